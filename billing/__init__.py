@@ -1,0 +1,1 @@
+"""Values in, ledger out: usage, prices, rating, accounts, holds and the ledger. Knows no torch and no HTTP."""

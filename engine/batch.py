@@ -1,0 +1,53 @@
+"""What the scheduler hands the runner: one step's work, as block tables and token spans."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.request import SamplingParams, TokenLogprob
+
+
+@dataclass(slots=True)
+class Span:
+    """The tokens of one sequence to compute in this step.
+
+    The KV of positions `[0, start)` already stands in the blocks of `block_table`; the runner
+    computes positions `[start, start + len(tokens))` and writes their KV to the blocks that the
+    table names for them. Position p lives in `block_table[p // block_size]`, row `p % block_size`.
+
+    `sequence_id` is stable over a sequence's life, so that a runner may keep what it derived
+    (a contiguous working copy, a penalty histogram) until `Runner.forget(sequence_id)`.
+    """
+
+    sequence_id: int
+    tokens: NDArray[np.int32]  # [T], T >= 1
+    start: int
+    block_table: list[int]
+    sample: bool  # choose a token after the last position
+    params: SamplingParams
+    sampled_before: int = 0  # tokens this sequence has generated so far (the seed's position)
+    history: NDArray[np.int32] | None = None  # [prompt + generated], where penalties need it
+    num_prompt_tokens: int = 0
+    adapter: str | None = None
+    write_kv: bool = True  # False: the KV of these positions already stands; only logits are asked
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token chosen for one span (None where `sample` was False)."""
+
+    sequence_id: int
+    token: int | None
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step: any mix of prefill chunks and single decode tokens."""
+
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(span.tokens) for span in self.spans)

@@ -1,0 +1,59 @@
+"""What can go wrong in the engine.
+
+EngineError
+├── RequestError            this request cannot be served; the others go on
+│   ├── PromptTooLong       more tokens than the model or the pool can hold
+│   ├── EmptyPrompt
+│   ├── InvalidParameter    a sampling parameter out of its range; names it
+│   └── UnknownAdapter
+├── QueueFull               too many requests wait; try later
+├── EngineFailed            the step loop died; every request is failed with its cause
+├── EngineClosed            submitted after close
+└── ModelError              a model that cannot be loaded or is not supported; said at start-up
+"""
+
+
+class EngineError(Exception):
+    """Any failure of the engine that a caller can act on."""
+
+
+class RequestError(EngineError):
+    """This request cannot be served as it is; `param` names the field at fault, if one is."""
+
+    param: str | None = None
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLong(RequestError):
+    """The prompt does not fit the model's context or the device pool."""
+
+
+class EmptyPrompt(RequestError):
+    """There is no token to compute."""
+
+
+class InvalidParameter(RequestError):
+    """A sampling parameter is out of its range."""
+
+
+class UnknownAdapter(RequestError):
+    """No adapter of that name is loaded."""
+
+
+class QueueFull(EngineError):
+    """As many requests wait as the setting allows."""
+
+
+class EngineFailed(EngineError):
+    """The step loop ended with an error; its cause is chained."""
+
+
+class EngineClosed(EngineError):
+    """The engine is closed or closing."""
+
+
+class ModelError(EngineError):
+    """A model that cannot be loaded, or whose attention cannot be paged; the message says why."""

@@ -1,0 +1,122 @@
+"""What enters the engine and what leaves it: immutable values that cross threads."""
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tiers.errors import MissReason
+from tiers.keys import CacheScope
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended; `stop` and `length` as OpenAI spells them."""
+
+    STOP = "stop"  # end-of-sequence, a stop token, or a stop string seen by the caller
+    LENGTH = "length"  # max_tokens, the context, or the budget
+    ABORT = "abort"  # the client went away
+    ERROR = "error"  # the engine failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen. Ranges are checked by `engine.sampler.check_params`.
+
+    `temperature` 0 is greedy. `top_k` 0 means all. `max_tokens` None means up to the context.
+    `logprobs` None returns none, n returns the chosen token's and the n most likely ones'.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt to serve. `tokens` is an `array('i')` that nobody changes after this."""
+
+    request_id: str
+    tokens: array[int]
+    params: SamplingParams
+    scope: CacheScope
+    adapter: str | None = None
+    cache: bool = True  # False: neither read from the cache nor written to it
+    arrival_ns: int = 0  # time.monotonic_ns() when the server received it
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """The disjoint classes a request's tokens fall into. Fixed for the prompt at first admission.
+
+    `hit_device + hit_host + hit_disk + hit_remote + miss == prompt`, always.
+    """
+
+    prompt: int
+    hit_device: int = 0
+    hit_host: int = 0
+    hit_disk: int = 0
+    hit_remote: int = 0
+    output: int = 0
+
+    @property
+    def hit(self) -> int:
+        return self.hit_device + self.hit_host + self.hit_disk + self.hit_remote
+
+    @property
+    def miss(self) -> int:
+        return self.prompt - self.hit
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Where a request's time went, in nanoseconds of the monotonic clock; 0 means not reached."""
+
+    arrival_ns: int = 0
+    admitted_ns: int = 0  # left the waiting queue
+    loaded_ns: int = 0  # promotion done, prefill may start
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A chosen token's log-probability and the most likely alternatives', most likely first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step made for one sequence of one request.
+
+    `index` numbers the sequences of a request (`params.n`). `counts.output` is the sum over the
+    request so far. `miss_reasons` says, per reason, how many prompt tokens were computed for it;
+    it is set on a request's first output, and sums to `counts.miss`.
+    """
+
+    request_id: str
+    index: int
+    tokens: tuple[int, ...]
+    counts: TokenCounts
+    finish: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    miss_reasons: Mapping[MissReason, int] = field(default_factory=dict)
+    timeline: Timeline = field(default_factory=Timeline)
+    error: str | None = None
+    last: bool = False  # no further output of this request will come, in any of its sequences

@@ -1,0 +1,50 @@
+"""What can go wrong in the tiers, and the closed set of reasons a block was not served.
+
+TierError
+├── ConfigurationError    a size or path that cannot work; said at start-up
+├── DirectoryLocked       another process holds the data directory; names the holder
+├── OutOfBlocks           every device block is referenced; the scheduler preempts or waits
+└── TierClosed            an operation on a closed tier
+
+A block that cannot be served is not an exception: it is a miss with a `MissReason`.
+"""
+
+from enum import StrEnum
+
+
+class TierError(Exception):
+    """Any failure of the tiers that a caller can act on."""
+
+
+class ConfigurationError(TierError):
+    """A setting that cannot work; the message names it, its value and what would."""
+
+
+class DirectoryLocked(TierError):
+    """Another process holds the data directory."""
+
+
+class OutOfBlocks(TierError):
+    """Every block of the device pool is referenced."""
+
+
+class TierClosed(TierError):
+    """The tier was closed before this operation."""
+
+
+class MissReason(StrEnum):
+    """Why a token of a prompt was computed rather than served; the label set of every miss counter."""
+
+    ABSENT = "absent"  # no tier holds the block
+    COLLISION = "collision"  # same key, another scope, parent or tokens
+    CHECKSUM = "checksum"  # the payload is not what was written
+    TORN = "torn"  # the record is shorter or longer than its header says
+    VERSION = "version"  # written by another record format
+    LAYOUT = "layout"  # written for another block layout
+    IO_ERROR = "io_error"  # the operating system refused the read
+    DECODE = "decode"  # the payload does not decompress
+    UNECONOMIC = "uneconomic"  # recomputing is faster than loading
+    OVERLOADED = "overloaded"  # the queue of loads was full
+    NO_ROOM = "no_room"  # no free frame to load into
+    TAIL = "tail"  # the last, partly filled block or the one token always computed
+    DISABLED = "disabled"  # the request or the server turned the cache off

@@ -1,0 +1,63 @@
+"""Host frames: the memory in which every copy between tiers meets.
+
+A `FrameArena` is one allocation of whole-block frames, pinned where there is a CUDA device. The
+engine thread takes and gives frames back; reader and writer threads only fill or read the frames
+they were handed.
+"""
+
+import logging
+
+import torch
+
+from tiers.block import BlockLayout
+from tiers.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+
+class Frame:
+    """One block's worth of host memory. Whoever holds the frame owns its bytes.
+
+    `tensor` has the layout's shape and dtype; `buffer` is the same memory as writable bytes, for
+    code that knows no torch.
+    """
+
+    __slots__ = ("buffer", "number", "tensor")
+
+    def __init__(self, number: int, tensor: torch.Tensor) -> None:
+        self.number = number
+        self.tensor = tensor
+        flat = tensor.reshape(-1).view(torch.uint8)
+        self.buffer = memoryview(flat.numpy()).cast("B")
+
+
+class FrameArena:
+    """`num_frames` frames in one allocation. Invariant: free + taken == num_frames."""
+
+    def __init__(self, layout: BlockLayout, num_frames: int) -> None:
+        if num_frames < 1:
+            raise ConfigurationError(
+                f"the host cache must hold at least one block of {layout.nbytes} bytes; "
+                f"raise --host-cache"
+            )
+        self.layout = layout
+        self.num_frames = num_frames
+        self.pinned = torch.cuda.is_available()
+        pool = torch.empty(
+            (num_frames, *layout.shape), dtype=layout.torch_dtype, pin_memory=self.pinned
+        )
+        self._frames = [Frame(number, pool[number]) for number in range(num_frames)]
+        self._free = list(reversed(self._frames))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> Frame | None:
+        """A free frame, or None; its bytes are whatever its last holder left."""
+        return self._free.pop() if self._free else None
+
+    def give(self, frame: Frame) -> None:
+        """Give a frame back; the caller must not touch it again."""
+        assert len(self._free) < self.num_frames, "a frame was given back twice"
+        self._free.append(frame)

@@ -1,0 +1,103 @@
+"""Prefix keys: which block a token span is, given everything before it.
+
+A key is 16 bytes of xxh3_128 over the parent's key, the block's token ids (int32, little-endian) and,
+where the block covers content beyond tokens, that content's digests. The root of every chain is the
+digest of the `CacheScope`. Keys are the same in every process and on every machine; golden values hold
+them in `tests/unit/test_keys.py`. The hash finds a block and never proves it: see `BlockId`.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple, NewType
+
+import xxhash
+
+PrefixKey = NewType("PrefixKey", bytes)
+
+KEY_BYTES = 16
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CacheScope:
+    """Everything besides tokens that decides what KV a token has, and who may see it.
+
+    Two requests share blocks only when all of these are equal. Values are opaque bytes; the
+    server fills them from digests it computed itself, never from a request body.
+    """
+
+    weights: bytes = b""
+    tokenizer: bytes = b""
+    adapter: bytes = b""
+    layout: bytes = b""
+    tenant: bytes = b""
+    content: bytes = b""
+
+    def root(self) -> PrefixKey:
+        """The root key: xxh3_128 over tagged, length-prefixed fields, so that no two scopes meet."""
+        hasher = xxhash.xxh3_128(b"cachesvc.scope.v1")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            hasher.update(field.name.encode() + b"\0" + len(value).to_bytes(8, "little") + value)
+        return PrefixKey(hasher.digest())
+
+
+class BlockId(NamedTuple):
+    """A block's whole identity. A hit needs every field equal, in every tier.
+
+    Verified from the root on, block by block, equality here is equality of the whole prefix,
+    whatever the hash does; unequal fields under an equal key are a collision, which is a miss.
+    """
+
+    scope: PrefixKey  # root key of the chain
+    parent: PrefixKey  # key of the block before, or the root
+    key: PrefixKey
+    tokens: bytes  # int32 little-endian ids, exactly block_size of them
+    content: bytes = b""  # digests of the content these tokens stand for
+
+
+def token_bytes(tokens: Iterable[int]) -> bytes:
+    """Token ids as int32 little-endian bytes, the form in which they are hashed and compared."""
+    packed = tokens if isinstance(tokens, array) and tokens.typecode == "i" else array("i", tokens)
+    if sys.byteorder == "big":
+        packed = array("i", packed)
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def child_key(parent: PrefixKey, tokens: bytes, content: bytes = b"") -> PrefixKey:
+    """The key of the block holding `tokens` after the prefix that `parent` names."""
+    return PrefixKey(xxhash.xxh3_128_digest(parent + tokens + content))
+
+
+def prefix_keys(root: PrefixKey, tokens: bytes, block_size: int) -> list[PrefixKey]:
+    """Keys of the full blocks of `tokens` (int32 bytes), in order; a partial last block has none."""
+    step = block_size * TOKEN_BYTES
+    digest = xxhash.xxh3_128_digest
+    keys: list[PrefixKey] = []
+    parent = root
+    for start in range(0, len(tokens) - step + 1, step):
+        parent = PrefixKey(digest(parent + tokens[start : start + step]))
+        keys.append(parent)
+    return keys
+
+
+def block_ids(
+    root: PrefixKey,
+    tokens: bytes,
+    block_size: int,
+    contents: Sequence[bytes] = (),
+) -> list[BlockId]:
+    """Identities of the full blocks of `tokens`; `contents[i]` covers block i (missing means none)."""
+    step = block_size * TOKEN_BYTES
+    ids: list[BlockId] = []
+    parent = root
+    for number, start in enumerate(range(0, len(tokens) - step + 1, step)):
+        chunk = tokens[start : start + step]
+        content = contents[number] if number < len(contents) else b""
+        key = child_key(parent, chunk, content)
+        ids.append(BlockId(root, parent, key, chunk, content))
+        parent = key
+    return ids

@@ -1,0 +1,74 @@
+"""What every tier off the device is: a synchronous store of whole blocks that owns no threads."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from tiers.errors import MissReason
+from tiers.frames import Frame
+from tiers.keys import BlockId, PrefixKey
+
+
+class TierName(StrEnum):
+    """Where a block can be, hottest first; the label of every tier counter and of the usage split."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    REMOTE = "remote"
+
+
+class Loaded(NamedTuple):
+    """How many leading blocks were filled, and why the next one was not (None: all were asked for)."""
+
+    num_blocks: int
+    reason: MissReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """An immutable snapshot of one tier. Counters only grow; sizes are now."""
+
+    name: TierName
+    num_blocks: int = 0
+    used_bytes: int = 0  # what the capacity bounds: bytes of memory or of files
+    logical_bytes: int = 0  # bytes of KV that these blocks are when loaded
+    capacity_bytes: int = 0
+    hits: int = 0  # blocks served
+    misses: int = 0  # blocks asked for and not served
+    stored: int = 0  # blocks written
+    evicted: int = 0  # blocks dropped for room
+    read_bytes: int = 0  # payload bytes as they lie in the tier
+    written_bytes: int = 0
+    faults: Mapping[MissReason, int] = field(default_factory=dict)
+
+
+class Tier(Protocol):
+    """A store of whole blocks, found by key and proven by identity.
+
+    Synchronous; safe to call from several reader threads and one writer thread at a time.
+    A fault is a miss with a reason, never an exception, except `TierClosed`.
+    """
+
+    name: TierName
+
+    def probe(self, ids: Sequence[BlockId]) -> int:
+        """Length of the leading run held. May be optimistic: only `load` verifies."""
+        ...
+
+    def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
+        """Fill `into[i]` with block `ids[i]`, verified; stop at the first that cannot be served."""
+        ...
+
+    def store(self, ids: Sequence[BlockId], frames: Sequence[Frame]) -> list[PrefixKey]:
+        """Write blocks not yet held; returns the keys dropped for room."""
+        ...
+
+    def discard(self, keys: Sequence[PrefixKey]) -> int:
+        """Forget these blocks; returns how many were held."""
+        ...
+
+    def stats(self) -> TierStats: ...
+
+    def close(self) -> None: ...
