@@ -1,0 +1,35 @@
+"""Eviction policies, one a file, found by name. Pure: see `tiers.policy.policy`."""
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+from tiers.errors import ConfigurationError
+from tiers.policy.fifo import Fifo
+from tiers.policy.lru import Lru
+from tiers.policy.policy import Policy, Use
+
+__all__ = ["Policy", "PolicyName", "Use", "make_policy"]
+
+
+class PolicyName(StrEnum):
+    """The policies that can serve. Belady's MIN is not one of them: it needs the future."""
+
+    LRU = "lru"
+    FIFO = "fifo"
+
+
+_FACTORIES: dict[PolicyName, Callable[[int], Policy[Any]]] = {
+    PolicyName.LRU: lambda capacity: Lru(),
+    PolicyName.FIFO: lambda capacity: Fifo(),
+}
+
+
+def make_policy(name: str, capacity_blocks: int) -> Policy[Any]:
+    """A policy for a tier of `capacity_blocks` blocks; it never counts them, the tier does."""
+    try:
+        factory = _FACTORIES[PolicyName(name)]
+    except ValueError:
+        known = ", ".join(PolicyName)
+        raise ConfigurationError(f"there is no policy {name!r}; the policies are {known}") from None
+    return factory(capacity_blocks)

@@ -1,0 +1,37 @@
+"""Least recently used: the default. One ordered dict; a held block is simply not in it."""
+
+from collections import OrderedDict
+from itertools import islice
+from typing import Generic
+
+from tiers.policy.policy import K, Use
+
+
+class Lru(Generic[K]):
+    """Evicts the block released longest ago: of a chain given back tail first, the leaf."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[K, None] = OrderedDict()  # oldest first
+
+    def insert(
+        self, key: K, use: Use, parent: K | None = None, depth: int = 0, nbytes: int = 1
+    ) -> None:
+        self._order[key] = None
+
+    def hold(self, key: K) -> None:
+        del self._order[key]
+
+    def release(self, key: K, use: Use) -> None:
+        self._order[key] = None
+
+    def touch(self, key: K, use: Use) -> None:
+        self._order.move_to_end(key)
+
+    def remove(self, key: K) -> None:
+        self._order.pop(key, None)
+
+    def victim(self) -> K | None:
+        return self._order.popitem(last=False)[0] if self._order else None
+
+    def coldest(self, count: int) -> list[K]:
+        return list(islice(self._order, count))
