@@ -1,0 +1,112 @@
+"""The codec gives back every byte it was given, shrinks KV, and refuses what it did not write."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiers.codec import CHUNK_BYTES, Codec, CodecId, DecodeError, bound
+
+
+def aligned(nbytes: int) -> memoryview:
+    return memoryview(np.zeros(-(-nbytes // 8), np.uint64)).cast("B")[:nbytes]
+
+
+def encode(item_bytes: int, block: bytes) -> tuple[CodecId, memoryview]:
+    into = aligned(bound(len(block)))
+    codec, nbytes = Codec(item_bytes).encode(memoryview(block), into)
+    return codec, into[:nbytes]
+
+
+def decode(item_bytes: int, codec: int, payload: memoryview, nbytes: int) -> bytes:
+    into = bytearray(nbytes)
+    Codec(item_bytes).decode(codec, payload, memoryview(into))
+    return bytes(into)
+
+
+def kv(num_items: int, dtype: str, seed: int = 0) -> bytes:
+    """Floats of many scales, as KV has them; bfloat16 is the high half of a float32."""
+    rng = np.random.default_rng(seed)
+    scale = np.exp(rng.normal(size=64)).astype(np.float32)
+    values = rng.normal(size=(-(-num_items // 64), 64)).astype(np.float32) * scale
+    flat = values.reshape(-1)[:num_items]
+    if dtype == "bfloat16":
+        return (flat.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return flat.astype(dtype).tobytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([1, 2, 4]), st.binary(max_size=4000))
+def test_any_bytes_come_back(item_bytes: int, block: bytes) -> None:
+    """Whatever the bytes and however many, decode(encode(x)) == x."""
+    block = block[: len(block) // item_bytes * item_bytes]
+    codec, payload = encode(item_bytes, block)
+    assert block == decode(item_bytes, codec, payload, len(block))
+
+
+@pytest.mark.parametrize("extra_items", [0, 1, 3])
+@pytest.mark.parametrize(("dtype", "item_bytes"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])
+def test_blocks_of_several_chunks_come_back(dtype: str, item_bytes: int, extra_items: int) -> None:
+    block = kv((CHUNK_BYTES + 4096) // item_bytes + extra_items, dtype)
+    codec, payload = encode(item_bytes, block)
+    assert codec != CodecId.RAW
+    assert block == decode(item_bytes, codec, payload, len(block))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "item_bytes", "ratio"), [("bfloat16", 2, 1.40), ("float32", 4, 1.16)]
+)
+def test_floats_shrink_to_about_the_entropy_of_their_exponents(
+    dtype: str, item_bytes: int, ratio: float
+) -> None:
+    block = kv(200_000, dtype)
+    _, payload = encode(item_bytes, block)
+    assert len(block) / len(payload) > ratio
+
+
+def test_noise_is_stored_raw() -> None:
+    block = np.random.default_rng(1).bytes(1 << 16)
+    codec, payload = encode(2, block)
+    assert (CodecId.RAW, len(block)) == (codec, len(payload))
+
+
+def test_special_values_are_bits_like_any_other() -> None:
+    """NaN payloads, infinities, signed zeros and subnormals keep every bit."""
+    bits = [0x7FC00001, 0xFFC12345, 0x7F800000, 0xFF800000, 0x80000000, 0, 1, 0x807FFFFF] * 512
+    block = np.array(bits, "<u4").tobytes()
+    codec, payload = encode(4, block)
+    assert block == decode(4, codec, payload, len(block))
+
+
+@pytest.mark.parametrize("item_bytes", [2, 4])
+def test_a_cut_payload_does_not_decode(item_bytes: int) -> None:
+    """Cut anywhere, or with a length that points elsewhere, it is a DecodeError and nothing else."""
+    block = kv(4096, "bfloat16" if item_bytes == 2 else "float32")
+    codec, payload = encode(item_bytes, block)
+    for end in [0, 3, 8, len(payload) // 2, len(payload) - 9]:
+        with pytest.raises(DecodeError):
+            decode(item_bytes, codec, payload[:end], len(block))
+    bad = aligned(len(payload))
+    for at in range(1, 4):
+        bad[:] = payload
+        bad[at] ^= 0xFF
+        with pytest.raises(DecodeError):
+            decode(item_bytes, codec, bad, len(block))
+
+
+def test_an_unknown_codec_is_refused() -> None:
+    with pytest.raises(DecodeError, match="unknown codec 77"):
+        decode(2, 77, memoryview(b"12345678"), 8)
+    with pytest.raises(DecodeError, match="raw bytes"):
+        decode(2, CodecId.RAW, memoryview(b"1234567"), 8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.binary(max_size=600), st.integers(0, 3))
+def test_garbage_raises_only_decode_errors(payload: bytes, codec: int) -> None:
+    padded = aligned(len(payload))
+    padded[:] = payload
+    with contextlib.suppress(DecodeError):
+        decode(2, codec, padded, 256)
