@@ -5,9 +5,13 @@ from enum import StrEnum
 from typing import Any
 
 from tiers.errors import ConfigurationError
+from tiers.policy.arc import Arc
+from tiers.policy.cost_aware import CostAware
 from tiers.policy.fifo import Fifo
 from tiers.policy.lru import Lru
 from tiers.policy.policy import Policy, Use
+from tiers.policy.s3fifo import S3Fifo
+from tiers.policy.sieve import Sieve
 
 __all__ = ["Policy", "PolicyName", "Use", "make_policy"]
 
@@ -17,11 +21,19 @@ class PolicyName(StrEnum):
 
     LRU = "lru"
     FIFO = "fifo"
+    SIEVE = "sieve"
+    S3FIFO = "s3fifo"
+    ARC = "arc"
+    COST_AWARE = "cost_aware"
 
 
 _FACTORIES: dict[PolicyName, Callable[[int], Policy[Any]]] = {
     PolicyName.LRU: lambda capacity: Lru(),
     PolicyName.FIFO: lambda capacity: Fifo(),
+    PolicyName.SIEVE: lambda capacity: Sieve(),
+    PolicyName.S3FIFO: S3Fifo,
+    PolicyName.ARC: Arc,
+    PolicyName.COST_AWARE: lambda capacity: CostAware(),
 }
 
 
