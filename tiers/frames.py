@@ -28,7 +28,7 @@ class Frame:
         self.number = number
         self.tensor = tensor
         flat = tensor.reshape(-1).view(torch.uint8)
-        self.buffer = memoryview(flat.numpy()).cast("B")
+        self.buffer = flat.numpy().data.cast("B")
 
 
 class FrameArena:
