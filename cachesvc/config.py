@@ -1,0 +1,374 @@
+"""Settings: every value that a user may choose, its meaning, and where the one in force came from.
+
+Flags win over the environment, the environment over the file, the file over the defaults. One rule
+names every variable: `server.port` is `CACHESVC_SERVER__PORT`. The only module that reads the
+environment. Called once, by a command, before any thread starts.
+"""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+ENV_PREFIX = "CACHESVC_"
+ENV_DELIMITER = "__"
+ENV_CONFIG = "CACHESVC_CONFIG"  # names the file, as --config does
+
+_UNITS = {"B": 1} | {
+    unit + suffix: base**power
+    for suffix, base in (("iB", 1024), ("B", 1000))
+    for power, unit in enumerate("KMGT", start=1)
+}
+_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+class ConfigError(Exception):
+    """A setting that cannot be used; the message names it, its origin, and what would do."""
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of `64MiB`, `1.5GB`, `4096` or an integer. Raises ValueError."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", str(text), re.IGNORECASE)
+    number, unit = match.groups() if match else ("", "?")
+    units = {name.lower(): size for name, size in _UNITS.items()}
+    short = {name[0].lower(): size for name, size in _UNITS.items() if name.endswith("iB")}
+    size = (units | short | {"": 1}).get(unit.lower())
+    if size is None:
+        raise ValueError(f"{text!r} is no size; write it like 64MiB, 4GiB, 500MB or 4096")
+    return int(float(number) * size)
+
+
+def parse_duration(text: str | float) -> float:
+    """Seconds of `250ms`, `30s`, `5m`, `2h`, `7d` or a number of seconds. Raises ValueError."""
+    if isinstance(text, int | float):
+        return float(text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*", str(text))
+    if match is None:
+        raise ValueError(f"{text!r} is no duration; write it like 250ms, 30s, 5m, 2h or 7d")
+    return float(match[1]) * _SECONDS[match[2] or "s"]
+
+
+def format_size(num_bytes: int) -> str:
+    """The shortest exact form of a size that `parse_size` reads back."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if num_bytes and num_bytes % _UNITS[unit] == 0:
+            return f"{num_bytes // _UNITS[unit]}{unit}"
+    return f"{num_bytes}B"
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
+
+
+def data_home() -> Path:
+    """Where a user's programs keep data: `$XDG_DATA_HOME`, or `~/.local/share`."""
+    home = os.environ.get("XDG_DATA_HOME")
+    return Path(home) if home else Path.home() / ".local" / "share"
+
+
+def default_data_dir() -> Path:
+    """The data directory of commands that are given none."""
+    chosen = os.environ.get(ENV_PREFIX + "SERVER" + ENV_DELIMITER + "DATA_DIR")
+    return Path(chosen).expanduser() if chosen else data_home() / "cachesvc"
+
+
+class Section(BaseModel):
+    """One table of the file. Unknown keys are refused, values never change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class ServerSettings(Section):
+    """Where the server listens and what it lets in."""
+
+    host: str = Field(
+        "127.0.0.1", description="Address to listen on; others than loopback need keys"
+    )
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
+    data_dir: Annotated[Path, BeforeValidator(lambda value: Path(value).expanduser())] = Field(
+        default_factory=default_data_dir,
+        description="Directory of the disk tier, the ledger and prepared models",
+    )
+    require_keys: bool = Field(
+        False, description="Answer only requests with an API key; implied once a key exists"
+    )
+    max_body_bytes: Size = Field(16 << 20, description="Largest request body")
+    max_choices: int = Field(64, ge=1, description="Most answers of one request: prompts times n")
+    write_timeout: Duration = Field(60, description="A client that reads nothing so long has gone")
+    keepalive: Duration = Field(15, description="A comment is streamed after so long a silence")
+    drain: Duration = Field(30, description="At a stop, running requests may go on for so long")
+    limits_url: str = Field(
+        "memory://", description="Where rate limits are counted: memory:// or a redis:// URL"
+    )
+
+
+class ModelSettings(Section):
+    """What is served, and in which arithmetic."""
+
+    name: str = Field(
+        "smollm2-135m-instruct",
+        description="Model: an alias, a folder with safetensors or GGUF, or a hub id",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where it runs; auto takes the GPU if there is one"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Arithmetic; auto is float32 on a CPU and bfloat16 on a GPU"
+    )
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="How KV is kept; auto is the arithmetic's own. Part of every key"
+    )
+    threads: int = Field(0, ge=0, description="Threads of CPU arithmetic; 0 is one per core")
+    adapters: dict[str, Path] = Field(
+        default_factory=dict, description="LoRA adapters: the name clients ask for, and its folder"
+    )
+
+
+class CacheSection(Section):
+    """The tiers: how large they are and how blocks move between them."""
+
+    block_size: int = Field(64, ge=1, le=4096, description="Tokens in a block")
+    device_bytes: Size = Field(1 << 30, description="Capacity of the device tier")
+    host_bytes: Size = Field(2 << 30, description="Capacity of the host tier; 0 turns it off")
+    disk_bytes: Size = Field(8 << 30, description="Capacity of the disk tier; 0 turns it off")
+    policy: str = Field(
+        "lru", description="What to evict from memory: lru, sieve, s3fifo, arc, ..."
+    )
+    write_policy: Literal["on_evict", "write_through", "on_second_hit"] = Field(
+        "on_evict", description="When a block is copied to the tier below"
+    )
+    partial_blocks: bool = Field(
+        True, description="Reuse partly filled last blocks, not only full ones"
+    )
+    weigh_loads: bool = Field(
+        True, description="Load from disk only what loads faster than it is recomputed"
+    )
+    readers: int = Field(2, ge=1, le=64, description="Threads that read and decompress from disk")
+    idle_ttl: Duration = Field(
+        0, description="Forget blocks on disk that nobody used for so long; 0 keeps them"
+    )
+    write_budget_bytes: Size = Field(
+        0, description="Most bytes written to disk a day; 0 sets no limit"
+    )
+
+
+class EngineSection(Section):
+    """How requests share the model."""
+
+    max_running: int = Field(64, ge=1, description="Sequences that decode at once")
+    max_waiting: int = Field(1024, ge=1, description="Requests that may wait; more are refused")
+    chunk_tokens: int = Field(512, ge=1, description="Prompt tokens computed in one step")
+    mixed_chunk_tokens: int = Field(
+        128, ge=1, description="The same while other sequences decode, so that they do not stall"
+    )
+    order: Literal["cached_first", "arrival"] = Field(
+        "cached_first", description="Which waiting request goes first"
+    )
+    max_passed: Duration = Field(
+        5, description="Longest that a request is passed by for better cached ones"
+    )
+
+
+class BillingSettings(Section):
+    """Prices and the ledger."""
+
+    database_url: str = Field(
+        "", description="Ledger database; empty is SQLite in the data directory"
+    )
+    card: str = Field(
+        "deepseek-launch", description="Rate card in force: the name of a shipped one, or a file"
+    )
+    hold_lease: Duration = Field(
+        60, description="A hold ends so long after its request went silent"
+    )
+
+
+class LogFormat(StrEnum):
+    AUTO = "auto"
+    CONSOLE = "console"
+    JSON = "json"
+
+
+class LogSettings(Section):
+    """What the log says and how."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least important lines that are written"
+    )
+    format: LogFormat = Field(
+        LogFormat.AUTO, description="console, json, or auto: console on a terminal"
+    )
+
+
+class MetricsSettings(Section):
+    """What /metrics exposes."""
+
+    vllm_aliases: bool = Field(
+        False, description="Expose the names that vLLM's boards and tools know as well"
+    )
+
+
+class Settings(BaseSettings):
+    """All sections."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_nested_delimiter=ENV_DELIMITER
+    )
+
+    server: ServerSettings = Field(default_factory=ServerSettings)
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    cache: CacheSection = Field(default_factory=CacheSection)
+    engine: EngineSection = Field(default_factory=EngineSection)
+    billing: BillingSettings = Field(default_factory=BillingSettings)
+    log: LogSettings = Field(default_factory=LogSettings)
+    metrics: MetricsSettings = Field(default_factory=MetricsSettings)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what `load_settings` has merged: it keeps each value's origin."""
+        return (init_settings,)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting as `cachesvc config show` prints it."""
+
+    name: str
+    value: Any
+    origin: str  # default, flag, env VARIABLE, or the file's path
+    help: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSettings:
+    """The settings in force and, by name, where each that is no default came from."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+    def rows(self) -> Iterator[Setting]:
+        for name, help_text in known_settings().items():
+            section, key = name.split(".")
+            value = getattr(getattr(self.settings, section), key)
+            yield Setting(name, value, self.origins.get(name, "default"), help_text)
+
+
+def known_settings() -> dict[str, str]:
+    """Every setting's name and help text, in the order of the sections."""
+    return {
+        f"{section}.{key}": field.description or ""
+        for section, section_type in _sections().items()
+        for key, field in section_type.model_fields.items()
+    }
+
+
+def env_name(name: str) -> str:
+    """The variable that overrides a setting."""
+    return ENV_PREFIX + name.upper().replace(".", ENV_DELIMITER)
+
+
+def load_settings(
+    flags: Mapping[str, Any] | None = None, config_file: Path | None = None
+) -> LoadedSettings:
+    """Settings from `flags` (by name; None means not given), the environment and the file.
+
+    Raises ConfigError for an unknown key, an unreadable file and a value that does not do.
+    """
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    path = config_file or (Path(os.environ[ENV_CONFIG]) if os.environ.get(ENV_CONFIG) else None)
+    layers = [_file_layer(path)] if path else []
+    layers.append(_env_layer())
+    layers.append({name: (value, "flag") for name, value in given.items()})
+    merged = {name: entry for layer in layers for name, entry in layer.items()}
+    nested: dict[str, dict[str, Any]] = {}
+    for name, (value, _) in merged.items():
+        section, key = name.split(".")
+        nested.setdefault(section, {})[key] = value
+    origins = {name: origin for name, (_, origin) in merged.items()}
+    try:
+        return LoadedSettings(Settings.model_validate(nested), origins)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, origins)) from None
+
+
+_Layer = dict[str, tuple[Any, str]]
+
+
+def _file_layer(path: Path) -> _Layer:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config file {path} is no TOML: {error}") from None
+    layer: _Layer = {}
+    for section, table in tables.items():
+        if not isinstance(table, dict) or section not in Settings.model_fields:
+            raise ConfigError(_unknown(section, str(path), Settings.model_fields))
+        for key, value in table.items():
+            name = f"{section}.{key}"
+            if name not in known_settings():
+                raise ConfigError(_unknown(name, str(path), known_settings()))
+            layer[name] = (value, str(path))
+    return layer
+
+
+def _env_layer() -> _Layer:
+    names = {env_name(name): name for name in known_settings()}
+    for variable in os.environ:
+        if variable.startswith(ENV_PREFIX) and variable not in {*names, ENV_CONFIG}:
+            raise ConfigError(_unknown(variable, "the environment", names))
+    try:
+        values = EnvSettingsSource(Settings)()
+    except SettingsError as error:
+        raise ConfigError(f"{error}: a setting of several values is written as JSON") from None
+    return {
+        f"{section}.{key}": (value, f"env {env_name(f'{section}.{key}')}")
+        for section, table in values.items()
+        for key, value in table.items()
+    }
+
+
+def _sections() -> dict[str, type[Section]]:
+    sections: dict[str, type[Section]] = {}
+    for name, field in Settings.model_fields.items():
+        assert isinstance(field.annotation, type), name
+        assert issubclass(field.annotation, Section), name
+        sections[name] = field.annotation
+    return sections
+
+
+def _unknown(name: str, origin: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}?" if near else "`cachesvc config show` lists them all"
+    return f"unknown setting {name} in {origin}; {hint}"
+
+
+def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"][:2]))
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{name} = {first['input']!r} (from {origins.get(name, 'default')}): {message}"

@@ -1,0 +1,42 @@
+"""What holds for every test: no network, few threads, and nothing left running afterwards."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+_connect = socket.socket.connect
+_LOOPBACK = ("127.", "localhost", "::1")
+
+
+def _connect_to_loopback(sock: socket.socket, address: Any) -> None:
+    is_remote = isinstance(address, tuple) and not str(address[0]).startswith(_LOOPBACK)
+    if is_remote and sock.family in (socket.AF_INET, socket.AF_INET6):
+        raise AssertionError(f"a test tried to reach {address}; tests reach loopback only")
+    _connect(sock, address)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_network() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", _connect_to_loopback)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 2
+    while left := [thread for thread in set(threading.enumerate()) - before if not thread.daemon]:
+        if time.monotonic() > deadline:
+            pytest.fail(f"threads left running: {sorted(thread.name for thread in left)}")
+        time.sleep(0.01)

@@ -1,0 +1,145 @@
+"""Settings: where each value comes from, and what a wrong one is told."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachesvc import config
+from cachesvc.config import ConfigError, format_size, load_settings, parse_duration, parse_size
+
+
+@pytest.fixture(autouse=True)
+def empty_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import os
+
+    for name in [name for name in os.environ if name.startswith(config.ENV_PREFIX)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "cachesvc.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("64MiB", 64 << 20),
+        ("4GiB", 4 << 30),
+        ("1.5 GB", 1_500_000_000),
+        ("4096", 4096),
+        (4096, 4096),
+        ("3k", 3072),
+        ("2tib", 2 << 40),
+        ("0", 0),
+    ],
+)
+def test_sizes_are_read_in_binary_and_decimal_units(text: str | int, num_bytes: int) -> None:
+    assert num_bytes == parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["", "bananas", "-1", "64 MiB MiB", "1e9", "7x", "MiB"])
+def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match="write it like 64MiB"):
+        parse_size(text)
+
+
+@given(st.integers(0, 1 << 50))
+def test_a_formatted_size_reads_back_the_same(num_bytes: int) -> None:
+    assert num_bytes == parse_size(format_size(num_bytes))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("250ms", 0.25), ("30s", 30), ("5m", 300), ("2h", 7200), ("7d", 604800)]
+)
+def test_durations_are_read_with_their_unit(text: str, seconds: float) -> None:
+    assert seconds == parse_duration(text)
+
+
+def test_flags_win_over_environment_over_file_over_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, '[server]\nhost = "a"\nport = 1\ndrain = "1m"\n[cache]\nreaders = 3\n')
+    monkeypatch.setenv("CACHESVC_SERVER__PORT", "2")
+    monkeypatch.setenv("CACHESVC_SERVER__HOST", "b")
+    loaded = load_settings({"server.host": "c", "cache.readers": None}, path)
+
+    server = loaded.settings.server
+    assert ("c", 2, 60.0, 3) == (
+        server.host,
+        server.port,
+        server.drain,
+        loaded.settings.cache.readers,
+    )
+    origins = {row.name: row.origin for row in loaded.rows()}
+    assert "flag" == origins["server.host"]
+    assert "env CACHESVC_SERVER__PORT" == origins["server.port"]
+    assert str(path) == origins["server.drain"] == origins["cache.readers"]
+    assert "default" == origins["cache.block_size"]
+
+
+def test_the_environment_may_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHESVC_CONFIG", str(write(tmp_path, "[server]\nport = 7\n")))
+    assert 7 == load_settings().settings.server.port
+
+
+def test_the_data_directory_follows_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tmp_path / "xdg" / "cachesvc" == load_settings().settings.server.data_dir
+    monkeypatch.setenv("CACHESVC_SERVER__DATA_DIR", "/srv/cachesvc")
+    assert Path("/srv/cachesvc") == config.default_data_dir()
+    assert Path("/srv/cachesvc") == load_settings().settings.server.data_dir
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[cache]\ndevise_bytes = 1\n", r"cache\.devise_bytes in .*; did you mean cache\.device"),
+        ("[cash]\nblock_size = 1\n", r"unknown setting cash in .*did you mean cache\?"),
+        ("port = 1\n", r"unknown setting port in .*\.toml"),
+        ("[cache]\ndevice_bytes = '12 bananas'\n", r"cache\.device_bytes = '12 bananas' \(from /"),
+        ("[server]\nport = 70000\n", r"server\.port = 70000 .* less than or equal to 65535"),
+        ("[server\n", "is no TOML"),
+    ],
+)
+def test_a_wrong_file_stops_the_start_and_says_why(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_settings(config_file=write(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"cannot read the config file .*nope\.toml: No such file"
+    ):
+        load_settings(config_file=tmp_path / "nope.toml")
+
+
+def test_a_mistyped_variable_is_refused_and_the_nearest_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CACHESVC_SERVER__PRT", "1")
+    with pytest.raises(ConfigError, match="did you mean CACHESVC_SERVER__PORT"):
+        load_settings()
+
+
+def test_a_variable_of_several_values_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHESVC_MODEL__ADAPTERS", '{"pirate": "/adapters/pirate"}')
+    assert {"pirate": Path("/adapters/pirate")} == load_settings().settings.model.adapters
+    monkeypatch.setenv("CACHESVC_MODEL__ADAPTERS", "pirate=/x")
+    with pytest.raises(ConfigError, match="JSON"):
+        load_settings()
+
+
+def test_every_setting_has_a_help_text() -> None:
+    assert [] == [name for name, text in config.known_settings().items() if len(text) < 10]
+
+
+def test_settings_never_change() -> None:
+    settings = load_settings().settings
+    with pytest.raises(ValueError, match="frozen"):
+        settings.server.port = 1  # type: ignore[misc]
