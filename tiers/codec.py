@@ -136,6 +136,8 @@ class Codec:
         for lane_items, length in zip(spans, lengths, strict=True):
             low = np.frombuffer(payload, dtype, (lanes - 1) * lane_items, at)
             at += low.nbytes
+            if at + length > len(payload):
+                raise DecodeError(f"a high plane of {length} bytes at {at} of {len(payload)}")
             high, temp = self._words(dtype, lane_items)
             self._inflate(payload[at : at + length], high)
             join = _join16 if lanes == 2 else _join32

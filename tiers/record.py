@@ -144,6 +144,16 @@ def is_block(header: bytes, block: BlockId) -> bool:
     return header[start : start + num_tokens + num_content] == block.tokens + block.content
 
 
+def scope_of(header: bytes) -> PrefixKey:
+    """The scope named in these header bytes, checked or not."""
+    return PrefixKey(header[32:48])
+
+
+def logical_nbytes_of(header: bytes) -> int:
+    """The length of the block named in these header bytes, checked or not."""
+    return int.from_bytes(header[96:104], "little")
+
+
 def check_payload(header: Header, payload: memoryview) -> MissReason | None:
     """Why this payload is not the one that was written under `header`; None where it is."""
     if len(payload) != header.payload_nbytes:

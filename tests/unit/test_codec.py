@@ -82,7 +82,7 @@ def test_special_values_are_bits_like_any_other() -> None:
 
 @pytest.mark.parametrize("item_bytes", [2, 4])
 def test_a_cut_payload_does_not_decode(item_bytes: int) -> None:
-    """Cut anywhere, or with a length that points elsewhere, it is a DecodeError and nothing else."""
+    """Cut anywhere, or with a length that points elsewhere, it is a DecodeError."""
     block = kv(4096, "bfloat16" if item_bytes == 2 else "float32")
     codec, payload = encode(item_bytes, block)
     for end in [0, 3, 8, len(payload) // 2, len(payload) - 9]:

@@ -1,0 +1,139 @@
+"""The folder of a disk tier: who holds it, which format it has, whether it was closed properly.
+
+    disk.json     format version, shards, map size, clean or not, boot id, blocks
+    server.lock   held with flock by the one server; names it
+    shard-000/    one LMDB environment, and so on
+
+The lock dies with its process, so `kill -9` leaves nothing to clean up. Readers and maintenance
+commands do not need it: LMDB arbitrates between processes.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tiers.errors import ConfigurationError, DirectoryLocked
+
+FORMAT = 1
+META_NAME = "disk.json"
+LOCK_NAME = "server.lock"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What `disk.json` says."""
+
+    format: int
+    num_shards: int
+    map_bytes: int  # of each shard
+    clean: bool = False  # closed by its server, everything synced
+    boot: str = ""  # of the machine that last opened it
+    num_blocks: int = 0  # when it was last opened, synced or closed
+
+
+class DirectoryLock:
+    """Holds `server.lock` until `release`."""
+
+    def __init__(self, root: Path) -> None:
+        """Raise DirectoryLocked where another process serves this folder, naming it."""
+        self._file = (root / LOCK_NAME).open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = read_holder(root)
+            self._file.close()
+            raise DirectoryLocked(
+                f"{root} is served by {holder}; stop that server or choose another --data-dir"
+            ) from error
+        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._file.truncate(0)
+        self._file.write(f"pid {os.getpid()} on {socket.gethostname()} since {started}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        self._file.truncate(0)
+        self._file.close()
+
+
+def read_holder(root: Path) -> str:
+    """Who holds the folder, in words; meaningful only while it is locked."""
+    try:
+        return (root / LOCK_NAME).read_text().strip() or "another process"
+    except OSError:
+        return "another process"
+
+
+def is_locked(root: Path) -> bool:
+    """Whether a server holds this folder now."""
+    try:
+        with (root / LOCK_NAME).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def boot_id() -> str:
+    """Differs after every start of the machine; empty where the system does not say."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def make_root(root: Path) -> None:
+    """Create the folder, or raise ConfigurationError where it cannot be written."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / f".write-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigurationError(
+            f"the disk cache cannot write to {root}: {error.strerror}; "
+            f"choose another --data-dir or turn the disk cache off"
+        ) from error
+
+
+def read_meta(root: Path) -> Meta | None:
+    """What stands in the folder; None where nothing does, or nothing that can be read."""
+    try:
+        stands = json.loads((root / META_NAME).read_text())
+        return Meta(**{name: stands[name] for name in Meta.__slots__})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def write_meta(root: Path, meta: Meta) -> None:
+    """Replace `disk.json` whole, durably."""
+    temporary = root / f"{META_NAME}.new"
+    with temporary.open("w") as file:
+        json.dump(asdict(meta), file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(root / META_NAME)
+
+
+def mark(root: Path, *, clean: bool, num_blocks: int) -> None:
+    """Note whether the folder is at rest."""
+    meta = read_meta(root)
+    if meta is not None:
+        write_meta(root, replace(meta, clean=clean, boot=boot_id(), num_blocks=num_blocks))
+
+
+def shard_path(root: Path, number: int) -> Path:
+    return root / f"shard-{number:03d}"
+
+
+def remove_shards(root: Path) -> None:
+    """Delete every shard of the folder."""
+    for path in root.glob("shard-*"):
+        shutil.rmtree(path, ignore_errors=True)

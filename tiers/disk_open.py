@@ -1,0 +1,172 @@
+"""Opening a disk tier: lock, format, recovery after a crash, and the size of the maps.
+
+What stands in the folder is kept where it can be: another format version or an environment that
+LMDB refuses is cleared and counted as faults; after a power cut, where LMDB's own pages may be
+torn, each shard is first walked by a child process, whose death costs the shard, not the server.
+"""
+
+import logging
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from tiers.block import BlockLayout
+from tiers.codec import bound
+from tiers.disk import DiskSettings, DiskTier
+from tiers.disk_directory import (
+    FORMAT,
+    DirectoryLock,
+    Meta,
+    boot_id,
+    make_root,
+    read_meta,
+    remove_shards,
+    shard_path,
+    write_meta,
+)
+from tiers.disk_slot import ShardSlot
+from tiers.disk_storage import NotAnEnvironment, Storage
+from tiers.disk_walk import claimed_bytes
+from tiers.errors import ConfigurationError, MissReason
+from tiers.shard import Shard, ShardDamaged
+from tiers.shard_writer import reserve_pages
+
+logger = logging.getLogger(__name__)
+
+OVERHEAD_BYTES = 96 << 10  # lock.mdb of a shard (64 bytes a reader slot), disk.json, folders
+MIN_BLOCKS = 4
+BATCHES_IN_MAP = 32  # a transaction writes at most this part of a shard
+WALK_S = 60  # a shard that takes longer to walk after a power cut is dropped
+_PAGE = 4096
+
+
+def open_disk(
+    root: Path,
+    layout: BlockLayout,
+    capacity_bytes: int,
+    *,
+    num_shards: int = 1,
+    settings: DiskSettings | None = None,
+    storage: Storage | None = None,
+    clock: Callable[[], float] = time.time,
+) -> DiskTier:
+    """Open or create the disk tier in `root`; its files never take more than `capacity_bytes`.
+
+    `num_shards` counts for a new folder; one that stands keeps its own. Raises DirectoryLocked
+    where another server holds it, ConfigurationError where folder or size cannot work.
+    """
+    storage = storage or Storage()
+    settings = settings or DiskSettings()
+    make_root(root)
+    lock = DirectoryLock(root)
+    try:
+        faults: Counter[MissReason] = Counter()
+        meta = _standing(root, faults)
+        num_shards = meta.num_shards if meta else num_shards
+        map_bytes = shard_map_bytes(capacity_bytes, num_shards, layout.nbytes)
+        slots = [
+            _open_slot(shard_path(root, number), map_bytes, meta, storage, clock, faults)
+            for number in range(num_shards)
+        ]
+        num_blocks = meta.num_blocks if meta else 0
+        write_meta(root, Meta(FORMAT, num_shards, map_bytes, boot=boot_id(), num_blocks=num_blocks))
+    except BaseException:
+        lock.release()
+        raise
+    at_once = min(settings.batch_bytes, map_bytes // BATCHES_IN_MAP)
+    return DiskTier(
+        root,
+        layout,
+        capacity_bytes,
+        slots,
+        lock,
+        replace(settings, batch_bytes=at_once),
+        clock=clock,
+        faults=faults,
+    )
+
+
+def shard_map_bytes(capacity_bytes: int, num_shards: int, block_bytes: int) -> int:
+    """The map of each shard, so that all files together stay within the capacity."""
+    map_bytes = (capacity_bytes // num_shards - OVERHEAD_BYTES) // _PAGE * _PAGE
+    block_pages = bound(block_bytes) // _PAGE + 2
+    map_pages = max(0, map_bytes // _PAGE)
+    least = reserve_pages(map_pages, block_pages) + MIN_BLOCKS * block_pages
+    if map_pages < least:
+        need = num_shards * (OVERHEAD_BYTES + 2 * least * _PAGE)
+        raise ConfigurationError(
+            f"a disk cache of {capacity_bytes} bytes is too small for blocks of {block_bytes} "
+            f"bytes in {num_shards} shard(s); give it {need} bytes or more, or turn it off"
+        )
+    return map_bytes
+
+
+def _standing(root: Path, faults: Counter[MissReason]) -> Meta | None:
+    """What the folder holds of this format; anything else is cleared and counted."""
+    meta = read_meta(root)
+    if meta is not None and meta.format == FORMAT:
+        return meta
+    if any(root.glob("shard-*")):
+        num_lost = max(1, meta.num_blocks if meta else 0)
+        faults[MissReason.VERSION] += num_lost
+        logger.warning(
+            f"disk cache: {root} is of format {meta.format if meta else 'unknown'}, not {FORMAT}; "
+            f"{num_lost} block(s) dropped"
+        )
+        remove_shards(root)
+    return None
+
+
+def _open_slot(
+    path: Path,
+    map_bytes: int,
+    meta: Meta | None,
+    storage: Storage,
+    clock: Callable[[], float],
+    faults: Counter[MissReason],
+) -> ShardSlot:
+    """One shard, walked first where its pages may be torn, and emptied where it cannot be used."""
+
+    def open_shard() -> Shard:
+        path.mkdir(parents=True, exist_ok=True)
+        return Shard(path, map_bytes, storage=storage, clock=clock)
+
+    why = _unusable(path, map_bytes, meta) if meta and (path / "data.mdb").exists() else None
+    if why is None:
+        try:
+            return ShardSlot(path, open_shard)
+        except (*NotAnEnvironment, ShardDamaged) as error:
+            why = str(error)
+    logger.error(f"disk cache: {path} is dropped: {why}")
+    faults[MissReason.TORN] += max(1, meta.num_blocks // meta.num_shards if meta else 0)
+    shutil.rmtree(path, ignore_errors=True)
+    return ShardSlot(path, open_shard)
+
+
+def _unusable(path: Path, map_bytes: int, meta: Meta) -> str | None:
+    """Why this standing shard must be dropped; None where it can be opened."""
+    file_bytes = (path / "data.mdb").stat().st_size
+    if file_bytes > map_bytes:
+        return f"its file has {file_bytes} bytes, and the capacity was lowered to {map_bytes}"
+    power_cut = not meta.clean and meta.boot != boot_id()
+    if power_cut or file_bytes < claimed_bytes(path):
+        return _walk(path, meta.map_bytes)
+    return None
+
+
+def _walk(path: Path, map_bytes: int) -> str | None:
+    """Walk the shard's pages in a child process, which torn ones may kill; why they are no good."""
+    command = [sys.executable, "-m", "tiers.disk_walk", str(path), str(map_bytes)]
+    here = Path(__file__).parent.parent
+    try:
+        child = subprocess.run(command, cwd=here, capture_output=True, timeout=WALK_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"walking its pages took over {WALK_S} s"
+    if child.returncode == 0:
+        return None
+    return child.stderr.decode(errors="replace").strip()[-200:] or f"exit {child.returncode}"

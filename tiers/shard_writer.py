@@ -1,0 +1,236 @@
+"""What happens inside one write transaction of a shard: put, delete, touch, make room, account.
+
+Made by `Shard.writing`, used by the one thread inside it, gone with the transaction.
+
+Room is counted in pages. A page freed by a transaction can be used again only two commits later,
+and LMDB copies what it changes, so the pages in use must stay below the map's by a reserve:
+
+    |<-------------------------- pages of the map -------------------------->|
+    | in use: branch, leaf and overflow pages of every database |  reserve    |
+                                                                 3 x the batch (freed by this and
+                                                                 the last commits) + 1/32 of the map
+                                                                 (no run of that length) + 64
+"""
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from tiers.disk_accounts import (
+    DAY_S,
+    Account,
+    Day,
+    Entry,
+    Place,
+    Totals,
+    pack_day,
+    pack_order,
+    pack_sequence,
+    unpack_order,
+)
+from tiers.disk_storage import Database, Storage, Transaction
+from tiers.keys import PrefixKey
+
+PAGE_HEADER = 16  # LMDB 0.9, struct MDB_page: number u64, pad u16, flags u16, pages in the run u32
+MIN_RECORD = (
+    4096 - PAGE_HEADER
+)  # a shorter value could share a leaf page and have no run of its own
+_PAGE = struct.Struct("<QHHI")
+_OVERFLOW = 0x04
+_BATCHES = 3
+_FRAGMENTS = 32
+_FEW_PAGES = 64
+
+
+class Databases(NamedTuple):
+    """The named databases of a shard."""
+
+    data: Database
+    index: Database
+    order: Database
+    scopes: Database
+    days: Database
+    state: Database
+
+
+class Record(NamedTuple):
+    """A block to write. `data` is header and payload, MIN_RECORD bytes or more."""
+
+    key: PrefixKey
+    scope: PrefixKey
+    header: bytes
+    data: memoryview
+    logical_nbytes: int
+
+
+def reserve_pages(map_pages: int, batch_pages: int) -> int:
+    """Pages to keep free so that a batch of this size finds room at once."""
+    return _BATCHES * batch_pages + map_pages // _FRAGMENTS + _FEW_PAGES
+
+
+class Writer:
+    """The open write transaction. Totals and accounts are written once, by `finish`."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        txn: Transaction,
+        dbs: Databases,
+        *,
+        page_bytes: int,
+        room_pages: int,
+        now_s: int,
+    ) -> None:
+        self._storage = storage
+        self._txn = txn
+        self._dbs = dbs
+        self._page_bytes = page_bytes
+        self._room_pages = room_pages
+        self._now_s = now_s
+        self.totals = Totals.unpack(storage.get(txn, b"totals", dbs.state))
+        self._accounts: dict[PrefixKey, Account] = {}
+        self._day = Day()
+        self.written_bytes = 0
+        self.num_put = 0
+        self.evicted: list[PrefixKey] = []
+
+    def find(self, key: PrefixKey) -> Entry | None:
+        data = self._storage.get(self._txn, key, self._dbs.index)
+        return None if data is None else Entry.unpack(data)
+
+    def take_sequences(self, count: int) -> int:
+        """The first of `count` new places at the recent end of the order."""
+        first = self.totals.next_sequence
+        self.totals = self.totals._replace(next_sequence=first + count)
+        return first
+
+    def put(self, record: Record, sequence: int) -> None:
+        """Write a block that is not held. The caller has made room."""
+        self._storage.put(self._txn, record.key, record.data, self._dbs.data)
+        place = Place(sequence, self._extent(record), len(record.data), self._now_s)
+        self._place(record.key, Entry(place, record.header))
+        stored = self._pages(len(record.data)) * self._page_bytes
+        self._account(record.scope, 1, stored, record.logical_nbytes)
+        totals = self.totals
+        self.totals = totals._replace(
+            num_stored=totals.num_stored + 1, written_bytes=totals.written_bytes + stored
+        )
+        self._day = self._day.plus(Day(written_bytes=stored, num_stored=1))
+        self.written_bytes += stored
+        self.num_put += 1
+
+    def touch(self, key: PrefixKey, sequence: int) -> bool:
+        """Move a held block to `sequence` in the order of eviction."""
+        entry = self.find(key)
+        if entry is None:
+            return False
+        self._storage.delete(self._txn, pack_sequence(entry.place.sequence), self._dbs.order)
+        place = entry.place._replace(sequence=sequence, used_s=self._now_s)
+        self._place(key, entry._replace(place=place))
+        return True
+
+    def delete(self, key: PrefixKey) -> bool:
+        """Forget a block, if it is held."""
+        entry = self.find(key)
+        if entry is None:
+            return False
+        self._storage.delete(self._txn, key, self._dbs.data)
+        self._storage.delete(self._txn, key, self._dbs.index)
+        self._storage.delete(self._txn, pack_sequence(entry.place.sequence), self._dbs.order)
+        stored = self._pages(entry.place.nbytes) * self._page_bytes
+        self._account(entry.scope, -1, -stored, -entry.logical_nbytes)
+        return True
+
+    def make_room(self, nbytes: int) -> None:
+        """Evict from the old end until a batch of `nbytes` fits."""
+        batch = self._pages(nbytes)
+        room = self._room_pages - reserve_pages(self._room_pages, batch) - batch
+        excess = self._used_pages() - room
+        if excess <= 0:
+            return
+        gone: list[PrefixKey] = []
+        for key, _ in self._oldest():
+            entry = self.find(key)
+            excess -= 0 if entry is None else self._pages(entry.place.nbytes)
+            gone.append(key)
+            if excess <= 0:
+                break
+        self._evict(gone)
+
+    def expire(self, before_s: int, limit: int) -> None:
+        """Evict up to `limit` blocks that nobody used since `before_s`."""
+        gone: list[PrefixKey] = []
+        for key, used_s in self._oldest():
+            if used_s >= before_s or len(gone) == limit:
+                break
+            gone.append(key)
+        self._evict(gone)
+
+    def count_hits(self, num_hits: int, logical_bytes: int) -> None:
+        self._day = self._day.plus(Day(num_hits=num_hits, hit_bytes=logical_bytes))
+
+    def written_today(self) -> int:
+        """Bytes written since midnight UTC, before this transaction."""
+        key = pack_day(self._now_s // DAY_S)
+        return Day.unpack(self._storage.get(self._txn, key, self._dbs.days)).written_bytes
+
+    def finish(self) -> None:
+        """Write the accounts that this transaction changed."""
+        self._storage.put(self._txn, b"totals", self.totals.pack(), self._dbs.state)
+        for root, account in self._accounts.items():
+            if account.num_blocks:
+                self._storage.put(self._txn, root, account.pack(), self._dbs.scopes)
+            else:
+                self._storage.delete(self._txn, root, self._dbs.scopes)
+        if any(self._day):
+            key = pack_day(self._now_s // DAY_S)
+            day = Day.unpack(self._storage.get(self._txn, key, self._dbs.days)).plus(self._day)
+            self._storage.put(self._txn, key, day.pack(), self._dbs.days)
+
+    def _place(self, key: PrefixKey, entry: Entry) -> None:
+        self._storage.put(self._txn, key, entry.pack(), self._dbs.index)
+        order = pack_order(key, entry.place.used_s)
+        self._storage.put(self._txn, pack_sequence(entry.place.sequence), order, self._dbs.order)
+
+    def _evict(self, keys: list[PrefixKey]) -> None:
+        gone = [key for key in keys if self.delete(key)]
+        self.totals = self.totals._replace(num_evicted=self.totals.num_evicted + len(gone))
+        self._day = self._day.plus(Day(num_evicted=len(gone)))
+        self.evicted += gone
+
+    def _oldest(self) -> Iterator[tuple[PrefixKey, int]]:
+        with self._txn.cursor(db=self._dbs.order) as cursor:
+            for data in cursor.iternext(keys=False, values=True):
+                yield unpack_order(data)
+
+    def _account(self, scope: PrefixKey, blocks: int, stored: int, logical: int) -> None:
+        account = self._accounts.get(scope)
+        if account is None:
+            account = Account.unpack(self._storage.get(self._txn, scope, self._dbs.scopes))
+        self._accounts[scope] = account.plus(blocks, stored, logical)
+        now = Account(*self.totals[:3]).plus(blocks, stored, logical)
+        self.totals = self.totals._replace(**now._asdict())
+
+    def _pages(self, nbytes: int) -> int:
+        return -(-(nbytes + PAGE_HEADER) // self._page_bytes)
+
+    def _used_pages(self) -> int:
+        stats = [self._txn.stat(db) for db in self._dbs]
+        return sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+
+    def _extent(self, record: Record) -> int:
+        """File offset of the record just put, or 0 where it has no run of pages of its own.
+
+        LMDB hands out the page that holds the value, and in front of the value lies that page's
+        header with its number. Flags and run length are checked, so that another LMDB's layout
+        would cost the shortcut and nothing else.
+        """
+        value = self._storage.view(self._txn, record.key, self._dbs.data)
+        address = np.frombuffer(value, np.uint8).ctypes.data - PAGE_HEADER
+        number, _, flags, pages = _PAGE.unpack(ctypes.string_at(address, PAGE_HEADER))
+        if not flags & _OVERFLOW or pages != self._pages(len(value)):
+            return 0
+        return int(number) * self._page_bytes + PAGE_HEADER
