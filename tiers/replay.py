@@ -104,7 +104,7 @@ class Hierarchy:
     def __init__(
         self,
         plans: Sequence[TierPlan],
-        promotion: Promotion = Promotion.AUTO,
+        promotion: Promotion = Promotion.MOVE,
         write_policy: WritePolicy = WritePolicy.ON_EVICT,
         policies: Sequence[Policy[Any]] = (),
     ) -> None:
@@ -161,7 +161,7 @@ class Hierarchy:
                     break
             else:
                 return
-            left -= block_tokens
+            left = max(0, left - block_tokens)
 
     def _rank_below(self, key: Hashable, use: Use) -> None:
         """A block came to the top: its copies below stay and were used, or become spare."""
@@ -210,7 +210,7 @@ def replay(
     trace: Trace,
     plans: Sequence[TierPlan],
     *,
-    promotion: Promotion = Promotion.AUTO,
+    promotion: Promotion = Promotion.MOVE,
     write_policy: WritePolicy = WritePolicy.ON_EVICT,
     progress: Progress = lambda num_requests: None,
 ) -> ReplayResult:

@@ -1,0 +1,173 @@
+"""`cachesvc replay`: what a trace of requests would have hit, moved and cost, without a model."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cachesvc.cli.replay_report import Prices, as_json, as_table, chart_svg, chart_text
+from tiers.admission import Promotion, WritePolicy
+from tiers.errors import ConfigurationError
+from tiers.policy import PolicyName
+from tiers.replay import MIN, ReplayResult, TierPlan, check_plans
+from tiers.replay import replay as run_replay
+from tiers.trace import MOONCAKE_BLOCK_TOKENS, Trace, TraceError, read_trace
+
+DEFAULT_CAPACITIES = "1%,5%,10%,25%,50%,100%"
+DEFAULT_TOKEN_BYTES = 23_040  # SmolLM2-135M in bf16: 30 layers x 2 x 3 heads x 64 x 2 bytes
+POLICIES = (*PolicyName, MIN)
+
+
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A Mooncake-style trace: .jsonl, .gz or .zst.")],
+    policy: Annotated[str, typer.Option(help=f"Any of {', '.join(POLICIES)}.")] = "lru",
+    capacity_blocks: Annotated[
+        str, typer.Option(help="Capacities to sweep: blocks, or shares of the working set.")
+    ] = DEFAULT_CAPACITIES,
+    tiers: Annotated[
+        str | None, typer.Option(help="Tiers instead of a sweep: device=1%,host=9%,disk=90%.")
+    ] = None,
+    promotion: Annotated[
+        Promotion, typer.Option(help="What becomes of the copy below a promoted block.")
+    ] = Promotion.MOVE,
+    write_policy: Annotated[
+        WritePolicy, typer.Option(help="When a block is copied from the top tier down.")
+    ] = WritePolicy.ON_EVICT,
+    block_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that one hash id of the trace stands for.")
+    ] = MOONCAKE_BLOCK_TOKENS,
+    token_bytes: Annotated[
+        int, typer.Option(min=1, help="Bytes of KV a token has; the default model's in bf16.")
+    ] = DEFAULT_TOKEN_BYTES,
+    hit_price: Annotated[str, typer.Option(help="Price of a million hit tokens.")] = "0.1",
+    miss_price: Annotated[str, typer.Option(help="Price of a million missed tokens.")] = "1",
+    currency: Annotated[str, typer.Option(help="What the prices are in.")] = "CNY",
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON list of results.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write the hit rates as SVG here; - draws them as text.")
+    ] = None,
+) -> None:
+    """Replay a request trace through cache policies, with no tensors.
+
+    A block counts as hit only when all before it in its request hit. Hit rates are by token.
+    """
+    prices = Prices(_price(hit_price, "--hit-price"), _price(miss_price, "--miss-price"), currency)
+    names = _policies(policy)
+    stderr = Console(stderr=True)
+    try:
+        loaded = read_trace(trace, block_tokens)
+        plans = _plans(loaded, names, capacity_blocks, tiers)
+        results = _run(loaded, plans, promotion, write_policy, stderr)
+    except TraceError as error:
+        raise typer.BadParameter(str(error), param_hint="TRACE") from error
+    except ConfigurationError as error:
+        raise typer.BadParameter(str(error)) from error
+    block_bytes = block_tokens * token_bytes
+    if plot is not None and str(plot) != "-":
+        _write(plot, chart_svg(loaded.name, results))
+        stderr.print(f"wrote {plot}")
+    if json:
+        typer.echo(as_json(results, prices, block_bytes))
+        return
+    Console().print(as_table(loaded, results, prices, block_bytes))
+    if plot is not None and str(plot) == "-":
+        typer.echo(chart_text(results))
+
+
+def _run(
+    trace: Trace,
+    plans: Sequence[Sequence[TierPlan]],
+    promotion: Promotion,
+    write_policy: WritePolicy,
+    stderr: Console,
+) -> list[ReplayResult]:
+    with _progress(stderr, len(plans) * len(trace.requests)) as advance:
+        return [
+            run_replay(
+                trace, plan, promotion=promotion, write_policy=write_policy, progress=advance
+            )
+            for plan in plans
+        ]
+
+
+@contextmanager
+def _progress(stderr: Console, total: int) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr, transient=True) as bar:
+        task = bar.add_task("replay", total=total)
+        yield lambda num_requests: bar.advance(task, num_requests)
+
+
+def _plans(
+    trace: Trace, names: Sequence[str], capacities: str, tiers: str | None
+) -> list[list[TierPlan]]:
+    """What to replay: each policy at each capacity, or each policy over the tiers."""
+    working_set = trace.working_set_blocks()
+    if tiers is not None:
+        sizes = [_tier(part, working_set) for part in tiers.split(",")]
+        plans = [[TierPlan(name, size, policy) for name, size in sizes] for policy in names]
+    else:
+        blocks = [_blocks(part, working_set, "--capacity-blocks") for part in capacities.split(",")]
+        plans = [[TierPlan("cache", size, policy)] for policy in names for size in blocks]
+    for plan in plans:
+        check_plans(plan)
+    return plans
+
+
+def _policies(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in POLICIES:
+            raise typer.BadParameter(
+                f"there is no policy {name!r}; use any of {', '.join(POLICIES)}",
+                param_hint="--policy",
+            )
+    return names
+
+
+def _tier(text: str, working_set: int) -> tuple[str, int]:
+    name, separator, size = text.partition("=")
+    if not separator or not name.strip():
+        raise typer.BadParameter(
+            f"{text!r} is not NAME=SIZE, as in device=1%", param_hint="--tiers"
+        )
+    return name.strip(), _blocks(size, working_set, "--tiers")
+
+
+def _blocks(text: str, working_set: int, option: str) -> int:
+    """A number of blocks, or a share of the distinct blocks of the trace."""
+    text = text.strip()
+    try:
+        share = float(text[:-1]) / 100 if text.endswith("%") else None
+        blocks = int(text) if share is None else round(share * working_set)
+    except (ValueError, OverflowError):
+        blocks = 0
+    if blocks < 1:
+        raise typer.BadParameter(
+            f"{text!r} is neither a number of blocks above 0 nor a share like 5% that makes one "
+            f"(the working set is {working_set} blocks)",
+            param_hint=option,
+        )
+    return blocks
+
+
+def _price(text: str, option: str) -> Decimal:
+    try:
+        price = Decimal(text)
+    except InvalidOperation:
+        price = Decimal(-1)
+    if not price.is_finite() or price < 0:
+        raise typer.BadParameter(f"{text!r} is not a price of 0 or more", param_hint=option)
+    return price
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {path}: {error}", param_hint="--plot") from error
