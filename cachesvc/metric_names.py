@@ -1,0 +1,145 @@
+"""The name, kind, meaning and labels of every metric, and their aliases. Pure declarations."""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+_FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class Spec(NamedTuple):
+    """A metric's kind, meaning and labels; `buckets` are upper bounds of a histogram's."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+SPECS: Mapping[str, Spec] = {
+    "cachesvc_build_info": Spec("gauge", "Always 1; names the running version", ("version",)),
+    "cachesvc_http_requests_total": Spec(
+        "counter", "HTTP requests answered, by route and status code", ("route", "code")
+    ),
+    "cachesvc_http_request_seconds": Spec(
+        "histogram", "From a request's first byte in to its last byte out", ("route",), _LONG
+    ),
+    "cachesvc_requests_total": Spec(
+        "counter", "Requests that left the engine, by how they ended", ("finish",)
+    ),
+    "cachesvc_prompt_tokens_total": Spec(
+        "counter",
+        "Prompt tokens, by where their KV came from when the request was admitted; "
+        "source=computed are the misses",
+        ("source",),
+    ),
+    "cachesvc_generation_tokens_total": Spec("counter", "Tokens generated"),
+    "cachesvc_miss_tokens_total": Spec(
+        "counter", "Prompt tokens that were computed, by the reason", ("reason",)
+    ),
+    "cachesvc_time_to_first_token_seconds": Spec(
+        "histogram",
+        "From a request's arrival to its first token; hit_class is the slowest tier that "
+        "served a part of the prompt, or cold",
+        ("hit_class",),
+        _LONG,
+    ),
+    "cachesvc_inter_token_seconds": Spec(
+        "histogram", "Between two tokens of one sequence", (), _FAST
+    ),
+    "cachesvc_queue_seconds": Spec("histogram", "From arrival to admission", (), _LONG),
+    "cachesvc_load_seconds": Spec(
+        "histogram", "From admission until the matched prefix stood on the device", (), _FAST
+    ),
+    "cachesvc_prefill_seconds": Spec(
+        "histogram", "From the prefix standing on the device to the first token", (), _LONG
+    ),
+    "cachesvc_request_seconds": Spec(
+        "histogram", "From arrival to the last token", (), (*_LONG, 300.0)
+    ),
+    "cachesvc_running_requests": Spec("gauge", "Sequences that prefill or decode now"),
+    "cachesvc_waiting_requests": Spec("gauge", "Sequences in the waiting queue"),
+    "cachesvc_loading_requests": Spec("gauge", "Sequences whose prefix is being promoted"),
+    "cachesvc_preemptions_total": Spec("counter", "Sequences sent back to the waiting queue"),
+    "cachesvc_steps_total": Spec("counter", "Steps of the engine"),
+    "cachesvc_prefill_tokens_total": Spec(
+        "counter", "Tokens that prefill computed, those recomputed after a preemption included"
+    ),
+    "cachesvc_cache_blocks": Spec("gauge", "Blocks held", ("tier",)),
+    "cachesvc_cache_bytes": Spec(
+        "gauge", "Bytes of memory or files taken, which the capacity bounds", ("tier",)
+    ),
+    "cachesvc_cache_logical_bytes": Spec(
+        "gauge", "Bytes of KV that the held blocks are when loaded", ("tier",)
+    ),
+    "cachesvc_cache_capacity_bytes": Spec("gauge", "Capacity of the tier", ("tier",)),
+    "cachesvc_cache_events_total": Spec(
+        "counter", "What happened to blocks in a tier", ("tier", "event")
+    ),
+    "cachesvc_tier_served_blocks_total": Spec("counter", "Blocks a tier served", ("tier",)),
+    "cachesvc_tier_missed_blocks_total": Spec(
+        "counter", "Blocks a tier was asked for and did not serve", ("tier",)
+    ),
+    "cachesvc_tier_faults_total": Spec(
+        "counter", "Blocks a tier could not serve or store because of a fault", ("tier", "reason")
+    ),
+    "cachesvc_transfer_bytes_total": Spec(
+        "counter", "Bytes of KV moved between tiers, as they lie in the slower one", ("from", "to")
+    ),
+    "cachesvc_load_bytes_per_second": Spec("gauge", "Rate of loads from disk, smoothed"),
+    "cachesvc_prefill_tokens_per_second": Spec("gauge", "Rate of prefill, smoothed"),
+    "cachesvc_loads_refused_total": Spec(
+        "counter", "Loads not done because computing was expected to be faster"
+    ),
+    "cachesvc_collisions_total": Spec(
+        "counter", "Equal keys whose scope, parent or tokens differed; each was a miss"
+    ),
+    "cachesvc_billed_units_total": Spec(
+        "counter", "Charged, in 1e-12 of the currency unit, by token class", ("class", "currency")
+    ),
+    "cachesvc_saved_units_total": Spec(
+        "counter", "What hits cost less than misses, in 1e-12 of the currency unit", ("currency",)
+    ),
+    "cachesvc_holds": Spec("gauge", "Reservations of balance that are open"),
+    "cachesvc_hold_age_seconds": Spec("gauge", "Age of the oldest open hold"),
+    "cachesvc_ledger_drift_units": Spec(
+        "gauge", "Balances minus the sum of ledger entries, in 1e-12 units; anything but 0 is a bug"
+    ),
+    "cachesvc_invariant_violations_total": Spec(
+        "counter", "Invariants found broken while running; anything but 0 is a bug", ("invariant",)
+    ),
+}
+
+VLLM_ALIASES: Mapping[str, str] = {
+    "vllm:num_requests_running": "cachesvc_running_requests",
+    "vllm:num_requests_waiting": "cachesvc_waiting_requests",
+    "vllm:prompt_tokens": "cachesvc_prompt_tokens_total",
+    "vllm:generation_tokens": "cachesvc_generation_tokens_total",
+    "vllm:num_preemptions": "cachesvc_preemptions_total",
+    "vllm:time_to_first_token_seconds": "cachesvc_time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds": "cachesvc_inter_token_seconds",
+    "vllm:e2e_request_latency_seconds": "cachesvc_request_seconds",
+    "vllm:request_queue_time_seconds": "cachesvc_queue_seconds",
+}
+
+ROUTES = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/health",
+        "/health/ready",
+        "/metrics",
+        "/tokenize",
+        "/user/balance",
+    }
+)
+
+
+def document() -> str:
+    """The table of `docs/metrics.md`."""
+    rows = ["| metric | kind | labels | meaning |", "| --- | --- | --- | --- |"]
+    for name, spec in SPECS.items():
+        labels = ", ".join(f"`{label}`" for label in spec.labels) or "-"
+        rows.append(f"| `{name}` | {spec.kind} | {labels} | {spec.help} |")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,181 @@
+"""What the metrics say of outputs and snapshots, under which names."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from cachesvc.metric_names import SPECS, VLLM_ALIASES
+from cachesvc.metrics import Metrics, MoneyStats, Snapshots, hit_class
+from engine.engine import EngineStats
+from engine.request import FinishReason, StepOutput, Timeline, TokenCounts
+from tiers.cache import CacheStats
+from tiers.errors import MissReason
+from tiers.residency import CacheEvent
+from tiers.tier import TierName, TierStats
+
+MS = 1_000_000
+
+
+def stats() -> EngineStats:
+    disk = TierStats(
+        TierName.DISK,
+        num_blocks=7,
+        capacity_bytes=1000,
+        read_bytes=30,
+        faults={MissReason.CHECKSUM: 2},
+    )
+    cache = CacheStats(
+        device=TierStats(TierName.DEVICE, num_blocks=3, used_bytes=300),
+        host=TierStats(TierName.HOST, num_blocks=5),
+        disk=disk,
+        events={(TierName.DEVICE, CacheEvent.EVICTED): 4},
+        collisions=1,
+    )
+    return EngineStats(
+        num_running=2,
+        num_waiting=1,
+        num_loading=0,
+        num_preemptions=6,
+        num_steps=9,
+        prompt_tokens_computed=100,
+        generated_tokens=10,
+        cache=cache,
+    )
+
+
+def metrics(**options: bool) -> Metrics:
+    money = MoneyStats(num_holds=3, oldest_hold_s=1.5, drift_units=0)
+    return Metrics(
+        Snapshots(engine=stats, money=lambda: money, violations=lambda: {"free_plus_used": 0}),
+        model="tiny",
+        **options,
+    )
+
+
+def value(of: Metrics, name: str, labels: Mapping[str, str] | None = None) -> float | None:
+    return of.registry.get_sample_value(name, dict(labels or {}))
+
+
+def outputs() -> list[StepOutput]:
+    """A request of 100 prompt tokens, 64 of them from the host, and two tokens of output."""
+    counts = TokenCounts(prompt=100, hit_host=64)
+    when = Timeline(10 * MS, 20 * MS, 25 * MS, 50 * MS, 50 * MS)
+    first = StepOutput(
+        "a",
+        0,
+        (1,),
+        counts,
+        miss_reasons={MissReason.ABSENT: 35, MissReason.TAIL: 1},
+        timeline=when,
+    )
+    later = Timeline(10 * MS, 20 * MS, 25 * MS, 50 * MS, 80 * MS)
+    last = StepOutput("a", 0, (2,), counts, FinishReason.STOP, timeline=later, last=True)
+    return [first, last]
+
+
+def test_a_request_is_counted_by_source_reason_and_class() -> None:
+    seen = metrics()
+    for output in outputs():
+        seen.observe_outputs([output])
+    assert 64 == value(seen, "cachesvc_prompt_tokens_total", {"source": "host"})
+    assert 36 == value(seen, "cachesvc_prompt_tokens_total", {"source": "computed"})
+    assert 35 == value(seen, "cachesvc_miss_tokens_total", {"reason": "absent"})
+    assert 2 == value(seen, "cachesvc_generation_tokens_total")
+    assert 1 == value(seen, "cachesvc_requests_total", {"finish": "stop"})
+    host = {"hit_class": "host"}
+    assert 0.040 == pytest.approx(value(seen, "cachesvc_time_to_first_token_seconds_sum", host))
+    assert 0.030 == pytest.approx(value(seen, "cachesvc_inter_token_seconds_sum"))
+    assert 0.010 == pytest.approx(value(seen, "cachesvc_queue_seconds_sum"))
+    assert 0.005 == pytest.approx(value(seen, "cachesvc_load_seconds_sum"))
+    assert 0.025 == pytest.approx(value(seen, "cachesvc_prefill_seconds_sum"))
+    assert 0.070 == pytest.approx(value(seen, "cachesvc_request_seconds_sum"))
+
+
+def test_the_prompt_tokens_by_source_sum_to_the_prompt() -> None:
+    seen = metrics()
+    seen.observe_outputs(outputs())
+    by_source = [
+        value(seen, "cachesvc_prompt_tokens_total", {"source": source}) or 0
+        for source in ("device", "host", "disk", "remote", "computed")
+    ]
+    assert 100 == sum(by_source)
+
+
+def test_an_ended_request_leaves_nothing_behind() -> None:
+    seen = metrics()
+    seen.observe_outputs(outputs())
+    assert {} == seen._last_token_ns
+
+
+def test_a_request_aborted_while_waiting_is_counted_without_a_latency() -> None:
+    seen = metrics()
+    gone = StepOutput("b", 0, (), TokenCounts(prompt=0), FinishReason.ABORT, last=True)
+    seen.observe_outputs([gone])
+    assert 1 == value(seen, "cachesvc_requests_total", {"finish": "abort"})
+    assert 0 == value(seen, "cachesvc_request_seconds_count")
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        (TokenCounts(prompt=10), "cold"),
+        (TokenCounts(prompt=10, hit_device=5), "device"),
+        (TokenCounts(prompt=10, hit_device=5, hit_disk=1), "disk"),
+    ],
+)
+def test_the_hit_class_is_the_slowest_tier_that_served(counts: TokenCounts, expected: str) -> None:
+    assert expected == hit_class(counts)
+
+
+def test_snapshots_become_samples_at_the_scrape() -> None:
+    seen = metrics()
+    assert 7 == value(seen, "cachesvc_cache_blocks", {"tier": "disk"})
+    assert 1000 == value(seen, "cachesvc_cache_capacity_bytes", {"tier": "disk"})
+    assert 30 == value(seen, "cachesvc_transfer_bytes_total", {"from": "disk", "to": "host"})
+    faults = {"tier": "disk", "reason": "checksum"}
+    assert 2 == value(seen, "cachesvc_tier_faults_total", faults)
+    evicted = {"tier": "device", "event": "evicted"}
+    assert 4 == value(seen, "cachesvc_cache_events_total", evicted)
+    assert 3 == value(seen, "cachesvc_holds")
+    violations = {"invariant": "free_plus_used"}
+    assert 0 == value(seen, "cachesvc_invariant_violations_total", violations)
+
+
+def test_routes_and_bills_are_counted_in_closed_sets() -> None:
+    seen = metrics()
+    seen.observe_http("/v1/models", 200, 0.1)
+    seen.observe_http("/wp-login.php", 404, 0.1)
+    seen.observe_http("/admin/cache", 200, 0.1)
+    seen.observe_bill("CNY", {"hit_disk": 10, "miss": 0}, saved_units=90)
+    requests = "cachesvc_http_requests_total"
+    assert 1 == value(seen, requests, {"route": "other", "code": "404"})
+    assert 1 == value(seen, requests, {"route": "/admin", "code": "200"})
+    billed = {"class": "hit_disk", "currency": "CNY"}
+    assert 10 == value(seen, "cachesvc_billed_units_total", billed)
+    assert None is value(seen, "cachesvc_billed_units_total", {"class": "miss", "currency": "CNY"})
+    assert 90 == value(seen, "cachesvc_saved_units_total", {"currency": "CNY"})
+
+
+def test_every_exposed_name_is_declared_and_every_declared_one_exposed() -> None:
+    seen = metrics()
+    seen.observe_outputs(outputs())
+    seen.observe_http("/v1/models", 200, 0.1)
+    seen.observe_bill("CNY", {"miss": 1}, 1)
+    families = {
+        name: line.split()[3]
+        for line in seen.render()[0].decode().splitlines()
+        if line.startswith("# TYPE ") and (name := line.split()[2]).startswith("cachesvc_")
+    }
+    assert {name: spec.kind for name, spec in SPECS.items()} == families
+
+
+def test_vllm_names_are_exposed_on_request_only() -> None:
+    assert b"vllm:" not in metrics().render()[0]
+    seen = metrics(vllm_aliases=True)
+    seen.observe_outputs(outputs())
+    model = {"model_name": "tiny"}
+    assert 2 == value(seen, "vllm:num_requests_running", model)
+    assert 100 == value(seen, "vllm:prompt_tokens_total", model)
+    assert 1 == value(seen, "vllm:time_to_first_token_seconds_count", model)
+    text = seen.render()[0].decode()
+    assert [] == [alias for alias in VLLM_ALIASES if alias not in text]
