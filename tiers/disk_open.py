@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tiers.block import BlockLayout
 from tiers.codec import bound
-from tiers.disk import DiskSettings, DiskTier
+from tiers.disk import DiskTier
 from tiers.disk_directory import (
     FORMAT,
     DirectoryLock,
@@ -29,6 +29,7 @@ from tiers.disk_directory import (
     shard_path,
     write_meta,
 )
+from tiers.disk_settings import DiskSettings
 from tiers.disk_slot import ShardSlot
 from tiers.disk_storage import NotAnEnvironment, Storage
 from tiers.disk_walk import claimed_bytes

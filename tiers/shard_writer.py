@@ -122,13 +122,13 @@ class Writer:
         self.written_bytes += stored
         self.num_put += 1
 
-    def touch(self, key: PrefixKey, sequence: int) -> bool:
-        """Move a held block to `sequence` in the order of eviction."""
+    def touch(self, key: PrefixKey) -> bool:
+        """Make a held block the last to leave."""
         entry = self.find(key)
         if entry is None:
             return False
         self._storage.delete(self._txn, pack_sequence(entry.place.sequence), self._dbs.order)
-        place = entry.place._replace(sequence=sequence, used_s=self._now_s)
+        place = entry.place._replace(sequence=self.take_sequences(1), used_s=self._now_s)
         self._place(key, entry._replace(place=place))
         return True
 

@@ -1,0 +1,181 @@
+"""`kill -9` at every named point of a write: reopened, the tier serves only what was written.
+
+A child process (forked, so that it is quick) writes and dies inside its storage; the parent
+reopens the folder.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tiers.block import BlockLayout
+from tiers.disk import DiskTier
+from tiers.disk_directory import DirectoryLock, Meta, read_meta, write_meta
+from tiers.disk_open import open_disk
+from tiers.disk_storage import Storage
+from tiers.errors import DirectoryLocked, MissReason
+from tiers.frames import FrameArena
+from tiers.keys import BlockId
+from tiers.testing import KillingStorage, chain, fill, holds, take, wipe
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+LAYOUT = BlockLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32")
+CAPACITY = 1 << 20
+POINTS = ["begin_write", "delete", "put", "view", "commit", "committed", "sync"]
+FRAMES = take(FrameArena(LAYOUT, 9), 9)
+
+
+def opened(root: Path, storage: Storage | None = None) -> DiskTier:
+    return open_disk(root, LAYOUT, CAPACITY, storage=storage)
+
+
+def blocks(seed: int) -> list[BlockId]:
+    return chain(8, block_size=LAYOUT.block_size, seed=seed)
+
+
+def store(tier: DiskTier, seed: int) -> None:
+    ids = blocks(seed)
+    for frame, block in zip(FRAMES, ids, strict=False):
+        fill(frame, block)
+    tier.store(ids, FRAMES[:8])
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Run `work` in a forked child; returns its wait status."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def num_served(tier: DiskTier, seed: int) -> int:
+    """Blocks of a chain that are served, each checked."""
+    ids = blocks(seed)
+    wipe(FRAMES)
+    loaded = tier.load(ids, FRAMES[:8])
+    assert loaded.reason in (None, MissReason.ABSENT), f"a crash corrupted a block: {loaded}"
+    for frame, block in zip(FRAMES[: loaded.num_blocks], ids, strict=False):
+        assert holds(frame, block, FRAMES[8])
+    return loaded.num_blocks
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at_a_point_of_a_write(tmp_path: Path, point: str) -> None:
+    """What was committed before the kill is served, the rest is absent, and nothing is wrong."""
+    for number in (1, 2, 3, 7, 20, 60, 150):
+        root = tmp_path / str(number)
+
+        def work(root: Path = root, number: int = number) -> None:
+            tier = opened(root, KillingStorage(point, number))
+            for seed in range(20):
+                store(tier, seed)
+                (root / "stored").write_text(str(seed))
+                if seed % 4 == 3:
+                    tier.flush()
+            tier.close()
+
+        status = in_child(work)
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        assert killed or os.WIFEXITED(status)
+        tier = opened(root)
+        written = root / "stored"
+        last = int(written.read_text()) if written.exists() else -1
+        served = [num_served(tier, seed) for seed in range(20)]
+        if last >= 0:
+            assert served[last] == 8, "what was stored before the kill is served after it"
+        assert tier.stats().num_blocks >= sum(served)
+        assert not tier.stats().faults
+        for seed in range(20, 40):
+            store(tier, seed)
+        assert num_served(tier, 39) == 8
+        assert tier.stats().used_bytes <= CAPACITY
+        tier.close()
+        if not killed:
+            break
+
+
+def test_killed_again_and_again(tmp_path: Path) -> None:
+    """Each life continues where the last one died; accounts and files stay in step."""
+    for life in range(12):
+
+        def work(life: int = life) -> None:
+            tier = opened(tmp_path, KillingStorage("commit", 5 + life))
+            for seed in range(life * 3, life * 3 + 20):
+                store(tier, seed)
+
+        in_child(work)
+    tier = opened(tmp_path)
+    with tier._slots[0].use() as shard:
+        assert shard.walk() is None
+    assert tier.stats().num_blocks > 0
+    tier.close()
+
+
+def test_a_killed_server_leaves_no_lock(tmp_path: Path) -> None:
+    """While the child lives the folder is refused; once it is dead, it is not."""
+    ready, go = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        tier = opened(tmp_path)
+        store(tier, 0)
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    with pytest.raises(DirectoryLocked, match=f"pid {pid} on .* since "):
+        DirectoryLock(tmp_path)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    tier = opened(tmp_path)
+    assert num_served(tier, 0) == 8
+    tier.close()
+    for end in (*ready, *go):
+        os.close(end)
+
+
+def after_power_cut(root: Path) -> None:
+    """Make the folder look as one that was open when its machine lost power."""
+    meta = read_meta(root)
+    assert meta is not None
+    write_meta(root, Meta(1, meta.num_shards, meta.map_bytes, boot="another boot", num_blocks=8))
+
+
+def test_after_a_power_cut_a_whole_shard_is_kept(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    store(tier, 0)
+    tier.close()
+    after_power_cut(tmp_path)
+    tier = opened(tmp_path)
+    assert num_served(tier, 0) == 8
+    assert not tier.stats().faults
+    tier.close()
+
+
+@pytest.mark.parametrize("torn", ["all", 0, 1, 2, 3, -1])
+def test_after_a_power_cut_torn_pages_cost_the_shard_only(tmp_path: Path, torn: str | int) -> None:
+    """LMDB's own pages are walked by a child, which may die of them; the server does not."""
+    tier = opened(tmp_path)
+    store(tier, 0)
+    store(tier, 1)
+    tier.close()
+    after_power_cut(tmp_path)
+    path = tmp_path / "shard-000" / "data.mdb"
+    data = bytearray(path.read_bytes())
+    roots = [at for at in range(8192, len(data), 4096) if data[at + 10] in (0x01, 0x02)]
+    for start in roots if isinstance(torn, str) else [roots[torn]]:
+        data[start : start + 4096] = os.urandom(4096)
+    path.write_bytes(data)
+    tier = opened(tmp_path)
+    if torn == "all":
+        assert tier.stats().faults == {MissReason.TORN: 8}
+    assert num_served(tier, 0) in (0, 8)
+    store(tier, 2)
+    assert num_served(tier, 2) == 8
+    tier.close()

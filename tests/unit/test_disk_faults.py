@@ -1,0 +1,292 @@
+"""Whatever fails under the disk tier is a counted miss: never an exception, never wrong bytes."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tiers.block import BlockLayout
+from tiers.disk import DiskTier
+from tiers.disk_directory import FORMAT, read_meta, write_meta
+from tiers.disk_open import open_disk
+from tiers.disk_storage import Panic, Storage
+from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
+from tiers.frames import Frame, FrameArena
+from tiers.keys import BlockId
+from tiers.testing import (
+    FaultyStorage,
+    LyingStorage,
+    chain,
+    disk_full,
+    fill,
+    holds,
+    io_error,
+    map_full,
+    take,
+    wipe,
+)
+from tiers.tier import Loaded
+
+LAYOUT = BlockLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32")
+CAPACITY = 2 << 20
+FRAMES = take(FrameArena(LAYOUT, 9), 9)
+SPARE = FRAMES[8]
+
+
+def opened(root: Path, storage: Storage | None = None, layout: BlockLayout = LAYOUT) -> DiskTier:
+    return open_disk(root, layout, CAPACITY, storage=storage)
+
+
+def blocks(count: int = 4, seed: int = 0) -> list[BlockId]:
+    return chain(count, block_size=LAYOUT.block_size, seed=seed)
+
+
+def store(tier: DiskTier, ids: list[BlockId]) -> None:
+    for frame, block in zip(FRAMES, ids, strict=False):
+        fill(frame, block)
+    tier.store(ids, FRAMES[: len(ids)])
+
+
+def load(tier: DiskTier, ids: list[BlockId]) -> Loaded:
+    """Load, and check every block that is said to be loaded."""
+    frames: list[Frame] = FRAMES[: len(ids)]
+    wipe(frames)
+    loaded = tier.load(ids, frames)
+    for frame, block in zip(frames[: loaded.num_blocks], ids, strict=False):
+        assert holds(frame, block, SPARE), f"wrong bytes served for {block.key.hex()}"
+    assert (loaded.reason is None) == (loaded.num_blocks == len(ids))
+    return loaded
+
+
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def record_offset(tier: DiskTier, block: BlockId) -> int:
+    with tier._slots[0].use() as shard:
+        return shard.find([block.key])[0].place.offset
+
+
+@pytest.mark.parametrize("error", [io_error, disk_full, map_full, lambda: Panic("MDB_PANIC")])
+def test_the_nth_operation_fails(tmp_path: Path, error: Callable[[], Exception]) -> None:
+    """For N = 1, 2, 3, ... until nothing fails: no exception, no wrong byte, usable afterwards."""
+    number = 0
+    while True:
+        number += 1
+        storage = FaultyStorage(error=error)
+        tier = opened(tmp_path / str(number), storage)
+        old, new = blocks(2, seed=1), blocks(3, seed=2)
+        store(tier, old)
+        storage.arm(number)
+        load(tier, old)
+        store(tier, new)
+        load(tier, new)
+        tier.discard([old[0].key])
+        tier.flush()
+        tier.probe(old)
+        tier.stats()
+        failed = storage.num_failed
+        storage.arm(0)
+        store(tier, new)
+        assert load(tier, new) == Loaded(3, None), f"not usable after failure {number}"
+        if failed and storage.num_failed == failed:
+            assert tier.probe(blocks(1, seed=9)) == 0
+        tier.close()
+        shutil.rmtree(tmp_path / str(number))
+        if not failed:
+            break
+    assert number > 40, "the operations that can fail were not reached"
+
+
+@pytest.mark.parametrize("operation", ["begin_write", "put", "commit", "begin_read", "read", "get"])
+def test_a_disk_that_always_fails_is_only_misses(tmp_path: Path, operation: str) -> None:
+    """Reads that always fail, writes that always fail: counted, and over when the fault is."""
+    storage = FaultyStorage()
+    tier = opened(tmp_path, storage)
+    ids = blocks()
+    store(tier, ids)
+    storage.arm(1, count=10_000, operations=[operation])
+    load(tier, ids)
+    store(tier, blocks(seed=2))
+    load(tier, blocks(seed=2))
+    assert tier.stats().faults[MissReason.IO_ERROR] > 0
+    storage.arm(0)
+    store(tier, ids)
+    assert load(tier, ids) == Loaded(4, None)
+    tier.close()
+
+
+def test_every_field_of_a_record_is_guarded(tmp_path: Path) -> None:
+    """One changed bit anywhere in header or payload is a miss, counted, and healed by a store."""
+    lying = LyingStorage()
+    tier = opened(tmp_path, lying)
+    ids = blocks(1)
+    store(tier, ids)
+    nbytes = tier.stats().read_bytes
+    load(tier, ids)
+    nbytes = tier.stats().read_bytes - nbytes
+    misses = 0
+    for at in [*range(0, 260, 3), *range(260, nbytes, 97)]:
+        lying.flip = at * 8 + at % 8
+        loaded = load(tier, ids)
+        lying.flip = None
+        if loaded.num_blocks == 0:
+            misses += 1
+            assert loaded.reason in (MissReason.CHECKSUM, MissReason.VERSION, MissReason.TORN)
+            assert tier.probe(ids) == 1
+        tier.flush()
+        if loaded.num_blocks == 0:
+            assert tier.probe(ids) == 0, "an unreadable record is deleted by the next write"
+            store(tier, ids)
+    assert sum(tier.stats().faults.values()) == misses > 100
+    tier.close()
+
+
+@pytest.mark.parametrize("cut", [1, 100, 4096, 7000])
+def test_a_torn_record_is_a_miss(tmp_path: Path, cut: int) -> None:
+    lying = LyingStorage()
+    tier = opened(tmp_path, lying)
+    store(tier, blocks())
+    lying.cut = cut
+    assert load(tier, blocks()) == Loaded(0, MissReason.TORN)
+    tier.close()
+
+
+def test_a_flipped_bit_on_disk_outlives_a_restart_and_is_healed(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    ids = blocks()
+    store(tier, ids)
+    offset = record_offset(tier, ids[1])
+    tier.close()
+    flip(tmp_path / "shard-000" / "data.mdb", offset + 2000)
+    tier = opened(tmp_path)
+    assert load(tier, ids) == Loaded(1, MissReason.CHECKSUM)
+    assert tier.stats().faults == {MissReason.CHECKSUM: 1}
+    store(tier, ids)
+    assert load(tier, ids) == Loaded(4, None)
+    tier.close()
+
+
+def test_a_torn_page_on_disk_is_a_miss(tmp_path: Path) -> None:
+    """A page of the payload that holds zeros, as after a power cut."""
+    tier = opened(tmp_path)
+    ids = blocks()
+    store(tier, ids)
+    offset = record_offset(tier, ids[0])
+    with (tmp_path / "shard-000" / "data.mdb").open("r+b") as file:
+        file.seek(offset - 16 + 4096)
+        file.write(bytes(4096))
+    assert load(tier, ids) == Loaded(0, MissReason.CHECKSUM)
+    tier.close()
+
+
+@pytest.mark.parametrize("harm", ["truncate", "delete file", "delete folder"])
+def test_a_shard_harmed_under_us_is_replaced(tmp_path: Path, harm: str) -> None:
+    """A file cut short or removed by someone else costs its blocks and nothing more."""
+    tier = opened(tmp_path)
+    store(tier, blocks())
+    path = tmp_path / "shard-000" / "data.mdb"
+    if harm == "truncate":
+        os.truncate(path, 12_288)
+    elif harm == "delete file":
+        path.unlink()
+    else:
+        shutil.rmtree(path.parent)
+    assert load(tier, blocks()) == Loaded(0, MissReason.IO_ERROR)
+    assert tier.probe(blocks()) == 0
+    store(tier, blocks(seed=3))
+    assert load(tier, blocks(seed=3)) == Loaded(4, None)
+    assert path.exists()
+    tier.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, 4096, 8192, 40_960])
+def test_a_shard_cut_while_closed_is_dropped(tmp_path: Path, nbytes: int) -> None:
+    tier = opened(tmp_path)
+    store(tier, blocks())
+    tier.close()
+    os.truncate(tmp_path / "shard-000" / "data.mdb", nbytes)
+    tier = opened(tmp_path)
+    assert load(tier, blocks()) == Loaded(0, MissReason.ABSENT)
+    store(tier, blocks())
+    assert load(tier, blocks()) == Loaded(4, None)
+    tier.close()
+
+
+def test_garbage_in_place_of_a_shard_is_dropped_and_counted(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    store(tier, blocks())
+    tier.close()
+    (tmp_path / "shard-000" / "data.mdb").write_bytes(os.urandom(65_536))
+    tier = opened(tmp_path)
+    assert tier.stats().faults == {MissReason.TORN: 4}
+    assert tier.probe(blocks()) == 0
+    tier.close()
+
+
+def test_another_format_version_is_cleared_and_counted(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    store(tier, blocks())
+    tier.close()
+    meta = read_meta(tmp_path)
+    assert meta is not None
+    assert (meta.clean, meta.num_blocks) == (True, 4)
+    write_meta(tmp_path, type(meta)(FORMAT + 1, meta.num_shards, meta.map_bytes, num_blocks=4))
+    tier = opened(tmp_path)
+    assert tier.stats().faults == {MissReason.VERSION: 4}
+    assert load(tier, blocks()) == Loaded(0, MissReason.ABSENT)
+    tier.close()
+
+
+def test_another_layout_is_never_served(tmp_path: Path) -> None:
+    """The same bytes a block, differently shaped: the record says so and is a miss."""
+    tier = opened(tmp_path)
+    store(tier, blocks())
+    tier.close()
+    other = BlockLayout(num_layers=2, block_size=16, num_kv_heads=1, head_dim=32, dtype="float32")
+    assert other.nbytes == LAYOUT.nbytes
+    tier = opened(tmp_path, layout=other)
+    assert tier.load(blocks(), FRAMES[:4]) == Loaded(0, MissReason.LAYOUT)
+    tier.close()
+
+
+def test_a_second_server_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    with pytest.raises(DirectoryLocked, match=f"pid {os.getpid()} on "):
+        opened(tmp_path)
+    tier.close()
+    opened(tmp_path).close()
+
+
+def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="choose another --data-dir"):
+        opened(tmp_path / "file" / "cache")
+
+
+def test_a_capacity_too_small_says_what_would_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="give it ") as refused:
+        open_disk(tmp_path, LAYOUT, 100_000)
+    enough = int(str(refused.value).split("give it ")[1].split()[0])
+    tier = open_disk(tmp_path, LAYOUT, enough)
+    store(tier, blocks())
+    assert load(tier, blocks()) == Loaded(4, None)
+    tier.close()
+
+
+def test_a_directory_that_turns_read_only_is_counted(tmp_path: Path) -> None:
+    storage = FaultyStorage(error=lambda: OSError(30, "Read-only file system"))
+    tier = opened(tmp_path, storage)
+    store(tier, blocks())
+    storage.arm(1, count=100, operations=["commit", "sync"])
+    store(tier, blocks(seed=2))
+    assert load(tier, blocks()) == Loaded(4, None)
+    assert tier.stats().faults[MissReason.IO_ERROR] == 4
+    tier.flush()
+    tier.close()

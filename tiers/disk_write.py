@@ -1,0 +1,194 @@
+"""Writing blocks: encode, make room, put, and mend a shard after a fault. The writer thread."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+
+from tiers.block import BlockLayout
+from tiers.codec import bound
+from tiers.disk_counts import DiskCounts
+from tiers.disk_read import Scratch, shard_of
+from tiers.disk_settings import DiskSettings
+from tiers.disk_slot import ShardSlot
+from tiers.disk_storage import MapFull, Panic, StorageError
+from tiers.errors import MissReason
+from tiers.frames import Frame
+from tiers.keys import BlockId, PrefixKey
+from tiers.record import header_nbytes, is_block, pack_header
+from tiers.shard import ShardDamaged
+from tiers.shard_writer import MIN_RECORD, Record, Writer
+
+logger = logging.getLogger(__name__)
+
+EXPIRE_AT_ONCE = 256
+MAX_TRIES = 3
+RELIEF_COMMITS = 3  # pages freed by the first can be used after the third
+
+Pair = tuple[BlockId, Frame]
+
+
+class BlockWriter:
+    """Writes blocks of one layout into the shards in `slots`."""
+
+    def __init__(
+        self,
+        slots: Sequence[ShardSlot],
+        layout: BlockLayout,
+        scratch: Scratch,
+        counts: DiskCounts,
+        settings: DiskSettings,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._slots = slots
+        self._block_bytes = layout.nbytes
+        self._item_bytes = layout.torch_dtype.itemsize
+        self._layout_digest = layout.digest()
+        self._scratch = scratch
+        self._counts = counts
+        self._settings = settings
+        self._clock = clock
+
+    def store(self, pairs: Sequence[Pair]) -> None:
+        """Write blocks not yet held, those of one shard side by side and in batches."""
+        at_once = max(1, self._settings.batch_bytes // self._block_bytes)
+        for number in range(len(self._slots)):
+            mine = iter([p for p in pairs if shard_of(p[0].key, len(self._slots)) == number])
+            while batch := list(islice(mine, at_once)):
+                self._write(number, batch)
+
+    def discard(self, keys: Sequence[PrefixKey]) -> int:
+        """Forget these blocks; returns how many were held."""
+        num_held = 0
+        for number in range(len(self._slots)):
+            mine = [key for key in keys if shard_of(key, len(self._slots)) == number]
+            if not mine:
+                continue
+            with self._guarded(number, "discarding from"), self.transaction(number) as writer:
+                num_held += sum(writer.delete(key) for key in mine)
+        return num_held
+
+    def flush(self) -> None:
+        """Settle what readers left, clear dead readers, and make every commit durable."""
+        for number, slot in enumerate(self._slots):
+            with self._guarded(number, "flushing"):
+                with self.transaction(number):
+                    pass
+                with slot.use() as shard:
+                    shard.forget_dead_readers()
+                    shard.sync()
+
+    @contextmanager
+    def transaction(self, number: int) -> Iterator[Writer]:
+        """A write transaction that first settles what readers left for it."""
+        pending = self._counts.take_pending(number)
+        try:
+            with self._slots[number].use() as shard, shard.writing() as writer:
+                for key in pending.condemned:
+                    writer.delete(key)
+                for key in pending.used:
+                    writer.touch(key)
+                writer.count_hits(pending.num_hits, pending.hit_bytes)
+                if self._settings.idle_ttl_s is not None:
+                    writer.expire(int(self._clock()) - self._settings.idle_ttl_s, EXPIRE_AT_ONCE)
+                yield writer
+        except BaseException:
+            self._counts.give_back(number, pending)
+            raise
+        self._counts.wrote(writer.num_put, writer.written_bytes, writer.evicted)
+
+    @contextmanager
+    def _guarded(self, number: int, doing: str) -> Iterator[None]:
+        """Turn an error of the shard into a counted fault, and mend the shard."""
+        try:
+            yield
+        except (*StorageError, ShardDamaged) as error:
+            path = self._slots[number].path
+            self._counts.fault(MissReason.IO_ERROR, 1, f"{doing} {path}: {error}")
+            self._mend(number, error)
+
+    def _write(self, number: int, batch: list[Pair]) -> None:
+        """One batch, tried again after a full map or damage to the shard."""
+        path = self._slots[number].path
+        for _ in range(MAX_TRIES):
+            try:
+                with self.transaction(number) as writer:
+                    self._put(writer, batch)
+                return
+            except MapFull:
+                self._relieve(number, len(batch) * self._block_bytes)
+            except (*StorageError, ShardDamaged) as error:
+                why = f"writing to {path}: {error}"
+                self._counts.fault(MissReason.IO_ERROR, len(batch), why)
+                if not self._mend(number, error):
+                    return
+        self._counts.fault(MissReason.NO_ROOM, len(batch), f"{path} has no room")
+
+    def _put(self, writer: Writer, batch: list[Pair]) -> None:
+        """Put what is not held; of a run, the head is the last to leave."""
+        fresh: list[Pair] = []
+        for block, frame in batch:
+            entry = writer.find(block.key)
+            if entry is not None and is_block(entry.header, block):
+                writer.touch(block.key)
+            else:
+                fresh.append((block, frame))
+        need = sum(self._record_bound(block) for block, _ in fresh)
+        if not need or self._spent(writer, need, len(fresh)):
+            return
+        writer.make_room(need)
+        first = writer.take_sequences(len(fresh))
+        for back, (block, frame) in enumerate(fresh, start=1):
+            writer.delete(block.key)  # after a collision, the block asked for last stays
+            writer.put(self._encode(block, frame.buffer), first + len(fresh) - back)
+
+    def _spent(self, writer: Writer, need: int, num_blocks: int) -> bool:
+        budget = self._settings.write_budget_bytes
+        if budget is None or writer.written_today() + need <= budget:
+            return False
+        self._counts.over_budget(num_blocks)
+        return True
+
+    def _record_bound(self, block: BlockId) -> int:
+        return max(MIN_RECORD, header_nbytes(block) + bound(self._block_bytes))
+
+    def _encode(self, block: BlockId, buffer: memoryview) -> Record:
+        assert len(buffer) == self._block_bytes, f"a frame of {len(buffer)} bytes"
+        room = self._scratch.room(self._record_bound(block))
+        start = header_nbytes(block)
+        codec, nbytes = self._scratch.codec.encode(buffer, room[start:])
+        end = start + nbytes
+        header = pack_header(
+            block,
+            layout=self._layout_digest,
+            codec=codec,
+            item_bytes=self._item_bytes,
+            logical_nbytes=len(buffer),
+            payload=room[start:end],
+            written_s=int(self._clock()),
+        )
+        room[:start] = header
+        if end < MIN_RECORD:
+            room[end:MIN_RECORD] = bytes(MIN_RECORD - end)
+        return Record(block.key, block.scope, header, room[: max(end, MIN_RECORD)], len(buffer))
+
+    def _relieve(self, number: int, nbytes: int) -> None:
+        """Make room after a full map; what is freed now is free two commits later."""
+        with self._guarded(number, "making room in"):
+            with self._slots[number].use() as shard:
+                shard.forget_dead_readers()
+                shard.learn_slack(nbytes)
+            for _ in range(RELIEF_COMMITS):
+                with self.transaction(number) as writer:
+                    writer.make_room(nbytes)
+
+    def _mend(self, number: int, error: Exception) -> bool:
+        """Bring back a shard that can no longer be used; whether it is worth trying again."""
+        slot = self._slots[number]
+        if isinstance(error, ShardDamaged):
+            logger.error(f"disk cache: {error}; {slot.path} starts empty")
+            return slot.replace(keep_files=False)
+        if isinstance(error, Panic):
+            return slot.replace(keep_files=True) or slot.replace(keep_files=False)
+        return False
