@@ -1,0 +1,59 @@
+"""`cachesvc config show`: the effective value of every setting, and where it came from."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cachesvc.cli.render import AsJson, print_json, print_table
+from cachesvc.config import Setting, env_name, format_size, load_settings
+
+app = typer.Typer(no_args_is_help=True, help="Show every setting, its value and its origin")
+
+PASSWORD = re.compile(r"(://[^:/@]*:)[^@]+@")
+
+
+@app.callback()
+def _group() -> None:
+    pass
+
+
+@app.command()
+def show(
+    config: Annotated[Path | None, typer.Option(help="Configuration file (TOML)")] = None,
+    json: AsJson = False,
+) -> None:
+    """Print effective values and where each came from: default, file, environment."""
+    rows = list(load_settings(config_file=config).rows())
+    if json:
+        print_json([_as_json(row) for row in rows])
+        return
+    print_table(
+        ("setting", "value", "origin", "meaning"),
+        [(row.name, shown(row.name, row.value), row.origin, row.help) for row in rows],
+    )
+
+
+def shown(name: str, value: Any) -> str:
+    """A value as a person writes it; passwords in URLs are masked."""
+    if name.endswith("_bytes"):
+        return format_size(value)
+    if isinstance(value, float):
+        return f"{value:g}s"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={path}" for key, path in value.items()) or "-"
+    return PASSWORD.sub(r"\1***@", str(value)) or "-"
+
+
+def _as_json(row: Setting) -> dict[str, Any]:
+    value = PASSWORD.sub(r"\1***@", row.value) if isinstance(row.value, str) else row.value
+    return {
+        "name": row.name,
+        "value": value,
+        "origin": row.origin,
+        "env": env_name(row.name),
+        "help": row.help,
+    }

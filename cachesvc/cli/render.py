@@ -1,0 +1,81 @@
+"""How commands print: tables for people, JSON for programs, one sentence for an error."""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs")]
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    """Say what went wrong on standard error and exit."""
+    Console(stderr=True, highlight=False).print(
+        f"[red]error:[/] {_escape(message)}", soft_wrap=True
+    )
+    sys.exit(code)
+
+
+def note(message: str) -> None:
+    """A line for the person at the terminal, kept out of what a program reads."""
+    Console(stderr=True, highlight=False).print(_escape(message), soft_wrap=True)
+
+
+def print_json(data: Any) -> None:
+    """Print `data` as indented JSON; paths and enums as their text."""
+    typer.echo(json.dumps(data, indent=2, default=str, ensure_ascii=False))
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    title: str | None = None,
+    right: Sequence[str] = (),
+) -> None:
+    """Print rows; the columns named in `right` hold numbers."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_escape(str(cell)) for cell in row))
+    Console(highlight=False).print(table)
+
+
+def print_pairs(pairs: Mapping[str, object]) -> None:
+    """Print names and values below each other."""
+    width = max(map(len, pairs), default=0)
+    for name, value in pairs.items():
+        typer.echo(f"{name:<{width}}  {value}")
+
+
+def size(num_bytes: float) -> str:
+    """`1.4 GiB`: three digits and a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} TiB"
+
+
+def seconds(duration_s: float) -> str:
+    """`340 µs`, `12.3 ms`, `4.20 s`, `3 h`: three digits and the unit that suits."""
+    for bound, unit, factor in ((1e-3, "µs", 1e6), (1, "ms", 1e3), (120, "s", 1)):
+        if duration_s < bound:
+            return f"{duration_s * factor:.3g} {unit}"
+    for bound, unit, factor in ((7200, "min", 1 / 60), (172_800, "h", 1 / 3600)):
+        if duration_s < bound:
+            return f"{duration_s * factor:.3g} {unit}"
+    return f"{duration_s / 86400:.3g} d"
+
+
+def percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")

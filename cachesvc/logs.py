@@ -1,0 +1,68 @@
+"""How the log looks: structlog renders what every `logging.getLogger(__name__)` says.
+
+Called once by a command, before threads start. Prompts, block contents and keys are never logged;
+a processor masks what looks like a key, should one end up in a message all the same.
+"""
+
+import logging
+import re
+import sys
+from typing import TextIO
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from cachesvc.config import LogFormat, LogSettings
+
+KEY_PATTERN = re.compile(r"\b(sk-[A-Za-z0-9]{2,8})[A-Za-z0-9_-]{8,}")
+QUIET = ("uvicorn.access", "httpx", "httpcore", "transformers", "alembic", "urllib3", "filelock")
+
+
+def configure(settings: LogSettings, stream: TextIO | None = None) -> None:
+    """Send every logger's lines to `stream` (standard error) in the chosen form."""
+    out = stream or sys.stderr
+    as_json = settings.format is LogFormat.JSON or (
+        settings.format is LogFormat.AUTO and not out.isatty()
+    )
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.ExtraAdder(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        mask_keys,
+    ]
+    renderer: list[Processor] = (
+        [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+        if as_json
+        else [
+            structlog.dev.ConsoleRenderer(
+                colors=out.isatty(),
+                # Not the formatter that prints local variables: they hold prompts and keys.
+                exception_formatter=structlog.dev.plain_traceback,
+            )
+        ]
+    )
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer],
+        )
+    )
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+    logging.basicConfig(handlers=[handler], level=settings.level.upper(), force=True)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def mask_keys(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """Keep of an API key only the prefix that its owner may be shown."""
+    return {
+        key: KEY_PATTERN.sub(r"\1***", value) if isinstance(value, str) else value
+        for key, value in event.items()
+    }
