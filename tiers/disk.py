@@ -10,13 +10,15 @@ the next write; a shard whose file was cut or removed is replaced by an empty on
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import reduce
 from pathlib import Path
 
 from tiers.block import BlockLayout
-from tiers.disk_accounts import Account, Day
 from tiers.disk_counts import Counted, DiskCounts
-from tiers.disk_directory import DirectoryLock, mark
+from tiers.disk_directory import FORMAT, DirectoryLock, Meta, mark
+from tiers.disk_ops import Removed, purge
 from tiers.disk_read import BlockReader, Scratch
 from tiers.disk_settings import DiskOrder, DiskSettings
 from tiers.disk_slot import ShardSlot
@@ -24,6 +26,7 @@ from tiers.disk_storage import StorageError
 from tiers.disk_write import BlockWriter
 from tiers.errors import MissReason, TierClosed
 from tiers.frames import Frame
+from tiers.inspect import DiskView
 from tiers.keys import BlockId, PrefixKey
 from tiers.shard import ShardDamaged
 from tiers.tier import Loaded, TierName, TierStats
@@ -134,23 +137,22 @@ class DiskTier:
         """The counters of `stats`, and those that only this tier has."""
         return self._counts.snapshot()
 
-    def accounts(self) -> dict[PrefixKey, Account]:
-        """Blocks and bytes by scope, as they are on disk. Raises what storage raises."""
-        total: dict[PrefixKey, Account] = {}
-        for slot in self._slots:
-            with slot.use() as shard:
-                for root, account in shard.accounts().items():
-                    total[root] = total.get(root, Account()).plus(*account)
-        return total
+    @contextmanager
+    def view(self) -> Iterator[DiskView]:
+        """The tier as an inspector sees it: blocks, accounts by scope, wear by day.
 
-    def days(self) -> dict[int, Day]:
-        """Wear by day since 1970 (UTC). Raises what storage raises."""
-        total: dict[int, Day] = {}
-        for slot in self._slots:
-            with slot.use() as shard:
-                for number, day in shard.days().items():
-                    total[number] = total.get(number, Day()).plus(day)
-        return total
+        Raises what storage raises, and ShardDamaged while a shard is being replaced.
+        """
+        self._check_open()
+        with ExitStack() as stack:
+            shards = [stack.enter_context(slot.use()) for slot in self._slots]
+            meta = Meta(FORMAT, len(shards), shards[0].map_bytes)
+            yield DiskView(self.root, meta, shards)
+
+    def purge(self, roots: Collection[PrefixKey]) -> Removed:
+        """Delete every block of these scopes; raises what storage raises."""
+        with self.view() as view:
+            return reduce(Removed.plus, (purge(shard, roots) for shard in view.shards), Removed())
 
     def close(self) -> None:
         """Flush, note that the folder is at rest, and give it back."""

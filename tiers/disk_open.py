@@ -18,6 +18,7 @@ from pathlib import Path
 from tiers.block import BlockLayout
 from tiers.codec import bound
 from tiers.disk import DiskTier
+from tiers.disk_compact import NEW_SUFFIX, compact
 from tiers.disk_directory import (
     FORMAT,
     DirectoryLock,
@@ -31,7 +32,7 @@ from tiers.disk_directory import (
 )
 from tiers.disk_settings import DiskSettings
 from tiers.disk_slot import ShardSlot
-from tiers.disk_storage import NotAnEnvironment, Storage
+from tiers.disk_storage import NotAnEnvironment, Storage, StorageError
 from tiers.disk_walk import claimed_bytes
 from tiers.errors import ConfigurationError, MissReason
 from tiers.shard import Shard, ShardDamaged
@@ -68,6 +69,8 @@ def open_disk(
     try:
         faults: Counter[MissReason] = Counter()
         meta = _standing(root, faults)
+        for leftover in root.glob(f"*{NEW_SUFFIX}"):
+            shutil.rmtree(leftover, ignore_errors=True)
         num_shards = meta.num_shards if meta else num_shards
         map_bytes = shard_map_bytes(capacity_bytes, num_shards, layout.nbytes)
         slots = [
@@ -137,7 +140,9 @@ def _open_slot(
         path.mkdir(parents=True, exist_ok=True)
         return Shard(path, map_bytes, storage=storage, clock=clock)
 
-    why = _unusable(path, map_bytes, meta) if meta and (path / "data.mdb").exists() else None
+    why = (
+        _unusable(path, map_bytes, meta, storage) if meta and (path / "data.mdb").exists() else None
+    )
     if why is None:
         try:
             return ShardSlot(path, open_shard)
@@ -149,14 +154,29 @@ def _open_slot(
     return ShardSlot(path, open_shard)
 
 
-def _unusable(path: Path, map_bytes: int, meta: Meta) -> str | None:
+def _unusable(path: Path, map_bytes: int, meta: Meta, storage: Storage) -> str | None:
     """Why this standing shard must be dropped; None where it can be opened."""
     file_bytes = (path / "data.mdb").stat().st_size
-    if file_bytes > map_bytes:
-        return f"its file has {file_bytes} bytes, and the capacity was lowered to {map_bytes}"
     power_cut = not meta.clean and meta.boot != boot_id()
     if power_cut or file_bytes < claimed_bytes(path):
-        return _walk(path, meta.map_bytes)
+        why = _walk(path, meta.map_bytes)
+        if why is not None:
+            return why
+    if file_bytes > map_bytes:
+        return _shrink(path, map_bytes, meta, storage)
+    return None
+
+
+def _shrink(path: Path, map_bytes: int, meta: Meta, storage: Storage) -> str | None:
+    """Rewrite a shard whose capacity was lowered; why it could not be."""
+    logger.warning(
+        f"disk cache: the capacity was lowered; {path} is rewritten to {map_bytes} bytes"
+    )
+    try:
+        done = compact(path, meta.map_bytes, map_bytes, storage)
+    except StorageError as error:
+        return str(error)
+    logger.warning(f"disk cache: {done.num_kept} blocks of {path} kept, {done.num_dropped} dropped")
     return None
 
 

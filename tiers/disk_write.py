@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from typing import NamedTuple
 
 from tiers.block import BlockLayout
 from tiers.codec import bound
@@ -27,6 +27,19 @@ MAX_TRIES = 3
 RELIEF_COMMITS = 3  # pages freed by the first can be used after the third
 
 Pair = tuple[BlockId, Frame]
+
+
+class _Run(NamedTuple):
+    """A batch, as a part of the blocks that one `store` brings to one shard.
+
+    Places in the order of eviction are taken for the whole run with its first batch, so that the
+    head of the run outlives its tail though it is written first.
+    """
+
+    batch: Sequence[Pair]
+    first: int | None  # sequence of the run's last block; None before the first commit
+    num_blocks: int  # of the run
+    start: int  # of the batch in the run
 
 
 class BlockWriter:
@@ -54,9 +67,11 @@ class BlockWriter:
         """Write blocks not yet held, those of one shard side by side and in batches."""
         at_once = max(1, self._settings.batch_bytes // self._block_bytes)
         for number in range(len(self._slots)):
-            mine = iter([p for p in pairs if shard_of(p[0].key, len(self._slots)) == number])
-            while batch := list(islice(mine, at_once)):
-                self._write(number, batch)
+            mine = [pair for pair in pairs if shard_of(pair[0].key, len(self._slots)) == number]
+            first: int | None = None
+            for start in range(0, len(mine), at_once):
+                run = _Run(mine[start : start + at_once], first, len(mine), start)
+                first = self._write(number, run)
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
         """Forget these blocks; returns how many were held."""
@@ -88,7 +103,7 @@ class BlockWriter:
                 for key in pending.condemned:
                     writer.delete(key)
                 for key in pending.used:
-                    writer.touch(key)
+                    writer.touch(key, writer.take_sequences(1))
                 writer.count_hits(pending.num_hits, pending.hit_bytes)
                 if self._settings.idle_ttl_s is not None:
                     writer.expire(int(self._clock()) - self._settings.idle_ttl_s, EXPIRE_AT_ONCE)
@@ -108,40 +123,44 @@ class BlockWriter:
             self._counts.fault(MissReason.IO_ERROR, 1, f"{doing} {path}: {error}")
             self._mend(number, error)
 
-    def _write(self, number: int, batch: list[Pair]) -> None:
-        """One batch, tried again after a full map or damage to the shard."""
+    def _write(self, number: int, run: _Run) -> int | None:
+        """One batch, tried again after a full map or damage; the first sequence of its run."""
         path = self._slots[number].path
         for _ in range(MAX_TRIES):
             try:
                 with self.transaction(number) as writer:
-                    self._put(writer, batch)
-                return
+                    first = run.first
+                    if first is None:
+                        first = writer.take_sequences(run.num_blocks)
+                    self._put(writer, run, first)
+                return first
             except MapFull:
-                self._relieve(number, len(batch) * self._block_bytes)
+                self._relieve(number, len(run.batch) * self._block_bytes)
             except (*StorageError, ShardDamaged) as error:
                 why = f"writing to {path}: {error}"
-                self._counts.fault(MissReason.IO_ERROR, len(batch), why)
+                self._counts.fault(MissReason.IO_ERROR, len(run.batch), why)
                 if not self._mend(number, error):
-                    return
-        self._counts.fault(MissReason.NO_ROOM, len(batch), f"{path} has no room")
+                    return run.first
+        self._counts.fault(MissReason.NO_ROOM, len(run.batch), f"{path} has no room")
+        return run.first
 
-    def _put(self, writer: Writer, batch: list[Pair]) -> None:
-        """Put what is not held; of a run, the head is the last to leave."""
-        fresh: list[Pair] = []
-        for block, frame in batch:
+    def _put(self, writer: Writer, run: _Run, first: int) -> None:
+        """Put what is not held, move what is; of a run, the head is the last to leave."""
+        last = first + run.num_blocks - 1 - run.start
+        fresh: list[tuple[BlockId, Frame, int]] = []
+        for back, (block, frame) in enumerate(run.batch):
             entry = writer.find(block.key)
             if entry is not None and is_block(entry.header, block):
-                writer.touch(block.key)
+                writer.touch(block.key, last - back)
             else:
-                fresh.append((block, frame))
-        need = sum(self._record_bound(block) for block, _ in fresh)
+                fresh.append((block, frame, last - back))
+        need = sum(self._record_bound(block) for block, _, _ in fresh)
         if not need or self._spent(writer, need, len(fresh)):
             return
         writer.make_room(need)
-        first = writer.take_sequences(len(fresh))
-        for back, (block, frame) in enumerate(fresh, start=1):
+        for block, frame, sequence in fresh:
             writer.delete(block.key)  # after a collision, the block asked for last stays
-            writer.put(self._encode(block, frame.buffer), first + len(fresh) - back)
+            writer.put(self._encode(block, frame.buffer), sequence)
 
     def _spent(self, writer: Writer, need: int, num_blocks: int) -> bool:
         budget = self._settings.write_budget_bytes

@@ -149,6 +149,11 @@ def scope_of(header: bytes) -> PrefixKey:
     return PrefixKey(header[32:48])
 
 
+def parent_of(header: bytes) -> PrefixKey:
+    """The parent's key named in these header bytes, checked or not."""
+    return PrefixKey(header[48:64])
+
+
 def logical_nbytes_of(header: bytes) -> int:
     """The length of the block named in these header bytes, checked or not."""
     return int.from_bytes(header[96:104], "little")

@@ -26,8 +26,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from tiers.disk_accounts import Account, Day, Entry, Totals, unpack_day
+from tiers.disk_accounts import (
+    Account,
+    Day,
+    Entry,
+    Totals,
+    pack_sequence,
+    unpack_day,
+    unpack_order,
+)
 from tiers.disk_storage import Database, Storage, Transaction
 from tiers.errors import TierError
 from tiers.keys import PrefixKey
@@ -153,6 +162,21 @@ class Shard:
                     break
             return rows
 
+    def by_age(
+        self, after: int, limit: int, *, newest_first: bool = False
+    ) -> list[tuple[PrefixKey, Entry]]:
+        """Up to `limit` blocks in order of eviction, beyond sequence `after` (0: from the end)."""
+        rows: list[tuple[PrefixKey, Entry]] = []
+        with self._reading() as txn, txn.cursor(db=self._dbs.order) as cursor:
+            for data in _orders(cursor, after, newest_first=newest_first):
+                key, _ = unpack_order(data)
+                entry = self._storage.get(txn, key, self._dbs.index)
+                if entry is not None:
+                    rows.append((key, Entry.unpack(entry)))
+                if len(rows) == limit:
+                    break
+        return rows
+
     def read_totals(self) -> Totals:
         with self._reading() as txn:
             return Totals.unpack(self._storage.get(txn, b"totals", self._dbs.state))
@@ -224,3 +248,14 @@ class Shard:
     def forget_dead_readers(self) -> int:
         """Clear reader slots that dead processes left; they would keep freed pages from reuse."""
         return int(self._env.reader_check())
+
+
+def _orders(cursor: Any, after: int, *, newest_first: bool) -> Iterator[bytes]:
+    """Values of the order database beyond sequence `after`, in the direction asked for."""
+    if newest_first:
+        found = cursor.set_range(pack_sequence(after)) and cursor.prev() if after else cursor.last()
+        step = cursor.iterprev
+    else:
+        found = cursor.set_range(pack_sequence(after + 1))
+        step = cursor.iternext
+    return step(keys=False, values=True) if found else iter(())

@@ -14,7 +14,7 @@ and LMDB copies what it changes, so the pages in use must stay below the map's b
 
 import ctypes
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -107,10 +107,15 @@ class Writer:
         self.totals = self.totals._replace(next_sequence=first + count)
         return first
 
-    def put(self, record: Record, sequence: int) -> None:
-        """Write a block that is not held. The caller has made room."""
+    def keep_sequences(self, last: int) -> None:
+        """Blocks are put with sequences they had elsewhere, none of them above `last`."""
+        first = max(self.totals.next_sequence, last + 1)
+        self.totals = self.totals._replace(next_sequence=first)
+
+    def put(self, record: Record, sequence: int, used_s: int | None = None) -> None:
+        """Write a block that is not held. The caller has made room, and took the sequence."""
         self._storage.put(self._txn, record.key, record.data, self._dbs.data)
-        place = Place(sequence, self._extent(record), len(record.data), self._now_s)
+        place = Place(sequence, self._extent(record), len(record.data), used_s or self._now_s)
         self._place(record.key, Entry(place, record.header))
         stored = self._pages(len(record.data)) * self._page_bytes
         self._account(record.scope, 1, stored, record.logical_nbytes)
@@ -122,13 +127,13 @@ class Writer:
         self.written_bytes += stored
         self.num_put += 1
 
-    def touch(self, key: PrefixKey) -> bool:
-        """Make a held block the last to leave."""
+    def touch(self, key: PrefixKey, sequence: int) -> bool:
+        """Move a held block to `sequence` in the order of eviction."""
         entry = self.find(key)
         if entry is None:
             return False
         self._storage.delete(self._txn, pack_sequence(entry.place.sequence), self._dbs.order)
-        place = entry.place._replace(sequence=self.take_sequences(1), used_s=self._now_s)
+        place = entry.place._replace(sequence=sequence, used_s=self._now_s)
         self._place(key, entry._replace(place=place))
         return True
 
@@ -144,11 +149,13 @@ class Writer:
         self._account(entry.scope, -1, -stored, -entry.logical_nbytes)
         return True
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a batch of `nbytes` fits without eviction."""
+        return self._excess_pages(nbytes) <= 0
+
     def make_room(self, nbytes: int) -> None:
         """Evict from the old end until a batch of `nbytes` fits."""
-        batch = self._pages(nbytes)
-        room = self._room_pages - reserve_pages(self._room_pages, batch) - batch
-        excess = self._used_pages() - room
+        excess = self._excess_pages(nbytes)
         if excess <= 0:
             return
         gone: list[PrefixKey] = []
@@ -171,6 +178,20 @@ class Writer:
 
     def count_hits(self, num_hits: int, logical_bytes: int) -> None:
         self._day = self._day.plus(Day(num_hits=num_hits, hit_bytes=logical_bytes))
+
+    def inherit(self, totals: Totals, days: Mapping[int, Day]) -> None:
+        """Carry on the history of the shard that this one replaces; the copying was wear too."""
+        mine = self.totals
+        self.totals = mine._replace(
+            num_stored=totals.num_stored,
+            num_evicted=totals.num_evicted + totals.num_blocks - mine.num_blocks,
+            written_bytes=totals.written_bytes + mine.written_bytes,
+        )
+        for number, day in {self._now_s // DAY_S: Day(), **days}.items():
+            key = pack_day(number)
+            here = Day.unpack(self._storage.get(self._txn, key, self._dbs.days))
+            total = day.plus(Day(written_bytes=here.written_bytes))
+            self._storage.put(self._txn, key, total.pack(), self._dbs.days)
 
     def written_today(self) -> int:
         """Bytes written since midnight UTC, before this transaction."""
@@ -214,6 +235,11 @@ class Writer:
         now = Account(*self.totals[:3]).plus(blocks, stored, logical)
         self.totals = self.totals._replace(**now._asdict())
 
+    def _excess_pages(self, nbytes: int) -> int:
+        batch = self._pages(nbytes)
+        room = self._room_pages - reserve_pages(self._room_pages, batch) - batch
+        return self._used_pages() - room
+
     def _pages(self, nbytes: int) -> int:
         return -(-(nbytes + PAGE_HEADER) // self._page_bytes)
 
@@ -230,7 +256,7 @@ class Writer:
         """
         value = self._storage.view(self._txn, record.key, self._dbs.data)
         address = np.frombuffer(value, np.uint8).ctypes.data - PAGE_HEADER
-        number, _, flags, pages = _PAGE.unpack(ctypes.string_at(address, PAGE_HEADER))
+        number, _, flags, pages = _PAGE.unpack(ctypes.string_at(address, _PAGE.size))
         if not flags & _OVERFLOW or pages != self._pages(len(value)):
             return 0
         return int(number) * self._page_bytes + PAGE_HEADER

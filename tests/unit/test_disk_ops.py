@@ -1,0 +1,482 @@
+"""Looking into a disk tier, verifying it, moving its blocks, and keeping it within its bounds."""
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tiers.block import BlockLayout
+from tiers.disk import DiskTier
+from tiers.disk_accounts import DAY_S
+from tiers.disk_compact import compact_folder
+from tiers.disk_directory import read_meta
+from tiers.disk_open import open_disk
+from tiers.disk_ops import remove, verify
+from tiers.disk_read import shard_of
+from tiers.disk_settings import DiskOrder, DiskSettings
+from tiers.disk_storage import Storage
+from tiers.disk_transfer import chain_rule, export, import_blocks
+from tiers.errors import ConfigurationError, MissReason
+from tiers.frames import FrameArena
+from tiers.inspect import open_shards, open_view
+from tiers.keys import BlockId, CacheScope
+from tiers.shard import Shard
+from tiers.testing import SCOPE, chain, fill, holds, take, wipe
+from tiers.tier import Loaded
+
+LAYOUT = BlockLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32")
+CAPACITY = 2 << 20
+FRAMES = take(FrameArena(LAYOUT, 17), 17)
+OTHER = CacheScope(weights=b"tiny", tenant=b"other")
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def opened(
+    root: Path,
+    clock: Callable[[], float] | None = None,
+    capacity_bytes: int = CAPACITY,
+    num_shards: int = 1,
+    **settings: object,
+) -> DiskTier:
+    return open_disk(
+        root,
+        LAYOUT,
+        capacity_bytes,
+        num_shards=num_shards,
+        settings=DiskSettings(**settings),  # type: ignore[arg-type]
+        clock=clock or Clock(),
+    )
+
+
+def blocks(seed: int = 0, count: int = 4, scope: CacheScope = SCOPE) -> list[BlockId]:
+    return chain(count, block_size=LAYOUT.block_size, seed=seed, scope=scope)
+
+
+def store(tier: DiskTier, ids: list[BlockId]) -> list[bytes]:
+    for frame, block in zip(FRAMES, ids, strict=False):
+        fill(frame, block)
+    return list(tier.store(ids, FRAMES[: len(ids)]))
+
+
+def load(tier: DiskTier, ids: list[BlockId]) -> int:
+    """How many blocks are served; each is checked."""
+    wipe(FRAMES)
+    num_loaded = tier.load(ids, FRAMES[: len(ids)]).num_blocks
+    for frame, block in zip(FRAMES[:num_loaded], ids, strict=False):
+        assert holds(frame, block, FRAMES[16])
+    return num_loaded
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    tier = opened(tmp_path / "disk")
+    yield tier
+    tier.close()
+
+
+def harm(tier_root: Path, block: BlockId) -> None:
+    """Change one byte of a stored payload."""
+    with open_view(tier_root) as view:
+        offset = view.shards[0].find([block.key])[0].place.offset
+    with (tier_root / "shard-000" / "data.mdb").open("r+b") as file:
+        file.seek(offset + 1500)
+        byte = file.read(1)[0]
+        file.seek(offset + 1500)
+        file.write(bytes([byte ^ 0x40]))
+
+
+def test_a_view_lists_what_was_stored(tier: DiskTier) -> None:
+    ids = blocks() + blocks(1, scope=OTHER)
+    store(tier, ids)
+    with tier.view() as view:
+        listed = list(view.blocks())
+        assert {block.key for block in ids} == {info.key for info in listed}
+        assert sorted(info.key for info in listed) == [info.key for info in listed]
+        assert {info.num_tokens for info in listed} == {16}
+        assert len(list(view.blocks(OTHER.root()))) == 4
+        (shown,) = view.find(ids[2].key[:6])
+        assert (shown.key, shown.parent, shown.tokens) == ids[2][2:3] + ids[2][1:2] + ids[2][3:4]
+        assert [info.key for info in view.chain(shown)] == [block.key for block in ids[:3]]
+        assert [info.key for info in view.tree()[ids[1].key]] == [ids[2].key]
+        assert view.find(b"\xff" * 16) == []
+        summary = view.summary()
+        assert (summary.num_blocks, summary.num_scopes) == (8, 2)
+        assert summary.logical_bytes == 8 * LAYOUT.nbytes
+        assert summary.server is not None
+        assert f"pid {os.getpid()}" in summary.server
+
+
+def test_accounts_are_kept_by_scope(tier: DiskTier) -> None:
+    store(tier, blocks())
+    store(tier, blocks(1, count=2, scope=OTHER))
+    tier.discard([blocks()[0].key])
+    with tier.view() as view:
+        accounts = view.accounts()
+    assert accounts[SCOPE.root()].num_blocks == 3
+    assert accounts[OTHER.root()].num_blocks == 2
+    assert accounts[OTHER.root()].logical_bytes == 2 * LAYOUT.nbytes
+    tier.discard([block.key for block in blocks(1, count=2, scope=OTHER)])
+    with tier.view() as view:
+        assert OTHER.root() not in view.accounts()
+
+
+BESIDE = """
+import sys
+from pathlib import Path
+from tiers.disk_compact import compact_folder
+from tiers.disk_ops import remove
+from tiers.errors import DirectoryLocked
+from tiers.inspect import open_shards, open_view
+
+root, scope = Path(sys.argv[1]), bytes.fromhex(sys.argv[2])
+with open_view(root) as view:
+    assert view.verify().num_blocks == 8
+    assert view.summary().server is not None
+with open_shards(root, readonly=False) as (_, shards):
+    assert remove(shards[0], lambda _, entry: entry.scope == scope).num_blocks == 4
+try:
+    compact_folder(root)
+except DirectoryLocked:
+    pass
+else:
+    raise AssertionError("a served folder was compacted")
+assert "torch" not in sys.modules, "a look into a folder must not load torch"
+"""
+
+
+def test_another_process_reads_and_writes_beside_the_server(tier: DiskTier) -> None:
+    """A command line lists, verifies and evicts while the server is open; the server sees it."""
+    store(tier, blocks())
+    store(tier, blocks(1, scope=OTHER))
+    child = subprocess.run(
+        [sys.executable, "-c", BESIDE, str(tier.root), OTHER.root().hex()],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    assert load(tier, blocks()) == 4
+    assert tier.probe(blocks(1, scope=OTHER)) == 0
+    store(tier, blocks(2))
+    assert tier.stats().num_blocks == 8
+
+
+def test_verify_finds_and_repairs(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    ids = blocks()
+    store(tier, ids)
+    tier.close()
+    with open_view(tmp_path) as view:
+        sound = view.verify()
+    assert (sound.sound, sound.num_blocks) == (True, 4)
+    harm(tmp_path, ids[2])
+    with open_shards(tmp_path, readonly=False) as (_, shards):
+        found = verify(shards[0])
+        assert (found.num_blocks, found.bad) == (3, {MissReason.CHECKSUM: 1})
+        assert not found.sound
+        assert verify(shards[0], repair=True).num_repaired == 1
+        assert verify(shards[0]).sound
+    tier = opened(tmp_path)
+    assert load(tier, ids) == 2
+    tier.close()
+
+
+def test_purge_removes_a_scope_from_every_shard(tmp_path: Path) -> None:
+    tier = opened(tmp_path, capacity_bytes=3 * CAPACITY, num_shards=3)
+    for seed in range(4):
+        store(tier, blocks(seed))
+        store(tier, blocks(seed, scope=OTHER))
+    purged = tier.purge([OTHER.root()])
+    assert (purged.num_blocks, purged.logical_bytes) == (16, 16 * LAYOUT.nbytes)
+    assert tier.purge([OTHER.root()]).num_blocks == 0
+    assert [load(tier, blocks(seed)) for seed in range(4)] == [4] * 4
+    with tier.view() as view:
+        assert set(view.accounts()) == {SCOPE.root()}
+    tier.close()
+
+
+def test_remove_takes_the_oldest_first_and_no_more_than_asked(tier: DiskTier) -> None:
+    for seed in range(4):
+        store(tier, blocks(seed))
+    with tier.view() as view:
+        removed = remove(view.shards[0], lambda key, entry: True, at_most_bytes=5 * 4096)
+    assert removed.num_blocks in (3, 4, 5, 6)
+    assert load(tier, blocks(3)) == 4
+    assert tier.probe(blocks(0)) < 4
+
+
+@pytest.mark.parametrize(("order", "kept"), [(DiskOrder.LRU, 4), (DiskOrder.FIFO, 0)])
+def test_the_order_of_eviction_survives_a_restart(
+    tmp_path: Path, order: DiskOrder, kept: int
+) -> None:
+    """Under LRU a block that is hit now and then stays, under FIFO it leaves in its turn."""
+    tier = opened(tmp_path, order=order)
+    store(tier, blocks(0))
+    for seed in range(1, 120):
+        if seed % 20 == 0:
+            tier.close()
+            tier = opened(tmp_path, order=order)
+        store(tier, blocks(seed))
+        load(tier, blocks(0))
+    assert tier.stats().evicted == 0 or tier.probe(blocks(0)) == kept
+    assert tier.probe(blocks(1)) < 4
+    tier.close()
+
+
+def test_a_prefix_outlives_what_follows_it(tier: DiskTier) -> None:
+    """Of one run, the tail is evicted before the head, so that what is left can be reached."""
+    ids = blocks(0, count=16)
+    store(tier, ids)
+    seed = 0
+    while True:
+        seed += 1
+        gone = set(store(tier, blocks(seed)))
+        held = [block.key not in gone for block in ids]
+        if gone & {block.key for block in ids}:
+            break
+    assert held == sorted(held, reverse=True)
+    assert tier.probe(ids) == sum(held)
+
+
+def test_idle_blocks_expire(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = opened(tmp_path, clock, idle_ttl_s=3600)
+    store(tier, blocks(0))
+    store(tier, blocks(1))
+    clock.now_s += 3000
+    load(tier, blocks(1))
+    tier.flush()
+    clock.now_s += 3000
+    dropped = store(tier, blocks(2))
+    assert set(dropped) == {block.key for block in blocks(0)}
+    assert load(tier, blocks(1)) == 4
+    tier.close()
+
+
+def test_the_write_budget_is_a_day_s(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = opened(tmp_path, clock, write_budget_bytes=100_000)
+    for seed in range(8):
+        store(tier, blocks(seed))
+    counted = tier.counted()
+    assert counted.written_bytes <= 100_000
+    assert counted.over_budget == 32 - counted.stored > 0
+    clock.now_s += DAY_S
+    store(tier, blocks(7))
+    assert load(tier, blocks(7)) == 4
+    tier.close()
+
+
+def test_wear_is_counted_by_day_and_forecast(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = opened(tmp_path, clock)
+    store(tier, blocks(0))
+    clock.now_s += DAY_S
+    load(tier, blocks(0))
+    load(tier, blocks(0))
+    tier.flush()
+    with tier.view() as view:
+        days = list(view.days().values())
+        written = tier.counted().written_bytes
+        assert [day.written_bytes for day in days] == [written, 0]
+        assert [day.num_hits for day in days] == [0, 8]
+        wear = view.endurance(clock.now_s, tbw_bytes=written * 366)
+    assert wear.written_per_hit == written / (8 * LAYOUT.nbytes)
+    age_days = clock.now_s / DAY_S - 1_700_000_000 // DAY_S
+    assert wear.written_bytes_per_day == written / age_days
+    assert wear.years_left == pytest.approx(age_days)
+    tier.close()
+
+
+def test_blocks_move_to_another_machine(tmp_path: Path) -> None:
+    """Export one tenant, import it elsewhere: the same blocks, verified, and nobody else's."""
+    here, there = (
+        opened(tmp_path / "a"),
+        opened(tmp_path / "b", num_shards=2, capacity_bytes=8 << 20),
+    )
+    store(here, blocks(0))
+    store(here, blocks(1, scope=OTHER))
+    stream = io.BytesIO()
+    with here.view() as view:
+        sent = export(view.shards, stream, lambda _, entry: entry.scope == SCOPE.root())
+    assert sent.num_blocks == 4
+    for num_held in (0, 4):
+        stream.seek(0)
+        with there.view() as view:
+            came = import_blocks(view.shards, stream, shard_of)
+        assert (came.num_blocks, came.num_held) == (4 - num_held, num_held)
+        assert (came.complete, came.bad) == (True, {})
+    assert load(there, blocks(0)) == 4
+    assert there.probe(blocks(1, scope=OTHER)) == 0
+    here.close()
+    there.close()
+
+
+def test_an_import_trusts_nothing(tmp_path: Path) -> None:
+    """A changed byte costs its block, a cut stream keeps what came whole, other files nothing."""
+    here, there = opened(tmp_path / "a"), opened(tmp_path / "b")
+    store(here, blocks(0))
+    stream = io.BytesIO()
+    with here.view() as view:
+        export(view.shards, stream, lambda *_: True)
+    data = bytearray(stream.getvalue())
+    with there.view() as view:
+        with pytest.raises(ValueError, match="not an export"):
+            import_blocks(view.shards, io.BytesIO(b"PK" + bytes(data)), shard_of)
+        cut = import_blocks(view.shards, io.BytesIO(data[: len(data) - 3000]), shard_of)
+        assert (cut.complete, cut.num_blocks) == (False, 3)
+    there.discard([block.key for block in blocks(0)])
+    data[len(data) // 3] ^= 1
+    with there.view() as view:
+        harmed = import_blocks(view.shards, io.BytesIO(data), shard_of)
+    assert (harmed.num_blocks, sum(harmed.bad.values())) == (3, 1)
+    here.close()
+    there.close()
+
+
+def test_a_prefix_is_exported_whole(tier: DiskTier) -> None:
+    """The chain rule takes what leads to a block and what follows it, and no other branch."""
+    ids = blocks(0, count=6)
+    store(tier, ids)
+    store(tier, blocks(1))
+    with tier.view() as view:
+        rule = chain_rule(view.shards, [ids[3].key])
+        sent = export(view.shards, stream := io.BytesIO(), rule)
+    assert sent.num_blocks == 6
+    assert stream.tell() > 0
+
+
+def test_compaction_keeps_blocks_and_their_order(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    for seed in range(40):
+        store(tier, blocks(seed))
+    for seed in range(0, 40, 2):
+        tier.discard([block.key for block in blocks(seed)])
+    tier.close()
+    with open_view(tmp_path) as view:
+        before = [info.key for info in view.blocks(oldest=True)]
+        days = view.days()
+    (done,) = compact_folder(tmp_path)
+    assert (done.num_kept, done.num_dropped) == (len(before), 0)
+    assert done.file_bytes < done.file_bytes_before
+    with open_view(tmp_path) as view:
+        assert [info.key for info in view.blocks(oldest=True)] == before
+        assert view.verify().sound
+        assert sum(day.num_stored for day in view.days().values()) == 160
+        assert sum(day.num_stored for day in days.values()) == 160
+    tier = opened(tmp_path)
+    assert load(tier, blocks(39)) == 4
+    assert store(tier, blocks(41)) == []
+    tier.close()
+
+
+def test_a_lowered_capacity_keeps_the_newest(tmp_path: Path) -> None:
+    tier = opened(tmp_path, capacity_bytes=4 << 20)
+    for seed in range(100):
+        store(tier, blocks(seed))
+    tier.close()
+    tier = opened(tmp_path, capacity_bytes=CAPACITY)
+    stats = tier.stats()
+    assert stats.used_bytes <= CAPACITY
+    assert stats.num_blocks > 60
+    assert not stats.faults
+    assert load(tier, blocks(99)) == 4
+    assert tier.probe(blocks(0)) == 0
+    tier.close()
+
+
+def test_a_raised_capacity_is_used(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    for seed in range(60):
+        store(tier, blocks(seed))
+    assert tier.stats().evicted > 0
+    tier.close()
+    tier = opened(tmp_path, capacity_bytes=4 * CAPACITY)
+    for seed in range(100, 160):
+        store(tier, blocks(seed))
+    assert tier.stats().evicted == 0
+    meta = read_meta(tmp_path)
+    assert meta is not None
+    assert meta.map_bytes > CAPACITY
+    tier.close()
+
+
+def test_a_reader_left_open_does_not_break_the_bound(tmp_path: Path) -> None:
+    """A stuck reader keeps freed pages from reuse: blocks are refused and counted, no byte more."""
+    tier = opened(tmp_path)
+    with tier.view() as view:
+        shard: Shard = view.shards[0]
+        with shard._reading():
+            for seed in range(120):
+                store(tier, blocks(seed))
+            assert tier.stats().used_bytes <= CAPACITY
+            assert tier.stats().faults[MissReason.NO_ROOM] > 0
+    for seed in range(200, 204):
+        store(tier, blocks(seed))
+    assert load(tier, blocks(203)) == 4
+    tier.close()
+
+
+def test_a_folder_without_a_tier_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="there is no disk cache in"), open_view(tmp_path):
+        pass
+
+
+def test_records_lie_side_by_side_and_are_read_by_offset(tier: DiskTier) -> None:
+    """Every record has an extent, and neighbours of a prefix are neighbours on the disk."""
+    store(tier, blocks(0, count=16))
+    with tier.view() as view:
+        entries = view.shards[0].find([block.key for block in blocks(0, count=16)])
+        assert all(entry.place.offset % 4096 == 16 for entry in entries)
+        ends = [(e.place.offset - 16) + -(-(e.place.nbytes + 16) // 4096) * 4096 for e in entries]
+        gaps = [e.place.offset - 16 - end for e, end in zip(entries[1:], ends, strict=False)]
+        assert gaps.count(0) >= 8
+    assert load(tier, blocks(0, count=16)) == 16
+
+
+def test_a_record_without_an_extent_is_read_through_lmdb(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should LMDB's page layout change, the offset is unknown and the value is fetched instead."""
+    monkeypatch.setattr("tiers.shard_writer._OVERFLOW", 0x8000)
+    store(tier, blocks())
+    monkeypatch.undo()
+    with tier.view() as view:
+        assert view.shards[0].find([blocks()[0].key])[0].place.offset == 0
+    assert tier.load(blocks(), FRAMES[:4]) == Loaded(4, None)
+    assert load(tier, blocks()) == 4
+
+
+def test_opening_reads_no_blocks(tmp_path: Path) -> None:
+    """Start-up does not scan: the storage operations of an open do not grow with the blocks."""
+    counts = []
+    for num_chains in (1, 50):
+        root = tmp_path / str(num_chains)
+        tier = opened(root, capacity_bytes=4 << 20)
+        for seed in range(num_chains):
+            store(tier, blocks(seed))
+        tier.close()
+
+        class Counting(Storage):
+            num = 0
+
+            def before(self, operation: str) -> None:
+                Counting.num += 1
+
+        open_disk(root, LAYOUT, 4 << 20, storage=Counting()).close()
+        counts.append(Counting.num)
+    assert counts[0] == counts[1]
