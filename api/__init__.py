@@ -1,1 +1,1 @@
-"""The wire: OpenAI-compatible routes, auth, streaming, errors and admin pages; where engine and money meet."""
+"""The wire: OpenAI-compatible routes, auth, streaming, errors; where engine and money meet."""

@@ -1,0 +1,132 @@
+"""From a checked body to an answer on its way: limits, hold, engine, delivery, and their undoing.
+
+Job ─► permit (limits) ─► charge (hold) ─► Generation.submit ─► Delivery
+           ▲                  ▲                  │ refused
+           └──── close ───────┴──── void ◄───────┘
+"""
+
+from dataclasses import dataclass, replace
+
+from fastapi import Request
+from starlette.responses import Response
+
+from api.auth import Caller, Salts
+from api.collaborators import Collaborators, ServedModel
+from api.context import Story, story_of, wire_of
+from api.errors import InvalidRequest
+from api.generation import Generation, Job
+from api.limits import Permit
+from api.metering import Charge
+from api.schemas import GenerationBody
+from api.stream import Delivered, Delivery, DeliveryResponse, WireFormat
+from api.usage import Asked, timings_ms
+from billing.usage import EMPTY
+from tiers.keys import CacheScope
+
+
+def scope_for(salts: Salts, model: ServedModel, caller: Caller, share: str | None) -> CacheScope:
+    """The model's scope with the salt of the caller's tenant, or of the group that it shares in."""
+    salt = salts.of_group(share, caller.tenant) if share else salts.of_tenant(caller.tenant)
+    return replace(model.scope, tenant=salt)
+
+
+def asked_for(request: Request, body: GenerationBody) -> Asked:
+    """The vendor parts asked for, by the body's `cachesvc` or by the header X-Cachesvc."""
+    words = {word.strip() for word in request.headers.get("x-cachesvc", "").lower().split(",")}
+    extension = body.extension
+    return Asked(
+        details=bool(extension.details) or "details" in words,
+        receipt=bool(extension.receipt) or "receipt" in words,
+    )
+
+
+def check_size(wire: Collaborators, body: GenerationBody, num_prompts: int) -> None:
+    """Refuses more choices than one request may have, and grammars where none are held."""
+    choices = num_prompts * (body.n or 1)
+    if choices > wire.settings.max_choices:
+        raise InvalidRequest(
+            f"{num_prompts} prompts times n={body.n or 1} make {choices} choices; this server "
+            f"answers at most {wire.settings.max_choices} in one request.",
+            param="n",
+        )
+
+
+async def deliver(
+    request: Request, caller: Caller, job: Job, body: GenerationBody, wire_format: WireFormat
+) -> Response:
+    """Admits the job and returns the response that will carry its answer."""
+    wire, story = wire_of(request), story_of(request)
+    story.add(
+        model=job.model.name,
+        stream=bool(body.stream),
+        prompt_tokens=job.prompt_tokens,
+        choices=job.num_choices,
+    )
+    most_output = (job.params.max_tokens or 0) * job.num_choices
+    permit = await wire.limits.admit(caller, job.prompt_tokens, most_output)
+    try:
+        charge = await wire.meter.admit(caller, job)
+        generation = await _submitted(wire, job, charge)
+    except BaseException:
+        await permit.close(EMPTY)
+        raise
+    asked = asked_for(request, body)
+    delivery = Delivery(
+        generation=generation,
+        charge=charge,
+        wire=wire_format,
+        stream=bool(body.stream),
+        usage_chunk=body.wants_usage_chunk or asked != Asked(),
+        asked=asked,
+        headers=permit.headers,
+        write_timeout_s=wire.settings.write_timeout_s,
+        keepalive_s=wire.settings.keepalive_s,
+        ended=_Ending(story, permit),
+    )
+    return DeliveryResponse(delivery, request.app.state.deliveries)
+
+
+async def _submitted(wire: Collaborators, job: Job, charge: Charge) -> Generation:
+    """The running generation; whatever stops it from starting gives the hold back."""
+    try:
+        generation = Generation(job, engine=wire.engine, bridge=wire.bridge, coverage=charge)
+        generation.submit()
+    except BaseException:
+        await charge.void()
+        raise
+    return generation
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """What follows a delivery: the permit goes back, and the request's story is complete."""
+
+    story: Story
+    permit: Permit
+
+    async def __call__(self, delivered: Delivered) -> None:
+        served, bill = delivered.served, delivered.bill
+        usage = bill.usage if bill else EMPTY
+        await self.permit.close(usage)
+        self.story.add(
+            outcome=str(served.outcome),
+            delivered=delivered.complete,
+            settled=bill is not None,
+            completion_tokens=usage.output,
+            hit_device=usage.hit_device,
+            hit_host=usage.hit_host,
+            hit_disk=usage.hit_disk,
+            hit_remote=usage.hit_remote,
+            miss=usage.miss,
+            miss_reasons={str(why): tokens for why, tokens in served.miss_reasons.items()},
+            cost=bill.cost if bill else None,
+            **{f"{name}_ms": value for name, value in self._timings(delivered).items()},
+        )
+        if delivered.error is not None:
+            self.story.add(error=type(delivered.error).__name__)
+
+    def _timings(self, delivered: Delivered) -> dict[str, float | None]:
+        first = delivered.first_byte_ns
+        timings = timings_ms(delivered.served.timeline, delivered.served.usage.output)
+        sent = round((first - self.story.arrival_ns) / 1e6, 3) if first else None
+        return {**timings, "first_byte": sent}

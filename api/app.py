@@ -1,0 +1,71 @@
+"""The application: `create_app` joins the routes, the middleware and the passed-in collaborators.
+
+Nothing is built here and nothing is global: `app.state.wire` holds the collaborators, the rest of
+the state belongs to the running loop. `cachesvc.service` calls this once per server.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+from fastapi import APIRouter, FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api import chat, completions, health, models, tokenize
+from api.collaborators import Collaborators
+from api.context import Story
+from api.errors import ApiError, answer_to, is_expected
+from api.storyteller import Storyteller
+from billing.errors import BillingError
+from engine.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 30.0  # deliveries that outlive their connections settle within this at shutdown
+DESCRIPTION = (
+    "OpenAI-compatible completions over a tiered context cache. Prompt tokens served from the "
+    "cache are counted and priced as hits."
+)
+
+
+def create_app(
+    wire: Collaborators, *, routers: Sequence[APIRouter] = (), version: str = "0"
+) -> FastAPI:
+    """The ASGI app. `routers` are further routes (the admin pages), mounted after the API's own."""
+    app = FastAPI(title="cachesvc", description=DESCRIPTION, version=version, lifespan=_lifespan)
+    app.state.wire = wire
+    app.state.deliveries = set()
+    for router in (chat.router, completions.router, models.router, tokenize.router, health.router):
+        app.include_router(router)
+    for router in routers:
+        app.include_router(router)
+    for kind in (ApiError, EngineError, BillingError, HTTPException):
+        app.add_exception_handler(kind, _answer)
+    app.add_middleware(Storyteller)
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Binds the engine's outputs to this loop; at the end waits for what is still settling."""
+    app.state.wire.bridge.bind(asyncio.get_running_loop())
+    try:
+        yield
+    finally:
+        if app.state.deliveries:
+            await asyncio.wait(app.state.deliveries, timeout=DRAIN_S)
+        app.state.wire.bridge.unbind()
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    """Every refusal in OpenAI's shape."""
+    answer = answer_to(error)
+    story: Story = request.state.story
+    story.add(error=type(error).__name__, param=answer.param)
+    if not is_expected(error):
+        logger.error("request %s failed", story.request_id, exc_info=error)
+    headers = dict(answer.headers)
+    return Response(answer.encoded(), answer.status, headers, "application/json")

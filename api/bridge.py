@@ -1,0 +1,87 @@
+"""From the engine's thread to the requests that wait on the event loop.
+
+The engine calls `deliver` once per step, on its own thread, with the outputs of every sequence;
+one `call_soon_threadsafe` carries them over, and each request's `Feed` gets its share there.
+A feed holds at most what its request may generate, so a slow reader bounds itself: it finds all
+that has gathered at its next turn and sends it as one write.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from engine.request import StepOutput
+
+
+class Feed:
+    """The outputs of one client request, which may be several engine requests. Event loop only."""
+
+    def __init__(self, request_ids: Sequence[str]) -> None:
+        self.request_ids = tuple(request_ids)
+        self._pending: list[StepOutput] = []
+        self._arrived = asyncio.Event()
+
+    def put(self, output: StepOutput) -> None:
+        self._pending.append(output)
+        self._arrived.set()
+
+    async def take(self, idle_s: float | None = None) -> list[StepOutput]:
+        """Everything that has come since the last call; an empty list after `idle_s` of silence."""
+        timer = None
+        if idle_s is not None and not self._arrived.is_set():
+            timer = asyncio.get_running_loop().call_later(idle_s, self._arrived.set)
+        try:
+            await self._arrived.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+        self._arrived.clear()
+        taken, self._pending = self._pending, []
+        return taken
+
+
+class OutputBridge:
+    """Feeds by engine request id. `deliver` belongs to the engine thread, the rest to the loop."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._feeds: dict[str, Feed] = {}
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Names the loop that `deliver` hands over to; called when the app starts."""
+        self._loop = loop
+
+    def unbind(self) -> None:
+        """Drops what the engine still says; called after the last request has ended."""
+        self._loop = None
+
+    @property
+    def num_open(self) -> int:
+        return len(set(map(id, self._feeds.values())))
+
+    def open(self, request_ids: Sequence[str]) -> Feed:
+        feed = Feed(request_ids)
+        for request_id in request_ids:
+            assert request_id not in self._feeds, request_id
+            self._feeds[request_id] = feed
+        return feed
+
+    def close(self, feed: Feed) -> None:
+        for request_id in feed.request_ids:
+            self._feeds.pop(request_id, None)
+
+    def deliver(self, outputs: Sequence[StepOutput]) -> None:
+        """Called on the engine thread once per step."""
+        loop = self._loop
+        if loop is None or not outputs:
+            return
+        try:
+            loop.call_soon_threadsafe(self._hand_out, tuple(outputs))
+        except RuntimeError:  # the loop was closed between the look and the call: nobody listens
+            if not loop.is_closed():
+                raise
+
+    def _hand_out(self, outputs: Iterable[StepOutput]) -> None:
+        for output in outputs:
+            feed = self._feeds.get(output.request_id)
+            if feed is not None:
+                feed.put(output)

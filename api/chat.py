@@ -1,0 +1,130 @@
+"""POST /v1/chat/completions: messages in, one assistant message per choice out."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.admission import check_size, deliver, scope_for
+from api.context import authorised, read_body, story_of, wire_of
+from api.generation import Delta, Job, Served
+from api.logprobs import chat_logprobs
+from api.models import find_model
+from api.schemas import ChatBody, parse, sampling_params
+from api.text import encode_chat, room_for_answer
+from api.usage import Asked, Bill, closing
+from billing.policy import Outcome
+from engine.request import FinishReason, TokenLogprob
+
+router = APIRouter(tags=["chat"])
+
+
+@router.post("/v1/chat/completions")
+@router.post("/chat/completions", include_in_schema=False)
+async def chat_completions(request: Request) -> Response:
+    """Answers as JSON, or as server-sent events with `stream`."""
+    wire, story = wire_of(request), story_of(request)
+    caller = await authorised(request)
+    body = parse(await read_body(request), ChatBody)
+    model = find_model(wire.models, body.model)
+    check_size(wire, body, 1)
+    logprobs = body.logprobs_asked
+    tokens = await encode_chat(
+        wire,
+        model,
+        body.messages,
+        tools=body.tools,
+        add_generation_prompt=body.add_generation_prompt is not False,
+    )
+    limit = room_for_answer(model, len(tokens), body.completion_limit, "messages")
+    job = Job(
+        request_id=story.request_id,
+        model=model,
+        prompts=(tokens,),
+        params=sampling_params(body, max_tokens=limit, logprobs=logprobs),
+        scope=scope_for(wire.salts, model, caller, body.extension.share),
+        stop=body.stop_strings,
+        cache=body.extension.cache is not False,
+        arrival_ns=story.arrival_ns,
+    )
+    wire_format = ChatFormat(job, logprobs is not None, body.wants_usage_chunk)
+    return await deliver(request, caller, job, body, wire_format)
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """One choice of an answer that is sent whole."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+
+class ChatFormat:
+    """Chat completion objects of one answer; see `api.stream.WireFormat`."""
+
+    def __init__(self, job: Job, logprobs: bool, usage_follows: bool) -> None:
+        self._job = job
+        self._logprobs = logprobs
+        self._usage_follows = usage_follows
+        self._head = {
+            "id": f"chatcmpl-{job.request_id}",
+            "created": int(time.time()),
+            "model": job.model.name,
+        }
+        self._gathered = [_Gathered() for _ in range(job.num_choices)]
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Each choice's role, before any text."""
+        role = {"role": "assistant", "content": ""}
+        return [self._chunk(number, role, None) for number in range(self._job.num_choices)]
+
+    def chunk(self, delta: Delta, outcome: Outcome) -> dict[str, Any] | None:
+        if not delta.text and delta.finish is None and not (self._logprobs and delta.tokens):
+            return None
+        content = {"content": delta.text} if delta.text or delta.finish is None else {}
+        chunk = self._chunk(delta.choice, content, delta.finish)
+        if self._logprobs and delta.logprobs:
+            told = chat_logprobs(self._job.model.tokenizer, delta.logprobs)
+            chunk["choices"][0]["logprobs"] = told
+        if delta.finish and outcome is Outcome.BUDGET:
+            chunk["cachesvc"] = {"ended_by": "insufficient_balance"}
+        return chunk
+
+    def usage_chunk(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
+        chunk = self._object("chat.completion.chunk", [])
+        return chunk | closing(served, bill, asked)
+
+    def absorb(self, delta: Delta) -> None:
+        gathered = self._gathered[delta.choice]
+        gathered.text.append(delta.text)
+        gathered.logprobs += delta.logprobs
+        gathered.finish = delta.finish or gathered.finish
+
+    def body(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
+        choices = [self._choice(number, one) for number, one in enumerate(self._gathered)]
+        return self._object("chat.completion", choices) | closing(served, bill, asked)
+
+    def _choice(self, number: int, gathered: _Gathered) -> dict[str, Any]:
+        told = chat_logprobs(self._job.model.tokenizer, gathered.logprobs)
+        message = {"role": "assistant", "content": "".join(gathered.text), "refusal": None}
+        return {
+            "index": number,
+            "message": message,
+            "logprobs": told if self._logprobs else None,
+            "finish_reason": gathered.finish,
+        }
+
+    def _chunk(
+        self, number: int, delta: dict[str, Any], finish: FinishReason | None
+    ) -> dict[str, Any]:
+        choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": finish}
+        chunk = self._object("chat.completion.chunk", [choice])
+        if self._usage_follows:
+            chunk["usage"] = None
+        return chunk
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "object": kind, "choices": choices}

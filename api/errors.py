@@ -1,0 +1,199 @@
+"""The one table from an exception to what a client sees: status, type, code and body.
+
+ApiError
+├── InvalidRequest            a field is wrong; `param` names it
+│   ├── NotJson               the body is no JSON object
+│   ├── ContextLengthExceeded prompt and completion do not fit the model's context
+│   └── Unsupported           a known feature that this server cannot serve
+├── BodyTooLarge
+├── ModelNotFound
+├── MissingKey                no API key where one is needed
+├── WrongKey                  a key that is unknown, revoked or expired
+├── MissingScope              a key that may not do this
+├── NoBalance                 the balance does not cover the hold
+├── RateLimited               carries `Retry-After` and the x-ratelimit headers
+├── IdempotencyConflict       one key, two bodies
+├── NotReady                  the model is loading or the server drains
+└── GenerationFailed          the engine gave up on this request after it was admitted
+
+Every body has OpenAI's shape, `{"error": {message, type, param, code}}`, routes that do not exist
+included. HTTP status codes appear here and nowhere else. Exceptions of the packages below are
+looked up by their class, nearest ancestor first; one that is not in the table is a bug, answered
+with a plain 500 that tells nothing of the inside, and logged whole.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import orjson
+from starlette.exceptions import HTTPException
+
+from engine import errors as engine_errors
+
+
+class ApiError(Exception):
+    """A refusal that the wire itself decides on. The message says what was wrong and what to do."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.headers = dict(headers or {})
+
+
+class InvalidRequest(ApiError):
+    """A field of the request is wrong."""
+
+
+class NotJson(InvalidRequest):
+    """The body is not a JSON object."""
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and completion together exceed the model's context."""
+
+
+class Unsupported(InvalidRequest):
+    """A feature of the protocol that this server or model cannot serve."""
+
+
+class BodyTooLarge(ApiError):
+    """The body exceeds the configured bound."""
+
+
+class ModelNotFound(ApiError):
+    """No model of that name is served here."""
+
+
+class MissingKey(ApiError):
+    """The route needs an API key and none came."""
+
+
+class WrongKey(ApiError):
+    """The API key is unknown, revoked or expired."""
+
+
+class MissingScope(ApiError):
+    """The API key is good but may not do this."""
+
+
+class NoBalance(ApiError):
+    """The balance does not cover what the request may cost."""
+
+
+class RateLimited(ApiError):
+    """A limit of the key or tenant is used up; `headers` say until when."""
+
+
+class IdempotencyConflict(ApiError):
+    """The idempotency key was used with another body."""
+
+
+class NotReady(ApiError):
+    """The server is starting or stopping."""
+
+
+class GenerationFailed(ApiError):
+    """The engine ended the request with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What clients see of one class of errors."""
+
+    status: int
+    type: str
+    code: str | None = None
+    retry_after_s: int | None = None
+
+
+TABLE: Final[Mapping[type[Exception], Row]] = {
+    InvalidRequest: Row(400, "invalid_request_error", "invalid_value"),
+    NotJson: Row(400, "invalid_request_error", "invalid_json"),
+    ContextLengthExceeded: Row(400, "invalid_request_error", "context_length_exceeded"),
+    Unsupported: Row(400, "invalid_request_error", "unsupported_parameter"),
+    BodyTooLarge: Row(413, "invalid_request_error", "request_too_large"),
+    ModelNotFound: Row(404, "invalid_request_error", "model_not_found"),
+    MissingKey: Row(401, "invalid_request_error", "missing_api_key"),
+    WrongKey: Row(401, "invalid_request_error", "invalid_api_key"),
+    MissingScope: Row(403, "permission_error", "insufficient_scope"),
+    NoBalance: Row(402, "insufficient_quota", "insufficient_balance"),
+    RateLimited: Row(429, "rate_limit_error", "rate_limit_exceeded"),
+    IdempotencyConflict: Row(409, "invalid_request_error", "idempotency_key_reused"),
+    NotReady: Row(503, "server_error", "not_ready", retry_after_s=5),
+    GenerationFailed: Row(500, "server_error", "generation_failed"),
+    engine_errors.RequestError: Row(400, "invalid_request_error", "invalid_value"),
+    engine_errors.PromptTooLong: Row(400, "invalid_request_error", "context_length_exceeded"),
+    engine_errors.EmptyPrompt: Row(400, "invalid_request_error", "empty_prompt"),
+    engine_errors.InvalidParameter: Row(400, "invalid_request_error", "invalid_value"),
+    engine_errors.UnknownAdapter: Row(404, "invalid_request_error", "model_not_found"),
+    engine_errors.QueueFull: Row(503, "server_error", "overloaded", retry_after_s=1),
+    engine_errors.EngineClosed: Row(503, "server_error", "shutting_down", retry_after_s=5),
+    engine_errors.EngineFailed: Row(500, "server_error", "engine_failed"),
+}
+
+UNEXPECTED: Final = Row(500, "server_error", "internal_error")
+UNEXPECTED_MESSAGE: Final = (
+    "The server failed while it handled this request; nothing was charged for an answer that did "
+    "not come. Retry, and give the operator the X-Request-Id if it fails again."
+)
+ROUTE_CODES: Final[Mapping[int, str]] = {404: "not_found", 405: "method_not_allowed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An error as it goes out: `body` under the key "error", and headers that belong to it."""
+
+    status: int
+    message: str
+    type: str
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        error = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    def encoded(self) -> bytes:
+        return orjson.dumps(self.body())
+
+
+def answer_to(error: BaseException) -> Answer:
+    """The answer a client gets to `error`. Anything unknown is a 500 without its message."""
+    if isinstance(error, HTTPException):
+        return _route_answer(error)
+    row = next((TABLE[kind] for kind in type(error).__mro__ if kind in TABLE), None)
+    if row is None:
+        return Answer(UNEXPECTED.status, UNEXPECTED_MESSAGE, UNEXPECTED.type, UNEXPECTED.code)
+    headers = dict(getattr(error, "headers", {}))
+    if row.retry_after_s is not None:
+        headers.setdefault("Retry-After", str(row.retry_after_s))
+    if row.status == 401:
+        headers.setdefault("WWW-Authenticate", "Bearer")
+    param = getattr(error, "param", None)
+    return Answer(row.status, str(error), row.type, row.code, param, headers)
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether `error` has its row, so that a log line of one sentence says enough."""
+    return isinstance(error, HTTPException) or any(kind in TABLE for kind in type(error).__mro__)
+
+
+def _route_answer(error: HTTPException) -> Answer:
+    """Starlette's own refusals: a path or a method that does not exist."""
+    code = ROUTE_CODES.get(error.status_code)
+    message = f"{error.detail}. See /docs for the routes of this server."
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return Answer(error.status_code, message, kind, code, None, dict(error.headers or {}))

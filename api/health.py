@@ -1,0 +1,29 @@
+"""Routes for whoever watches the server: alive, ready, metrics. None of them needs a key."""
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from api.context import wire_of
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/health")
+async def alive() -> dict[str, str]:
+    """The process answers; nothing more is said."""
+    return {"status": "ok"}
+
+
+@router.get("/health/ready")
+async def ready(request: Request) -> Response:
+    """200 when requests can be served now, 503 with the reason when not."""
+    state = wire_of(request).readiness()
+    body = {"status": "ready" if state.ready else "not ready", "reason": state.reason}
+    return JSONResponse(body | dict(state.detail), status_code=200 if state.ready else 503)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus text, as the renderer that was passed in writes it."""
+    body, content_type = wire_of(request).render_metrics()
+    return Response(body, headers={"Content-Type": content_type})

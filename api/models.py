@@ -1,0 +1,50 @@
+"""GET /v1/models: what is served, in OpenAI's list shape; and the look-up that routes share."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from api.collaborators import ServedModel
+from api.context import authorised, wire_of
+from api.errors import ModelNotFound
+
+router = APIRouter(tags=["models"])
+
+
+def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
+    """The model of that name. Raises ModelNotFound with the names that are served."""
+    try:
+        return models[name]
+    except KeyError:
+        served = ", ".join(f"'{known}'" for known in models)
+        raise ModelNotFound(
+            f"The model '{name}' is not served here; served: {served}.", param="model"
+        ) from None
+
+
+def card(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": model.owned_by,
+        "root": model.parent or model.name,
+        "parent": model.parent,
+        "max_model_len": model.max_context,
+    }
+
+
+@router.get("/v1/models")
+@router.get("/models", include_in_schema=False)
+async def list_models(request: Request) -> dict[str, Any]:
+    await authorised(request)
+    models = wire_of(request).models
+    return {"object": "list", "data": [card(model) for model in models.values()]}
+
+
+@router.get("/v1/models/{name:path}")
+@router.get("/models/{name:path}", include_in_schema=False)
+async def show_model(request: Request, name: str) -> dict[str, Any]:
+    await authorised(request)
+    return card(find_model(wire_of(request).models, name))

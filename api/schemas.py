@@ -1,0 +1,326 @@
+"""The request bodies as OpenAI documents them, checked strictly, and their sampling parameters.
+
+Unknown fields are ignored, wrong types and values out of range are refused with the field's name.
+Known fields that would change the answer and are not served are refused, never dropped silently.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from api.errors import InvalidRequest, NotJson, Unsupported
+from engine.request import SamplingParams
+
+TOP_LOGPROBS_MAX = 20  # OpenAI's bound for chat; served for completions too
+STOP_STRINGS_MAX = 16
+
+Probability = Annotated[float, Field(gt=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class Body(BaseModel):
+    """Strict types, unknown fields accepted."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class JsonSchema(Body):
+    name: str | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    pattern: str | None = None
+
+
+class Extension(Body):
+    """The vendor block of a request, under the key `cachesvc`."""
+
+    details: bool | None = None  # timings, miss reasons and cost in the answer
+    receipt: bool | None = None  # a signed receipt in the answer
+    cache: bool | None = None  # False: neither read nor written
+    share: str | None = None  # name of a sharing group that the tenant belongs to
+
+
+class TextPart(Body):
+    type: str
+    text: str | None = None
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    def text(self, number: int) -> str:
+        """The content as one string; parts other than text are refused, by position."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        for place, part in enumerate(self.content):
+            if part.type != "text" or part.text is None:
+                where = f"messages[{number}].content[{place}]"
+                raise Unsupported(
+                    f"{where} has type '{part.type}'; this server reads text parts only, "
+                    'as {"type": "text", "text": "..."}.',
+                    param=where,
+                )
+        return "".join(part.text or "" for part in self.content)
+
+    def for_template(self, number: int) -> dict[str, Any]:
+        """The message as chat templates know it: `developer` is their `system`."""
+        plain: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text(number),
+        }
+        for name in ("name", "tool_calls", "tool_call_id"):
+            if (value := getattr(self, name)) is not None:
+                plain[name] = value
+        return plain
+
+
+class GenerationBody(Body):
+    """What chat and completions share. None everywhere means the default."""
+
+    model: str
+    n: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: int | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    guided_regex: str | None = None
+    user: str | None = None
+    cachesvc: Extension | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_is_served(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        strings = [stop] if isinstance(stop, str) else stop or []
+        if len(strings) > STOP_STRINGS_MAX:
+            raise ValueError(f"at most {STOP_STRINGS_MAX} stop strings are served")
+        if "" in strings:
+            raise ValueError("a stop string must not be empty")
+        return stop
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bias_names_tokens(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for token in bias or {}:
+            if not (token.isascii() and token.isdigit()):
+                raise ValueError("keys must be token ids in decimal digits; /tokenize gives them")
+        return bias
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def extension(self) -> Extension:
+        return self.cachesvc or Extension()
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatBody(GenerationBody):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+    @property
+    def completion_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def logprobs_asked(self) -> int | None:
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise InvalidRequest(
+                    'top_logprobs needs logprobs: set "logprobs": true.', param="top_logprobs"
+                )
+            return None
+        return self.top_logprobs or 0
+
+
+class CompletionBody(GenerationBody):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _prompt_is_texts_or_ids(cls, prompt: object) -> object:
+        if not (_is_list_of(prompt, str) or _is_ids(prompt) or isinstance(prompt, str)):
+            several = isinstance(prompt, list) and all(_is_ids(one) for one in prompt)
+            if not several:
+                raise ValueError("should be a text, a list of texts, token ids, or a list of such")
+        return prompt
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts one by one, each a text or its token ids; refuses those without a token."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            several: list[str | list[int]] = [prompt]
+        elif prompt and isinstance(prompt[0], int):
+            several = [prompt]
+        else:
+            several = list(prompt)  # type: ignore[arg-type]
+        if not several or not all(several):
+            raise InvalidRequest(
+                "prompt is empty; give at least one character or token id.", param="prompt"
+            )
+        return several
+
+    def refuse_unserved(self) -> None:
+        if self.suffix:
+            raise Unsupported("suffix is not served; put all text before the gap.", param="suffix")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise Unsupported(
+                "best_of other than n is not served; ask for n choices and pick one.",
+                param="best_of",
+            )
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    text: str | None = None
+    messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+BodyType = TypeVar("BodyType", bound=Body)
+
+
+def parse(raw: bytes, kind: type[BodyType]) -> BodyType:
+    """`raw` as a `kind`. Raises NotJson or InvalidRequest; quotes no text of the request."""
+    try:
+        document = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise NotJson(
+            f"The body is not valid JSON ({error.msg} at line {error.lineno}, column "
+            f"{error.colno}); send one JSON object in UTF-8."
+        ) from None
+    if not isinstance(document, dict):
+        raise NotJson(f"The body is a JSON {_json_name(document)}; send one JSON object.")
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def sampling_params(
+    body: GenerationBody,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """The engine's parameters. Stop strings stay with the text side, which finds them."""
+    given: dict[str, Any] = {
+        "n": body.n,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": None if body.top_k is None else max(body.top_k, 0),  # -1 and 0 both mean all
+        "min_p": body.min_p,
+        "seed": body.seed,
+        "min_tokens": body.min_tokens,
+        "ignore_eos": body.ignore_eos,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "repetition_penalty": body.repetition_penalty,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+    }
+    return SamplingParams(
+        max_tokens=max_tokens,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def _refusal(error: ValidationError) -> InvalidRequest:
+    """The first thing wrong, in OpenAI's words: the path of the field and what it should be."""
+    first = _deepest(error)
+    path = _path(first["loc"])
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if first["type"] == "missing":
+        return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
+    got = _shown(first["input"])
+    return InvalidRequest(f"Invalid '{path}': {message}; got {got}.", param=path)
+
+
+def _deepest(error: ValidationError) -> Mapping[str, Any]:
+    """The most telling error: of a union's branches, the one that got furthest into the value."""
+    found = error.errors(include_url=False, include_context=False)
+    field = found[0]["loc"][0]
+    return max((one for one in found if one["loc"][0] == field), key=lambda one: len(one["loc"]))
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """('messages', 0, 'role') as messages[0].role, without pydantic's names of union branches."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in {"str", "int"}:
+            path += f".{part}" if path else part
+    return path
+
+
+def _shown(value: object) -> str:
+    """A value as it may stand in an error and a log: numbers and words, never a text."""
+    if value is None or isinstance(value, bool | int | float):
+        return orjson.dumps(value).decode()
+    if isinstance(value, str) and len(value) <= 24 and value.isidentifier():
+        return f"'{value}'"
+    return f"a JSON {_json_name(value)}"
+
+
+def _is_list_of(value: object, kind: type) -> bool:
+    return isinstance(value, list) and all(type(one) is kind for one in value)
+
+
+def _is_ids(value: object) -> bool:
+    return _is_list_of(value, int)
+
+
+def _json_name(value: object) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")

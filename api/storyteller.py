@@ -1,0 +1,93 @@
+"""The outermost middleware: names each request, answers what nobody caught, writes its one line.
+
+The id is the client's X-Request-Id where that is a fit name, and goes out with every answer. Pure
+ASGI, so that a stream passes through without a copy.
+"""
+
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.context import Story
+from api.errors import answer_to
+
+logger = logging.getLogger(__name__)
+story_log = structlog.get_logger("api.request")
+
+FIT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+QUIET = frozenset({"/health", "/health/ready", "/metrics"})  # asked every few seconds
+
+
+class Storyteller:
+    """Opens a `Story` for each HTTP request and logs it when its response has ended."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        story = Story(request_id())
+        client_id = _client_id(scope)
+        story.add(method=scope["method"], path=scope["path"], client_request_id=client_id)
+        scope.setdefault("state", {})["story"] = story
+        told = client_id or story.request_id
+        status = 500
+        started = False
+
+        async def name(message: Message) -> None:
+            nonlocal status, started
+            if message["type"] == "http.response.start":
+                status, started = message["status"], True
+                message["headers"] = [*message["headers"], (b"x-request-id", told.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, name)
+        except Exception as error:
+            logger.exception("request %s failed", story.request_id)
+            story.add(error=type(error).__name__)
+            if started:
+                raise
+            await _send_unexpected(name, error)
+        finally:
+            self._tell(story, status)
+
+    def _tell(self, story: Story, status: int) -> None:
+        path = story.facts.get("path")
+        if path in QUIET and status < 400:
+            return
+        duration_ms = round((time.monotonic_ns() - story.arrival_ns) / 1e6, 3)
+        story_log.info(
+            "request",
+            request_id=story.request_id,
+            status=status,
+            duration_ms=duration_ms,
+            **{name: fact for name, fact in story.facts.items() if fact is not None},
+        )
+
+
+def request_id() -> str:
+    """A new id: 128 random bits as 32 hex digits. The ledger is unique by it."""
+    return uuid.uuid4().hex
+
+
+def _client_id(scope: Scope) -> str | None:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text = value.decode("latin-1")
+            return text if FIT_ID.fullmatch(text) else None
+    return None
+
+
+async def _send_unexpected(send: Any, error: Exception) -> None:
+    answer = answer_to(error)
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": answer.encoded(), "more_body": False})

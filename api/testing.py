@@ -1,0 +1,381 @@
+"""Fakes of everything the wire works with, for tests in process: no model, no threads but its own.
+
+`ScriptedEngine` answers by a `Script`: what the prompt's counts are, which tokens come, when it
+fails or waits. It delivers as the real engine does, from another thread, one call per step, and
+keeps the same promise: every accepted request gets exactly one `last` output.
+"""
+
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from api.auth import Caller, Gatekeeper, OpenGate, Salts
+from api.bridge import OutputBridge
+from api.collaborators import Collaborators, Readiness, ServedModel, WireSettings
+from api.generation import Job, Served
+from api.limits import NoLimits, RateLimits
+from api.metering import Meter
+from api.usage import Bill
+from billing.policy import billable
+from billing.usage import EMPTY
+from engine.errors import RequestError
+from engine.request import (
+    FinishReason,
+    Request,
+    StepOutput,
+    Timeline,
+    TokenCounts,
+    TokenLogprob,
+)
+from tiers.errors import MissReason
+from tiers.keys import CacheScope
+
+EOS = 256
+VOCAB_SIZE = 257
+
+
+class ByteTokenizer:
+    """Every UTF-8 byte is a token; the chat template is `role: content` a line. 256 ends."""
+
+    vocab_size = VOCAB_SIZE
+    has_chat_template = True
+
+    def encode(self, text: str) -> "array[int]":
+        return array("i", list(text.encode()))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token < EOS).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < EOS else b"<eos>"
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> "array[int]":
+        if any(message["role"] == "function" for message in messages):
+            raise RequestError("this template knows no role 'function'", param="messages")
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        lines += [f"tools: {len(tools)}\n"] if tools else []
+        lines += ["assistant: "] if add_generation_prompt else []
+        return self.encode("".join(lines))
+
+
+class ByteDetokenizer:
+    """Holds back incomplete characters and whatever may begin a stop string."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._bytes = bytearray()
+        self._held = ""
+        self.stopped = False
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        self._bytes += bytes(token for token in token_ids if token < EOS)
+        try:
+            self._held += self._bytes.decode()
+        except UnicodeDecodeError:
+            return ""
+        self._bytes.clear()
+        found = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self._release(min(found))
+        return self._release(len(self._held) - self._may_begin_stop())
+
+    def flush(self) -> str:
+        rest = self._held + self._bytes.decode(errors="replace")
+        return "" if self.stopped else rest
+
+    def _release(self, length: int) -> str:
+        text, self._held = self._held[:length], self._held[length:]
+        return text
+
+    def _may_begin_stop(self) -> int:
+        longest = max(map(len, self._stop), default=0)
+        for length in range(min(longest - 1, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """How the engine treats requests. Without `answer` it echoes the prompt's own bytes."""
+
+    answer: str | None = None
+    hits: Mapping[str, int] = field(default_factory=dict)  # hit_device=..., the rest misses
+    reasons: Mapping[MissReason, int] | None = None
+    refuse: Exception | None = None  # raised by submit
+    fail_after: int | None = None  # tokens until the engine fails
+    step_s: float = 0.0
+    stall: bool = False  # admitted, then nothing until aborted
+    wait: bool = False  # never admitted, until aborted
+    tokens_per_step: int = 1
+
+
+@dataclass(slots=True)
+class _Run:
+    """One request in the fake engine."""
+
+    request: Request
+    script: Script
+    answer: "array[int]"
+    place: int = 0
+    aborted: FinishReason | None = None
+    ended: set[int] = field(default_factory=set)
+    told: bool = False
+
+
+class ScriptedEngine:
+    """An `EngineClient`. Thread-safe; `close` ends its thread."""
+
+    def __init__(self, on_outputs: Callable[[Sequence[StepOutput]], None]) -> None:
+        self.script = Script()
+        self.requests: list[Request] = []
+        self.aborts: list[tuple[str, FinishReason, int | None]] = []
+        self.tokens_made: dict[str, int] = {}
+        self._on_outputs = on_outputs
+        self._runs: dict[str, _Run] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._loop, name="scripted-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        if self.script.refuse is not None:
+            raise self.script.refuse
+        text = self.script.answer
+        answer = request.tokens if text is None else ByteTokenizer().encode(text)
+        with self._changed:
+            self.requests.append(request)
+            self._runs[request.request_id] = _Run(request, self.script, answer)
+            self._changed.notify()
+
+    def abort(
+        self,
+        request_id: str,
+        reason: FinishReason = FinishReason.ABORT,
+        index: int | None = None,
+    ) -> None:
+        with self._changed:
+            self.aborts.append((request_id, reason, index))
+            run = self._runs.get(request_id)
+            if run is None:
+                return
+            if index is None:
+                run.aborted = run.aborted or reason
+            else:
+                run.ended.add(index)
+                if len(run.ended) == run.request.params.n:
+                    run.aborted = run.aborted or reason
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    @property
+    def num_running(self) -> int:
+        with self._changed:
+            return len(self._runs)
+
+    def _loop(self) -> None:
+        while not self._closing:
+            with self._changed:
+                outputs = [
+                    output for run in list(self._runs.values()) for output in self._step(run)
+                ]
+                if not outputs and not self._closing:
+                    self._changed.wait(0.05)
+            if outputs:
+                self._on_outputs(outputs)
+                time.sleep(self.script.step_s)
+
+    def _step(self, run: _Run) -> Iterable[StepOutput]:
+        request, script = run.request, run.script
+        if run.aborted is not None:
+            return [self._end(run, run.aborted)]
+        if script.wait or script.stall:
+            return []
+        if script.fail_after is not None and run.place >= script.fail_after:
+            return [self._end(run, FinishReason.ERROR, "the device is on fire")]
+        limit = min(request.params.max_tokens or len(run.answer), len(run.answer) + 1)
+        tokens = [*run.answer, EOS][run.place : min(run.place + script.tokens_per_step, limit)]
+        run.place += len(tokens)
+        finish = None
+        if run.place == limit:
+            finish = FinishReason.STOP if tokens[-1] == EOS else FinishReason.LENGTH
+        return list(self._outputs(run, tokens, finish))
+
+    def _outputs(
+        self, run: _Run, tokens: list[int], finish: FinishReason | None
+    ) -> Iterable[StepOutput]:
+        live = [index for index in range(run.request.params.n) if index not in run.ended]
+        for index in live:
+            last = finish is not None and index == live[-1]
+            made = self.tokens_made.get(run.request.request_id, 0) + len(tokens)
+            self.tokens_made[run.request.request_id] = made
+            yield self._output(run, index, tokens, finish, last=last)
+        if finish is not None:
+            self._runs.pop(run.request.request_id)
+
+    def _end(self, run: _Run, reason: FinishReason, error: str | None = None) -> StepOutput:
+        self._runs.pop(run.request.request_id)
+        return self._output(run, 0, [], reason, last=True, error=error)
+
+    def _output(
+        self,
+        run: _Run,
+        index: int,
+        tokens: list[int],
+        finish: FinishReason | None,
+        *,
+        last: bool,
+        error: str | None = None,
+    ) -> StepOutput:
+        request = run.request
+        counts = TokenCounts(prompt=len(request.tokens), **run.script.hits)
+        reasons = run.script.reasons or {MissReason.ABSENT: counts.miss}
+        told, run.told = run.told, True
+        admitted = not run.script.wait
+        now = time.monotonic_ns()
+        logprobs = tuple(TokenLogprob(token, -0.5, ((token, -0.5), (65, -1.5))) for token in tokens)
+        return StepOutput(
+            request_id=request.request_id,
+            index=index,
+            tokens=tuple(tokens),
+            counts=replace(counts, output=self.tokens_made.get(request.request_id, 0))
+            if admitted
+            else TokenCounts(prompt=0),
+            finish=finish,
+            logprobs=logprobs if request.params.logprobs is not None else (),
+            miss_reasons={} if told or not admitted else reasons,
+            timeline=Timeline(request.arrival_ns, now, now, now, now) if admitted else Timeline(),
+            error=error,
+            last=last,
+        )
+
+
+class CountingCharge:
+    """Money that only counts. Covers `budget` output tokens, or all of them."""
+
+    def __init__(self, meter: "CountingMeter", caller: Caller, job: Job) -> None:
+        self._meter = meter
+        self.caller = caller
+        self.job = job
+        self.served: Served | None = None
+        self.delivered: bool | None = None
+        self.num_settled = 0
+        self.num_voided = 0
+
+    async def cover(self, output_tokens: int) -> int:
+        budget = self._meter.budget
+        return output_tokens if budget is None else min(output_tokens, budget)
+
+    async def settle(self, served: Served, *, delivered: bool) -> Bill:
+        if self._meter.fail_settle is not None:
+            raise self._meter.fail_settle
+        self.num_settled += 1
+        self.served, self.delivered = served, delivered
+        return Bill(
+            billable(served.usage, served.outcome),
+            currency="CNY",
+            cost="0.000012",
+            saved="0.000004",
+            price_version="test-1",
+            receipt={"request_id": self.job.request_id},
+        )
+
+    async def void(self) -> None:
+        self.num_voided += 1
+
+
+class CountingMeter:
+    """A `Meter` that remembers its charges."""
+
+    def __init__(self) -> None:
+        self.charges: list[CountingCharge] = []
+        self.budget: int | None = None
+        self.refuse: Exception | None = None
+        self.fail_settle: Exception | None = None
+
+    async def admit(self, caller: Caller, job: Job) -> CountingCharge:
+        if self.refuse is not None:
+            raise self.refuse
+        self.charges.append(CountingCharge(self, caller, job))
+        return self.charges[-1]
+
+    @property
+    def last(self) -> CountingCharge:
+        return self.charges[-1]
+
+    @property
+    def usage_billed(self) -> int:
+        """Output tokens over all settled requests."""
+        return sum(
+            (charge.served.usage if charge.served else EMPTY).output for charge in self.charges
+        )
+
+
+def byte_model(name: str = "bytes", *, max_context: int = 4096) -> ServedModel:
+    return ServedModel(
+        name=name,
+        tokenizer=ByteTokenizer(),
+        detokenizer=ByteDetokenizer,
+        scope=CacheScope(weights=b"w", tokenizer=b"t", layout=b"l"),
+        max_context=max_context,
+        vocab_size=VOCAB_SIZE,
+        created=1_700_000_000,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FakeHouse:
+    """The collaborators of an app under test, and the fakes behind them."""
+
+    wire: Collaborators
+    engine: ScriptedEngine
+    meter: CountingMeter
+
+    def close(self) -> None:
+        self.engine.close()
+        self.wire.encoders.shutdown()
+
+
+def fake_house(
+    *,
+    models: Sequence[ServedModel] = (),
+    gatekeeper: Gatekeeper | None = None,
+    meter: Meter | None = None,
+    limits: RateLimits | None = None,
+    salts: Salts | None = None,
+    settings: WireSettings | None = None,
+) -> FakeHouse:
+    """A whole wire over a `ScriptedEngine`; pass what the test is about."""
+    bridge = OutputBridge()
+    engine = ScriptedEngine(bridge.deliver)
+    counting = CountingMeter()
+    wire = Collaborators(
+        engine=engine,
+        bridge=bridge,
+        models={model.name: model for model in models or (byte_model(),)},
+        gatekeeper=gatekeeper or OpenGate(),
+        salts=salts or Salts(b"secret of the tests"),
+        meter=meter or counting,
+        limits=limits or NoLimits(),
+        encoders=ThreadPoolExecutor(2),
+        readiness=lambda: Readiness(ready=True),
+        render_metrics=lambda: (b"# none\n", "text/plain; version=0.0.4"),
+        settings=settings or WireSettings(),
+    )
+    return FakeHouse(wire, engine, counting)

@@ -1,0 +1,70 @@
+"""An app over the scripted engine, and a client that speaks to it in process.
+
+After each test: every charge was settled or voided exactly once, every feed was closed, and the
+engine runs nothing.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from api.app import create_app
+from api.testing import FakeHouse, fake_house
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@contextlib.asynccontextmanager
+async def running(house: FakeHouse) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient]]:
+    """The app started, and a client; ends with the checks that hold after every test."""
+    app = create_app(house.wire)
+    transport = httpx.ASGITransport(app)
+    try:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+        ):
+            yield app, client
+            await quiet(house, app)
+            assert all(
+                charge.num_settled + charge.num_voided == 1
+                for charge in house.meter.charges
+                if house.meter.fail_settle is None
+            )
+    finally:
+        house.close()
+
+
+async def quiet(house: FakeHouse, app: FastAPI) -> None:
+    """Waits until nothing of any request is left."""
+    async with asyncio.timeout(5):
+        while app.state.deliveries or house.wire.bridge.num_open or house.engine.num_running:
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def house() -> FakeHouse:
+    return fake_house()
+
+
+@pytest.fixture
+async def app_and_client(house: FakeHouse) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient]]:
+    async with running(house) as pair:
+        yield pair
+
+
+@pytest.fixture
+def client(app_and_client: tuple[FastAPI, httpx.AsyncClient]) -> httpx.AsyncClient:
+    return app_and_client[1]
+
+
+@pytest.fixture
+def app(app_and_client: tuple[FastAPI, httpx.AsyncClient]) -> FastAPI:
+    return app_and_client[0]

@@ -1,0 +1,220 @@
+"""Chat completions as clients see them, JSON and server-sent events."""
+
+import json
+
+import httpx
+
+from api.testing import FakeHouse, Script
+from engine.request import FinishReason
+
+CHAT = "/v1/chat/completions"
+HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
+PROMPT_TOKENS = len("user: hi\nassistant: ")
+
+
+def events(text: str) -> list[dict | str]:
+    """The data of each event; `[DONE]` stays a string."""
+    data = [block.removeprefix("data: ") for block in text.split("\n\n") if block]
+    return [one if one == "[DONE]" else json.loads(one) for one in data]
+
+
+async def test_an_answer_has_openais_shape(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    house.engine.script = Script(answer="hello")
+    answer = (await client.post(CHAT, json=HELLO)).json()
+    assert answer["id"].startswith("chatcmpl-")
+    assert isinstance(answer.pop("created"), int)
+    del answer["id"]
+    usage = answer.pop("usage")
+    assert {
+        "object": "chat.completion",
+        "model": "bytes",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "hello", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+    } == answer
+    assert usage["prompt_tokens"] == PROMPT_TOKENS
+    assert usage["completion_tokens"] == len("hello") + 1  # the end token counts
+
+
+async def test_hits_and_misses_make_up_the_prompt(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer="x", hits={"hit_device": 4, "hit_host": 3, "hit_disk": 2})
+    usage = (await client.post(CHAT, json=HELLO)).json()["usage"]
+    assert {
+        "prompt_tokens": PROMPT_TOKENS,
+        "completion_tokens": 2,
+        "total_tokens": PROMPT_TOKENS + 2,
+        "prompt_cache_hit_tokens": 9,
+        "prompt_cache_miss_tokens": PROMPT_TOKENS - 9,
+        "prompt_tokens_details": {
+            "cached_tokens": 9,
+            "cached_tokens_details": {"device": 4, "host": 3, "disk": 2},
+        },
+    } == usage
+
+
+async def test_the_remote_tier_is_named_only_where_it_served(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer="x", hits={"hit_remote": 5})
+    usage = (await client.post(CHAT, json=HELLO)).json()["usage"]
+    tiers = usage["prompt_tokens_details"]["cached_tokens_details"]
+    assert {"device": 0, "host": 0, "disk": 0, "remote": 5} == tiers
+
+
+async def test_a_stream_opens_with_the_role_and_closes_with_done(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer="héllo")
+    response = await client.post(CHAT, json=HELLO | {"stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, done = events(response.text)
+    assert done == "[DONE]"
+    assert {"role": "assistant", "content": ""} == chunks[0]["choices"][0]["delta"]
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert text == "héllo"
+    finishes = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert [None] * (len(chunks) - 1) + ["stop"] == finishes
+    assert {"chat.completion.chunk"} == {chunk["object"] for chunk in chunks}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+async def test_include_usage_adds_a_last_chunk_without_choices(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer="ok")
+    body = HELLO | {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last, done = events((await client.post(CHAT, json=body)).text)
+    assert done == "[DONE]"
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == PROMPT_TOKENS + 3
+    assert all(chunk["usage"] is None for chunk in chunks)
+
+
+async def test_a_stop_string_ends_the_answer_and_is_not_in_it(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer="one two three", step_s=0.001)
+    answer = (await client.post(CHAT, json=HELLO | {"stop": ["zzz", " two"]})).json()
+    assert answer["choices"][0]["message"]["content"] == "one"
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == len("one two")
+    assert [FinishReason.STOP] == [reason for _, reason, _ in house.engine.aborts]
+
+
+async def test_tokens_of_the_same_step_after_a_stop_string_are_not_billed(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer="one two three", tokens_per_step=100)
+    answer = (await client.post(CHAT, json=HELLO | {"stop": " two"})).json()
+    assert answer["usage"]["completion_tokens"] == len("one two")
+
+
+async def test_one_choice_may_stop_while_the_others_go_on(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer="abc", step_s=0.001)
+    answer = (await client.post(CHAT, json=HELLO | {"n": 3})).json()
+    assert ["abc"] * 3 == [choice["message"]["content"] for choice in answer["choices"]]
+    assert [0, 1, 2] == [choice["index"] for choice in answer["choices"]]
+    assert answer["usage"]["completion_tokens"] == 3 * 4
+    assert answer["usage"]["prompt_tokens"] == PROMPT_TOKENS
+
+
+async def test_max_completion_tokens_ends_with_length(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer="abcdef")
+    answer = (await client.post(CHAT, json=HELLO | {"max_completion_tokens": 3})).json()
+    assert answer["choices"][0]["message"]["content"] == "abc"
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_logprobs_come_by_token(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    house.engine.script = Script(answer="hi")
+    body = HELLO | {"logprobs": True, "top_logprobs": 2, "max_tokens": 2}
+    content = (await client.post(CHAT, json=body)).json()["choices"][0]["logprobs"]["content"]
+    assert ["h", "i"] == [entry["token"] for entry in content]
+    assert {
+        "token": "h",
+        "logprob": -0.5,
+        "bytes": [104],
+        "top_logprobs": [
+            {"token": "h", "logprob": -0.5, "bytes": [104]},
+            {"token": "A", "logprob": -1.5, "bytes": [65]},
+        ],
+    } == content[0]
+
+
+async def test_parameters_reach_the_engine(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    body = HELLO | {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "seed": 7,
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"65": 10},
+        "ignore_eos": True,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "stop_token_ids": [66],
+        "user": "someone",
+        "an_unknown_field": {"is": "accepted"},
+    }
+    assert (await client.post(CHAT, json=body)).status_code == 200
+    params = house.engine.requests[0].params
+    assert (0.5, 0.9, 5, 0.1, 7) == (
+        params.temperature,
+        params.top_p,
+        params.top_k,
+        params.min_p,
+        params.seed,
+    )
+    assert (1, -1, 1.1) == (
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.repetition_penalty,
+    )
+    assert ({65: 10}, True, 9, 2, (66,)) == (
+        params.logit_bias,
+        params.ignore_eos,
+        params.max_tokens,
+        params.min_tokens,
+        params.stop_token_ids,
+    )
+
+
+async def test_nulls_mean_defaults(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    nulls = dict.fromkeys(["n", "temperature", "stop", "max_tokens", "stream", "logit_bias"])
+    assert (await client.post(CHAT, json=HELLO | nulls)).status_code == 200
+    params = house.engine.requests[0].params
+    assert (1, 1.0, 4096 - PROMPT_TOKENS) == (params.n, params.temperature, params.max_tokens)
+
+
+async def test_details_are_told_when_asked(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    plain = (await client.post(CHAT, json=HELLO)).json()
+    by_body = (await client.post(CHAT, json=HELLO | {"cachesvc": {"details": True}})).json()
+    asked = {"X-Cachesvc": "details, receipt"}
+    by_header = (await client.post(CHAT, json=HELLO, headers=asked)).json()
+    assert "cachesvc" not in plain
+    block = by_body["cachesvc"]
+    assert {"absent": PROMPT_TOKENS} == block["miss_reasons"]
+    assert {"queue", "load", "ttft", "tpot", "total"} == set(block["timings_ms"])
+    assert block["cost"]["amount"] == "0.000012"
+    assert "receipt" not in block
+    assert "receipt" in by_header["cachesvc"]
+
+
+async def test_the_cache_may_be_left_out(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    await client.post(CHAT, json=HELLO | {"cachesvc": {"cache": False}})
+    assert [False] == [request.cache for request in house.engine.requests]
