@@ -88,6 +88,16 @@ def default_data_dir() -> Path:
     return Path(chosen).expanduser() if chosen else data_home() / "cachesvc"
 
 
+def disk_path(data_dir: Path) -> Path:
+    """Where the disk tier of a data directory lies."""
+    return data_dir / "disk"
+
+
+def models_path(data_dir: Path) -> Path:
+    """Where prepared models of a data directory lie."""
+    return data_dir / "models"
+
+
 class Section(BaseModel):
     """One table of the file. Unknown keys are refused, values never change."""
 
@@ -122,7 +132,7 @@ class ModelSettings(Section):
     """What is served, and in which arithmetic."""
 
     name: str = Field(
-        "smollm2-135m-instruct",
+        "smollm2-135m",
         description="Model: an alias, a folder with safetensors or GGUF, or a hub id",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(

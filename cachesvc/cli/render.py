@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+PIPE_WIDTH = 200
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs")]
 
 
@@ -43,7 +45,10 @@ def print_table(
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(_escape(str(cell)) for cell in row))
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)  # a file has no edge to fold at
+    console.print(table)
 
 
 def print_pairs(pairs: Mapping[str, object]) -> None:

@@ -1,0 +1,140 @@
+"""`cachesvc cache`: what it prints of a disk tier, served or at rest."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cachesvc.cli import app
+from cachesvc.config import disk_path
+from tiers.block import BlockLayout
+from tiers.disk import DiskTier
+from tiers.disk_open import open_disk
+from tiers.frames import FrameArena
+from tiers.inspect import open_shards
+from tiers.keys import BlockId
+from tiers.testing import chain, fill, take
+
+LAYOUT = BlockLayout(num_layers=2, block_size=64, num_kv_heads=2, head_dim=8, dtype="float32")
+NUM_BLOCKS = 6
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["cache", *arguments])
+
+
+def store(tier: DiskTier, ids: list[BlockId]) -> None:
+    arena = FrameArena(LAYOUT, len(ids))
+    frames = take(arena, len(ids))
+    for frame, block in zip(frames, ids, strict=True):
+        fill(frame, block)
+    tier.store(ids, frames)
+
+
+@pytest.fixture
+def ids() -> list[BlockId]:
+    return chain(NUM_BLOCKS, block_size=LAYOUT.block_size)
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path, ids: list[BlockId]) -> Iterator[Path]:
+    tier = open_disk(disk_path(tmp_path), LAYOUT, 64 << 20)
+    store(tier, ids)
+    tier.close()
+    return tmp_path
+
+
+def test_stats_tell_blocks_bytes_and_that_no_server_runs(data_dir: Path) -> None:
+    told = json.loads(call("stats", "--data-dir", str(data_dir), "--json").stdout)
+    assert NUM_BLOCKS == told["num_blocks"]
+    assert NUM_BLOCKS * LAYOUT.nbytes == told["logical_bytes"]
+    assert told["server"] is None
+    assert told["clean"] is True
+    text = call("stats", "--data-dir", str(data_dir)).stdout
+    assert "none running" in text
+
+
+def test_ls_lists_every_block_with_its_parent(data_dir: Path, ids: list[BlockId]) -> None:
+    told = json.loads(call("ls", "--data-dir", str(data_dir), "--json").stdout)
+    assert {(block.key.hex(), block.parent.hex()) for block in ids} == {
+        (block["key"], block["parent"]) for block in told
+    }
+    assert ids[0].key.hex()[:16] in call("ls", "--data-dir", str(data_dir)).stdout
+
+
+def test_ls_says_when_it_does_not_list_all(data_dir: Path) -> None:
+    listed = call("ls", "--data-dir", str(data_dir), "--limit", "2")
+    assert f"2 of {NUM_BLOCKS} blocks" in listed.stderr
+
+
+def test_ls_by_scope_leaves_the_others_out(data_dir: Path, ids: list[BlockId]) -> None:
+    scope = ids[0].scope.hex()[:6]
+    flags = ("--data-dir", str(data_dir), "--json", "--scope")
+    assert NUM_BLOCKS == len(json.loads(call("ls", *flags, scope).stdout))
+    other = "0" if scope[0] != "0" else "1"
+    assert [] == json.loads(call("ls", *flags, other).stdout)
+
+
+def test_show_finds_a_block_by_the_start_of_its_key(data_dir: Path, ids: list[BlockId]) -> None:
+    key = ids[3].key.hex()
+    shown = call("show", key[:7], "--data-dir", str(data_dir), "--tokens", "--json")
+    told = json.loads(shown.stdout)
+    assert key == told["key"]
+    assert 4 == told["depth"]
+    assert [ids[4].key.hex()] == told["children"]
+    assert LAYOUT.block_size == len(told["token_ids"]) == told["num_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "message"), [("zz", 2, "is no key"), ("ffffffffffffffff", 1, "no block's key")]
+)
+def test_show_says_what_is_wrong_with_a_key(
+    data_dir: Path, key: str, code: int, message: str
+) -> None:
+    shown = call("show", key, "--data-dir", str(data_dir))
+    assert code == shown.exit_code
+    assert message in shown.stderr
+
+
+def test_the_tree_joins_blocks_that_only_continue_each_other(
+    data_dir: Path, ids: list[BlockId]
+) -> None:
+    lines = call("tree", "--data-dir", str(data_dir)).stdout.splitlines()
+    assert [
+        f"scope {ids[0].scope.hex()}",
+        f"└─ {ids[0].key.hex()[:12]} 6 blocks, 384 tokens",
+    ] == lines
+
+
+def test_verify_finds_a_sound_tier_sound(data_dir: Path) -> None:
+    verified = call("verify", "--data-dir", str(data_dir), "--json")
+    assert 0 == verified.exit_code
+    told = json.loads(verified.stdout)
+    assert (True, NUM_BLOCKS) == (told["sound"], told["num_blocks"])
+
+
+def test_verify_names_a_bad_block_fails_and_repairs_it(data_dir: Path, ids: list[BlockId]) -> None:
+    with open_shards(disk_path(data_dir), readonly=True) as (_, (shard,)):
+        place = shard.find([ids[2].key])[0].place
+    with (shard.path / "data.mdb").open("r+b") as file:
+        file.seek(place.offset + place.nbytes - 1)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([last ^ 1]))
+
+    verified = call("verify", "--data-dir", str(data_dir))
+    assert 1 == verified.exit_code
+    assert "1 blocks are bad: checksum" in verified.stdout
+    assert "--repair" in verified.stderr
+    assert 0 == call("verify", "--data-dir", str(data_dir), "--repair").exit_code
+    assert 0 == call("verify", "--data-dir", str(data_dir)).exit_code
+
+
+def test_a_wrong_directory_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        failed = call("stats", "--data-dir", str(path))
+        assert 0 != failed.exit_code
+        assert str(path) in str(failed.exception)
