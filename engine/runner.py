@@ -1,0 +1,77 @@
+"""The runner: one step's spans in, one sampled token per sampling span out.
+
+The engine thread calls `step`. All tokens of a step go through the model together, one after
+another in a single row; attention keeps the sequences apart, and logits are computed only for the
+positions that choose a token.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.attention import PagedAttention, ReferenceAttention
+from engine.batch import Batch, Sampled, Span
+from engine.models import LoadedModel
+from engine.sampler import Sampler
+
+
+class Runner:
+    """Runs the model over the pool.
+
+    `pool`: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], on the model's device.
+    `attention` None picks the fastest path for the device.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pool: torch.Tensor,
+        attention: PagedAttention | None = None,
+    ) -> None:
+        expected = (loaded.num_layers, 2, loaded.num_kv_heads, loaded.head_dim)
+        assert (*pool.shape[1:3], *pool.shape[4:]) == expected, (pool.shape, expected)
+        self._model = loaded.model
+        self._device = torch.device(loaded.device)
+        self._attention = attention or ReferenceAttention(pool)
+        self._sampler = Sampler(loaded.eos_token_ids)
+
+    @torch.inference_mode()
+    def step(self, batch: Batch) -> list[Sampled]:
+        """Compute the batch's spans; returns one `Sampled` for each, in order."""
+        spans = batch.spans
+        if not spans:
+            return []
+        logits = self._forward(spans)
+        sampling = [span for span in spans if span.sample]
+        sampled = iter(self._sampler.sample(logits, sampling) if logits is not None else ())
+        return [next(sampled) if span.sample else Sampled(span.sequence_id, None) for span in spans]
+
+    def forget(self, sequence_id: int) -> None:
+        """Drop what was derived for this sequence; its blocks may be given to others."""
+        self._attention.forget(sequence_id)
+
+    def _forward(self, spans: Sequence[Span]) -> torch.Tensor | None:
+        """Logits [number of sampling spans, vocabulary] in float32, None where there are none."""
+        lengths = [len(span.tokens) for span in spans]
+        tokens = np.concatenate([span.tokens for span in spans])
+        positions = np.concatenate(
+            [np.arange(s.start, s.start + n) for s, n in zip(spans, lengths, strict=True)]
+        )
+        ends = np.cumsum(lengths)
+        wanted = [int(end) - 1 for end, span in zip(ends, spans, strict=True) if span.sample]
+        arguments = {
+            "input_ids": torch.from_numpy(tokens).to(self._device, torch.int64)[None],
+            "position_ids": torch.from_numpy(positions).to(self._device)[None],
+            "use_cache": False,
+            "paged": self._attention,
+        }
+        self._attention.begin(spans)
+        if wanted:
+            rows = torch.tensor(wanted, device=self._device)
+            logits = self._model(logits_to_keep=rows, **arguments).logits[0].float()
+        else:
+            self._model.base_model(**arguments)
+            logits = None
+        self._attention.finish()
+        return logits

@@ -1,0 +1,121 @@
+"""Tiny models and tokenizers, built in code from a seed: nothing is downloaded.
+
+For the tests of every package. The models are transformers' own classes of five architectures, a
+few thousand weights each; the tokenizer's tokens are single bytes.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from engine.models import LoadedModel, describe
+from engine.tokenizer import Tokenizer
+
+EOS, IM_START = 256, 257
+VOCAB_SIZE = 258  # 256 bytes, <|im_end|>, <|im_start|>
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,  # groups of three, as in the default model
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+    "pad_token_id": EOS,
+    "initializer_range": 0.2,  # large enough that greedy tokens vary with the context
+}
+_CONFIGS: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**_SHAPE, use_sliding_window=False),
+    "qwen3": lambda: Qwen3Config(**_SHAPE),
+    "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=40),
+    "gemma2": lambda: Gemma2Config(**_SHAPE, sliding_window=24, query_pre_attn_scalar=16),
+}
+ARCHITECTURES = tuple(_CONFIGS)
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """A tokenizer whose token n is the byte n, and two special tokens for the chat template."""
+    return Tokenizer(_bytes_tokenizer())
+
+
+def tiny_model(architecture: str = "llama", *, seed: int = 0) -> LoadedModel:
+    """A seeded float32 model on the CPU, checked as `load_model` checks one.
+
+    `architecture` is one of `ARCHITECTURES`. Mistral and Gemma 2 attend through sliding windows,
+    Gemma 2 with capped scores.
+    """
+    config = _CONFIGS[architecture]()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.eval().requires_grad_(False)
+    return describe(
+        f"tiny-{architecture}",
+        model,
+        bytes_tokenizer(),
+        weights_digest=xxhash.xxh3_128_digest(f"tiny-{architecture}-{seed}".encode()),
+        dtype="float32",
+        device="cpu",
+    )
+
+
+def save_tiny_model(folder: Path, architecture: str = "llama", *, seed: int = 0) -> None:
+    """Write a tiny model as users have them on disk: config, safetensors, tokenizer."""
+    loaded = tiny_model(architecture, seed=seed)
+    model: Any = loaded.model
+    model.save_pretrained(folder)
+    _bytes_tokenizer().save_pretrained(folder)
+
+
+def new_pool(loaded: LoadedModel, num_blocks: int, block_size: int = 16) -> torch.Tensor:
+    """A device pool for `loaded`, full of NaN so that reading what nobody wrote shows."""
+    layout = loaded.layout(block_size)
+    return torch.full((num_blocks, *layout.shape), torch.nan, dtype=layout.torch_dtype)
+
+
+def _bytes_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = _byte_characters()
+    vocabulary = {character: byte for byte, character in enumerate(alphabet)}
+    fast = FastTokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    for token in ("<|im_end|>", "<|im_start|>"):
+        fast.add_tokens([AddedToken(token, special=True, normalized=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast,
+        eos_token="<|im_end|>",  # noqa: S106  a token of text
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in byte-level BPE."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [
+        chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)
+    ]

@@ -1,0 +1,242 @@
+"""Text to token ids and back: the model's own tokenizer behind a narrow face.
+
+The api calls it on its own threads. A `Tokenizer` is immutable after construction and safe to call
+from several threads at once: the Rust tokenizer releases the GIL and keeps no state between calls.
+"""
+
+import json
+import re
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import xxhash
+from tokenizers import Tokenizer as FastTokenizer
+from transformers import PreTrainedTokenizerBase
+
+from engine.errors import ModelError, RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+_METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+class Tokenizer:
+    """A fast (Rust) tokenizer with a chat template.
+
+    `digest` is 16 bytes over the vocabulary, the rules and the template. `token_bytes(id)` joined
+    over a text's ids is the text in UTF-8, which is what makes incremental decoding exact.
+    Raises ModelError for a tokenizer that is not fast, or whose decoder is of an unknown kind.
+    """
+
+    def __init__(self, base: PreTrainedTokenizerBase) -> None:
+        fast = getattr(base, "backend_tokenizer", None)
+        if not isinstance(fast, FastTokenizer):
+            raise ModelError(
+                f"{type(base).__name__} is no fast tokenizer; the model needs a tokenizer.json"
+            )
+        self._base = base
+        self._fast = fast
+        self.chat_template = _template_text(base)
+        serialised = fast.to_str()
+        identity = serialised + "\0" + (self.chat_template or "")
+        self.digest = xxhash.xxh3_128_digest(identity.encode())
+        self._special = frozenset(
+            number for number, token in fast.get_added_tokens_decoder().items() if token.special
+        )
+        self._bytes = _token_bytes(fast, json.loads(serialised).get("decoder"))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids this tokenizer knows; a model's embedding may be larger (padding)."""
+        return len(self._bytes)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.chat_template is not None
+
+    @property
+    def eos_token_id(self) -> int | None:
+        eos = self._base.eos_token_id
+        return eos if isinstance(eos, int) else None
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        return self._special
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> "array[int]":
+        """Token ids of `text`, after what the model's tokenizer puts first (a BOS, or nothing)."""
+        encoding = self._fast.encode(text, add_special_tokens=add_special_tokens)
+        return array("i", encoding.ids)
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        skipped: frozenset[int] = self._special if skip_special_tokens else frozenset()
+        joined = b"".join(self.token_bytes(number) for number in ids if number not in skipped)
+        return joined.decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 bytes that a token stands for; empty for an id that has no token."""
+        return self._bytes[token] if 0 <= token < len(self._bytes) else b""
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> "array[int]":
+        """Token ids of a conversation under the model's chat template.
+
+        Raises RequestError when the messages are not what the template can render.
+        """
+        text = self.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_arguments=template_arguments,
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that `chat` encodes."""
+        if self.chat_template is None:
+            raise RequestError(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        conversation = [_checked(message, number) for number, message in enumerate(messages)]
+        if not conversation:
+            raise RequestError("messages must hold at least one message", param="messages")
+        try:
+            rendered = self._base.apply_chat_template(
+                conversation,
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                **(template_arguments or {}),
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RequestError(
+                f"the model's chat template cannot render these messages: {error}",
+                param="messages",
+            ) from error
+        assert isinstance(rendered, str), type(rendered)
+        return rendered
+
+
+def _template_text(base: PreTrainedTokenizerBase) -> str | None:
+    template = getattr(base, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template or None
+
+
+def _checked(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A message as templates expect it: a known role, text content. Raises RequestError."""
+    if not isinstance(message, Mapping):
+        raise RequestError(f"messages[{number}] must be an object", param=f"messages[{number}]")
+    role = message.get("role")
+    if role not in ROLES:
+        raise RequestError(
+            f"messages[{number}].role is {role!r}; it must be one of {', '.join(ROLES)}",
+            param=f"messages[{number}].role",
+        )
+    content = message.get("content")
+    if content is None and not (role == "assistant" and message.get("tool_calls")):
+        raise RequestError(
+            f"messages[{number}].content is missing", param=f"messages[{number}].content"
+        )
+    checked = dict(message)
+    checked["role"] = "system" if role == "developer" else role
+    checked["content"] = _content_text(content, number)
+    return checked
+
+
+def _content_text(content: object, number: int) -> str:
+    param = f"messages[{number}].content"
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        raise RequestError(f"{param} must be a string or an array of parts", param=param)
+    texts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text"):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RequestError(
+                f"{param}[{index}] is of type {kind!r}; this model takes text parts only",
+                param=f"{param}[{index}]",
+            )
+        if not isinstance(part.get("text"), str):
+            raise RequestError(
+                f"{param}[{index}].text must be a string", param=f"{param}[{index}].text"
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _token_bytes(fast: FastTokenizer, decoder: Mapping[str, Any] | None) -> list[bytes]:
+    """Bytes by token id, for byte-level BPE and for SentencePiece with byte fallback."""
+    steps = _decoder_steps(decoder)
+    size = max(fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    table = [b""] * size
+    added = fast.get_added_tokens_decoder()
+    vocabulary = fast.get_vocab(with_added_tokens=False)
+    if "ByteLevel" in steps:
+        alphabet = _byte_alphabet()
+        for piece, number in vocabulary.items():
+            table[number] = b"".join(
+                alphabet.get(character) or character.encode() for character in piece
+            )
+    elif steps & {"ByteFallback", "Metaspace", "Replace"}:
+        for piece, number in vocabulary.items():
+            table[number] = _sentencepiece_bytes(piece)
+    else:
+        raise ModelError(
+            f"the tokenizer's decoder ({', '.join(sorted(steps)) or 'none'}) is not supported: "
+            f"only byte-level BPE and SentencePiece tokens can be turned into bytes one by one"
+        )
+    for number, token in added.items():
+        table[number] = token.content.encode()
+    return table
+
+
+def _decoder_steps(decoder: Mapping[str, Any] | None) -> set[str]:
+    if decoder is None:
+        return set()
+    if decoder["type"] == "Sequence":
+        return {step["type"] for step in decoder["decoders"]}
+    return {decoder["type"]}
+
+
+def _sentencepiece_bytes(piece: str) -> bytes:
+    match = _BYTE_PIECE.match(piece)
+    if match:
+        return bytes([int(match.group(1), 16)])
+    return piece.replace(_METASPACE, " ").encode()
+
+
+def _byte_alphabet() -> dict[str, bytes]:
+    """The 256 characters that stand for bytes in byte-level BPE.
+
+    Printable Latin-1 stands for itself and the other 68 bytes, in order, for U+0100 onwards
+    (GPT-2, `encoder.py`, `bytes_to_unicode`).
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    alphabet = {chr(byte): bytes([byte]) for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    alphabet.update({chr(256 + offset): bytes([byte]) for offset, byte in enumerate(others)})
+    return alphabet
