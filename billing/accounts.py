@@ -1,0 +1,443 @@
+"""Tenants, projects and API keys, and the price book; every change leaves a trail entry.
+
+Called by api (authentication and admin routes) and the CLI, on any thread. `authenticate` works in memory:
+all keys are kept by digest, and read again when another process changed them. Admin writes are single
+transactions; they are rare and may block.
+"""
+
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from billing import store_accounts as rows
+from billing.cards import card_digest, default_card, parse_card
+from billing.errors import (
+    AlreadyExists,
+    InvalidName,
+    KeyExpired,
+    KeyRevoked,
+    UnknownKey,
+    UnknownTenant,
+)
+from billing.keys import (
+    DEFAULT_SCOPES,
+    SHOWN,
+    Principal,
+    Scope,
+    format_scopes,
+    key_digest,
+    new_key,
+    parse_scopes,
+)
+from billing.money import check_currency
+from billing.prices import PriceBook, RateCard
+from billing.store import Connection, LedgerStore
+
+OPEN_TENANT = "default"  # whom requests belong to while no keys are configured
+REFRESH_S = 0.5  # how soon a change made by another process is seen
+MISS_REFRESH_S = 0.05  # the soonest an unknown key makes us look again
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """An account as admins see it. Amounts in units; `available` None is unlimited."""
+
+    tenant: str
+    currency: str
+    credit_limit: int | None
+    suspended: bool
+    created_ns: int
+    granted: int
+    topup: int
+    owed: int
+    held: int
+    seq: int
+
+    @property
+    def prepaid(self) -> bool:
+        return self.credit_limit == 0
+
+    @property
+    def balance(self) -> int:
+        return self.granted + self.topup - self.owed
+
+    @property
+    def available(self) -> int | None:
+        if self.credit_limit is None:
+            return None
+        return self.balance + self.credit_limit - self.held
+
+
+@dataclass(frozen=True, slots=True)
+class KeyInfo:
+    """A key as admins see it: everything but the key."""
+
+    key_id: str
+    tenant: str
+    project: str
+    name: str
+    prefix: str
+    scopes: frozenset[Scope]
+    created_ns: int
+    expires_ns: int | None
+    revoked_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    principal: Principal
+    expires_ns: int | None
+    revoked_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    version: int
+    keys: dict[bytes, _Known]
+    book: PriceBook
+
+
+class Accounts:
+    """Reads and changes of accounts on one store. Thread-safe."""
+
+    def __init__(self, store: LedgerStore, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self.store = store
+        self._clock_ns = clock_ns
+        self._secret = rows.key_secret(store)
+        self._lock = threading.Lock()
+        self._looked_s = time.monotonic()
+        self._snapshot = self._read()
+
+    # -- who is it ---------------------------------------------------------------------------------
+
+    def authenticate(self, key: str) -> Principal:
+        """Who a key stands for, in microseconds. Raises `UnknownKey`, `KeyExpired` or `KeyRevoked`."""
+        digest = key_digest(self._secret, key)
+        known = self._snapshot.keys.get(digest)
+        if known is None:
+            self.refresh(MISS_REFRESH_S)
+            known = self._snapshot.keys.get(digest)
+            if known is None:
+                raise UnknownKey("no such API key")
+        else:
+            self.refresh(REFRESH_S)
+            known = self._snapshot.keys.get(digest, known)
+        if known.revoked_ns is not None:
+            raise KeyRevoked("this API key was revoked")
+        if known.expires_ns is not None and known.expires_ns <= self._clock_ns():
+            raise KeyExpired("this API key has expired")
+        return known.principal
+
+    @property
+    def requires_keys(self) -> bool:
+        """Whether any key was ever made; from then on every request needs one."""
+        self.refresh(REFRESH_S)
+        return bool(self._snapshot.keys)
+
+    @property
+    def book(self) -> PriceBook:
+        """The cards in force, as of the last look."""
+        return self._snapshot.book
+
+    def refresh(self, older_than_s: float = 0) -> None:
+        """Read again what another process may have changed, if the last look is older than this."""
+        now = time.monotonic()
+        if now - self._looked_s < older_than_s:
+            return
+        with self._lock:
+            self._looked_s = now
+            with self.store.reading() as connection:
+                changed = rows.version(connection) != self._snapshot.version
+            if changed:
+                self._snapshot = self._read()
+
+    def _read(self) -> _Snapshot:
+        with self.store.reading() as connection:
+            version = rows.version(connection)
+            found = rows.live_keys(connection)
+            cards = [parse_card(row["text"]) for row in rows.card_rows(connection)]
+        known = {
+            row.digest: _Known(
+                Principal(
+                    row.tenant, row.project, row.key_id, parse_scopes(row.scopes), row.currency
+                ),
+                row.expires_ns,
+                row.revoked_ns,
+            )
+            for row in found
+        }
+        return _Snapshot(version, known, PriceBook(tuple(cards)))
+
+    # -- open mode ---------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """What a server needs before its first request: a rate card, and the open tenant."""
+        if not self.book.cards:
+            self.apply_card(default_card(), by="server", reason="shipped default")
+        if self.find_tenant(OPEN_TENANT) is None:
+            currency = self.book.cards[-1].currency
+            try:
+                self.create_tenant(
+                    OPEN_TENANT, currency, credit_limit=None, by="server", reason="open mode"
+                )
+            except AlreadyExists:
+                pass  # another server was first
+
+    def open_principal(self) -> Principal:
+        """Whom a request belongs to on a server without keys."""
+        tenant = self.tenant(OPEN_TENANT)
+        return Principal(OPEN_TENANT, scopes=frozenset(Scope), currency=tenant.currency)
+
+    # -- tenants -----------------------------------------------------------------------------------
+
+    def create_tenant(
+        self,
+        tenant: str,
+        currency: str,
+        *,
+        credit_limit: int | None = 0,
+        by: str,
+        reason: str = "",
+    ) -> Tenant:
+        """A new tenant: prepaid (limit 0), postpaid up to a limit, or unlimited (None)."""
+        check_name(tenant, "tenant")
+        check_currency(currency)
+
+        def write(connection: Connection) -> None:
+            if not rows.insert_tenant(connection, tenant, currency, credit_limit, self._clock_ns()):
+                raise AlreadyExists(f"tenant {tenant!r} exists already")
+            after = {"currency": currency, "credit_limit": _text(credit_limit)}
+            self._trail(connection, by, "tenant.create", tenant, None, after, reason)
+
+        self._change(write)
+        return self.tenant(tenant)
+
+    def set_credit_limit(
+        self, tenant: str, credit_limit: int | None, *, by: str, reason: str = ""
+    ) -> Tenant:
+        """Make a tenant prepaid (0), postpaid up to a limit, or unlimited (None)."""
+        return self._alter(tenant, by, reason, "tenant.limit", credit_limit=credit_limit)
+
+    def set_suspended(self, tenant: str, suspended: bool, *, by: str, reason: str = "") -> Tenant:
+        """Stop or allow new requests of a tenant; running ones end as they would."""
+        return self._alter(tenant, by, reason, "tenant.suspend", suspended=suspended)
+
+    def _alter(self, tenant: str, by: str, reason: str, action: str, **values: Any) -> Tenant:
+        def write(connection: Connection) -> None:
+            row = rows.tenant_row(connection, tenant, lock=True)
+            if row is None:
+                raise _unknown(tenant)
+            rows.change_tenant(connection, tenant, **values)
+            before = {name: _text(row[name]) for name in values}
+            after = {name: _text(value) for name, value in values.items()}
+            self._trail(connection, by, action, tenant, before, after, reason)
+
+        self._change(write)
+        return self.tenant(tenant)
+
+    def tenant(self, tenant: str) -> Tenant:
+        """Raises `UnknownTenant`."""
+        found = self.find_tenant(tenant)
+        if found is None:
+            raise _unknown(tenant)
+        return found
+
+    def find_tenant(self, tenant: str) -> Tenant | None:
+        with self.store.reading() as connection:
+            row = rows.tenant_row(connection, tenant)
+        return None if row is None else _tenant(row)
+
+    def tenants(self) -> list[Tenant]:
+        with self.store.reading() as connection:
+            return [_tenant(row) for row in rows.tenant_rows(connection)]
+
+    def create_project(self, tenant: str, project: str, *, by: str, reason: str = "") -> None:
+        """A new project of a tenant, to split its usage by."""
+        check_name(project, "project")
+        self.tenant(tenant)
+
+        def write(connection: Connection) -> None:
+            if not rows.insert_project(connection, tenant, project, self._clock_ns()):
+                raise AlreadyExists(f"tenant {tenant!r} has a project {project!r} already")
+            subject = f"{tenant}/{project}"
+            self._trail(connection, by, "project.create", subject, None, {}, reason)
+
+        self._change(write)
+
+    def projects(self, tenant: str) -> list[str]:
+        with self.store.reading() as connection:
+            return rows.project_names(connection, tenant)
+
+    # -- keys --------------------------------------------------------------------------------------
+
+    def create_key(
+        self,
+        tenant: str,
+        *,
+        by: str,
+        project: str = "",
+        name: str = "",
+        scopes: frozenset[Scope] = DEFAULT_SCOPES,
+        expires_ns: int | None = None,
+        reason: str = "",
+    ) -> tuple[str, KeyInfo]:
+        """A new key and its description. The key itself is not kept and cannot be shown again."""
+        self.tenant(tenant)
+        if project and project not in self.projects(tenant):
+            raise UnknownTenant(f"tenant {tenant!r} has no project {project!r}; create it first")
+        key = new_key()
+        values: dict[str, Any] = {
+            "key_id": "key_" + secrets.token_hex(6),
+            "tenant": tenant,
+            "project": project,
+            "name": name,
+            "prefix": key[:SHOWN],
+            "scopes": format_scopes(scopes),
+            "created_ns": self._clock_ns(),
+            "expires_ns": expires_ns,
+            "revoked_ns": None,
+        }
+
+        def write(connection: Connection) -> None:
+            rows.insert_key(connection, values | {"digest": key_digest(self._secret, key)})
+            self._trail(connection, by, "key.create", values["key_id"], None, values, reason)
+
+        self._change(write)
+        return key, _key(values)
+
+    def keys(self, tenant: str | None = None) -> list[KeyInfo]:
+        with self.store.reading() as connection:
+            return [_key(row) for row in rows.key_rows(connection, tenant)]
+
+    def revoke_key(self, key_id: str, *, by: str, reason: str = "") -> KeyInfo:
+        """End a key now, by its id or its shown prefix. Revoking twice changes nothing."""
+        matches = [key for key in self.keys() if key_id in (key.key_id, key.prefix)]
+        if len(matches) != 1:
+            raise UnknownKey(f"no API key has the id or prefix {key_id!r}")
+        found = matches[0]
+        if found.revoked_ns is not None:
+            return found
+        now_ns = self._clock_ns()
+
+        def write(connection: Connection) -> None:
+            rows.revoke_key(connection, found.key_id, now_ns)
+            before, after = {"revoked_ns": None}, {"revoked_ns": now_ns}
+            self._trail(connection, by, "key.revoke", found.key_id, before, after, reason)
+
+        self._change(write)
+        return next(key for key in self.keys(found.tenant) if key.key_id == found.key_id)
+
+    # -- prices ------------------------------------------------------------------------------------
+
+    def apply_card(self, card: RateCard, *, by: str, reason: str = "") -> PriceBook:
+        """Add a card to the book for good. Raises `CardConflict`; lint it before (`billing.lint`)."""
+
+        def write(connection: Connection) -> None:
+            cards = [parse_card(row["text"]) for row in rows.card_rows(connection)]
+            PriceBook(tuple(cards)).with_card(card)
+            values = {
+                "name": card.name,
+                "version": card.version,
+                "valid_from_ns": card.valid_from_ns,
+                "digest": card_digest(card),
+            }
+            rows.insert_card(
+                connection, values | {"applied_ns": self._clock_ns(), "text": card.text}
+            )
+            subject = f"{card.name} {card.version}"
+            self._trail(connection, by, "prices.apply", subject, None, values, reason)
+
+        self._change(write)
+        return self.book
+
+    # -- the trail ---------------------------------------------------------------------------------
+
+    def _change(self, write: Callable[[Connection], None]) -> None:
+        def operation(connection: Connection) -> None:
+            rows.bump_version(self.store, connection)
+            write(connection)
+
+        self.store.retrying(operation)
+        self.refresh()
+
+    def _trail(
+        self,
+        connection: Connection,
+        actor: str,
+        action: str,
+        subject: str,
+        before: Any,
+        after: Any,
+        reason: str,
+    ) -> None:
+        rows.add_trail(
+            connection,
+            at_ns=self._clock_ns(),
+            actor=actor,
+            action=action,
+            subject=subject,
+            before=before,
+            after=after,
+            reason=reason,
+        )
+
+    def trail(self, limit: int = 100) -> list[dict[str, Any]]:
+        """The newest admin changes first: at_ns, actor, action, subject, before, after, reason."""
+        with self.store.reading() as connection:
+            found = rows.trail_rows(connection, limit)
+        return [{k: v for k, v in row.items() if k != "hash"} for row in found]
+
+
+def check_name(name: str, what: str) -> str:
+    """A name that is safe in files, URLs and logs. Raises `InvalidName`."""
+    if not _NAME.fullmatch(name):
+        raise InvalidName(
+            f"{what} {name!r} is not a name: use up to 64 letters, digits and . _ @ -, "
+            "beginning with a letter or digit"
+        )
+    return name
+
+
+def _unknown(tenant: str) -> UnknownTenant:
+    return UnknownTenant(
+        f"tenant {tenant!r} does not exist; create it with `cachesvc tenants create {tenant}`"
+    )
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _tenant(row: Any) -> Tenant:
+    return Tenant(
+        tenant=row["tenant"],
+        currency=row["currency"],
+        credit_limit=row["credit_limit"],
+        suspended=row["suspended"],
+        created_ns=row["created_ns"],
+        granted=row["granted"],
+        topup=row["topup"],
+        owed=-row["receivable"],
+        held=row["held"],
+        seq=row["seq"],
+    )
+
+
+def _key(row: Any) -> KeyInfo:
+    return KeyInfo(
+        key_id=row["key_id"],
+        tenant=row["tenant"],
+        project=row["project"],
+        name=row["name"],
+        prefix=row["prefix"],
+        scopes=parse_scopes(row["scopes"]),
+        created_ns=row["created_ns"],
+        expires_ns=row["expires_ns"],
+        revoked_ns=row["revoked_ns"],
+    )

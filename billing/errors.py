@@ -1,0 +1,132 @@
+"""What can go wrong in billing. `api.errors` maps each to a status; the CLI prints its message.
+
+BillingError
+├── InvalidAmount          money that is not a decimal, has too many places, or is not positive
+├── InvalidUsage           token counts that are negative or do not add up
+├── PriceError             a rate card that cannot be read or used; names the field
+│   ├── NoPrice            no card is in force for this model, instant and currency
+│   └── CardConflict       an applied version is immutable, or the order of versions would change
+├── AccountError
+│   ├── InvalidName        a tenant or project name that is not safe everywhere
+│   ├── UnknownTenant
+│   ├── AlreadyExists      a tenant, project or reference of that name stands already
+│   ├── UnknownKey         no such API key
+│   ├── KeyExpired / KeyRevoked / TenantSuspended
+│   └── CurrencyMismatch   the card's currency is not the tenant's
+├── GateError
+│   ├── InsufficientBalance  the hold does not fit the available money (402)
+│   ├── DuplicateRequest     a hold or a charge of this request id exists
+│   └── UnknownHold          the hold was settled or its lease ended
+├── IdempotencyConflict    the same key with another body (409)
+├── IdempotencyBusy        the first request of this key still runs (409, retry)
+├── LedgerUnavailable      the store cannot be written; the gate fails closed (503)
+├── LedgerClosed           an operation on a ledger that is not running
+└── StoreError             a database that cannot be opened; says what to do
+"""
+
+
+class BillingError(Exception):
+    """Any failure of billing that a caller can act on."""
+
+
+class InvalidAmount(BillingError):
+    """Money that is not an exact decimal of at most twelve places."""
+
+
+class InvalidUsage(BillingError):
+    """Token counts that cannot be: negative, not whole, or not adding up to the prompt."""
+
+
+class PriceError(BillingError):
+    """A rate card that cannot be read or used; the message names the file and the field."""
+
+
+class NoPrice(PriceError):
+    """No rate card covers this model at this instant in this currency."""
+
+
+class CardConflict(PriceError):
+    """An applied card never changes, and later versions come after earlier ones."""
+
+
+class AccountError(BillingError):
+    """A tenant, project or key is not as the operation needs it."""
+
+
+class InvalidName(AccountError):
+    """A name that is not safe in files, URLs and logs."""
+
+
+class UnknownTenant(AccountError):
+    """No tenant of that name."""
+
+
+class AlreadyExists(AccountError):
+    """A tenant, project or reference of that name stands already."""
+
+
+class UnknownKey(AccountError):
+    """No API key has this secret or id."""
+
+
+class KeyExpired(AccountError):
+    """The API key's time is over."""
+
+
+class KeyRevoked(AccountError):
+    """The API key was revoked."""
+
+
+class TenantSuspended(AccountError):
+    """The tenant is suspended by an administrator."""
+
+
+class CurrencyMismatch(AccountError):
+    """The price is in another currency than the tenant's account."""
+
+
+class GateError(BillingError):
+    """The gate did not let a request begin or go on."""
+
+
+class InsufficientBalance(GateError):
+    """The available money does not cover the hold."""
+
+    def __init__(self, tenant: str, *, needed: int, available: int, currency: str) -> None:
+        from billing.money import format_units
+
+        super().__init__(
+            f"insufficient balance: {format_units(needed)} {currency} is needed and "
+            f"{format_units(max(0, available))} {currency} is available to tenant {tenant!r}; "
+            "top up, or ask for fewer tokens"
+        )
+        self.tenant, self.needed, self.available = tenant, needed, available
+        self.currency = currency
+
+
+class DuplicateRequest(GateError):
+    """A hold or a charge of this request id exists already."""
+
+
+class UnknownHold(GateError):
+    """The hold was settled, or its lease ended."""
+
+
+class IdempotencyConflict(BillingError):
+    """The idempotency key was used with another body."""
+
+
+class IdempotencyBusy(BillingError):
+    """The first request of this idempotency key has not finished."""
+
+
+class LedgerUnavailable(BillingError):
+    """The ledger cannot be written now; nothing was charged or held."""
+
+
+class LedgerClosed(BillingError):
+    """The ledger is not running."""
+
+
+class StoreError(BillingError):
+    """The database cannot be opened or is of another version; the message says what to do."""

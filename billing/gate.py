@@ -1,0 +1,475 @@
+"""The money gate: commands applied to accounts, holds and entries in memory. Pure; no clock, no store.
+
+The ledger thread loads what a batch of commands touches into a `Work`, applies them one by one, and
+writes what changed in one transaction. A command either changes everything it must or raises and
+changes nothing, so one refusal leaves the rest of its batch alone.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from billing import policy
+from billing.entries import (
+    ACCOUNTS,
+    TENANT_ACCOUNTS,
+    Entry,
+    Kind,
+    Postings,
+    canonical,
+    digest,
+    format_postings,
+)
+from billing.errors import (
+    AlreadyExists,
+    BillingError,
+    CurrencyMismatch,
+    DuplicateRequest,
+    InsufficientBalance,
+    InvalidAmount,
+    TenantSuspended,
+    UnknownHold,
+    UnknownTenant,
+)
+from billing.holds import Hold, StoredHold, decode_request, encode_request, request_body
+from billing.money import format_units
+from billing.policy import PRESUMED, Outcome
+from billing.prices import PriceBook
+from billing.rating import Charge, rate
+from billing.usage import Usage
+
+Key = tuple[str, str]  # tenant, request id
+
+
+@dataclass(slots=True)
+class Account:
+    """A tenant's projection: what its entries and holds sum to, and where its chain ends."""
+
+    tenant: str
+    currency: str
+    credit_limit: int | None  # how far below zero it may go: 0 is prepaid, None is unlimited
+    suspended: bool
+    head: bytes
+    seq: int = 0
+    at_ns: int = 0
+    held: int = 0
+    balances: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTS, 0))
+
+    @property
+    def worth(self) -> int:
+        return sum(self.balances[name] for name in TENANT_ACCOUNTS)
+
+    @property
+    def available(self) -> int | None:
+        """What a new hold may take; None is unlimited."""
+        return None if self.credit_limit is None else self.worth + self.credit_limit - self.held
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    hold: Hold
+    amount: int
+    expires_ns: int
+    owner: str
+    boot: str
+
+
+@dataclass(frozen=True, slots=True)
+class TopUp:
+    """Raises the hold by `amount` (zero only renews), and records progress if given."""
+
+    hold: Hold
+    amount: int
+    expires_ns: int
+    usage: Usage | None
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    hold: Hold
+    usage: Usage
+    outcome: Outcome
+    delivered: bool  # False only if no byte of the answer reached the client
+
+
+@dataclass(frozen=True, slots=True)
+class Reap:
+    """Settles a hold that nobody will settle, from its recorded progress."""
+
+    tenant: str
+    request_id: str
+    outcome: Outcome
+    expired_at_ns: int | None  # do nothing if it was renewed past this; None reaps regardless
+
+
+@dataclass(frozen=True, slots=True)
+class Deposit:
+    """A grant or a top-up of the balance; `reference` makes it happen once."""
+
+    tenant: str
+    kind: Kind
+    reference: str
+    amount: int
+    by: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Correct:
+    """Gives back `amount` of a request's charge, or all that is left of it."""
+
+    tenant: str
+    request_id: str
+    reference: str
+    amount: int | None
+    by: str
+    reason: str
+
+
+Command = Reserve | TopUp | Settle | Reap | Deposit | Correct
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A request's charge as it stands. `repeated` when it had been settled before."""
+
+    entry: Entry
+    charge: Charge
+    usage: Usage
+    repeated: bool = False
+
+
+def keys_of(command: Command) -> list[Key]:
+    """The (tenant, request id) pairs whose holds and entries a command needs."""
+    match command:
+        case Reserve(hold) | TopUp(hold):
+            return [hold.key]
+        case Settle(hold):
+            return [hold.key, (hold.tenant, f"late:{hold.request_id}")]
+        case Reap(tenant, request_id):
+            return [(tenant, request_id)]
+        case Deposit(tenant, _, reference):
+            return [(tenant, reference)]
+        case Correct(tenant, request_id, reference):
+            return [(tenant, request_id), (tenant, reference)]
+
+
+def fingerprint_of(command: Command) -> Key | None:
+    """The (tenant, fingerprint) whose undelivered answers a command forgives."""
+    if isinstance(command, Settle) and command.hold.context.is_retry:
+        fingerprint = command.hold.context.fingerprint
+        return (command.hold.tenant, fingerprint) if fingerprint else None
+    return None
+
+
+@dataclass(slots=True)
+class Work:
+    """What one transaction read, and what it is to write. Mutated by `apply` alone."""
+
+    book: PriceBook
+    now_ns: int
+    accounts: dict[str, Account]
+    holds: dict[Key, StoredHold] = field(default_factory=dict)
+    entries: dict[Key, list[Entry]] = field(default_factory=dict)
+    undelivered: dict[Key, list[Entry]] = field(default_factory=dict)  # by fingerprint
+    corrections: dict[tuple[str, int], list[Entry]] = field(
+        default_factory=dict
+    )  # by corrected seq
+    new_entries: list[Entry] = field(default_factory=list)
+    put_holds: dict[Key, StoredHold] = field(default_factory=dict)
+    dropped_holds: set[Key] = field(default_factory=set)
+    touched: set[str] = field(default_factory=set)  # tenants whose account row changes
+    put_undelivered: list[tuple[str, str, str]] = field(default_factory=list)
+    dropped_undelivered: set[Key] = field(default_factory=set)
+
+    def account(self, tenant: str) -> Account:
+        try:
+            return self.accounts[tenant]
+        except KeyError:
+            raise UnknownTenant(
+                f"tenant {tenant!r} does not exist; create it with "
+                f"`cachesvc tenants create {tenant}`"
+            ) from None
+
+    def entry(self, tenant: str, request_id: str, kind: Kind) -> Entry | None:
+        found = self.entries.get((tenant, request_id), ())
+        return next((entry for entry in found if entry.kind is kind), None)
+
+    def put_hold(self, hold: StoredHold) -> None:
+        before = self.holds.get(hold.key)
+        self.accounts[hold.tenant].held += hold.amount - (before.amount if before else 0)
+        self.holds[hold.key] = self.put_holds[hold.key] = hold
+        self.dropped_holds.discard(hold.key)
+        self.touched.add(hold.tenant)
+
+    def drop_hold(self, key: Key) -> None:
+        hold = self.holds.pop(key, None)
+        if hold is None:
+            return
+        self.accounts[hold.tenant].held -= hold.amount
+        self.put_holds.pop(key, None)
+        self.dropped_holds.add(key)
+        self.touched.add(hold.tenant)
+
+    def post(
+        self,
+        account: Account,
+        kind: Kind,
+        request_id: str,
+        postings: Postings,
+        body: dict[str, Any],
+    ) -> Entry:
+        """Append an entry to the tenant's chain and move its balances."""
+        text, record = format_postings(postings), canonical(body)
+        seq, at_ns = account.seq + 1, max(self.now_ns, account.at_ns)
+        fields = (account.tenant, seq, kind, request_id, at_ns, account.currency, text, record)
+        account.head = digest(account.head, *fields)
+        account.seq, account.at_ns = seq, at_ns
+        for name, units in postings.items():
+            account.balances[name] += units
+        entry = Entry(*fields, hash=account.head)
+        self.new_entries.append(entry)
+        self.entries.setdefault((account.tenant, request_id), []).append(entry)
+        if "corrects" in body:
+            self.corrections.setdefault((account.tenant, body["corrects"]), []).append(entry)
+        self.touched.add(account.tenant)
+        return entry
+
+
+def apply(work: Work, command: Command) -> object:
+    """Apply one command. Returns its result or raises a `BillingError`, having changed nothing."""
+    match command:
+        case Reserve():
+            return _reserve(work, command)
+        case TopUp():
+            return _top_up(work, command)
+        case Settle():
+            return _settle(work, command)
+        case Reap():
+            return _reap(work, command)
+        case Deposit():
+            return _deposit(work, command)
+        case Correct():
+            return _correct(work, command)
+
+
+def apply_all(work: Work, commands: Iterable[Command]) -> list[object]:
+    """Apply a batch in order; a refused command's result is its exception."""
+    results: list[object] = []
+    for command in commands:
+        try:
+            results.append(apply(work, command))
+        except BillingError as error:
+            results.append(error)
+    return results
+
+
+def _take(account: Account, amount: int) -> None:
+    available = account.available
+    if available is not None and amount > 0 and amount > available:
+        raise InsufficientBalance(
+            account.tenant, needed=amount, available=available, currency=account.currency
+        )
+
+
+def _reserve(work: Work, command: Reserve) -> Hold:
+    hold = command.hold
+    account = work.account(hold.tenant)
+    if hold.key in work.holds or work.entry(*hold.key, Kind.CHARGE):
+        raise DuplicateRequest(f"request {hold.request_id!r} was reserved already")
+    if account.suspended:
+        raise TenantSuspended(f"tenant {hold.tenant!r} is suspended")
+    if hold.pinned.currency != account.currency:
+        raise CurrencyMismatch(
+            f"the price is in {hold.pinned.currency}, tenant {hold.tenant!r} pays in "
+            f"{account.currency}; apply a rate card in {account.currency}"
+        )
+    _take(account, command.amount)
+    work.put_hold(
+        StoredHold(
+            tenant=hold.tenant,
+            request_id=hold.request_id,
+            amount=command.amount,
+            expires_ns=command.expires_ns,
+            owner=command.owner,
+            boot=command.boot,
+            body=encode_request(hold),
+        )
+    )
+    return hold
+
+
+def _top_up(work: Work, command: TopUp) -> int:
+    stored = work.holds.get(command.hold.key)
+    if stored is None:
+        raise UnknownHold(f"request {command.hold.request_id!r} holds nothing; it was settled")
+    _take(work.account(stored.tenant), command.amount)
+    held = StoredHold(
+        tenant=stored.tenant,
+        request_id=stored.request_id,
+        amount=stored.amount + command.amount,
+        expires_ns=max(stored.expires_ns, command.expires_ns),
+        owner=stored.owner,
+        boot=stored.boot,
+        body=stored.body,
+        usage=stored.usage if command.usage is None else command.usage,
+    )
+    work.put_hold(held)
+    return held.amount
+
+
+def _settle(work: Work, command: Settle) -> Settled:
+    hold, usage = command.hold, policy.billable(command.usage, command.outcome)
+    account = work.account(hold.tenant)
+    charged = work.entry(*hold.key, Kind.CHARGE)
+    if charged is not None:
+        return _settle_again(work, command, charged)
+    charge = rate(usage, hold.pinned)
+    body = request_body(hold.pinned.ref, hold.context) | {
+        "usage": usage.record(),
+        "outcome": command.outcome,
+        "saved": str(charge.saved),
+    }
+    if usage != command.usage:
+        body["unbilled"] = command.usage.record()
+    work.drop_hold(hold.key)
+    entry = work.post(account, Kind.CHARGE, hold.request_id, spend(account, charge.amount), body)
+    _note_delivery(work, command, entry)
+    return Settled(entry, charge, usage)
+
+
+def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
+    """A second settlement changes nothing, unless the first was presumed by sweeper or recovery."""
+    hold, details = command.hold, charged.details
+    work.drop_hold(hold.key)
+    was = Usage.from_record(details.get("usage", {}))
+    usage = policy.billable(command.usage, command.outcome)
+    late = work.entry(hold.tenant, f"late:{hold.request_id}", Kind.CORRECTION)
+    if late is not None:
+        was = Usage.from_record(late.details.get("usage", {}))
+    elif details["outcome"] in PRESUMED and command.outcome not in PRESUMED and usage != was:
+        account = work.account(hold.tenant)
+        difference = rate(usage, hold.pinned).amount - rate(was, hold.pinned).amount
+        postings = spend(account, difference) if difference > 0 else None
+        body = request_body(hold.pinned.ref, hold.context) | {
+            "corrects": charged.seq,
+            "usage": usage.record(),
+            "outcome": command.outcome,
+            "reason": "settled after its hold had been ended",
+        }
+        postings = postings or refund(account, taken_by(work, charged), -difference)
+        work.post(account, Kind.CORRECTION, f"late:{hold.request_id}", postings, body)
+        was = usage
+    return Settled(charged, rate(was, hold.pinned), was, repeated=True)
+
+
+def _note_delivery(work: Work, command: Settle, entry: Entry) -> None:
+    """Remember an answer that never arrived; a retry that arrives pays instead of it, not as well."""
+    context = command.hold.context
+    if not context.fingerprint:
+        return
+    if not command.delivered and entry.amount:
+        row = (entry.tenant, context.fingerprint, entry.request_id)
+        work.put_undelivered.append(row)
+    elif command.delivered and context.is_retry:
+        key = (entry.tenant, context.fingerprint)
+        for other in work.undelivered.pop(key, ()):
+            reference = f"retry:{other.request_id}"
+            reason = "the answer was not delivered, and its retry was"
+            forgive = Correct(other.tenant, other.request_id, reference, None, "system", reason)
+            give_back(work, other, forgive)
+        work.dropped_undelivered.add(key)
+
+
+def _reap(work: Work, command: Reap) -> Settled | None:
+    stored = work.holds.get((command.tenant, command.request_id))
+    renewed = (
+        stored is not None
+        and command.expired_at_ns is not None
+        and stored.expires_ns > command.expired_at_ns
+    )
+    if stored is None or renewed:
+        return None
+    ref, context = decode_request(stored.body)
+    hold = Hold(stored.tenant, stored.request_id, work.book.pinned(ref), context)
+    return _settle(work, Settle(hold, stored.usage, command.outcome, delivered=True))
+
+
+def _deposit(work: Work, command: Deposit) -> Entry:
+    account = work.account(command.tenant)
+    standing = work.entry(command.tenant, command.reference, command.kind)
+    if standing is not None:
+        if standing.amount != command.amount:
+            raise AlreadyExists(
+                f"reference {command.reference!r} was used for another amount; use a new one"
+            )
+        return standing
+    source = "promotion" if command.kind is Kind.GRANT else "cash"
+    postings = {source: -command.amount}
+    if command.kind is Kind.GRANT:
+        postings["granted"] = command.amount
+    else:
+        postings |= _pay_in(account, command.amount)
+    body = {"by": command.by, "reason": command.reason}
+    return work.post(account, command.kind, command.reference, postings, body)
+
+
+def _pay_in(account: Account, amount: int) -> dict[str, int]:
+    """Money paid in settles what is owed first."""
+    owed = min(amount, -account.balances["receivable"])
+    return {"receivable": owed, "topup": amount - owed}
+
+
+def spend(account: Account, amount: int) -> dict[str, int]:
+    """Postings of a charge: granted money first, then paid money, the rest is owed."""
+    granted = min(amount, max(0, account.balances["granted"]))
+    topup = min(amount - granted, max(0, account.balances["topup"]))
+    owed = amount - granted - topup
+    return {"granted": -granted, "topup": -topup, "receivable": -owed, "revenue": amount}
+
+
+def refund(account: Account, taken: Postings, amount: int) -> dict[str, int]:
+    """Postings that give back `amount` of what was `taken`: paid money first, granted money last.
+
+    Money that goes back settles what is owed before it can be spent again.
+    """
+    paid = min(amount, sum(taken.values()) - taken["granted"])
+    return {**_pay_in(account, paid), "granted": amount - paid, "revenue": -amount}
+
+
+def taken_by(work: Work, charged: Entry) -> dict[str, int]:
+    """What a charge took from each of the tenant's accounts, less what was given back since."""
+    taken = dict.fromkeys(TENANT_ACCOUNTS, 0)
+    for entry in (charged, *work.corrections.get((charged.tenant, charged.seq), ())):
+        for name, units in entry.amounts.items():
+            if name in taken:
+                taken[name] -= units
+    return taken
+
+
+def _correct(work: Work, command: Correct) -> Entry:
+    standing = work.entry(command.tenant, command.reference, Kind.CORRECTION)
+    if standing is not None:
+        return standing
+    charged = work.entry(command.tenant, command.request_id, Kind.CHARGE)
+    if charged is None:
+        raise UnknownHold(
+            f"request {command.request_id!r} of tenant {command.tenant!r} was never charged"
+        )
+    return give_back(work, charged, command)
+
+
+def give_back(work: Work, charged: Entry, command: Correct) -> Entry:
+    """Return a charge, or `command.amount` of it, to the accounts it was taken from."""
+    account = work.account(charged.tenant)
+    taken = taken_by(work, charged)
+    left = sum(taken.values())
+    amount = left if command.amount is None else command.amount
+    if not 0 <= amount <= left:
+        raise InvalidAmount(
+            f"request {charged.request_id!r} has {format_units(left)} {charged.currency} left of "
+            f"its charge; {format_units(amount)} cannot be given back"
+        )
+    body = {"corrects": charged.seq, "by": command.by, "reason": command.reason}
+    postings = refund(account, taken, amount)
+    return work.post(account, Kind.CORRECTION, command.reference, postings, body)

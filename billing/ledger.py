@@ -1,0 +1,327 @@
+"""The ledger: one thread that turns commands into committed entries, many commands to a commit.
+
+api calls `reserve`, `top_up`, `settle` and `void` from the event loop; each returns a
+`concurrent.futures.Future` that is done once the change is durable (await `asyncio.wrap_future`). The
+thread takes all commands that wait, up to `BATCH_LIMIT`, applies them in one transaction and answers
+them together: group commit. Between batches it sweeps ended leases and looks for new rate cards.
+
+The queue is bounded; when it is full a command fails at once with `LedgerUnavailable`.
+"""
+
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from billing.accounts import Accounts, Tenant
+from billing.entries import Entry, Kind
+from billing.errors import BillingError, LedgerClosed, LedgerUnavailable
+from billing.gate import Command, Correct, Deposit, Reap, Reserve, Settle, Settled, TopUp
+from billing.holds import Hold, RequestContext
+from billing.policy import Outcome
+from billing.prices import NS, PinnedRate, PriceBook
+from billing.store import LedgerStore
+from billing.usage import EMPTY, Usage
+
+log = logging.getLogger(__name__)
+
+BATCH_LIMIT = 512
+QUEUE_LIMIT = 65_536
+SWEEP_S = 1.0
+DEFAULT_TTL_S = 120  # of a lease; each top-up renews it
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerStats:
+    """A snapshot; counters only grow. Amounts are in units, summed over all currencies' tenants."""
+
+    batches: int = 0
+    commands: int = 0
+    refused: int = 0  # commands that ended in a billing error
+    settled: int = 0
+    swept: int = 0  # holds whose lease ended
+    recovered: int = 0  # holds of an earlier run, settled at start
+    failed_batches: int = 0
+    queued: int = 0
+    commit_ns_max: int = 0
+
+
+Observer = Callable[[Sequence[Entry]], None]
+_Item = tuple[Command, "Future[Any]"]
+
+
+class Ledger:
+    """The face of the ledger. `start` before use, `close` after; both by one thread.
+
+    `owner` names this server in its holds; with one database for several servers, each needs its own,
+    and the same after a restart.
+    """
+
+    def __init__(
+        self,
+        store: LedgerStore,
+        accounts: Accounts,
+        *,
+        owner: str = "server",
+        clock_ns: Callable[[], int] = time.time_ns,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.store = store
+        self.accounts = accounts
+        self._owner = owner
+        self._boot = secrets.token_hex(8)
+        self._clock_ns = clock_ns
+        self._observers = tuple(observers)
+        self._queue: queue.Queue[_Item | None] = queue.Queue(QUEUE_LIMIT)
+        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+        self._open = False
+        self._stats = LedgerStats()
+        self._leases: dict[tuple[str, str], float] = {}  # our holds: end by the monotonic clock
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Settle what an earlier run left behind, then take commands."""
+        self.accounts.prepare()
+        self._recover()
+        self._open = True
+        self._thread.start()
+
+    def close(self) -> None:
+        """Finish what is queued, then stop. Later commands fail with `LedgerClosed`."""
+        if self._open:
+            self._open = False
+            self._queue.put(None)
+            self._thread.join()
+
+    def stats(self) -> LedgerStats:
+        return replace(self._stats, queued=self._queue.qsize())
+
+    @property
+    def book(self) -> PriceBook:
+        return self.accounts.book
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        tenant: str,
+        request_id: str,
+        amount: int,
+        pinned: PinnedRate,
+        *,
+        context: RequestContext | None = None,
+        ttl_s: int = DEFAULT_TTL_S,
+    ) -> "Future[Hold]":
+        """Hold `amount` units if the tenant has them. The result goes with the request to its end.
+
+        Fails with `InsufficientBalance`, `UnknownTenant`, `TenantSuspended`, `CurrencyMismatch` or
+        `DuplicateRequest`.
+        """
+        context = context or RequestContext()
+        if not context.admitted_ns:
+            context = replace(context, admitted_ns=self._clock_ns())
+        hold = Hold(tenant, request_id, pinned, context)
+        expires_ns = self._clock_ns() + ttl_s * NS
+        self._leases[hold.key] = time.monotonic() + ttl_s
+        return self._submit(Reserve(hold, amount, expires_ns, self._owner, self._boot))
+
+    def top_up(
+        self,
+        hold: Hold,
+        amount: int = 0,
+        *,
+        usage: Usage | None = None,
+        ttl_s: int = DEFAULT_TTL_S,
+    ) -> "Future[int]":
+        """Raise a hold and renew its lease; gives the amount held. Zero only renews.
+
+        `usage` is what the client has been sent so far: a crash is billed from it. Fails with
+        `InsufficientBalance` (end the answer with `length`) or `UnknownHold`.
+        """
+        self._leases[hold.key] = time.monotonic() + ttl_s
+        return self._submit(TopUp(hold, amount, self._clock_ns() + ttl_s * NS, usage))
+
+    def settle(
+        self, hold: Hold, usage: Usage, outcome: Outcome, *, delivered: bool = True
+    ) -> "Future[Settled]":
+        """Charge a request and end its hold. Again with the same hold, it finds the first charge.
+
+        `delivered=False` says that no byte of the answer reached the client.
+        """
+        return self._submit(Settle(hold, usage, outcome, delivered))
+
+    def void(self, hold: Hold) -> "Future[Settled]":
+        """End a hold without a charge: the server failed before the first token."""
+        return self.settle(hold, EMPTY, Outcome.FAILED, delivered=False)
+
+    # -- balances ----------------------------------------------------------------------------------
+
+    def balance(self, tenant: str) -> Tenant:
+        """The account now. Reads the store: call it off the event loop, or rarely."""
+        return self.accounts.tenant(tenant)
+
+    def grant(
+        self, tenant: str, amount: int, *, reference: str, by: str, reason: str = ""
+    ) -> "Future[Entry]":
+        """Give promotional money, once for each reference."""
+        return self._submit(Deposit(tenant, Kind.GRANT, reference, amount, by, reason))
+
+    def deposit(
+        self, tenant: str, amount: int, *, reference: str, by: str, reason: str = ""
+    ) -> "Future[Entry]":
+        """Book money that was paid, once for each reference; what is owed is settled first."""
+        return self._submit(Deposit(tenant, Kind.TOPUP, reference, amount, by, reason))
+
+    def correct(
+        self,
+        tenant: str,
+        request_id: str,
+        *,
+        reference: str,
+        by: str,
+        reason: str,
+        amount: int | None = None,
+    ) -> "Future[Entry]":
+        """Give back a request's charge or part of it, once for each reference."""
+        return self._submit(Correct(tenant, request_id, reference, amount, by, reason))
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _submit(self, command: Command) -> "Future[Any]":
+        future: Future[Any] = Future()
+        if not self._open:
+            future.set_exception(LedgerClosed("the ledger is not running"))
+            return future
+        try:
+            self._queue.put_nowait((command, future))
+        except queue.Full:
+            future.set_exception(LedgerUnavailable("too many ledger commands wait; try later"))
+        return future
+
+    def _run(self) -> None:
+        swept = time.monotonic()
+        running = True
+        while running:
+            batch, running = self._next_batch()
+            if batch:
+                self._commit(batch)
+            if time.monotonic() - swept >= SWEEP_S:
+                swept = time.monotonic()
+                self._tick()
+
+    def _next_batch(self) -> tuple[list[_Item], bool]:
+        """All that waits, up to the limit; False when the ledger is closing."""
+        batch: list[_Item] = []
+        try:
+            item = self._queue.get(timeout=SWEEP_S)
+            while item is not None:
+                batch.append(item)
+                if len(batch) == BATCH_LIMIT:
+                    return batch, True
+                item = self._queue.get_nowait()
+        except queue.Empty:
+            return batch, True
+        return batch, False
+
+    def _commit(self, batch: list[_Item]) -> None:
+        began = time.monotonic_ns()
+        commands = [command for command, _ in batch]
+        try:
+            results, entries = self.store.apply(commands, self.book, self._clock_ns)
+        except Exception as error:  # the top of the thread: nothing was written, so say so to all
+            log.exception("a batch of %d ledger commands failed", len(batch))
+            self._count(failed_batches=1)
+            self._fail(batch, error)
+            return
+        self._note(commands, results, time.monotonic_ns() - began)
+        for (_, future), result in zip(batch, results, strict=True):
+            if isinstance(result, BillingError):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+        self._observe(entries)
+
+    def _fail(self, batch: list[_Item], error: Exception) -> None:
+        if not isinstance(error, BillingError):
+            cause, error = error, LedgerUnavailable(f"the ledger failed: {error}")
+            error.__cause__ = cause
+        for _, future in batch:
+            future.set_exception(error)
+
+    def _note(self, commands: list[Command], results: list[object], took_ns: int) -> None:
+        for command, result in zip(commands, results, strict=True):
+            if isinstance(command, Settle):
+                self._leases.pop(command.hold.key, None)
+            elif isinstance(command, Reserve) and isinstance(result, BillingError):
+                self._leases.pop(command.hold.key, None)
+        self._count(
+            batches=1,
+            commands=len(commands),
+            refused=sum(isinstance(result, BillingError) for result in results),
+            settled=sum(isinstance(r, Settled) and not r.repeated for r in results),
+        )
+        slowest = max(self._stats.commit_ns_max, took_ns)
+        self._stats = replace(self._stats, commit_ns_max=slowest)
+
+    def _count(self, **more: int) -> None:
+        changes: dict[str, Any] = {k: getattr(self._stats, k) + n for k, n in more.items()}
+        self._stats = replace(self._stats, **changes)
+
+    def _observe(self, entries: Sequence[Entry]) -> None:
+        for observer in self._observers:
+            try:
+                observer(entries)
+            except Exception:
+                log.exception("a ledger observer failed")
+
+    # -- leases ------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Settle the holds of this server's earlier runs from their journaled progress."""
+        stale = [
+            Reap(hold.tenant, hold.request_id, Outcome.CRASHED, None)
+            for hold in self.store.all_holds()
+            if hold.owner == self._owner and hold.boot != self._boot
+        ]
+        for start in range(0, len(stale), BATCH_LIMIT):
+            done = self._reap(stale[start : start + BATCH_LIMIT])
+            self._count(recovered=done)
+        if stale:
+            log.warning("settled %d requests that an earlier run left unfinished", len(stale))
+
+    def _tick(self) -> None:
+        try:
+            self.accounts.refresh()
+            self._count(swept=self.sweep())
+        except Exception:  # the store may be away; commands say so to their callers
+            log.exception("the ledger's sweep failed")
+
+    def sweep(self) -> int:
+        """End the holds whose lease is over; gives how many. Our own are timed by the monotonic clock,
+        so a jump of the wall clock does not end the hold of a running request."""
+        now_ns, now = self._clock_ns(), time.monotonic()
+        ended = [
+            Reap(hold.tenant, hold.request_id, Outcome.LAPSED, None if mine else now_ns)
+            for hold in self.store.all_holds()
+            for mine in [hold.boot == self._boot]
+            if (self._leases.get(hold.key, 0.0) <= now if mine else hold.expires_ns <= now_ns)
+        ]
+        for reap in ended:
+            self._leases.pop((reap.tenant, reap.request_id), None)
+        return self._reap(ended) if ended else 0
+
+    def _reap(self, commands: list[Reap]) -> int:
+        results, entries = self.store.apply(
+            cast(list[Command], commands), self.book, self._clock_ns
+        )
+        self._observe(entries)
+        for result in results:
+            if isinstance(result, BillingError):
+                log.error("a hold cannot be settled: %s", result)
+        return sum(isinstance(result, Settled) for result in results)

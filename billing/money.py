@@ -1,0 +1,77 @@
+"""Money as whole numbers: 1 unit is 1e-12 of a currency unit. Pure; called from everywhere.
+
+A rate is a decimal per million tokens, so the price of one token is `rate * 1e-6`, a whole number
+of units when the rate has at most six decimal places (0.028 per million is 28,000 units a token).
+Nothing rounds but rendering; no binary fraction enters.
+"""
+
+import re
+from decimal import ROUND_HALF_EVEN, Context, Decimal
+
+from billing.errors import InvalidAmount
+
+UNITS = 10**12  # units in one unit of the currency
+PLACES = 12
+TOKENS_PER_RATE = 10**6  # a rate is quoted for this many tokens
+
+_AMOUNT = re.compile(r"[+-]?\d{1,26}(\.\d{1,40})?")
+_CURRENCY = re.compile(r"[A-Z]{3}")
+# Wide enough for any amount here; every use is exact or quantizes half-even on purpose.
+_CONTEXT = Context(prec=80, rounding=ROUND_HALF_EVEN)
+
+
+def parse_amount(text: str) -> int:
+    """Units of a decimal such as "12.50". Raises `InvalidAmount` on anything inexact."""
+    cleaned = text.strip()
+    if not _AMOUNT.fullmatch(cleaned):
+        raise InvalidAmount(f"{text!r} is not an amount of money; write a decimal such as 12.50")
+    units = Decimal(cleaned).scaleb(PLACES, _CONTEXT)
+    if units != units.to_integral_value():
+        raise InvalidAmount(f"{text!r} has more than {PLACES} decimal places")
+    return int(units)
+
+
+def parse_positive(text: str) -> int:
+    """Units of a decimal above zero."""
+    units = parse_amount(text)
+    if units <= 0:
+        raise InvalidAmount(f"{text!r} is not above zero")
+    return units
+
+
+def format_units(units: int, places: int | None = None) -> str:
+    """A decimal string: exact without trailing zeros (at least two places), or half-even rounded."""
+    value = Decimal(units).scaleb(-PLACES, _CONTEXT)
+    if places is not None:
+        return f"{value.quantize(Decimal(1).scaleb(-places), context=_CONTEXT):f}"
+    exact = f"{value:.{PLACES}f}"
+    return exact.rstrip("0").ljust(len(exact) - PLACES + 2, "0")
+
+
+def round_half_even(units: int, places: int) -> int:
+    """Units of the nearest amount with `places` decimals; ties to even."""
+    step = 10 ** (PLACES - places)
+    quotient, rest = divmod(units, step)
+    if 2 * rest > step or (2 * rest == step and quotient % 2):
+        quotient += 1
+    return quotient * step
+
+
+def units_per_token(rate: Decimal, field: str) -> int:
+    """Units one token costs at `rate` per million tokens. Raises `InvalidAmount` when not whole."""
+    units = _CONTEXT.multiply(rate, Decimal(UNITS // TOKENS_PER_RATE))
+    if not units.is_finite() or units != units.to_integral_value():
+        raise InvalidAmount(f"{field} = {rate} has more than six decimal places per million tokens")
+    return int(units)
+
+
+def rate_per_million(per_token: int) -> str:
+    """The rate per million tokens that `per_token` units stand for, as a decimal string."""
+    return format_units(per_token * TOKENS_PER_RATE)
+
+
+def check_currency(code: str) -> str:
+    """An ISO 4217 style code, three capitals. Raises `InvalidAmount`."""
+    if not _CURRENCY.fullmatch(code):
+        raise InvalidAmount(f"currency {code!r} is not three capital letters such as CNY or USD")
+    return code

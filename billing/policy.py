@@ -1,0 +1,30 @@
+"""The written policy in code: each way out of a request, and what of its usage is billed.
+
+`docs/billing.md` says the same in words; `tests/unit/test_billing_policy.py` holds each line.
+"""
+
+from enum import StrEnum
+
+from billing.usage import EMPTY, Usage
+
+
+class Outcome(StrEnum):
+    """How a request ended. Every request that was reserved is settled with exactly one."""
+
+    FINISHED = "finished"  # the answer is complete
+    BUDGET = "budget"  # a top-up failed; the answer ends early with finish_reason `length`
+    CLIENT_GONE = "client_gone"  # the client went away; work stopped at the abort
+    FAILED = "failed"  # the server failed
+    CRASHED = "crashed"  # the server died; settled from the journal at the next start
+    LAPSED = "lapsed"  # the lease of its hold ended with nobody renewing it
+
+
+# Settled by the ledger alone, from the last recorded progress; a later word of the server wins.
+PRESUMED = frozenset({Outcome.CRASHED, Outcome.LAPSED})
+
+
+def billable(usage: Usage, outcome: Outcome) -> Usage:
+    """The part of `usage` that is billed when a request ends so."""
+    if outcome in (Outcome.FINISHED, Outcome.BUDGET, Outcome.CLIENT_GONE):
+        return usage
+    return usage if usage.output else EMPTY  # failed before the first token: nothing

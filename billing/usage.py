@@ -1,0 +1,99 @@
+"""What a request used, in disjoint classes. Pure values; made by api.metering, kept by the ledger."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Protocol, Self
+
+from billing.errors import InvalidUsage
+
+
+class Counts(Protocol):
+    """The engine's counts, by shape: `engine.request.TokenCounts` fits, and billing imports no engine."""
+
+    @property
+    def prompt(self) -> int: ...
+    @property
+    def hit_device(self) -> int: ...
+    @property
+    def hit_host(self) -> int: ...
+    @property
+    def hit_disk(self) -> int: ...
+    @property
+    def hit_remote(self) -> int: ...
+    @property
+    def output(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens by class. `hit_* + miss` is the prompt, each token in exactly one of them.
+
+    `cache_write` counts computed tokens (of miss and output) whose KV was written for reuse; it is
+    a surcharge class, not part of the prompt sum. `storage_token_hours` counts started hours of each
+    token of a pinned prefix.
+    """
+
+    hit_device: int = 0
+    hit_host: int = 0
+    hit_disk: int = 0
+    hit_remote: int = 0
+    miss: int = 0
+    output: int = 0
+    cache_write: int = 0
+    storage_token_hours: int = 0
+
+    def __post_init__(self) -> None:
+        for name in CLASSES:
+            count = getattr(self, name)
+            if type(count) is not int or count < 0:
+                raise InvalidUsage(f"{name} is {count!r}; a count is a whole number, zero or more")
+        if self.cache_write > self.miss + self.output:
+            raise InvalidUsage(
+                f"cache_write {self.cache_write} exceeds the computed tokens "
+                f"{self.miss} + {self.output}"
+            )
+
+    @property
+    def hit(self) -> int:
+        return self.hit_device + self.hit_host + self.hit_disk + self.hit_remote
+
+    @property
+    def prompt(self) -> int:
+        return self.hit + self.miss
+
+    @classmethod
+    def from_counts(cls, counts: Counts, *, cache_write: int = 0) -> Self:
+        """Usage of the engine's counts; refuses counts whose hits exceed the prompt."""
+        hit = counts.hit_device + counts.hit_host + counts.hit_disk + counts.hit_remote
+        if hit > counts.prompt:
+            raise InvalidUsage(f"{hit} hits in a prompt of {counts.prompt} tokens")
+        return cls(
+            hit_device=counts.hit_device,
+            hit_host=counts.hit_host,
+            hit_disk=counts.hit_disk,
+            hit_remote=counts.hit_remote,
+            miss=counts.prompt - hit,
+            output=counts.output,
+            cache_write=cache_write,
+        )
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, int]) -> Self:
+        """Usage of a stored record; unknown classes are refused rather than dropped."""
+        unknown = sorted(set(record) - set(CLASSES))
+        if unknown:
+            raise InvalidUsage(f"unknown usage classes {', '.join(unknown)}")
+        return cls(**record)
+
+    def record(self) -> dict[str, int]:
+        """The classes that are not zero, as stored and hashed."""
+        return {name: count for name in CLASSES if (count := getattr(self, name))}
+
+    def __add__(self, other: "Usage") -> "Usage":
+        mine, theirs = asdict(self), asdict(other)
+        return Usage(**{name: mine[name] + theirs[name] for name in CLASSES})
+
+
+CLASSES = tuple(field.name for field in fields(Usage))
+HIT_CLASSES = tuple(name for name in CLASSES if name.startswith("hit_"))
+EMPTY = Usage()
