@@ -62,8 +62,7 @@ async def deliver(
         prompt_tokens=job.prompt_tokens,
         choices=job.num_choices,
     )
-    most_output = (job.params.max_tokens or 0) * job.num_choices
-    permit = await wire.limits.admit(caller, job.prompt_tokens, most_output)
+    permit = await wire.limits.admit(caller)
     try:
         charge = await wire.meter.admit(caller, job)
         generation = await _submitted(wire, job, charge)

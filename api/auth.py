@@ -37,7 +37,7 @@ class Caller:
 
 
 class Gatekeeper(Protocol):
-    """Turns the Authorization header into a caller, or raises MissingKey or WrongKey."""
+    """Turns the Authorization header into a caller, or raises MissingKey, UnknownKey and kin."""
 
     async def identify(self, authorization: str | None) -> Caller: ...
 

@@ -36,7 +36,7 @@ def story_of(request: Request) -> Story:
 
 
 async def authorised(request: Request, scope: str = INFERENCE) -> Caller:
-    """The caller, who may do `scope`. Raises MissingKey, WrongKey or MissingScope."""
+    """The caller, who may do `scope`. Raises MissingKey, MissingScope or billing's UnknownKey."""
     gatekeeper = wire_of(request).gatekeeper
     caller = await gatekeeper.identify(request.headers.get("authorization"))
     story_of(request).add(tenant=caller.tenant, project=caller.project, key_id=caller.key_id)

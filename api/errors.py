@@ -8,11 +8,8 @@ ApiError
 ├── BodyTooLarge
 ├── ModelNotFound
 ├── MissingKey                no API key where one is needed
-├── WrongKey                  a key that is unknown, revoked or expired
 ├── MissingScope              a key that may not do this
-├── NoBalance                 the balance does not cover the hold
 ├── RateLimited               carries `Retry-After` and the x-ratelimit headers
-├── IdempotencyConflict       one key, two bodies
 ├── NotReady                  the model is loading or the server drains
 └── GenerationFailed          the engine gave up on this request after it was admitted
 
@@ -29,6 +26,7 @@ from typing import Any, Final
 import orjson
 from starlette.exceptions import HTTPException
 
+from billing import errors as billing_errors
 from engine import errors as engine_errors
 
 
@@ -75,24 +73,12 @@ class MissingKey(ApiError):
     """The route needs an API key and none came."""
 
 
-class WrongKey(ApiError):
-    """The API key is unknown, revoked or expired."""
-
-
 class MissingScope(ApiError):
     """The API key is good but may not do this."""
 
 
-class NoBalance(ApiError):
-    """The balance does not cover what the request may cost."""
-
-
 class RateLimited(ApiError):
     """A limit of the key or tenant is used up; `headers` say until when."""
-
-
-class IdempotencyConflict(ApiError):
-    """The idempotency key was used with another body."""
 
 
 class NotReady(ApiError):
@@ -121,11 +107,8 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     BodyTooLarge: Row(413, "invalid_request_error", "request_too_large"),
     ModelNotFound: Row(404, "invalid_request_error", "model_not_found"),
     MissingKey: Row(401, "invalid_request_error", "missing_api_key"),
-    WrongKey: Row(401, "invalid_request_error", "invalid_api_key"),
     MissingScope: Row(403, "permission_error", "insufficient_scope"),
-    NoBalance: Row(402, "insufficient_quota", "insufficient_balance"),
     RateLimited: Row(429, "rate_limit_error", "rate_limit_exceeded"),
-    IdempotencyConflict: Row(409, "invalid_request_error", "idempotency_key_reused"),
     NotReady: Row(503, "server_error", "not_ready", retry_after_s=5),
     GenerationFailed: Row(500, "server_error", "generation_failed"),
     engine_errors.RequestError: Row(400, "invalid_request_error", "invalid_value"),
@@ -136,6 +119,23 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     engine_errors.QueueFull: Row(503, "server_error", "overloaded", retry_after_s=1),
     engine_errors.EngineClosed: Row(503, "server_error", "shutting_down", retry_after_s=5),
     engine_errors.EngineFailed: Row(500, "server_error", "engine_failed"),
+    billing_errors.UnknownKey: Row(401, "invalid_request_error", "invalid_api_key"),
+    billing_errors.KeyExpired: Row(401, "invalid_request_error", "expired_api_key"),
+    billing_errors.KeyRevoked: Row(401, "invalid_request_error", "revoked_api_key"),
+    billing_errors.TenantSuspended: Row(403, "permission_error", "tenant_suspended"),
+    billing_errors.InsufficientBalance: Row(402, "insufficient_quota", "insufficient_balance"),
+    billing_errors.CurrencyMismatch: Row(403, "permission_error", "currency_mismatch"),
+    billing_errors.UnknownTenant: Row(403, "permission_error", "unknown_tenant"),
+    billing_errors.NoPrice: Row(403, "permission_error", "no_price"),
+    billing_errors.DuplicateRequest: Row(409, "invalid_request_error", "duplicate_request"),
+    billing_errors.IdempotencyConflict: Row(409, "invalid_request_error", "idempotency_key_reused"),
+    billing_errors.IdempotencyBusy: Row(
+        409, "invalid_request_error", "idempotency_key_busy", retry_after_s=1
+    ),
+    billing_errors.LedgerUnavailable: Row(
+        503, "server_error", "ledger_unavailable", retry_after_s=5
+    ),
+    billing_errors.LedgerClosed: Row(503, "server_error", "shutting_down", retry_after_s=5),
 }
 
 UNEXPECTED: Final = Row(500, "server_error", "internal_error")

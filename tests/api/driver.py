@@ -1,0 +1,67 @@
+"""An ASGI client that can read slowly and go away, which httpx's in-process transport cannot."""
+
+import asyncio
+import json
+from typing import Any
+
+from fastapi import FastAPI
+
+
+class Visit:
+    """One request to the app, its messages as they come."""
+
+    def __init__(self, app: FastAPI, path: str, body: dict[str, Any], **headers: str) -> None:
+        self._app = app
+        self._scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            "client": ("127.0.0.1", 1),
+            "server": ("test", 80),
+            "scheme": "http",
+            "root_path": "",
+        }
+        self._body: bytes | None = json.dumps(body).encode()
+        self._left = asyncio.Event()
+        self.messages: list[dict[str, Any]] = []
+        self.arrived = asyncio.Event()
+        self.broken = False  # writing fails, as to a closed socket
+        self.stuck = False  # writing never ends, as to a client that reads nothing
+
+    def start(self) -> "Visit":
+        self.task = asyncio.create_task(self._app(self._scope, self._receive, self._send))
+        return self
+
+    def leave(self) -> None:
+        self._left.set()
+
+    @property
+    def text(self) -> str:
+        return b"".join(m.get("body", b"") for m in self.messages).decode()
+
+    async def first_text(self) -> None:
+        """Waits until some of the body has come."""
+        async with asyncio.timeout(5):
+            while not self.text:
+                self.arrived.clear()
+                await self.arrived.wait()
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        if self.stuck:
+            await asyncio.Event().wait()
+        if self.broken:
+            raise OSError("the socket is closed")
+        self.messages.append(message)
+        self.arrived.set()

@@ -1,0 +1,220 @@
+"""Every way out of a request settles its charge exactly once, by the written policy."""
+
+import asyncio
+import random
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from api.collaborators import WireSettings
+from api.testing import FakeHouse, Script, fake_house
+from billing.policy import Outcome
+from engine.request import FinishReason
+from tests.api.conftest import quiet, running
+from tests.api.driver import Visit
+
+CHAT = "/v1/chat/completions"
+HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
+STREAM = HELLO | {"stream": True}
+PROMPT_TOKENS = len("user: hi\nassistant: ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_finished(client: httpx.AsyncClient, house: FakeHouse, stream: bool) -> None:
+    house.engine.script = Script(answer="abc")
+    await client.post(CHAT, json=HELLO | {"stream": stream})
+    charge = house.meter.last
+    assert (1, 0, True) == (charge.num_settled, charge.num_voided, charge.delivered)
+    assert charge.served is not None
+    assert (Outcome.FINISHED, 4) == (charge.served.outcome, charge.served.usage.output)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_settlement_stands_before_the_last_bytes(
+    app: FastAPI, house: FakeHouse, stream: bool
+) -> None:
+    house.engine.script = Script(answer="abc", step_s=0.001)
+    gate = asyncio.Event()
+    settle_at_once = type(house.meter).admit
+
+    async def admit(caller, job):
+        charge = await settle_at_once(house.meter, caller, job)
+        settle = charge.settle
+
+        async def wait_then_settle(served, *, delivered):
+            await gate.wait()
+            return await settle(served, delivered=delivered)
+
+        charge.settle = wait_then_settle
+        return charge
+
+    house.meter.admit = admit
+    visit = Visit(app, CHAT, HELLO | {"stream": stream}).start()
+    await asyncio.sleep(0.1)
+    assert '"finish_reason":"stop"' not in visit.text
+    assert "[DONE]" not in visit.text
+    gate.set()
+    await visit.task
+    assert '"finish_reason":"stop"' in visit.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_pays_for_what_was_computed(
+    app: FastAPI, house: FakeHouse, stream: bool
+) -> None:
+    house.engine.script = Script(answer="x" * 1000, step_s=0.002)
+    visit = Visit(app, CHAT, HELLO | {"stream": stream}).start()
+    await asyncio.sleep(0.05)
+    visit.leave()
+    await visit.task
+    charge = house.meter.last
+    assert charge.served is not None
+    assert Outcome.CLIENT_GONE is charge.served.outcome
+    made = house.engine.tokens_made[charge.job.request_id]
+    assert 0 < made < 1000
+    assert made == charge.served.usage.output
+    assert charge.served.usage.prompt == PROMPT_TOKENS
+    assert [FinishReason.ABORT] == [reason for _, reason, _ in house.engine.aborts]
+    assert stream == charge.delivered
+
+
+async def test_a_client_that_leaves_before_admission_pays_nothing(
+    app: FastAPI, house: FakeHouse
+) -> None:
+    house.engine.script = Script(wait=True)
+    visit = Visit(app, CHAT, HELLO).start()
+    await asyncio.sleep(0.03)
+    visit.leave()
+    await visit.task
+    charge = house.meter.last
+    assert charge.served is not None
+    assert 0 == charge.served.usage.prompt == charge.served.usage.output
+    assert charge.delivered is False
+
+
+async def test_a_broken_socket_is_a_client_that_left(app: FastAPI, house: FakeHouse) -> None:
+    house.engine.script = Script(answer="x" * 1000, step_s=0.002)
+    visit = Visit(app, CHAT, STREAM).start()
+    await visit.first_text()
+    visit.broken = True
+    await visit.task
+    assert house.meter.last.served is not None
+    assert Outcome.CLIENT_GONE is house.meter.last.served.outcome
+
+
+async def test_a_client_that_stops_reading_is_a_client_that_left() -> None:
+    house = fake_house(settings=WireSettings(write_timeout_s=0.05))
+    house.engine.script = Script(answer="x" * 1000, step_s=0.002)
+    async with running(house) as (app, _):
+        visit = Visit(app, CHAT, STREAM).start()
+        await visit.first_text()
+        visit.stuck = True
+        await visit.task
+        assert house.meter.last.served is not None
+        assert Outcome.CLIENT_GONE is house.meter.last.served.outcome
+
+
+async def test_a_connection_that_the_server_ends_still_settles(
+    app: FastAPI, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer="x" * 1000, step_s=0.002)
+    visit = Visit(app, CHAT, STREAM).start()
+    await visit.first_text()
+    visit.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await visit.task
+    await quiet(house, app)
+    assert 1 == house.meter.last.num_settled
+
+
+async def test_a_failure_before_the_first_token_is_a_500(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(fail_after=0)
+    for stream in (False, True):
+        response = await client.post(CHAT, json=HELLO | {"stream": stream})
+        assert (500, "generation_failed") == (
+            response.status_code,
+            response.json()["error"]["code"],
+        )
+        charge = house.meter.last
+        assert charge.served is not None
+        assert (Outcome.FAILED, 0) == (charge.served.outcome, charge.served.usage.output)
+
+
+async def test_a_failure_in_the_middle_of_a_stream_is_an_event(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer="x" * 100, fail_after=3)
+    response = await client.post(CHAT, json=STREAM)
+    assert 200 == response.status_code
+    assert '"error":{"message"' in response.text
+    assert response.text.endswith("data: [DONE]\n\n")
+    charge = house.meter.last
+    assert charge.served is not None
+    assert (Outcome.FAILED, 3) == (charge.served.outcome, charge.served.usage.output)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens_per_step", [1, 4])
+async def test_without_money_the_answer_ends_with_length(
+    client: httpx.AsyncClient, house: FakeHouse, stream: bool, tokens_per_step: int
+) -> None:
+    house.engine.script = Script(answer="abcdefghij", step_s=0.001, tokens_per_step=tokens_per_step)
+    house.meter.budget = 6
+    text = (await client.post(CHAT, json=HELLO | {"stream": stream})).text
+    assert '"finish_reason":"length"' in text
+    assert '"ended_by":"insufficient_balance"' in text
+    charge = house.meter.last
+    assert charge.served is not None
+    assert (Outcome.BUDGET, 6) == (charge.served.outcome, charge.served.usage.output)
+    assert {FinishReason.LENGTH} == {reason for _, reason, _ in house.engine.aborts}
+
+
+async def test_one_prompt_refused_gives_all_back(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(stall=True)
+    submit = house.engine.submit
+
+    def refuse_the_second(request):
+        if house.engine.requests:
+            raise ZeroDivisionError
+        submit(request)
+
+    house.engine.submit = refuse_the_second
+    body = {"model": "bytes", "prompt": ["one", "two"]}
+    assert 500 == (await client.post("/v1/completions", json=body)).status_code
+    assert (0, 1) == (house.meter.last.num_settled, house.meter.last.num_voided)
+
+
+async def test_cancelling_at_random_reconciles_to_the_token(app: FastAPI, house: FakeHouse) -> None:
+    """What is billed is what the engine made, over many clients that leave when they like."""
+    house.engine.script = Script(answer="y" * 60, step_s=0.001)
+    dice = random.Random(5)
+    visits = [Visit(app, CHAT, HELLO | {"stream": n % 2 == 0, "n": 1 + n % 3}) for n in range(60)]
+
+    async def visit_and_leave(visit: Visit, after_s: float) -> None:
+        visit.start()
+        await asyncio.sleep(after_s)
+        visit.leave()
+        await visit.task
+
+    await asyncio.gather(*(visit_and_leave(visit, dice.random() * 0.3) for visit in visits))
+    await quiet(house, app)
+    billed = {charge.job.request_id: charge.served.usage.output for charge in house.meter.charges}
+    assert {name: house.engine.tokens_made.get(name, 0) for name in billed} == billed
+    assert len({charge.served.outcome for charge in house.meter.charges}) == 2
+
+
+async def test_a_silent_engine_is_bridged_by_comments() -> None:
+    house = fake_house(settings=WireSettings(keepalive_s=0.02))
+    house.engine.script = Script(stall=True)
+    async with running(house) as (app, _):
+        visit = Visit(app, CHAT, STREAM).start()
+        await visit.first_text()
+        await asyncio.sleep(0.05)
+        visit.leave()
+        await visit.task
+        assert ": keep-alive\n\n" in visit.text
