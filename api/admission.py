@@ -5,14 +5,15 @@ Job ─► permit (limits) ─► charge (hold) ─► Generation.submit ─► 
            └──── close ───────┴──── void ◄───────┘
 """
 
+import hashlib
 from dataclasses import dataclass, replace
 
 from fastapi import Request
 from starlette.responses import Response
 
-from api.auth import Caller, Salts
+from api.auth import Salts
 from api.collaborators import Collaborators, ServedModel
-from api.context import Story, story_of, wire_of
+from api.context import FIT_NAME, Story, story_of, wire_of
 from api.errors import InvalidRequest
 from api.generation import Generation, Job
 from api.limits import Permit
@@ -20,14 +21,37 @@ from api.metering import Charge
 from api.schemas import GenerationBody
 from api.stream import Delivered, Delivery, DeliveryResponse, WireFormat
 from api.usage import Asked, timings_ms
+from billing.holds import RequestContext
+from billing.keys import Principal
 from billing.usage import EMPTY
 from tiers.keys import CacheScope
 
 
-def scope_for(salts: Salts, model: ServedModel, caller: Caller, share: str | None) -> CacheScope:
-    """The model's scope with the salt of the caller's tenant, or of the group that it shares in."""
-    salt = salts.of_group(share, caller.tenant) if share else salts.of_tenant(caller.tenant)
+def scope_for(
+    salts: Salts, model: ServedModel, principal: Principal, share: str | None
+) -> CacheScope:
+    """The model's scope with the salt of the tenant, or of the group that it shares in."""
+    salt = salts.of_group(share, principal.tenant) if share else salts.of_tenant(principal.tenant)
     return replace(model.scope, tenant=salt)
+
+
+def request_context(request: Request, principal: Principal, raw: bytes) -> RequestContext:
+    """Who asked, and for what, as the ledger keeps it.
+
+    The fingerprint tells a client library's silent retry of the same request from a new one: such
+    a retry says x-stainless-retry-count, and carries the same body under the same key.
+    """
+    asked = f"{principal.tenant}\0{principal.key_id}\0{request.url.path}\0".encode()
+    fingerprint = hashlib.blake2b(asked + raw, digest_size=16).hexdigest()
+    retries = request.headers.get("x-stainless-retry-count", "0")
+    session = request.headers.get("x-session-id", "")
+    return RequestContext(
+        project=principal.project,
+        key_id=principal.key_id,
+        session=session if FIT_NAME.fullmatch(session) else "",
+        fingerprint=fingerprint,
+        is_retry=retries.isdigit() and int(retries) > 0,
+    )
 
 
 def asked_for(request: Request, body: GenerationBody) -> Asked:
@@ -41,7 +65,7 @@ def asked_for(request: Request, body: GenerationBody) -> Asked:
 
 
 def check_size(wire: Collaborators, body: GenerationBody, num_prompts: int) -> None:
-    """Refuses more choices than one request may have, and grammars where none are held."""
+    """Refuses more choices than one request may have."""
     choices = num_prompts * (body.n or 1)
     if choices > wire.settings.max_choices:
         raise InvalidRequest(
@@ -52,7 +76,7 @@ def check_size(wire: Collaborators, body: GenerationBody, num_prompts: int) -> N
 
 
 async def deliver(
-    request: Request, caller: Caller, job: Job, body: GenerationBody, wire_format: WireFormat
+    request: Request, principal: Principal, job: Job, body: GenerationBody, wire_format: WireFormat
 ) -> Response:
     """Admits the job and returns the response that will carry its answer."""
     wire, story = wire_of(request), story_of(request)
@@ -62,9 +86,9 @@ async def deliver(
         prompt_tokens=job.prompt_tokens,
         choices=job.num_choices,
     )
-    permit = await wire.limits.admit(caller)
+    permit = await wire.limits.admit(principal)
     try:
-        charge = await wire.meter.admit(caller, job)
+        charge = await wire.meter.admit(principal, job)
         generation = await _submitted(wire, job, charge)
     except BaseException:
         await permit.close(EMPTY)

@@ -1,52 +1,82 @@
-"""Who is asking: a key becomes a `Caller`, and a caller the salt that keeps tenants' blocks apart.
+"""Who is asking: a key becomes a `Principal`, and its tenant the salt that keeps blocks apart.
 
-The salt is HMAC-SHA256 of the tenant's id under the server's secret. It is derived here, from what
-authentication says, and never read from a request, so no client can name another tenant's blocks.
-A sharing group has a salt of its own; a request joins one by name and only as a member.
+The salt is HMAC-SHA256 of the tenant's name under the server's secret. It is derived here, from
+what authentication says, and never read from a request, so no client can name another tenant's
+blocks. A sharing group has a salt of its own; a request joins one by name and only as a member.
 """
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from api.errors import MissingScope
+from api.errors import MissingKey, MissingScope
+from billing.keys import Principal, Scope
 
-INFERENCE = "inference"
-READ_USAGE = "usage"
-ADMIN = "admin"
 EVERYONE = "*"  # as a member of a sharing group: every tenant
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """An authenticated asker. `key_id` is None on an open server."""
-
-    tenant: str
-    project: str | None = None
-    key_id: str | None = None
-    scopes: frozenset[str] = frozenset({INFERENCE, READ_USAGE})
-
-    def require(self, scope: str) -> None:
-        if scope not in self.scopes:
-            raise MissingScope(
-                f"This API key lacks the scope '{scope}'; create a key that has it with "
-                f"`cachesvc keys create --tenant {self.tenant} --scope {scope}`."
-            )
-
-
 class Gatekeeper(Protocol):
-    """Turns the Authorization header into a caller, or raises MissingKey, UnknownKey and kin."""
+    """Turns the Authorization header into a principal, or raises MissingKey, UnknownKey and kin."""
 
-    async def identify(self, authorization: str | None) -> Caller: ...
+    async def identify(self, authorization: str | None) -> Principal: ...
+
+
+class KeyRing(Protocol):
+    """The part of `billing.accounts.Accounts` that the gate asks; it may read its store."""
+
+    @property
+    def requires_keys(self) -> bool: ...
+
+    def authenticate(self, key: str) -> Principal: ...
+
+    def open_principal(self) -> Principal: ...
+
+
+class KeyGate:
+    """Asks the accounts. Keys are needed when `required`, and always once one was made.
+
+    While none is, every request belongs to the open tenant, whatever key a client library sends.
+    The key ring may look into its store, so it is asked off the event loop.
+    """
+
+    def __init__(self, keys: KeyRing, *, required: bool = False) -> None:
+        self._keys = keys
+        self._required = required
+        self._nobody: Principal | None = None
+
+    async def identify(self, authorization: str | None) -> Principal:
+        return await asyncio.to_thread(self._look, bearer_token(authorization))
+
+    def _look(self, token: str | None) -> Principal:
+        if not (self._required or self._keys.requires_keys):
+            self._nobody = self._nobody or self._keys.open_principal()
+            return self._nobody
+        if token is None:
+            raise MissingKey(
+                "This server needs an API key: send the header 'Authorization: Bearer KEY'. "
+                "An operator makes one with `cachesvc keys create --tenant TENANT`."
+            )
+        return self._keys.authenticate(token)
+
+
+class OpenGate:
+    """A server without accounts: everyone is the same principal. It binds loopback only."""
+
+    def __init__(self, principal: Principal | None = None) -> None:
+        self._principal = principal or Principal("default", scopes=frozenset(Scope))
+
+    async def identify(self, authorization: str | None) -> Principal:
+        return self._principal
 
 
 @dataclass(frozen=True, slots=True)
 class Salts:
     """Salts of tenants and sharing groups. `groups` names each group's member tenants."""
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     groups: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def of_tenant(self, tenant: str) -> bytes:
@@ -57,7 +87,7 @@ class Salts:
         members = self.groups.get(group, frozenset())
         if tenant not in members and EVERYONE not in members:
             raise MissingScope(
-                f"Tenant '{tenant}' is no member of the sharing group '{group}'; leave out "
+                f"Tenant '{tenant}' is no member of the sharing group it named; leave out "
                 "cachesvc.share, or ask the operator to add the tenant to the group.",
                 param="cachesvc.share",
             )
@@ -67,17 +97,16 @@ class Salts:
         return hmac.digest(self.secret, kind + b"\0" + name.encode(), hashlib.sha256)
 
 
+def require(principal: Principal, scope: Scope) -> None:
+    """Raises MissingScope, with the command that makes a fitting key."""
+    if not principal.may(scope):
+        raise MissingScope(
+            f"This API key lacks the scope '{scope}'; use one that has it, made with "
+            f"`cachesvc keys create --tenant {principal.tenant} --scope {scope}`."
+        )
+
+
 def bearer_token(authorization: str | None) -> str | None:
     """The key of an `Authorization: Bearer KEY` header; None when there is none."""
     scheme, _, token = (authorization or "").partition(" ")
     return token.strip() or None if scheme.lower() == "bearer" else None
-
-
-class OpenGate:
-    """A server without keys: every caller is the one local tenant. Such a server binds loopback."""
-
-    def __init__(self, tenant: str = "local") -> None:
-        self._caller = Caller(tenant)
-
-    async def identify(self, authorization: str | None) -> Caller:
-        return self._caller

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.admission import check_size, deliver, scope_for
+from api.admission import check_size, deliver, request_context, scope_for
 from api.context import authorised, read_body, story_of, wire_of
 from api.generation import Delta, Job, Served
 from api.logprobs import chat_logprobs
@@ -26,8 +26,9 @@ router = APIRouter(tags=["chat"])
 async def chat_completions(request: Request) -> Response:
     """Answers as JSON, or as server-sent events with `stream`."""
     wire, story = wire_of(request), story_of(request)
-    caller = await authorised(request)
-    body = parse(await read_body(request), ChatBody)
+    principal = await authorised(request)
+    raw = await read_body(request)
+    body = parse(raw, ChatBody)
     model = find_model(wire.models, body.model)
     check_size(wire, body, 1)
     logprobs = body.logprobs_asked
@@ -44,13 +45,14 @@ async def chat_completions(request: Request) -> Response:
         model=model,
         prompts=(tokens,),
         params=sampling_params(body, max_tokens=limit, logprobs=logprobs),
-        scope=scope_for(wire.salts, model, caller, body.extension.share),
+        scope=scope_for(wire.salts, model, principal, body.extension.share),
         stop=body.stop_strings,
         cache=body.extension.cache is not False,
         arrival_ns=story.arrival_ns,
+        context=request_context(request, principal, raw),
     )
     wire_format = ChatFormat(job, logprobs is not None, body.wants_usage_chunk)
-    return await deliver(request, caller, job, body, wire_format)
+    return await deliver(request, principal, job, body, wire_format)
 
 
 @dataclass(slots=True)

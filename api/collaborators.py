@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from billing.accounts import Tenant
 from engine.request import FinishReason, Request
 from tiers.keys import CacheScope
 
@@ -121,6 +122,7 @@ class Collaborators:
     meter: "Meter"
     limits: "RateLimits"
     encoders: Executor
+    balances: Callable[[str], Tenant]  # of a tenant; may read a store, called off the loop
     readiness: Callable[[], Readiness]
     render_metrics: Callable[[], tuple[bytes, str]]  # body and its content type
     settings: WireSettings

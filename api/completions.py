@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.admission import check_size, deliver, scope_for
+from api.admission import check_size, deliver, request_context, scope_for
 from api.collaborators import Collaborators, ServedModel
 from api.context import authorised, read_body, story_of, wire_of
 from api.errors import Unsupported
@@ -29,8 +29,9 @@ router = APIRouter(tags=["completions"])
 async def completions(request: Request) -> Response:
     """Answers as JSON, or as server-sent events with `stream`."""
     wire, story = wire_of(request), story_of(request)
-    caller = await authorised(request)
-    body = parse(await read_body(request), CompletionBody)
+    principal = await authorised(request)
+    raw = await read_body(request)
+    body = parse(raw, CompletionBody)
     body.refuse_unserved()
     model = find_model(wire.models, body.model)
     given = body.prompts()
@@ -45,14 +46,15 @@ async def completions(request: Request) -> Response:
             max_tokens=_answer_limit(wire, model, body, prompts),
             logprobs=body.logprobs,
         ),
-        scope=scope_for(wire.salts, model, caller, body.extension.share),
+        scope=scope_for(wire.salts, model, principal, body.extension.share),
         stop=body.stop_strings,
         cache=body.extension.cache is not False,
         arrival_ns=story.arrival_ns,
+        context=request_context(request, principal, raw),
     )
     echoes = _echoes(model, body, given, prompts)
     wire_format = CompletionFormat(job, echoes, body.wants_usage_chunk)
-    return await deliver(request, caller, job, body, wire_format)
+    return await deliver(request, principal, job, body, wire_format)
 
 
 def _answer_limit(

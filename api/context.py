@@ -1,18 +1,22 @@
-"""What every route does first: find its collaborators, know the caller, read the body in bounds.
+"""What every route does first: find its collaborators, know the principal, read the body in bounds.
 
 `Story` gathers what the request's one log line says; the outermost middleware opens it and writes
 it, and every hand on the way adds its part. Nothing of a prompt, an answer or a key goes in.
 """
 
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from fastapi import Request
 
-from api.auth import INFERENCE, Caller
+from api.auth import require
 from api.collaborators import Collaborators
 from api.errors import BodyTooLarge
+from billing.keys import Principal, Scope
+
+FIT_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")  # what of a client's own names is kept
 
 
 @dataclass(slots=True)
@@ -35,13 +39,15 @@ def story_of(request: Request) -> Story:
     return cast(Story, request.state.story)
 
 
-async def authorised(request: Request, scope: str = INFERENCE) -> Caller:
-    """The caller, who may do `scope`. Raises MissingKey, MissingScope or billing's UnknownKey."""
+async def authorised(request: Request, scope: Scope = Scope.INFERENCE) -> Principal:
+    """The principal, who may do `scope`. Raises MissingKey, MissingScope, UnknownKey."""
     gatekeeper = wire_of(request).gatekeeper
-    caller = await gatekeeper.identify(request.headers.get("authorization"))
-    story_of(request).add(tenant=caller.tenant, project=caller.project, key_id=caller.key_id)
-    caller.require(scope)
-    return caller
+    principal = await gatekeeper.identify(request.headers.get("authorization"))
+    story_of(request).add(
+        tenant=principal.tenant, project=principal.project or None, key_id=principal.key_id or None
+    )
+    require(principal, scope)
+    return principal
 
 
 async def read_body(request: Request) -> bytes:

@@ -127,6 +127,9 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     billing_errors.CurrencyMismatch: Row(403, "permission_error", "currency_mismatch"),
     billing_errors.UnknownTenant: Row(403, "permission_error", "unknown_tenant"),
     billing_errors.NoPrice: Row(403, "permission_error", "no_price"),
+    billing_errors.InvalidAmount: Row(400, "invalid_request_error", "invalid_value"),
+    billing_errors.InvalidName: Row(400, "invalid_request_error", "invalid_value"),
+    billing_errors.AlreadyExists: Row(409, "invalid_request_error", "already_exists"),
     billing_errors.DuplicateRequest: Row(409, "invalid_request_error", "duplicate_request"),
     billing_errors.IdempotencyConflict: Row(409, "invalid_request_error", "idempotency_key_reused"),
     billing_errors.IdempotencyBusy: Row(

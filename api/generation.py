@@ -8,12 +8,13 @@ after it does not, and nothing counts that the hold does not cover. Event loop o
 
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from api.bridge import OutputBridge
 from api.collaborators import Detokenizer, EngineClient, ServedModel
+from billing.holds import RequestContext
 from billing.policy import Outcome
 from billing.usage import EMPTY, Usage
 from engine.request import (
@@ -34,7 +35,7 @@ ANSWERED = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # the ends that 
 class Coverage(Protocol):
     """What pays for output tokens: says how many of them are covered so far."""
 
-    async def cover(self, output_tokens: int) -> int: ...
+    async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,12 @@ class Job:
     stop: tuple[str, ...] = ()
     cache: bool = True
     arrival_ns: int = 0
+    context: RequestContext = field(default_factory=RequestContext)  # for the ledger
+
+    @property
+    def max_output(self) -> int:
+        """The most output tokens that all choices together may have."""
+        return (self.params.max_tokens or self.model.max_context) * self.num_choices
 
     @property
     def prompt_tokens(self) -> int:
@@ -190,22 +197,31 @@ class Generation:
         try:
             while not self._over:
                 outputs = await self._feed.take(idle_s)
-                if not outputs:
+                if not outputs:  # a long silence: the hold is renewed
+                    await self._cover(self.output_tokens)
                     yield []
                 elif deltas := await self._read(outputs):
                     yield deltas
         finally:
             self._bridge.close(self._feed)
 
-    def served(self) -> Served:
-        """What was served, and how it ended."""
+    async def _cover(self, output_tokens: int) -> int:
+        return await self._coverage.cover(output_tokens, self.usage)
+
+    def usage(self) -> Usage:
+        """What has been served so far."""
         usage = EMPTY
         for part in self._parts.values():
             if part.counts is not None:
                 output = sum(choice.num_tokens for choice in part.choices)
                 usage += Usage.from_counts(replace(part.counts, output=output))
+        return usage
+
+    def served(self) -> Served:
+        """What was served, and how it ended."""
         first = next(iter(self._parts.values()))
-        return Served(self._outcome, usage, dict(self._miss_reasons), first.timeline, self._error)
+        reasons = dict(self._miss_reasons)
+        return Served(self._outcome, self.usage(), reasons, first.timeline, self._error)
 
     @property
     def outcome(self) -> Outcome:
@@ -228,7 +244,7 @@ class Generation:
     async def _read(self, outputs: Sequence[StepOutput]) -> list[Delta]:
         live = self._live_tokens(outputs)
         told = self.output_tokens
-        covered = await self._coverage.cover(told + live) if live else told
+        covered = await self._cover(told + live) if live else told
         allowance = covered - told
         deltas: list[Delta] = []
         for output in outputs:

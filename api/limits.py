@@ -21,8 +21,8 @@ from limits.aio.strategies import FixedWindowRateLimiter
 from limits.errors import StorageError
 from limits.storage import storage_from_string
 
-from api.auth import Caller
 from api.errors import RateLimited
+from billing.keys import Principal
 from billing.usage import Usage
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Permit(Protocol):
 class RateLimits(Protocol):
     """Raises RateLimited, or lets the request in."""
 
-    async def admit(self, caller: Caller) -> Permit: ...
+    async def admit(self, principal: Principal) -> Permit: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class FreePass:
 class NoLimits:
     """A server without limits."""
 
-    async def admit(self, caller: Caller) -> Permit:
+    async def admit(self, principal: Principal) -> Permit:
         return FreePass()
 
 
@@ -114,8 +114,8 @@ class WindowLimits:
         self._limiter = FixedWindowRateLimiter(storage)
         self._running: Counter[Holder] = Counter()
 
-    async def admit(self, caller: Caller) -> Permit:
-        quotas = list(self._quotas(caller))
+    async def admit(self, principal: Principal) -> Permit:
+        quotas = list(self._quotas(principal))
         self._check_concurrency(quotas)
         windows = [window for holder, quota in quotas for window in _windows(holder, quota)]
         holders = [holder for holder, _ in quotas]
@@ -166,12 +166,12 @@ class WindowLimits:
         except StorageError as error:
             logger.warning("%s tokens were not booked: %s", cost, error.storage_error)
 
-    def _quotas(self, caller: Caller) -> Iterator[tuple[Holder, Quota]]:
+    def _quotas(self, principal: Principal) -> Iterator[tuple[Holder, Quota]]:
         settings = self._settings
-        tenant = settings.tenants.get(caller.tenant, settings.tenant)
-        yield Holder("tenant", caller.tenant), tenant
-        if caller.key_id is not None:
-            yield Holder("key", caller.key_id), settings.keys.get(caller.key_id, settings.key)
+        tenant = settings.tenants.get(principal.tenant, settings.tenant)
+        yield Holder("tenant", principal.tenant), tenant
+        if principal.key_id:
+            yield Holder("key", principal.key_id), settings.keys.get(principal.key_id, settings.key)
 
     def _check_concurrency(self, quotas: Sequence[tuple[Holder, Quota]]) -> None:
         for holder, quota in quotas:
@@ -200,7 +200,9 @@ class _Place:
 def open_storage(url: str) -> Storage:
     """The store of `memory://` or a `redis://` URL, with its errors as StorageError."""
     options = {} if url.startswith("memory") else {"implementation": "redispy"}
-    return storage_from_string(f"async+{url}", wrap_exceptions=True, **options)
+    storage = storage_from_string(f"async+{url}", wrap_exceptions=True, **options)
+    assert isinstance(storage, Storage), url
+    return storage
 
 
 def _windows(holder: Holder, quota: Quota) -> Iterator[_Window]:

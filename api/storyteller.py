@@ -5,7 +5,6 @@ ASGI, so that a stream passes through without a copy.
 """
 
 import logging
-import re
 import time
 import uuid
 from typing import Any
@@ -13,13 +12,12 @@ from typing import Any
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.context import Story
+from api.context import FIT_NAME, Story
 from api.errors import answer_to
 
 logger = logging.getLogger(__name__)
 story_log = structlog.get_logger("api.request")
 
-FIT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 QUIET = frozenset({"/health", "/health/ready", "/metrics"})  # asked every few seconds
 
 
@@ -38,13 +36,12 @@ class Storyteller:
         story.add(method=scope["method"], path=scope["path"], client_request_id=client_id)
         scope.setdefault("state", {})["story"] = story
         told = client_id or story.request_id
-        status = 500
-        started = False
+        status: int | None = None
 
         async def name(message: Message) -> None:
-            nonlocal status, started
+            nonlocal status
             if message["type"] == "http.response.start":
-                status, started = message["status"], True
+                status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", told.encode())]
             await send(message)
 
@@ -53,15 +50,16 @@ class Storyteller:
         except Exception as error:
             logger.exception("request %s failed", story.request_id)
             story.add(error=type(error).__name__)
-            if started:
+            if status is not None:
                 raise
             await _send_unexpected(name, error)
         finally:
             self._tell(story, status)
 
-    def _tell(self, story: Story, status: int) -> None:
+    def _tell(self, story: Story, status: int | None) -> None:
+        """`status` is None where nothing was sent: the client had gone."""
         path = story.facts.get("path")
-        if path in QUIET and status < 400:
+        if path in QUIET and status == 200:
             return
         duration_ms = round((time.monotonic_ns() - story.arrival_ns) / 1e6, 3)
         story_log.info(
@@ -82,7 +80,7 @@ def _client_id(scope: Scope) -> str | None:
     for name, value in scope["headers"]:
         if name == b"x-request-id":
             text = value.decode("latin-1")
-            return text if FIT_ID.fullmatch(text) else None
+            return text if FIT_NAME.fullmatch(text) else None
     return None
 
 

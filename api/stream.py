@@ -141,7 +141,7 @@ class Delivery:
         return held
 
     async def _gather(self) -> bytes:
-        async for deltas in self.generation.deltas():
+        async for deltas in self.generation.deltas(self.keepalive_s):
             for delta in deltas:
                 self.wire.absorb(delta)
         return b""

@@ -13,15 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from api.auth import Caller, Gatekeeper, OpenGate, Salts
+from api.auth import Gatekeeper, OpenGate, Salts
 from api.bridge import OutputBridge
 from api.collaborators import Collaborators, Readiness, ServedModel, WireSettings
 from api.generation import Job, Served
 from api.limits import NoLimits, RateLimits
 from api.metering import Meter
 from api.usage import Bill
+from billing.accounts import Tenant
+from billing.keys import Principal
+from billing.money import UNITS
 from billing.policy import billable
-from billing.usage import EMPTY
+from billing.usage import EMPTY, Usage
 from engine.errors import RequestError
 from engine.request import (
     FinishReason,
@@ -269,16 +272,16 @@ class ScriptedEngine:
 class CountingCharge:
     """Money that only counts. Covers `budget` output tokens, or all of them."""
 
-    def __init__(self, meter: "CountingMeter", caller: Caller, job: Job) -> None:
+    def __init__(self, meter: "CountingMeter", principal: Principal, job: Job) -> None:
         self._meter = meter
-        self.caller = caller
+        self.principal = principal
         self.job = job
         self.served: Served | None = None
         self.delivered: bool | None = None
         self.num_settled = 0
         self.num_voided = 0
 
-    async def cover(self, output_tokens: int) -> int:
+    async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int:
         budget = self._meter.budget
         return output_tokens if budget is None else min(output_tokens, budget)
 
@@ -309,10 +312,10 @@ class CountingMeter:
         self.refuse: Exception | None = None
         self.fail_settle: Exception | None = None
 
-    async def admit(self, caller: Caller, job: Job) -> CountingCharge:
+    async def admit(self, principal: Principal, job: Job) -> CountingCharge:
         if self.refuse is not None:
             raise self.refuse
-        self.charges.append(CountingCharge(self, caller, job))
+        self.charges.append(CountingCharge(self, principal, job))
         return self.charges[-1]
 
     @property
@@ -339,6 +342,11 @@ def byte_model(name: str = "bytes", *, max_context: int = 4096) -> ServedModel:
     )
 
 
+def rich_tenant(name: str) -> Tenant:
+    """An account with ten granted and a hundred paid."""
+    return Tenant(name, "CNY", 0, False, 0, 10 * UNITS, 100 * UNITS, 0, 0, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class FakeHouse:
     """The collaborators of an app under test, and the fakes behind them."""
@@ -360,6 +368,7 @@ def fake_house(
     limits: RateLimits | None = None,
     salts: Salts | None = None,
     settings: WireSettings | None = None,
+    balances: Callable[[str], Tenant] = rich_tenant,
 ) -> FakeHouse:
     """A whole wire over a `ScriptedEngine`; pass what the test is about."""
     bridge = OutputBridge()
@@ -373,6 +382,7 @@ def fake_house(
         salts=salts or Salts(b"secret of the tests"),
         meter=meter or counting,
         limits=limits or NoLimits(),
+        balances=balances,
         encoders=ThreadPoolExecutor(2),
         readiness=lambda: Readiness(ready=True),
         render_metrics=lambda: (b"# none\n", "text/plain; version=0.0.4"),

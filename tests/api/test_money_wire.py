@@ -1,0 +1,273 @@
+"""The wire on a real ledger in SQLite: keys, holds, charges, balances, retries paid once."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from api.auth import KeyGate
+from api.collaborators import WireSettings
+from api.metering import LedgerMeter
+from api.testing import FakeHouse, Script, fake_house
+from billing.accounts import Accounts
+from billing.entries import Entry, Kind
+from billing.keys import Scope
+from billing.ledger import Ledger
+from billing.money import UNITS, format_units
+from billing.policy import Outcome
+from billing.store import database_url, open_store
+from tests.api.conftest import quiet, running
+from tests.api.driver import Visit
+
+CHAT = "/v1/chat/completions"
+HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
+PROMPT_TOKENS = len("user: hi\nassistant: ")
+HIT, MISS, OUTPUT = 100_000, 1_000_000, 2_000_000  # units a token under the DeepSeek launch card
+
+
+class Bank:
+    """A ledger, its accounts, and an app in front of it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        slice_tokens: int = 4,
+        lease_s: int = 120,
+        settings: WireSettings | None = None,
+    ) -> None:
+        self.store = open_store(database_url(folder))
+        self.accounts = Accounts(self.store)
+        self.entries: list[Entry] = []
+        self.ledger = Ledger(self.store, self.accounts, observers=[self.entries.extend])
+        self.ledger.start()
+        self.house = fake_house(
+            gatekeeper=KeyGate(self.accounts),
+            meter=LedgerMeter(self.ledger, slice_tokens=slice_tokens, lease_s=lease_s),
+            balances=self.accounts.tenant,
+            settings=settings,
+        )
+
+    def customer(self, units: int, tenant: str = "acme", **key: object) -> dict[str, str]:
+        """A prepaid tenant with this much; the headers that its key makes."""
+        self.accounts.create_tenant(tenant, "CNY", by="test")
+        if units:
+            self.ledger.deposit(tenant, units, reference="first", by="test").result()
+        secret, _ = self.accounts.create_key(tenant, by="test", **key)
+        return {"authorization": f"Bearer {secret}"}
+
+    def spent(self, of: int, tenant: str = "acme") -> int:
+        account = self.accounts.tenant(tenant)
+        assert account.held == 0
+        return of - account.balance
+
+    def close(self) -> None:
+        self.ledger.close()
+        self.store.close()
+
+
+@pytest.fixture
+async def bank(tmp_path: Path) -> AsyncIterator[Bank]:
+    bank = Bank(tmp_path)
+    with contextlib.closing(bank):
+        yield bank
+
+
+@contextlib.asynccontextmanager
+async def serving(bank: Bank) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient, FakeHouse]]:
+    async with running(bank.house) as (app, client):
+        yield app, client, bank.house
+
+
+async def test_a_server_without_keys_serves_everyone(bank: Bank) -> None:
+    async with serving(bank) as (_, client, _):
+        assert 200 == (await client.post(CHAT, json=HELLO)).status_code
+        with_key = await client.post(CHAT, json=HELLO, headers={"authorization": "Bearer any"})
+        assert 200 == with_key.status_code
+    assert 0 < -bank.accounts.tenant("default").balance
+
+
+async def test_once_a_key_exists_every_route_needs_one(bank: Bank) -> None:
+    async with serving(bank) as (_, client, _):
+        headers = bank.customer(UNITS)
+        for method, path in [
+            ("POST", CHAT),
+            ("POST", "/v1/completions"),
+            ("GET", "/v1/models"),
+            ("GET", "/v1/models/bytes"),
+            ("POST", "/tokenize"),
+            ("POST", "/detokenize"),
+            ("GET", "/user/balance"),
+        ]:
+            bare = await client.request(method, path)
+            assert (401, "missing_api_key") == (bare.status_code, bare.json()["error"]["code"])
+            assert "Bearer" == bare.headers["www-authenticate"]
+        wrong = await client.get("/v1/models", headers={"authorization": "Bearer sk-no"})
+        assert (401, "invalid_api_key") == (wrong.status_code, wrong.json()["error"]["code"])
+        assert "sk-no" not in wrong.text
+        assert 200 == (await client.get("/v1/models", headers=headers)).status_code
+        for open_path in ("/health", "/health/ready", "/metrics"):
+            assert 200 == (await client.get(open_path)).status_code
+
+
+async def test_keys_end_and_have_scopes(bank: Bank) -> None:
+    async with serving(bank) as (_, client, _):
+        reader = bank.customer(UNITS, scopes=frozenset({Scope.USAGE}))
+        refused = await client.post(CHAT, json=HELLO, headers=reader)
+        assert (403, "insufficient_scope") == (
+            refused.status_code,
+            refused.json()["error"]["code"],
+        )
+        assert 200 == (await client.get("/user/balance", headers=reader)).status_code
+        expired = bank.customer(UNITS, "late", expires_ns=1)
+        answer = await client.post(CHAT, json=HELLO, headers=expired)
+        assert (401, "expired_api_key") == (answer.status_code, answer.json()["error"]["code"])
+
+
+async def test_a_charge_is_exact_and_the_balance_shows_it(bank: Bank) -> None:
+    async with serving(bank) as (_, client, house):
+        headers = bank.customer(UNITS)
+        house.engine.script = Script(answer="hello", hits={"hit_disk": 70})
+        body = {"model": "bytes", "prompt": "p" * 100, "cachesvc": {"details": True}}
+        answer = (await client.post("/v1/completions", json=body, headers=headers)).json()
+        due = 70 * HIT + 30 * MISS + 6 * OUTPUT
+        assert {
+            "currency": "CNY",
+            "amount": format_units(due),
+            "saved": format_units(70 * (MISS - HIT)),
+        }.items() <= answer["cachesvc"]["cost"].items()
+        assert due == bank.spent(UNITS)
+        balance = (await client.get("/user/balance", headers=headers)).json()
+    assert {
+        "is_available": True,
+        "balance_infos": [
+            {
+                "currency": "CNY",
+                "total_balance": format_units(UNITS - due),
+                "granted_balance": "0.00",
+                "topped_up_balance": format_units(UNITS - due),
+            }
+        ],
+    } == balance
+
+
+async def test_without_balance_nothing_is_computed(bank: Bank) -> None:
+    async with serving(bank) as (_, client, house):
+        headers = bank.customer(0)
+        answer = await client.post(CHAT, json=HELLO, headers=headers)
+        assert (402, "insufficient_balance") == (
+            answer.status_code,
+            answer.json()["error"]["code"],
+        )
+        assert [] == house.engine.requests
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_ends_where_the_money_does(bank: Bank, stream: bool) -> None:
+    """The hold covers the prompt and three slices of four tokens; not one token more goes out."""
+    paid = PROMPT_TOKENS * MISS + 12 * OUTPUT
+    async with serving(bank) as (_, client, house):
+        headers = bank.customer(paid)
+        house.engine.script = Script(answer="z" * 100, tokens_per_step=3, step_s=0.002)
+        text = (await client.post(CHAT, json=HELLO | {"stream": stream}, headers=headers)).text
+    assert '"finish_reason":"length"' in text
+    assert '"ended_by":"insufficient_balance"' in text
+    assert 12 == text.count("z")
+    assert paid == bank.spent(paid)
+
+
+async def test_many_at_once_never_overdraw(bank: Bank) -> None:
+    paid = 5 * (PROMPT_TOKENS * MISS + 8 * OUTPUT)
+    async with serving(bank) as (_, client, house):
+        headers = bank.customer(paid)
+        house.engine.script = Script(answer="z" * 30, step_s=0.001)
+        answers = await asyncio.gather(
+            *(client.post(CHAT, json=HELLO, headers=headers) for _ in range(20))
+        )
+    assert {200, 402} == {answer.status_code for answer in answers}
+    assert 0 <= bank.accounts.tenant("acme").balance
+    billed = sum(
+        answer.json()["usage"]["completion_tokens"] * OUTPUT + PROMPT_TOKENS * MISS
+        for answer in answers
+        if answer.status_code == 200
+    )
+    assert billed == bank.spent(paid)
+
+
+async def test_a_failure_before_the_first_token_costs_nothing(bank: Bank) -> None:
+    async with serving(bank) as (_, client, house):
+        headers = bank.customer(UNITS)
+        house.engine.script = Script(fail_after=0)
+        assert 500 == (await client.post(CHAT, json=HELLO, headers=headers)).status_code
+        house.engine.script = Script(refuse=ZeroDivisionError())
+        assert 500 == (await client.post(CHAT, json=HELLO, headers=headers)).status_code
+    assert 0 == bank.spent(UNITS)
+
+
+async def test_a_client_that_leaves_pays_for_what_was_made(bank: Bank) -> None:
+    async with serving(bank) as (app, _, house):
+        headers = bank.customer(UNITS)
+        house.engine.script = Script(answer="z" * 1000, step_s=0.002)
+        visit = Visit(app, CHAT, HELLO | {"stream": True}, **headers).start()
+        await visit.first_text()
+        visit.leave()
+        await visit.task
+        (made,) = house.engine.tokens_made.values()
+    assert PROMPT_TOKENS * MISS + made * OUTPUT == bank.spent(UNITS)
+
+
+async def test_a_silent_retry_of_an_undelivered_answer_pays_once(bank: Bank) -> None:
+    """The openai client gives up on a slow JSON answer and asks again; only the second is paid."""
+    async with serving(bank) as (app, client, house):
+        headers = bank.customer(UNITS)
+        house.engine.script = Script(answer="z" * 1000, step_s=0.002)
+        visit = Visit(app, CHAT, HELLO, **headers).start()
+        await asyncio.sleep(0.05)
+        visit.leave()
+        await visit.task
+        assert 0 < bank.spent(UNITS)
+        house.engine.script = Script(answer="zz")
+        raw = json.dumps(HELLO)  # byte for byte what the first one sent
+        retry = headers | {"x-stainless-retry-count": "1"}
+        answer = await client.post(CHAT, content=raw, headers=retry)
+        assert 200 == answer.status_code
+        await quiet(house, app)
+    assert PROMPT_TOKENS * MISS + 3 * OUTPUT == bank.spent(UNITS)
+
+
+async def test_the_lease_of_a_silent_request_is_renewed(tmp_path: Path) -> None:
+    """A request that waits longer than a lease keeps its hold."""
+    bank = Bank(tmp_path, lease_s=1, settings=WireSettings(keepalive_s=0.1))
+    bank.house.engine.script = Script(stall=True)
+    with contextlib.closing(bank):
+        async with serving(bank) as (app, _, _):
+            headers = bank.customer(UNITS)
+            visit = Visit(app, CHAT, HELLO, **headers).start()
+            await asyncio.sleep(2.5)
+            assert 0 < bank.accounts.tenant("acme").held
+            visit.leave()
+            await visit.task
+        assert 0 == bank.ledger.stats().swept
+
+
+async def test_every_way_out_is_in_the_ledger_once(bank: Bank) -> None:
+    async with serving(bank) as (app, client, house):
+        headers = bank.customer(UNITS)
+        house.engine.script = Script(answer="abc")
+        await client.post(CHAT, json=HELLO, headers=headers)
+        house.engine.script = Script(answer="z" * 99, fail_after=3)
+        await client.post(CHAT, json=HELLO | {"stream": True}, headers=headers)
+        house.engine.script = Script(wait=True)
+        visit = Visit(app, CHAT, HELLO, **headers).start()
+        await asyncio.sleep(0.03)
+        visit.leave()
+        await visit.task
+    charged = [entry for entry in bank.entries if entry.kind is Kind.CHARGE]
+    outcomes = [Outcome(entry.details["outcome"]) for entry in charged]
+    assert [Outcome.FINISHED, Outcome.FAILED, Outcome.CLIENT_GONE] == outcomes
+    assert 3 == len({entry.request_id for entry in charged})
