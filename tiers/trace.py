@@ -84,8 +84,8 @@ def _check_block_tokens(path: Path, requests: Sequence[TraceRequest], block_toke
         example = too_many[0]
         raise TraceError(
             f"{path}: {len(too_many)} of {len(requests)} requests name more blocks than their "
-            f"tokens fill (one {len(example.blocks)} blocks for {example.input_tokens} tokens), so a "
-            f"hash id does not stand for {block_tokens} tokens; give the trace's own block size"
+            f"tokens fill (one {len(example.blocks)} blocks for {example.input_tokens} tokens), so "
+            f"a hash id does not stand for {block_tokens} tokens; give the trace's own block size"
         )
 
 

@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import Any
 
 from tiers.errors import ConfigurationError
+from tiers.policy.adaptive import Adaptive
 from tiers.policy.arc import Arc
 from tiers.policy.cost_aware import CostAware
 from tiers.policy.fifo import Fifo
@@ -25,6 +26,7 @@ class PolicyName(StrEnum):
     S3FIFO = "s3fifo"
     ARC = "arc"
     COST_AWARE = "cost_aware"
+    ADAPTIVE = "adaptive"
 
 
 _FACTORIES: dict[PolicyName, Callable[[int], Policy[Any]]] = {
@@ -34,6 +36,7 @@ _FACTORIES: dict[PolicyName, Callable[[int], Policy[Any]]] = {
     PolicyName.S3FIFO: S3Fifo,
     PolicyName.ARC: Arc,
     PolicyName.COST_AWARE: lambda capacity: CostAware(),
+    PolicyName.ADAPTIVE: Adaptive,
 }
 
 

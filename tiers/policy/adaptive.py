@@ -1,0 +1,313 @@
+"""Adaptive: learns which runs of blocks come back, and when, and evicts what is worth least.
+
+Blocks that are used together form a node of a prefix tree; the node is the unit of learning and the
+block that of eviction, from the tail of a leaf. The learner sees what a serving cache knows and a
+page cache does not: turn, depth, how much of the prompt was new, how often and how regularly the
+node was used. A shadow LRU of the same capacity guards it: where that would have hit more, by more
+than a small share of all uses, blocks leave in LRU order until traffic has repaid the share.
+
+    uses of a request ─► flush ─► its nodes ─► ReuseModel.levels ─► buckets by level ─► victim
+                                     └─ the wait that ended ─► ReuseModel.learn
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Generic
+
+from tiers.policy.policy import K, Use
+from tiers.policy.prefix_node import Node
+from tiers.policy.reuse_model import (
+    AGE_ENDS,
+    NUM_AGES,
+    NUM_LEVELS,
+    NUM_ROWS,
+    ReuseModel,
+    Rows,
+    interval,
+    row,
+)
+from tiers.policy.shadow import ShadowLru
+
+_ENDS = [float(end) for end in AGE_ENDS]
+_LEARN_AT = frozenset((2, 4, 7, 10, 13, 16, 19, 22))  # ages at which a wait so far is learned from
+_NUM_FEATURES = 13
+_REGRET = 0.002  # share of the uses by which the shadow LRU may be ahead
+_MEMORY = 200_000  # uses after which the comparison with the shadow is half forgotten
+_MIN_GHOSTS = 16_384
+
+_Pending = tuple[K, K | None, int]  # key, parent, depth (-1: not told)
+_Aging = tuple[float, Node[K], int]  # when it enters its next age, the node, its serial then
+
+
+class Adaptive(Generic[K]):
+    """Invariants: a node in a bucket is a leaf, and a leaf in none is parked for its held tail; a
+    parent stays while a child has resident blocks.
+
+    A request costs about 100 us for its three or four nodes and 1 us for each of its blocks, a
+    victim 1 us. Memory: 200 bytes a block, 600 a node; max(16,384, 4 x capacity) nodes as ghosts.
+    """
+
+    def __init__(self, capacity_blocks: int) -> None:
+        self._nodes: dict[K, Node[K]] = {}  # resident blocks
+        self._ghosts: OrderedDict[K, Node[K]] = OrderedDict()  # evicted nodes by head, oldest first
+        self._max_ghosts = max(_MIN_GHOSTS, 4 * capacity_blocks)
+        self._held: set[K] = set()
+        self._pending: list[_Pending[K]] = []  # uses of one request, tail first
+        self._use: Use | None = None
+        self._now_s = 0.0
+        self._model = ReuseModel(_NUM_FEATURES)
+        self._shadow: ShadowLru[K] = ShadowLru(capacity_blocks, _REGRET, _MEMORY)
+        self._recency: OrderedDict[Node[K], None] = OrderedDict()  # resident nodes, oldest first
+        self._buckets: list[OrderedDict[Node[K], None]] = [OrderedDict() for _ in range(NUM_LEVELS)]
+        self._lowest = NUM_LEVELS  # no bucket below holds a node
+        self._aging: list[deque[_Aging[K]]] = [
+            deque(maxlen=4 * self._max_ghosts) for _ in range(NUM_AGES)
+        ]
+
+    def insert(
+        self, key: K, use: Use, parent: K | None = None, depth: int = 0, nbytes: int = 1
+    ) -> None:
+        if use is not self._use:
+            self._flush()
+            self._use = use
+        self._pending.append((key, parent, depth))
+
+    def hold(self, key: K) -> None:
+        self._flush()
+        self._held.add(key)
+
+    def release(self, key: K, use: Use) -> None:
+        self._held.discard(key)
+        self.touch(key, use)
+
+    def touch(self, key: K, use: Use) -> None:
+        if use is not self._use:
+            self._flush()
+            self._use = use
+        self._pending.append((key, None, -1))
+
+    def remove(self, key: K) -> None:
+        self._flush()
+        self._held.discard(key)
+        node = self._nodes.get(key)
+        if node is not None:
+            node.blocks.remove(key)
+            self._left(node, key)
+
+    def victim(self) -> K | None:
+        self._flush()
+        node = self._oldest() if self._shadow.is_ahead else self._least_worth()
+        if node is None:
+            return None
+        key = node.blocks.pop()
+        self._left(node, key)
+        return key
+
+    def coldest(self, count: int) -> list[K]:
+        self._flush()
+        order = self._recency if self._shadow.is_ahead else self._by_worth()
+        keys = (key for node in order for key in reversed(node.blocks) if key not in self._held)
+        return list(islice(keys, count))
+
+    # Choosing.
+
+    def _least_worth(self) -> Node[K] | None:
+        """A leaf of the lowest level whose tail is not held; leaves with a held tail are parked."""
+        while self._lowest < NUM_LEVELS:
+            bucket = self._buckets[self._lowest]
+            if not bucket:
+                self._lowest += 1
+                continue
+            node = next(iter(bucket))
+            if node.blocks[-1] not in self._held:
+                return node
+            self._unplace(node)
+        return None
+
+    def _oldest(self) -> Node[K] | None:
+        """The least recently used node; it is a leaf, for whoever uses a child uses its parent."""
+        for _ in range(len(self._recency)):
+            node = next(iter(self._recency))
+            if node.blocks[-1] not in self._held and not node.num_children:
+                return node
+            self._recency.move_to_end(node)
+        return None
+
+    def _by_worth(self) -> Iterator[Node[K]]:
+        for bucket in self._buckets[self._lowest :]:
+            yield from bucket
+
+    def _place(self, node: Node[K]) -> None:
+        """Put a node in the bucket of its present worth, or in none if it is no candidate."""
+        self._unplace(node)
+        if node.num_children or not node.blocks:
+            return
+        node.bucket = node.levels[node.age]
+        self._buckets[node.bucket][node] = None
+        self._lowest = min(self._lowest, node.bucket)
+
+    def _unplace(self, node: Node[K]) -> None:
+        if node.bucket >= 0:
+            del self._buckets[node.bucket][node]
+            node.bucket = -1
+
+    def _left(self, node: Node[K], key: K) -> None:
+        """`key` is no longer among the blocks of `node`."""
+        del self._nodes[key]
+        if node.blocks:
+            if node.bucket < 0:
+                self._place(node)
+            return
+        self._unplace(node)
+        del self._recency[node]
+        self._ghosts[node.head] = node
+        if len(self._ghosts) > self._max_ghosts:
+            _, forgotten = self._ghosts.popitem(last=False)
+            forgotten.serial = -1
+        parent, node.parent = node.parent, None
+        if parent is not None:
+            parent.num_children -= 1
+            if not parent.num_children:
+                self._place(parent)
+
+    # Using.
+
+    def _flush(self) -> None:
+        """Work off the uses of one request."""
+        if not self._pending:
+            return
+        use = self._use
+        assert use is not None, "uses are pending and no request made them"
+        chain, self._pending = self._pending[::-1], []
+        self._now_s = max(self._now_s, use.time_s)
+        self._grow_older()
+        keys = [key for key, _, _ in chain]
+        num_hit = next((i for i, key in enumerate(keys) if key not in self._nodes), len(keys))
+        self._shadow.use(keys, num_hit)
+        nodes, num_known = self._walk(chain, keys)
+        self._renew(nodes, num_known, use)
+
+    def _grow_older(self) -> None:
+        """Move nodes on to their present age; each enters an age once a wait."""
+        now_s = self._now_s
+        for age, queue in enumerate(self._aging[:-1], start=1):
+            while queue and queue[0][0] <= now_s:
+                _, node, serial = queue.popleft()
+                if node.serial != serial:
+                    continue
+                node.age = age
+                if age in _LEARN_AT:
+                    self._model.learn(node.outcome(age, reused=False))
+                self._aging[age].append((node.last_s + _ENDS[age], node, serial))
+                if node.bucket >= 0 and node.bucket != node.levels[age]:
+                    self._place(node)
+
+    def _walk(self, chain: Sequence[_Pending[K]], keys: Sequence[K]) -> tuple[list[Node[K]], int]:
+        """The nodes that a chain, head first, passes through, and how many blocks were known."""
+        nodes: list[Node[K]] = []
+        num_known = start = 0
+        first_parent = chain[0][1]
+        above = self._nodes.get(first_parent) if first_parent is not None else None
+        while start < len(keys):
+            key, _, depth = chain[start]
+            node = self._nodes.get(key)
+            if node is not None:
+                size = node.count_run(keys, start)
+                if size < len(node.blocks) and node.head == key:
+                    node = self._split(node, size)
+                num_known = start + size
+            else:
+                size = self._count_new(keys, start)
+                ghost = self._ghosts.pop(key, None)
+                if ghost is not None:
+                    node = ghost
+                    size = node.length = min(size, node.length)
+                    num_known = start + size
+                elif nodes and above is not None and above.num_missing:
+                    size = min(size, above.num_missing)
+                    num_known = start + size
+                    self._settle(above, keys[start : start + size])
+                    start += size
+                    continue
+                else:
+                    if start + size == len(keys) and size > 1:
+                        size -= 1  # the last block is a node of its own: it may be partial
+                    node = Node(keys[start], size, max(0, depth) + size, self._now_s)
+                self._join(node, above)
+                self._settle(node, keys[start : start + size])
+            nodes.append(node)
+            above = node
+            start += size
+        return nodes, num_known
+
+    def _count_new(self, keys: Sequence[K], start: int) -> int:
+        """How many blocks from `start` on are neither resident nor the head of another ghost."""
+        end = start + 1
+        while end < len(keys) and keys[end] not in self._nodes and keys[end] not in self._ghosts:
+            end += 1
+        return end - start
+
+    def _join(self, node: Node[K], parent: Node[K] | None) -> None:
+        """A node has no resident block yet and gets some, below `parent`."""
+        node.parent = parent
+        if parent is not None:
+            parent.num_children += 1
+            self._unplace(parent)
+        self._recency[node] = None
+
+    def _settle(self, node: Node[K], keys: Sequence[K]) -> None:
+        node.blocks += keys
+        for key in keys:
+            self._nodes[key] = node
+
+    def _split(self, node: Node[K], size: int) -> Node[K]:
+        """Cut the leading `size` blocks off into a node of their own, the parent of the rest."""
+        upper = node.split(size)
+        for key in upper.blocks:
+            self._nodes[key] = upper
+        self._recency[upper] = None
+        return upper
+
+    def _renew(self, nodes: Sequence[Node[K]], num_known: int, use: Use) -> None:
+        """A request used these nodes: learn from the wait that ended, and judge the next one."""
+        now_s = self._now_s
+        known = [node for node in nodes if node.uses]
+        pause_s = now_s - known[-1].last_s if known else 0.0
+        turn = use.turn or (known[-1].turn + 1 if known else 1)
+        for node in nodes:
+            wait_s = now_s - node.last_s
+            if node.rows:
+                self._model.learn(node.outcome(interval(wait_s) + 1, reused=True))
+            node.uses += 1
+            node.turn = turn
+            node.rows = self._features(node, wait_s, pause_s, num_known, use)
+        levels = self._model.levels([node.rows for node in nodes])
+        worth = bytes(NUM_AGES)
+        for node, own in zip(reversed(nodes), reversed(levels), strict=True):
+            worth = bytes(map(max, worth, own))  # a parent is worth what its children are
+            node.begin_wait(now_s, worth)
+            self._aging[0].append((now_s + _ENDS[0], node, node.serial))
+            self._recency.move_to_end(node)
+            self._place(node)
+
+    def _features(
+        self, node: Node[K], wait_s: float, pause_s: float, num_known: int, use: Use
+    ) -> Rows:
+        num_blocks = use.num_blocks
+        is_tail = node.end >= num_blocks
+        return (
+            row(node.length),
+            row(node.end - node.length),
+            row(num_blocks),
+            row(num_blocks - node.end),
+            row(num_known),
+            row(num_blocks - num_known),
+            row(node.uses),
+            row(node.turn),
+            row(pause_s),
+            row(wait_s),
+            row(self._now_s - node.born_s),
+            is_tail + 2 * (node.uses > 1) + 4 * (num_blocks <= 2),
+            0 if use.tenant is None else 1 + hash(use.tenant) % (NUM_ROWS - 1),
+        )

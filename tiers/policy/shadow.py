@@ -1,0 +1,47 @@
+"""A shadow LRU: what least recently used would have hit, from keys alone."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Generic
+
+from tiers.policy.policy import K
+
+
+class ShadowLru(Generic[K]):
+    """Compares a policy's hits with LRU's at the same capacity, in blocks, over recent uses.
+
+    The shadow may be ahead by `regret` of all uses before it is said to be; it is said to be until
+    that share has halved, by traffic or by hits. 0.2 us a block; about 100 bytes for each of the
+    capacity.
+    """
+
+    def __init__(self, capacity_blocks: int, regret: float, memory: int) -> None:
+        """`memory`: the number of uses after which what was counted before weighs half."""
+        self._capacity = capacity_blocks
+        self._regret = regret
+        self._memory = memory
+        self._order: OrderedDict[K, None] = OrderedDict()  # oldest first
+        self._uses = 0.0
+        self._lead = 0.0  # hits of the shadow beyond the policy's
+        self.is_ahead = False
+
+    def use(self, chain: Sequence[K], num_hit: int) -> None:
+        """A request used `chain`, head first, and the policy had its leading `num_hit` blocks."""
+        order = self._order
+        num_shadow_hit = 0
+        for key in chain:
+            if key not in order:
+                break
+            num_shadow_hit += 1
+        for key in reversed(chain):
+            order[key] = None
+            order.move_to_end(key)
+        while len(order) > self._capacity:
+            order.popitem(last=False)
+        self._lead += num_shadow_hit - num_hit
+        self._uses += len(chain)
+        if self._uses > 2 * self._memory:
+            self._uses /= 2
+            self._lead /= 2
+        share = self._regret / 2 if self.is_ahead else self._regret
+        self.is_ahead = self._lead > share * self._uses
