@@ -29,6 +29,7 @@ async def chat_completions(request: Request) -> Response:
     principal = await authorised(request)
     raw = await read_body(request)
     body = parse(raw, ChatBody)
+    body.refuse_unserved()
     model = find_model(wire.models, body.model)
     check_size(wire, body, 1)
     logprobs = body.logprobs_asked
@@ -36,7 +37,7 @@ async def chat_completions(request: Request) -> Response:
         wire,
         model,
         body.messages,
-        tools=body.tools,
+        tools=body.tools if body.tool_choice != "none" else None,
         add_generation_prompt=body.add_generation_prompt is not False,
     )
     limit = room_for_answer(model, len(tokens), body.completion_limit, "messages")

@@ -73,7 +73,7 @@ class ServedModel:
     """A name that clients may ask for: the base model, or an adapter on it.
 
     `scope` lacks only the tenant's salt. `detokenizer` makes one per sequence from the stop
-    strings. `structured` says whether the engine can hold answers to a grammar.
+    strings. `max_context` is what the engine can hold of prompt and answer together.
     """
 
     name: str
@@ -86,7 +86,6 @@ class ServedModel:
     parent: str | None = None
     created: int = 0  # Unix seconds
     owned_by: str = "cachesvc"
-    structured: bool = False
 
 
 @dataclass(frozen=True, slots=True)

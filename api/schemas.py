@@ -15,6 +15,13 @@ from engine.request import SamplingParams
 
 TOP_LOGPROBS_MAX = 20  # OpenAI's bound for chat; served for completions too
 STOP_STRINGS_MAX = 16
+CONSTRAINTS = (  # vLLM's names for what `response_format` asks
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 
 Probability = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -30,15 +37,8 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class JsonSchema(Body):
-    name: str | None = None
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
-
-
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema", "regex"]
-    json_schema: JsonSchema | None = None
-    pattern: str | None = None
 
 
 class Extension(Body):
@@ -110,7 +110,11 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    guided_regex: str | None = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
     user: str | None = None
     cachesvc: Extension | None = None
 
@@ -131,6 +135,18 @@ class GenerationBody(Body):
             if not (token.isascii() and token.isdigit()):
                 raise ValueError("keys must be token ids in decimal digits; /tokenize gives them")
         return bias
+
+    def refuse_unserved(self) -> None:
+        """Raises Unsupported for known fields that would change the answer."""
+        if self.response_format is not None and self.response_format.type != "text":
+            raise Unsupported(
+                f"response_format '{self.response_format.type}' is not served; ask for the format "
+                "in the prompt and leave response_format out.",
+                param="response_format",
+            )
+        for name in CONSTRAINTS:
+            if getattr(self, name) is not None:
+                raise Unsupported(f"{name} is not served; leave it out.", param=name)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -153,6 +169,13 @@ class ChatBody(GenerationBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+
+    def refuse_unserved(self) -> None:
+        super().refuse_unserved()
+        if self.tool_choice not in (None, "none", "auto"):
+            raise Unsupported(
+                "A forced tool_choice is not served; use 'auto' or 'none'.", param="tool_choice"
+            )
 
     @property
     def completion_limit(self) -> int | None:
@@ -201,6 +224,7 @@ class CompletionBody(GenerationBody):
         return several
 
     def refuse_unserved(self) -> None:
+        super().refuse_unserved()
         if self.suffix:
             raise Unsupported("suffix is not served; put all text before the gap.", param="suffix")
         if self.best_of is not None and self.best_of != (self.n or 1):

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from api.auth import Gatekeeper, OpenGate, Salts
@@ -25,6 +26,7 @@ from billing.keys import Principal
 from billing.money import UNITS
 from billing.policy import billable
 from billing.usage import EMPTY, Usage
+from engine.detokenizer import IncrementalDetokenizer
 from engine.errors import RequestError
 from engine.request import (
     FinishReason,
@@ -46,6 +48,7 @@ class ByteTokenizer:
 
     vocab_size = VOCAB_SIZE
     has_chat_template = True
+    special_token_ids = frozenset({EOS})
 
     def encode(self, text: str) -> "array[int]":
         return array("i", list(text.encode()))
@@ -69,44 +72,6 @@ class ByteTokenizer:
         lines += [f"tools: {len(tools)}\n"] if tools else []
         lines += ["assistant: "] if add_generation_prompt else []
         return self.encode("".join(lines))
-
-
-class ByteDetokenizer:
-    """Holds back incomplete characters and whatever may begin a stop string."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
-        self._bytes = bytearray()
-        self._held = ""
-        self.stopped = False
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        self._bytes += bytes(token for token in token_ids if token < EOS)
-        try:
-            self._held += self._bytes.decode()
-        except UnicodeDecodeError:
-            return ""
-        self._bytes.clear()
-        found = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            return self._release(min(found))
-        return self._release(len(self._held) - self._may_begin_stop())
-
-    def flush(self) -> str:
-        rest = self._held + self._bytes.decode(errors="replace")
-        return "" if self.stopped else rest
-
-    def _release(self, length: int) -> str:
-        text, self._held = self._held[:length], self._held[length:]
-        return text
-
-    def _may_begin_stop(self) -> int:
-        longest = max(map(len, self._stop), default=0)
-        for length in range(min(longest - 1, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
-                return length
-        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,10 +296,11 @@ class CountingMeter:
 
 
 def byte_model(name: str = "bytes", *, max_context: int = 4096) -> ServedModel:
+    tokenizer = ByteTokenizer()
     return ServedModel(
         name=name,
-        tokenizer=ByteTokenizer(),
-        detokenizer=ByteDetokenizer,
+        tokenizer=tokenizer,
+        detokenizer=partial(IncrementalDetokenizer, tokenizer),
         scope=CacheScope(weights=b"w", tokenizer=b"t", layout=b"l"),
         max_context=max_context,
         vocab_size=VOCAB_SIZE,

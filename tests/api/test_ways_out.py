@@ -161,7 +161,7 @@ async def test_a_failure_in_the_middle_of_a_stream_is_an_event(
 async def test_without_money_the_answer_ends_with_length(
     client: httpx.AsyncClient, house: FakeHouse, stream: bool, tokens_per_step: int
 ) -> None:
-    house.engine.script = Script(answer="abcdefghij", step_s=0.001, tokens_per_step=tokens_per_step)
+    house.engine.script = Script(answer="a" * 300, step_s=0.001, tokens_per_step=tokens_per_step)
     house.meter.budget = 6
     text = (await client.post(CHAT, json=HELLO | {"stream": stream})).text
     assert '"finish_reason":"length"' in text

@@ -1,0 +1,89 @@
+"""Text completions as clients see them: prompts of every kind, echo, n, logprobs, streams."""
+
+import httpx
+import pytest
+
+from api.testing import FakeHouse, Script
+from tests.api.test_chat_wire import events
+
+TEXT = "/v1/completions"
+
+
+async def test_an_answer_has_openais_shape(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    house.engine.script = Script(answer="fine")
+    answer = (await client.post(TEXT, json={"model": "bytes", "prompt": "how?"})).json()
+    assert answer["id"].startswith("cmpl-")
+    assert ("text_completion", "bytes") == (answer["object"], answer["model"])
+    choice = {"index": 0, "text": "fine", "logprobs": None, "finish_reason": "stop"}
+    assert [choice] == answer["choices"]
+    assert (4, 5) == (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("ab", ["ab"]),
+        (["ab", "cde"], ["ab", "cde"]),
+        ([97, 98], ["ab"]),
+        ([[97], [98, 99]], ["a", "bc"]),
+    ],
+)
+async def test_prompts_are_texts_or_token_ids(
+    client: httpx.AsyncClient, prompt: object, texts: list[str]
+) -> None:
+    answer = (await client.post(TEXT, json={"model": "bytes", "prompt": prompt})).json()
+    assert texts == [choice["text"] for choice in answer["choices"]]
+    assert sum(map(len, texts)) == answer["usage"]["prompt_tokens"]
+
+
+async def test_choices_are_numbered_by_prompt_and_sequence(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    body = {"model": "bytes", "prompt": ["ab", "c"], "n": 2, "echo": True}
+    answer = (await client.post(TEXT, json=body)).json()
+    assert ["abab", "abab", "cc", "cc"] == [choice["text"] for choice in answer["choices"]]
+    assert [0, 1, 2, 3] == [choice["index"] for choice in answer["choices"]]
+    assert 3 == answer["usage"]["prompt_tokens"]  # a prompt is counted once, whatever n
+    assert 2 == len(house.engine.requests)
+    assert 1 == len(house.meter.charges)
+
+
+async def test_without_max_tokens_sixteen_come(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    house.engine.script = Script(answer="x" * 50)
+    answer = (await client.post(TEXT, json={"model": "bytes", "prompt": "p"})).json()
+    assert ("x" * 16, "length") == (
+        answer["choices"][0]["text"],
+        answer["choices"][0]["finish_reason"],
+    )
+
+
+async def test_logprobs_come_by_column(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    house.engine.script = Script(answer="hé")
+    body = {"model": "bytes", "prompt": "p", "logprobs": 2, "max_tokens": 1}
+    told = (await client.post(TEXT, json=body)).json()["choices"][0]["logprobs"]
+    assert {
+        "tokens": ["h"],
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{"h": -0.5, "A": -1.5}],
+        "text_offset": [0],
+    } == told
+
+
+async def test_a_stream_echoes_first_and_keeps_offsets(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer="xyz")
+    body = {"model": "bytes", "prompt": "pq", "stream": True, "logprobs": 0}
+    *chunks, done = events((await client.post(TEXT, json=body)).text)
+    offsets = [
+        offset
+        for chunk in chunks
+        if chunk["choices"][0]["logprobs"]
+        for offset in chunk["choices"][0]["logprobs"]["text_offset"]
+    ]
+    assert [0, 1, 2, 3] == offsets
+    assert "xyz" == "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    assert done == "[DONE]"
+    echoed = {"model": "bytes", "prompt": "pq", "stream": True, "echo": True}
+    first, *_ = events((await client.post(TEXT, json=echoed)).text)
+    assert "pq" == first["choices"][0]["text"]

@@ -1,0 +1,178 @@
+"""Tenants' blocks are kept apart by their salts; limits count misses and never hits."""
+
+import asyncio
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from limits.aio.storage import MemoryStorage
+from limits.errors import StorageError
+
+from api.auth import OpenGate, Salts, bearer_token
+from api.errors import MissingScope, RateLimited
+from api.limits import LimitSettings, Quota, WindowLimits, open_storage
+from api.testing import FakeHouse, Script, fake_house
+from billing.keys import Principal, Scope
+from billing.usage import EMPTY, Usage
+from tests.api.conftest import running
+
+CHAT = "/v1/chat/completions"
+HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
+PROMPT_TOKENS = len("user: hi\nassistant: ")
+ACME = Principal("acme", key_id="key_1")
+
+
+@given(st.text(), st.text())
+def test_salts_differ_by_tenant_secret_and_kind(one: str, other: str) -> None:
+    salts = Salts(b"secret", {one: frozenset({"*"})})
+    assert (one == other) == (salts.of_tenant(one) == salts.of_tenant(other))
+    assert salts.of_tenant(one) != Salts(b"other").of_tenant(one)
+    assert salts.of_tenant(one) != salts.of_group(one, other)
+    assert "secret" not in repr(salts)
+
+
+async def test_a_tenants_salt_is_in_its_scope_and_nowhere_else() -> None:
+    scopes = {}
+    for tenant in ("acme", "bolt"):
+        principal = Principal(tenant, scopes=frozenset(Scope))
+        house = fake_house(gatekeeper=OpenGate(principal))
+        async with running(house) as (_, client):
+            await client.post(CHAT, json=HELLO | {"cachesvc": {"tenant": "acme"}})
+        scopes[tenant] = house.engine.requests[0].scope
+    assert scopes["acme"].root() != scopes["bolt"].root()
+    assert b"acme" not in scopes["acme"].tenant
+
+
+async def test_members_of_a_group_share_and_others_may_not() -> None:
+    salts = Salts(b"secret", {"prompts": frozenset({"acme", "bolt"})})
+    assert salts.of_group("prompts", "acme") == salts.of_group("prompts", "bolt")
+    with pytest.raises(MissingScope):
+        salts.of_group("prompts", "carl")
+    house = fake_house(salts=salts, gatekeeper=OpenGate(Principal("acme")))
+    async with running(house) as (_, client):
+        await client.post(CHAT, json=HELLO | {"cachesvc": {"share": "prompts"}})
+    assert salts.of_group("prompts", "bolt") == house.engine.requests[0].scope.tenant
+
+
+@pytest.mark.parametrize(
+    ("header", "token"),
+    [
+        ("Bearer sk-1", "sk-1"),
+        ("bearer  sk-1 ", "sk-1"),
+        ("Basic abc", None),
+        ("Bearer ", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_bearer_tokens(header: str | None, token: str | None) -> None:
+    assert token == bearer_token(header)
+
+
+def limited(**quota: int) -> FakeHouse:
+    settings = LimitSettings(tenant=Quota(**quota))
+    return fake_house(limits=WindowLimits(settings, MemoryStorage()))
+
+
+async def test_requests_run_out() -> None:
+    house = limited(requests=2)
+    async with running(house) as (_, client):
+        first = await client.post(CHAT, json=HELLO)
+        assert ("2", "1") == (
+            first.headers["x-ratelimit-limit-requests"],
+            first.headers["x-ratelimit-remaining-requests"],
+        )
+        await client.post(CHAT, json=HELLO | {"stream": True})
+        refused = await client.post(CHAT, json=HELLO)
+        assert (429, "rate_limit_error", "rate_limit_exceeded") == (
+            refused.status_code,
+            refused.json()["error"]["type"],
+            refused.json()["error"]["code"],
+        )
+        assert 1 <= int(refused.headers["retry-after"]) <= 61
+        assert "0" == refused.headers["x-ratelimit-remaining-requests"]
+        assert 2 == len(house.meter.charges)
+
+
+async def test_hits_do_not_count_against_miss_tokens() -> None:
+    house = limited(miss_tokens=PROMPT_TOKENS + 1)
+    async with running(house) as (_, client):
+        house.engine.script = Script(answer="x", hits={"hit_device": PROMPT_TOKENS - 1})
+        for _ in range(5):  # five misses in all
+            assert 200 == (await client.post(CHAT, json=HELLO)).status_code
+        house.engine.script = Script(answer="x")
+        assert 200 == (await client.post(CHAT, json=HELLO)).status_code
+        refused = await client.post(CHAT, json=HELLO)
+        assert 429 == refused.status_code
+        assert "cache-miss tokens" in refused.json()["error"]["message"]
+
+
+async def test_output_tokens_run_out() -> None:
+    house = limited(output_tokens=5)
+    house.engine.script = Script(answer="12345")
+    async with running(house) as (_, client):
+        assert 200 == (await client.post(CHAT, json=HELLO)).status_code
+        assert 429 == (await client.post(CHAT, json=HELLO)).status_code
+
+
+async def test_concurrency_is_given_back_on_every_way_out() -> None:
+    house = limited(concurrency=2)
+    house.engine.script = Script(answer="abc", step_s=0.01)
+    async with running(house) as (_, client):
+        answers = await asyncio.gather(*(client.post(CHAT, json=HELLO) for _ in range(5)))
+        assert [200, 200, 429, 429, 429] == sorted(answer.status_code for answer in answers)
+        house.engine.script = Script(fail_after=0)
+        for _ in range(3):
+            assert 500 == (await client.post(CHAT, json=HELLO)).status_code
+        house.engine.script = Script(refuse=ZeroDivisionError())
+        for _ in range(3):
+            assert 500 == (await client.post(CHAT, json=HELLO)).status_code
+        house.engine.script = Script(answer="abc")
+        assert 200 == (await client.post(CHAT, json=HELLO)).status_code
+
+
+async def test_keys_and_tenants_have_their_own_quotas() -> None:
+    settings = LimitSettings(
+        key=Quota(requests=1), tenant=Quota(requests=3), tenants={"vip": Quota()}
+    )
+    limits = WindowLimits(settings, MemoryStorage())
+    await limits.admit(ACME)
+    with pytest.raises(RateLimited, match="key"):
+        await limits.admit(ACME)
+    await limits.admit(Principal("acme", key_id="key_2"))
+    await limits.admit(Principal("acme", key_id="key_3"))
+    with pytest.raises(RateLimited, match="tenant"):
+        await limits.admit(Principal("acme", key_id="key_4"))
+    for number in range(5):
+        await limits.admit(Principal("vip", key_id=f"vip_{number}"))
+
+
+async def test_a_store_that_fails_lets_requests_in() -> None:
+    class Broken(MemoryStorage):
+        async def get(self, key: str) -> int:
+            raise StorageError(OSError("redis is gone"))
+
+        async def incr(self, key: str, expiry: float, amount: int = 1) -> int:
+            raise StorageError(OSError("redis is gone"))
+
+    limits = WindowLimits(LimitSettings(tenant=Quota(requests=1, miss_tokens=1)), Broken())
+    for _ in range(3):
+        permit = await limits.admit(ACME)
+        await permit.close(Usage(miss=5))
+
+
+async def test_memory_and_redis_are_named_by_url() -> None:
+    assert isinstance(open_storage("memory://"), MemoryStorage)
+    redis = open_storage("redis://127.0.0.1:1/0")
+    limits = WindowLimits(LimitSettings(tenant=Quota(requests=1)), redis)
+    permit = await limits.admit(ACME)  # nobody listens there: let in
+    await permit.close(EMPTY)
+
+
+async def test_a_permit_costs_little() -> None:
+    limits = WindowLimits(LimitSettings(tenant=Quota(requests=10**9)), MemoryStorage())
+    started = time.perf_counter()
+    for _ in range(200):
+        await (await limits.admit(ACME)).close(EMPTY)
+    assert time.perf_counter() - started < 1
