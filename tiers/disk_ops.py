@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from tiers.codec import Codec, DecodeError
 from tiers.disk_accounts import Entry
+from tiers.disk_room import Room
 from tiers.disk_storage import StorageError
 from tiers.errors import MissReason
 from tiers.keys import PrefixKey, child_key
@@ -147,8 +146,8 @@ class _Checker:
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self._codec = Codec(1)
-        self._record = np.empty(2, np.uint64).data.cast("B")
-        self._block = self._record
+        self._record = Room()
+        self._block = Room()
 
     def check(self, key: PrefixKey, entry: Entry) -> MissReason | None:
         header = unpack_header(entry.header)
@@ -156,12 +155,12 @@ class _Checker:
             return header
         if header.key != key or child_key(header.parent, header.tokens, header.content) != key:
             return MissReason.COLLISION
-        self._record = _room(self._record, entry.place.nbytes)
         try:
-            nbytes = self._shard.read(key, entry, self._record)
+            room = self._record.take(self._shard.room_for(entry))
+            record = self._shard.read(key, entry, room)
         except StorageError:
             return MissReason.IO_ERROR
-        return self._check_record(entry, header, self._record[:nbytes])
+        return self._check_record(entry, header, record)
 
     def _check_record(self, entry: Entry, header: Header, record: memoryview) -> MissReason | None:
         start = len(entry.header)
@@ -173,16 +172,9 @@ class _Checker:
         why = check_payload(header, record[start:end])
         if why is not None:
             return why
-        self._block = _room(self._block, header.logical_nbytes)
+        block = self._block.take(header.logical_nbytes)[: header.logical_nbytes]
         try:
-            self._codec.decode(
-                header.codec, record[start:end], self._block[: header.logical_nbytes]
-            )
+            self._codec.decode(header.codec, record[start:end], block)
         except DecodeError:
             return MissReason.DECODE
         return None
-
-
-def _room(room: memoryview, nbytes: int) -> memoryview:
-    """`room`, or a larger one; aligned for the codec."""
-    return room if len(room) >= nbytes else np.empty(-(-nbytes // 8), np.uint64).data.cast("B")

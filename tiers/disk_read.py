@@ -9,12 +9,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from tiers.block import BlockLayout
 from tiers.codec import Codec, DecodeError
 from tiers.disk_accounts import Entry
 from tiers.disk_counts import DiskCounts
+from tiers.disk_room import Room
 from tiers.disk_slot import ShardSlot
 from tiers.disk_storage import StorageError
 from tiers.errors import MissReason
@@ -30,13 +29,11 @@ class Scratch(threading.local):
 
     def __init__(self, item_bytes: int) -> None:
         self.codec = Codec(item_bytes)
-        self._room = np.empty(2, np.uint64).data.cast("B")
+        self._room = Room()
 
     def room(self, nbytes: int) -> memoryview:
-        """At least `nbytes`, aligned to 16; valid until the next call."""
-        if len(self._room) < nbytes:
-            self._room = np.empty(-(-nbytes // 8), np.uint64).data.cast("B")
-        return self._room
+        """At least `nbytes`, from a page's start; valid until the next call."""
+        return self._room.take(nbytes)
 
 
 class Found(NamedTuple):
@@ -137,14 +134,14 @@ class BlockReader:
         if len(into) != self._block_bytes:
             return MissReason.LAYOUT
         slot, entry, header = self._slots[found.number], found.entry, found.header
-        room = self._scratch.room(entry.place.nbytes)
         try:
             with slot.use() as shard:
-                nbytes = shard.read(found.key, entry, room)
+                room = self._scratch.room(shard.room_for(entry))
+                record = shard.read(found.key, entry, room)
         except (*StorageError, ShardDamaged) as error:
             self._counts.fault(MissReason.IO_ERROR, 1, f"reading a block of {slot.path}: {error}")
             return MissReason.IO_ERROR
-        return self._verify(entry, header, room[:nbytes], into)
+        return self._verify(entry, header, record, into)
 
     def _verify(
         self, entry: Entry, header: Header, record: memoryview, into: memoryview

@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-import numpy as np
 import xxhash
 
 from tiers.codec import CodecId
 from tiers.disk_accounts import Entry
 from tiers.disk_ops import pages_by_age
+from tiers.disk_room import Room
 from tiers.errors import MissReason
 from tiers.keys import PrefixKey, child_key
 from tiers.record import Header, check_payload, parent_of, unpack_header
@@ -168,8 +168,7 @@ def _records(shard: Shard, rule: Rule) -> Iterator[tuple[PrefixKey, memoryview]]
 
 
 def read_record(shard: Shard, key: PrefixKey, entry: Entry) -> memoryview:
-    room = np.empty(entry.place.nbytes, np.uint8).data
-    return room[: shard.read(key, entry, room)]
+    return shard.read(key, entry, Room().take(shard.room_for(entry)))
 
 
 def proven(record: memoryview, key: PrefixKey | None) -> Header | MissReason:

@@ -20,7 +20,6 @@ over all processes. Errors of LMDB and of the system leave here as they are; `Di
 of them.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,10 +36,10 @@ from tiers.disk_accounts import (
     unpack_day,
     unpack_order,
 )
-from tiers.disk_storage import Database, Storage, Transaction
+from tiers.disk_storage import Database, DataFile, Storage, Transaction
 from tiers.errors import TierError
 from tiers.keys import PrefixKey
-from tiers.shard_writer import Databases, Writer
+from tiers.shard_writer import PAGE_HEADER, Databases, Writer
 
 SYNC_BYTES = 64 << 20  # measured: a sync per 64 MiB writes 1.2 to 1.5 GB/s, per block 0.1
 
@@ -66,11 +65,11 @@ class Shard:
         self._storage = storage
         self._clock = clock
         self._env = storage.open_env(path, map_bytes=map_bytes, readonly=readonly)
-        self._fd = -1
+        self._file: DataFile | None = None
         try:
-            self._fd = storage.open_file(path / "data.mdb")
+            self._file = storage.open_file(path / "data.mdb")
             self._dbs = self._open_databases(create=not readonly)
-            self._file_bytes = storage.stat(self._fd).st_size
+            self._file_bytes = storage.stat(self._file).st_size
             self.page_bytes = int(self._env.stat()["psize"])
             self._write_lock = threading.Lock()
             self._unsynced_bytes = 0
@@ -86,12 +85,17 @@ class Shard:
 
         return Databases(*(opened(name) for name in Databases._fields))
 
+    @property
+    def _data_file(self) -> DataFile:
+        assert self._file is not None, f"{self.path} is closed"
+        return self._file
+
     def close(self) -> None:
         """Close without a sync; nobody may be inside another method."""
         self._env.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        file, self._file = self._file, None
+        if file is not None:
+            self._storage.close_file(file)
 
     # Reading
 
@@ -108,7 +112,7 @@ class Shard:
     def check(self) -> None:
         """Raise ShardDamaged where the file shrank or vanished: touching its map would be fatal."""
         known = self._file_bytes  # taken first: a writer may be growing the file meanwhile
-        status = self._storage.stat(self._fd)
+        status = self._storage.stat(self._data_file)
         if status.st_nlink == 0:
             raise ShardDamaged(f"{self.path / 'data.mdb'} was removed")
         if status.st_size < known:
@@ -133,21 +137,29 @@ class Shard:
                 end = place.offset + place.nbytes
                 continue
             if start < end:
-                self._storage.will_need(self._fd, start, end - start)
+                self._storage.will_need(self._data_file, start, end - start)
             start, end = place.offset, place.offset + place.nbytes
         if start < end:
-            self._storage.will_need(self._fd, start, end - start)
+            self._storage.will_need(self._data_file, start, end - start)
 
-    def read(self, key: PrefixKey, entry: Entry, into: memoryview) -> int:
-        """Copy the record of `entry` to the start of `into`; returns how many bytes there were."""
-        place = entry.place
-        if place.offset:
-            return self._storage.read(self._fd, into[: place.nbytes], place.offset)
+    def read(self, key: PrefixKey, entry: Entry, into: memoryview) -> memoryview:
+        """The record of `entry`, as far as it is there, in the room `into`.
+
+        `into` begins on a page and has `room_for(entry)` bytes or more.
+        """
+        nbytes, offset = entry.place.nbytes, entry.place.offset
+        if offset:
+            span = into[: self.room_for(entry)]
+            count = self._storage.read(self._data_file, span, offset - PAGE_HEADER)
+            return into[PAGE_HEADER : max(PAGE_HEADER, min(count, PAGE_HEADER + nbytes))]
         with self._reading() as txn:
-            data = self._storage.get(txn, key, self._dbs.data) or b""
-        nbytes = min(len(data), place.nbytes)
-        into[:nbytes] = data[:nbytes]
-        return nbytes
+            data = (self._storage.get(txn, key, self._dbs.data) or b"")[:nbytes]
+        into[: len(data)] = data
+        return into[: len(data)]
+
+    def room_for(self, entry: Entry) -> int:
+        """Bytes that `read` needs: the whole pages of the record."""
+        return -(-(entry.place.nbytes + PAGE_HEADER) // self.page_bytes) * self.page_bytes
 
     def entries(self, after: PrefixKey | None, limit: int) -> list[tuple[PrefixKey, Entry]]:
         """Up to `limit` blocks in order of their keys, from the one after `after`."""
@@ -204,7 +216,7 @@ class Shard:
 
     def file_bytes(self) -> int:
         """What the file takes on the file system, as `du` counts."""
-        return self._storage.stat(self._fd).st_blocks * 512
+        return self._storage.stat(self._data_file).st_blocks * 512
 
     # Writing
 
@@ -230,7 +242,7 @@ class Shard:
                 txn.abort()
                 raise
             self.totals = writer.totals
-            self._file_bytes = self._storage.stat(self._fd).st_size
+            self._file_bytes = self._storage.stat(self._data_file).st_size
             self._unsynced_bytes += writer.written_bytes
         if self._unsynced_bytes >= SYNC_BYTES:
             self.sync()

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tiers.disk_storage import MapFull, Storage
+from tiers.disk_storage import DataFile, MapFull, Storage
 from tiers.frames import Frame, FrameArena
 from tiers.keys import BlockId, CacheScope, block_ids, token_bytes
+from tiers.shard_writer import PAGE_HEADER
 
 SCOPE = CacheScope(weights=b"tiny", tenant=b"tester")
 
@@ -104,16 +105,16 @@ class FaultyStorage(Storage):
 
 
 class LyingStorage(Storage):
-    """Reads succeed and are wrong: `cut` bytes short, or with bit `flip` of the record changed."""
+    """Reads succeed and are wrong: `cut` bytes short, or with bit `flip` of a record changed."""
 
     def __init__(self) -> None:
         self.cut = 0
         self.flip: int | None = None
 
-    def read(self, fd: int, into: memoryview, offset: int) -> int:
-        count = super().read(fd, into, offset)
+    def read(self, file: DataFile, into: memoryview, offset: int) -> int:
+        count = super().read(file, into, offset)
         if self.flip is not None:
-            into[self.flip // 8] ^= 1 << self.flip % 8
+            into[PAGE_HEADER + self.flip // 8] ^= 1 << self.flip % 8
         return max(0, count - self.cut)
 
 

@@ -148,7 +148,7 @@ def test_every_field_of_a_record_is_guarded(tmp_path: Path) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("cut", [1, 100, 4096, 7000])
+@pytest.mark.parametrize("cut", [4096, 7000])
 def test_a_torn_record_is_a_miss(tmp_path: Path, cut: int) -> None:
     lying = LyingStorage()
     tier = opened(tmp_path, lying)

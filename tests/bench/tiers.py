@@ -1,0 +1,415 @@
+"""How fast the disk tier is beside what it could be: `python tests/bench/tiers.py [--json FILE]`.
+
+One run, one machine, the same blocks for every row: memory, codec alone, raw device, one file per
+block, LMDB without codec, and our tier, cold and warm, with one and two readers. GB/s are of
+logical KV (bytes of blocks as attention reads them); CPU seconds are of the whole process, per
+logical GB.
+
+The blocks are gaussian with a scale per channel, from a fixed seed; the codec makes 1.45 of them in
+bfloat16 and 1.18 in float32, as of real KV of SmolLM2-135M (1.451 and 1.184).
+
+"Cold" drops the file from the page cache of this machine. Where the machine is virtual, its host
+may still hold it; the raw device is read under the same condition, so the ratio stands.
+"""
+
+import argparse
+import json
+import mmap
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import lmdb
+import numpy as np
+import torch
+import xxhash
+import zstandard
+
+from tiers.block import BlockLayout
+from tiers.codec import Codec, bound
+from tiers.disk_open import open_disk
+from tiers.frames import Frame, FrameArena
+from tiers.keys import BlockId
+from tiers.testing import chain, take
+
+SYNC_BYTES = 64 << 20
+RUN = 32  # blocks of one prefix, loaded at once
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    name: str
+    gb_per_s: float
+    cpu_s_per_gb: float
+    note: str = ""
+
+
+class Bench:
+    """The blocks, the frames they are read into, and the folder everything is written to."""
+
+    def __init__(self, folder: Path, dtype: str, num_blocks: int) -> None:
+        self.folder = folder
+        self.layout = BlockLayout(30, 64, 3, 64, dtype)
+        self.num_blocks = num_blocks
+        self.arena = FrameArena(self.layout, 3 * RUN)
+        self.source = take(self.arena, RUN)
+        self.frames = [take(self.arena, RUN), take(self.arena, RUN)]
+        self.rows: list[Row] = []
+        self._fill()
+        self.chains = [chain(RUN, block_size=64, seed=seed) for seed in range(num_blocks // RUN)]
+
+    def _fill(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        scale = torch.exp(0.7 * torch.randn(30, 2, 1, 3, 64, generator=generator))
+        for frame in self.source:
+            values = torch.randn(self.layout.shape, generator=generator) * scale
+            frame.tensor.copy_(values)
+        for frames in self.frames:
+            for frame in frames:
+                frame.buffer[:] = bytes(len(frame.buffer))
+
+    @property
+    def logical_bytes(self) -> int:
+        return self.num_blocks * self.layout.nbytes
+
+    def measure(
+        self,
+        name: str,
+        work: Callable[[], object],
+        *,
+        before: Callable[[], object] | None = None,
+        times: int = 3,
+        nbytes: int | None = None,
+        note: str = "",
+    ) -> float:
+        """The median of `times` runs of `work` over `nbytes` logical bytes."""
+        walls, cpus = [], []
+        for _ in range(times):
+            if before is not None:
+                before()
+            cpu, wall = time.process_time(), time.perf_counter()
+            work()
+            walls.append(time.perf_counter() - wall)
+            cpus.append(time.process_time() - cpu)
+        size = (nbytes or self.logical_bytes) / 1e9
+        rate = size / statistics.median(walls)
+        row = Row(name, round(rate, 3), round(statistics.median(cpus) / size, 3), note)
+        self.rows.append(row)
+        print(f"{row.name:44} {row.gb_per_s:8.2f} GB/s {row.cpu_s_per_gb:8.3f} CPU s/GB  {note}")
+        return rate
+
+
+def in_threads(work: Sequence[Callable[[], object]]) -> None:
+    """Run these beside each other and wait."""
+    threads = [threading.Thread(target=one) for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def drop(path: Path) -> None:
+    """Forget a file's pages, or those of every file in a folder; they must be clean."""
+    for file in [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]:
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def memory(bench: Bench) -> None:
+    """Copying frames, and checking them."""
+    target = bench.frames[0]
+
+    def copy() -> None:
+        for source, into in zip(bench.source, target, strict=True):
+            into.buffer[:] = source.buffer
+
+    def digest() -> None:
+        for source in bench.source:
+            xxhash.xxh3_64_intdigest(source.buffer)
+
+    nbytes = RUN * bench.layout.nbytes
+    bench.measure("memcpy", copy, times=7, nbytes=nbytes)
+    bench.measure("xxh3", digest, times=7, nbytes=nbytes)
+
+
+def codec(bench: Bench) -> float:
+    """The codec alone, and the plain recipe it is compared with; returns the ratio."""
+    item_bytes = bench.layout.torch_dtype.itemsize
+    coder = Codec(item_bytes)
+    size = bench.layout.nbytes
+    coded = []
+    for frame in bench.source:
+        room = np.empty(bound(size) // 8 + 1, np.uint64).data.cast("B")
+        kind, nbytes = coder.encode(frame.buffer, room)
+        coded.append((kind, room[:nbytes]))
+    room = np.empty(bound(size) // 8 + 1, np.uint64).data.cast("B")
+
+    def encode() -> None:
+        for frame in bench.source:
+            coder.encode(frame.buffer, room)
+
+    def decode(frames: list[Frame], part: slice = slice(None)) -> None:
+        mine = Codec(item_bytes)
+        for (kind, payload), frame in zip(coded[part], frames[part], strict=True):
+            mine.decode(kind, payload, frame.buffer)
+
+    total = RUN * size
+    ratio = total / sum(len(payload) for _, payload in coded)
+    note = f"{ratio:.3f}x"
+    bench.measure("codec in, 1 thread", encode, times=7, nbytes=total, note=note)
+    out = bench.frames[0]
+    bench.measure("codec out, 1 thread", lambda: decode(out), times=7, nbytes=total)
+    halves = [slice(0, RUN // 2), slice(RUN // 2, RUN)]
+    pair = [lambda half=half: decode(out, half) for half in halves]
+    bench.measure("codec out, 2 threads", lambda: in_threads(pair), times=7, nbytes=total)
+    plain(bench, item_bytes)
+    return ratio
+
+
+def plain(bench: Bench, item_bytes: int) -> None:
+    """Byte planes by strided copies: the recipe without the word arithmetic."""
+    parameters = zstandard.ZstdCompressionParameters(
+        strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, window_log=17
+    )
+    compressor = zstandard.ZstdCompressor(compression_params=parameters)
+    decompressor = zstandard.ZstdDecompressor()
+    planes = [np.frombuffer(f.buffer, np.uint8).reshape(-1, item_bytes) for f in bench.source]
+    lows = [[np.ascontiguousarray(p[:, n]) for n in range(item_bytes - 1)] for p in planes]
+    highs = [compressor.compress(np.ascontiguousarray(p[:, -1]).data) for p in planes]
+
+    def decode() -> None:
+        for low, high, frame in zip(lows, highs, bench.frames[0], strict=True):
+            into = np.frombuffer(frame.buffer, np.uint8).reshape(-1, item_bytes)
+            for number, plane in enumerate(low):
+                into[:, number] = plane
+            into[:, -1] = np.frombuffer(decompressor.decompress(high), np.uint8)
+
+    nbytes = RUN * bench.layout.nbytes
+    bench.measure("plain byte planes out, 1 thread", decode, times=7, nbytes=nbytes)
+
+
+def raw(bench: Bench) -> float:
+    """The device under this file system, 4 MiB at a time, past the page cache."""
+    path, step = bench.folder / "raw", 4 << 20
+    size = bench.logical_bytes // step * step
+    room = mmap.mmap(-1, step)
+    room.write(np.random.default_rng(0).bytes(step))
+    part = memoryview(room)
+
+    def write() -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        for at in range(0, size, step):
+            os.pwrite(fd, part, at)
+        os.fsync(fd)
+        os.close(fd)
+
+    def read(flags: int) -> None:
+        fd = os.open(path, os.O_RDONLY | flags)
+        for at in range(0, size, step):
+            os.preadv(fd, [part], at)
+        os.close(fd)
+
+    bench.measure("raw write, direct", write, before=lambda: path.unlink(missing_ok=True))
+    direct = bench.measure("raw read, direct", lambda: read(os.O_DIRECT), nbytes=size)
+    bench.measure("raw read, buffered, cold", lambda: read(0), before=lambda: drop(path))
+    path.unlink()
+    return direct
+
+
+def files(bench: Bench) -> None:
+    """One file per block, named by its key."""
+    folder = bench.folder / "files"
+
+    def write() -> None:
+        folder.mkdir()
+        for ids in bench.chains:
+            for block, frame in zip(ids, bench.source, strict=True):
+                with (folder / block.key.hex()).open("wb", buffering=0) as file:
+                    file.write(frame.buffer)
+        os.sync()
+
+    def read() -> None:
+        for ids in bench.chains:
+            for block, frame in zip(ids, bench.frames[0], strict=True):
+                with (folder / block.key.hex()).open("rb", buffering=0) as file:
+                    file.readinto(frame.buffer)
+
+    again = lambda: shutil.rmtree(folder, ignore_errors=True)  # noqa: E731
+    bench.measure("one file per block: write", write, before=again)
+    bench.measure("one file per block: read warm", read)
+    bench.measure("one file per block: read cold", read, before=lambda: drop(folder))
+    shutil.rmtree(folder)
+
+
+def lmdb_alone(bench: Bench) -> None:
+    """LMDB with a block per commit and values as they are, read through the map."""
+    folder = bench.folder / "lmdb"
+    env = None
+
+    def write() -> None:
+        nonlocal env
+        env = lmdb.open(str(folder), map_size=2 * bench.logical_bytes, sync=False, readahead=False)
+        unsynced = 0
+        for ids in bench.chains:
+            for block, frame in zip(ids, bench.source, strict=True):
+                with env.begin(write=True) as txn:
+                    txn.put(block.key, frame.buffer)
+                unsynced += bench.layout.nbytes
+                if unsynced >= SYNC_BYTES:
+                    env.sync(True)
+                    unsynced = 0
+        env.sync(True)
+
+    def again() -> None:
+        if env is not None:
+            env.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def read() -> None:
+        assert env is not None
+        for ids in bench.chains:
+            with env.begin(buffers=True) as txn:
+                for block, frame in zip(ids, bench.frames[0], strict=True):
+                    frame.buffer[:] = txn.get(block.key)
+
+    def chill() -> None:
+        nonlocal env
+        assert env is not None
+        env.close()
+        drop(folder)
+        env = lmdb.open(str(folder), map_size=2 * bench.logical_bytes, sync=False, readahead=False)
+
+    bench.measure("LMDB without codec: write", write, before=again)
+    bench.measure("LMDB without codec: read warm", read)
+    bench.measure("LMDB without codec: read cold", read, before=chill, times=1)
+    again()
+
+
+def our_tier(bench: Bench) -> None:
+    """The disk tier as it serves."""
+    root = bench.folder / "tier"
+    tier = None
+
+    def write() -> None:
+        nonlocal tier
+        tier = open_disk(root, bench.layout, 2 * bench.logical_bytes)
+        for ids in bench.chains:
+            tier.store(ids, bench.source)
+        tier.flush()
+
+    def again() -> None:
+        if tier is not None:
+            tier.close()
+        shutil.rmtree(root, ignore_errors=True)
+
+    def read(chains: Sequence[list[BlockId]], frames: list[Frame]) -> None:
+        assert tier is not None
+        for ids in chains:
+            loaded = tier.load(ids, frames)
+            assert loaded.num_blocks == RUN, loaded
+
+    def both() -> None:
+        halves = bench.chains[0::2], bench.chains[1::2]
+        work = zip(halves, bench.frames, strict=True)
+        in_threads([lambda half=half, into=into: read(half, into) for half, into in work])
+
+    def one() -> None:
+        read(bench.chains, bench.frames[0])
+
+    bench.measure("disk tier: write", write, before=again)
+    stats = tier.stats() if tier else None
+    bench.measure("disk tier: read warm, 1 reader", one)
+    bench.measure("disk tier: read warm, 2 readers", both)
+    bench.measure("disk tier: read cold, 1 reader", one, before=lambda: drop(root))
+    bench.measure("disk tier: read cold, 2 readers", both, before=lambda: drop(root))
+    if tier is not None and stats is not None:
+        tier.close()
+        opened = time.perf_counter()
+        tier = open_disk(root, bench.layout, 2 * bench.logical_bytes)
+        print(f"opened {stats.num_blocks} blocks in {time.perf_counter() - opened:.4f} s")
+    again()
+
+
+def estimates(bench: Bench, ratio: float, direct: float) -> dict[str, float]:
+    """What each of the tier's rates could be, from the parts measured in the same run."""
+    rate = {row.name: row.gb_per_s for row in bench.rows}
+    seconds = 1 / rate["codec out, 1 thread"] + (1 / rate["memcpy"] + 1 / rate["xxh3"]) / ratio
+    return {
+        "disk tier: read warm, 1 reader": 1 / seconds,
+        "disk tier: read warm, 2 readers": 2 / seconds,
+        "disk tier: read cold, 1 reader": min(direct * ratio, 1 / seconds),
+        "disk tier: read cold, 2 readers": min(direct * ratio, 2 / seconds),
+        "disk tier: write": 1
+        / (1 / rate["codec in, 1 thread"] + 1 / (ratio * rate["raw write, direct"])),
+    }
+
+
+def machine() -> dict[str, object]:
+    model = [
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return {
+        "cpu": model[0].split(":")[1].strip() if model else platform.processor(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def commit() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--blocks", type=int, default=384)
+    parser.add_argument("--folder", type=Path, default=None, help="on the file system to measure")
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        bench = Bench(Path(folder), options.dtype, options.blocks // RUN * RUN)
+        memory(bench)
+        ratio = codec(bench)
+        direct = raw(bench)
+        files(bench)
+        lmdb_alone(bench)
+        our_tier(bench)
+    could_be = estimates(bench, ratio, direct)
+    got = {row.name: row.gb_per_s for row in bench.rows}
+    for name, estimate in could_be.items():
+        print(f"{name:44} {got[name] / estimate:7.0%} of the {estimate:.2f} GB/s estimated")
+    if options.json:
+        report = {
+            "commit": commit(),
+            "machine": machine(),
+            "dtype": options.dtype,
+            "logical_bytes": bench.logical_bytes,
+            "ratio": round(ratio, 4),
+            "rows": [asdict(row) for row in bench.rows],
+            "estimates_gb_per_s": {name: round(value, 3) for name, value in could_be.items()},
+        }
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
