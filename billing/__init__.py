@@ -1,1 +1,3 @@
-"""Values in, ledger out: usage, prices, rating, accounts, holds and the ledger. Knows no torch and no HTTP."""
+"""Values in, ledger out: usage, prices, rating, accounts, holds and the ledger. Knows no torch and
+no HTTP.
+"""

@@ -1,8 +1,8 @@
 """Tenants, projects and API keys, and the price book; every change leaves a trail entry.
 
-Called by api (authentication and admin routes) and the CLI, on any thread. `authenticate` works in memory:
-all keys are kept by digest, and read again when another process changed them. Admin writes are single
-transactions; they are rare and may block.
+Called by api (authentication and admin routes) and the CLI, on any thread. `authenticate` works in
+memory: all keys are kept by digest, and read again when another process changed them. Admin writes
+are single transactions; they are rare and may block.
 """
 
 import re
@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from billing import store_accounts as rows
 from billing.cards import card_digest, default_card, parse_card
 from billing.errors import (
     AlreadyExists,
+    CardConflict,
     InvalidName,
     KeyExpired,
     KeyRevoked,
@@ -117,7 +119,9 @@ class Accounts:
     # -- who is it ---------------------------------------------------------------------------------
 
     def authenticate(self, key: str) -> Principal:
-        """Who a key stands for, in microseconds. Raises `UnknownKey`, `KeyExpired` or `KeyRevoked`."""
+        """Who a key stands for, in microseconds. Raises `UnknownKey`, `KeyExpired` or
+        `KeyRevoked`.
+        """
         digest = key_digest(self._secret, key)
         known = self._snapshot.keys.get(digest)
         if known is None:
@@ -176,18 +180,20 @@ class Accounts:
 
     # -- open mode ---------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
-        """What a server needs before its first request: a rate card, and the open tenant."""
+    def prepare(self, card: RateCard | None = None) -> None:
+        """What a server needs before its first request: a rate card, and the open tenant.
+
+        `card` is applied where none ever was; without it, the launch card that ships.
+        """
         if not self.book.cards:
-            self.apply_card(default_card(), by="server", reason="shipped default")
+            with suppress(CardConflict):  # another server was first
+                self.apply_card(card or default_card(), by="server", reason="first start")
         if self.find_tenant(OPEN_TENANT) is None:
             currency = self.book.cards[-1].currency
-            try:
+            with suppress(AlreadyExists):
                 self.create_tenant(
                     OPEN_TENANT, currency, credit_limit=None, by="server", reason="open mode"
                 )
-            except AlreadyExists:
-                pass  # another server was first
 
     def open_principal(self) -> Principal:
         """Whom a request belongs to on a server without keys."""
@@ -336,7 +342,9 @@ class Accounts:
     # -- prices ------------------------------------------------------------------------------------
 
     def apply_card(self, card: RateCard, *, by: str, reason: str = "") -> PriceBook:
-        """Add a card to the book for good. Raises `CardConflict`; lint it before (`billing.lint`)."""
+        """Add a card to the book for good. Raises `CardConflict`; lint it before
+        (`billing.lint`).
+        """
 
         def write(connection: Connection) -> None:
             cards = [parse_card(row["text"]) for row in rows.card_rows(connection)]

@@ -1,4 +1,6 @@
-"""Reads rate cards from TOML. Every number becomes an exact decimal; every unknown name is refused."""
+"""Reads rate cards from TOML. Every number becomes an exact decimal; every unknown name is
+refused.
+"""
 
 import difflib
 import hashlib
@@ -45,6 +47,17 @@ def shipped_cards() -> dict[str, str]:
 def default_card() -> RateCard:
     """The price list of DeepSeek's context caching launch, in force where none was applied."""
     return parse_card(shipped_cards()[DEFAULT_CARD], DEFAULT_CARD)
+
+
+def find_card(name_or_path: str) -> RateCard:
+    """A shipped card by name, or the card in a file."""
+    shipped = shipped_cards()
+    if name_or_path in shipped:
+        return parse_card(shipped[name_or_path], name_or_path)
+    if not Path(name_or_path).exists():
+        names = ", ".join(sorted(shipped))
+        raise PriceError(f"{name_or_path!r} is neither a file nor a shipped rate card ({names})")
+    return load_card(Path(name_or_path))
 
 
 def card_digest(card: RateCard) -> str:

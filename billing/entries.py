@@ -1,8 +1,9 @@
-"""Ledger entries: balanced, immutable, chained by hash. Pure values; the format that `verify` proves.
+"""Ledger entries: balanced, immutable, chained by hash. Pure values; the format that `verify`
+proves.
 
-An entry moves money between the accounts of one tenant. Each posting says what is added to an account,
-credits positive, and the postings of an entry sum to zero: that is double entry. What the tenant has is
-`granted + topup + receivable`; the other three are the operator's side.
+An entry moves money between the accounts of one tenant. Each posting says what is added to an
+account, credits positive, and the postings of an entry sum to zero: that is double entry. What the
+tenant has is `granted + topup + receivable`; the other three are the operator's side.
 
     granted     promotional money, spent first            cash       where top-ups came from
     topup       money paid in advance                     promotion  where grants came from
@@ -77,7 +78,9 @@ def format_postings(postings: Postings) -> str:
 
 
 def parse_postings(text: str) -> dict[str, int]:
-    """The postings of a text; raises `ValueError` on an unknown account or a sum that is not zero."""
+    """The postings of a text; raises `ValueError` on an unknown account or a sum that is not
+    zero.
+    """
     postings: dict[str, int] = {}
     for part in text.split():
         name, _, units = part.partition(":")

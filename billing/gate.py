@@ -1,4 +1,5 @@
-"""The money gate: commands applied to accounts, holds and entries in memory. Pure; no clock, no store.
+"""The money gate: commands applied to accounts, holds and entries in memory. Pure; no clock, no
+store.
 
 The ledger thread loads what a batch of commands touches into a `Work`, applies them one by one, and
 writes what changed in one transaction. A command either changes everything it must or raises and
@@ -347,7 +348,7 @@ def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
     late = work.entry(hold.tenant, f"late:{hold.request_id}", Kind.CORRECTION)
     if late is not None:
         was = Usage.from_record(late.details.get("usage", {}))
-    elif details["outcome"] in PRESUMED and command.outcome not in PRESUMED and usage != was:
+    elif _may_amend(work, charged, command) and usage != was:
         account = work.account(hold.tenant)
         difference = rate(usage, hold.pinned).amount - rate(was, hold.pinned).amount
         postings = spend(account, difference) if difference > 0 else None
@@ -363,8 +364,16 @@ def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
     return Settled(charged, rate(was, hold.pinned), was, repeated=True)
 
 
+def _may_amend(work: Work, charged: Entry, command: Settle) -> bool:
+    """A presumed charge yields to the server's own word, unless an admin corrected it meanwhile."""
+    presumed = charged.details["outcome"] in PRESUMED and command.outcome not in PRESUMED
+    return presumed and not work.corrections.get((charged.tenant, charged.seq))
+
+
 def _note_delivery(work: Work, command: Settle, entry: Entry) -> None:
-    """Remember an answer that never arrived; a retry that arrives pays instead of it, not as well."""
+    """Remember an answer that never arrived; a retry that arrives pays instead of it, not as
+    well.
+    """
     context = command.hold.context
     if not context.fingerprint:
         return
@@ -409,12 +418,12 @@ def _deposit(work: Work, command: Deposit) -> Entry:
     if command.kind is Kind.GRANT:
         postings["granted"] = command.amount
     else:
-        postings |= _pay_in(account, command.amount)
+        postings |= pay_in(account, command.amount)
     body = {"by": command.by, "reason": command.reason}
     return work.post(account, command.kind, command.reference, postings, body)
 
 
-def _pay_in(account: Account, amount: int) -> dict[str, int]:
+def pay_in(account: Account, amount: int) -> dict[str, int]:
     """Money paid in settles what is owed first."""
     owed = min(amount, -account.balances["receivable"])
     return {"receivable": owed, "topup": amount - owed}
@@ -434,7 +443,7 @@ def refund(account: Account, taken: Postings, amount: int) -> dict[str, int]:
     Money that goes back settles what is owed before it can be spent again.
     """
     paid = min(amount, sum(taken.values()) - taken["granted"])
-    return {**_pay_in(account, paid), "granted": amount - paid, "revenue": -amount}
+    return {**pay_in(account, paid), "granted": amount - paid, "revenue": -amount}
 
 
 def taken_by(work: Work, charged: Entry) -> dict[str, int]:

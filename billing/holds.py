@@ -1,4 +1,6 @@
-"""Holds: money set aside for a running request, as a lease. Values shared by api, gate and store."""
+"""Holds: money set aside for a running request, as a lease. Values shared by api, gate and
+store.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +29,9 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What the server keeps of a reserved request; enough to settle it whatever happened to the row."""
+    """What the server keeps of a reserved request; enough to settle it whatever happened to the
+    row.
+    """
 
     tenant: str
     request_id: str

@@ -1,9 +1,10 @@
 """The ledger: one thread that turns commands into committed entries, many commands to a commit.
 
 api calls `reserve`, `top_up`, `settle` and `void` from the event loop; each returns a
-`concurrent.futures.Future` that is done once the change is durable (await `asyncio.wrap_future`). The
-thread takes all commands that wait, up to `BATCH_LIMIT`, applies them in one transaction and answers
-them together: group commit. Between batches it sweeps ended leases and looks for new rate cards.
+`concurrent.futures.Future` that is done once the change is durable (await `asyncio.wrap_future`).
+The thread takes all commands that wait, up to `BATCH_LIMIT`, applies them in one transaction and
+answers them together: group commit. Between batches it sweeps ended leases and looks for new rate
+cards.
 
 The queue is bounded; when it is full a command fails at once with `LedgerUnavailable`.
 """
@@ -24,7 +25,7 @@ from billing.errors import BillingError, LedgerClosed, LedgerUnavailable
 from billing.gate import Command, Correct, Deposit, Reap, Reserve, Settle, Settled, TopUp
 from billing.holds import Hold, RequestContext
 from billing.policy import Outcome
-from billing.prices import NS, PinnedRate, PriceBook
+from billing.prices import NS, PinnedRate, PriceBook, RateCard
 from billing.store import LedgerStore
 from billing.usage import EMPTY, Usage
 
@@ -58,8 +59,8 @@ _Item = tuple[Command, "Future[Any]"]
 class Ledger:
     """The face of the ledger. `start` before use, `close` after; both by one thread.
 
-    `owner` names this server in its holds; with one database for several servers, each needs its own,
-    and the same after a restart.
+    `owner` names this server in its holds; with one database for several servers, each needs its
+    own, and the same after a restart.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Ledger:
         owner: str = "server",
         clock_ns: Callable[[], int] = time.time_ns,
         observers: Sequence[Observer] = (),
+        default_card: RateCard | None = None,
     ) -> None:
         self.store = store
         self.accounts = accounts
@@ -77,6 +79,7 @@ class Ledger:
         self._boot = secrets.token_hex(8)
         self._clock_ns = clock_ns
         self._observers = tuple(observers)
+        self._default_card = default_card
         self._queue: queue.Queue[_Item | None] = queue.Queue(QUEUE_LIMIT)
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._open = False
@@ -87,7 +90,7 @@ class Ledger:
 
     def start(self) -> None:
         """Settle what an earlier run left behind, then take commands."""
-        self.accounts.prepare()
+        self.accounts.prepare(self._default_card)
         self._recover()
         self._open = True
         self._thread.start()
@@ -256,9 +259,8 @@ class Ledger:
 
     def _note(self, commands: list[Command], results: list[object], took_ns: int) -> None:
         for command, result in zip(commands, results, strict=True):
-            if isinstance(command, Settle):
-                self._leases.pop(command.hold.key, None)
-            elif isinstance(command, Reserve) and isinstance(result, BillingError):
+            over = isinstance(command, Settle)
+            if isinstance(command, Reserve | Settle) and (over or isinstance(result, BillingError)):
                 self._leases.pop(command.hold.key, None)
         self._count(
             batches=1,
@@ -303,8 +305,8 @@ class Ledger:
             log.exception("the ledger's sweep failed")
 
     def sweep(self) -> int:
-        """End the holds whose lease is over; gives how many. Our own are timed by the monotonic clock,
-        so a jump of the wall clock does not end the hold of a running request."""
+        """End the holds whose lease is over; gives how many. Our own are timed by the monotonic
+        clock, so a jump of the wall clock does not end the hold of a running request."""
         now_ns, now = self._clock_ns(), time.monotonic()
         ended = [
             Reap(hold.tenant, hold.request_id, Outcome.LAPSED, None if mine else now_ns)

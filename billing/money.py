@@ -40,7 +40,9 @@ def parse_positive(text: str) -> int:
 
 
 def format_units(units: int, places: int | None = None) -> str:
-    """A decimal string: exact without trailing zeros (at least two places), or half-even rounded."""
+    """A decimal string: exact without trailing zeros (at least two places), or half-even
+    rounded.
+    """
     value = Decimal(units).scaleb(-PLACES, _CONTEXT)
     if places is not None:
         return f"{value.quantize(Decimal(1).scaleb(-places), context=_CONTEXT):f}"
@@ -50,7 +52,7 @@ def format_units(units: int, places: int | None = None) -> str:
 
 def round_half_even(units: int, places: int) -> int:
     """Units of the nearest amount with `places` decimals; ties to even."""
-    step = 10 ** (PLACES - places)
+    step: int = 10 ** (PLACES - places)
     quotient, rest = divmod(units, step)
     if 2 * rest > step or (2 * rest == step and quotient % 2):
         quotient += 1
@@ -62,7 +64,8 @@ def units_per_token(rate: Decimal, field: str) -> int:
     units = _CONTEXT.multiply(rate, Decimal(UNITS // TOKENS_PER_RATE))
     if not units.is_finite() or units != units.to_integral_value():
         raise InvalidAmount(f"{field} = {rate} has more than six decimal places per million tokens")
-    return int(units)
+    whole: int = int(units)
+    return whole
 
 
 def rate_per_million(per_token: int) -> str:

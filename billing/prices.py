@@ -44,7 +44,9 @@ class Holidays(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A time of day with its own rates. `start > end` crosses midnight and belongs to its first day."""
+    """A time of day with its own rates. `start > end` crosses midnight and belongs to its first
+    day.
+    """
 
     name: str
     start: time
@@ -210,7 +212,9 @@ class PriceBook:
         return self.card(ref.card, ref.version).pin(ref.model, ref.window)
 
     def with_card(self, card: RateCard) -> "PriceBook":
-        """This book and one more card. Raises `CardConflict` when its version or instant is taken."""
+        """This book and one more card. Raises `CardConflict` when its version or instant is
+        taken.
+        """
         for other in self.cards:
             if (other.name, other.version) == (card.name, card.version):
                 raise CardConflict(

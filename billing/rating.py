@@ -34,7 +34,7 @@ def rate(usage: Usage, pinned: PinnedRate) -> Charge:
     """The charge for `usage`. Hits below the card's minimum cached size are priced as misses."""
     rates = pinned.rates
     counts_as_hit = usage.hit >= pinned.minimum_cached_tokens
-    lines = []
+    lines: list[Line] = []
     for name in HIT_CLASSES:
         per_token = getattr(rates, name) if counts_as_hit else rates.miss
         _add(lines, name, getattr(usage, name), per_token)
@@ -58,7 +58,8 @@ def hold_amount(pinned: PinnedRate, *, prompt_tokens: int, output_tokens: int) -
     The prompt is held at the dearest a prompt token can be (a miss, with its cache write).
     """
     rates = pinned.rates
-    dearest = max(rates.miss, *(getattr(rates, name) for name in HIT_CLASSES))
+    hits = (rates.hit_device, rates.hit_host, rates.hit_disk, rates.hit_remote)
+    dearest = max(rates.miss, *hits)
     return prompt_tokens * (dearest + rates.cache_write) + output_tokens * (
         rates.output + rates.cache_write
     )

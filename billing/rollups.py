@@ -10,57 +10,78 @@ from typing import Any
 from billing.entries import Entry, Kind
 from billing.usage import CLASSES
 
-SPLIT = 10**9
+SPLIT = 10**9  # amounts are stored as hi * SPLIT + lo, so that SQL adds them without overflow
 DAY_NS = 86_400 * 10**9
+DAILY_KEY = ("tenant", "day", "project", "key_id", "model", "card", "version", "window_name")
+SESSION_KEY = ("tenant", "session")
+COUNTERS = ("requests", *CLASSES, "amount_hi", "amount_lo", "saved_hi", "saved_lo")
 
 Row = dict[str, Any]
 
 
-def daily_rows(entries: Iterable[Entry]) -> list[Row]:
-    """One row for each day, project, key, model and rate among the charges."""
-    rows: dict[tuple[Any, ...], Row] = {}
+class Rollups:
+    """Collects charges into daily and session rows."""
+
+    def __init__(self) -> None:
+        self._daily: dict[tuple[Any, ...], Row] = {}
+        self._sessions: dict[tuple[Any, ...], Row] = {}
+
+    def add(self, entry: Entry, details: dict[str, Any]) -> None:
+        """Add one charge."""
+        key = (
+            entry.tenant,
+            entry.at_ns // DAY_NS,
+            details.get("project", ""),
+            details.get("key", ""),
+            details["model"],
+            details["card"],
+            details["version"],
+            details["window"],
+        )
+        _add(_row(self._daily, DAILY_KEY, key), entry, details)
+        session = details.get("session")
+        if session:
+            row = _row(self._sessions, SESSION_KEY, (entry.tenant, session))
+            row["last_ns"] = entry.at_ns
+            _add(row, entry, details)
+
+    def rows(self) -> tuple[list[Row], list[Row]]:
+        """Daily and session rows in the order of their keys, amounts whole."""
+        return _sorted(self._daily), _sorted(self._sessions)
+
+    def stored(self) -> tuple[list[Row], list[Row]]:
+        """The same as they are stored."""
+        daily, sessions = self.rows()
+        return list(map(carried, daily)), list(map(carried, sessions))
+
+
+def rollups(entries: Iterable[Entry]) -> Rollups:
+    """The sums of the charges among these entries."""
+    sums = Rollups()
     for entry in entries:
-        if entry.kind is not Kind.CHARGE:
-            continue
-        details = entry.details
-        key = {
-            "tenant": entry.tenant,
-            "day": entry.at_ns // DAY_NS,
-            "project": details.get("project", ""),
-            "key_id": details.get("key", ""),
-            "model": details["model"],
-            "card": details["card"],
-            "version": details["version"],
-            "window_name": details["window"],
-        }
-        add_charge(rows.setdefault(tuple(key.values()), key | zeros()), entry, details)
-    return [carried(rows[key]) for key in sorted(rows)]
+        if entry.kind is Kind.CHARGE:
+            sums.add(entry, entry.details)
+    return sums
 
 
-def session_rows(entries: Iterable[Entry]) -> list[Row]:
-    """One row for each session that is named among the charges."""
-    rows: dict[tuple[str, str], Row] = {}
-    for entry in entries:
-        if entry.kind is not Kind.CHARGE or '"session":' not in entry.body:
-            continue
-        details = entry.details
-        key = {"tenant": entry.tenant, "session": details["session"]}
-        row = rows.setdefault((entry.tenant, details["session"]), key | zeros())
-        row["last_ns"] = entry.at_ns
-        add_charge(row, entry, details)
-    return [carried(rows[key]) for key in sorted(rows)]
+def _row(rows: dict[tuple[Any, ...], Row], names: tuple[str, ...], key: tuple[Any, ...]) -> Row:
+    row = rows.get(key)
+    if row is None:
+        row = rows[key] = dict(zip(names, key, strict=True))
+        row.update(dict.fromkeys(("requests", *CLASSES, "amount", "saved"), 0))
+    return row
 
 
-def zeros() -> Row:
-    return dict.fromkeys(("requests", *CLASSES, "amount", "saved"), 0)
+def _sorted(rows: dict[tuple[Any, ...], Row]) -> list[Row]:
+    return [rows[key] for key in sorted(rows)]
 
 
-def add_charge(row: Row, entry: Entry, details: dict[str, Any]) -> None:
+def _add(row: Row, entry: Entry, details: dict[str, Any]) -> None:
     row["requests"] += 1
     for name, count in details.get("usage", {}).items():
         row[name] += count
     row["amount"] -= entry.amount
-    row["saved"] += int(details.get("saved", "0"))
+    row["saved"] += int(details["saved"])
 
 
 def carried(row: Row) -> Row:

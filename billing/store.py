@@ -1,9 +1,10 @@
 """The ledger's database: opening, migrating, and the one transaction that applies a batch.
 
-SQLAlchemy Core on SQLite (WAL) or PostgreSQL. `LedgerStore` is shared: its writer methods are called
-by the ledger thread, by admin operations and by the CLI; each is one transaction. Readers take any
-thread. Several processes may share one database: SQLite admits one writer at a time, on PostgreSQL a
-transaction locks the accounts it touches in order of their names, so balances never race.
+SQLAlchemy Core on SQLite (WAL) or PostgreSQL. `LedgerStore` is shared: its writer methods are
+called by the ledger thread, by admin operations and by the CLI; each is one transaction. Readers
+take any thread. Several processes may share one database: SQLite admits one writer at a time, on
+PostgreSQL a transaction locks the accounts it touches in order of their names, so balances never
+race.
 """
 
 import sqlite3
@@ -33,14 +34,11 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlche
 
 from billing.entries import ACCOUNTS, Entry, Kind
 from billing.errors import LedgerUnavailable, StoreError
-from billing.gate import Account, Command, Correct, Work, apply_all, fingerprint_of, keys_of
+from billing.gate import Account, Command, Reserve, TopUp, Work, apply_all, fingerprint_of, keys_of
 from billing.holds import StoredHold
 from billing.prices import PriceBook
-from billing.rollups import daily_rows, session_rows
+from billing.rollups import COUNTERS, DAILY_KEY, SESSION_KEY, rollups
 from billing.store_schema import (
-    COUNTERS,
-    DAILY_KEY,
-    SESSION_KEY,
     accounts,
     entries,
     holds,
@@ -49,6 +47,8 @@ from billing.store_schema import (
     usage_sessions,
 )
 from billing.usage import Usage
+
+__all__ = ["Connection", "LedgerStore", "database_url", "open_store"]
 
 T = TypeVar("T")
 
@@ -111,15 +111,20 @@ def _engine(url: Any) -> Engine:
 def _configure_sqlite(connection: sqlite3.Connection, _: object) -> None:
     connection.isolation_level = None  # we say BEGIN ourselves
     connection.execute("PRAGMA journal_mode=WAL")
-    connection.execute("PRAGMA synchronous=FULL")  # a commit survives a power cut
     connection.execute("PRAGMA foreign_keys=ON")
     connection.execute("PRAGMA cache_size=-65536")
     connection.execute("PRAGMA wal_autocheckpoint=4000")
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    writes = connection.get_execution_options().get("writes", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+    options = connection.get_execution_options()
+    if options.get("writes"):
+        # Entries survive a power cut; holds need not, for the requests they belong to do not either.
+        level = "FULL" if options.get("durable", True) else "NORMAL"
+        connection.exec_driver_sql(f"PRAGMA synchronous={level}")
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    else:
+        connection.exec_driver_sql("BEGIN")
 
 
 def _cause(error: Exception) -> str:
@@ -127,7 +132,9 @@ def _cause(error: Exception) -> str:
 
 
 def _migrate(engine: Engine) -> None:
-    """Bring the schema to `REVISION`; a newer one is refused, an older one upgraded under a lock."""
+    """Bring the schema to `REVISION`; a newer one is refused, an older one upgraded under a
+    lock.
+    """
     with engine.connect() as connection:
         current = _revision(connection)
     if current == REVISION:
@@ -183,22 +190,20 @@ class LedgerStore:
             yield connection
 
     @contextmanager
-    def writing(self) -> Iterator[Connection]:
-        """One write transaction; commits at the end."""
-        with (
-            self.engine.connect().execution_options(writes=True) as connection,
-            connection.begin(),
-        ):
+    def writing(self, *, durable: bool = True) -> Iterator[Connection]:
+        """One write transaction; commits at the end, to disk if `durable`."""
+        connection = self.engine.connect().execution_options(writes=True, durable=durable)
+        with connection, connection.begin():
             yield connection
 
-    def retrying(self, operation: Callable[[Connection], T]) -> T:
+    def retrying(self, operation: Callable[[Connection], T], *, durable: bool = True) -> T:
         """Run `operation` in a transaction, again when another process made it fail.
 
         Raises `LedgerUnavailable` when the store cannot be written.
         """
         for attempt in range(RETRIES):
             try:
-                with self.writing() as connection:
+                with self.writing(durable=durable) as connection:
                     return operation(connection)
             except OperationalError as error:  # locked, deadlock, serialisation, lost connection
                 if attempt == RETRIES - 1:
@@ -219,7 +224,8 @@ class LedgerStore:
             self.write(connection, work)
             return results, work.new_entries
 
-        return self.retrying(operation)
+        moves_money = not all(isinstance(command, Reserve | TopUp) for command in commands)
+        return self.retrying(operation, durable=moves_money)
 
     def load(
         self,
@@ -239,16 +245,12 @@ class LedgerStore:
         retried = {key for command in commands if (key := fingerprint_of(command))}
         for fingerprint in retried:
             work.undelivered[fingerprint] = _find_undelivered(connection, fingerprint)
-        corrected = [
-            entry
-            for command in commands
-            if isinstance(command, Correct)
-            for entry in work.entries.get((command.tenant, command.request_id), ())
-            if entry.kind is Kind.CHARGE
-        ]
+        standing = [entry for found in work.entries.values() for entry in found]
         forgiven = [entry for found in work.undelivered.values() for entry in found]
-        for entry in (*corrected, *forgiven):
-            work.corrections[entry.tenant, entry.seq] = find_corrections(connection, entry)
+        for entry in (*standing, *forgiven):
+            if entry.kind is Kind.CHARGE:
+                found = find_corrections(connection, entry)
+                work.corrections[entry.tenant, entry.seq] = found
         return work
 
     def all_holds(self) -> list[StoredHold]:
@@ -260,9 +262,10 @@ class LedgerStore:
         """Write what a batch changed."""
         if work.new_entries:
             connection.execute(entries.insert(), [entry_row(entry) for entry in work.new_entries])
-            if daily := daily_rows(work.new_entries):
+            daily, sessions = rollups(work.new_entries).stored()
+            if daily:
                 connection.execute(self._add_daily, daily)
-            if sessions := session_rows(work.new_entries):
+            if sessions:
                 connection.execute(self._add_session, sessions)
         if work.put_holds:
             connection.execute(self._put_hold, [_hold_row(h) for h in work.put_holds.values()])
@@ -282,15 +285,25 @@ class LedgerStore:
             connection.execute(undelivered.delete().where(gone))
 
 
+# Built once: a statement that is made anew each time costs more than its execution.
+_LOCK_ACCOUNTS = (
+    select(accounts)
+    .where(accounts.c.tenant.in_(bindparam("tenants", expanding=True)))
+    .order_by(accounts.c.tenant)
+    .with_for_update()
+)
+_FIND_HOLDS = select(holds).where(
+    tuple_(holds.c.tenant, holds.c.request_id).in_(bindparam("pairs", expanding=True))
+)
+_FIND_ENTRIES = select(entries).where(
+    tuple_(entries.c.tenant, entries.c.request_id).in_(bindparam("pairs", expanding=True))
+)
+
+
 def lock_accounts(connection: Connection, tenants: Sequence[str]) -> dict[str, Account]:
     """The accounts of these tenants, locked until the transaction ends, always in one order."""
-    query = (
-        select(accounts)
-        .where(accounts.c.tenant.in_(tenants))
-        .order_by(accounts.c.tenant)
-        .with_for_update()
-    )
-    return {row["tenant"]: read_account(row) for row in connection.execute(query).mappings()}
+    found = connection.execute(_LOCK_ACCOUNTS, {"tenants": tenants})
+    return {row["tenant"]: read_account(row) for row in found.mappings()}
 
 
 def read_account(row: RowMapping) -> Account:
@@ -308,8 +321,7 @@ def read_account(row: RowMapping) -> Account:
 
 
 def _find_holds(connection: Connection, keys: Sequence[tuple[str, str]]) -> Iterable[StoredHold]:
-    query = select(holds).where(tuple_(holds.c.tenant, holds.c.request_id).in_(keys))
-    return map(read_hold, connection.execute(query).mappings())
+    return map(read_hold, connection.execute(_FIND_HOLDS, {"pairs": keys}).mappings())
 
 
 def read_hold(row: RowMapping) -> StoredHold:
@@ -326,8 +338,7 @@ def read_hold(row: RowMapping) -> StoredHold:
 
 
 def _find_entries(connection: Connection, keys: Sequence[tuple[str, str]]) -> Iterable[Entry]:
-    query = select(entries).where(tuple_(entries.c.tenant, entries.c.request_id).in_(keys))
-    return map(read_entry, connection.execute(query).mappings())
+    return map(read_entry, connection.execute(_FIND_ENTRIES, {"pairs": keys}).mappings())
 
 
 def find_corrections(connection: Connection, charged: Entry) -> list[Entry]:

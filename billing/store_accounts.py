@@ -1,6 +1,7 @@
 """Tenants, projects, keys, rate cards and the admin trail, as rows. Called by `billing.accounts`.
 
-Every write here takes the open transaction, so that its trail entry is written with it or not at all.
+Every write here takes the open transaction, so that its trail entry is written with it or not at
+all.
 """
 
 import hashlib
@@ -117,7 +118,9 @@ def key_rows(connection: Connection, tenant: str | None = None) -> list[RowMappi
 
 
 def live_keys(connection: Connection) -> list[Row[Any]]:
-    """Every key with its tenant's currency; revoked and expired ones too, to say so to their users."""
+    """Every key with its tenant's currency; revoked and expired ones too, to say so to their
+    users.
+    """
     query = select(
         keys.c.digest,
         keys.c.tenant,

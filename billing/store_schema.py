@@ -1,7 +1,8 @@
-"""The tables of the ledger's database, the same on SQLite and PostgreSQL. Read by store and migrations.
+"""The tables of the ledger's database, the same on SQLite and PostgreSQL. Read by store and
+migrations.
 
-Amounts that may exceed 64 bits (9.2 million of the currency) are `Wide`; rollups add in SQL and keep
-`hi * 10**9 + lo`, so that no sum overflows.
+Amounts that may exceed 64 bits (9.2 million of the currency) are `Wide`; rollups add in SQL and
+keep `hi * 10**9 + lo`, so that no sum overflows.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
-from billing.usage import CLASSES
+from billing.rollups import COUNTERS, DAILY_KEY, SESSION_KEY
 
 
 class Wide(TypeDecorator[int]):
@@ -124,12 +125,8 @@ holds = Table(
 
 
 def _counters() -> list[Column[Any]]:
-    counted = ("requests", *CLASSES, "amount_hi", "amount_lo", "saved_hi", "saved_lo")
-    return [Column(name, BigInteger, nullable=False) for name in counted]
+    return [Column(name, BigInteger, nullable=False) for name in COUNTERS]
 
-
-COUNTERS = tuple(column.name for column in _counters())
-DAILY_KEY = ("tenant", "day", "project", "key_id", "model", "card", "version", "window_name")
 
 usage_daily = Table(
     "usage_daily",
@@ -140,8 +137,6 @@ usage_daily = Table(
     ),
     *_counters(),
 )
-
-SESSION_KEY = ("tenant", "session")
 
 usage_sessions = Table(
     "usage_sessions",

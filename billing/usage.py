@@ -1,4 +1,6 @@
-"""What a request used, in disjoint classes. Pure values; made by api.metering, kept by the ledger."""
+"""What a request used, in disjoint classes. Pure values; made by api.metering, kept by the
+ledger.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -8,7 +10,9 @@ from billing.errors import InvalidUsage
 
 
 class Counts(Protocol):
-    """The engine's counts, by shape: `engine.request.TokenCounts` fits, and billing imports no engine."""
+    """The engine's counts, by shape: `engine.request.TokenCounts` fits, and billing imports no
+    engine.
+    """
 
     @property
     def prompt(self) -> int: ...
@@ -29,8 +33,8 @@ class Usage:
     """Tokens by class. `hit_* + miss` is the prompt, each token in exactly one of them.
 
     `cache_write` counts computed tokens (of miss and output) whose KV was written for reuse; it is
-    a surcharge class, not part of the prompt sum. `storage_token_hours` counts started hours of each
-    token of a pinned prefix.
+    a surcharge class, not part of the prompt sum. `storage_token_hours` counts started hours of
+    each token of a pinned prefix.
     """
 
     hit_device: int = 0

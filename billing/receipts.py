@@ -1,0 +1,128 @@
+"""Signed receipts: what one request used and cost, provable to anyone who has the public key.
+
+Ed25519, because a customer must be able to check a receipt without holding anything that could
+forge one, which a keyed hash cannot give. The private key is a file of the data directory, mode
+0600; the public key is published (`public_key`), and each receipt names it by a short id.
+"""
+
+import base64
+import os
+from pathlib import Path
+from typing import Any
+
+import orjson
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from billing import store_reports
+from billing.entries import Entry
+from billing.errors import BillingError
+from billing.holds import rate_ref
+from billing.money import format_units, rate_per_million
+from billing.prices import PriceBook
+from billing.rating import rate
+from billing.store import LedgerStore
+from billing.usage import Usage
+
+KEY_FILE = "receipt_key"
+
+
+class ReceiptSigner:
+    """Signs with one private key."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self.public_key = _raw(key.public_key())  # 32 bytes
+
+    @classmethod
+    def open(cls, data_dir: Path) -> "ReceiptSigner":
+        """The key of a data directory; made on first use, readable by its owner only."""
+        path = data_dir / KEY_FILE
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            pass
+        else:
+            with os.fdopen(handle, "wb") as file:
+                file.write(Ed25519PrivateKey.generate().private_bytes_raw())
+        return cls(Ed25519PrivateKey.from_private_bytes(path.read_bytes()))
+
+    @property
+    def key_id(self) -> str:
+        return key_id(self.public_key)
+
+    def sign(self, receipt: dict[str, Any]) -> dict[str, Any]:
+        """The receipt with its signature."""
+        named = receipt | {"key_id": self.key_id}
+        signature = self._key.sign(_canonical(named))
+        return named | {"signature": base64.b64encode(signature).decode()}
+
+
+def verify_receipt(receipt: dict[str, Any], public_key: bytes) -> bool:
+    """Whether `receipt` is word for word what the holder of the key signed."""
+    unsigned = {name: value for name, value in receipt.items() if name != "signature"}
+    try:
+        signature = base64.b64decode(receipt["signature"], validate=True)
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, _canonical(unsigned))
+    except (InvalidSignature, KeyError, TypeError, ValueError):
+        return False
+    return True
+
+
+def receipt_for(
+    store: LedgerStore, book: PriceBook, signer: ReceiptSigner, tenant: str, request_id: str
+) -> dict[str, Any]:
+    """The signed receipt of a request. Raises `BillingError` when it was never settled."""
+    with store.reading() as connection:
+        entry = store_reports.find_request(connection, tenant, request_id)
+    if entry is None:
+        raise BillingError(f"tenant {tenant!r} has no settled request {request_id!r}")
+    return signer.sign(describe(entry, book))
+
+
+def describe(entry: Entry, book: PriceBook) -> dict[str, Any]:
+    """A charge in words and exact decimals."""
+    details = entry.details
+    ref = rate_ref(details)
+    usage = Usage.from_record(details.get("usage", {}))
+    charge = rate(usage, book.pinned(ref))
+    return {
+        "tenant": entry.tenant,
+        "request_id": entry.request_id,
+        "entry": entry.seq,
+        "entry_hash": entry.hash.hex(),
+        "settled_ns": entry.at_ns,
+        "outcome": details["outcome"],
+        "model": ref.model,
+        "rate_card": ref.card,
+        "version": ref.version,
+        "window": ref.window,
+        "prompt_tokens": usage.prompt,
+        "hit_tokens": usage.hit,
+        "lines": [
+            {
+                "class": line.name,
+                "tokens": line.tokens,
+                "per_million": rate_per_million(line.per_token),
+                "amount": format_units(line.amount),
+            }
+            for line in charge.lines
+        ],
+        "currency": entry.currency,
+        "amount": format_units(charge.amount),
+        "saved": format_units(charge.saved),
+    }
+
+
+def key_id(public_key: bytes) -> str:
+    """The first eight bytes of the public key, in hex."""
+    return public_key[:8].hex()
+
+
+def _canonical(receipt: dict[str, Any]) -> bytes:
+    return b"cachesvc.receipt.v1\0" + orjson.dumps(receipt, option=orjson.OPT_SORT_KEYS)
+
+
+def _raw(key: Ed25519PublicKey) -> bytes:
+    return key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
