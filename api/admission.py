@@ -16,12 +16,14 @@ from api.collaborators import Collaborators, ServedModel
 from api.context import FIT_NAME, Story, story_of, wire_of
 from api.errors import InvalidRequest
 from api.generation import Generation, Job
+from api.idempotency import Claim, claim, replayed
 from api.limits import Permit
 from api.metering import Charge
 from api.schemas import GenerationBody
 from api.stream import Delivered, Delivery, DeliveryResponse, WireFormat
 from api.usage import Asked, timings_ms
 from billing.holds import RequestContext
+from billing.idempotency import Replay
 from billing.keys import Principal
 from billing.usage import EMPTY
 from tiers.keys import CacheScope
@@ -76,9 +78,36 @@ def check_size(wire: Collaborators, body: GenerationBody, num_prompts: int) -> N
 
 
 async def deliver(
-    request: Request, principal: Principal, job: Job, body: GenerationBody, wire_format: WireFormat
+    request: Request,
+    principal: Principal,
+    job: Job,
+    body: GenerationBody,
+    wire_format: WireFormat,
+    raw: bytes,
 ) -> Response:
-    """Admits the job and returns the response that will carry its answer."""
+    """Admits the job and returns the response that will carry its answer, or a kept one again."""
+    wire, story = wire_of(request), story_of(request)
+    claimed = await claim(wire.replays, request, principal, raw, job.request_id)
+    if isinstance(claimed, Replay):
+        story.add(replay_of=claimed.request_id)
+        return replayed(claimed, stream=bool(body.stream))
+    try:
+        return await _admitted(request, principal, job, body, wire_format, claimed)
+    except BaseException:
+        if claimed is not None:
+            await claimed.close()
+        raise
+
+
+async def _admitted(
+    request: Request,
+    principal: Principal,
+    job: Job,
+    body: GenerationBody,
+    wire_format: WireFormat,
+    claimed: Claim | None,
+) -> Response:
+    """Passes the limits and the money gate, starts the engine, and builds the delivery."""
     wire, story = wire_of(request), story_of(request)
     story.add(
         model=job.model.name,
@@ -104,7 +133,8 @@ async def deliver(
         headers=permit.headers,
         write_timeout_s=wire.settings.write_timeout_s,
         keepalive_s=wire.settings.keepalive_s,
-        ended=_Ending(story, permit),
+        ended=_Ending(story, permit, claimed),
+        keep=claimed.keep if claimed is not None else None,
     )
     return DeliveryResponse(delivery, request.app.state.deliveries)
 
@@ -126,11 +156,14 @@ class _Ending:
 
     story: Story
     permit: Permit
+    claimed: Claim | None
 
     async def __call__(self, delivered: Delivered) -> None:
         served, bill = delivered.served, delivered.bill
         usage = bill.usage if bill else EMPTY
         await self.permit.close(usage)
+        if self.claimed is not None:
+            await self.claimed.close()
         self.story.add(
             outcome=str(served.outcome),
             delivered=delivered.complete,

@@ -53,7 +53,7 @@ async def chat_completions(request: Request) -> Response:
         context=request_context(request, principal, raw),
     )
     wire_format = ChatFormat(job, logprobs is not None, body.wants_usage_chunk)
-    return await deliver(request, principal, job, body, wire_format)
+    return await deliver(request, principal, job, body, wire_format, raw)
 
 
 @dataclass(slots=True)

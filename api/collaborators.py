@@ -17,6 +17,7 @@ from tiers.keys import CacheScope
 if TYPE_CHECKING:
     from api.auth import Gatekeeper, Salts
     from api.bridge import OutputBridge
+    from api.idempotency import AnswerStore
     from api.limits import RateLimits
     from api.metering import Meter
 
@@ -120,6 +121,7 @@ class Collaborators:
     salts: "Salts"
     meter: "Meter"
     limits: "RateLimits"
+    replays: "AnswerStore | None" = None  # None: Idempotency-Key is ignored
     encoders: Executor
     balances: Callable[[str], Tenant]  # of a tenant; may read a store, called off the loop
     readiness: Callable[[], Readiness]

@@ -54,7 +54,7 @@ async def completions(request: Request) -> Response:
     )
     echoes = _echoes(model, body, given, prompts)
     wire_format = CompletionFormat(job, echoes, body.wants_usage_chunk)
-    return await deliver(request, principal, job, body, wire_format)
+    return await deliver(request, principal, job, body, wire_format, raw)
 
 
 def _answer_limit(

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from api.generation import Job, Served
@@ -151,7 +152,7 @@ class LedgerCharge:
             cost=format_units(charge.amount),
             saved=format_units(charge.saved),
             price_version=f"{ref.card} {ref.version}",
-            receipt=self._receipts(settled) if self._receipts else None,
+            receipt=partial(self._receipts, settled) if self._receipts else None,
         )
 
     async def void(self) -> None:

@@ -56,7 +56,6 @@ class Delivered:
     complete: bool
     error: Exception | None
     first_byte_ns: int
-    body: bytes | None  # the whole answer, where it was to be kept
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +72,7 @@ class Delivery:
     write_timeout_s: float
     keepalive_s: float
     ended: Callable[[Delivered], Awaitable[None]]
-    keep: bool = False  # keep the body for a replay
+    keep: Callable[[bytes], Awaitable[None]] | None = None  # takes the whole answer, for replays
     _kept: list[bytes] = field(default_factory=list)
     _gone: bool = False
     _started: bool = False
@@ -112,7 +111,6 @@ class Delivery:
 
     async def _report(self, served: Served, bill: Bill | None, error: Exception | None) -> None:
         complete = error is None and not self._gone
-        kept = b"".join(self._kept) if self.keep and complete else None
         await self.ended(
             Delivered(
                 status=self._status,
@@ -121,7 +119,6 @@ class Delivery:
                 complete=complete,
                 error=error,
                 first_byte_ns=self._first_byte_ns,
-                body=kept,
             )
         )
 
@@ -149,11 +146,18 @@ class Delivery:
     async def _send_end(self, send: Send, tail: bytes, served: Served, bill: Bill) -> None:
         if not self.stream:
             body = orjson.dumps(self.wire.body(served, bill, self.asked))
+            await self._keep(served, body)
             await self._send_whole(send, 200, body, self.headers)
             return
         if self.usage_chunk:
             tail += event(self.wire.usage_chunk(served, bill, self.asked))
+        opening = b"" if self._started else b"".join(map(event, self.wire.opening()))
+        await self._keep(served, b"".join(self._kept) + opening + tail + DONE)
         await self._send_events(send, tail + DONE, last=True)
+
+    async def _keep(self, served: Served, answer: bytes) -> None:
+        if self.keep is not None and served.outcome is not Outcome.CLIENT_GONE:
+            await self.keep(answer)
 
     async def _send_error(self, send: Send, answer: Answer) -> None:
         if self._started:
@@ -180,7 +184,7 @@ class Delivery:
 
     async def _write(self, send: Send, message: dict[str, Any]) -> None:
         """One message to the client, unless it has gone or stops reading."""
-        if self.keep and "body" in message:
+        if self.keep is not None and "body" in message:
             self._kept.append(message["body"])
         if self._gone:
             return

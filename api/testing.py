@@ -18,6 +18,7 @@ from api.auth import Gatekeeper, OpenGate, Salts
 from api.bridge import OutputBridge
 from api.collaborators import Collaborators, Readiness, ServedModel, WireSettings
 from api.generation import Job, Served
+from api.idempotency import AnswerStore
 from api.limits import NoLimits, RateLimits
 from api.metering import Meter
 from api.usage import Bill
@@ -261,7 +262,7 @@ class CountingCharge:
             cost="0.000012",
             saved="0.000004",
             price_version="test-1",
-            receipt={"request_id": self.job.request_id},
+            receipt=lambda: {"request_id": self.job.request_id},
         )
 
     async def void(self) -> None:
@@ -335,6 +336,7 @@ def fake_house(
     salts: Salts | None = None,
     settings: WireSettings | None = None,
     balances: Callable[[str], Tenant] = rich_tenant,
+    replays: AnswerStore | None = None,
 ) -> FakeHouse:
     """A whole wire over a `ScriptedEngine`; pass what the test is about."""
     bridge = OutputBridge()
@@ -349,6 +351,7 @@ def fake_house(
         meter=meter or counting,
         limits=limits or NoLimits(),
         balances=balances,
+        replays=replays,
         encoders=ThreadPoolExecutor(2),
         readiness=lambda: Readiness(ready=True),
         render_metrics=lambda: (b"# none\n", "text/plain; version=0.0.4"),

@@ -1,6 +1,6 @@
 """What clients read about tokens and money, every form derived from the one billed record."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ class Bill:
     cost: str | None = None
     saved: str | None = None  # against the same tokens with no cache
     price_version: str | None = None
-    receipt: Mapping[str, Any] | None = None
+    receipt: Callable[[], Mapping[str, Any]] | None = None  # signs when called
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def vendor_block(served: Served, bill: Bill, asked: Asked) -> dict[str, Any] | N
                 "price_version": bill.price_version,
             }
     if asked.receipt and bill.receipt is not None:
-        block["receipt"] = bill.receipt
+        block["receipt"] = bill.receipt()
     return block or None
 
 

@@ -16,10 +16,12 @@ from api.metering import LedgerMeter
 from api.testing import FakeHouse, Script, fake_house
 from billing.accounts import Accounts
 from billing.entries import Entry, Kind
+from billing.idempotency import Idempotency
 from billing.keys import Scope
 from billing.ledger import Ledger
 from billing.money import UNITS, format_units
 from billing.policy import Outcome
+from billing.receipts import ReceiptSigner, describe, verify_receipt
 from billing.store import database_url, open_store
 from tests.api.conftest import quiet, running
 from tests.api.driver import Visit
@@ -46,9 +48,18 @@ class Bank:
         self.entries: list[Entry] = []
         self.ledger = Ledger(self.store, self.accounts, observers=[self.entries.extend])
         self.ledger.start()
+        self.signer = ReceiptSigner.open(folder)
         self.house = fake_house(
             gatekeeper=KeyGate(self.accounts),
-            meter=LedgerMeter(self.ledger, slice_tokens=slice_tokens, lease_s=lease_s),
+            meter=LedgerMeter(
+                self.ledger,
+                slice_tokens=slice_tokens,
+                lease_s=lease_s,
+                receipts=lambda settled: self.signer.sign(
+                    describe(settled.entry, self.ledger.book)
+                ),
+            ),
+            replays=Idempotency(self.store),
             balances=self.accounts.tenant,
             settings=settings,
         )
@@ -271,3 +282,61 @@ async def test_every_way_out_is_in_the_ledger_once(bank: Bank) -> None:
     outcomes = [Outcome(entry.details["outcome"]) for entry in charged]
     assert [Outcome.FINISHED, Outcome.FAILED, Outcome.CLIENT_GONE] == outcomes
     assert 3 == len({entry.request_id for entry in charged})
+
+
+async def test_a_receipt_proves_the_charge(bank: Bank) -> None:
+    async with serving(bank) as (_, client, house):
+        headers = bank.customer(UNITS)
+        house.engine.script = Script(answer="abc")
+        body = HELLO | {"cachesvc": {"receipt": True}}
+        answer = (await client.post(CHAT, json=body, headers=headers)).json()
+    receipt = answer["cachesvc"]["receipt"]
+    assert verify_receipt(receipt, bank.signer.public_key)
+    assert format_units(PROMPT_TOKENS * MISS + 4 * OUTPUT) == receipt["amount"]
+    assert not verify_receipt(receipt | {"amount": "0.00"}, bank.signer.public_key)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_key_gets_the_first_answer_again_and_pays_once(bank: Bank, stream: bool) -> None:
+    async with serving(bank) as (_, client, house):
+        headers = bank.customer(UNITS) | {"Idempotency-Key": "order-1"}
+        house.engine.script = Script(answer="abc")
+        body = HELLO | {"stream": stream, "stream_options": {"include_usage": True}}
+        first = await client.post(CHAT, json=body, headers=headers)
+        house.engine.script = Script(answer="something else")
+        again = await client.post(CHAT, json=body, headers=headers)
+        assert (200, first.content) == (again.status_code, again.content)
+        assert first.headers["content-type"] == again.headers["content-type"]
+        assert "true" == again.headers["idempotent-replayed"]
+        other = await client.post(CHAT, json=body | {"seed": 1}, headers=headers)
+        assert (409, "idempotency_key_reused") == (
+            other.status_code,
+            other.json()["error"]["code"],
+        )
+        unfit = await client.post(CHAT, json=body, headers=headers | {"Idempotency-Key": "a b"})
+        assert 400 == unfit.status_code
+        assert 1 == len(house.engine.requests)
+    assert PROMPT_TOKENS * MISS + 4 * OUTPUT == bank.spent(UNITS)
+
+
+async def test_a_key_whose_request_runs_is_busy_and_one_that_failed_is_free(bank: Bank) -> None:
+    async with serving(bank) as (app, client, house):
+        headers = bank.customer(UNITS) | {"idempotency-key": "order-2"}
+        house.engine.script = Script(stall=True)
+        visit = Visit(app, CHAT, HELLO, **headers).start()
+        await asyncio.sleep(0.05)
+        raw = json.dumps(HELLO)
+        busy = await client.post(CHAT, content=raw, headers=headers)
+        assert (409, "idempotency_key_busy") == (busy.status_code, busy.json()["error"]["code"])
+        assert "1" == busy.headers["retry-after"]
+        visit.leave()
+        await visit.task
+        house.engine.script = Script(answer="abc")
+        assert 200 == (await client.post(CHAT, content=raw, headers=headers)).status_code
+        house.engine.script = Script(fail_after=0)
+        third = headers | {"idempotency-key": "order-3"}
+        assert 500 == (await client.post(CHAT, content=raw, headers=third)).status_code
+        house.engine.script = Script(refuse=ZeroDivisionError())
+        assert 500 == (await client.post(CHAT, content=raw, headers=third)).status_code
+        house.engine.script = Script(answer="abc")
+        assert 200 == (await client.post(CHAT, content=raw, headers=third)).status_code
