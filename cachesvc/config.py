@@ -123,8 +123,9 @@ class ServerSettings(Section):
     write_timeout: Duration = Field(60, description="A client that reads nothing so long has gone")
     keepalive: Duration = Field(15, description="A comment is streamed after so long a silence")
     drain: Duration = Field(30, description="At a stop, running requests may go on for so long")
-    limits_url: str = Field(
-        "memory://", description="Where rate limits are counted: memory:// or a redis:// URL"
+    groups: dict[str, list[str]] = Field(
+        default_factory=dict,
+        description="Sharing groups of public prompts, and their tenants; * is every tenant",
     )
 
 
@@ -201,12 +202,26 @@ class BillingSettings(Section):
     database_url: str = Field(
         "", description="Ledger database; empty is SQLite in the data directory"
     )
-    card: str = Field(
-        "deepseek-launch", description="Rate card in force: the name of a shipped one, or a file"
-    )
     hold_lease: Duration = Field(
-        60, description="A hold ends so long after its request went silent"
+        120, description="A hold ends so long after its request went silent"
     )
+    server_name: str = Field(
+        "server", description="Names this server in its holds; each on one database needs its own"
+    )
+
+
+class LimitsSection(Section):
+    """Quotas per minute by tenant and by key; 0 sets no limit. Hits count against none."""
+
+    url: str = Field("memory://", description="Where they are counted: memory:// or a redis:// URL")
+    tenant_requests: int = Field(0, ge=0, description="Requests of a tenant in a minute")
+    tenant_miss_tokens: int = Field(0, ge=0, description="Computed prompt tokens of a tenant")
+    tenant_output_tokens: int = Field(0, ge=0, description="Generated tokens of a tenant")
+    tenant_concurrency: int = Field(0, ge=0, description="Requests of a tenant running at once")
+    key_requests: int = Field(0, ge=0, description="Requests of one key in a minute")
+    key_miss_tokens: int = Field(0, ge=0, description="Computed prompt tokens of one key")
+    key_output_tokens: int = Field(0, ge=0, description="Generated tokens of one key")
+    key_concurrency: int = Field(0, ge=0, description="Requests of one key running at once")
 
 
 class LogFormat(StrEnum):
@@ -246,6 +261,7 @@ class Settings(BaseSettings):
     cache: CacheSection = Field(default_factory=CacheSection)
     engine: EngineSection = Field(default_factory=EngineSection)
     billing: BillingSettings = Field(default_factory=BillingSettings)
+    limits: LimitsSection = Field(default_factory=LimitsSection)
     log: LogSettings = Field(default_factory=LogSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
 

@@ -15,7 +15,16 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 from cachesvc.config import LogFormat, LogSettings
 
 KEY_PATTERN = re.compile(r"\b(sk-[A-Za-z0-9]{2,8})[A-Za-z0-9_-]{8,}")
-QUIET = ("uvicorn.access", "httpx", "httpcore", "transformers", "alembic", "urllib3", "filelock")
+QUIET = (
+    "uvicorn.access",
+    "uvicorn.error",
+    "httpx",
+    "httpcore",
+    "transformers",
+    "alembic",
+    "urllib3",
+    "filelock",
+)
 
 
 def configure(settings: LogSettings, stream: TextIO | None = None) -> None:

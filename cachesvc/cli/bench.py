@@ -1,0 +1,131 @@
+"""`cachesvc bench`: what this machine makes of a long document and short questions about it."""
+
+import json as jsonlib
+import logging
+import platform
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cachesvc.cli.render import AsJson, print_json, print_table, seconds
+from cachesvc.config import load_settings
+from cachesvc.core import load
+from cachesvc.ttft import Measured, Scenario, as_json
+
+app = typer.Typer(no_args_is_help=True, help="Measure time to first token from each tier")
+
+
+@app.callback()
+def _group() -> None:
+    pass
+
+
+@app.command()
+def ttft(
+    sizes: Annotated[str, typer.Option(help="Tokens of the document, several with commas")] = (
+        "1024,2048,4096"
+    ),
+    repeats: Annotated[int, typer.Option(min=1, help="Questions for each kind of hit")] = 5,
+    model: Annotated[str | None, typer.Option(help="An alias, a folder, or a hub id")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="How KV is kept, e.g. bfloat16")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a block")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the JSON to this file too")] = None,
+    json: AsJson = False,
+) -> None:
+    """Time to first token of a question about a long document: cold, and from each tier.
+
+    Measure on a quiet machine: a busy second core slows arithmetic many times over.
+    """
+    logging.disable(logging.WARNING)
+    wanted = _sizes(sizes)
+    settings = load_settings(
+        {
+            "model.name": model,
+            "model.device": device,
+            "model.kv_dtype": kv_dtype,
+            "cache.block_size": block_size,
+        }
+    ).settings
+    with _status() as report, tempfile.TemporaryDirectory(prefix="cachesvc-bench-") as folder:
+        report("loading the model")
+        loaded = load(settings.model, settings.server.data_dir)
+        scenario = Scenario(
+            loaded,
+            kv_dtype=settings.model.kv_dtype,
+            data_dir=Path(folder),
+            engine=settings.engine,
+            block_size=settings.cache.block_size,
+            largest=max(wanted),
+            repeats=repeats,
+        )
+        results = scenario.run(wanted, report)
+    told = {
+        "bench": "ttft",
+        "model": loaded.name,
+        "dtype": loaded.dtype,
+        "kv_dtype": scenario.layout.dtype,
+        "block_size": scenario.layout.block_size,
+        "token_bytes": scenario.layout.token_nbytes,
+        "machine": _machine(),
+        "results": as_json(results),
+    }
+    if output is not None:
+        output.write_text(jsonlib.dumps(told, indent=2) + "\n")
+    if json:
+        print_json(told)
+    else:
+        _print(results, f"{loaded.name}, {loaded.dtype}, KV {scenario.layout.dtype}")
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of sizes like 1024,2048") from None
+    if sizes[0] < 1:
+        raise typer.BadParameter("a document has at least one token")
+    return sizes
+
+
+@contextmanager
+def _status() -> Iterator[Any]:
+    console = Console(stderr=True)
+    with console.status("starting") as status:
+        yield lambda text: status.update(text) if console.is_terminal else None
+
+
+def _print(results: Sequence[Measured], title: str) -> None:
+    print_table(
+        ("prompt", "blocks from", "first token", "best", "worst", "hits", "computed", "faster"),
+        [
+            (
+                each.prompt_tokens,
+                each.case,
+                seconds(each.ttft_s),
+                seconds(each.best_s),
+                seconds(each.worst_s),
+                each.hit_tokens,
+                each.computed_tokens,
+                f"{each.ratio:.1f}x",
+            )
+            for each in results
+        ],
+        title=title,
+        right=("prompt", "first token", "best", "worst", "hits", "computed", "faster"),
+    )
+
+
+def _machine() -> dict[str, str]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": f"{len(models)} x {models[0]}" if models else platform.processor(),
+        "python": platform.python_version(),
+        "system": platform.system(),
+    }

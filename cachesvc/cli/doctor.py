@@ -1,0 +1,259 @@
+"""`cachesvc doctor`: is this machine fit to serve, and what to fix where it is not.
+
+Each check is a function that returns findings; it neither changes anything nor needs a server.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from cachesvc.cli.options import DataDir
+from cachesvc.cli.render import AsJson, print_json, size
+from cachesvc.config import default_data_dir, disk_path, load_settings
+from engine.hardware import Hardware, read_hardware
+from tiers.disk_directory import FORMAT, is_locked, read_holder, read_meta
+
+PACKAGES = ("cachesvc", "api", "engine", "billing", "tiers")
+LEAST_FILES = 1024
+EARLIEST_S = 1_767_225_600  # 2026-01-01: an earlier clock was never set
+NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph"})
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found, and how to fix it where it is not in order."""
+
+    check: str
+    level: Level
+    message: str
+    fix: str = ""
+
+
+def doctor(data_dir: DataDir = None, json: AsJson = False) -> None:
+    """Check this machine and say what to fix. Exits with 1 if something is broken."""
+    path = (data_dir or default_data_dir()).expanduser()
+    findings = list(examine(path))
+    if json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        for finding in findings:
+            _print(finding)
+    if any(finding.level is Level.ERROR for finding in findings):
+        raise typer.Exit(1)
+
+
+def examine(data_dir: Path) -> Iterator[Finding]:
+    """Every check's findings, in order."""
+    hardware = read_hardware()
+    yield check_layout({name: _folder(name) for name in PACKAGES})
+    yield from check_versions()
+    yield from check_compute(hardware)
+    yield from check_disk(data_dir)
+    yield check_lock(data_dir)
+    yield check_clock(time.time())
+    yield from check_limits(*resource.getrlimit(resource.RLIMIT_NOFILE))
+
+
+def check_layout(folders: Mapping[str, Path | None]) -> Finding:
+    """The five packages must be ours: all in one parent folder."""
+    missing = [name for name, folder in folders.items() if folder is None]
+    if missing:
+        return Finding(
+            "layout",
+            Level.ERROR,
+            f"the package {', '.join(missing)} cannot be found",
+            "install cachesvc again in a virtual environment of its own",
+        )
+    parents = {folder.parent for folder in folders.values() if folder is not None}
+    if len(parents) > 1:
+        places = ", ".join(f"{name} in {folder}" for name, folder in folders.items())
+        return Finding(
+            "layout",
+            Level.ERROR,
+            f"the packages do not share one parent folder: {places}",
+            "another distribution uses one of these names; give cachesvc its own environment",
+        )
+    return Finding("layout", Level.OK, f"all five packages are in {parents.pop()}")
+
+
+def check_versions() -> Iterator[Finding]:
+    names = ("cachesvc", "torch", "transformers", "lmdb", "zstandard", "fastapi", "sqlalchemy")
+    found, missing = [f"Python {sys.version.split()[0]}"], []
+    for name in names:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    yield Finding("versions", Level.OK, ", ".join(found))
+    if missing:
+        yield Finding(
+            "versions", Level.ERROR, f"not installed: {', '.join(missing)}", "run `make setup`"
+        )
+
+
+def check_compute(hardware: Hardware) -> Iterator[Finding]:
+    if hardware.gpu:
+        yield Finding("gpu", Level.OK, f"{hardware.gpu}, {size(hardware.gpu_bytes)}")
+    else:
+        yield Finding("gpu", Level.OK, "none; the CPU stands in for it")
+    cores = len(os.sched_getaffinity(0))
+    message = f"{cores} cores, {hardware.threads} threads of arithmetic"
+    if hardware.threads > cores:
+        yield Finding(
+            "threads",
+            Level.WARNING,
+            f"{message}: more threads than cores wait for each other",
+            f"set model.threads to {cores} or less",
+        )
+    else:
+        yield Finding("threads", Level.OK, message)
+    cache = load_settings().settings.cache
+    needed = cache.host_bytes + (0 if hardware.gpu else cache.device_bytes)
+    available = _available_memory()
+    if available is not None and needed > available:
+        yield Finding(
+            "memory",
+            Level.WARNING,
+            f"the tiers in memory may take {size(needed)}, and {size(available)} are available",
+            "lower --device-cache or --host-cache",
+        )
+    elif available is not None:
+        yield Finding("memory", Level.OK, f"{size(available)} available, tiers take {size(needed)}")
+
+
+def check_disk(data_dir: Path) -> Iterator[Finding]:
+    stands = next(path for path in (data_dir, *data_dir.parents) if path.exists())
+    if not os.access(stands, os.W_OK):
+        yield Finding(
+            "disk", Level.ERROR, f"{stands} cannot be written", "choose another --data-dir"
+        )
+    wanted = load_settings().settings.cache.disk_bytes
+    held = sum(file.stat().st_size for file in disk_path(data_dir).glob("shard-*/data.mdb"))
+    free = shutil.disk_usage(stands).free
+    message = f"{size(free)} free in {stands}; the disk tier holds {size(held)} of {size(wanted)}"
+    if free < wanted - held:
+        fix = "lower --disk-cache, or free space; a full disk only stops new blocks being kept"
+        yield Finding("disk", Level.WARNING, message, fix)
+    else:
+        yield Finding("disk", Level.OK, message)
+    kind = file_system(stands, Path("/proc/self/mounts"))
+    if kind in NETWORK_FILE_SYSTEMS:
+        yield Finding(
+            "file system",
+            Level.ERROR,
+            f"{stands} is on {kind}; LMDB needs a local file system",
+            "choose a --data-dir on a local disk",
+        )
+    elif kind == "tmpfs":
+        yield Finding(
+            "file system",
+            Level.WARNING,
+            f"{stands} is in memory ({kind}); blocks there are lost at a restart of the machine",
+            "choose a --data-dir on a disk",
+        )
+    else:
+        yield Finding("file system", Level.OK, kind or "unknown")
+
+
+def check_lock(data_dir: Path) -> Finding:
+    path = disk_path(data_dir)
+    if is_locked(path):
+        return Finding("data directory", Level.OK, f"served by {read_holder(path)}")
+    meta = read_meta(path)
+    if meta is None:
+        return Finding("data directory", Level.OK, f"{data_dir} holds no disk tier yet")
+    if meta.format != FORMAT:
+        return Finding(
+            "data directory",
+            Level.WARNING,
+            f"the disk tier is of format {meta.format}, this version writes {FORMAT}",
+            "the next start drops its blocks; keep the older version to go on using them",
+        )
+    closed = "was closed cleanly" if meta.clean else "was not closed cleanly; that is survived"
+    return Finding("data directory", Level.OK, f"no server runs; the disk tier {closed}")
+
+
+def check_clock(now_s: float) -> Finding:
+    if now_s < EARLIEST_S:
+        return Finding(
+            "clock",
+            Level.ERROR,
+            f"the clock says {time.strftime('%Y-%m-%d', time.gmtime(now_s))}",
+            "set it: rate cards and ledger entries are dated by it",
+        )
+    return Finding("clock", Level.OK, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now_s)))
+
+
+def check_limits(soft: int, hard: int) -> Iterator[Finding]:
+    if 0 <= soft < LEAST_FILES:
+        yield Finding(
+            "limits",
+            Level.WARNING,
+            f"a process may open {soft} files; each connection takes one",
+            f"raise it: ulimit -n {max(LEAST_FILES, hard) if hard > 0 else LEAST_FILES}",
+        )
+    else:
+        yield Finding("limits", Level.OK, f"a process may open {soft} files")
+
+
+def file_system(path: Path, mounts: Path) -> str | None:
+    """The type of the file system that holds `path`; None where the system does not say."""
+    try:
+        lines = [line.split()[1:3] for line in mounts.read_text().splitlines()]
+    except OSError:
+        return None
+    whole = str(path.resolve())
+    inside = [
+        (len(place), kind)
+        for place, kind in lines
+        if whole == place or whole.startswith(place.rstrip("/") + "/")
+    ]
+    return max(inside)[1] if inside else None
+
+
+def _folder(package: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
+    locations = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(locations[0]) if locations else None
+
+
+def _available_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    fields: dict[str, Any] = {line.split(":")[0]: line.split()[1] for line in lines}
+    return int(fields["MemAvailable"]) * 1024 if "MemAvailable" in fields else None
+
+
+_MARKS: Mapping[Level, str] = {
+    Level.OK: "[green]ok[/]     ",
+    Level.WARNING: "[yellow]warning[/]",
+    Level.ERROR: "[red]error[/]  ",
+}
+
+
+def _print(finding: Finding) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    message = finding.message.replace("[", r"\[")
+    console.print(f"{_MARKS[finding.level]} {finding.check}: {message}")
+    if finding.fix:
+        console.print(f"        fix: {finding.fix}".replace("[", r"\["))

@@ -1,0 +1,121 @@
+"""`cachesvc serve`: one command from nothing to an answer."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+
+import cachesvc
+from cachesvc import core
+from cachesvc.cli.render import size
+from cachesvc.config import Settings, known_settings, load_settings
+from cachesvc.logs import configure
+from cachesvc.service import serve as run
+
+logger = logging.getLogger(__name__)
+
+HELP = known_settings()
+
+
+def _option(setting: str, *flags: str) -> typer.models.OptionInfo:
+    """An option that overrides `setting`; unset, the environment, the file or the default holds."""
+    option: typer.models.OptionInfo = typer.Option(*flags, help=HELP[setting], show_default=False)
+    return option
+
+
+def serve(
+    model: Annotated[str | None, _option("model.name", "--model")] = None,
+    host: Annotated[str | None, _option("server.host", "--host")] = None,
+    port: Annotated[int | None, _option("server.port", "--port")] = None,
+    data_dir: Annotated[Path | None, _option("server.data_dir", "--data-dir")] = None,
+    device: Annotated[str | None, _option("model.device", "--device")] = None,
+    device_cache: Annotated[str | None, _option("cache.device_bytes", "--device-cache")] = None,
+    host_cache: Annotated[str | None, _option("cache.host_bytes", "--host-cache")] = None,
+    disk_cache: Annotated[str | None, _option("cache.disk_bytes", "--disk-cache")] = None,
+    block_size: Annotated[int | None, _option("cache.block_size", "--block-size")] = None,
+    dtype: Annotated[str | None, _option("model.dtype", "--dtype")] = None,
+    kv_dtype: Annotated[str | None, _option("model.kv_dtype", "--kv-dtype")] = None,
+    max_running: Annotated[int | None, _option("engine.max_running", "--max-running")] = None,
+    chunk_tokens: Annotated[int | None, _option("engine.chunk_tokens", "--chunk-tokens")] = None,
+    require_keys: Annotated[
+        bool | None, _option("server.require_keys", "--require-keys/--no-require-keys")
+    ] = None,
+    log_level: Annotated[str | None, _option("log.level", "--log-level")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Configuration file (TOML); flags and environment win")
+    ] = None,
+) -> None:
+    """Serve a model over HTTP, with its context cache. Sizes are written like 64MiB or 4GiB.
+
+    Every setting can also come from --config or from the environment; `cachesvc config show` lists
+    them, with where each value came from.
+    """
+    flags = {
+        "model.name": model,
+        "model.device": device,
+        "model.dtype": dtype,
+        "model.kv_dtype": kv_dtype,
+        "server.host": host,
+        "server.port": port,
+        "server.data_dir": data_dir,
+        "server.require_keys": require_keys,
+        "cache.device_bytes": device_cache,
+        "cache.host_bytes": host_cache,
+        "cache.disk_bytes": disk_cache,
+        "cache.block_size": block_size,
+        "engine.max_running": max_running,
+        "engine.chunk_tokens": chunk_tokens,
+        "log.level": log_level,
+    }
+    settings = load_settings(flags, config).settings
+    configure(settings.log)
+    with _progress() as report:
+        run(settings, progress=report, on_ready=lambda url: _announce(settings, url))
+
+
+def _announce(settings: Settings, url: str) -> None:
+    cache = settings.cache
+    tiers = ", ".join(
+        f"{name} {size(num_bytes)}"
+        for name, num_bytes in (
+            ("device", cache.device_bytes),
+            ("host", cache.host_bytes),
+            ("disk", cache.disk_bytes),
+        )
+        if num_bytes
+    )
+    logger.info(
+        f"cachesvc {cachesvc.__version__} serves {settings.model.name} on {url} "
+        f"({tiers}; data in {settings.server.data_dir})"
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[core.Progress]:
+    """A bar on a terminal, a log line for each kind of slow work elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        seen: set[str] = set()
+
+        def tell(what: str, fraction: float) -> None:
+            if what not in seen:
+                seen.add(what)
+                logger.info(what)
+
+        yield tell
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def advance(what: str, fraction: float) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=1.0)
+            bar.update(tasks[what], completed=fraction, visible=fraction < 1.0)
+
+        yield advance

@@ -1,0 +1,133 @@
+"""The compute half, built from settings: the loaded model, its tiers, and the engine over both.
+
+Used by the server and by `cachesvc bench`. Nothing starts before `start`; `close` undoes it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cachesvc.config import CacheSection, EngineSection, ModelSettings, disk_path, models_path
+from engine.detokenizer import IncrementalDetokenizer
+from engine.engine import Engine, EngineSettings
+from engine.hardware import pick_device, set_threads
+from engine.models import LoadedModel, load_model
+from engine.queue import QueueOrder
+from engine.request import StepOutput
+from engine.runner import Runner
+from engine.scheduler import SchedulerSettings
+from tiers.block import BlockLayout
+from tiers.cache import CacheSettings, TieredCache
+from tiers.demotion import WritePolicy
+from tiers.disk_open import open_disk
+from tiers.disk_settings import DiskSettings
+from tiers.keys import CacheScope
+from tiers.tier import Tier
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """A model with its tiers and its engine. Invariant: the scope names weights and layout."""
+
+    loaded: LoadedModel
+    layout: BlockLayout
+    scope: CacheScope
+    cache: TieredCache
+    engine: Engine
+
+    def start(self) -> None:
+        self.engine.start()
+
+    def close(self, drain_s: float = 0.0, *, flush: bool = True) -> int:
+        """Stop the engine, flush memory to disk, close the tiers; returns blocks not saved."""
+        self.engine.close(drain_s)
+        return self.cache.close(flush=flush)
+
+    def detokenizer(self, stop: Sequence[str]) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self.loaded.tokenizer, stop)
+
+
+def load(settings: ModelSettings, data_dir: Path, progress: Progress | None = None) -> LoadedModel:
+    """Load the model. Raises ModelError, with the reason, for one that cannot be served."""
+    if settings.threads:
+        set_threads(settings.threads)
+    cache_dir = models_path(data_dir)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    return load_model(
+        settings.name,
+        device=pick_device(settings.device),
+        dtype=settings.dtype,
+        cache_dir=cache_dir,
+        progress=progress,
+    )
+
+
+def build(
+    loaded: LoadedModel,
+    *,
+    kv_dtype: str,
+    cache: CacheSection,
+    engine: EngineSection,
+    data_dir: Path,
+    on_outputs: Callable[[Sequence[StepOutput]], None],
+) -> Core:
+    """Tiers and engine for a loaded model. Raises what the tiers say of sizes and directories."""
+    layout = loaded.layout(cache.block_size, None if kv_dtype == "auto" else kv_dtype)
+    disk = _open_disk(layout, cache, data_dir)
+    try:
+        tiers = TieredCache(layout, _cache_settings(cache), device=loaded.device, disk=disk)
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
+    runner = Runner(loaded, tiers.pool.tensor)
+    return Core(
+        loaded=loaded,
+        layout=layout,
+        scope=CacheScope(
+            weights=loaded.weights_digest,
+            tokenizer=loaded.tokenizer.digest,
+            layout=layout.digest(),
+        ),
+        cache=tiers,
+        engine=Engine(runner, tiers, _engine_settings(engine, loaded), on_outputs),
+    )
+
+
+def _open_disk(layout: BlockLayout, cache: CacheSection, data_dir: Path) -> Tier | None:
+    if not cache.disk_bytes or not cache.host_bytes:
+        return None
+    behaviour = DiskSettings(
+        idle_ttl_s=int(cache.idle_ttl) or None,
+        write_budget_bytes=cache.write_budget_bytes or None,
+    )
+    return open_disk(disk_path(data_dir), layout, cache.disk_bytes, settings=behaviour)
+
+
+def _cache_settings(cache: CacheSection) -> CacheSettings:
+    return CacheSettings(
+        device_bytes=cache.device_bytes,
+        host_bytes=cache.host_bytes,
+        policy=cache.policy,
+        write_policy=WritePolicy(cache.write_policy),
+        num_readers=cache.readers,
+        share_tails=cache.partial_blocks,
+        weigh_loads=cache.weigh_loads,
+    )
+
+
+def _engine_settings(engine: EngineSection, loaded: LoadedModel) -> EngineSettings:
+    return EngineSettings(
+        scheduler=SchedulerSettings(
+            max_running=engine.max_running,
+            step_tokens=engine.chunk_tokens,
+            mixed_step_tokens=engine.mixed_chunk_tokens,
+            order=QueueOrder(engine.order),
+            max_passed_s=engine.max_passed,
+        ),
+        max_waiting=engine.max_waiting,
+        max_context=loaded.max_context,
+        eos_token_ids=loaded.eos_token_ids,
+    )

@@ -1,0 +1,166 @@
+"""The money half, built from settings: store, accounts, ledger, and what the wire needs of them.
+
+`start` before the first request, `close` after the last. The ledger has its own thread; `refresh`
+and `audit` read the store and are called off the event loop.
+"""
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from api.auth import KeyGate, Salts
+from api.limits import LimitSettings, NoLimits, Quota, RateLimits, WindowLimits, open_storage
+from api.metering import LedgerMeter
+from billing import audit, store_reports
+from billing.accounts import Accounts
+from billing.entries import Entry, Kind
+from billing.holds import decode_request
+from billing.ledger import Ledger
+from billing.rating import rate
+from billing.store import LedgerStore, database_url, open_store
+from billing.usage import Usage
+from cachesvc.config import LimitsSection, Settings
+from cachesvc.metrics import MoneyStats
+
+logger = logging.getLogger(__name__)
+
+SECRET_NAME = "secret"  # noqa: S105  the file's name, not the secret
+SECRET_BYTES = 32
+
+ObserveBill = Callable[[str, Mapping[str, int], int], None]
+
+
+@dataclass(slots=True)
+class Money:
+    """The parts, and the snapshot that a scrape reads."""
+
+    store: LedgerStore
+    accounts: Accounts
+    gatekeeper: KeyGate
+    salts: Salts
+    limits: RateLimits
+    required: bool
+    lease_s: int
+    owner: str
+    ledger: Ledger | None = None
+    _stats: MoneyStats = field(default_factory=MoneyStats)
+
+    @property
+    def requires_keys(self) -> bool:
+        return self.required or self.accounts.requires_keys
+
+    def start(self, observe_bill: ObserveBill) -> LedgerMeter:
+        """Settle what an earlier run left, take commands; `observe_bill` hears of every charge."""
+        self.ledger = Ledger(
+            self.store,
+            self.accounts,
+            owner=self.owner,
+            observers=(lambda entries: self._observe(entries, observe_bill),),
+        )
+        self.ledger.start()
+        return LedgerMeter(self.ledger, lease_s=self.lease_s)
+
+    def close(self) -> None:
+        if self.ledger is not None:
+            self.ledger.close()
+        self.store.close()
+
+    def stats(self) -> MoneyStats:
+        """As of the last `refresh`; any thread."""
+        return self._stats
+
+    def refresh(self) -> None:
+        """Look at holds and balances. Reads the store."""
+        with self.store.reading() as connection:
+            holds = store_reports.hold_list(connection)
+            accounts = store_reports.all_accounts(connection)
+            held = store_reports.held_by_tenant(connection)
+        oldest_ns = min(
+            (decode_request(hold.body)[1].admitted_ns for hold in holds), default=time.time_ns()
+        )
+        drift = sum(abs(account.held - held.get(name, 0)) for name, account in accounts.items())
+        drift += abs(sum(sum(account.balances.values()) for account in accounts.values()))
+        self._stats = MoneyStats(len(holds), max(0.0, (time.time_ns() - oldest_ns) / 1e9), drift)
+
+    def audit(self) -> int:
+        """Prove the whole ledger; returns how many things differ, and says them in the log."""
+        problems = audit.verify(self.store).problems
+        for problem in problems:
+            logger.error(f"the ledger does not add up: {problem}")
+        return len(problems)
+
+    def _observe(self, entries: Sequence[Entry], observe_bill: ObserveBill) -> None:
+        """Ledger thread, after each commit."""
+        for entry in entries:
+            if entry.kind is not Kind.CHARGE:
+                continue
+            details = entry.details
+            ref, _ = decode_request(entry.body)
+            usage = Usage.from_record(details["usage"])
+            charge = rate(usage, self.accounts.book.pinned(ref))
+            by_class = {line.name: line.amount for line in charge.lines}
+            observe_bill(entry.currency, by_class, charge.saved)
+
+
+def open_money(settings: Settings) -> Money:
+    """Open the ledger of a data directory, or of `billing.database_url`. Raises StoreError."""
+    data_dir = settings.server.data_dir
+    store = open_store(settings.billing.database_url or database_url(data_dir))
+    accounts = Accounts(store)
+    required = settings.server.require_keys
+    return Money(
+        store=store,
+        accounts=accounts,
+        gatekeeper=KeyGate(accounts, required=required),
+        salts=Salts(
+            read_secret(data_dir),
+            {name: frozenset(tenants) for name, tenants in settings.server.groups.items()},
+        ),
+        limits=_limits(settings.limits),
+        required=required,
+        lease_s=max(1, round(settings.billing.hold_lease)),
+        owner=settings.billing.server_name,
+    )
+
+
+def read_secret(data_dir: Path) -> bytes:
+    """The server's secret, from which tenants' salts come; made at the first start.
+
+    Blocks on disk are found again only under the secret that they were stored under.
+    """
+    path = data_dir / SECRET_NAME
+    try:
+        return bytes.fromhex(path.read_text().strip())
+    except FileNotFoundError:
+        pass
+    fresh = secrets.token_bytes(SECRET_BYTES)
+    temporary = path.with_name(f"{SECRET_NAME}.{os.getpid()}")
+    temporary.touch(mode=0o600)
+    temporary.write_text(fresh.hex() + "\n")
+    try:
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return fresh
+
+
+def _limits(section: LimitsSection) -> RateLimits:
+    tenant = Quota(
+        requests=section.tenant_requests or None,
+        miss_tokens=section.tenant_miss_tokens or None,
+        output_tokens=section.tenant_output_tokens or None,
+        concurrency=section.tenant_concurrency or None,
+    )
+    key = Quota(
+        requests=section.key_requests or None,
+        miss_tokens=section.key_miss_tokens or None,
+        output_tokens=section.key_output_tokens or None,
+        concurrency=section.key_concurrency or None,
+    )
+    if tenant == key == Quota():
+        return NoLimits()
+    return WindowLimits(LimitSettings(tenant=tenant, key=key), open_storage(section.url))

@@ -1,0 +1,344 @@
+"""The composition root: builds every part from settings, joins them, serves, and stops in order.
+
+    Settings ─► model ─► tiers ─► engine ─┬─► app ─► HTTP server
+             └► store ─► accounts ─► ledger ┘
+
+Runs on the main thread, whose event loop is the server's. A stop (SIGTERM, SIGINT) lets running
+requests finish for `server.drain`, then closes the engine, flushes the tiers, closes the ledger.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import itertools
+import logging
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+import cachesvc
+from api.app import create_app
+from api.bridge import OutputBridge
+from api.collaborators import Collaborators, Readiness, ServedModel, WireSettings
+from api.metering import Meter
+from billing.errors import BillingError
+from cachesvc import core
+from cachesvc.config import ConfigError, ServerSettings, Settings, disk_path
+from cachesvc.metrics import Metrics, Snapshots
+from cachesvc.money import Money, open_money
+from engine.models import LoadedModel
+from engine.request import StepOutput
+from tiers.disk_directory import is_locked, read_holder
+from tiers.errors import DirectoryLocked
+
+logger = logging.getLogger(__name__)
+
+NUM_ENCODERS = 2  # threads that tokenise long texts
+CHECK_S = 60.0  # how often an idle engine's blocks are counted
+MONEY_S = 10.0  # how often holds and balances are looked at
+AUDIT_EVERY = 360  # of these looks is a proof of the whole ledger
+
+_Message = MutableMapping[str, Any]
+_Asgi = Callable[
+    [
+        MutableMapping[str, Any],
+        Callable[[], Awaitable[_Message]],
+        Callable[[_Message], Awaitable[None]],
+    ],
+    Awaitable[None],
+]
+
+
+def serve(
+    settings: Settings,
+    *,
+    progress: core.Progress | None = None,
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve until a signal says to stop. Raises what cannot work, before the first request.
+
+    `on_ready` is called with the server's URL once it accepts requests.
+    """
+    server = settings.server
+    make_data_dir(server.data_dir)
+    with contextlib.closing(open_money(settings)) as money:
+        check_address(server, requires_keys=money.requires_keys)
+        with contextlib.closing(_bind(server.host, server.port)) as listener:
+            loaded = core.load(settings.model, server.data_dir, progress)
+            service = Service(settings, loaded, money)
+            try:
+                service.run(listener, on_ready)
+            finally:
+                service.close()
+
+
+def make_data_dir(path: Path) -> None:
+    """Create the data directory, for its owner alone: it holds prompts' KV and the ledger."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {path}: {error.strerror}; check --data-dir") from None
+    if is_locked(disk_path(path)):
+        raise DirectoryLocked(
+            f"{path} is served by {read_holder(disk_path(path))}; stop that server or choose "
+            f"another --data-dir"
+        )
+
+
+def check_address(server: ServerSettings, *, requires_keys: bool) -> None:
+    """A server that anybody may use must not be reachable by everybody. Raises ConfigError."""
+    if requires_keys or is_loopback(server.host):
+        return
+    raise ConfigError(
+        f"without API keys the server listens on loopback only, and {server.host} is not; create "
+        f"a key with `cachesvc keys create`, or add --require-keys, or use --host 127.0.0.1"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Service:
+    """Everything of one running server. `run` once, then `close`."""
+
+    def __init__(self, settings: Settings, loaded: LoadedModel, money: Money) -> None:
+        self._settings = settings
+        self._money = money
+        self._violations = {"blocks": 0, "ledger": 0}
+        self._closing = False
+        self.bridge = OutputBridge()
+        self.core = core.build(
+            loaded,
+            kv_dtype=settings.model.kv_dtype,
+            cache=settings.cache,
+            engine=settings.engine,
+            data_dir=settings.server.data_dir,
+            on_outputs=self._on_outputs,
+        )
+        self.metrics = Metrics(
+            Snapshots(
+                engine=self.core.engine.stats,
+                money=money.stats,
+                violations=lambda: self._violations,
+            ),
+            model=loaded.name,
+            vllm_aliases=settings.metrics.vllm_aliases,
+        )
+        self._encoders = ThreadPoolExecutor(NUM_ENCODERS, thread_name_prefix="cachesvc-encode")
+
+    def app(self, meter: Meter) -> _Asgi:
+        wire = Collaborators(
+            engine=self.core.engine,
+            bridge=self.bridge,
+            models=self._models(),
+            gatekeeper=self._money.gatekeeper,
+            salts=self._money.salts,
+            meter=meter,
+            balances=self._money.accounts.tenant,
+            limits=self._money.limits,
+            encoders=self._encoders,
+            readiness=self.readiness,
+            render_metrics=self.metrics.render,
+            settings=_wire_settings(self._settings.server),
+        )
+        return Timed(create_app(wire, version=cachesvc.__version__), self.metrics)
+
+    def run(self, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+        """Serve on `listener` until a signal comes."""
+        server = self._settings.server
+        config = uvicorn.Config(
+            self.app(self._money.start(self.metrics.observe_bill)),
+            loop="uvloop",
+            http="httptools",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(server.drain)),
+        )
+        self.core.start()
+
+        host, port = listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        http = HttpServer(config, lambda: on_ready(url), self._begin_drain)
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(self._serve(http, listener))
+
+    def close(self) -> None:
+        """Stop the engine, flush the tiers. The ledger stays open for its owner to close."""
+        self._closing = True
+        started = time.monotonic()
+        unsaved = self.core.close()
+        self._encoders.shutdown()
+        elapsed_s = time.monotonic() - started
+        logger.info(f"stopped; the tiers were flushed in {elapsed_s:.1f} s, {unsaved} blocks lost")
+
+    def readiness(self) -> Readiness:
+        stats = self.core.engine.stats()
+        if self._closing:
+            return Readiness(False, "the server is shutting down")
+        if stats.failed:
+            return Readiness(False, f"the engine has failed: {stats.failed}")
+        return Readiness(True, "", {"running": stats.num_running, "waiting": stats.num_waiting})
+
+    async def _serve(self, http: "HttpServer", listener: socket.socket) -> None:
+        tasks = [
+            asyncio.create_task(self._count_blocks()),
+            asyncio.create_task(self._watch_money()),
+        ]
+        try:
+            await http.serve(sockets=[listener])
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _count_blocks(self) -> None:
+        """Check the tiers' invariants while nobody computes; what is broken is counted."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            stats = self.core.engine.stats()
+            if stats.num_running or stats.num_waiting or stats.num_loading:
+                continue
+            try:
+                checked = self.core.engine.call(lambda cache: cache.residency.check())
+                await asyncio.wrap_future(checked)
+            except AssertionError as error:
+                self._violations["blocks"] += 1
+                logger.error(f"an invariant of the tiers is broken: {error}")
+
+    async def _watch_money(self) -> None:
+        """Keep the ledger's snapshot fresh, and prove the ledger now and then."""
+        for turn in itertools.count():
+            try:
+                await asyncio.to_thread(self._money.refresh)
+                if turn % AUDIT_EVERY == AUDIT_EVERY - 1:
+                    self._violations["ledger"] += await asyncio.to_thread(self._money.audit)
+            except BillingError:
+                logger.exception("the ledger cannot be read")
+            await asyncio.sleep(MONEY_S)
+
+    def _begin_drain(self) -> None:
+        self._closing = True
+
+    def _on_outputs(self, outputs: Sequence[StepOutput]) -> None:
+        """Engine thread: hand over first, count afterwards."""
+        self.bridge.deliver(outputs)
+        self.metrics.observe_outputs(outputs)
+
+    def _models(self) -> Mapping[str, ServedModel]:
+        loaded, engine = self.core.loaded, self.core.engine
+        model = ServedModel(
+            name=loaded.name,
+            tokenizer=loaded.tokenizer,
+            detokenizer=self.core.detokenizer,
+            scope=self.core.scope,
+            max_context=min(loaded.max_context, engine.max_tokens),
+            vocab_size=loaded.vocab_size,
+            created=int(time.time()),
+        )
+        return {model.name: model}
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, with signals that end it as finished: the process exits with 0."""
+
+    def __init__(
+        self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+        self._on_stop = on_stop
+        self._stopping = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Unlike uvicorn's own, does not raise the signal again once the server has stopped."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _stop(self, number: signal.Signals) -> None:
+        if self._stopping:
+            self.force_exit = True
+            return
+        logger.info(f"{number.name}: finishing what runs; once more ends it at once")
+        self._stopping = self.should_exit = True
+        self._on_stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Pure ASGI middleware that counts responses by route and code."""
+
+    app: _Asgi
+    metrics: Metrics
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 500
+
+        async def watch(message: _Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watch)
+        finally:
+            elapsed_s = time.perf_counter() - started
+            self.metrics.observe_http(scope["path"], status, elapsed_s)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket, taken before the slow start so that a port in use is said at once."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"cannot listen on {host!r}: {error.strerror}; check --host") from None
+    listener = socket.socket(family, kind, proto)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; "
+            f"another server may run there: choose another --port, or 0 for a free one"
+        ) from None
+    return listener
+
+
+def _wire_settings(server: ServerSettings) -> WireSettings:
+    return WireSettings(
+        max_body_bytes=server.max_body_bytes,
+        max_choices=server.max_choices,
+        write_timeout_s=server.write_timeout,
+        keepalive_s=server.keepalive,
+    )

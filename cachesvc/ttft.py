@@ -1,0 +1,276 @@
+"""The document-question scenario: a long document, one question about it, then another one.
+
+Measures time to first token of the second question with the document's blocks on the device, in
+host memory, on disk, and on disk after a restart, beside the cold first question, in one run. The
+engine is driven in process, without HTTP. Used by `cachesvc bench ttft`.
+"""
+
+import queue
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cachesvc import core
+from cachesvc.config import CacheSection, EngineSection
+from engine.models import LoadedModel
+from engine.request import Request, SamplingParams, StepOutput
+from engine.tokenizer import Tokenizer
+from tiers.block import BlockLayout
+from tiers.cache import TieredCache
+
+QUESTION_TOKENS = 24
+TIMEOUT_S = 300.0
+
+
+class Case(StrEnum):
+    """Where the document's blocks are when the question comes."""
+
+    COLD = "cold"
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    RESTART = "disk after restart"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One case at one size. `ttft_s` is the median over the repeats."""
+
+    case: Case
+    prompt_tokens: int
+    ttft_s: float
+    best_s: float
+    worst_s: float
+    hit_tokens: int
+    computed_tokens: int
+    ratio: float = 1.0  # cold time over this one's
+
+
+class BenchError(Exception):
+    """A measurement that cannot be taken; the message says why."""
+
+
+class Probe:
+    """Sends one request at a time to an engine and times its first token."""
+
+    def __init__(self) -> None:
+        self._outputs: queue.Queue[tuple[StepOutput, int]] = queue.Queue()
+        self._number = 0
+
+    def on_outputs(self, outputs: Sequence[StepOutput]) -> None:
+        """Engine thread."""
+        now_ns = time.perf_counter_ns()
+        for output in outputs:
+            self._outputs.put((output, now_ns))
+
+    def ask(self, running: core.Core, tokens: "array[int]") -> tuple[float, StepOutput]:
+        """Seconds to the first token, and the output that brought it."""
+        self._number += 1
+        request = Request(
+            request_id=f"bench-{self._number}",
+            tokens=tokens,
+            params=SamplingParams(temperature=0.0, max_tokens=1),
+            scope=running.scope,
+            arrival_ns=time.monotonic_ns(),
+        )
+        started_ns = time.perf_counter_ns()
+        running.engine.submit(request)
+        first: tuple[float, StepOutput] | None = None
+        while True:
+            output, at_ns = self._outputs.get(timeout=TIMEOUT_S)
+            if output.error:
+                raise BenchError(f"the engine failed: {output.error}")
+            if first is None and output.tokens:
+                first = ((at_ns - started_ns) / 1e9, output)
+            if output.last:
+                break
+        if first is None:
+            raise BenchError("the engine ended a request without a token")
+        return first
+
+
+class Scenario:
+    """Runs the cases over one data directory."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        kv_dtype: str,
+        data_dir: Path,
+        engine: EngineSection,
+        block_size: int,
+        largest: int,
+        repeats: int,
+    ) -> None:
+        self._loaded = loaded
+        self._kv_dtype = kv_dtype
+        self._data_dir = data_dir
+        self._engine = engine
+        self._repeats = repeats
+        self._probe = Probe()
+        self.layout = loaded.layout(block_size, None if kv_dtype == "auto" else kv_dtype)
+        blocks = largest // block_size + 8
+        self._cache = CacheSection(
+            block_size=block_size,
+            device_bytes=2 * blocks * self.layout.nbytes,
+            host_bytes=2 * blocks * self.layout.nbytes,
+            disk_bytes=max(1 << 28, 8 * blocks * self.layout.nbytes),
+            weigh_loads=False,
+        )
+
+    def run(self, sizes: Sequence[int], report: Callable[[str], None]) -> list[Measured]:
+        """All cases at all sizes, in the order in which they are measured."""
+        results: list[Measured] = []
+        documents = {size: Document(self._loaded.tokenizer, size, seed=size) for size in sizes}
+        with self._running() as running:
+            self._warm_up(running)
+            for size, document in documents.items():
+                report(f"{size} tokens: cold")
+                results.append(self._cold(running, document))
+                for case in (Case.DEVICE, Case.HOST, Case.DISK):
+                    report(f"{size} tokens: {case}")
+                    results.append(self._hit(running, document, case))
+        for size, document in documents.items():
+            report(f"{size} tokens: {Case.RESTART}")
+            results.append(self._after_restart(document))
+        return with_ratios(results)
+
+    def _cold(self, running: core.Core, document: "Document") -> Measured:
+        ttft_s, output = self._probe.ask(running, document.ask(0))
+        if output.counts.hit > self._cache.block_size:
+            raise BenchError("the cold run hit the cache; use an empty --data-dir")
+        return _measured(Case.COLD, document, [ttft_s], output)
+
+    def _hit(self, running: core.Core, document: "Document", case: Case) -> Measured:
+        times = []
+        for repeat in range(self._repeats):
+            if case is not Case.DEVICE:
+                to_disk = case is Case.DISK
+                sunk = running.engine.call(partial(sink, to_disk=to_disk))
+                sunk.result(TIMEOUT_S)
+            question = 1 + repeat + 100 * list(Case).index(case)
+            ttft_s, output = self._probe.ask(running, document.ask(question))
+            times.append(ttft_s)
+        self._check_tier(case, document, output)
+        return _measured(case, document, times, output)
+
+    def _after_restart(self, document: "Document") -> Measured:
+        times = []
+        for repeat in range(self._repeats):
+            with self._running() as running:
+                self._warm_up(running)
+                ttft_s, output = self._probe.ask(running, document.ask(901 + repeat))
+                times.append(ttft_s)
+        self._check_tier(Case.RESTART, document, output)
+        return _measured(Case.RESTART, document, times, output)
+
+    def _check_tier(self, case: Case, document: "Document", output: StepOutput) -> None:
+        counts = output.counts
+        served = {
+            Case.DEVICE: counts.hit_device,
+            Case.HOST: counts.hit_host,
+            Case.DISK: counts.hit_disk,
+            Case.RESTART: counts.hit_disk,
+        }[case]
+        whole_blocks = document.size // self._cache.block_size * self._cache.block_size
+        if served < whole_blocks - self._cache.block_size:
+            raise BenchError(f"{case}: only {served} of {whole_blocks} tokens came from there")
+
+    def _warm_up(self, running: core.Core) -> None:
+        """Let kernels and allocators settle on a prompt that no case uses."""
+        document = Document(self._loaded.tokenizer, 4 * self._cache.block_size, seed=-1)
+        for question in (0, 1, 2):
+            self._probe.ask(running, document.ask(question))
+
+    @contextmanager
+    def _running(self) -> Iterator[core.Core]:
+        running = core.build(
+            self._loaded,
+            kv_dtype=self._kv_dtype,
+            cache=self._cache,
+            engine=self._engine,
+            data_dir=self._data_dir,
+            on_outputs=self._probe.on_outputs,
+        )
+        running.start()
+        try:
+            yield running
+        finally:
+            running.close()
+
+
+class Document:
+    """A made-up text of `size` tokens and endless questions about it, the same for each seed."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int, *, seed: int) -> None:
+        self.size = size
+        self._tokenizer = tokenizer
+        text, random_source = "", random.Random(seed)
+        tokens: array[int] = array("i")
+        while len(tokens) < size:
+            text += "".join(_fact(random_source) for _ in range(64))
+            tokens = tokenizer.encode(text)
+        self._tokens = tokens[:size]
+
+    def ask(self, number: int) -> "array[int]":
+        """The document and question `number`: no two questions begin with the same token run."""
+        question = f"\nQuestion {number}: what is the badge of person {number * 7919}? Answer:"
+        return self._tokens + self._tokenizer.encode(question)[:QUESTION_TOKENS]
+
+
+def _fact(source: random.Random) -> str:
+    name = "".join(source.choice("bcdfghjklmnprstvwz") + source.choice("aeiou") for _ in range(3))
+    town = source.choice(("Lisbon", "Kyoto", "Oslo", "Quito", "Accra", "Hanoi", "Turin", "Perth"))
+    return f"{name.title()} lives in {town} and has badge {source.randrange(10_000)}. "
+
+
+def sink(cache: TieredCache, *, to_disk: bool) -> None:
+    """Engine thread: push every block off the device, and with `to_disk` out of the host tier."""
+    if to_disk:
+        cache.flush()
+    residency = cache.residency
+    for block in [*cache.index, *cache.index.iter_partials()]:
+        if block.slot is not None and block.pins == 0:
+            residency.evict_device(block)
+    for block in [*cache.index, *cache.index.iter_partials()]:
+        if to_disk and block.frame is not None and not block.busy:
+            residency.evict_host(block)
+
+
+def with_ratios(results: Sequence[Measured]) -> list[Measured]:
+    """The same results by size, each with its ratio to the cold one of its size."""
+    cold = {each.prompt_tokens: each.ttft_s for each in results if each.case is Case.COLD}
+    by_size = sorted(results, key=lambda each: each.prompt_tokens)
+    return [replace(each, ratio=cold[each.prompt_tokens] / each.ttft_s) for each in by_size]
+
+
+def as_json(results: Sequence[Measured]) -> list[dict[str, Any]]:
+    return [asdict(each) for each in results]
+
+
+def estimate(layout: BlockLayout, num_tokens: int, bytes_per_s: float, forward_s: float) -> float:
+    """Seconds a hit should take: the prefix's bytes at a rate, and one forward of the question."""
+    return num_tokens * layout.token_nbytes / bytes_per_s + forward_s
+
+
+def _measured(
+    case: Case, document: Document, times: Sequence[float], output: StepOutput
+) -> Measured:
+    return Measured(
+        case=case,
+        prompt_tokens=document.size,
+        ttft_s=statistics.median(times),
+        best_s=min(times),
+        worst_s=max(times),
+        hit_tokens=output.counts.hit,
+        computed_tokens=output.counts.miss,
+    )

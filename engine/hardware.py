@@ -1,0 +1,41 @@
+"""What this machine computes with. Read at start-up and by `cachesvc doctor`, on any thread."""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """`gpu` is its name, None where there is none; `threads` are those of CPU arithmetic."""
+
+    threads: int
+    gpu: str | None = None
+    gpu_bytes: int = 0
+
+
+def read_hardware() -> Hardware:
+    threads = torch.get_num_threads()
+    if not torch.cuda.is_available():
+        return Hardware(threads)
+    gpu = torch.cuda.get_device_properties(0)
+    return Hardware(threads, gpu.name, gpu.total_memory)
+
+
+def pick_device(name: str) -> str:
+    """The device that `auto`, `cpu` or `cuda` means here. Raises ModelError for a missing GPU."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelError(
+            "no CUDA device can be used; run with --device cpu, or install a driver and a build "
+            "of torch for CUDA"
+        )
+    return name
+
+
+def set_threads(num_threads: int) -> None:
+    """How many threads CPU arithmetic uses from now on; call before the first forward."""
+    torch.set_num_threads(num_threads)
