@@ -1,0 +1,180 @@
+"""The official openai client against a server on a socket: what it reads, raises and retries.
+
+The server is uvicorn as `cachesvc serve` runs it, over the scripted engine, in a thread of its own.
+"""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import openai
+import pytest
+import uvicorn
+
+from api.app import create_app
+from api.testing import FakeHouse, Script, fake_house
+from billing.errors import InsufficientBalance
+from billing.policy import Outcome
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+PROMPT_TOKENS = len("user: hi\nassistant: ")
+
+
+@dataclass(frozen=True)
+class Server:
+    house: FakeHouse
+    url: str
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    house = fake_house()
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        create_app(house.wire), log_config=None, lifespan="on", http="httptools"
+    )
+    http = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
+    thread.start()
+    give_up = time.monotonic() + 10
+    while not http.started and time.monotonic() < give_up:
+        time.sleep(0.005)
+    try:
+        yield Server(house, f"http://127.0.0.1:{listener.getsockname()[1]}/v1")
+    finally:
+        http.should_exit = True
+        thread.join(10)
+        listener.close()
+        house.close()
+    assert not thread.is_alive()
+    assert all(charge.num_settled + charge.num_voided == 1 for charge in house.meter.charges)
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url, api_key="sk-any", max_retries=0) as client:
+        yield client
+
+
+def test_chat(server: Server, client: openai.OpenAI) -> None:
+    server.house.engine.script = Script(answer="héllo", hits={"hit_disk": 12})
+    answer = client.chat.completions.create(model="bytes", messages=MESSAGES)
+    assert ("héllo", "stop") == (
+        answer.choices[0].message.content,
+        answer.choices[0].finish_reason,
+    )
+    usage = answer.usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert (PROMPT_TOKENS, 7, 12) == (
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.prompt_tokens_details.cached_tokens,
+    )
+    assert PROMPT_TOKENS - 12 == usage.model_extra["prompt_cache_miss_tokens"]
+
+
+def test_a_stream_with_usage(server: Server, client: openai.OpenAI) -> None:
+    server.house.engine.script = Script(answer="one two three")
+    stream = client.chat.completions.create(
+        model="bytes", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert "one two three" == text
+    assert "assistant" == chunks[0].choices[0].delta.role
+    assert chunks[-1].usage is not None
+    assert PROMPT_TOKENS + 14 == chunks[-1].usage.total_tokens
+
+
+def test_the_streaming_helper_builds_the_same_message(
+    server: Server, client: openai.OpenAI
+) -> None:
+    server.house.engine.script = Script(answer="one two")
+    with client.chat.completions.stream(model="bytes", messages=MESSAGES) as stream:
+        final = stream.get_final_completion()
+    assert ("one two", "stop") == (
+        final.choices[0].message.content,
+        final.choices[0].finish_reason,
+    )
+
+
+def test_chat_logprobs(server: Server, client: openai.OpenAI) -> None:
+    server.house.engine.script = Script(answer="ab")
+    answer = client.chat.completions.create(
+        model="bytes", messages=MESSAGES, logprobs=True, top_logprobs=1, max_completion_tokens=2
+    )
+    told = answer.choices[0].logprobs
+    assert told is not None
+    assert [("a", -0.5), ("b", -0.5)] == [(t.token, t.logprob) for t in told.content or []]
+
+
+def test_completions(server: Server, client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="bytes", prompt=["ab", "c"], echo=True)
+    assert ["abab", "cc"] == [choice.text for choice in answer.choices]
+    streamed = client.completions.create(model="bytes", prompt="xyz", stream=True)
+    assert "xyz" == "".join(chunk.choices[0].text for chunk in streamed)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert ["bytes"] == [model.id for model in client.models.list()]
+    assert "bytes" == client.models.retrieve("bytes").id
+
+
+def test_errors_are_the_clients_own(server: Server, client: openai.OpenAI) -> None:
+    create = client.chat.completions.create
+    with pytest.raises(openai.NotFoundError) as missing:
+        create(model="gpt-9", messages=MESSAGES)
+    assert ("model_not_found", "model") == (missing.value.code, missing.value.param)
+    with pytest.raises(openai.BadRequestError) as wrong:
+        create(model="bytes", messages=MESSAGES, temperature=3)
+    assert "temperature" == wrong.value.param
+    with pytest.raises(openai.BadRequestError) as too_long:
+        create(model="bytes", messages=[{"role": "user", "content": "x" * 9000}])
+    assert "context_length_exceeded" == too_long.value.code
+    server.house.meter.refuse = InsufficientBalance("t", needed=2, available=1, currency="CNY")
+    with pytest.raises(openai.APIStatusError) as poor:
+        create(model="bytes", messages=MESSAGES)
+    assert (402, "insufficient_balance") == (poor.value.status_code, poor.value.code)
+    server.house.meter.refuse = None
+    server.house.engine.script = Script(fail_after=0)
+    with pytest.raises(openai.InternalServerError):
+        create(model="bytes", messages=MESSAGES)
+
+
+def test_an_error_in_a_stream_is_raised(server: Server, client: openai.OpenAI) -> None:
+    server.house.engine.script = Script(answer="x" * 50, fail_after=3, step_s=0.005)
+    stream = client.chat.completions.create(model="bytes", messages=MESSAGES, stream=True)
+    with pytest.raises(openai.APIError, match="on fire"):
+        list(stream)
+
+
+def test_closing_a_stream_ends_the_work(server: Server, client: openai.OpenAI) -> None:
+    server.house.engine.script = Script(answer="x" * 2000, step_s=0.002)
+    stream = client.chat.completions.create(model="bytes", messages=MESSAGES, stream=True)
+    next(iter(stream))
+    stream.close()
+    give_up = time.monotonic() + 5
+    while server.house.meter.last.served is None and time.monotonic() < give_up:
+        time.sleep(0.01)
+    served = server.house.meter.last.served
+    assert served is not None
+    assert Outcome.CLIENT_GONE is served.outcome
+    assert served.usage.output < 2000
+
+
+def test_a_time_out_is_retried_and_named_a_retry(server: Server) -> None:
+    server.house.engine.script = Script(stall=True)
+    with (
+        openai.OpenAI(
+            base_url=server.url, api_key="sk-any", max_retries=1, timeout=0.3
+        ) as impatient,
+        pytest.raises(openai.APITimeoutError),
+    ):
+        impatient.chat.completions.create(model="bytes", messages=MESSAGES)
+    contexts = [charge.job.context for charge in server.house.meter.charges]
+    assert [False, True] == [context.is_retry for context in contexts]
+    assert 1 == len({context.fingerprint for context in contexts})
