@@ -7,6 +7,7 @@ same predecessor. Read by `tiers.replay` and the load generator; one thread.
 """
 
 import json
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,6 @@ def _parse(line: str) -> TraceRequest:
 
 def _amount(record: dict[str, Any], name: str, default: int | None = None) -> int:
     value = record.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a number that is not negative, not {value!r}")
     return int(value)

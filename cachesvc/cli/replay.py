@@ -144,13 +144,16 @@ def _blocks(text: str, working_set: int, option: str) -> int:
     text = text.strip()
     try:
         share = float(text[:-1]) / 100 if text.endswith("%") else None
-        blocks = int(text) if share is None else round(share * working_set)
+        if share is None:
+            blocks = int(text)
+        else:
+            blocks = max(round(share * working_set), 1 if share > 0 else 0)
     except (ValueError, OverflowError):
         blocks = 0
     if blocks < 1:
         raise typer.BadParameter(
-            f"{text!r} is neither a number of blocks above 0 nor a share like 5% that makes one "
-            f"(the working set is {working_set} blocks)",
+            f"{text!r} is neither a number of blocks above 0 nor a share like 5% of the "
+            f"{working_set} blocks of the trace",
             param_hint=option,
         )
     return blocks

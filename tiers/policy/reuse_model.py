@@ -32,7 +32,7 @@ _TINY_OCTAVE = -30
 _LEVELS_PER_OCTAVE = 4
 NUM_LEVELS = 128  # up to one hit in a quarter of a second
 
-AGE_ENDS: NDArray[np.float64] = _FIRST_S * _GROWTH ** np.arange(NUM_AGES)
+AGE_ENDS = np.array([_FIRST_S * _GROWTH**age for age in range(NUM_AGES)])
 _WIDTHS = np.diff(AGE_ENDS, prepend=0.0)
 _LATER = np.triu(np.ones((NUM_AGES, NUM_AGES), dtype=bool))  # [k, j]: interval j is not before k
 

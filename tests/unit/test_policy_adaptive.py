@@ -1,0 +1,117 @@
+"""The adaptive policy: it learns, it is held to LRU, and its memory is bounded."""
+
+import pytest
+
+from tiers.policy import Use
+from tiers.policy.adaptive import Adaptive
+from tiers.policy.reuse_model import NUM_AGES, Outcome, ReuseModel, interval, row
+from tiers.policy.shadow import ShadowLru
+from tiers.replay import TierPlan, replay
+from tiers.trace import Trace
+from tiers.workloads import Agents, Chat, Documents, Scan, make_trace
+
+
+def hit_rates(trace: Trace, capacity: int, *policies: str) -> list[float]:
+    return [replay(trace, [TierPlan("cache", capacity, name)]).hit_rate for name in policies]
+
+
+WORKLOADS = {
+    "chat": [Chat(conversations_per_s=0.5)],
+    "agents and a scan": [Agents(loops_per_s=0.05), Scan(prompts_per_s=1.0)],
+    "documents that change": [Documents(questions_per_s=1.5, shift_s=400.0)],
+    "a burst of scans": [Chat(0.3), Scan(prompts_per_s=3.0, start_s=500.0, end_s=800.0)],
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.25])
+def test_never_half_a_point_under_lru(name, share):
+    """Whatever the load and the capacity, also while the load changes."""
+    trace = make_trace(name, WORKLOADS[name], duration_s=1200.0, seed=3)
+    capacity = max(1, round(share * trace.working_set_blocks()))
+    lru, adaptive = hit_rates(trace, capacity, "lru", "adaptive")
+    assert adaptive > lru - 0.005
+
+
+def test_closes_a_third_of_the_gap_where_reuse_can_be_told():
+    """A scan beside agents: what is never used again looks unlike what is."""
+    trace = make_trace("mix", [Agents(0.08), Scan(1.0)], duration_s=1800.0, seed=5)
+    capacity = round(0.01 * trace.working_set_blocks())
+    lru, adaptive, limit = hit_rates(trace, capacity, "lru", "adaptive", "min")
+    assert adaptive - lru > (limit - lru) / 3
+
+
+def test_what_left_often_returns_is_remembered_by_its_head():
+    """A run that was evicted whole comes back as the same node, with its history."""
+    policy = Adaptive[int](capacity_blocks=4)
+    chain = [1, 2, 3, 4]
+    for now_s in (0.0, 10.0, 20.0):
+        use = Use(now_s, 4)
+        for depth in (3, 2, 1, 0):
+            policy.insert(chain[depth], use, chain[depth - 1] if depth else None, depth)
+        assert policy.coldest(1) == [4]
+        assert policy._nodes[1].uses == 1 + now_s / 10
+        assert sorted(filter(None, (policy.victim() for _ in range(5)))) == chain
+
+
+def test_a_branch_splits_a_run_and_keeps_the_history_of_both():
+    policy = Adaptive[int](capacity_blocks=16)
+    for now_s, chain in ((0.0, [1, 2, 3, 4]), (1.0, [1, 2, 7, 8])):
+        use = Use(now_s, 4)
+        for depth in (3, 2, 1, 0):
+            if chain[depth] in policy._nodes:
+                policy.touch(chain[depth], use)
+            else:
+                policy.insert(chain[depth], use, chain[depth - 1] if depth else None, depth)
+    policy.coldest(0)
+    stem, rest = policy._nodes[1], policy._nodes[3]
+    assert (stem.blocks, stem.uses, stem.num_children) == ([1, 2], 2, 2)
+    assert (rest.blocks, rest.uses, rest.parent) == ([3], 1, stem)
+    assert policy._nodes[4].parent is rest
+
+
+def test_ghosts_and_waits_are_bounded():
+    """A scan without end leaves no more than the stated memory."""
+    policy = Adaptive[int](capacity_blocks=8)
+    policy._max_ghosts = 100
+    for number in range(1000):
+        policy.insert(number, Use(float(number), 1))
+        if number >= 8:
+            policy.victim()
+    assert len(policy._ghosts) <= 100
+    assert len(policy._nodes) == len(policy._recency) == 8
+
+
+def test_the_model_learns_when_reuse_comes():
+    """Rows that are always used again after 20 s are worth more than those that never are."""
+    model = ReuseModel(num_features=2)
+    used, unused = (1, 0), (2, 0)
+    age = interval(20.0)
+    for _ in range(600):
+        model.learn(Outcome(used, 0, age + 1, True, 1.0))
+        model.learn(Outcome(unused, 0, age + 5, False, 1.0))
+    of_used, of_unused = model.levels([used, unused])
+    assert len(of_used) == NUM_AGES
+    assert of_used[0] > of_unused[0]
+    assert of_used[age] > of_used[0], "near its reuse a block is worth more than long before"
+
+
+def test_before_any_evidence_the_model_is_lru():
+    """Worth only falls with age."""
+    (levels,) = ReuseModel(num_features=2).levels([(0, 0)])
+    assert list(levels) == sorted(levels, reverse=True)
+
+
+def test_rows_are_exact_below_four_and_octaves_above():
+    assert [row(value) for value in (0, 1, 2, 3, 4, 7, 8, 1e9)] == [0, 1, 2, 3, 4, 4, 5, 15]
+
+
+def test_the_shadow_is_ahead_only_beyond_the_regret():
+    shadow = ShadowLru[int](capacity_blocks=4, regret=0.1, memory=1000)
+    shadow.use([1, 2], num_hit=0)
+    assert not shadow.is_ahead
+    shadow.use([1, 2], num_hit=0)  # LRU has both
+    assert shadow.is_ahead
+    for _ in range(20):
+        shadow.use([1, 2], num_hit=2)
+    assert not shadow.is_ahead

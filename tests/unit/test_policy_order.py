@@ -1,0 +1,111 @@
+"""In which order each policy evicts, on sequences short enough to follow by hand."""
+
+from tiers.policy import Policy, Use
+from tiers.policy.arc import Arc
+from tiers.policy.belady import Belady, future_uses
+from tiers.policy.cost_aware import CostAware
+from tiers.policy.fifo import Fifo
+from tiers.policy.lru import Lru
+from tiers.policy.s3fifo import S3Fifo
+from tiers.policy.sieve import Sieve
+
+USE = Use(0.0, 1)
+
+
+def filled(policy: Policy[str], keys: str) -> Policy[str]:
+    for key in keys:
+        policy.insert(key, USE)
+    return policy
+
+
+def victims(policy: Policy[str], count: int) -> str:
+    return "".join(policy.victim() or "-" for _ in range(count))
+
+
+def test_lru_evicts_what_was_used_longest_ago():
+    policy = filled(Lru(), "abc")
+    policy.touch("a", USE)
+    policy.hold("b")
+    policy.release("b", USE)
+    assert policy.coldest(2) == ["c", "a"]
+    assert victims(policy, 4) == "cab-"
+
+
+def test_lru_given_a_chain_tail_first_evicts_the_tail_first():
+    policy = Lru[str]()
+    for chain in ("abc", "abd"):
+        for key in reversed(chain):
+            if key in policy.coldest(9):
+                policy.touch(key, USE)
+            else:
+                policy.insert(key, USE)
+    assert victims(policy, 4) == "cdba"
+
+
+def test_fifo_ignores_use_and_keeps_a_held_block_in_its_place():
+    policy = filled(Fifo(), "abc")
+    policy.touch("a", USE)
+    policy.hold("a")
+    assert victims(policy, 1) == "b"
+    policy.release("a", USE)
+    assert victims(policy, 3) == "ac-"
+
+
+def test_sieve_spares_a_used_block_once():
+    """The example of the paper's figure: the hand passes over a, whose bit is then spent."""
+    policy = filled(Sieve(), "abc")
+    policy.touch("a", USE)
+    assert policy.coldest(3) == ["b", "c"]
+    assert victims(policy, 1) == "b"
+    filled(policy, "d")
+    assert victims(policy, 3) == "cda"
+
+
+def test_s3fifo_evicts_a_scan_before_what_was_used_twice():
+    policy = filled(S3Fifo(10), "abcd")
+    for _ in range(2):
+        policy.touch("a", USE)
+    assert victims(policy, 3) == "bcd"
+    assert victims(policy, 2) == "a-"
+
+
+def test_s3fifo_takes_a_ghost_back_into_the_main_queue():
+    policy = filled(S3Fifo(10), "abc")
+    assert victims(policy, 1) == "a"
+    filled(policy, "a")
+    assert victims(policy, 3) == "bca"
+
+
+def test_arc_prefers_blocks_used_again_and_learns_from_ghosts():
+    policy = filled(Arc(4), "abcd")
+    policy.touch("a", USE)
+    assert victims(policy, 1) == "b"
+    filled(policy, "b")  # a ghost of the recent list: that list should have been longer
+    assert victims(policy, 4) == "cabd"
+
+
+def test_cost_aware_evicts_cheap_leaves_first():
+    """The shallow leaf x goes before the deep leaf c, and parents after their children."""
+    policy = CostAware[str](attention_depth=1.0)
+    for depth, key in ((2, "c"), (1, "b"), (0, "a")):
+        policy.insert(key, USE, "ab"[depth - 1] if depth else None, depth)
+    policy.insert("x", USE)
+    assert policy.coldest(2) == ["x", "c"]
+    assert victims(policy, 5) == "xcba-"
+
+
+def test_cost_aware_counts_bytes():
+    policy = CostAware[str]()
+    policy.insert("small", USE, nbytes=10)
+    policy.insert("large", USE, nbytes=1000)
+    assert policy.victim() == "large"
+
+
+def test_min_evicts_what_is_needed_last():
+    chains = ["ab", "c", "b", "a"]
+    policy = Belady[str](future_uses(chains))
+    first, second = Use(0.0, 2), Use(1.0, 1)
+    policy.insert("b", first, "a", 1)
+    policy.insert("a", first, None, 0)
+    policy.insert("c", second)
+    assert victims(policy, 4) == "cab-"

@@ -1,0 +1,71 @@
+"""Pins with an expiry and a bound, and the idle limit."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiers.retention import IdleClock, PinError, Pins
+
+
+def test_a_pin_holds_until_it_expires():
+    pins = Pins[str](max_blocks=4)
+    assert pins.pin("p", ["a", "b"], until_s=10.0) == (["a", "b"], [])
+    assert pins.expire(9.9) == []
+    assert sorted(pins.expire(10.0)) == ["a", "b"]
+    assert (pins.num_blocks, pins.pins()) == (0, [])
+
+
+def test_a_block_under_two_pins_is_held_once_and_released_with_the_last():
+    pins = Pins[str](max_blocks=4)
+    pins.pin("p", ["a", "b"], 10.0)
+    assert pins.pin("q", ["a", "c"], 20.0) == (["c"], [])
+    assert pins.unpin("p") == ["b"]
+    assert "a" in pins
+    assert sorted(pins.unpin("q")) == ["a", "c"]
+    assert pins.unpin("q") == []
+
+
+def test_a_pin_beyond_the_bound_is_refused_and_changes_nothing():
+    pins = Pins[str](max_blocks=3)
+    pins.pin("p", ["a", "b"], 10.0)
+    with pytest.raises(PinError, match="'q' would make 4 pinned blocks, and 3 may be"):
+        pins.pin("q", ["c", "d"], 10.0)
+    assert [pin.name for pin in pins.pins()] == ["p"]
+    assert pins.pin("p", ["b", "c", "d"], 10.0) == (["c", "d"], ["a"])
+
+
+NAMED = st.tuples(st.sampled_from("pqr"), st.lists(st.sampled_from("abcdef"), max_size=4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), NAMED), max_size=20))
+def test_held_and_released_keys_balance(operations):
+    """A tier that does what it is told holds just the pinned blocks."""
+    pins, held = Pins[str](max_blocks=5), set()
+    for is_pin, (name, keys) in operations:
+        if is_pin:
+            try:
+                hold, release = pins.pin(name, keys, 1.0)
+            except PinError:
+                continue
+            assert not held & set(hold)
+            held |= set(hold)
+        else:
+            release = pins.unpin(name)
+        assert set(release) <= held
+        held -= set(release)
+        assert held == {key for pin in pins.pins() for key in pin.keys}
+        assert len(held) == pins.num_blocks <= 5
+
+
+def test_blocks_idle_for_longer_than_the_limit_expire_longest_first():
+    clock = IdleClock[str](limit_s=10.0)
+    for now_s, key in enumerate("abcd"):
+        clock.use(key, float(now_s))
+    clock.use("a", 4.0)
+    clock.forget("c")
+    clock.forget("c")
+    assert clock.expire(11.0, at_most=9) == []
+    assert clock.expire(13.5, at_most=1) == ["b"]
+    assert clock.expire(13.5, at_most=9) == ["d"]
+    assert len(clock) == 1

@@ -1,0 +1,112 @@
+"""Quotas: borrowing while there is room, giving back when another needs it, over all tiers."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiers.errors import ConfigurationError
+from tiers.policy import Use
+from tiers.policy.lru import Lru
+from tiers.quota import COMMON, FairPolicy, Quotas
+
+
+class Cache:
+    """One tier of `capacity` bytes under quotas; every block is one byte."""
+
+    def __init__(self, quotas: Quotas, capacity: int) -> None:
+        self.policy = FairPolicy[tuple[str, int]](quotas, Lru)
+        self.capacity = capacity
+        self.blocks: set[tuple[str, int]] = set()
+
+    def use(self, tenant: str, number: int) -> list[tuple[str, int]]:
+        """Returns what was evicted for it."""
+        key, use = (tenant, number), Use(0.0, 1, tenant)
+        if key in self.blocks:
+            self.policy.touch(key, use)
+            return []
+        self.policy.insert(key, use)
+        self.blocks.add(key)
+        evicted = []
+        while len(self.blocks) > self.capacity:
+            victim = self.policy.victim()
+            assert victim is not None
+            self.blocks.remove(victim)
+            evicted.append(victim)
+        return evicted
+
+    def count(self, tenant: str) -> int:
+        return sum(owner == tenant for owner, _ in self.blocks)
+
+
+def test_a_scan_evicts_its_own_blocks_and_not_the_others():
+    cache = Cache(Quotas(100, {"a": 40}), 100)
+    for number in range(40):
+        cache.use("a", number)
+    for number in range(1000):
+        cache.use("scan", number)
+    assert (cache.count("a"), cache.count("scan")) == (40, 60)
+
+
+def test_a_tenant_borrows_idle_room_and_gives_it_back():
+    cache = Cache(Quotas(100, {"a": 30}), 100)
+    for number in range(100):
+        cache.use("a", number)
+    assert cache.count("a") == 100
+    for number in range(100):
+        cache.use("b", number)
+    assert (cache.count("a"), cache.count("b")) == (30, 70)
+
+
+def test_bytes_are_counted_over_all_tiers():
+    """What a tenant has on the host makes it the one to leave the device."""
+    quotas = Quotas(20, {"a": 10})
+    host, device = Cache(quotas, 100), Cache(quotas, 4)
+    for number in range(11):
+        host.use("a", number)
+    device.use("b", 1)
+    device.use("b", 2)
+    for number in range(2):
+        device.use("a", number)
+    assert device.use("b", 3) == [("a", 0)]
+    assert quotas.usage() == {"a": (12, 10), COMMON: (3, 10)}
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_nobody_at_or_under_its_share_loses_while_another_is_over(seed):
+    rng = random.Random(seed)
+    quotas = Quotas(40, {"a": 10, "b": 5})
+    cache = Cache(quotas, 40)
+    for _ in range(300):
+        tenant = rng.choice("abcd")
+        over = None
+        for owner, _ in cache.use(tenant, rng.randrange(60)):
+            used, share = quotas.usage()[quotas.group(owner)]
+            over = used + 1 > share
+            assert over or all(u <= s for u, s in quotas.usage().values())
+    assert sum(used for used, _ in quotas.usage().values()) == len(cache.blocks)
+
+
+def test_a_held_block_is_passed_over_for_the_next_group():
+    cache = Cache(Quotas(4, {"a": 1}), 4)
+    cache.use("a", 1)
+    cache.use("a", 2)
+    cache.use("b", 1)
+    for number in (1, 2):
+        cache.policy.hold(("a", number))
+    assert cache.policy.coldest(5) == [("b", 1)]
+    assert cache.policy.victim() == ("b", 1)
+    assert cache.policy.victim() is None
+    cache.policy.release(("a", 2), Use(1.0, 1, "a"))
+    assert cache.policy.victim() == ("a", 2)
+    cache.policy.remove(("a", 1))
+    cache.policy.remove(("a", 1))
+
+
+def test_quotas_that_cannot_be_kept_are_refused():
+    with pytest.raises(ConfigurationError, match="promise 120 bytes"):
+        Quotas(100, {"a": 70, "b": 50})
+    with pytest.raises(ConfigurationError, match="'a' is -1 bytes"):
+        Quotas(100, {"a": -1})

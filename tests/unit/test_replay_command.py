@@ -1,0 +1,107 @@
+"""`cachesvc replay` as users run it."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cachesvc.cli.replay import replay
+
+app = typer.Typer()
+app.command()(replay)
+
+CHAINS = [[0, 1, 2], [0, 3], [0, 1, 2, 4], [0, 3, 5], [6, 7, 8], [0, 1, 2, 4, 9]]
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "t.jsonl"
+    lines = [
+        {"timestamp": 1000 * i, "input_length": 512 * len(chain), "hash_ids": chain}
+        for i, chain in enumerate(CHAINS)
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return str(path)
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+def results(*arguments: str):
+    outcome = run(*arguments, "--json")
+    assert outcome.exit_code == 0, outcome.output
+    return json.loads(outcome.stdout)
+
+
+def test_json_has_a_result_for_each_policy_and_capacity(trace):
+    found = results(trace, "--policy", "lru,min", "--capacity-blocks", "5,100%")
+    assert [(each["policy"], each["capacity_blocks"]) for each in found] == [
+        ("lru", 5), ("lru", 10), ("min", 5), ("min", 10),
+    ]  # fmt: skip
+    unlimited = found[1]
+    assert unlimited["tokens"] == 512 * 20
+    assert unlimited["hit_tokens"] == 512 * 10
+    assert unlimited["hit_rate"] == 0.5
+    assert unlimited["cost"] == "0.005632"  # 5,120 misses at 1 and as many hits at 0.1 a million
+    assert unlimited["saved"] == "0.004608"
+
+
+def test_prices_are_exact_decimals(trace):
+    (one,) = results(
+        trace, "--capacity-blocks", "10", "--hit-price", "0.028", "--miss-price", "0.28",
+        "--currency", "USD",
+    )  # fmt: skip
+    assert (one["cost"], one["currency"]) == ("0.00157696", "USD")
+
+
+def test_tiers_show_hits_and_writes_of_each(trace):
+    (one,) = results(trace, "--tiers", "device=2,host=30%,disk=90%", "--token-bytes", "10")
+    assert [tier["name"] for tier in one["tiers"]] == ["device", "host", "disk"]
+    assert sum(tier["hit_tokens"] for tier in one["tiers"]) == one["hit_tokens"] == 5120
+    assert one["disk_written_bytes"] == one["tiers"][2]["written_blocks"] * 5120
+    assert one["moved_bytes"] > one["disk_written_bytes"]
+
+
+def test_the_table_and_the_chart_are_for_people(trace):
+    shown = run(trace, "--policy", "lru,adaptive", "--capacity-blocks", "10", "--plot", "-")
+    assert shown.exit_code == 0
+    for text in ("6 requests", "10,240 tokens", "0.5000", "adaptive ███"):
+        assert text in shown.output
+
+
+def test_a_plot_is_an_svg_file(trace, tmp_path):
+    path = tmp_path / "plot.svg"
+    assert run(trace, "--policy", "lru,min", "--plot", str(path)).exit_code == 0
+    lines = ElementTree.parse(path).findall(".//{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "lru,lfu"], "there is no policy 'lfu'"),
+        (["--capacity-blocks", "0"], "'0' is neither a number of blocks"),
+        (["--capacity-blocks", "5,"], "'' is neither a number of blocks"),
+        (["--capacity-blocks", "nan%"], "'nan%' is neither"),
+        (["--tiers", "device"], "is not NAME=SIZE"),
+        (["--tiers", "a=5,b=5", "--policy", "min"], "min knows the future of a single tier"),
+        (["--hit-price", "cheap"], "is not a price of 0 or more"),
+        (["--hit-price", "inf"], "is not a price of 0 or more"),
+        (["--block-tokens", "2000"], "give the trace's own block size"),
+        (["--plot", "/no/such/folder/p.svg"], "cannot write"),
+    ],
+)
+def test_bad_input_is_told_what_was_wrong(trace, arguments, message):
+    outcome = run(trace, *arguments)
+    assert outcome.exit_code == 2
+    words = " ".join(outcome.output.replace("│", " ").split())
+    assert message in words
+
+
+def test_a_missing_trace_is_told_without_a_traceback():
+    outcome = run("/no/such/trace.jsonl")
+    assert outcome.exit_code == 2
+    assert "No such file" in outcome.output

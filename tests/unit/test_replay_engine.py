@@ -1,0 +1,184 @@
+"""The replay: prefix semantics, tiers over one another, and agreement with independent models."""
+
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiers.admission import Promotion, WritePolicy
+from tiers.errors import ConfigurationError
+from tiers.replay import ReplayResult, TierPlan, replay
+from tiers.trace import Trace, TraceRequest, read_trace
+from tiers.workloads import Agents, Chat, Documents, Scan, make_trace
+
+REAL = Path(__file__).parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
+MIXED = make_trace(
+    "mixed", [Chat(0.5), Agents(0.03), Scan(0.3), Documents(0.5)], duration_s=900.0, seed=11
+)
+
+
+def trace_of(*chains: list[int], block_tokens: int = 10) -> Trace:
+    """One request a second; every block is full."""
+    requests = [
+        TraceRequest(float(number), len(chain) * block_tokens, tuple(chain))
+        for number, chain in enumerate(chains)
+    ]
+    return Trace("made", requests, block_tokens)
+
+
+def run(trace: Trace, *capacities: int, policy: str = "lru", **settings) -> ReplayResult:
+    names = ("device", "host", "disk")
+    plans = [TierPlan(name, size, policy) for name, size in zip(names, capacities, strict=False)]
+    return replay(trace, plans, **settings)
+
+
+def test_a_block_counts_only_when_all_before_it_hit():
+    """3 and 4 are resident, but 9 before them is not."""
+    result = run(trace_of([1, 2, 3, 4], [1, 9, 3, 4]), 100)
+    assert result.hit_tokens == 10
+
+
+def test_a_partial_last_block_counts_its_tokens():
+    requests = [TraceRequest(0.0, 13, (1, 2)), TraceRequest(1.0, 13, (1, 2))]
+    result = run(Trace("made", requests, 10), 100)
+    assert (result.hit_tokens, result.tokens) == (13, 26)
+
+
+def test_a_chain_longer_than_the_cache_leaves_its_head():
+    result = run(trace_of([1, 2, 3, 4], [1, 2, 3, 4]), 2)
+    assert result.hit_tokens == 20
+
+
+def test_a_repeated_id_and_an_empty_prompt_are_survived():
+    """Traces of other makers have both."""
+    for policy in ("lru", "adaptive", "min"):
+        result = run(trace_of([1, 1, 2], [], [1, 1, 2]), 100, policy=policy)
+        assert result.hit_tokens == 30
+
+
+def simple_lru(trace: Trace, capacity: int) -> int:
+    """An independent model: an ordered dict, chains used tail first."""
+    held: OrderedDict[object, None] = OrderedDict()
+    hit_tokens = 0
+    for request in trace.requests:
+        num_hit = 0
+        for block in request.blocks:
+            if block not in held:
+                break
+            num_hit += 1
+        hit_tokens += min(num_hit * trace.block_tokens, request.input_tokens)
+        for block in reversed(request.blocks):
+            held[block] = None
+            held.move_to_end(block)
+        while len(held) > capacity:
+            held.popitem(last=False)
+    return hit_tokens
+
+
+@pytest.mark.parametrize("capacity", [1, 50, 400, 3000])
+def test_lru_agrees_with_an_ordered_dict(capacity):
+    assert run(MIXED, capacity).hit_tokens == simple_lru(MIXED, capacity)
+
+
+def best_hits(trace: Trace, capacity: int) -> int:
+    """The most hits of blocks any choice of what to keep can give, by trying them all."""
+    states: dict[frozenset[int], int] = {frozenset(): 0}
+    for request in trace.requests:
+        after: dict[frozenset[int], int] = {}
+        for held, hits in states.items():
+            num_hit = 0
+            while num_hit < len(request.blocks) and request.blocks[num_hit] in held:
+                num_hit += 1
+            options = [held | set(request.blocks)]
+            while len(options[0]) > capacity:
+                options = list({option - {block} for option in options for block in option})
+            for option in options:
+                after[option] = max(after.get(option, 0), hits + num_hit)
+        states = after
+    return max(states.values())
+
+
+TREE = [[0], [0, 1], [0, 1, 2], [0, 3], [4], [4, 5], [4, 5, 6]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(TREE), min_size=1, max_size=7), st.integers(1, 4))
+def test_min_is_the_limit(chains, capacity):
+    """On traces small enough to try every choice no choice has more hits than `min`."""
+    trace = trace_of(*chains, block_tokens=1)
+    assert run(trace, capacity, policy="min").hit_tokens == best_hits(trace, capacity)
+
+
+@pytest.mark.parametrize("promotion", Promotion)
+@pytest.mark.parametrize("write_policy", WritePolicy)
+def test_tiers_count_every_token_once(promotion, write_policy):
+    """Hits by tier sum to the hits, and more tiers never hit less than the first alone."""
+    result = run(MIXED, 40, 300, 2000, promotion=promotion, write_policy=write_policy)
+    assert sum(tier.hit_tokens for tier in result.tiers) == result.hit_tokens
+    assert result.tiers[0].hit_tokens == run(MIXED, 40).hit_tokens
+    for tier in result.tiers:
+        assert 0 <= tier.written_blocks - tier.evicted_blocks <= tier.capacity_blocks
+
+
+def test_move_serves_what_one_large_lru_serves():
+    """LRU tiers that move blocks hold as many different ones as one LRU of their summed size."""
+    moved = run(MIXED, 40, 300, 2000, promotion=Promotion.MOVE)
+    assert moved.hit_tokens == run(MIXED, 2340).hit_tokens
+
+
+def test_keep_writes_less_and_move_hits_more():
+    """The trade, where the tiers are of a size; AUTO moves there and keeps where they are not."""
+    sizes = (300, 600, 1200)
+    keep, move, auto = (run(MIXED, *sizes, promotion=promotion) for promotion in Promotion)
+    assert keep.hit_tokens < move.hit_tokens
+    assert keep.tiers[1].written_blocks < move.tiers[1].written_blocks
+    assert auto.tiers == move.tiers
+    steep = (20, 300, 4000)
+    keep, _, auto = (run(MIXED, *steep, promotion=promotion) for promotion in Promotion)
+    assert auto.tiers == keep.tiers
+
+
+def test_demoting_a_promoted_block_again_is_free():
+    """a goes down, up and down again with room to spare below: one write."""
+    for promotion in (Promotion.KEEP, Promotion.MOVE):
+        result = run(trace_of([1], [2], [1], [2]), 1, 10, promotion=promotion)
+        assert result.tiers[1].written_blocks == 2
+        assert result.hit_tokens == 20
+
+
+def test_second_hit_writes_nothing_of_a_scan():
+    scan = make_trace("scan", [Scan(1.0)], duration_s=300.0, seed=1)
+    on_evict = run(scan, 50, 1000)
+    second = run(scan, 50, 1000, write_policy=WritePolicy.ON_SECOND_HIT)
+    assert on_evict.tiers[1].written_blocks > 1000
+    assert second.tiers[1].written_blocks == 0
+
+
+def test_what_cannot_be_simulated_is_refused():
+    with pytest.raises(ConfigurationError, match="at least one tier"):
+        replay(MIXED, [])
+    with pytest.raises(ConfigurationError, match="host would hold 0 blocks"):
+        run(MIXED, 5, 0)
+    with pytest.raises(ConfigurationError, match="min knows the future of a single tier"):
+        run(MIXED, 5, 5, policy="min")
+
+
+def test_progress_tells_of_every_request():
+    told: list[int] = []
+    run(MIXED, 100, progress=told.append)
+    assert sum(told) == len(MIXED.requests)
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="the public trace is not beside the checkout")
+def test_the_public_trace_gives_the_published_rates():
+    """Token hit rates of an independent simulator: LRU, FIFO, MIN, and three tiers that move."""
+    trace = read_trace(REAL)
+    expected = {"lru": (0.0535, 0.1996), "fifo": (0.0516, 0.1780), "min": (0.2513, 0.3736)}
+    for policy, rates in expected.items():
+        for capacity, rate in zip((1828, 9140), rates, strict=True):
+            assert run(trace, capacity, policy=policy).hit_rate == pytest.approx(rate, abs=1e-4)
+    tiers = run(trace, 1828, 16451, 164511, promotion=Promotion.MOVE).tiers
+    rates = [tier.hit_tokens / trace.input_tokens for tier in tiers]
+    assert rates == pytest.approx([0.0535, 0.2309, 0.0892], abs=1e-4)
