@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from api.auth import KeyGate, Salts
 from api.limits import LimitSettings, NoLimits, Quota, RateLimits, WindowLimits, open_storage
@@ -18,9 +19,12 @@ from api.metering import LedgerMeter
 from billing import audit, store_reports
 from billing.accounts import Accounts
 from billing.entries import Entry, Kind
+from billing.gate import Settled
 from billing.holds import decode_request
+from billing.idempotency import Idempotency
 from billing.ledger import Ledger
 from billing.rating import rate
+from billing.receipts import ReceiptSigner, describe
 from billing.store import LedgerStore, database_url, open_store
 from billing.usage import Usage
 from cachesvc.config import LimitsSection, Settings
@@ -43,6 +47,8 @@ class Money:
     gatekeeper: KeyGate
     salts: Salts
     limits: RateLimits
+    replays: Idempotency
+    signer: ReceiptSigner
     required: bool
     lease_s: int
     owner: str
@@ -62,7 +68,7 @@ class Money:
             observers=(lambda entries: self._observe(entries, observe_bill),),
         )
         self.ledger.start()
-        return LedgerMeter(self.ledger, lease_s=self.lease_s)
+        return LedgerMeter(self.ledger, lease_s=self.lease_s, receipts=self._receipt)
 
     def close(self) -> None:
         if self.ledger is not None:
@@ -93,6 +99,9 @@ class Money:
             logger.error(f"the ledger does not add up: {problem}")
         return len(problems)
 
+    def _receipt(self, settled: Settled) -> Mapping[str, Any]:
+        return self.signer.sign(describe(settled.entry, self.accounts.book))
+
     def _observe(self, entries: Sequence[Entry], observe_bill: ObserveBill) -> None:
         """Ledger thread, after each commit."""
         for entry in entries:
@@ -121,6 +130,8 @@ def open_money(settings: Settings) -> Money:
             {name: frozenset(tenants) for name, tenants in settings.server.groups.items()},
         ),
         limits=_limits(settings.limits),
+        replays=Idempotency(store),
+        signer=ReceiptSigner.open(data_dir),
         required=required,
         lease_s=max(1, round(settings.billing.hold_lease)),
         owner=settings.billing.server_name,

@@ -9,17 +9,13 @@ requests finish for `server.drain`, then closes the engine, flushes the tiers, c
 
 import asyncio
 import contextlib
-import ipaddress
 import itertools
 import logging
-import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
@@ -31,6 +27,7 @@ from api.metering import Meter
 from billing.errors import BillingError
 from cachesvc import core
 from cachesvc.config import ConfigError, ServerSettings, Settings, disk_path
+from cachesvc.http import Asgi, HttpServer, Timed, bind, is_loopback
 from cachesvc.metrics import Metrics, Snapshots
 from cachesvc.money import Money, open_money
 from engine.models import LoadedModel
@@ -44,16 +41,6 @@ NUM_ENCODERS = 2  # threads that tokenise long texts
 CHECK_S = 60.0  # how often an idle engine's blocks are counted
 MONEY_S = 10.0  # how often holds and balances are looked at
 AUDIT_EVERY = 360  # of these looks is a proof of the whole ledger
-
-_Message = MutableMapping[str, Any]
-_Asgi = Callable[
-    [
-        MutableMapping[str, Any],
-        Callable[[], Awaitable[_Message]],
-        Callable[[_Message], Awaitable[None]],
-    ],
-    Awaitable[None],
-]
 
 
 def serve(
@@ -70,7 +57,7 @@ def serve(
     make_data_dir(server.data_dir)
     with contextlib.closing(open_money(settings)) as money:
         check_address(server, requires_keys=money.requires_keys)
-        with contextlib.closing(_bind(server.host, server.port)) as listener:
+        with contextlib.closing(bind(server.host, server.port)) as listener:
             loaded = core.load(settings.model, server.data_dir, progress)
             service = Service(settings, loaded, money)
             try:
@@ -102,14 +89,6 @@ def check_address(server: ServerSettings, *, requires_keys: bool) -> None:
     )
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class Service:
     """Everything of one running server. `run` once, then `close`."""
 
@@ -138,7 +117,7 @@ class Service:
         )
         self._encoders = ThreadPoolExecutor(NUM_ENCODERS, thread_name_prefix="cachesvc-encode")
 
-    def app(self, meter: Meter) -> _Asgi:
+    def app(self, meter: Meter) -> Asgi:
         wire = Collaborators(
             engine=self.core.engine,
             bridge=self.bridge,
@@ -148,6 +127,7 @@ class Service:
             meter=meter,
             balances=self._money.accounts.tenant,
             limits=self._money.limits,
+            replays=self._money.replays,
             encoders=self._encoders,
             readiness=self.readiness,
             render_metrics=self.metrics.render,
@@ -249,90 +229,6 @@ class Service:
             created=int(time.time()),
         )
         return {model.name: model}
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn, with signals that end it as finished: the process exits with 0."""
-
-    def __init__(
-        self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]
-    ) -> None:
-        super().__init__(config)
-        self._on_ready = on_ready
-        self._on_stop = on_stop
-        self._stopping = False
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._on_ready()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Unlike uvicorn's own, does not raise the signal again once the server has stopped."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, number)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
-
-    def _stop(self, number: signal.Signals) -> None:
-        if self._stopping:
-            self.force_exit = True
-            return
-        logger.info(f"{number.name}: finishing what runs; once more ends it at once")
-        self._stopping = self.should_exit = True
-        self._on_stop()
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """Pure ASGI middleware that counts responses by route and code."""
-
-    app: _Asgi
-    metrics: Metrics
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        started, status = time.perf_counter(), 500
-
-        async def watch(message: _Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, watch)
-        finally:
-            elapsed_s = time.perf_counter() - started
-            self.metrics.observe_http(scope["path"], status, elapsed_s)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A bound socket, taken before the slow start so that a port in use is said at once."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"cannot listen on {host!r}: {error.strerror}; check --host") from None
-    listener = socket.socket(family, kind, proto)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; "
-            f"another server may run there: choose another --port, or 0 for a free one"
-        ) from None
-    return listener
 
 
 def _wire_settings(server: ServerSettings) -> WireSettings:

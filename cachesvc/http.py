@@ -1,0 +1,121 @@
+"""The HTTP server: its socket, its signals, and the count of what it answered. Event loop only."""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from cachesvc.config import ConfigError
+from cachesvc.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+_Message = MutableMapping[str, Any]
+Asgi = Callable[
+    [
+        MutableMapping[str, Any],
+        Callable[[], Awaitable[_Message]],
+        Callable[[_Message], Awaitable[None]],
+    ],
+    Awaitable[None],
+]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket, taken before the slow start so that a port in use is said at once."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"cannot listen on {host!r}: {error.strerror}; check --host") from None
+    listener = socket.socket(family, kind, proto)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; "
+            f"another server may run there: choose another --port, or 0 for a free one"
+        ) from None
+    return listener
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, with signals that end it as finished: the process exits with 0."""
+
+    def __init__(
+        self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+        self._on_stop = on_stop
+        self._stopping = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Unlike uvicorn's own, does not raise the signal again once the server has stopped."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _stop(self, number: signal.Signals) -> None:
+        if self._stopping:
+            self.force_exit = True
+            return
+        logger.info(f"{number.name}: finishing what runs; once more ends it at once")
+        self._stopping = self.should_exit = True
+        self._on_stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Pure ASGI middleware that counts responses by route and code."""
+
+    app: Asgi
+    metrics: Metrics
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 500
+
+        async def watch(message: _Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watch)
+        finally:
+            elapsed_s = time.perf_counter() - started
+            self.metrics.observe_http(scope["path"], status, elapsed_s)
