@@ -26,6 +26,7 @@ from billing.holds import RequestContext
 from billing.idempotency import Replay
 from billing.keys import Principal
 from billing.usage import EMPTY
+from engine.sampler import check_params
 from tiers.keys import CacheScope
 
 
@@ -86,6 +87,7 @@ async def deliver(
     raw: bytes,
 ) -> Response:
     """Admits the job and returns the response that will carry its answer, or a kept one again."""
+    check_params(job.params, job.model.vocab_size)
     wire, story = wire_of(request), story_of(request)
     claimed = await claim(wire.replays, request, principal, raw, job.request_id)
     if isinstance(claimed, Replay):

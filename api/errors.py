@@ -10,7 +10,7 @@ ApiError
 ├── MissingKey                no API key where one is needed
 ├── MissingScope              a key that may not do this
 ├── RateLimited               carries `Retry-After` and the x-ratelimit headers
-├── NotReady                  the model is loading or the server drains
+├── Overloaded                too much waits already; try later
 └── GenerationFailed          the engine gave up on this request after it was admitted
 
 Every body has OpenAI's shape, `{"error": {message, type, param, code}}`, routes that do not exist
@@ -81,8 +81,8 @@ class RateLimited(ApiError):
     """A limit of the key or tenant is used up; `headers` say until when."""
 
 
-class NotReady(ApiError):
-    """The server is starting or stopping."""
+class Overloaded(ApiError):
+    """As much waits as is allowed."""
 
 
 class GenerationFailed(ApiError):
@@ -109,7 +109,7 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     MissingKey: Row(401, "invalid_request_error", "missing_api_key"),
     MissingScope: Row(403, "permission_error", "insufficient_scope"),
     RateLimited: Row(429, "rate_limit_error", "rate_limit_exceeded"),
-    NotReady: Row(503, "server_error", "not_ready", retry_after_s=5),
+    Overloaded: Row(503, "server_error", "overloaded", retry_after_s=1),
     GenerationFailed: Row(500, "server_error", "generation_failed"),
     engine_errors.RequestError: Row(400, "invalid_request_error", "invalid_value"),
     engine_errors.PromptTooLong: Row(400, "invalid_request_error", "context_length_exceeded"),

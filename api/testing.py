@@ -9,7 +9,6 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from api.auth import Gatekeeper, OpenGate, Salts
 from api.bridge import OutputBridge
 from api.collaborators import Collaborators, Readiness, ServedModel, WireSettings
+from api.encoders import EncoderPool
 from api.generation import Job, Served
 from api.idempotency import AnswerStore
 from api.limits import NoLimits, RateLimits
@@ -352,7 +352,7 @@ def fake_house(
         limits=limits or NoLimits(),
         balances=balances,
         replays=replays,
-        encoders=ThreadPoolExecutor(2),
+        encoders=EncoderPool(),
         readiness=lambda: Readiness(ready=True),
         render_metrics=lambda: (b"# none\n", "text/plain; version=0.0.4"),
         settings=settings or WireSettings(),

@@ -89,4 +89,4 @@ def timings_ms(timeline: Timeline, output_tokens: int) -> dict[str, float | None
 
 
 def _ms(begin_ns: int, end_ns: int) -> float | None:
-    return round((end_ns - begin_ns) / 1e6, 3) if begin_ns and end_ns else None
+    return round(max(0, end_ns - begin_ns) / 1e6, 3) if begin_ns and end_ns else None

@@ -1,13 +1,17 @@
 """Models, tokens, health, metrics, request ids, and the one log line of a request."""
 
+import threading
 from dataclasses import replace
 
 import httpx
+import pytest
 import structlog.testing
 from fastapi import APIRouter
 
 from api.app import create_app
 from api.collaborators import Readiness
+from api.encoders import EncoderPool
+from api.errors import Overloaded, answer_to
 from api.testing import FakeHouse, Script, byte_model, fake_house
 from tests.api.conftest import running
 
@@ -52,6 +56,19 @@ async def test_long_texts_leave_the_event_loop(client: httpx.AsyncClient, house:
     text = "x" * 3000
     assert 3000 == (await client.post("/tokenize", json={"prompt": text})).json()["count"]
     assert house.wire.encoders._threads
+
+
+async def test_too_many_long_texts_are_refused_at_once() -> None:
+    pool, gate = EncoderPool(1, max_pending=2), threading.Event()
+    running, waiting = pool.submit(gate.wait), pool.submit(len, "text")
+    with pytest.raises(Overloaded, match="retry"):
+        pool.submit(len, "one more")
+    gate.set()
+    assert (True, 4) == (running.result(), waiting.result())
+    pool.shutdown()
+    with pytest.raises(RuntimeError):
+        pool.submit(len, "late")
+    assert 503 == answer_to(Overloaded("later")).status
 
 
 async def test_alive_and_ready_are_two_questions(house: FakeHouse) -> None:
