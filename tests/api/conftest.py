@@ -50,7 +50,7 @@ async def quiet(house: FakeHouse, app: FastAPI) -> None:
 
 
 @pytest.fixture
-async def house() -> FakeHouse:
+def house() -> FakeHouse:
     return fake_house()
 
 
