@@ -1,0 +1,197 @@
+"""From the engine's thread to the loop: one crossing per step, nothing lost, nobody disturbed."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from api.bridge import OutputBridge
+from api.generation import Generation, Job
+from api.testing import byte_model
+from billing.policy import Outcome
+from billing.usage import Usage
+from engine.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    StepOutput,
+    Timeline,
+    TokenCounts,
+)
+
+
+def output(name: str, *tokens: int, **fields: Any) -> StepOutput:
+    fields.setdefault("counts", TokenCounts(prompt=4))
+    fields.setdefault("timeline", Timeline(1, 2, 3, 4, 5))
+    return StepOutput(name, fields.pop("index", 0), tokens, **fields)
+
+
+async def test_a_step_crosses_once_however_many_requests_it_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bridge, loop = OutputBridge(), asyncio.get_running_loop()
+    bridge.bind(loop)
+    feeds = [bridge.open([f"r{number}"]) for number in range(50)]
+    crossings = []
+    monkeypatch.setattr(
+        loop, "call_soon_threadsafe", lambda call, *args: crossings.append((call, args))
+    )
+    step = [output(f"r{number}", number) for number in range(50)]
+    thread = threading.Thread(target=bridge.deliver, args=(step,))
+    thread.start()
+    thread.join()
+    ((call, args),) = crossings
+    call(*args)
+    assert [[number] for number in range(50)] == [
+        [token for out in await feed.take() for token in out.tokens] for feed in feeds
+    ]
+
+
+async def test_a_slow_reader_finds_all_that_gathered_in_order() -> None:
+    bridge = OutputBridge()
+    bridge.bind(asyncio.get_running_loop())
+    feed = bridge.open(["a", "b"])
+    for number in range(5):
+        bridge.deliver([output("a", number), output("unknown", 9), output("b", number)])
+    await asyncio.sleep(0)
+    taken = [(out.request_id, out.tokens[0]) for out in await feed.take()]
+    assert [(name, number) for number in range(5) for name in "ab"] == taken
+    assert [] == await feed.take(idle_s=0.01)
+    bridge.close(feed)
+    assert 0 == bridge.num_open
+
+
+async def test_outputs_after_the_loop_has_gone_are_dropped() -> None:
+    bridge = OutputBridge()
+    bridge.deliver([output("a", 1)])  # not bound yet
+    loop = asyncio.new_event_loop()
+    bridge.bind(loop)
+    loop.close()
+    bridge.deliver([output("a", 1)])
+    bridge.unbind()
+    bridge.deliver([output("a", 1)])
+
+
+class SilentEngine:
+    """Accepts everything; the test says what comes out."""
+
+    def __init__(self) -> None:
+        self.aborts: list[tuple[str, FinishReason, int | None]] = []
+
+    def submit(self, request: Request) -> None:
+        self.request = request
+
+    def abort(
+        self,
+        request_id: str,
+        reason: FinishReason = FinishReason.ABORT,
+        index: int | None = None,
+    ) -> None:
+        self.aborts.append((request_id, reason, index))
+
+
+class Purse:
+    """Covers this many output tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int:
+        progress()
+        return min(output_tokens, self.tokens)
+
+
+async def read(
+    steps: Sequence[Sequence[StepOutput]],
+    *,
+    n: int = 1,
+    stop: tuple[str, ...] = (),
+    purse: int = 10**6,
+    pause_s: float = 0,
+) -> tuple[dict[int, str], dict[int, FinishReason | None], Generation, SilentEngine]:
+    """Feeds the steps to a generation; its texts and finishes by choice."""
+    bridge, engine, model = OutputBridge(), SilentEngine(), byte_model()
+    bridge.bind(asyncio.get_running_loop())
+    job = Job(
+        request_id="r",
+        model=model,
+        prompts=(model.tokenizer.encode("abcd"),),
+        params=SamplingParams(n=n, max_tokens=1000),
+        scope=model.scope,
+        stop=stop,
+    )
+    generation = Generation(job, engine=engine, bridge=bridge, coverage=Purse(purse))
+    generation.submit()
+
+    async def deliver() -> None:
+        for step in steps:
+            bridge.deliver(step)
+            await asyncio.sleep(pause_s)
+
+    delivering = asyncio.create_task(deliver())
+    texts: dict[int, str] = dict.fromkeys(range(n), "")
+    finishes: dict[int, FinishReason | None] = dict.fromkeys(range(n))
+    async for deltas in generation.deltas():
+        for delta in deltas:
+            assert finishes[delta.choice] is None, "text after the finish"
+            texts[delta.choice] += delta.text
+            finishes[delta.choice] = delta.finish
+    await delivering
+    assert 0 == bridge.num_open
+    return texts, finishes, generation, engine
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.text(alphabet="abcé", max_size=30),
+    stop=st.lists(st.text(alphabet="abcé", min_size=1, max_size=3), max_size=2),
+    purse=st.integers(0, 60),
+    cuts=st.integers(1, 7),
+)
+def test_what_is_billed_is_what_was_sent(text: str, stop: list[str], purse: int, cuts: int) -> None:
+    """Whatever the steps: text up to the stop or the end of the money, each token counted once."""
+    raw = text.encode()
+    steps = [[output("r", *raw[at : at + cuts])] for at in range(0, len(raw), cuts)]
+    steps.append([output("r", 256, finish=FinishReason.STOP, last=True)])
+    texts, finishes, generation, _ = asyncio.run(read(steps, stop=tuple(stop), purse=purse))
+    billed = generation.served().usage.output
+    ends = [at for at in range(1, len(raw) + 1) if any(raw[:at].endswith(s.encode()) for s in stop)]
+    assert billed == min(purse, ends[0] if ends else len(raw) + 1)
+    if ends and ends[0] <= purse:
+        stopped = raw[: ends[0]].decode()
+        found = [s for s in stop if stopped.endswith(s)]
+        assert texts[0] in {stopped.removesuffix(s) for s in found}
+        assert FinishReason.STOP is finishes[0]
+    elif purse > len(raw):
+        assert (text, FinishReason.STOP) == (texts[0], finishes[0])
+    else:
+        assert raw[:purse].decode(errors="replace") == texts[0]
+        assert (FinishReason.LENGTH, Outcome.BUDGET) == (finishes[0], generation.outcome)
+
+
+async def test_choices_that_stop_are_ended_one_by_one() -> None:
+    steps = [
+        [output("r", *b"ab", index=0), output("r", *b"xy", index=1)],
+        [output("r", *b"cd", index=0), output("r", *b"zz", index=1)],
+        [
+            output("r", index=0, finish=FinishReason.STOP),
+            output("r", 256, index=1, finish=FinishReason.STOP, last=True),
+        ],
+    ]
+    texts, finishes, _, engine = await read(steps, n=2, stop=("c",), pause_s=0.005)
+    assert {0: "ab", 1: "xyzz"} == texts
+    assert {0: FinishReason.STOP, 1: FinishReason.STOP} == finishes
+    assert [("r", FinishReason.STOP, 0)] == engine.aborts
+
+
+async def test_an_abort_that_nobody_asked_for_is_a_failure() -> None:
+    """The engine closes under a request: the client must not take a torn answer for a whole one."""
+    end = output("r", finish=FinishReason.ABORT, last=True, error="the server is shutting down")
+    texts, finishes, generation, _ = await read([[output("r", *b"ab")], [end]])
+    assert ({0: "ab"}, {0: None}) == (texts, finishes)
+    served = generation.served()
+    assert (Outcome.FAILED, "the server is shutting down") == (served.outcome, served.error)
