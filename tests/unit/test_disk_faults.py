@@ -1,7 +1,10 @@
 """Whatever fails under the disk tier is a counted miss: never an exception, never wrong bytes."""
 
 import os
+import resource
 import shutil
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from tiers.block import BlockLayout
 from tiers.disk import DiskTier
 from tiers.disk_directory import FORMAT, read_meta, write_meta
 from tiers.disk_open import open_disk
-from tiers.disk_storage import Panic, Storage
+from tiers.disk_storage import DataFile, Panic, Storage
 from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
 from tiers.frames import Frame, FrameArena
 from tiers.keys import BlockId
@@ -277,6 +280,124 @@ def test_a_capacity_too_small_says_what_would_do(tmp_path: Path) -> None:
     tier = open_disk(tmp_path, LAYOUT, enough)
     store(tier, blocks())
     assert load(tier, blocks()) == Loaded(4, None)
+    tier.close()
+
+
+class RacingStorage(Storage):
+    """Does something else just before the next record is read."""
+
+    def __init__(self) -> None:
+        self.meanwhile: Callable[[], None] | None = None
+
+    def before(self, operation: str) -> None:
+        if operation == "read" and self.meanwhile is not None:
+            work, self.meanwhile = self.meanwhile, None
+            work()
+
+
+def test_a_block_evicted_while_it_is_read_is_absent(tmp_path: Path) -> None:
+    """Between index and record the pages got another block: no fault, no condemnation."""
+    racing = RacingStorage()
+    tier = opened(tmp_path, racing)
+    ids = blocks()
+    store(tier, ids)
+
+    def reuse() -> None:
+        tier.discard([block.key for block in ids])
+        for seed in range(100, 130):
+            store(tier, blocks(seed=seed))
+
+    racing.meanwhile = reuse
+    assert tier.load(ids, FRAMES[:4]) == Loaded(0, MissReason.ABSENT)
+    assert not tier.stats().faults
+    tier.close()
+
+
+def test_cold_blocks_are_read_past_the_page_cache(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    for seed in range(20):
+        store(tier, blocks(seed=seed))
+    tier.close()
+    fd = os.open(tmp_path / "shard-000" / "data.mdb", os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+    tier = opened(tmp_path)
+    assert [load(tier, blocks(seed=seed)).num_blocks for seed in range(20)] == [4] * 20
+    tier.close()
+
+
+def test_a_condemned_record_is_deleted_though_a_write_fails_between(tmp_path: Path) -> None:
+    storage = FaultyStorage()
+    tier = opened(tmp_path, storage)
+    ids = blocks(1)
+    store(tier, ids)
+    flip(tmp_path / "shard-000" / "data.mdb", record_offset(tier, ids[0]) + 2000)
+    assert load(tier, ids) == Loaded(0, MissReason.CHECKSUM)
+    storage.arm(1, operations=["commit"])
+    tier.flush()
+    store(tier, ids)
+    assert load(tier, ids) == Loaded(1, None)
+    tier.close()
+
+
+def test_close_waits_for_a_reader(tmp_path: Path) -> None:
+    """LMDB's map must not go while somebody reads through it."""
+    racing = RacingStorage()
+    tier = opened(tmp_path, racing)
+    store(tier, blocks())
+    closer = threading.Thread(target=tier.close)
+    alive: list[bool] = []
+
+    def close_meanwhile() -> None:
+        closer.start()
+        closer.join(0.2)
+        alive.append(closer.is_alive())
+
+    racing.meanwhile = close_meanwhile
+    tier.load(blocks(), FRAMES[:4])
+    closer.join()
+    assert alive == [True]
+
+
+class CachedOnly(Storage):
+    """A file system without direct reads, as tmpfs was."""
+
+    def open_file(self, path: Path) -> DataFile:
+        return DataFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), None)
+
+
+def test_a_file_system_without_direct_reads_will_do(tmp_path: Path) -> None:
+    tier = opened(tmp_path, CachedOnly())
+    store(tier, blocks())
+    assert load(tier, blocks()) == Loaded(4, None)
+    tier.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    """The system itself refuses to let the file grow: counted, and served from what is there."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            tier = opened(tmp_path)
+            store(tier, blocks())
+            size = (tmp_path / "shard-000" / "data.mdb").stat().st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+            for seed in range(50, 60):
+                store(tier, blocks(seed=seed))
+            assert tier.stats().faults[MissReason.IO_ERROR] > 0
+            assert load(tier, blocks()) == Loaded(4, None)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    tier = opened(tmp_path)
+    assert load(tier, blocks()) == Loaded(4, None)
+    store(tier, blocks(seed=3))
+    assert load(tier, blocks(seed=3)) == Loaded(4, None)
     tier.close()
 
 

@@ -381,6 +381,9 @@ def test_compaction_keeps_blocks_and_their_order(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     assert load(tier, blocks(39)) == 4
     assert store(tier, blocks(41)) == []
+    with tier.view() as view:
+        newest = [info.key for info in view.blocks(oldest=True)][-4:]
+    assert set(newest) == {block.key for block in blocks(41)}
     tier.close()
 
 

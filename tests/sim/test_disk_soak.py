@@ -1,0 +1,187 @@
+"""Seeded lives of a disk tier: random work, faults, crashes and restarts, against a plain model.
+
+Each step stores, loads, discards, flushes, purges, restarts, or arms a fault. Always: what is
+loaded is byte for byte what was stored; the folder never exceeds its capacity; nothing raises. A
+failure prints its seed. `python tests/sim/test_disk_soak.py SEEDS` runs on until SEEDS lives are
+over and writes more than ten capacities in each; the suite runs a few short ones.
+"""
+
+import os
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tiers.block import BlockLayout
+from tiers.disk import DiskTier
+from tiers.disk_open import open_disk
+from tiers.disk_settings import DiskOrder, DiskSettings
+from tiers.errors import MissReason
+from tiers.frames import FrameArena
+from tiers.keys import CacheScope
+from tiers.testing import FaultyStorage, chain, disk_full, fill, holds, io_error, map_full, take
+
+LAYOUT = BlockLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="bfloat16")
+CAPACITY = 1 << 20
+NUM_CHAINS = 60
+CHAIN_BLOCKS = 8
+ERRORS = [io_error, disk_full, map_full]
+
+
+def disk_usage(root: Path) -> int:
+    """What `du` says of the folder."""
+    return sum(path.stat().st_blocks * 512 for path in [root, *root.rglob("*")])
+
+
+class Life:
+    """One seeded run of one tier in one folder."""
+
+    def __init__(self, seed: int, root: Path) -> None:
+        self.random = random.Random(seed)
+        self.root = root
+        self.now_s = 1_700_000_000.0
+        self.storage = FaultyStorage()
+        self.num_shards = self.random.choice([1, 1, 2])
+        self.settings = DiskSettings(
+            order=self.random.choice(list(DiskOrder)),
+            idle_ttl_s=self.random.choice([None, 5000]),
+        )
+        self.frames = take(FrameArena(LAYOUT, CHAIN_BLOCKS + 1), CHAIN_BLOCKS + 1)
+        self.scopes = [CacheScope(tenant=name) for name in (b"a", b"b")]
+        self.written_bytes = 0
+        self.num_hits = 0
+        self.tier = self.open()
+
+    def open(self) -> DiskTier:
+        return open_disk(
+            self.root,
+            LAYOUT,
+            self.num_shards * CAPACITY,
+            num_shards=self.num_shards,
+            settings=self.settings,
+            storage=self.storage,
+            clock=lambda: self.now_s,
+        )
+
+    def step(self) -> None:
+        self.now_s += self.random.expovariate(1 / 20)
+        work = self.random.choices(
+            [self.store, self.load, self.discard, self.flush, self.restart, self.fault, self.purge],
+            weights=[40, 40, 4, 3, 1, 6, 1],
+        )[0]
+        work()
+        stats = self.tier.stats()
+        assert stats.used_bytes <= stats.capacity_bytes
+        assert disk_usage(self.root) <= stats.capacity_bytes
+
+    def blocks(self) -> list:
+        number = int(NUM_CHAINS * self.random.random() ** 2)
+        scope = self.scopes[number % 2]
+        count = self.random.randint(1, CHAIN_BLOCKS)
+        return chain(count, block_size=LAYOUT.block_size, seed=number, scope=scope)
+
+    def store(self) -> None:
+        ids = self.blocks()
+        for frame, block in zip(self.frames, ids, strict=False):
+            fill(frame, block)
+        before = self.tier.counted().written_bytes
+        self.tier.store(ids, self.frames[: len(ids)])
+        self.written_bytes += self.tier.counted().written_bytes - before
+
+    def load(self) -> None:
+        ids = self.blocks()
+        loaded = self.tier.load(ids, self.frames[: len(ids)])
+        self.num_hits += loaded.num_blocks
+        for frame, block in zip(self.frames[: loaded.num_blocks], ids, strict=False):
+            assert holds(frame, block, self.frames[-1]), f"wrong bytes for {block.key.hex()}"
+        assert loaded.reason in (None, MissReason.ABSENT, MissReason.IO_ERROR)
+
+    def discard(self) -> None:
+        self.tier.discard([block.key for block in self.blocks()])
+
+    def purge(self) -> None:
+        self.storage.arm(0)
+        self.tier.purge([self.scopes[1].root()])
+        with self.tier.view() as view:
+            assert self.scopes[1].root() not in view.accounts()
+
+    def flush(self) -> None:
+        self.tier.flush()
+
+    def fault(self) -> None:
+        self.storage._error = self.random.choice(ERRORS)
+        self.storage.arm(self.random.randint(1, 60), count=self.random.choice([1, 1, 3, 20]))
+
+    def restart(self) -> None:
+        """Close, or be abandoned as a killed process would leave it; then open again."""
+        self.storage.arm(0)
+        if self.random.random() < 0.5:
+            self.tier.close()
+        else:
+            for slot in self.tier._slots:
+                slot.close()
+            self.tier._lock.release()
+        self.tier = self.open()
+
+    def end(self) -> None:
+        """Sound, accounted for, and still of use."""
+        self.storage.arm(0)
+        with self.tier.view() as view:
+            assert view.verify().sound
+            listed = list(view.blocks())
+            stored = sum(account.num_blocks for account in view.accounts().values())
+        assert len(listed) == stored == self.tier.stats().num_blocks
+        self.store()
+        self.tier.close()
+
+
+def live(seed: int, root: Path, num_steps: int) -> Life:
+    life = Life(seed, root)
+    try:
+        for _ in range(num_steps):
+            life.step()
+        life.end()
+    except BaseException:
+        print(f"seed {seed}", file=sys.stderr)
+        raise
+    return life
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_short_life(seed: int, tmp_path: Path) -> None:
+    """A few hundred steps with faults and restarts."""
+    life = live(seed, tmp_path / "disk", 400)
+    assert life.num_hits > 50
+
+
+def test_ten_capacities(tmp_path: Path) -> None:
+    """`du` holds while ten times the capacity is written."""
+    life = Life(1000, tmp_path / "disk")
+    while life.written_bytes < 10 * life.tier.capacity_bytes:
+        life.store()
+        assert disk_usage(life.root) <= life.tier.capacity_bytes
+    life.end()
+
+
+def soak(num_lives: int) -> None:
+    for seed in range(num_lives):
+        folder = Path(tempfile.mkdtemp())
+        life = Life(seed, folder / "disk")
+        print(f"life {seed}: ", end="", flush=True)
+        steps = 0
+        try:
+            while life.written_bytes < 12 * life.tier.capacity_bytes:
+                life.step()
+                steps += 1
+            life.end()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        print(f"{steps} steps, {life.num_hits} hits, {dict(life.tier.counted().faults)}")
+
+
+if __name__ == "__main__":
+    os.chdir(Path(__file__).parents[2])
+    soak(int(sys.argv[1]) if len(sys.argv) > 1 else 10)
