@@ -11,7 +11,7 @@ from typing import Generic
 
 from tiers.policy.policy import K
 
-AUTO_KEEP_RATIO = 8  # see docs/policies.md, "keep or move", for the replays behind it
+AUTO_KEEP_SHARE = 1 / 8  # see docs/policies.md, "keep or move", for the replays behind it
 
 
 class WritePolicy(StrEnum):
@@ -27,16 +27,18 @@ class Promotion(StrEnum):
 
     KEEP = "keep"  # it stays and ages like any other: fewest writes, room held twice
     MOVE = "move"  # it is the first to leave when that tier needs room: most blocks held
-    AUTO = "auto"  # keep where the tier below is far larger than the one above, else move
+    AUTO = "auto"  # for each tier: keep where what is held twice is a small share of all room
 
-    def keeps(self, above_bytes: int, below_bytes: int) -> bool:
-        """Whether copies stay in a tier of `below_bytes` under one of `above_bytes`.
+    def keeps(self, above_bytes: int, total_bytes: int) -> bool:
+        """Whether copies stay in a tier that has `above_bytes` of tiers over it.
 
-        Keeping wastes at most above / below of the lower tier's room, which costs hits where that
-        is a large share of it; moving writes again every block that comes up and goes down.
+        At most `above_bytes` are then held twice, which costs hits as if the whole cache were so
+        much smaller: next to nothing where that is a small share of it, even if it is a large one
+        of the tier itself, for what leaves that tier goes to the next. Moving writes again every
+        block that comes up and goes down.
         """
         if self is Promotion.AUTO:
-            return below_bytes >= AUTO_KEEP_RATIO * above_bytes
+            return above_bytes <= AUTO_KEEP_SHARE * total_bytes
         return self is Promotion.KEEP
 
 

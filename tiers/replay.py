@@ -110,10 +110,10 @@ class Hierarchy:
     ) -> None:
         """`policies` replaces those that the plans name."""
         made = policies or [make_policy(plan.policy, plan.capacity_blocks) for plan in plans]
-        above = (plans[0], *plans)
+        sizes = [plan.capacity_blocks for plan in plans]
         self._levels = [
-            _Level(plan, policy, promotion.keeps(upper.capacity_blocks, plan.capacity_blocks))
-            for plan, policy, upper in zip(plans, made, above, strict=False)
+            _Level(plan, policy, promotion.keeps(sum(sizes[:number]), sum(sizes)))
+            for number, (plan, policy) in enumerate(zip(plans, made, strict=True))
         ]
         self._blocks: dict[Hashable, _Block] = {}
         num_ghosts = GHOSTS_PER_BLOCK * plans[0].capacity_blocks

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiers.admission import (
-    AUTO_KEEP_RATIO,
+    AUTO_KEEP_SHARE,
     Demotion,
     GhostList,
     Promotion,
@@ -41,9 +41,9 @@ def test_ghosts_are_forgotten_oldest_first():
     assert len(ghosts) == 2
 
 
-def test_auto_keeps_only_under_a_far_larger_tier():
-    for below, keeps in ((AUTO_KEEP_RATIO, True), (AUTO_KEEP_RATIO - 1, False)):
-        assert Promotion.AUTO.keeps(1, below) is keeps
+def test_auto_keeps_what_is_a_small_share_of_all_room():
+    for above, keeps in ((100 * AUTO_KEEP_SHARE, True), (100 * AUTO_KEEP_SHARE + 1, False)):
+        assert Promotion.AUTO.keeps(above, 100) is keeps
     assert Promotion.KEEP.keeps(10, 1)
     assert not Promotion.MOVE.keeps(1, 1000)
 

@@ -130,7 +130,7 @@ def test_move_serves_what_one_large_lru_serves():
 
 def test_keep_writes_less_and_move_hits_more():
     """The trade, where the tiers are of a size; AUTO moves there and keeps where they are not."""
-    sizes = (300, 600, 1200)
+    sizes = (600, 800, 1200)
     keep, move, auto = (run(MIXED, *sizes, promotion=promotion) for promotion in Promotion)
     assert keep.hit_tokens < move.hit_tokens
     assert keep.tiers[1].written_blocks < move.tiers[1].written_blocks
