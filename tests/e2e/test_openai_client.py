@@ -1,14 +1,19 @@
 """The official openai client against a server on a socket: what it reads, raises and retries.
 
-The server is uvicorn as `cachesvc serve` runs it, over the scripted engine, in a thread of its own.
+The server is uvicorn as `cachesvc serve` runs it, over the scripted engine, in a thread of its own;
+once it is the real program with the default model.
 """
 
 import asyncio
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import openai
 import pytest
@@ -178,3 +183,51 @@ def test_a_time_out_is_retried_and_named_a_retry(server: Server) -> None:
     contexts = [charge.job.context for charge in server.house.meter.charges]
     assert [False, True] == [context.is_retry for context in contexts]
     assert 1 == len({context.fingerprint for context in contexts})
+
+
+@pytest.fixture(scope="module")
+def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`cachesvc serve` with the default model, as a user starts it; its URL."""
+    folder = tmp_path_factory.mktemp("served")
+    log = folder / "log"
+    command = [
+        *(str(Path(sys.executable).parent / "cachesvc"), "serve", "--port", "0"),
+        *("--data-dir", str(folder / "data"), "--host-cache", "64MiB", "--disk-cache", "64MiB"),
+        *("--device-cache", "128MiB"),
+    ]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        give_up = time.monotonic() + 100
+        while not (found := re.search(r"on (http://[\d.]+:\d+)", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < give_up, log.read_text()
+            time.sleep(0.1)
+        yield found[1]
+    finally:
+        process.terminate()
+        assert 0 == process.wait(30)
+
+
+@pytest.mark.e2e
+def test_the_default_model_answers_and_hits(real_server: str) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    with openai.OpenAI(base_url=f"{real_server}/v1", api_key="sk-any") as client:
+        (model,) = [model.id for model in client.models.list()]
+        asked = {"model": model, "messages": question, "temperature": 0, "max_tokens": 16}
+        first = client.chat.completions.create(**asked)
+        chunks = list(
+            client.chat.completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}
+            )
+        )
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(**asked, logit_bias={"99999999": 1})
+    text = first.choices[0].message.content
+    assert text is not None
+    assert "Paris" in text
+    assert text == "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens - 1 == usage.prompt_tokens_details.cached_tokens
