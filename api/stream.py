@@ -192,7 +192,7 @@ class Delivery:
         try:
             async with asyncio.timeout(self.write_timeout_s):
                 await send(message)
-        except (OSError, TimeoutError):
+        except OSError:  # a broken connection, or the TimeoutError that is one of its kind
             self.client_gone()
 
 

@@ -132,6 +132,14 @@ async def test_concurrency_is_given_back_on_every_way_out() -> None:
         assert 200 == (await client.post(CHAT, json=HELLO)).status_code
 
 
+async def test_a_refused_request_takes_no_place() -> None:
+    limits = WindowLimits(LimitSettings(tenant=Quota(requests=1, concurrency=2)), MemoryStorage())
+    await (await limits.admit(ACME)).close(EMPTY)
+    for _ in range(4):
+        with pytest.raises(RateLimited, match="1 requests of this minute"):
+            await limits.admit(ACME)
+
+
 async def test_keys_and_tenants_have_their_own_quotas() -> None:
     settings = LimitSettings(
         key=Quota(requests=1), tenant=Quota(requests=3), tenants={"vip": Quota()}
