@@ -55,7 +55,10 @@ class PagedAttention(Protocol):
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """query: [T, Hq, D]; key, value: [T, Hkv, D], any strides. Returns [T, Hq, D]."""
+        """query: [T, Hq, D]; key, value: [T, Hkv, D], any strides. Returns [T, Hq, D].
+
+        T may exceed the spans' tokens; the rows beyond are padding, and their result is unused.
+        """
         ...
 
     def finish(self) -> None:
@@ -152,6 +155,7 @@ class ReferenceAttention:
                 attend_span(self._pool, layer, span, query[rows], key[rows], value[rows], options)
             )
             first = rows.stop
+        outputs.append(torch.zeros_like(query[first:]))  # padding
         return torch.cat(outputs)
 
     def finish(self) -> None:

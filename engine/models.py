@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from engine import attention
+from engine import attention, packing
 from engine.attention import AttentionOptions, attend_dense
 from engine.batch import Span
 from engine.errors import ModelError
@@ -120,11 +120,11 @@ def describe(
     dtype: str,
     device: str,
 ) -> LoadedModel:
-    """Check that paged attention serves `model`, switch it on, and say what it is."""
+    """Pack `model` for its device, check that paged attention serves it, and say what it is."""
     attention.register()
     config: Any = model.config
     text_config = config.get_text_config()
-    num_layers, num_kv_heads, head_dim = check_attention(model)
+    num_layers, num_kv_heads, head_dim = prepare(model)
     return LoadedModel(
         name=name,
         model=model,
@@ -292,17 +292,19 @@ class _Probe:
 
 
 @torch.inference_mode()
-def check_attention(model: Any) -> tuple[int, int, int]:
-    """(layers, KV heads, head dim) as attention saw them; leaves paged attention switched on.
+def prepare(model: Any) -> tuple[int, int, int]:
+    """Pack the model and switch paged attention on; returns (layers, KV heads, head dim).
 
     Raises ModelError unless every layer attends through the interface, in order, with KV of one
-    shape, and the logits are those of transformers' own attention.
+    shape, and the logits are those of transformers' own modules and attention.
     """
     kind = type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(f"{kind} does not support transformers' attention interface")
     probe = _Probe()
     expected = _probe_logits(model, "eager")
+    if packing.can_pack(model):
+        packing.pack(model)
     actual = _probe_logits(model, attention.IMPLEMENTATION, paged=probe)
     num_layers = model.config.get_text_config().num_hidden_layers
     if probe.layers != list(range(num_layers)):

@@ -6,14 +6,26 @@ positions that choose a token.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.attention import PagedAttention, ReferenceAttention
+from engine.attention_cpu import CpuAttention
 from engine.batch import Batch, Sampled, Span
 from engine.models import LoadedModel
+from engine.packing import MIN_ROWS
 from engine.sampler import Sampler
+from tiers.block import DTYPES
+
+
+def pick_attention(pool: torch.Tensor, dtype: torch.dtype) -> PagedAttention:
+    """The fastest attention for the pool's device; `dtype` is the one the model computes in."""
+    if pool.device.type == "cpu" and dtype == torch.float32:
+        return CpuAttention(pool, dtype)
+    return ReferenceAttention(pool)
 
 
 class Runner:
@@ -33,7 +45,7 @@ class Runner:
         assert (*pool.shape[1:3], *pool.shape[4:]) == expected, (pool.shape, expected)
         self._model = loaded.model
         self._device = torch.device(loaded.device)
-        self._attention = attention or ReferenceAttention(pool)
+        self._attention = attention or pick_attention(pool, DTYPES[loaded.dtype])
         self._sampler = Sampler(loaded.eos_token_ids)
 
     @torch.inference_mode()
@@ -54,24 +66,34 @@ class Runner:
     def _forward(self, spans: Sequence[Span]) -> torch.Tensor | None:
         """Logits [number of sampling spans, vocabulary] in float32, None where there are none."""
         lengths = [len(span.tokens) for span in spans]
-        tokens = np.concatenate([span.tokens for span in spans])
-        positions = np.concatenate(
-            [np.arange(s.start, s.start + n) for s, n in zip(spans, lengths, strict=True)]
-        )
         ends = np.cumsum(lengths)
         wanted = [int(end) - 1 for end, span in zip(ends, spans, strict=True) if span.sample]
         arguments = {
-            "input_ids": torch.from_numpy(tokens).to(self._device, torch.int64)[None],
-            "position_ids": torch.from_numpy(positions).to(self._device)[None],
+            "input_ids": self._row([span.tokens for span in spans]),
+            "position_ids": self._row(
+                [np.arange(s.start, s.start + n) for s, n in zip(spans, lengths, strict=True)]
+            ),
             "use_cache": False,
             "paged": self._attention,
         }
         self._attention.begin(spans)
         if wanted:
-            rows = torch.tensor(wanted, device=self._device)
-            logits = self._model(logits_to_keep=rows, **arguments).logits[0].float()
+            rows = _at_least(MIN_ROWS, np.array(wanted))
+            keep = torch.from_numpy(rows).to(self._device)
+            logits = self._model(logits_to_keep=keep, **arguments).logits[0, : len(wanted)].float()
         else:
             self._model.base_model(**arguments)
             logits = None
         self._attention.finish()
         return logits
+
+    def _row(self, parts: Sequence[NDArray[Any]]) -> torch.Tensor:
+        """The parts one after another as [1, T], int64, on the device."""
+        joined = _at_least(MIN_ROWS, np.concatenate(parts).astype(np.int64))
+        return torch.from_numpy(joined).to(self._device)[None]
+
+
+def _at_least(count: int, values: NDArray[Any]) -> NDArray[Any]:
+    """`values`, its last one repeated until there are `count`: padding whose results are unused."""
+    missing = count - len(values)
+    return values if missing <= 0 else np.append(values, [values[-1]] * missing)

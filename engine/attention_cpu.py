@@ -1,0 +1,302 @@
+"""Attention on a CPU: a contiguous working copy of each running sequence's KV.
+
+Same contract as `attention.ReferenceAttention`. The pool is block-first, which suits moving blocks
+and not reading one layer's keys in a row; so each running sequence has its KV a second time, head
+by head, in the compute dtype:
+
+    pool   [blocks, layers, 2, block_size, Hkv, D]      the truth, shared, any dtype
+    copy   [2, layers, Hkv, capacity, D]                this sequence's, rebuilt from the pool
+
+A copy is filled from the pool when a sequence comes with a prefix already cached, grows with each
+step, and is dropped by `forget`. It holds what the pool holds, rounded as the pool rounds. Copies
+are bounded in bytes; a sequence without one is served by the reference. Engine thread only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention import AttentionOptions, attend_span, causal_mask, pieces
+from engine.batch import Span
+
+_TILE = (
+    128  # query positions attended at once: scores of a tile stay in the cache (docs/compute.md)
+)
+_CAPACITY_STEP = 256  # tokens by which a copy's capacity is rounded up
+DEFAULT_BUDGET_BYTES = 2 << 30
+
+
+@dataclass(slots=True)
+class _Copy:
+    """KV of positions [0, length). `memory` is the flat buffer that `key` and `value` view."""
+
+    memory: torch.Tensor
+    key: torch.Tensor  # [layers, Hkv, capacity, D]
+    value: torch.Tensor
+    length: int = 0
+
+    @property
+    def capacity(self) -> int:
+        return self.key.shape[2]
+
+
+class _Memory:
+    """Flat buffers for copies, reused: fresh memory costs as much to touch as a copy to fill.
+
+    Invariant: bytes lent + bytes spare <= budget.
+    """
+
+    def __init__(self, budget_bytes: int, dtype: torch.dtype) -> None:
+        self._budget = budget_bytes // dtype.itemsize
+        self._dtype = dtype
+        self._spare: list[torch.Tensor] = []
+        self._held = 0  # elements lent or spare
+
+    def take(self, num_elements: int) -> torch.Tensor | None:
+        """A buffer of at least `num_elements`, or None where the budget does not allow one."""
+        fitting = [memory for memory in self._spare if memory.numel() >= num_elements]
+        if fitting:
+            best = min(fitting, key=torch.Tensor.numel)
+            self._spare = [memory for memory in self._spare if memory is not best]
+            return best
+        while self._spare and self._held + num_elements > self._budget:
+            self._held -= self._spare.pop(0).numel()
+        if self._held + num_elements > self._budget:
+            return None
+        self._held += num_elements
+        return torch.empty(num_elements, dtype=self._dtype)
+
+    def give(self, memory: torch.Tensor) -> None:
+        self._spare.append(memory)
+
+
+class CpuAttention:
+    """`PagedAttention` over working copies. `dtype` is the one the model computes in."""
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        dtype: torch.dtype = torch.float32,
+        budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    ) -> None:
+        self._pool = pool
+        self._block_size = pool.shape[3]
+        self._memory = _Memory(budget_bytes, dtype)
+        self._copies: dict[int, _Copy] = {}
+        self._step: list[tuple[Span, slice, _Copy | None]] = []
+        self._triangles: dict[int, torch.Tensor] = {}
+
+    def begin(self, spans: Sequence[Span]) -> None:
+        running = {span.sequence_id for span in spans}
+        self._step = []
+        first = 0
+        for span in spans:
+            rows = slice(first, first + len(span.tokens))
+            self._step.append((span, rows, self._copy_for(span, running)))
+            first = rows.stop
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for span, rows, copy in self._step:
+            if copy is None:
+                output[rows] = attend_span(
+                    self._pool, layer, span, query[rows], key[rows], value[rows], options
+                )
+                continue
+            if span.write_kv:
+                self._append(copy, layer, span, key[rows], value[rows])
+            keys, values = copy.key[layer], copy.value[layer]
+            self._attend_copy(query[rows], keys, values, span.start, options, output[rows])
+        if self._step and rows.stop < query.shape[0]:
+            output[rows.stop :] = 0  # padding
+        return output
+
+    def finish(self) -> None:
+        """Write the step's KV, which stands in the copies, to the pool's blocks."""
+        for span, _, copy in self._step:
+            if copy is None:
+                continue
+            end = span.start + len(span.tokens)
+            if span.write_kv:
+                self._write(copy, span)
+            copy.length = end
+        self._step = []
+
+    def forget(self, sequence_id: int) -> None:
+        copy = self._copies.pop(sequence_id, None)
+        if copy is not None:
+            self._memory.give(copy.memory)
+
+    # Working copies.
+
+    def _copy_for(self, span: Span, running: set[int]) -> _Copy | None:
+        """The span's copy, holding every position that stands in the pool before this step."""
+        end = span.start + len(span.tokens)
+        copy = self._copies.get(span.sequence_id)
+        if copy is None or copy.capacity < end:
+            copy = self._grown(span, copy, running)
+            if copy is None:
+                return None
+        standing = span.start if span.write_kv else end
+        if copy.length < standing:
+            self._fill(copy, span.block_table, standing)
+        copy.length = standing  # what a step that failed half-way left beyond is written anew
+        return copy
+
+    def _grown(self, span: Span, old: _Copy | None, running: set[int]) -> _Copy | None:
+        """A copy with room for the span and what will follow; `old`'s contents move over."""
+        end = max(span.start + len(span.tokens), span.num_prompt_tokens)
+        capacity = -(-(end + end // 8 + 1) // _CAPACITY_STEP) * _CAPACITY_STEP
+        layers, _, _, heads, dim = self._pool.shape[1:]
+        shape = (2, layers, heads, capacity, dim)
+        memory = self._take(torch.Size(shape).numel(), running)
+        if memory is None:
+            self.forget(span.sequence_id)
+            return None
+        key, value = memory[: torch.Size(shape).numel()].view(shape)
+        copy = _Copy(memory, key, value)
+        if old is not None:
+            copy.key[:, :, : old.length] = old.key[:, :, : old.length]
+            copy.value[:, :, : old.length] = old.value[:, :, : old.length]
+            copy.length = old.length
+            self._memory.give(old.memory)
+        self._copies[span.sequence_id] = copy
+        return copy
+
+    def _take(self, num_elements: int, running: set[int]) -> torch.Tensor | None:
+        """Memory for a copy; where there is none, copies that this step does not need go first."""
+        memory = self._memory.take(num_elements)
+        for sequence_id in [known for known in self._copies if known not in running]:
+            if memory is not None:
+                break
+            self.forget(sequence_id)
+            memory = self._memory.take(num_elements)
+        return memory
+
+    def _fill(self, copy: _Copy, block_table: Sequence[int], end: int) -> None:
+        """Bring positions [copy.length, end) over from the pool."""
+        size = self._block_size
+        position = copy.length
+        while position < end:
+            number, row = divmod(position, size)
+            count = min(size - row, end - position)
+            block = self._pool[block_table[number], :, :, row : row + count]  # [L, 2, n, Hkv, D]
+            to = slice(position, position + count)
+            copy.key[:, :, to] = block[:, 0].transpose(1, 2)
+            copy.value[:, :, to] = block[:, 1].transpose(1, 2)
+            position += count
+
+    def _append(
+        self, copy: _Copy, layer: int, span: Span, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        if key.dtype != self._pool.dtype:
+            key, value = key.to(self._pool.dtype), value.to(self._pool.dtype)
+        to = slice(span.start, span.start + len(span.tokens))
+        copy.key[layer, :, to] = key.transpose(0, 1)
+        copy.value[layer, :, to] = value.transpose(0, 1)
+
+    def _write(self, copy: _Copy, span: Span) -> None:
+        for offset, count, block, row in pieces(span, self._block_size):
+            position = span.start + offset
+            to = self._pool[block, :, :, row : row + count]
+            to[:, 0] = copy.key[:, :, position : position + count].transpose(1, 2)
+            to[:, 1] = copy.value[:, :, position : position + count].transpose(1, 2)
+
+    # Attention over one copy.
+
+    def _attend_copy(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        start: int,
+        options: AttentionOptions,
+        output: torch.Tensor,
+    ) -> None:
+        """query, output: [T, Hq, D]; key, value: [Hkv, capacity, D] holding [0, start + T)."""
+        if query.shape[0] == 1:
+            attend_one(query, key, value, start, options, output)
+            return
+        end = start + query.shape[0]
+        for low in range(start - start % _TILE, end, _TILE):
+            first, stop = max(low, start), min(low + _TILE, end)
+            rows = slice(first - start, stop - start)
+            seen = _seen(first, stop, options.window)
+            self._attend_tile(
+                query[rows], key[:, seen], value[:, seen], first - seen.start, options, output[rows]
+            )
+
+    def _attend_tile(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        start: int,
+        options: AttentionOptions,
+        output: torch.Tensor,
+    ) -> None:
+        """Queries [T, Hq, D] at positions from `start` over keys [Hkv, start + T, D]."""
+        num_queries, num_heads, dim = query.shape
+        num_kv_heads, num_keys, _ = key.shape
+        groups = num_heads // num_kv_heads
+        folded = (query * options.scaling).view(num_queries, num_kv_heads, groups, dim)
+        folded = folded.permute(1, 2, 0, 3).reshape(num_kv_heads, groups * num_queries, dim)
+        for head in range(num_kv_heads):
+            scores = _matmul(folded[head], key[head]).view(groups, num_queries, num_keys)
+            if options.softcap is not None:
+                scores = torch.tanh(scores.div_(options.softcap)).mul_(options.softcap)
+            if options.window is None:
+                scores[:, :, start:] += self._triangle(num_queries)
+            else:
+                mask = causal_mask(num_queries, start, options.window, scores.device)
+                scores.masked_fill_(~mask, -torch.inf)
+            weights = torch.softmax(scores, -1).view(-1, num_keys)
+            attended = _matmul(weights, value[head].t()).view(groups, num_queries, dim)
+            output.view(num_queries, num_kv_heads, groups, dim)[:, head] = attended.transpose(0, 1)
+
+    def _triangle(self, size: int) -> torch.Tensor:
+        """[size, size], -inf above the diagonal."""
+        triangle = self._triangles.get(size)
+        if triangle is None:
+            triangle = torch.full((size, size), -torch.inf).triu(1)
+            self._triangles[size] = triangle
+        return triangle
+
+
+def attend_one(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    position: int,
+    options: AttentionOptions,
+    output: torch.Tensor,
+) -> None:
+    """One query [1, Hq, D] at `position` over [Hkv, capacity, D]; a group's heads share a GEMM."""
+    seen = _seen(position, position + 1, options.window)
+    folded = query.view(key.shape[0], -1, query.shape[2])
+    scores = torch.bmm(folded * options.scaling, key[:, seen].transpose(1, 2))
+    if options.softcap is not None:
+        scores = torch.tanh(scores.div_(options.softcap)).mul_(options.softcap)
+    attended = torch.bmm(torch.softmax(scores, -1), value[:, seen])
+    output.view(attended.shape).copy_(attended)
+
+
+def _seen(first: int, stop: int, window: int | None) -> slice:
+    """The positions that queries [first, stop) may see."""
+    return slice(0 if window is None else max(0, first - window + 1), stop)
+
+
+def _matmul(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """rows @ weight.T by oneDNN where torch has it. rows: [M, K]; weight: [N, K]."""
+    if not torch.backends.mkldnn.is_available():
+        return torch.nn.functional.linear(rows, weight)
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+    return product

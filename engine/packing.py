@@ -1,0 +1,70 @@
+"""Linear layers with their weights in the order oneDNN's kernels read them.
+
+`engine.models` packs a float32 model on a CPU after loading it. What is gained, and that a row's
+result then does not depend on how many rows are computed with it, is measured in docs/compute.md.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+# The number of rows that weights are laid out for. With this many oneDNN picks one blocked layout
+# that serves 2 rows as well as 2,000 and gives each row the same bits; laid out for one row they
+# are up to twice as slow for others (docs/compute.md, "GEMM").
+_PACKED_FOR_ROWS = 512
+
+MIN_ROWS = 2  # below it oneDNN uses kernels that sum in another order
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` for inference, float32 on a CPU. The original weight is not kept.
+
+    Same input and output shapes as `nn.Linear`. With `MIN_ROWS` rows or more, equal rows give equal
+    bits whatever stands beside them.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self._bias = linear.bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(
+            linear.weight.detach(), _PACKED_FOR_ROWS
+        )
+        self._linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._linear(rows, self._packed, self._bias, "none", [], "")
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def can_pack(model: Any) -> bool:
+    """Whether this torch build packs weights, and the model is one that is served packed."""
+    return (
+        model.device.type == "cpu"
+        and model.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def pack(model: nn.Module) -> int:
+    """Replace every `nn.Linear` of `model` by its packed form; returns how many there were."""
+    linears = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear
+    ]
+    with torch.inference_mode():
+        for parent, name, linear in linears:
+            setattr(parent, name, PackedLinear(linear))
+    return len(linears)
