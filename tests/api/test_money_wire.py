@@ -278,6 +278,7 @@ async def test_every_way_out_is_in_the_ledger_once(bank: Bank) -> None:
         await asyncio.sleep(0.03)
         visit.leave()
         await visit.task
+    bank.ledger.close()  # its observers hear of an entry after its request does
     charged = [entry for entry in bank.entries if entry.kind is Kind.CHARGE]
     outcomes = [Outcome(entry.details["outcome"]) for entry in charged]
     assert [Outcome.FINISHED, Outcome.FAILED, Outcome.CLIENT_GONE] == outcomes
