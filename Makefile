@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	>/dev/null 2>&1 && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check lint format types imports bench soak gpu-check e2e \
+.PHONY: help setup serve test check lint format types imports bench soak gpu-check e2e docs \
 	constraints wheel clean
 
 help: ## List the targets
@@ -64,6 +64,9 @@ bench: $(STAMP) ## Time to first token, cold and from each tier, side by side
 
 gpu-check: ## Parity and benches on a CUDA machine with torch installed; writes JSON to artifacts/
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m tests.bench.gpu_check $(ARGS)
+
+docs: $(STAMP) ## Write the reference pages in docs/ from the code
+	@$(BIN)/python -m cachesvc.reference docs
 
 wheel: $(STAMP) ## Build the wheel into dist/
 	$(PIP) wheel -q --no-deps --no-build-isolation -w dist .

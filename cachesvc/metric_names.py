@@ -134,12 +134,3 @@ ROUTES = frozenset(
         "/user/balance",
     }
 )
-
-
-def document() -> str:
-    """The table of `docs/metrics.md`."""
-    rows = ["| metric | kind | labels | meaning |", "| --- | --- | --- | --- |"]
-    for name, spec in SPECS.items():
-        labels = ", ".join(f"`{label}`" for label in spec.labels) or "-"
-        rows.append(f"| `{name}` | {spec.kind} | {labels} | {spec.help} |")
-    return "\n".join(rows) + "\n"

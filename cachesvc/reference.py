@@ -1,0 +1,133 @@
+"""Reference pages written from code: settings, commands, metrics, errors. `make docs` writes them.
+
+`tests/unit/test_docs.py` fails when a page in `docs/` is not what the code says.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from typer.core import TyperGroup
+
+from api.errors import TABLE, UNEXPECTED
+from cachesvc.cli import COMMANDS, load
+from cachesvc.cli.config import shown
+from cachesvc.config import Settings, env_name, known_settings
+from cachesvc.metric_names import SPECS
+
+SETTINGS_INTRO = """# Settings
+
+Flags of `cachesvc serve` win over the environment, the environment over the file given with
+`--config` (or `CACHESVC_CONFIG`), the file over the defaults. In the file `server.port` is the key
+`port` in the table `[server]`. Sizes are written like `64MiB` or `4GiB`, durations like `30s` or
+`5m`; settings of several values are tables in the file and JSON in the environment. An unknown key
+stops the start and names the nearest one. `cachesvc config show` prints each value in force and
+where it came from.
+"""
+COMMANDS_INTRO = """# Commands
+
+Every command tells its options with `--help`; commands that read print JSON with `--json`. Exit
+codes: 0 done, 1 it could not be done, 2 the command line was wrong, 130 interrupted. Completion for
+the shell in use: `cachesvc --install-completion`.
+"""
+METRICS_INTRO = """# Metrics
+
+`GET /metrics` answers in Prometheus' text format. Base units, closed label sets; ratios are left to
+queries. Amounts of money are in 1e-12 of the currency unit. With `metrics.vllm_aliases` the names
+that vLLM's boards know are exposed as well.
+"""
+ERRORS_INTRO = """# Errors
+
+Every refusal has the shape `{"error": {"message", "type", "param", "code"}}` that OpenAI's clients
+know; the message says what was wrong and what to do. The `openai` package raises its exception of
+the same status.
+"""
+
+
+def pages() -> dict[str, str]:
+    """Each page's file name and text."""
+    return {
+        "settings.md": f"{SETTINGS_INTRO}\n{_settings()}",
+        "commands.md": f"{COMMANDS_INTRO}\n{_commands()}",
+        "metrics.md": f"{METRICS_INTRO}\n{_metrics()}",
+        "errors.md": f"{ERRORS_INTRO}\n{_errors()}",
+    }
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _settings() -> str:
+    defaults = Settings.model_validate({})
+    rows = []
+    for name, meaning in known_settings().items():
+        section, key = name.split(".")
+        value = shown(name, getattr(getattr(defaults, section), key))
+        value = "`~/.local/share/cachesvc`" if name == "server.data_dir" else f"`{value}`"
+        rows.append((f"`{name}`", value, meaning, f"`{env_name(name)}`"))
+    return table(("setting", "default", "meaning", "variable"), rows)
+
+
+def _commands() -> str:
+    return "\n".join(
+        f"## cachesvc {path}\n\n{help_text}\n\n{options}"
+        for name in COMMANDS
+        for path, help_text, options in _command(name, load(name))
+    )
+
+
+def _command(path: str, command: Any) -> Iterator[tuple[str, str, str]]:
+    if isinstance(command, TyperGroup):
+        for name, child in command.commands.items():
+            yield from _command(f"{path} {name}", child)
+        return
+    rows = [
+        (", ".join(f"`{name}`" for name in _names(parameter)), parameter.help or "")
+        for parameter in command.params
+        if not getattr(parameter, "hidden", False)
+    ]
+    help_text = " ".join((command.help or "").split())
+    yield path, help_text, table(("option", "meaning"), rows) if rows else ""
+
+
+def _names(parameter: Any) -> list[str]:
+    if parameter.param_type_name == "argument":
+        return [parameter.name.upper()]
+    return [*parameter.opts, *parameter.secondary_opts]
+
+
+def _metrics() -> str:
+    rows = [
+        (f"`{name}`", spec.kind, ", ".join(f"`{label}`" for label in spec.labels), spec.help)
+        for name, spec in SPECS.items()
+    ]
+    return table(("metric", "kind", "labels", "meaning"), rows)
+
+
+def _errors() -> str:
+    rows = [
+        (
+            str(row.status),
+            f"`{row.code}`",
+            f"`{row.type}`",
+            " ".join((error.__doc__ or "").split()),
+        )
+        for error, row in TABLE.items()
+    ]
+    rows.append((str(UNEXPECTED.status), f"`{UNEXPECTED.code}`", f"`{UNEXPECTED.type}`", "A bug."))
+    return table(("status", "code", "type", "when"), sorted(rows))
+
+
+def write(folder: Path) -> None:
+    """Write every page into `folder`."""
+    folder.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -1,0 +1,56 @@
+"""What the documents say of the code is what the code says of itself."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cachesvc.cli import COMMANDS
+from cachesvc.config import known_settings
+from cachesvc.metric_names import SPECS
+from cachesvc.reference import pages
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("cachesvc", "api", "engine", "billing", "tiers", "ops", "tests", "docs")
+DOCUMENTS = (
+    *ROOT.glob("*.md"),
+    *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")),
+)
+
+
+@pytest.mark.parametrize("name", ["settings.md", "commands.md", "metrics.md", "errors.md"])
+def test_a_reference_page_is_what_the_code_says(name: str) -> None:
+    written = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert pages()[name] == written, "run `make docs`"
+
+
+def test_every_setting_metric_and_command_is_documented() -> None:
+    texts = pages()
+    assert [] == [name for name in known_settings() if f"`{name}`" not in texts["settings.md"]]
+    assert [] == [name for name in SPECS if f"`{name}`" not in texts["metrics.md"]]
+    headings = texts["commands.md"]
+    assert [] == [name for name in COMMANDS if f"## cachesvc {name}" not in headings]
+
+
+def test_every_metric_is_on_a_board() -> None:
+    boards = "".join(path.read_text() for path in (ROOT / "ops" / "grafana").rglob("*.json"))
+    assert [] == [name for name in SPECS if name not in boards]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_documents_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text(encoding="utf-8"))
+    local = [link for link in links if not re.match(r"[a-z]+:", link)]
+    assert [] == [link for link in local if not (document.parent / link).exists()]
+
+
+def test_the_readme_names_every_folder_of_the_house() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [] == [folder for folder in FOLDERS if f"{folder}/" not in readme]
+
+
+def test_the_readme_uses_only_options_that_exist() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = pages()["commands.md"]
+    used = re.findall(r"cachesvc [a-z]+[^\n`]*?(--[a-z-]+)", readme)
+    assert [] == [flag for flag in used if f"`{flag}`" not in commands]

@@ -1,0 +1,66 @@
+"""What `ops/` says of metrics, settings and runbooks exists."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cachesvc.config import env_name, known_settings
+from cachesvc.metric_names import SPECS
+
+OPS = Path(__file__).parents[2] / "ops"
+RULES = OPS / "prometheus" / "rules.yml"
+BOARDS = sorted((OPS / "grafana" / "dashboards").glob("*.json"))
+SUFFIXES = ("_bucket", "_sum", "_count")
+
+
+def expressions() -> list[str]:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    rules = [rule["expr"] for group in groups for rule in group["rules"]]
+    panels = [panel for board in BOARDS for panel in json.loads(board.read_text())["panels"]]
+    return rules + [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+def test_boards_and_rules_use_only_metrics_that_exist() -> None:
+    used = {
+        name for text in expressions() for name in re.findall(r"\bcachesvc_[a-z_]+\b(?!:)", text)
+    }
+    assert used
+    unknown = {
+        name
+        for name in used
+        if name not in SPECS and not any(name.removesuffix(end) in SPECS for end in SUFFIXES)
+    }
+    assert set() == unknown
+
+
+def test_every_alert_has_its_runbook() -> None:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    missing = [
+        rule["alert"]
+        for rule in alerts
+        if not (OPS.parent / rule["annotations"]["runbook"]).is_file()
+    ]
+    assert alerts
+    assert [] == missing
+
+
+def test_deployments_set_only_variables_that_exist() -> None:
+    known = {env_name(name) for name in known_settings()} | {"CACHESVC_CONFIG"}
+    files = [path for path in OPS.rglob("*") if path.is_file() and path.suffix != ".json"]
+    used = {name for path in files for name in re.findall(r"CACHESVC_[A-Z_]+", path.read_text())}
+    assert used
+    assert set() == used - known
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, from prometheus")
+def test_promtool_finds_the_rules_correct() -> None:
+    checked = subprocess.run(
+        ["promtool", "check", "rules", str(RULES)], capture_output=True, text=True, timeout=60
+    )
+    assert checked.returncode == 0, checked.stderr
