@@ -11,11 +11,7 @@ from cachesvc.config import ConfigError, format_size, load_settings, parse_durat
 
 
 @pytest.fixture(autouse=True)
-def empty_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import os
-
-    for name in [name for name in os.environ if name.startswith(config.ENV_PREFIX)]:
-        monkeypatch.delenv(name)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
 
 

@@ -1,0 +1,108 @@
+"""The command line as a whole: what it lists, what it says of errors, with which exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cachesvc.cli import COMMANDS, app, load, main, render
+from cachesvc.config import ConfigError, known_settings
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_help_lists_every_command() -> None:
+    shown = call("--help").stdout
+    assert [] == [name for name in COMMANDS if name not in shown]
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, cachesvc.cli; sys.exit('torch' in sys.modules)"
+    assert 0 == subprocess.run([sys.executable, "-c", code], timeout=60).returncode
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_can_be_loaded_and_has_help(name: str) -> None:
+    command = load(name)
+    assert command.name == name
+    shown = call(name, "--help")
+    assert 0 == shown.exit_code
+    assert "Usage" in shown.stdout
+
+
+def test_a_mistyped_command_is_told_the_nearest() -> None:
+    failed = call("serv")
+    assert 2 == failed.exit_code
+    assert "serve" in failed.stderr
+
+
+def test_an_error_is_one_sentence_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["cachesvc", "config", "show", "--config", "/nowhere.toml"])
+    with pytest.raises(SystemExit) as exited:
+        main()
+    assert 1 == exited.value.code
+    told = capsys.readouterr().err
+    assert "error: cannot read the config file /nowhere.toml: No such file or directory\n" == told
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("cachesvc.cli.app", fail)
+    with pytest.raises(ZeroDivisionError):
+        main()
+
+
+def test_config_show_prints_every_setting_and_masks_passwords(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = "postgresql://ledger:hunter2@db/ledger"
+    monkeypatch.setenv("CACHESVC_BILLING__DATABASE_URL", url)
+    told = {row["name"]: row for row in json.loads(call("config", "show", "--json").stdout)}
+    assert known_settings().keys() == told.keys()
+    row = told["billing.database_url"]
+    assert "env CACHESVC_BILLING__DATABASE_URL" == row["origin"]
+    assert "postgresql://ledger:***@db/ledger" == row["value"]
+    assert "hunter2" not in call("config", "show").stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--disk-cache", "12x"], "is no size; write it like 64MiB"),
+        (["--device", "tpu"], "model.device = 'tpu' (from flag)"),
+        (["--port", "70000"], "server.port = 70000 (from flag)"),
+        (["--host", "0.0.0.0"], "listens on loopback only"),
+        (["--host", "no.such.host.invalid"], "listens on loopback only"),
+    ],
+)
+def test_serve_refuses_what_cannot_work_before_it_loads_a_model(
+    tmp_path: Path, flags: list[str], message: str
+) -> None:
+    failed = call("serve", "--data-dir", str(tmp_path), *flags)
+    assert 0 != failed.exit_code
+    assert isinstance(failed.exception, ConfigError)
+    assert message in str(failed.exception)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (8 << 40, "8 TiB")]
+)
+def test_sizes_read_well(num_bytes: int, text: str) -> None:
+    assert text == render.size(num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "text"),
+    [(0.00034, "340 µs"), (0.0123, "12.3 ms"), (4.2, "4.2 s"), (600, "10 min"), (14400, "4 h")],
+)
+def test_durations_read_well(duration_s: float, text: str) -> None:
+    assert text == render.seconds(duration_s)

@@ -1,0 +1,80 @@
+"""`cachesvc doctor`: each check on a machine in order and on one that is not."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cachesvc.cli import app, doctor
+from cachesvc.cli.doctor import Level
+from cachesvc.config import disk_path
+from engine.hardware import Hardware
+from tiers.disk_directory import DirectoryLock
+
+HERE = Path(__file__).parents[2]
+
+
+def test_this_machine_passes(tmp_path: Path) -> None:
+    called = CliRunner().invoke(app, ["doctor", "--data-dir", str(tmp_path), "--json"])
+    told = json.loads(called.stdout)
+    assert [] == [finding for finding in told if finding["level"] == "error"]
+    assert 0 == called.exit_code
+    checks = {finding["check"] for finding in told}
+    assert {"layout", "versions", "gpu", "threads", "disk", "clock", "limits"} <= checks
+
+
+def test_packages_in_two_folders_are_an_error() -> None:
+    ours = {name: HERE / name for name in doctor.PACKAGES}
+    assert doctor.check_layout(ours).level is Level.OK
+    theirs = doctor.check_layout(ours | {"api": Path("/elsewhere/api")})
+    assert theirs.level is Level.ERROR
+    assert "/elsewhere/api" in theirs.message
+    assert "environment" in theirs.fix
+    missing = doctor.check_layout(ours | {"tiers": None})
+    assert missing.level is Level.ERROR
+    assert "tiers" in missing.message
+
+
+def test_a_broken_layout_fails_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_folder", lambda name: tmp_path / name / "x")
+    called = CliRunner().invoke(app, ["doctor", "--data-dir", str(tmp_path)])
+    assert 1 == called.exit_code
+    assert "fix:" in called.stdout
+
+
+def test_a_clock_that_was_never_set_is_an_error() -> None:
+    assert doctor.check_clock(0).level is Level.ERROR
+    assert doctor.check_clock(doctor.EARLIEST_S + 1).level is Level.OK
+
+
+def test_few_open_files_are_a_warning_with_the_command_that_raises_them() -> None:
+    (finding,) = doctor.check_limits(256, 4096)
+    assert finding.level is Level.WARNING
+    assert "ulimit -n 4096" in finding.fix
+
+
+def test_more_threads_than_cores_are_a_warning() -> None:
+    found = {each.check: each for each in doctor.check_compute(Hardware(threads=10_000))}
+    assert found["threads"].level is Level.WARNING
+    assert "model.threads" in found["threads"].fix
+
+
+def test_a_running_server_is_named(tmp_path: Path) -> None:
+    path = disk_path(tmp_path)
+    path.mkdir(parents=True)
+    lock = DirectoryLock(path)
+    try:
+        assert "served by pid" in doctor.check_lock(tmp_path).message
+    finally:
+        lock.release()
+
+
+def test_a_network_file_system_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\n")
+    assert "nfs4" == doctor.file_system(tmp_path / "data", mounts)
+    assert "ext4" == doctor.file_system(Path("/usr"), mounts)
+    monkeypatch.setattr(doctor, "file_system", lambda path, mounts: "nfs4")
+    found = {each.check: each for each in doctor.check_disk(tmp_path)}
+    assert found["file system"].level is Level.ERROR

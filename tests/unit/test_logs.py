@@ -1,0 +1,64 @@
+"""The log's form, and what it never says."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from cachesvc.config import LogFormat, LogSettings
+from cachesvc.logs import configure
+
+KEY = "sk-live1234abcdefghijklmnopqrstuv"
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def written(log_format: LogFormat, *, level: str = "info") -> io.StringIO:
+    out = io.StringIO()
+    configure(LogSettings(format=log_format, level=level), out)
+    return out
+
+
+def test_a_line_is_json_where_nobody_looks_on() -> None:
+    out = written(LogFormat.AUTO)
+    logging.getLogger("tiers.disk").warning("no room", extra={"blocks": 3})
+    line = json.loads(out.getvalue())
+    assert ("no room", "warning", "tiers.disk", 3) == (
+        line["event"],
+        line["level"],
+        line["logger"],
+        line["blocks"],
+    )
+
+
+@pytest.mark.parametrize("log_format", [LogFormat.JSON, LogFormat.CONSOLE])
+def test_a_key_is_masked_in_messages_and_fields(log_format: LogFormat) -> None:
+    out = written(log_format)
+    logging.getLogger("api").info(f"key {KEY} came", extra={"header": f"Bearer {KEY}"})
+    assert "abcdefgh" not in out.getvalue()
+    assert "sk-live1234" in out.getvalue()
+
+
+def test_a_traceback_tells_no_local_variables() -> None:
+    out = written(LogFormat.CONSOLE)
+    prompt = "the patient's " + "name"
+    try:
+        raise ValueError(len(prompt))
+    except ValueError:
+        logging.getLogger("api").exception("failed")
+    assert "ValueError" in out.getvalue()
+    assert "patient" not in out.getvalue().replace('prompt = "the patient', "")
+
+
+def test_less_important_lines_are_left_out() -> None:
+    out = written(LogFormat.JSON, level="error")
+    logging.getLogger("api").warning("quiet")
+    assert "" == out.getvalue()
