@@ -11,9 +11,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-for _name in [name for name in os.environ if name.startswith("CACHESVC_")]:
-    del os.environ[_name]
-
 import pytest
 
 _connect = socket.socket.connect
@@ -30,6 +27,8 @@ def _connect_to_loopback(sock: socket.socket, address: Any) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _no_network_and_no_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("CACHESVC_")]:
+            patch.delenv(name)
         patch.setattr(socket.socket, "connect", _connect_to_loopback)
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("home")))
         yield
