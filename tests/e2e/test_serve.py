@@ -1,0 +1,140 @@
+"""The program as a user runs it: the console script, the default model, signals, and a restart."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+SCRIPT = Path(sys.executable).with_name("cachesvc")
+READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")
+DOCUMENT = " ".join(
+    f"Person {number} lives in town {number * 7 % 97} and has badge {number * 7919 % 10007}."
+    for number in range(24)
+)
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@contextmanager
+def server(data_dir: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running `cachesvc serve` and its URL; ended, if the test has not, by SIGKILL."""
+    log = data_dir / "serve.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [SCRIPT, "serve", "--port", "0", "--data-dir", data_dir, "--disk-cache", "256MiB"],
+            stdout=out,
+            stderr=out,
+            text=True,
+        )
+    try:
+        yield process, wait_for_url(process, log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for_url(process: subprocess.Popen[str], log: Path) -> str:
+    for _ in range(1200):
+        found = READY.search(log.read_text())
+        if found:
+            return found[1]
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)
+    raise AssertionError(f"not ready: {log.read_text()}")
+
+
+def ask(url: str, question: str, system: str = "") -> dict[str, Any]:
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": question})
+    body = {"model": "smollm2-135m", "messages": messages, "max_tokens": 12, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        answer: dict[str, Any] = json.load(response)
+    usage = answer["usage"]
+    hits, misses = usage["prompt_cache_hit_tokens"], usage["prompt_cache_miss_tokens"]
+    assert usage["prompt_tokens"] == hits + misses
+    details = usage["prompt_tokens_details"]
+    assert hits == details["cached_tokens"] == sum(details["cached_tokens_details"].values())
+    return answer
+
+
+def told(*arguments: object) -> dict[str, Any]:
+    done = subprocess.run(
+        [SCRIPT, *map(str, arguments), "--json"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    text: str = answer["choices"][0]["message"]["content"]
+    return text
+
+
+def tiers_of(answer: dict[str, Any]) -> dict[str, int]:
+    tiers: dict[str, int] = answer["usage"]["prompt_tokens_details"]["cached_tokens_details"]
+    return tiers
+
+
+def test_hits_come_from_the_device_then_after_a_restart_from_disk(data_dir: Path) -> None:
+    with server(data_dir) as (process, url):
+        assert "Paris" in text_of(ask(url, "What is the capital of France?"))
+        cold = ask(url, "Where does person 3 live?", DOCUMENT)
+        again = ask(url, "Where does person 3 live?", DOCUMENT)
+        assert tiers_of(cold)["device"] < 64
+        assert tiers_of(again)["device"] == again["usage"]["prompt_tokens"] - 1
+        assert text_of(cold) == text_of(again)
+        process.send_signal(signal.SIGTERM)
+        assert 0 == process.wait(60)
+
+    kept = told("cache", "stats", "--data-dir", data_dir)
+    assert kept["clean"]
+    assert kept["num_blocks"] >= cold["usage"]["prompt_tokens"] // 64
+
+    with server(data_dir) as (process, url):
+        after = ask(url, "Where does person 3 live?", DOCUMENT)
+        assert tiers_of(after)["disk"] >= cold["usage"]["prompt_tokens"] // 64 * 64 - 64
+        assert text_of(cold) == text_of(after)
+        live = told("cache", "stats", "--data-dir", data_dir)
+        assert str(process.pid) in live["server"]
+        refused = subprocess.run(
+            [SCRIPT, "serve", "--port", "0", "--data-dir", data_dir],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert 1 == refused.returncode
+        assert f"served by pid {process.pid}" in refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
+def test_after_a_kill_nothing_corrupt_is_served_and_answers_are_right(data_dir: Path) -> None:
+    with server(data_dir) as (process, url):
+        before = ask(url, "Which badge has person 5?", DOCUMENT)
+        process.kill()
+        process.wait()
+    assert told("cache", "verify", "--data-dir", data_dir)["sound"]
+    with server(data_dir) as (process, url):
+        after = ask(url, "Which badge has person 5?", DOCUMENT)
+        assert text_of(before) == text_of(after)
+        process.send_signal(signal.SIGINT)
+        assert 0 == process.wait(60)
