@@ -1,8 +1,8 @@
 """Hit rate and cost of each policy on several loads: `python tests/bench/policies.py`.
 
 Token hit rates at 1, 5, 10 and 25 per cent of each trace's distinct blocks, the microseconds a
-block use costs in the replay, and what keeping or moving promoted blocks hits and writes. The loads are
-seeded (`tiers.workloads`, none names its tenants); with --trace also a trace from a file.
+block use costs in the replay, and what keeping or moving promoted blocks hits and writes. The
+loads are seeded (`tiers.workloads`, none names its tenants); with --trace also a trace from a file.
 
 Estimate before the first run: an ordered dict takes 0.2 us a call and a block use makes two or
 three, so 0.5 us for LRU, 1 us for the queues, 3 us for a heap; adaptive spends 100 us of numpy

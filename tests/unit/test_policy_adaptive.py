@@ -70,6 +70,18 @@ def test_a_branch_splits_a_run_and_keeps_the_history_of_both():
     assert policy._nodes[4].parent is rest
 
 
+def test_a_parent_that_is_worth_nothing_waits_for_its_children():
+    policy = Adaptive[int](capacity_blocks=8)
+    use = Use(0.0, 3)
+    for key, parent, depth in ((3, 2, 2), (2, 1, 1), (1, None, 0)):
+        policy.insert(key, use, parent, depth)
+    assert policy.coldest(9) == [3], "the tail is a node of its own"
+    stem = policy._nodes[1]
+    stem.levels = bytes(NUM_AGES)
+    policy._place(stem)
+    assert [policy.victim() for _ in range(4)] == [3, 2, 1, None]
+
+
 def test_ghosts_and_waits_are_bounded():
     """A scan without end leaves no more than the stated memory."""
     policy = Adaptive[int](capacity_blocks=8)
