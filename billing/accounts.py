@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from billing import store_accounts as rows
+from billing import store_trail
 from billing.cards import card_digest, default_card, parse_card
 from billing.errors import (
     AlreadyExists,
@@ -384,7 +385,7 @@ class Accounts:
         after: Any,
         reason: str,
     ) -> None:
-        rows.add_trail(
+        store_trail.add_trail(
             connection,
             at_ns=self._clock_ns(),
             actor=actor,
@@ -398,7 +399,7 @@ class Accounts:
     def trail(self, limit: int = 100) -> list[dict[str, Any]]:
         """The newest admin changes first: at_ns, actor, action, subject, before, after, reason."""
         with self.store.reading() as connection:
-            found = rows.trail_rows(connection, limit)
+            found = store_trail.trail_rows(connection, limit)
         return [{k: v for k, v in row.items() if k != "hash"} for row in found]
 
 

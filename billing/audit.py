@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from billing import store_accounts, store_reports
+from billing import store_accounts, store_reports, store_trail
 from billing.cards import card_digest, parse_card
 from billing.entries import ACCOUNTS, TENANT_ACCOUNTS, Entry, Kind, digest, genesis, parse_postings
 from billing.errors import BillingError
@@ -66,7 +66,7 @@ class Proof:
         return not self.problems
 
 
-class _Differs(Exception):  # noqa: N818 - a finding, not an error
+class _Differs(Exception):
     def __init__(self, invariant: str, message: str) -> None:
         super().__init__(message)
         self.invariant = invariant
@@ -347,9 +347,9 @@ def _differences(
 
 
 def _check_trail(connection: Connection) -> Iterator[Problem]:
-    head, last = store_accounts.TRAIL_GENESIS, 0
-    for row in store_accounts.trail_rows(connection):
-        head = store_accounts.trail_hash(head, row)
+    head, last = store_trail.TRAIL_GENESIS, 0
+    for row in store_trail.trail_rows(connection):
+        head = store_trail.trail_hash(head, row)
         if row["seq"] != last + 1 or row["hash"] != head:
             yield Problem(f"trail entry {row['seq']}", 0, "trailed", "it differs from its hash")
             return

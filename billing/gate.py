@@ -39,6 +39,7 @@ from billing.prices import PriceBook
 from billing.rating import Charge, rate
 from billing.usage import Usage
 
+SYSTEM = "system"  # who posts what no person decided
 Key = tuple[str, str]  # tenant, request id
 
 
@@ -179,6 +180,7 @@ class Work:
     new_entries: list[Entry] = field(default_factory=list)
     put_holds: dict[Key, StoredHold] = field(default_factory=dict)
     dropped_holds: set[Key] = field(default_factory=set)
+    decisions: list[tuple[Entry, int]] = field(default_factory=list)  # an admin's, and worth before
     touched: set[str] = field(default_factory=set)  # tenants whose account row changes
     put_undelivered: list[tuple[str, str, str]] = field(default_factory=list)
     dropped_undelivered: set[Key] = field(default_factory=set)
@@ -226,9 +228,11 @@ class Work:
         fields = (account.tenant, seq, kind, request_id, at_ns, account.currency, text, record)
         account.head = digest(account.head, *fields)
         account.seq, account.at_ns = seq, at_ns
+        entry = Entry(*fields, hash=account.head)
+        if body.get("by", SYSTEM) != SYSTEM:
+            self.decisions.append((entry, account.worth))
         for name, units in postings.items():
             account.balances[name] += units
-        entry = Entry(*fields, hash=account.head)
         self.new_entries.append(entry)
         self.entries.setdefault((account.tenant, request_id), []).append(entry)
         if "corrects" in body:
@@ -385,7 +389,7 @@ def _note_delivery(work: Work, command: Settle, entry: Entry) -> None:
         for other in work.undelivered.pop(key, ()):
             reference = f"retry:{other.request_id}"
             reason = "the answer was not delivered, and its retry was"
-            forgive = Correct(other.tenant, other.request_id, reference, None, "system", reason)
+            forgive = Correct(other.tenant, other.request_id, reference, None, SYSTEM, reason)
             give_back(work, other, forgive)
         work.dropped_undelivered.add(key)
 

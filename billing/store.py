@@ -36,6 +36,7 @@ from billing.entries import ACCOUNTS, Entry, Kind
 from billing.errors import LedgerUnavailable, StoreError
 from billing.gate import Account, Command, Reserve, TopUp, Work, apply_all, fingerprint_of, keys_of
 from billing.holds import StoredHold
+from billing.money import format_units
 from billing.prices import PriceBook
 from billing.rollups import COUNTERS, DAILY_KEY, SESSION_KEY, rollups
 from billing.store_schema import (
@@ -46,6 +47,7 @@ from billing.store_schema import (
     usage_daily,
     usage_sessions,
 )
+from billing.store_trail import add_trail
 from billing.usage import Usage
 
 __all__ = ["Connection", "LedgerStore", "database_url", "open_store"]
@@ -275,6 +277,8 @@ class LedgerStore:
             rows = [_account_row(work.accounts[tenant]) for tenant in sorted(work.touched)]
             connection.execute(_MOVE_ACCOUNT, rows)
         self._write_undelivered(connection, work)
+        for entry, before in work.decisions:
+            _write_decision(connection, entry, before)
 
     def _write_undelivered(self, connection: Connection, work: Work) -> None:
         for tenant, fingerprint, request_id in work.put_undelivered:
@@ -390,6 +394,21 @@ def entry_row(entry: Entry) -> dict[str, Any]:
         "hash": entry.hash,
         "corrects": corrects,
     }
+
+
+def _write_decision(connection: Connection, entry: Entry, worth: int) -> None:
+    """The trail of a deposit, grant or correction that a person decided."""
+    details = entry.details
+    add_trail(
+        connection,
+        at_ns=entry.at_ns,
+        actor=details["by"],
+        action=f"balance.{entry.kind}",
+        subject=f"{entry.tenant}/{entry.seq}",
+        before={"balance": format_units(worth)},
+        after={"balance": format_units(worth + entry.amount)},
+        reason=details.get("reason", ""),
+    )
 
 
 def _hold_row(hold: StoredHold) -> dict[str, Any]:

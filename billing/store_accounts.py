@@ -1,23 +1,19 @@
-"""Tenants, projects, keys, rate cards and the admin trail, as rows. Called by `billing.accounts`.
+"""Tenants, projects, keys and rate cards, as rows. Called by `billing.accounts`.
 
 Every write here takes the open transaction, so that its trail entry is written with it or not at
 all.
 """
 
-import hashlib
 import secrets
 from typing import Any
 
-import orjson
-from sqlalchemy import Connection, Row, func, select, update
+from sqlalchemy import Connection, Row, select, update
 from sqlalchemy.engine import RowMapping
 from sqlalchemy.exc import IntegrityError
 
 from billing.entries import ACCOUNTS, genesis
 from billing.store import LedgerStore
-from billing.store_schema import accounts, keys, meta, projects, rate_cards, trail
-
-TRAIL_GENESIS = hashlib.sha256(b"cachesvc.trail.v1").digest()
+from billing.store_schema import accounts, keys, meta, projects, rate_cards
 
 
 def key_secret(store: LedgerStore) -> bytes:
@@ -145,53 +141,3 @@ def insert_card(connection: Connection, values: dict[str, Any]) -> None:
 def card_rows(connection: Connection) -> list[RowMapping]:
     query = select(rate_cards).order_by(rate_cards.c.applied_ns, rate_cards.c.valid_from_ns)
     return list(connection.execute(query).mappings())
-
-
-def add_trail(
-    connection: Connection,
-    *,
-    at_ns: int,
-    actor: str,
-    action: str,
-    subject: str,
-    before: Any,
-    after: Any,
-    reason: str,
-) -> None:
-    """Append to the admin trail: who did what to whom, and how it was and is. Chained by hash."""
-    query = select(trail.c.seq, trail.c.hash).order_by(trail.c.seq.desc()).limit(1)
-    last = connection.execute(query).first()
-    seq, head = (last.seq + 1, last.hash) if last else (1, TRAIL_GENESIS)
-    values = {
-        "seq": seq,
-        "at_ns": at_ns,
-        "actor": actor,
-        "action": action,
-        "subject": subject,
-        "before": _json(before),
-        "after": _json(after),
-        "reason": reason,
-    }
-    connection.execute(trail.insert().values(values | {"hash": trail_hash(head, values)}))
-
-
-def trail_hash(before: bytes, values: Any) -> bytes:
-    """The hash of a trail row that follows the one with hash `before`."""
-    names = ("seq", "at_ns", "actor", "action", "subject", "before", "after", "reason")
-    return hashlib.sha256(before + orjson.dumps([values[name] for name in names])).digest()
-
-
-def trail_rows(connection: Connection, limit: int | None = None) -> list[RowMapping]:
-    """The trail, newest first if limited, else oldest first."""
-    query = select(trail).order_by(trail.c.seq)
-    if limit is not None:
-        query = select(trail).order_by(trail.c.seq.desc()).limit(limit)
-    return list(connection.execute(query).mappings())
-
-
-def trail_length(connection: Connection) -> int:
-    return connection.scalar(select(func.count()).select_from(trail)) or 0
-
-
-def _json(value: Any) -> str:
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()

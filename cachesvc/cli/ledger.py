@@ -1,0 +1,165 @@
+"""`cachesvc ledger`: prove it, rebuild what is derived from it, correct it by a new entry."""
+
+import json as jsonlib
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from billing import audit, plan
+from billing.errors import BillingError
+from billing.money import format_units, parse_positive
+from billing.prices import NS
+from cachesvc.cli.books import DatabaseUrl, DataDir, TenantOption, actor, books
+from cachesvc.cli.prices import plan_json, print_plan
+from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
+
+app = typer.Typer(no_args_is_help=True, help="Prove and correct the ledger")
+
+
+@app.command()
+def verify(
+    heads: Annotated[
+        Path | None, typer.Option(help="Heads written down by `ledger heads`: nothing was cut off")
+    ] = None,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+    json: AsJson = False,
+) -> None:
+    """Recompute every hash, charge and balance; name the first entry that differs."""
+    with books(data_dir, database) as open_books:
+        began = time.monotonic()
+        known = _read_heads(heads) if heads else None
+        proof = audit.verify(open_books.store, heads=known, progress=_progress)
+        took_s = time.monotonic() - began
+    if json:
+        print_json(_proof_json(proof, took_s))
+    else:
+        for problem in proof.problems:
+            typer.echo(f"DIFFERS  {problem}")
+        verdict = "proved" if proof.ok else "NOT proved"
+        note(f"{verdict}: {proof.num_entries} entries of {proof.num_tenants} tenants")
+        for currency, units in proof.revenue.items():
+            note(f"revenue {format_units(units)} {currency}")
+    if not proof.ok:
+        sys.exit(1)
+
+
+@app.command("heads")
+def show_heads(data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """Print the last hash of each tenant, to keep where nobody can change it."""
+    with books(data_dir, database) as open_books:
+        proof = audit.verify(open_books.store)
+        if not proof.ok:
+            fail(f"the ledger does not prove: {proof.problems[0]}")
+        print_json({t: {"entry": seq, "hash": h} for t, (seq, h) in proof.heads.items()})
+
+
+@app.command()
+def rebuild(data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """Derive balances and statements again from the entries. Changes no entry."""
+    with books(data_dir, database) as open_books:
+        proof = audit.rebuild(open_books.store)
+        note(f"rebuilt from {proof.num_entries} entries")
+
+
+@app.command()
+def rerate(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show; change nothing")] = False,
+    days: Annotated[int, typer.Option(min=1, help="How many days back")] = 31,
+    tenant: TenantOption = None,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+    json: AsJson = False,
+) -> None:
+    """What past requests would cost under the cards as they stand now."""
+    if not dry_run:
+        fail("entries never change: say --dry-run to compare, then `ledger correct` what is wrong")
+    with books(data_dir, database) as open_books:
+        pricing = plan.under_book(open_books.accounts.book)
+        since_ns = time.time_ns() - days * 86_400 * NS
+        found = plan.rerate(open_books.store, pricing, since_ns=since_ns, tenant=tenant)
+        if json:
+            print_json(plan_json(found))
+        else:
+            print_plan(found)
+
+
+@app.command()
+def correct(
+    tenant: Annotated[str, typer.Argument(help="Name of the tenant")],
+    request_id: Annotated[str, typer.Argument(help="Id of the request whose charge is wrong")],
+    reason: Annotated[str, typer.Option(help="Why; kept in the entry")],
+    amount: Annotated[str | None, typer.Option(help="Give back so much  [all of it]")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="Your own id: booked once, however often it is said")
+    ] = None,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Give back a charge by a new entry that names it."""
+    with books(data_dir, database) as open_books:
+        units = None if amount is None else parse_positive(amount)
+        name = reference or f"correct:{request_id}"
+        entry = open_books.with_ledger(
+            lambda ledger: ledger.correct(
+                tenant, request_id, reference=name, by=actor(), reason=reason, amount=units
+            ).result()
+        )
+        note(f"entry {entry.seq} gives back {format_units(entry.amount)} {entry.currency}")
+
+
+@app.command()
+def trail(
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest first")] = 50,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+    json: AsJson = False,
+) -> None:
+    """What administrators changed: who, what, before, after and why."""
+    with books(data_dir, database) as open_books:
+        found = open_books.accounts.trail(limit)
+        if json:
+            print_json([_trail_json(row) for row in found])
+            return
+        columns = ("seq", "actor", "action", "subject", "before", "after", "reason")
+        print_table(columns, [[row[name] for name in columns] for row in found])
+
+
+def _trail_json(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {name: jsonlib.loads(row[name]) for name in ("before", "after")}
+
+
+def _proof_json(proof: audit.Proof, took_s: float) -> dict[str, Any]:
+    return {
+        "ok": proof.ok,
+        "entries": proof.num_entries,
+        "tenants": proof.num_tenants,
+        "seconds": round(took_s, 3),
+        "revenue": {currency: format_units(units) for currency, units in proof.revenue.items()},
+        "problems": [
+            {
+                "tenant": problem.tenant,
+                "entry": problem.seq,
+                "request_id": problem.request_id,
+                "invariant": problem.invariant,
+                "message": problem.message,
+            }
+            for problem in proof.problems
+        ],
+    }
+
+
+def _read_heads(path: Path) -> dict[str, tuple[int, str]]:
+    try:
+        data = jsonlib.loads(path.read_text())
+        return {tenant: (int(head["entry"]), str(head["hash"])) for tenant, head in data.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BillingError(f"{path} is not what `ledger heads` prints: {error}") from error
+
+
+def _progress(num_entries: int) -> None:
+    if sys.stderr.isatty() and num_entries % 100_000 == 0:
+        note(f"{num_entries} entries checked")
