@@ -53,6 +53,11 @@ class _Memory:
         self._spare: list[torch.Tensor] = []
         self._held = 0  # elements lent or spare
 
+    @property
+    def quarter(self) -> int:
+        """A quarter of the budget, in elements."""
+        return self._budget // 4
+
     def take(self, num_elements: int) -> torch.Tensor | None:
         """A buffer of at least `num_elements`, or None where the budget does not allow one."""
         fitting = [memory for memory in self._spare if memory.numel() >= num_elements]
@@ -71,6 +76,11 @@ class _Memory:
         self._spare.append(memory)
 
 
+def _capacity(num_tokens: int) -> int:
+    """Room for a sequence of `num_tokens` and an eighth more, so that it is seldom moved."""
+    return -(-(num_tokens + num_tokens // 8 + 1) // _CAPACITY_STEP) * _CAPACITY_STEP
+
+
 class CpuAttention:
     """`PagedAttention` over working copies. `dtype` is the one the model computes in."""
 
@@ -85,6 +95,7 @@ class CpuAttention:
         self._memory = _Memory(budget_bytes, dtype)
         self._copies: dict[int, _Copy] = {}
         self._step: list[tuple[Span, slice, _Copy | None]] = []
+        self._scratch = torch.empty(0, dtype=dtype)
         self._triangles: dict[int, torch.Tensor] = {}
 
     def begin(self, spans: Sequence[Span]) -> None:
@@ -135,6 +146,19 @@ class CpuAttention:
         if copy is not None:
             self._memory.give(copy.memory)
 
+    def warm_up(self, num_tokens: int) -> None:
+        """Touch the memory of a copy of `num_tokens`, or as much of it as a quarter of the budget.
+
+        Memory that a virtual machine touches for the first time comes at about 1 GB/s, slower than
+        a prefix is copied from the pool (docs/compute.md).
+        """
+        layers, _, _, heads, dim = self._pool.shape[1:]
+        memory = self._memory.take(
+            min(_capacity(num_tokens) * 2 * layers * heads * dim, self._memory.quarter)
+        )
+        if memory is not None:
+            self._memory.give(memory.zero_())
+
     # Working copies.
 
     def _copy_for(self, span: Span, running: set[int]) -> _Copy | None:
@@ -153,8 +177,7 @@ class CpuAttention:
 
     def _grown(self, span: Span, old: _Copy | None, running: set[int]) -> _Copy | None:
         """A copy with room for the span and what will follow; `old`'s contents move over."""
-        end = max(span.start + len(span.tokens), span.num_prompt_tokens)
-        capacity = -(-(end + end // 8 + 1) // _CAPACITY_STEP) * _CAPACITY_STEP
+        capacity = _capacity(max(span.start + len(span.tokens), span.num_prompt_tokens))
         layers, _, _, heads, dim = self._pool.shape[1:]
         shape = (2, layers, heads, capacity, dim)
         memory = self._take(torch.Size(shape).numel(), running)
@@ -258,9 +281,16 @@ class CpuAttention:
             else:
                 mask = causal_mask(num_queries, start, options.window, scores.device)
                 scores.masked_fill_(~mask, -torch.inf)
-            weights = torch.softmax(scores, -1).view(-1, num_keys)
+            weights = self._softmax(scores.view(-1, num_keys))
             attended = _matmul(weights, value[head].t()).view(groups, num_queries, dim)
             output.view(num_queries, num_kv_heads, groups, dim)[:, head] = attended.transpose(0, 1)
+
+    def _softmax(self, scores: torch.Tensor) -> torch.Tensor:
+        """Row-wise, into memory that the next call reuses: fresh pages would cost twice as much."""
+        if self._scratch.numel() < scores.numel():
+            self._scratch = torch.empty(scores.numel(), dtype=scores.dtype)
+        weights = self._scratch[: scores.numel()].view(scores.shape)
+        return torch.softmax(scores, -1, out=weights)
 
     def _triangle(self, size: int) -> torch.Tensor:
         """[size, size], -inf above the diagonal."""

@@ -17,6 +17,7 @@ from engine.attention_cpu import CpuAttention
 from engine.batch import Batch, Sampled, Span
 from engine.models import LoadedModel
 from engine.packing import MIN_ROWS
+from engine.request import SamplingParams
 from engine.sampler import Sampler
 from tiers.block import DTYPES
 
@@ -44,6 +45,7 @@ class Runner:
         expected = (loaded.num_layers, 2, loaded.num_kv_heads, loaded.head_dim)
         assert (*pool.shape[1:3], *pool.shape[4:]) == expected, (pool.shape, expected)
         self._model = loaded.model
+        self._max_context = loaded.max_context
         self._device = torch.device(loaded.device)
         self._attention = attention or pick_attention(pool, DTYPES[loaded.dtype])
         self._sampler = Sampler(loaded.eos_token_ids)
@@ -58,6 +60,18 @@ class Runner:
         sampling = [span for span in spans if span.sample]
         sampled = iter(self._sampler.sample(logits, sampling) if logits is not None else ())
         return [next(sampled) if span.sample else Sampled(span.sequence_id, None) for span in spans]
+
+    def warm_up(self) -> None:
+        """Do once what would make the first request slow: first touches of memory and kernels.
+
+        Call before serving; reads block 0 of the pool and writes nothing.
+        """
+        if isinstance(self._attention, CpuAttention):
+            self._attention.warm_up(self._max_context)
+        params = SamplingParams(temperature=0)
+        tokens = np.zeros(2, np.int32)
+        self.step(Batch([Span(-1, tokens, 0, [0], True, params, write_kv=False)]))
+        self.forget(-1)
 
     def forget(self, sequence_id: int) -> None:
         """Drop what was derived for this sequence; its blocks may be given to others."""

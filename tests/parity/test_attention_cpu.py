@@ -1,0 +1,108 @@
+"""Every attention path against the reference, on random pools."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention import AttentionOptions, PagedAttention, ReferenceAttention
+from engine.attention_cpu import CpuAttention
+from engine.batch import Span
+from engine.request import SamplingParams
+
+LAYERS, KV_HEADS, GROUPS, DIM, BLOCK = 2, 3, 3, 32, 16
+PARAMS = SamplingParams(temperature=0)
+OPTIONS = {
+    "plain": AttentionOptions(scaling=DIM**-0.5),
+    "window": AttentionOptions(scaling=DIM**-0.5, window=21),
+    "softcap": AttentionOptions(scaling=0.3, softcap=5.0),
+    "both": AttentionOptions(scaling=0.3, window=40, softcap=5.0),
+}
+
+
+def new_pool(dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    shape = (40, LAYERS, 2, BLOCK, KV_HEADS, DIM)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def span(sequence_id: int, start: int, count: int, first_block: int, **fields: bool) -> Span:
+    table = list(range(first_block, first_block + 20))
+    tokens = np.zeros(count, np.int32)
+    return Span(sequence_id, tokens, start, table, True, PARAMS, **fields)
+
+
+def run(
+    attention: PagedAttention, spans: list[Span], options: AttentionOptions, seed: int
+) -> torch.Tensor:
+    """All layers of one step over seeded queries, keys and values; one row of padding."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(len(span.tokens) for span in spans) + 1
+    attention.begin(spans)
+    outputs = []
+    for layer in range(LAYERS):
+        query = torch.randn(total, KV_HEADS * GROUPS, DIM, generator=generator)
+        key, value = torch.randn(2, total, KV_HEADS, DIM, generator=generator)
+        outputs.append(attention.attend(layer, query, key, value, options)[: total - 1])
+    attention.finish()
+    return torch.cat(outputs)
+
+
+STEPS = [
+    [span(1, 0, 30, 0), span(2, 45, 20, 20)],  # a cold chunk; a prefix that stands already
+    [span(1, 30, 1, 0), span(2, 65, 1, 20)],
+    [span(1, 31, 170, 0), span(2, 66, 1, 20)],  # over several tiles; decoding beside it
+    [span(1, 201, 2, 0)],
+    [span(2, 67, 3, 20), span(1, 203, 1, 0)],
+    [span(1, 200, 4, 0, write_kv=False)],
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("budget", [1 << 30, 500_000, 0], ids=["ample", "one copy", "none"])
+def test_working_copies_agree_with_the_reference(
+    options: AttentionOptions, dtype: torch.dtype, budget: int
+) -> None:
+    pools = new_pool(dtype), new_pool(dtype)
+    reference = ReferenceAttention(pools[0])
+    fast = CpuAttention(pools[1], budget_bytes=budget)
+    for seed, spans in enumerate(STEPS):
+        expected = run(reference, spans, options, seed)
+        actual = run(fast, spans, options, seed)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(pools[0], pools[1]), "both paths write the same KV"
+
+
+def test_a_forgotten_sequence_is_read_from_the_pool_again() -> None:
+    """Another sequence under an old id, and an old one after preemption, see the pool's values."""
+    pool = new_pool(torch.float32)
+    fast, options = CpuAttention(pool), OPTIONS["plain"]
+    run(fast, [span(1, 0, 40, 0)], options, seed=1)
+    fast.forget(1)
+    pool[:3] += 1.0
+    expected = run(ReferenceAttention(pool.clone()), [span(1, 40, 1, 0)], options, seed=2)
+    torch.testing.assert_close(run(fast, [span(1, 40, 1, 0)], options, seed=2), expected)
+
+
+def test_a_step_that_failed_half_way_is_computed_anew() -> None:
+    pool = new_pool(torch.float32)
+    fast, options = CpuAttention(pool), OPTIONS["plain"]
+    run(fast, [span(1, 0, 20, 0)], options, seed=1)
+    spans = [span(1, 20, 8, 0)]
+    fast.begin(spans)
+    noise = torch.ones(8, KV_HEADS * GROUPS, DIM)
+    fast.attend(0, noise, noise[:, :KV_HEADS], noise[:, :KV_HEADS], options)
+    expected = run(ReferenceAttention(pool.clone()), spans, options, seed=2)
+    torch.testing.assert_close(run(fast, spans, options, seed=2), expected)
+
+
+def test_memory_stays_within_the_budget_and_is_reused() -> None:
+    pool = new_pool(torch.float32)
+    one_copy = 2 * LAYERS * KV_HEADS * 256 * DIM * 4
+    fast = CpuAttention(pool, budget_bytes=2 * one_copy)
+    for sequence_id in range(6):
+        run(fast, [span(sequence_id, 0, 30, 0)], OPTIONS["plain"], seed=1)
+        assert fast._memory._held * 4 <= 2 * one_copy
+    for sequence_id in range(6):
+        fast.forget(sequence_id)
+    assert len(fast._memory._spare) == 2

@@ -1,0 +1,155 @@
+"""The runner against transformers' own forward, for each architecture."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from engine.attention import PagedAttention, ReferenceAttention
+from engine.batch import Batch, Span
+from engine.models import LoadedModel
+from engine.request import SamplingParams
+from engine.runner import Runner
+from engine.testing import ARCHITECTURES, VOCAB_SIZE, new_pool, tiny_model
+
+GREEDY = SamplingParams(temperature=0)
+BLOCK, NUM_BLOCKS, NEW_TOKENS = 16, 40, 12
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return tiny_model(request.param)
+
+
+def prompt(length: int, seed: int = 0) -> NDArray[np.int32]:
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length, dtype=np.int32)
+
+
+def stock_tokens(loaded: LoadedModel, tokens: NDArray[np.int32]) -> list[int]:
+    """Greedy tokens of an untouched transformers model, recomputed whole for every token."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(
+            copy.deepcopy(loaded.model.config), dtype=torch.float32, attn_implementation="eager"
+        )
+    model.eval()
+    ids = torch.from_numpy(tokens).long()[None]
+    with torch.inference_mode():
+        for _ in range(NEW_TOKENS):
+            best = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
+            ids = torch.cat([ids, best[None]], 1)
+    return ids[0, len(tokens) :].tolist()
+
+
+class Sequence:
+    """One greedy sequence, fed to a runner in chunks."""
+
+    def __init__(self, number: int, tokens: NDArray[np.int32], first_block: int) -> None:
+        self.number = number
+        self.tokens = list(tokens)
+        self.num_prompt = len(tokens)
+        self.computed = 0
+        self.table = list(range(first_block, first_block + 10))
+
+    def span(self, count: int) -> Span:
+        end = min(len(self.tokens), self.computed + count)
+        return Span(
+            self.number,
+            np.array(self.tokens[self.computed : end], np.int32),
+            self.computed,
+            self.table,
+            end == len(self.tokens),
+            GREEDY,
+            num_prompt_tokens=self.num_prompt,
+        )
+
+    def took(self, span: Span, token: int | None) -> None:
+        self.computed += len(span.tokens)
+        if token is not None:
+            self.tokens.append(token)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+
+def generate(runner: Runner, sequences: list[Sequence], chunk: int = 1000) -> None:
+    """Run all to NEW_TOKENS, together in every step."""
+    while live := [s for s in sequences if len(s.generated) < NEW_TOKENS]:
+        spans = [sequence.span(chunk) for sequence in live]
+        for sequence, span, sampled in zip(live, spans, runner.step(Batch(spans)), strict=True):
+            sequence.took(span, sampled.token)
+
+
+def runner(loaded: LoadedModel, attention: type[ReferenceAttention] | None = None) -> Runner:
+    pool = new_pool(loaded, NUM_BLOCKS, BLOCK)
+    chosen: PagedAttention | None = attention(pool) if attention else None
+    return Runner(loaded, pool, chosen)
+
+
+@pytest.mark.parametrize("attention", [ReferenceAttention, None], ids=["reference", "fast"])
+def test_tokens_are_those_of_transformers(
+    loaded: LoadedModel, attention: type[ReferenceAttention] | None
+) -> None:
+    tokens = prompt(70)
+    sequence = Sequence(1, tokens, 0)
+    generate(runner(loaded, attention), [sequence])
+    assert sequence.generated == stock_tokens(loaded, tokens)
+
+
+def test_batched_is_alone_and_chunked_is_whole(loaded: LoadedModel) -> None:
+    prompts = [prompt(length, seed=length) for length in (1, 33, 64, 90)]
+    alone = []
+    for tokens in prompts:
+        sequence = Sequence(1, tokens, 0)
+        generate(runner(loaded), [sequence])
+        alone.append(sequence.generated)
+    together = [Sequence(n, tokens, 10 * n) for n, tokens in enumerate(prompts)]
+    generate(runner(loaded), together, chunk=2 * BLOCK)
+    assert [sequence.generated for sequence in together] == alone
+
+
+@pytest.mark.parametrize("shared", [BLOCK, 3 * BLOCK, 50])
+def test_a_hit_is_cold(loaded: LoadedModel, shared: int) -> None:
+    """A second sequence that starts after a prefix standing in the pool gets the same tokens."""
+    tokens = prompt(60)
+    shared_runner = runner(loaded)
+    cold = Sequence(1, tokens, 0)
+    generate(shared_runner, [cold])
+    shared_runner.forget(1)
+    hit = Sequence(2, tokens, 0)
+    hit.computed = shared
+    generate(shared_runner, [hit])
+    assert hit.generated == cold.generated
+
+
+def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing(loaded: LoadedModel) -> None:
+    tokens = prompt(4 * BLOCK)
+    pool = new_pool(loaded, NUM_BLOCKS, BLOCK)
+    model = Runner(loaded, pool)
+    table = list(range(10))
+    (first,) = model.step(Batch([Span(1, tokens, 0, table, True, GREEDY)]))
+    before = pool.clone()
+    again = Span(2, tokens[-1:], len(tokens) - 1, table, True, GREEDY, write_kv=False)
+    (second,) = model.step(Batch([again]))
+    assert second.token == first.token
+    assert torch.equal(pool.nan_to_num(), before.nan_to_num())
+
+
+def test_only_asked_for_spans_get_a_token(loaded: LoadedModel) -> None:
+    tokens = prompt(2 * BLOCK)
+    table = list(range(4))
+    first = Span(1, tokens[:BLOCK], 0, table, False, GREEDY)
+    model = runner(loaded)
+    assert [s.token for s in model.step(Batch([first]))] == [None]
+    assert model.step(Batch([])) == []
+
+
+def test_warming_up_writes_nothing(loaded: LoadedModel) -> None:
+    pool = new_pool(loaded, 2, BLOCK)
+    Runner(loaded, pool).warm_up()
+    assert pool.isnan().all()

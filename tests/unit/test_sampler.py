@@ -1,0 +1,200 @@
+"""Sampling: ranges, distributions, and independence from the rest of the batch."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch import Span
+from engine.errors import InvalidParameter
+from engine.request import SamplingParams
+from engine.sampler import Sampler, check_params, truncate, uniform
+
+VOCAB_SIZE = 64
+EOS = 0
+
+
+def span(params: SamplingParams, **fields: Any) -> Span:
+    given = {"sequence_id": 1, "tokens": np.zeros(1, np.int32), "start": 0, "block_table": [0]}
+    return Span(**{**given, **fields}, sample=True, params=params)
+
+
+def sample(logits: torch.Tensor, *spans: Span) -> list[int | None]:
+    return [s.token for s in Sampler(frozenset({EOS})).sample(logits, spans)]
+
+
+def rows(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.inf),
+        ("temperature", math.nan),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("min_p", -0.1),
+        ("n", 0),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("repetition_penalty", 0.0),
+        ("logprobs", 21),
+        ("logit_bias", {VOCAB_SIZE: 1.0}),
+        ("logit_bias", {3: 101.0}),
+        ("stop_token_ids", (VOCAB_SIZE,)),
+    ],
+)
+def test_a_value_out_of_range_names_its_field(field: str, value: Any) -> None:
+    with pytest.raises(InvalidParameter, match=field) as caught:
+        check_params(SamplingParams(**{field: value}), VOCAB_SIZE)
+    assert caught.value.param == field
+
+
+def test_the_defaults_are_in_range() -> None:
+    check_params(SamplingParams(), VOCAB_SIZE)
+
+
+def test_greedy_takes_the_likeliest() -> None:
+    logits = rows(3)
+    greedy = span(SamplingParams(temperature=0))
+    assert sample(logits, greedy, greedy, greedy) == logits.argmax(-1).tolist()
+
+
+MIXED = [
+    SamplingParams(temperature=0),
+    SamplingParams(seed=1),
+    SamplingParams(seed=2, temperature=0.7, top_p=0.8),
+    SamplingParams(seed=3, top_k=5),
+    SamplingParams(seed=4, min_p=0.1, logit_bias={3: 5.0}),
+    SamplingParams(seed=5, top_k=9, top_p=0.5, logprobs=2),
+]
+
+
+def test_a_token_does_not_depend_on_the_batch() -> None:
+    logits = rows(len(MIXED))
+    spans = [span(params, sampled_before=7) for params in MIXED]
+    together = sample(logits, *spans)
+    alone = [sample(logits[i : i + 1], spans[i])[0] for i in range(len(MIXED))]
+    backwards = sample(logits.flip(0), *reversed(spans))[::-1]
+    assert together == alone == backwards
+
+
+def test_the_same_seed_repeats_and_positions_differ() -> None:
+    logits = rows(1).expand(40, -1)
+    spans = [span(SamplingParams(seed=9), sampled_before=i) for i in range(40)]
+    first = sample(logits, *spans)
+    assert first == sample(logits, *spans)
+    assert len(set(first)) > 5
+
+
+def test_without_a_seed_sequences_and_servers_differ() -> None:
+    logits = torch.zeros(30, VOCAB_SIZE)
+    spans = [span(SamplingParams(), sequence_id=i) for i in range(30)]
+    first = sample(logits, *spans)
+    assert len(set(first)) > 5
+    assert first != sample(logits, *spans)
+
+
+def test_uniform_numbers_are_golden_and_even() -> None:
+    """The same on every machine: a seed in a request means the same text after an upgrade."""
+    assert [uniform(42, position) for position in (0, 1)] == GOLDEN
+    numbers = np.array([uniform(7, position) for position in range(4000)])
+    assert abs(numbers.mean() - 0.5) < 0.02
+    counts = np.histogram(numbers, 20, (0, 1))[0]
+    assert ((counts - 200) ** 2 / 200).sum() < 50  # chi squared, 19 degrees: p < 1e-4
+
+
+GOLDEN = [0.34329192209867343, 0.9777767857540063]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7),
+        SamplingParams(top_k=7),
+        SamplingParams(top_p=0.6),
+        SamplingParams(min_p=0.2),
+        SamplingParams(top_k=20, top_p=0.7, temperature=1.3),
+    ],
+)
+def test_draws_follow_the_truncated_distribution(params: SamplingParams) -> None:
+    logits = rows(1, seed=3)[0] * 2
+    expected = naive_distribution(logits, params)
+    count = 3000
+    spans = [span(params, sequence_id=i) for i in range(count)]
+    drawn = np.bincount(sample(logits.expand(count, -1), *spans), minlength=VOCAB_SIZE)
+    assert (drawn[expected == 0] == 0).all()
+    live = expected > 0.002
+    deviation = np.abs(drawn - count * expected)[live] / np.sqrt(count * expected[live])
+    assert deviation.max() < 5
+
+
+def naive_distribution(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
+    """The textbook order: temperature, min_p, top_k, top_p."""
+    kept = np.sort(np.exp((logits / params.temperature).double().numpy()))[::-1]
+    order = np.argsort(-logits.double().numpy(), kind="stable")
+    kept = kept / kept.sum()
+    kept[kept < params.min_p * kept[0]] = 0
+    if params.top_k:
+        kept[params.top_k :] = 0
+    kept = kept / kept.sum()
+    if params.top_p < 1:
+        kept[np.searchsorted(np.cumsum(kept), params.top_p) + 1 :] = 0
+    result = np.zeros(VOCAB_SIZE)
+    result[order] = kept / kept.sum()
+    return result
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 5.0])
+def test_top_p_over_a_large_vocabulary_looks_as_far_as_it_must(scale: float) -> None:
+    """Flat rows need more candidates than the first look takes; the answer is the same."""
+    generator = torch.Generator().manual_seed(0)
+    probabilities = torch.softmax(torch.randn(5000, generator=generator) * scale, -1)
+    kept, _ = truncate(probabilities, SamplingParams(top_p=0.9))
+    ordered = probabilities.double().sort(descending=True).values.cumsum(0)
+    expected = int((ordered < 0.9 * ordered[-1]).sum()) + 1
+    assert abs(len(kept) - expected) <= 1  # float32 sums
+
+
+def test_penalties_and_bias_by_hand() -> None:
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 5], logits[0, 6] = 2.0, -1.0
+    history = np.array([5, 6, 7, 7], np.int32)  # prompt: 5, 6; generated: 7, 7
+    params = SamplingParams(
+        temperature=0,
+        repetition_penalty=2.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        logit_bias={8: 0.9},
+        logprobs=2,
+    )
+    sampler = Sampler(frozenset())
+    (chosen,) = sampler.sample(logits, [span(params, history=history, num_prompt_tokens=2)])
+    assert chosen.token == 5  # 2.0 / 2.0 = 1.0 beats 0.9
+    adjusted = sampler._adjusted(logits, [span(params, history=history, num_prompt_tokens=2)])[0]
+    assert adjusted[[5, 6, 7, 8]].tolist() == pytest.approx([1.0, -2.0, -1.0, 0.9])
+    assert logits[0, 5] == 2.0, "the caller's logits are left alone"
+    assert chosen.logprob is not None
+    assert chosen.logprob.logprob == pytest.approx(float(torch.log_softmax(logits[0], -1)[5]))
+    assert chosen.logprob.top[0][0] == 5
+
+
+def test_min_tokens_forbids_the_end_until_reached() -> None:
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, EOS], logits[0, 4], logits[0, 3] = 9.0, 8.0, 7.0
+    params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=(4,))
+    assert sample(logits, span(params, sampled_before=1)) == [3]
+    assert sample(logits, span(params, sampled_before=2)) == [EOS]
+
+
+def test_a_mask_leaves_only_what_it_allows() -> None:
+    allowed = np.zeros(VOCAB_SIZE // 32, np.int32)
+    allowed[1] = 1 << 3  # token 35
+    assert sample(rows(1), span(SamplingParams(seed=1), allowed=allowed)) == [35]
