@@ -62,8 +62,8 @@ class IncrementalDetokenizer:
         if self.stopped:
             return ""
         text = self._take(self._decoder.decode(b"", final=True))
-        held, self._held = self._held, ""
-        return text if self.stopped else text + held
+        held, self._held = self._held, ""  # empty when this very end completed a stop string
+        return text + held
 
     def _take(self, text: str) -> str:
         if not text:
@@ -73,9 +73,9 @@ class IncrementalDetokenizer:
         text = self._held + text
         found = self._find_stop(text)
         if found is not None:
-            position, self.stop_string = found
-            self.stopped, self._held = True, ""
-            return text[: position + len(self.stop_string) * self._include_stop]
+            position, stop = found
+            self.stopped, self.stop_string, self._held = True, stop, ""
+            return text[: position + len(stop)] if self._include_stop else text[:position]
         keep = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

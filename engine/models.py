@@ -234,7 +234,8 @@ def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{folder} cannot be loaded: {error}") from error
     model.eval().requires_grad_(False)
-    return model.to(device)
+    moved: nn.Module = model.to(device)
+    return moved
 
 
 def _refuse_unsupported(config: Any) -> None:

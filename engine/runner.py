@@ -44,7 +44,7 @@ class Runner:
     ) -> None:
         expected = (loaded.num_layers, 2, loaded.num_kv_heads, loaded.head_dim)
         assert (*pool.shape[1:3], *pool.shape[4:]) == expected, (pool.shape, expected)
-        self._model = loaded.model
+        self._model: Any = loaded.model
         self._max_context = loaded.max_context
         self._device = torch.device(loaded.device)
         self._attention = attention or pick_attention(pool, DTYPES[loaded.dtype])
@@ -90,14 +90,15 @@ class Runner:
             "use_cache": False,
             "paged": self._attention,
         }
+        logits: torch.Tensor | None = None
         self._attention.begin(spans)
         if wanted:
             rows = _at_least(MIN_ROWS, np.array(wanted))
             keep = torch.from_numpy(rows).to(self._device)
-            logits = self._model(logits_to_keep=keep, **arguments).logits[0, : len(wanted)].float()
+            output = self._model(logits_to_keep=keep, **arguments)
+            logits = output.logits[0, : len(wanted)].float()
         else:
             self._model.base_model(**arguments)
-            logits = None
         self._attention.finish()
         return logits
 

@@ -1,0 +1,173 @@
+"""The compute half alone: prefill, hits and decode on the default model, against transformers.
+
+    python -m tests.bench.compute --cache-dir DIR [--json] [--no-transformers]
+
+Run it on a quiet machine: a busy core makes torch's threads wait for each other. Every figure is
+the best of a few runs in one process, in milliseconds unless it says otherwise. docs/compute.md
+holds the estimates beside results.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.batch import Batch, Span
+from engine.gguf_model import converted_folder
+from engine.models import DEFAULT_MODEL, load_model
+from engine.request import SamplingParams
+from engine.runner import Runner
+
+LENGTHS = (1024, 2048, 4096)
+BLOCK, CHUNK, NEW = 64, 512, 10
+GREEDY = SamplingParams(temperature=0)
+
+
+def best_ms(work: Callable[[], object], times: int) -> float:
+    found = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - begin)
+    return round(min(found) * 1e3, 1)
+
+
+class Bench:
+    """One prompt, its KV in one pool; sequences come and go under new ids."""
+
+    def __init__(self, runner: Runner, num_blocks: int) -> None:
+        self.runner = runner
+        self.table = list(range(num_blocks))
+        self.tokens = np.random.default_rng(0).integers(100, 40_000, 8192, dtype=np.int32)
+        self.sequence_id = 0
+
+    def new(self) -> None:
+        self.runner.forget(self.sequence_id)
+        self.sequence_id += 1
+
+    def step(self, start: int, end: int, *, sample: bool = True, write_kv: bool = True) -> None:
+        span = Span(
+            self.sequence_id,
+            self.tokens[start:end],
+            start,
+            self.table,
+            sample,
+            GREEDY,
+            num_prompt_tokens=end,
+            write_kv=write_kv,
+        )
+        self.runner.step(Batch([span]))
+
+    def cold(self, length: int) -> None:
+        self.new()
+        for start in range(0, length, CHUNK):
+            self.step(start, min(length, start + CHUNK), sample=start + CHUNK >= length)
+
+    def hit(self, length: int) -> None:
+        self.new()
+        self.step(length, length + NEW)
+
+    def whole(self, length: int) -> None:
+        self.new()
+        self.step(length - 1, length, write_kv=False)
+
+    def decode(self, length: int) -> float:
+        self.hit(length)
+        positions = iter(range(length + NEW, length + NEW + 20))
+
+        def one() -> None:
+            position = next(positions)
+            self.step(position, position + 1)
+
+        return best_ms(one, 20)
+
+    def batch_decode(self, length: int, num_sequences: int) -> float:
+        """Milliseconds of a step that decodes one token for each of several sequences."""
+        spans = [
+            Span(10_000 + n, self.tokens[n : n + 1], length, self.table, True, GREEDY)
+            for n in range(num_sequences)
+        ]
+        self.runner.step(Batch(spans))
+        return best_ms(lambda: self.runner.step(Batch(spans)), 5)
+
+
+def bandwidth_gb_s() -> float:
+    """Reading weights as a GEMM with two rows does; 0.5 GB, far beyond any cache."""
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return 0.0
+    packed = [
+        torch.ops.mkldnn._reorder_linear_weight(torch.randn(12_288, 576), 512) for _ in range(18)
+    ]
+    rows = torch.randn(2, 576)
+
+    def read() -> None:
+        for weight in packed:
+            torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+
+    return round(18 * 12_288 * 576 * 4 / best_ms(read, 5) / 1e6, 1)
+
+
+def transformers_figures(folder: Path, tokens: np.ndarray) -> dict[str, Any]:
+    """Its own forward with SDPA, whole prompt, last logits only; then decode on its cache."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    figures = {}
+    for length in LENGTHS:
+        ids = torch.from_numpy(tokens[:length].astype(np.int64))[None]
+        kept: dict[str, Any] = {}
+
+        def prefill(ids: torch.Tensor = ids, kept: dict[str, Any] = kept) -> None:
+            kept["cache"] = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+
+        cold = best_ms(prefill, 2)
+        one = ids[:, :1]
+        decode = best_ms(lambda one=one, kept=kept: model(one, past_key_values=kept["cache"]), 10)
+        figures[str(length)] = {"cold": cold, "decode": decode}
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cache-dir", type=Path, required=True)
+    parser.add_argument("--kv-dtype", default="bfloat16")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--no-transformers", action="store_true")
+    arguments = parser.parse_args()
+    loaded = load_model(DEFAULT_MODEL, device="cpu", dtype="float32", cache_dir=arguments.cache_dir)
+    layout = loaded.layout(BLOCK, arguments.kv_dtype)
+    pool = torch.zeros((96, *layout.shape), dtype=layout.torch_dtype)
+    runner = Runner(loaded, pool)
+    runner.warm_up()
+    bench = Bench(runner, 96)
+    result: dict[str, Any] = {
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "kv_dtype": arguments.kv_dtype,
+        "weights_read_gb_s": bandwidth_gb_s(),
+        "ours": {
+            str(length): {
+                "cold": best_ms(lambda length=length: bench.cold(length), 2),
+                f"hit_{NEW}_new": best_ms(lambda length=length: bench.hit(length), 5),
+                "hit_whole": best_ms(lambda length=length: bench.whole(length), 5),
+                "decode": bench.decode(length),
+            }
+            for length in LENGTHS
+        },
+        "decode_step_of_8_at_512": bench.batch_decode(512, 8),
+    }
+    if not arguments.no_transformers:
+        (folder,) = arguments.cache_dir.glob(converted_folder(Path(), b"").name + "?*")
+        with torch.inference_mode():
+            result["transformers"] = transformers_figures(folder, bench.tokens)
+    print(json.dumps(result, indent=None if arguments.json else 1))
+
+
+if __name__ == "__main__":
+    main()
