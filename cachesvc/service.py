@@ -148,6 +148,7 @@ class Service:
             server_header=False,
             timeout_graceful_shutdown=max(1, round(server.drain)),
         )
+        self.core.warm_up(self._settings.engine.chunk_tokens)
         self.core.start()
 
         host, port = listener.getsockname()[:2]
