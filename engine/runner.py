@@ -26,6 +26,11 @@ def pick_attention(pool: torch.Tensor, dtype: torch.dtype) -> PagedAttention:
     """The fastest attention for the pool's device; `dtype` is the one the model computes in."""
     if pool.device.type == "cpu" and dtype == torch.float32:
         return CpuAttention(pool, dtype)
+    if pool.device.type == "cuda":
+        # Triton is there only beside CUDA builds of torch.
+        from engine.attention_triton import TritonAttention
+
+        return TritonAttention(pool)
     return ReferenceAttention(pool)
 
 
