@@ -121,7 +121,7 @@ def _configure_sqlite(connection: sqlite3.Connection, _: object) -> None:
 def _begin_sqlite(connection: Connection) -> None:
     options = connection.get_execution_options()
     if options.get("writes"):
-        # Entries survive a power cut; holds need not, for the requests they belong to do not either.
+        # Entries survive a power cut. Holds need not: neither do the requests they belong to.
         level = "FULL" if options.get("durable", True) else "NORMAL"
         connection.exec_driver_sql(f"PRAGMA synchronous={level}")
         connection.exec_driver_sql("BEGIN IMMEDIATE")

@@ -27,7 +27,8 @@ def insert(
         request_id=request_id,
         expires_ns=expires_ns,
     )
-    return connection.execute(statement.on_conflict_do_nothing()).rowcount == 1
+    made = statement.on_conflict_do_nothing().returning(idempotency.c.key)
+    return connection.execute(made).first() is not None
 
 
 def find(connection: Connection, tenant: str, key: str) -> RowMapping | None:

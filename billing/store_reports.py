@@ -36,7 +36,7 @@ def stream_entries(
     if since_ns:
         query = query.where(entries.c.at_ns >= since_ns)
     kinds = {kind.value: kind for kind in Kind}
-    found = connection.execution_options(yield_per=CHUNK).execute(query)
+    found = connection.execute(query, execution_options={"yield_per": CHUNK})
     for tenant_, seq, kind, *rest in found:
         yield Entry(tenant_, seq, kinds.get(kind, kind), *rest)
 
@@ -146,7 +146,7 @@ def cursors(connection: Connection, name: str) -> dict[str, int]:
     query = select(export_cursors.c.tenant, export_cursors.c.seq).where(
         export_cursors.c.name == name
     )
-    return dict(connection.execute(query).tuples().all())
+    return {row.tenant: row.seq for row in connection.execute(query)}
 
 
 def advance(store: LedgerStore, name: str, positions: dict[str, int]) -> None:

@@ -1,0 +1,78 @@
+"""Parts for tests of billing and of what stands on it: a manual clock and a ready ledger."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from billing.accounts import Accounts
+from billing.holds import Hold, RequestContext
+from billing.ledger import Ledger
+from billing.policy import Outcome
+from billing.prices import NS
+from billing.store import open_store
+from billing.usage import Usage
+
+START_NS = 1_735_689_600 * NS  # 2025-01-01T00:00:00Z, a Wednesday
+
+
+class ManualClock:
+    """A clock that stands still until told."""
+
+    def __init__(self, now_ns: int = START_NS) -> None:
+        self.now_ns = now_ns
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def advance(self, seconds: int) -> None:
+        self.now_ns += seconds * NS
+
+
+@dataclass(slots=True)
+class TestLedger:
+    """A running ledger with a tenant `acme` that pays in CNY, and shorthands that wait."""
+
+    __test__ = False
+
+    ledger: Ledger
+    accounts: Accounts
+    clock: ManualClock
+
+    def fund(self, amount: int, tenant: str = "acme") -> None:
+        reference = f"fund-{self.accounts.tenant(tenant).seq}"
+        self.ledger.deposit(tenant, amount, reference=reference, by="test").result()
+
+    def reserve(
+        self, request_id: str, amount: int, tenant: str = "acme", ttl_s: int = 60, **context: object
+    ) -> Hold:
+        pinned = self.ledger.book.at("model", self.clock(), "CNY")
+        about = RequestContext(**context)  # type: ignore[arg-type]
+        future = self.ledger.reserve(tenant, request_id, amount, pinned, context=about, ttl_s=ttl_s)
+        return future.result()
+
+    def charge(
+        self, request_id: str, usage: Usage, tenant: str = "acme", **context: object
+    ) -> Hold:
+        """Reserve nothing and settle as finished."""
+        hold = self.reserve(request_id, 0, tenant, **context)
+        self.ledger.settle(hold, usage, Outcome.FINISHED).result()
+        return hold
+
+
+@contextmanager
+def running_ledger(
+    url: str, *, clock: ManualClock | None = None, owner: str = "server"
+) -> Iterator[TestLedger]:
+    """A ledger on `url`, with the tenant `acme`; closed afterwards."""
+    clock = clock or ManualClock()
+    store = open_store(url)
+    accounts = Accounts(store, clock_ns=clock)
+    ledger = Ledger(store, accounts, owner=owner, clock_ns=clock)
+    ledger.start()
+    try:
+        if accounts.find_tenant("acme") is None:
+            accounts.create_tenant("acme", "CNY", by="test")
+        yield TestLedger(ledger, accounts, clock)
+    finally:
+        ledger.close()
+        store.close()

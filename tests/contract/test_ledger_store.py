@@ -1,0 +1,475 @@
+"""What every ledger database must do: the same suite on SQLite and on PostgreSQL."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+
+from billing import audit, export, statements
+from billing.entries import Entry, Kind
+from billing.errors import (
+    AlreadyExists,
+    DuplicateRequest,
+    IdempotencyBusy,
+    IdempotencyConflict,
+    InsufficientBalance,
+    InvalidAmount,
+    KeyRevoked,
+    StoreError,
+    TenantSuspended,
+    UnknownHold,
+    UnknownKey,
+    UnknownTenant,
+)
+from billing.idempotency import Idempotency, Replay
+from billing.money import UNITS
+from billing.policy import Outcome
+from billing.store import LedgerStore, open_store
+from billing.testing import ManualClock, TestLedger, running_ledger
+from billing.usage import EMPTY, Usage
+from tests.postgres_server import fresh_database, postgres_server
+
+USAGE = Usage(hit_disk=900, miss=100, output=7)  # launch card: 204,000,000 units
+PRICE = 204_000_000
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    with postgres_server() as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
+    else:
+        with fresh_database(request.getfixturevalue("postgres")) as database:
+            yield database
+
+
+@pytest.fixture
+def house(url: str) -> Iterator[TestLedger]:
+    """A running ledger; whatever a test did to it, it proves afterwards."""
+    with running_ledger(url) as house:
+        yield house
+        proof = audit.verify(house.ledger.store)
+        assert proof.problems == []
+
+
+def entries(store: LedgerStore, tenant: str = "acme") -> list[Entry]:
+    from billing import store_reports
+
+    with store.reading() as connection:
+        return list(store_reports.stream_entries(connection, tenant))
+
+
+def test_a_hold_is_taken_and_a_settlement_charges_what_was_used(house: TestLedger) -> None:
+    house.fund(UNITS)
+    hold = house.reserve("r1", UNITS // 2)
+    assert house.ledger.balance("acme").available == UNITS // 2
+    settled = house.ledger.settle(hold, USAGE, Outcome.FINISHED).result()
+    account = house.ledger.balance("acme")
+    assert (settled.charge.amount, account.held, account.topup) == (PRICE, 0, UNITS - PRICE)
+
+
+def test_granted_money_is_spent_first_and_debt_is_paid_first(house: TestLedger) -> None:
+    house.accounts.set_credit_limit("acme", UNITS, by="test")
+    house.ledger.grant("acme", 4_000_000, reference="g", by="test").result()
+    house.fund(100_000_000)
+    house.charge("r1", USAGE)
+    charged = entries(house.ledger.store)[-1]
+    assert charged.postings == (
+        "granted:-4000000 topup:-100000000 receivable:-100000000 revenue:204000000"
+    )
+    house.fund(150_000_000)
+    account = house.ledger.balance("acme")
+    assert (account.granted, account.topup, account.owed) == (0, 50_000_000, 0)
+
+
+def test_a_request_is_settled_once_however_often_it_is_said(house: TestLedger) -> None:
+    house.fund(UNITS)
+    hold = house.reserve("r1", UNITS // 2)
+    first = house.ledger.settle(hold, USAGE, Outcome.FINISHED).result()
+    again = house.ledger.settle(hold, Usage(miss=10**6), Outcome.FINISHED).result()
+    assert (again.repeated, again.entry, again.charge) == (True, first.entry, first.charge)
+    with pytest.raises(DuplicateRequest):
+        house.reserve("r1", 1)
+    assert [entry.kind for entry in entries(house.ledger.store)] == [Kind.TOPUP, Kind.CHARGE]
+
+
+def test_the_gate_refuses_what_the_balance_does_not_cover(house: TestLedger) -> None:
+    house.fund(100)
+    first = house.reserve("r1", 60)
+    with pytest.raises(InsufficientBalance, match="top up"):
+        house.reserve("r2", 41)
+    assert house.ledger.top_up(first, 40).result() == 100
+    with pytest.raises(InsufficientBalance):
+        house.ledger.top_up(first, 1).result()
+    house.ledger.void(first).result()
+    assert house.reserve("r3", 100).request_id == "r3"
+    with pytest.raises(UnknownHold):
+        house.ledger.top_up(first, 1).result()
+
+
+def test_suspended_and_unknown_tenants_are_refused(house: TestLedger) -> None:
+    house.fund(100)
+    with pytest.raises(UnknownTenant):
+        house.reserve("r1", 1, tenant="nobody")
+    house.accounts.set_suspended("acme", True, by="test")
+    with pytest.raises(TenantSuspended):
+        house.reserve("r1", 1)
+
+
+def test_one_refusal_leaves_the_rest_of_its_batch_alone(house: TestLedger) -> None:
+    house.fund(100)
+    pinned = house.ledger.book.at("model", house.clock(), "CNY")
+    futures = [house.ledger.reserve("acme", f"r{i}", 30, pinned) for i in range(5)]
+    errors = [future.exception() for future in futures]
+    assert [type(error) for error in errors] == [type(None)] * 3 + [InsufficientBalance] * 2
+
+
+def test_a_lapsed_hold_is_settled_from_its_progress_and_the_late_word_wins(
+    house: TestLedger,
+) -> None:
+    house.fund(UNITS)
+    hold = house.reserve("r1", UNITS // 2, ttl_s=0)
+    sent = Usage(hit_disk=900, miss=100, output=3)
+    house.ledger.top_up(hold, usage=sent, ttl_s=0).result()
+    assert house.ledger.sweep() == 1
+    assert house.ledger.balance("acme").held == 0
+    late = house.ledger.settle(hold, USAGE, Outcome.FINISHED).result()
+    assert (late.repeated, late.charge.amount) == (True, PRICE)
+    assert house.ledger.balance("acme").topup == UNITS - PRICE
+    third = house.ledger.settle(hold, EMPTY, Outcome.FAILED).result()
+    assert third.charge.amount == PRICE
+
+
+def test_a_late_word_that_bills_less_gives_the_difference_back(house: TestLedger) -> None:
+    house.fund(UNITS)
+    hold = house.reserve("r1", UNITS // 2, ttl_s=0)
+    house.ledger.top_up(hold, usage=USAGE, ttl_s=0).result()
+    house.ledger.sweep()
+    house.ledger.settle(hold, EMPTY, Outcome.FAILED).result()
+    assert house.ledger.balance("acme").topup == UNITS
+
+
+def test_a_jump_of_the_wall_clock_does_not_end_a_running_hold(house: TestLedger) -> None:
+    house.fund(UNITS)
+    house.reserve("r1", 5, ttl_s=60)
+    house.clock.advance(10**6)
+    assert house.ledger.sweep() == 0
+    assert house.ledger.balance("acme").held == 5
+
+
+def test_a_restart_settles_what_the_last_run_left(url: str) -> None:
+    with running_ledger(url) as house:
+        house.fund(UNITS)
+        started = house.reserve("started", UNITS // 4)
+        house.ledger.top_up(started, usage=USAGE).result()
+        house.reserve("silent", UNITS // 4)
+    with running_ledger(url) as house:
+        account = house.ledger.balance("acme")
+        assert (account.held, account.topup) == (0, UNITS - PRICE)
+        assert house.ledger.stats().recovered == 2
+        assert audit.verify(house.ledger.store).ok
+
+
+def test_another_servers_holds_are_left_alone_until_their_lease_ends(url: str) -> None:
+    clock = ManualClock()
+    with running_ledger(url, owner="one", clock=clock) as one:
+        one.fund(UNITS)
+        one.reserve("r1", 5, ttl_s=60)
+        with running_ledger(url, owner="two", clock=clock) as two:
+            assert two.ledger.balance("acme").held == 5
+            assert two.ledger.sweep() == 0
+            clock.advance(61)
+            assert two.ledger.sweep() == 1
+            assert two.ledger.balance("acme").held == 0
+
+
+def test_a_retry_of_an_undelivered_answer_is_charged_once(house: TestLedger) -> None:
+    house.fund(UNITS)
+    lost = house.reserve("r1", UNITS // 2, fingerprint="f")
+    house.ledger.settle(lost, USAGE, Outcome.CLIENT_GONE, delivered=False).result()
+    retry = house.reserve("r2", UNITS // 2, fingerprint="f", is_retry=True)
+    house.ledger.settle(retry, USAGE, Outcome.FINISHED).result()
+    assert house.ledger.balance("acme").topup == UNITS - PRICE
+    again = house.reserve("r3", UNITS // 2, fingerprint="f", is_retry=True)
+    house.ledger.settle(again, USAGE, Outcome.FINISHED).result()
+    assert house.ledger.balance("acme").topup == UNITS - 2 * PRICE
+
+
+def test_a_correction_names_its_charge_and_gives_back_no_more_than_is_left(
+    house: TestLedger,
+) -> None:
+    house.fund(UNITS)
+    house.charge("r1", USAGE)
+
+    def correct(reference: str, amount: int | None = None) -> Entry:
+        return house.ledger.correct(
+            "acme", "r1", reference=reference, by="ops", reason="slow", amount=amount
+        ).result()
+
+    assert correct("c1", 4_000_000).amount == 4_000_000
+    assert correct("c1", 9).amount == 4_000_000  # said again
+    with pytest.raises(InvalidAmount, match="left of its charge"):
+        correct("c2", PRICE)
+    assert correct("c3").amount == PRICE - 4_000_000
+    assert house.ledger.balance("acme").topup == UNITS
+
+
+def test_a_deposit_is_booked_once_for_each_reference(house: TestLedger) -> None:
+    for _ in range(2):
+        house.ledger.deposit("acme", 7, reference="inv-1", by="test").result()
+    assert house.ledger.balance("acme").topup == 7
+    with pytest.raises(AlreadyExists):
+        house.ledger.deposit("acme", 8, reference="inv-1", by="test").result()
+
+
+def test_amounts_beyond_64_bits_stay_exact(house: TestLedger) -> None:
+    huge = 10**30 + 7
+    house.fund(huge)
+    house.charge("r1", Usage(miss=10**15, output=1))
+    assert house.ledger.balance("acme").topup == huge - 10**21 - 2_000_000
+    assert statements.total(house.ledger.store, "acme")[0].amount == 10**21 + 2_000_000
+
+
+@pytest.mark.parametrize("statement", ["UPDATE entries SET body = ''", "DELETE FROM entries"])
+def test_the_database_refuses_to_change_an_entry(house: TestLedger, statement: str) -> None:
+    house.fund(1)
+    with (
+        pytest.raises(DBAPIError, match="append-only"),
+        house.ledger.store.writing() as connection,
+    ):
+        connection.execute(text(statement))
+
+
+@pytest.mark.parametrize(
+    ("change", "invariant"),
+    [
+        ("body = replace(body, '\"miss\":100', '\"miss\":101')", "chained"),
+        ("postings = 'topup:-1 revenue:1'", "chained"),
+        ("at_ns = at_ns + 1", "chained"),
+        ("request_id = 'other'", "chained"),
+        ("seq = 9", "gapless"),
+    ],
+)
+def test_verify_names_the_first_entry_that_differs(url: str, change: str, invariant: str) -> None:
+    with running_ledger(url) as house:
+        house.fund(UNITS)
+        for number in range(4):
+            house.charge(f"r{number}", USAGE)
+        tamper(house.ledger.store, f"UPDATE entries SET {change} WHERE request_id = 'r2'")
+        proof = audit.verify(house.ledger.store)
+    assert not proof.ok
+    problem = proof.problems[0]
+    expected_seq = 5 if change == "seq = 9" else 4
+    assert (problem.tenant, problem.seq, problem.invariant) == ("acme", expected_seq, invariant)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE accounts SET topup = '5' WHERE tenant = 'acme'",
+        "UPDATE accounts SET held = '1' WHERE tenant = 'acme'",
+        "UPDATE usage_daily SET output = output + 1",
+        "DELETE FROM usage_daily",
+    ],
+)
+def test_verify_finds_a_wrong_projection_and_rebuild_mends_it(url: str, change: str) -> None:
+    with running_ledger(url) as house:
+        house.fund(UNITS)
+        house.charge("r1", USAGE, session="s")
+        tamper(house.ledger.store, change.replace("'5'", "5").replace("'1'", "1"))
+        proof = audit.verify(house.ledger.store)
+        assert [problem.invariant for problem in proof.problems] == ["projected"]
+        assert audit.rebuild(house.ledger.store).ok
+        assert house.ledger.balance("acme").topup == UNITS - PRICE
+
+
+def test_a_cut_tail_is_found_by_a_head_that_was_written_down(url: str) -> None:
+    with running_ledger(url) as house:
+        house.fund(UNITS)
+        house.charge("r1", USAGE)
+        heads = audit.verify(house.ledger.store).heads
+        tamper(house.ledger.store, "DELETE FROM entries WHERE request_id = 'r1'")
+        proof = audit.verify(house.ledger.store, heads=heads)
+    assert (proof.problems[0].tenant, proof.problems[0].seq) == ("acme", 2)
+
+
+def test_a_changed_rate_card_and_a_changed_trail_are_found(url: str) -> None:
+    with running_ledger(url) as house:
+        tamper(house.ledger.store, "UPDATE rate_cards SET text = replace(text, '\"2\"', '\"3\"')")
+        tamper(house.ledger.store, "UPDATE trail SET actor = 'nobody' WHERE seq = 2")
+        problems = audit.verify(house.ledger.store).problems
+    assert [problem.invariant for problem in problems] == ["rated", "trailed"]
+
+
+def tamper(store: LedgerStore, statement: str) -> None:
+    """Do what the database refuses, as an attacker with its password would."""
+    with store.writing() as connection:
+        if store.engine.dialect.name == "postgresql":
+            for table in ("entries", "trail"):
+                connection.execute(text(f"ALTER TABLE {table} DISABLE TRIGGER ALL"))
+        else:
+            for name in ("entries_no_update", "entries_no_delete", "trail_no_update"):
+                connection.execute(text(f"DROP TRIGGER IF EXISTS {name}"))
+        connection.exec_driver_sql(statement)
+
+
+def test_two_ledgers_share_one_balance_without_overdraft(url: str) -> None:
+    with running_ledger(url, owner="one") as one, running_ledger(url, owner="two") as two:
+        one.fund(100)
+        pinned = one.ledger.book.at("model", one.clock(), "CNY")
+        got: list[int] = []
+
+        def ask(house: TestLedger, name: str) -> None:
+            futures = [
+                house.ledger.reserve("acme", f"{name}{i}", 7, pinned, ttl_s=60) for i in range(40)
+            ]
+            got.append(sum(future.exception(timeout=60) is None for future in futures))
+
+        threads = [threading.Thread(target=ask, args=pair) for pair in ((one, "a"), (two, "b"))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sum(got) == 100 // 7
+        assert one.ledger.balance("acme").available == 100 % 7
+        assert audit.verify(one.ledger.store).ok
+
+
+PROCESS = """
+import sys, time
+from billing.testing import running_ledger
+from billing.usage import Usage
+from billing.policy import Outcome
+url, name = sys.argv[1:]
+with running_ledger(url, owner=name) as house:
+    pinned = house.ledger.book.at("model", house.clock(), "CNY")
+    asked = [house.ledger.reserve("acme", f"{name}{i}", 2_000_000, pinned) for i in range(150)]
+    holds = [future.result() for future in asked if future.exception() is None]
+    done = [house.ledger.settle(h, Usage(output=1), Outcome.FINISHED) for h in holds]
+    print(sum(not future.result().repeated for future in done))
+"""
+
+
+def test_two_processes_settle_on_one_ledger(url: str) -> None:
+    with running_ledger(url, owner="parent") as house:
+        house.fund(200 * 2_000_000)
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-c", PROCESS, url, name], stdout=subprocess.PIPE, text=True
+            )
+            for name in ("one", "two")
+        ]
+        settled = [int(child.communicate(timeout=90)[0]) for child in children]
+        account = house.ledger.balance("acme")
+        assert (sum(settled), account.balance, account.held) == (200, 0, 0)
+        assert audit.verify(house.ledger.store).ok
+
+
+def test_keys_work_at_once_and_end_when_revoked_elsewhere(house: TestLedger) -> None:
+    from billing.accounts import Accounts
+
+    other = Accounts(house.ledger.store)
+    assert not house.accounts.requires_keys
+    key, info = other.create_key("acme", by="test", name="laptop")
+    house.accounts.refresh()
+    principal = house.accounts.authenticate(key)
+    assert (principal.tenant, principal.key_id, principal.currency) == ("acme", info.key_id, "CNY")
+    assert house.accounts.requires_keys
+    other.revoke_key(info.prefix, by="test", reason="lost")
+    house.accounts.refresh()
+    with pytest.raises(KeyRevoked):
+        house.accounts.authenticate(key)
+    with pytest.raises(UnknownKey):
+        house.accounts.authenticate("sk-guess")
+    newest = house.accounts.trail(1)[0]
+    assert (newest["action"], newest["actor"], newest["reason"]) == ("key.revoke", "test", "lost")
+
+
+def test_an_idempotency_key_replays_conflicts_and_expires(house: TestLedger) -> None:
+    keep = Idempotency(house.ledger.store, clock_ns=house.clock)
+    assert keep.begin("acme", "k", b"body", "r1") is None
+    with pytest.raises(IdempotencyBusy):
+        keep.begin("acme", "k", b"body", "r2")
+    with pytest.raises(IdempotencyConflict):
+        keep.begin("acme", "k", b"other", "r2")
+    assert keep.begin("other", "k", b"body", "r3") is None  # each tenant has its own keys
+    keep.finish("acme", "k", "r1", 200, b"answer")
+    assert keep.begin("acme", "k", b"body", "r2") == Replay("r1", 200, b"answer")
+    house.clock.advance(24 * 3600)
+    assert keep.begin("acme", "k", b"other", "r4") is None
+
+
+def test_an_idempotency_key_of_a_dead_request_is_free_again(house: TestLedger) -> None:
+    keep = Idempotency(house.ledger.store, clock_ns=house.clock)
+    house.fund(10)
+    assert keep.begin("acme", "k", b"body", "r1") is None
+    hold = house.reserve("r1", 5)
+    house.clock.advance(31)
+    with pytest.raises(IdempotencyBusy):
+        keep.begin("acme", "k", b"body", "r2")
+    house.ledger.void(hold).result()
+    assert keep.begin("acme", "k", b"body", "r2") is None
+    keep.abandon("acme", "k", "r2")
+    assert keep.begin("acme", "k", b"body", "r3") is None
+
+
+def test_an_export_resumes_where_its_sink_failed(house: TestLedger) -> None:
+    house.fund(UNITS)
+    house.charge("r1", USAGE)
+    got: list[str] = []
+
+    def failing(entries: list[Entry]) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        export.drain(house.ledger.store, "focus", failing)
+    take = lambda chunk: got.extend(map(export.entry_id, chunk))  # noqa: E731
+    assert export.drain(house.ledger.store, "focus", take) == 2
+    house.charge("r2", USAGE)
+    assert export.drain(house.ledger.store, "focus", take) == 1
+    assert export.drain(house.ledger.store, "focus", take) == 0
+    assert got == ["acme/1", "acme/2", "acme/3"]
+
+
+def test_an_invoice_adds_up_and_shows_its_residue(house: TestLedger) -> None:
+    house.fund(UNITS)
+    house.charge("r1", USAGE, session="chat")
+    house.charge("r2", Usage(hit_host=10, miss=5, output=1), session="chat")
+    month = statements.invoice(house.ledger.store, "acme", "2025-01")
+    assert month.exact == PRICE + 17_000_000  # ten hits are below the minimum cached size
+    assert month.exact == sum(line.amount for line in month.lines)
+    assert month.exact == sum(line.rounded for line in month.lines) + month.residue
+    assert (month.opening, month.closing) == (0, UNITS - month.exact)
+    assert month.closing == house.ledger.balance("acme").balance
+    february = statements.invoice(house.ledger.store, "acme", "2025-02")
+    assert (february.lines, february.opening) == ((), month.closing)
+    assert statements.by_session(house.ledger.store)[0].requests == 2
+    assert statements.by_month(house.ledger.store)[0].period == "2025-01"
+    page = statements.invoice_html(month)
+    assert "Invoice" in page and month.money(month.residue) in page
+    assert statements.invoice_csv(month).count("\n") == 1 + len(month.lines) + 1
+
+
+def test_a_schema_from_the_future_is_refused(url: str) -> None:
+    store = open_store(url)
+    with store.writing() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    store.close()
+    with pytest.raises(StoreError, match="9999"):
+        open_store(url)
+
+
+@pytest.mark.parametrize("bad", ["nonsense", "mysql://x/y", "sqlite://", "sqlite:////proc/no/x"])
+def test_a_database_that_cannot_be_says_so(bad: str) -> None:
+    with pytest.raises((StoreError, OSError)):
+        open_store(bad)
