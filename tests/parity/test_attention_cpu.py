@@ -96,6 +96,18 @@ def test_a_step_that_failed_half_way_is_computed_anew() -> None:
     torch.testing.assert_close(run(fast, spans, options, seed=2), expected)
 
 
+def test_a_failed_step_further_back_leaves_nothing_in_the_copy() -> None:
+    pool = new_pool(torch.float32)
+    fast, options = CpuAttention(pool), OPTIONS["plain"]
+    run(fast, [span(1, 0, 30, 0)], options, seed=1)
+    fast.begin([span(1, 10, 8, 0)])
+    noise = torch.ones(8, KV_HEADS * GROUPS, DIM)
+    fast.attend(0, noise, noise[:, :KV_HEADS], noise[:, :KV_HEADS], options)
+    spans = [span(1, 30, 1, 0)]
+    expected = run(ReferenceAttention(pool.clone()), spans, options, seed=2)
+    torch.testing.assert_close(run(fast, spans, options, seed=2), expected)
+
+
 def test_memory_stays_within_the_budget_and_is_reused() -> None:
     pool = new_pool(torch.float32)
     one_copy = 2 * LAYERS * KV_HEADS * 256 * DIM * 4
