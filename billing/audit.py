@@ -295,8 +295,8 @@ def _book(connection: Connection, proof: Proof) -> PriceBook:
 def _missing_heads(replay: Replay, heads: dict[str, tuple[int, str]]) -> Iterator[Problem]:
     for tenant, (seq, _) in heads.items():
         account = replay.accounts.get(tenant)
-        if tenant not in replay.problems and (account is None or account.seq < seq):
-            ends = account.seq if account else 0
+        ends = account.seq if account else 0
+        if tenant not in replay.problems and ends < seq:
             yield Problem(tenant, seq, "gapless", f"it was written down, and now {ends} is last")
 
 

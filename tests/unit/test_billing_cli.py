@@ -1,0 +1,147 @@
+"""The commands about money, called as a user calls them."""
+
+import json
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from billing.testing import ManualClock, running_ledger
+from billing.usage import Usage
+from cachesvc.cli import app
+
+CARD = '[card]\nname="c"\nversion="9"\nvalid_from=2020-01-01T00:00:00Z\ncurrency="CNY"\n'
+MODEL = '[[model]]\nmatch="*"\nhit=0.2\nmiss=2\noutput=4\n'
+
+
+class Shell:
+    """Runs commands on one data directory."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir
+
+    def __call__(self, *args: str, code: int = 0) -> str:
+        result = CliRunner().invoke(app, [*args, "--data-dir", str(self.data_dir)])
+        assert result.exit_code == code, result.output + repr(result.exception)
+        return result.output
+
+    def json(self, *args: str) -> Any:
+        return json.loads(self(*args, "--json"))
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path / "data")
+
+
+def use(shell: Shell) -> None:
+    """One request of tenant acme, settled by a server."""
+    clock = ManualClock(time.time_ns())
+    with running_ledger(f"sqlite:///{shell.data_dir / 'ledger.sqlite3'}", clock=clock) as house:
+        house.charge("r1", Usage(hit_disk=900, miss=100, output=7), session="chat")
+
+
+def test_a_tenant_is_made_funded_used_and_proved(shell: Shell) -> None:
+    made = shell.json("tenants", "create", "acme")
+    assert (made["currency"], made["prepaid"]) == ("CNY", True)
+    assert shell.json("balance", "topup", "acme", "12.5")["available"] == "12.50"
+    assert shell.json("balance", "grant", "acme", "1")["granted"] == "1.00"
+    use(shell)
+    assert shell.json("balance", "show", "acme")["balance"] == "13.499796"
+    usage = shell.json("usage")
+    assert (usage[0]["hit_tokens"], usage[0]["amount"]) == (900, "0.000204")
+    assert shell.json("usage", "monthly")[0]["period"] == datetime.now(UTC).strftime("%Y-%m")
+    assert shell.json("usage", "daily")[0]["requests"] == 1
+    assert shell.json("usage", "session")[0]["period"] == "chat"
+    assert shell.json("ledger", "verify")["ok"] is True
+    assert shell.json("ledger", "trail")[0]["action"] == "balance.grant"
+    assert shell.json("ledger", "rerate", "--dry-run", "--days", "9999")["rows"][0]["requests"] == 1
+
+
+def test_a_key_is_printed_once_and_listed_by_its_prefix(shell: Shell) -> None:
+    shell("tenants", "create", "acme")
+    made = shell.json("keys", "create", "--tenant", "acme", "--name", "laptop")
+    listed = shell("keys", "list")
+    assert made["key"].startswith("sk-") and made["key"] not in listed
+    assert made["prefix"] in listed
+    assert shell.json("keys", "revoke", made["id"])["state"] == "revoked"
+
+
+def test_an_invoice_a_receipt_and_an_export_are_printed(shell: Shell, tmp_path: Path) -> None:
+    shell("tenants", "create", "acme")
+    use(shell)
+    assert json.loads(shell("usage", "invoice", "acme"))["exact"] == "0.000204"
+    assert shell("usage", "invoice", "acme", "--format", "csv").startswith("tenant,")
+    page = shell("usage", "invoice", "acme", "--format", "html")
+    assert page.startswith("<!doctype html>")
+    assert json.loads(shell("usage", "receipt", "acme", "r1"))["amount"] == "0.000204"
+    out = tmp_path / "focus.csv"
+    for _ in range(2):
+        shell("usage", "export", "--to", str(out), "--format", "focus")
+    assert len(out.read_text().splitlines()) == 4  # a header and three lines of one charge
+
+
+def test_a_card_is_linted_planned_and_applied(shell: Shell, tmp_path: Path) -> None:
+    shell("tenants", "create", "acme")
+    use(shell)
+    good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
+    good.write_text(CARD + MODEL)
+    bad.write_text(CARD + MODEL + "storage=0\n")
+    plan = shell.json("prices", "plan", str(good), "--days", "9999")
+    assert plan["rows"][0]["planned"] == "0.000408"
+    runner = CliRunner()
+    assert runner.invoke(app, ["prices", "lint", str(good)]).exit_code == 0
+    assert runner.invoke(app, ["prices", "lint", str(bad)]).exit_code == 1
+    shell("prices", "apply", str(bad), code=1)
+    shell("prices", "apply", str(good))
+    shell("prices", "apply", str(good), code=1)
+    assert [card["version"] for card in shell.json("prices", "show")] == ["2024-08-02", "9"]
+    changes = runner.invoke(app, ["prices", "diff", "deepseek-launch", str(good), "--json"])
+    assert {c["field"] for c in json.loads(changes.output)} >= {"version", "* standard miss"}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("balance", "show", "nobody"), "tenants create nobody"),
+        (("balance", "topup", "acme", "1e3"), "not an amount"),
+        (("tenants", "create", "a b"), "not a name"),
+        (("tenants", "create", "acme"), "exists already"),
+        (("keys", "create", "--tenant", "acme", "--scopes", "root"), "inference"),
+        (("keys", "create", "--tenant", "acme", "--expires-in", "soon"), "12h"),
+        (("keys", "revoke", "key_none"), "no API key"),
+        (("usage", "invoice", "acme", "May"), "2026-11"),
+        (("ledger", "rerate"), "--dry-run"),
+        (("ledger", "correct", "acme", "r9", "--reason", "x"), "never charged"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_sentence(
+    shell: Shell, args: tuple[str, ...], message: str
+) -> None:
+    shell("tenants", "create", "acme")
+    assert message in " ".join(shell(*args, code=1).split())
+
+
+def test_reading_where_nothing_is_says_so(shell: Shell) -> None:
+    assert "there is no ledger" in shell("usage", code=1)
+    assert not shell.data_dir.exists()
+
+
+def test_a_broken_ledger_ends_with_1_and_names_the_entry(shell: Shell) -> None:
+    shell("tenants", "create", "acme")
+    use(shell)
+    heads = shell.data_dir / "heads.json"
+    heads.write_text(shell("ledger", "heads"))
+    shell("ledger", "verify", "--heads", str(heads))
+    from billing.store import open_store
+
+    store = open_store(f"sqlite:///{shell.data_dir / 'ledger.sqlite3'}")
+    with store.writing() as connection:
+        connection.exec_driver_sql("DROP TRIGGER entries_no_update")
+        connection.exec_driver_sql("UPDATE entries SET body = replace(body, 'chat', 'chap')")
+    store.close()
+    said = shell("ledger", "verify", code=1)
+    assert "entry 1 of tenant 'acme' (request 'r1') is not chained" in said

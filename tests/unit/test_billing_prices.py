@@ -1,0 +1,194 @@
+"""Rate cards: read strictly, in force by instant and window, linted against being gamed."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from billing.cards import card_digest, default_card, find_card, parse_card, shipped_cards
+from billing.errors import CardConflict, NoPrice, PriceError
+from billing.lint import Level, lint
+from billing.prices import NS, PriceBook, RateRef
+
+BASE = """
+[card]
+name = "c"
+version = "{version}"
+valid_from = {valid_from}
+currency = "CNY"
+time_zone = "{zone}"
+{more}
+[[model]]
+match = "*"
+hit = 0.1
+miss = 1
+output = "2"
+{rates}
+"""
+
+
+def card(version="1", valid_from="2024-01-01T00:00:00Z", zone="UTC", more="", rates=""):  # type: ignore[no-untyped-def]
+    return parse_card(
+        BASE.format(version=version, valid_from=valid_from, zone=zone, more=more, rates=rates)
+    )
+
+
+def ns(text: str) -> int:
+    return int(datetime.fromisoformat(text).astimezone(UTC).timestamp()) * NS
+
+
+@pytest.mark.parametrize("name", sorted(shipped_cards()))
+def test_shipped_cards_are_without_objection(name: str) -> None:
+    assert [finding for finding in lint(find_card(name)) if finding.level is Level.ERROR] == []
+
+
+def test_bare_decimals_are_read_exactly() -> None:
+    assert card().pin("m", "standard").rates.hit_disk == 100_000
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"zone": "Mars"}, "Mars"),
+        ({"valid_from": '"soon"'}, "soon"),
+        ({"valid_from": "="}, "not TOML"),
+        ({"version": ""}, "needs 'version'"),
+        ({"more": "minimum_cached = 1"}, "did you mean 'minimum_cached_tokens'"),
+        ({"rates": "hit_dsk = 1"}, "did you mean 'hit_disk'"),
+        ({"rates": "storage = -1"}, "zero or more"),
+        ({"rates": "storage = nan"}, "zero or more"),
+        ({"rates": "storage = 0.0000001"}, "six decimal places"),
+        ({"rates": "storage = true"}, "not a price"),
+    ],
+)
+def test_a_card_that_cannot_be_read_names_the_field(
+    changes: dict[str, str], complaint: str
+) -> None:
+    with pytest.raises(PriceError, match=complaint):
+        card(**changes)
+
+
+def test_a_card_that_is_nowhere_names_the_shipped_ones() -> None:
+    with pytest.raises(PriceError, match="deepseek-launch"):
+        find_card("nowhere.toml")
+
+
+def test_the_exact_name_wins_over_the_longest_prefix_over_the_star() -> None:
+    priced = card(
+        rates="""
+[[model]]
+match = "qwen*"
+hit = 0
+miss = 2
+output = 2
+[[model]]
+match = "qwen-large*"
+hit = 0
+miss = 3
+output = 2
+[[model]]
+match = "qwen-large-1"
+hit = 0
+miss = 4
+output = 2
+"""
+    )
+    models = ("llama", "qwen", "qwen-large-2", "qwen-large-1", "qwen-large-11")
+    found = [priced.pin(model, "standard").rates.miss // 10**6 for model in models]
+    assert found == [1, 2, 3, 4, 3]
+
+
+def test_a_model_without_a_price_is_refused() -> None:
+    only = parse_card(card().text.replace('"*"', '"a*"'))
+    with pytest.raises(NoPrice, match="'b'"):
+        only.at("b", ns("2025-01-01T00:00:00+00:00"))
+
+
+def test_the_latest_card_that_has_begun_is_in_force() -> None:
+    book = PriceBook((card("2", "2025-01-01T00:00:00Z"), card("1")))
+    assert book.at("m", ns("2024-12-31T23:59:59+00:00")).version == "1"
+    assert book.at("m", ns("2025-01-01T00:00:00+00:00")).version == "2"
+    with pytest.raises(NoPrice, match="in force at 2023"):
+        book.at("m", ns("2023-01-01T00:00:00+00:00"))
+    with pytest.raises(NoPrice, match="in USD"):
+        book.at("m", ns("2025-01-01T00:00:00+00:00"), "USD")
+    assert book.pinned(RateRef("c", "1", "m", "standard")).version == "1"
+
+
+def test_an_applied_version_and_its_instant_are_taken() -> None:
+    book = PriceBook((card(),))
+    with pytest.raises(CardConflict, match="another version"):
+        book.with_card(card("1", "2026-01-01T00:00:00Z"))
+    with pytest.raises(CardConflict, match="same instant"):
+        book.with_card(card("2"))
+    assert len(book.with_card(card("2", "2026-01-01T00:00:00Z")).cards) == 2
+
+
+NIGHT = '[[window]]\nname = "night"\nstart = "22:00"\nend = "06:00"\n'
+NIGHT_RATE = "[model.night]\nmiss = 0.5\n"
+
+
+@pytest.mark.parametrize(
+    ("instant", "window"),
+    [
+        ("2025-01-01T21:59:59+08:00", "standard"),
+        ("2025-01-01T22:00:00+08:00", "night"),
+        ("2025-01-02T05:59:59+08:00", "night"),
+        ("2025-01-02T06:00:00+08:00", "standard"),
+        ("2025-01-01T14:00:00+00:00", "night"),
+    ],
+)
+def test_a_window_crosses_midnight_in_its_own_time_zone(instant: str, window: str) -> None:
+    night = card(zone="Asia/Shanghai", more=NIGHT, rates=NIGHT_RATE)
+    pinned = night.at("m", ns(instant))
+    assert (pinned.window, pinned.rates.miss) == (
+        window,
+        500_000 if window == "night" else 1_000_000,
+    )
+
+
+def test_a_window_follows_wall_clocks_through_summer_time() -> None:
+    night = card(zone="Europe/Berlin", more=NIGHT, rates=NIGHT_RATE)
+    assert night.window_at(ns("2025-07-01T04:30:00+00:00")) == "standard"  # 06:30 in summer
+    assert night.window_at(ns("2025-01-01T04:30:00+00:00")) == "night"  # 05:30 in winter
+
+
+def test_days_and_holidays_open_and_close_windows() -> None:
+    shipped = find_card("peak-off-peak")
+    assert shipped.window_at(ns("2025-04-30T12:00:00+08:00")) == "standard"  # a Wednesday
+    assert shipped.window_at(ns("2025-05-01T12:00:00+08:00")) == "off_peak"  # a frozen holiday
+    assert shipped.window_at(ns("2025-05-03T12:00:00+08:00")) == "weekend"
+    assert shipped.window_at(ns("2025-05-03T23:45:00+08:00")) == "standard"
+
+
+def rules(priced) -> set[str]:  # type: ignore[no-untyped-def]
+    return {finding.rule for finding in lint(priced)}
+
+
+def test_lint_finds_cards_that_can_be_gamed() -> None:
+    assert "pin-below-miss" in rules(card(rates="storage = 0.5"))
+    assert "pin-below-miss" not in rules(card(rates="storage = 0.9"))
+    assert "hit-above-miss" in rules(card(rates="hit_disk = 1.1"))
+    assert "cold-below-hot" in rules(card(rates="hit_device = 0.2"))
+    assert "free-hits" in rules(card(rates="hit_device = 0"))
+
+
+def test_lint_finds_cards_that_lose_money() -> None:
+    cost = '[[cost]]\nmatch = "*"\nhit = 0.2\nmiss = 0.5\noutput = 3\n'
+    found = [f for f in lint(card(rates=cost)) if f.rule == "below-cost"]
+    assert {f.message.split()[0] for f in found} == {
+        *("hit_device", "hit_host", "hit_disk", "hit_remote"),
+        "output",
+    }
+    assert all(f.level is Level.ERROR for f in found)
+
+
+def test_lint_finds_windows_that_overlap() -> None:
+    early = '[[window]]\nname = "early"\nstart = "05:00"\nend = "07:00"\n'
+    assert "windows-overlap" in rules(card(more=NIGHT + early))
+    touching = early.replace("05:00", "06:00")
+    assert "windows-overlap" not in rules(card(more=NIGHT + touching))
+
+
+def test_the_digest_of_a_card_is_of_its_text() -> None:
+    changed = parse_card(default_card().text + "# note\n")
+    assert card_digest(changed) != card_digest(default_card())

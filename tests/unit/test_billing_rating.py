@@ -1,0 +1,173 @@
+"""Money, usage and rating: exact, and the same however it is computed."""
+
+import ast
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import billing
+from billing.cards import default_card, parse_card, shipped_cards
+from billing.errors import InvalidAmount, InvalidUsage
+from billing.money import (
+    UNITS,
+    format_units,
+    parse_amount,
+    parse_positive,
+    rate_per_million,
+    round_half_even,
+    units_per_token,
+)
+from billing.prices import STANDARD
+from billing.rating import hold_amount, rate
+from billing.testing import START_NS
+from billing.usage import CLASSES, HIT_CLASSES, Usage
+
+COUNT = st.integers(0, 10**7)
+USAGES = st.builds(
+    Usage,
+    hit_device=COUNT,
+    hit_host=COUNT,
+    hit_disk=COUNT,
+    hit_remote=COUNT,
+    miss=COUNT,
+    output=COUNT,
+    storage_token_hours=COUNT,
+)
+PINNED = [
+    parse_card(text).pin("m", window)
+    for text in shipped_cards().values()
+    for window in parse_card(text).price_of("m").rates  # type: ignore[union-attr]
+]
+
+
+def test_no_float_comes_near_money() -> None:
+    """Seconds may be floats; a module of amounts has no float literal, cast or division."""
+    timed = {"ledger.py", "store.py", "accounts.py", "testing.py"}
+    for path in Path(billing.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            where = f"{path.name}:{getattr(node, 'lineno', 0)}"
+            assert not isinstance(getattr(node, "op", None), ast.Div) or _is_path(node), where
+            if path.name not in timed:
+                assert not isinstance(node, ast.Constant) or type(node.value) is not float, where
+                assert not isinstance(node, ast.Name) or node.id != "float", where
+
+
+def _is_path(node: ast.AST) -> bool:
+    """`/` joins paths when one side is a text or a name in capitals of one."""
+    right = getattr(node, "right", None)
+    return isinstance(right, ast.Constant | ast.Name) and not (
+        isinstance(right, ast.Constant) and not isinstance(right.value, str)
+    )
+
+
+@given(st.integers(-(10**30), 10**30))
+def test_an_amount_survives_its_text(units: int) -> None:
+    assert parse_amount(format_units(units)) == units
+
+
+@given(st.integers(-(10**20), 10**20), st.integers(0, 12))
+def test_rounding_is_half_even(units: int, places: int) -> None:
+    exact = Fraction(units, UNITS)
+    expected = round(exact * 10**places)  # Fraction rounds half to even
+    assert round_half_even(units, places) * 10**places == expected * UNITS
+    assert Decimal(format_units(units, places)) == Decimal(expected).scaleb(-places)
+
+
+@pytest.mark.parametrize("text", ["", "x", "1e5", "NaN", "1.", ".5", "0x1", "1,5", "--1"])
+def test_what_is_no_amount_is_refused(text: str) -> None:
+    with pytest.raises(InvalidAmount):
+        parse_amount(text)
+
+
+def test_more_places_than_units_are_refused_and_zero_is_not_positive() -> None:
+    with pytest.raises(InvalidAmount, match="12 decimal places"):
+        parse_amount("0.0000000000001")
+    with pytest.raises(InvalidAmount, match="above zero"):
+        parse_positive("0.00")
+
+
+def test_a_rate_is_whole_units_a_token() -> None:
+    assert units_per_token(Decimal("0.028"), "hit") == 28_000
+    assert rate_per_million(28_000) == "0.028"
+    with pytest.raises(InvalidAmount, match="six decimal places"):
+        units_per_token(Decimal("0.0000001"), "hit")
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("count", [-1, 1.0, True, "1", None])
+def test_a_count_is_a_whole_number(name: str, count: object) -> None:
+    with pytest.raises(InvalidUsage, match=name):
+        Usage(**{name: count})  # type: ignore[arg-type]
+
+
+def test_usage_of_the_engines_counts_adds_up_to_the_prompt() -> None:
+    from engine.request import TokenCounts
+
+    counts = TokenCounts(prompt=100, hit_device=10, hit_host=20, hit_disk=30, output=5)
+    usage = Usage.from_counts(counts)
+    assert (usage.hit, usage.miss, usage.prompt, usage.output) == (60, 40, 100, 5)
+    with pytest.raises(InvalidUsage, match="in a prompt of 9"):
+        Usage.from_counts(TokenCounts(prompt=9, hit_device=10))
+
+
+@given(USAGES)
+def test_a_usage_survives_its_record(usage: Usage) -> None:
+    assert Usage.from_record(usage.record()) == usage
+
+
+def test_unknown_classes_are_refused() -> None:
+    with pytest.raises(InvalidUsage, match="tape"):
+        Usage.from_record({"hit_tape": 1})
+
+
+def test_the_launch_card_prices_as_announced() -> None:
+    pinned = default_card().at("deepseek-chat", START_NS)
+    charge = rate(Usage(hit_disk=1_000_000, miss=1_000_000, output=1_000_000), pinned)
+    assert {line.name: format_units(line.amount) for line in charge.lines} == {
+        "hit_disk": "0.10",
+        "miss": "1.00",
+        "output": "2.00",
+    }
+    assert (format_units(charge.amount), format_units(charge.saved)) == ("3.10", "0.90")
+    assert charge.currency == "CNY"
+
+
+@pytest.mark.parametrize("pinned", PINNED, ids=lambda pinned: "-".join(pinned.ref))
+@given(usage=USAGES)
+def test_a_charge_is_the_sum_of_its_lines_and_covered_by_its_hold(pinned, usage: Usage) -> None:  # type: ignore[no-untyped-def]
+    charge = rate(usage, pinned)
+    assert charge.amount == sum(line.tokens * line.per_token for line in charge.lines)
+    uncached = usage.prompt * pinned.rates.miss + usage.output * pinned.rates.output
+    assert charge.amount + charge.saved == uncached
+    held = hold_amount(pinned, prompt_tokens=usage.prompt, output_tokens=usage.output)
+    storage = usage.storage_token_hours * (pinned.rates.storage or 0)
+    assert charge.amount - storage <= held
+
+
+@given(USAGES, USAGES)
+def test_a_card_without_a_minimum_rates_the_sum_as_the_sum(one: Usage, two: Usage) -> None:
+    pinned = parse_card(shipped_cards()["peak-off-peak"]).pin("m", STANDARD)
+    whole = rate(one + two, pinned).amount
+    assert whole == rate(one, pinned).amount + rate(two, pinned).amount
+
+
+def test_hits_below_the_minimum_cost_as_misses_and_stay_hits_in_the_usage() -> None:
+    pinned = default_card().at("m", START_NS)
+    small, enough = Usage(hit_host=63, miss=1), Usage(hit_host=64)
+    assert rate(small, pinned).amount == 64 * pinned.rates.miss
+    assert rate(enough, pinned).amount == 64 * pinned.rates.hit_host
+    assert rate(small, pinned).lines[0].name == "hit_host"
+
+
+def test_every_tier_has_its_price() -> None:
+    rates = parse_card(shipped_cards()["two-tier"]).pin("m", STANDARD).rates
+    assert {name: getattr(rates, name) for name in HIT_CLASSES} == {
+        "hit_device": 30_000,
+        "hit_host": 30_000,
+        "hit_disk": 70_000,
+        "hit_remote": 70_000,
+    }
