@@ -352,7 +352,7 @@ def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
     late = work.entry(hold.tenant, f"late:{hold.request_id}", Kind.CORRECTION)
     if late is not None:
         was = Usage.from_record(late.details.get("usage", {}))
-    elif _may_amend(work, charged, command) and usage != was:
+    elif _may_amend(work, charged, command):
         account = work.account(hold.tenant)
         difference = rate(usage, hold.pinned).amount - rate(was, hold.pinned).amount
         postings = spend(account, difference) if difference > 0 else None
@@ -365,6 +365,7 @@ def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
         postings = postings or refund(account, taken_by(work, charged), -difference)
         work.post(account, Kind.CORRECTION, f"late:{hold.request_id}", postings, body)
         was = usage
+        _note_delivery(work, command, charged)
     return Settled(charged, rate(was, hold.pinned), was, repeated=True)
 
 
@@ -379,7 +380,7 @@ def _note_delivery(work: Work, command: Settle, entry: Entry) -> None:
     well.
     """
     context = command.hold.context
-    if not context.fingerprint:
+    if not context.fingerprint or command.outcome in PRESUMED:
         return
     if not command.delivered and entry.amount:
         row = (entry.tenant, context.fingerprint, entry.request_id)

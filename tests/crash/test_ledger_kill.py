@@ -1,0 +1,90 @@
+"""A process with a ledger under load is killed again and again; afterwards the books are right."""
+
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from billing import audit, store_reports
+from billing.entries import Entry, Kind
+from billing.money import UNITS
+from billing.policy import Outcome
+from billing.store import open_store
+from billing.testing import running_ledger
+
+KILLS = 8
+CHILD = """
+import itertools, sys, threading
+from billing.testing import running_ledger
+from billing.policy import Outcome
+from billing.usage import Usage
+url, run = sys.argv[1:]
+lock = threading.Lock()
+with running_ledger(url) as house:
+    pinned = house.ledger.book.at("model", house.clock(), "CNY")
+    def client(number):
+        for turn in itertools.count():
+            name = f"{run}-{number}-{turn}"
+            hold = house.ledger.reserve("acme", name, 10**7, pinned).result()
+            house.ledger.top_up(hold, 10**6, usage=Usage(miss=3, output=1)).result()
+            house.ledger.settle(hold, Usage(miss=3, output=2), Outcome.FINISHED).result()
+            with lock:
+                print(name, flush=True)
+    for number in range(8):
+        threading.Thread(target=client, args=(number,), daemon=True).start()
+    threading.Event().wait()
+"""
+
+
+def test_after_kill_9_every_answer_is_charged_once(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
+    with running_ledger(url) as house:
+        house.fund(10**6 * UNITS)
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    answered: set[str] = set()
+    for number in range(KILLS):
+        answered |= _run_and_kill(url, number, rng.uniform(0.05, 0.5))
+    with running_ledger(url) as house:
+        account = house.ledger.balance("acme")
+        assert account.held == 0
+    charged = _charges(url)
+    names = Counter(entry.request_id for entry in charged)
+    assert max(names.values()) == 1
+    assert answered <= set(names), "an answer was free"
+    for entry in charged:
+        crashed = entry.details["outcome"] == Outcome.CRASHED
+        assert crashed or entry.amount == -7_000_000
+        assert not (crashed and entry.request_id in answered)
+    assert len(answered) > 50
+    spent = -sum(entry.amount for entry in charged)
+    assert account.balance == 10**6 * UNITS - spent
+
+
+def _run_and_kill(url: str, number: int, after_s: float) -> set[str]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, url, str(number)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    first = child.stdout.readline().strip()
+    time.sleep(after_s)
+    child.kill()
+    rest = child.stdout.read()
+    child.wait()
+    child.stdout.close()
+    complete = rest[: rest.rfind("\n") + 1].split()  # a line cut by the kill does not count
+    return {first, *complete}
+
+
+def _charges(url: str) -> list[Entry]:
+    store = open_store(url)
+    try:
+        assert audit.verify(store).problems == []
+        with store.reading() as connection:
+            entries = store_reports.stream_entries(connection, "acme")
+            return [entry for entry in entries if entry.kind is Kind.CHARGE]
+    finally:
+        store.close()

@@ -1,0 +1,341 @@
+"""A state machine over the gate and the ledger, against a model in plain integers.
+
+Requests, top-ups of holds and balances, disconnects, silent retries, crashes between any two
+statements of a transaction, restarts, price changes and clock jumps, on two servers that share one
+database.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from sqlalchemy import event
+
+from billing import audit
+from billing.accounts import Accounts
+from billing.cards import parse_card
+from billing.entries import Kind
+from billing.errors import InsufficientBalance, LedgerUnavailable
+from billing.gate import Command, Correct, Deposit, Reap, Reserve, Settle, Settled, TopUp
+from billing.holds import Hold, RequestContext
+from billing.policy import PRESUMED, Outcome, billable
+from billing.prices import NS
+from billing.rating import rate
+from billing.store import LedgerStore, open_store
+from billing.testing import ManualClock
+from billing.usage import EMPTY, Usage
+from tests.postgres_server import fresh_database, postgres_server
+
+LEASE_S = 60
+AMOUNT = st.integers(0, 3_000_000)
+USAGE = st.builds(
+    Usage,
+    hit_device=st.integers(0, 3),
+    hit_disk=st.integers(0, 3),
+    miss=st.integers(0, 2),
+    output=st.integers(0, 2),
+)
+PICK = st.integers(0, 10**6)
+
+
+class Killed(BaseException):
+    """The process dies here."""
+
+
+@dataclass
+class Open:
+    """A request as its server sees it."""
+
+    hold: Hold
+    server: int
+    held: int
+    expires_ns: int
+    sent: Usage = EMPTY
+
+
+@dataclass
+class Model:
+    """What the ledger must say."""
+
+    paid_in: int = 0
+    open: dict[str, Open] = field(default_factory=dict)
+    charges: dict[str, tuple[int, Outcome, Hold]] = field(default_factory=dict)
+    undelivered: dict[str, list[str]] = field(default_factory=dict)
+    beyond_holds: int = 0
+
+    @property
+    def held(self) -> int:
+        return sum(request.held for request in self.open.values())
+
+    @property
+    def worth(self) -> int:
+        return self.paid_in - sum(amount for amount, _, _ in self.charges.values())
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """One tenant, two servers, each with connections of its own."""
+
+    url: str | None = None
+
+    @initialize()
+    def begin(self) -> None:
+        self.scope = ExitStack()
+        if self.url is None:
+            folder = self.scope.enter_context(tempfile.TemporaryDirectory())
+            url = f"sqlite:///{Path(folder) / 'ledger.sqlite3'}"
+        else:
+            url = self.scope.enter_context(fresh_database(self.url))
+        self.clock = ManualClock()
+        self.stores = [self.scope.enter_context(closing(open_store(url))) for _ in range(2)]
+        self.accounts = Accounts(self.stores[0], clock_ns=self.clock)
+        self.accounts.prepare()
+        self.accounts.create_tenant("acme", "CNY", by="test")
+        self.model = Model()
+        self.names = 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "stores"):
+            return
+        with self.scope:
+            assert audit.verify(self.stores[0]).problems == []
+
+    def apply(self, server: int, command: Command, die_at: int = 0) -> object:
+        """Run one command; with `die_at`, its process dies before that statement and another
+        retries.
+        """
+        store = self.stores[server]
+        if die_at:
+            with dying(store, die_at), suppress(Killed):
+                store.apply([command], self.accounts.book, self.clock)
+        try:
+            return store.apply([command], self.accounts.book, self.clock)[0][0]
+        except LedgerUnavailable as error:
+            raise AssertionError(error) from error
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    @rule(server=st.integers(0, 1), amount=AMOUNT, fingerprint=st.sampled_from(["", "f", "g"]),
+          retry=st.booleans())  # fmt: skip
+    def reserve(self, server: int, amount: int, fingerprint: str, retry: bool) -> None:
+        self.names += 1
+        name = f"r{self.names}"
+        pinned = self.accounts.book.at("m", self.clock(), "CNY")
+        context = RequestContext(fingerprint=fingerprint, is_retry=retry, admitted_ns=self.clock())
+        hold = Hold("acme", name, pinned, context)
+        expires_ns = self.clock() + LEASE_S * NS
+        result = self.apply(server, Reserve(hold, amount, expires_ns, f"s{server}", "b"))
+        available = self.model.worth - self.model.held
+        if amount > 0 and amount > available:
+            assert isinstance(result, InsufficientBalance)
+        else:
+            assert result == hold
+            self.model.open[name] = Open(hold, server, amount, expires_ns)
+
+    @precondition(lambda self: self.model.open)
+    @rule(pick=PICK, amount=AMOUNT, usage=USAGE, die_at=st.integers(0, 8))
+    def top_up(self, pick: int, amount: int, usage: Usage, die_at: int) -> None:
+        request = self._pick(pick)
+        expires_ns = self.clock() + LEASE_S * NS
+        fits = amount <= self.model.worth - self.model.held
+        before = request.held
+        command = TopUp(request.hold, amount, expires_ns, usage)
+        if die_at:  # a top-up is no idempotent command: dead or done, it is not said again
+            store = self.stores[request.server]
+            with dying(store, die_at), suppress(Killed):
+                store.apply([command], self.accounts.book, self.clock)
+            found = {held.request_id: held for held in store.all_holds()}
+            stored = found[request.hold.request_id]
+            assert stored.amount in (before, before + amount)
+            request.held, request.sent = stored.amount, stored.usage
+            request.expires_ns = stored.expires_ns
+            return
+        result = self.apply(request.server, command)
+        if amount > 0 and not fits:
+            assert isinstance(result, InsufficientBalance)
+        else:
+            assert result == before + amount
+            request.held, request.sent = before + amount, usage
+            request.expires_ns = max(request.expires_ns, expires_ns)
+
+    @precondition(lambda self: self.model.open)
+    @rule(pick=PICK, usage=USAGE, outcome=st.sampled_from(
+        [Outcome.FINISHED, Outcome.BUDGET, Outcome.CLIENT_GONE, Outcome.FAILED]),
+        delivered=st.booleans(), die_at=st.integers(0, 12))  # fmt: skip
+    def settle(
+        self, pick: int, usage: Usage, outcome: Outcome, delivered: bool, die_at: int
+    ) -> None:
+        request = self._pick(pick)
+        command = Settle(request.hold, usage, outcome, delivered)
+        result = self.apply(request.server, command, die_at)
+        assert isinstance(result, Settled)
+        self._charged(request, billable(usage, outcome), outcome, delivered)
+        again = self.apply(1 - request.server, command)
+        assert isinstance(again, Settled) and again.repeated
+
+    @precondition(lambda self: self.model.charges)
+    @rule(pick=PICK, usage=USAGE)
+    def settle_late(self, pick: int, usage: Usage) -> None:
+        names = sorted(self.model.charges)
+        name = names[pick % len(names)]
+        amount, outcome, hold = self.model.charges[name]
+        result = self.apply(0, Settle(hold, usage, Outcome.FINISHED, True))
+        assert isinstance(result, Settled) and result.repeated
+        if outcome in PRESUMED:
+            new = rate(usage, hold.pinned).amount
+            self.model.beyond_holds += max(0, new - amount)
+            self.model.charges[name] = (new, Outcome.FINISHED, hold)
+            if hold.context.is_retry and hold.context.fingerprint:
+                self._forgive(hold.context.fingerprint)
+
+    # -- time and death ----------------------------------------------------------------------------
+
+    @rule(seconds=st.integers(-1000, 200))
+    def jump(self, seconds: int) -> None:
+        self.clock.advance(seconds)
+
+    @rule(server=st.integers(0, 1))
+    def sweep(self, server: int) -> None:
+        for hold in self.stores[server].all_holds():
+            if hold.expires_ns <= self.clock():
+                self._reap(server, hold.request_id, Outcome.LAPSED, self.clock())
+        now_ns = self.clock()
+        left = self.stores[server].all_holds()
+        assert all(hold.expires_ns > now_ns for hold in left), "a hold outlives its lease"
+
+    @rule(server=st.integers(0, 1))
+    def crash_and_restart(self, server: int) -> None:
+        for hold in self.stores[server].all_holds():
+            if hold.owner == f"s{server}":
+                self._reap(server, hold.request_id, Outcome.CRASHED, None)
+
+    def _reap(self, server: int, name: str, outcome: Outcome, at_ns: int | None) -> None:
+        request = self.model.open[name]
+        result = self.apply(server, Reap("acme", name, outcome, at_ns))
+        assert isinstance(result, Settled)
+        self._charged(request, billable(request.sent, outcome), outcome, True)
+
+    # -- money and prices --------------------------------------------------------------------------
+
+    @rule(amount=st.integers(1, 9_000_000), kind=st.sampled_from([Kind.GRANT, Kind.TOPUP]),
+          die_at=st.integers(0, 8))  # fmt: skip
+    def deposit(self, amount: int, kind: Kind, die_at: int) -> None:
+        self.names += 1
+        command = Deposit("acme", kind, f"d{self.names}", amount, "test", "")
+        self.apply(0, command, die_at)
+        self.apply(1, command)
+        self.model.paid_in += amount
+
+    @precondition(lambda self: self.model.charges)
+    @rule(pick=PICK)
+    def correct(self, pick: int) -> None:
+        names = sorted(self.model.charges)
+        name = names[pick % len(names)]
+        hold = self.model.charges[name][2]
+        command = Correct("acme", name, f"c:{name}", None, "test", "")
+        self.apply(0, command)
+        self.apply(1, command)
+        self.model.charges[name] = (0, Outcome.FINISHED, hold)
+
+    @rule(hit=st.integers(0, 3), miss=st.integers(3, 9))
+    def change_price(self, hit: int, miss: int) -> None:
+        if len(self.accounts.book.cards) > 4:
+            return
+        number = len(self.accounts.book.cards) + 1
+        text = (
+            f'[card]\nname="c"\nversion="{number}"\nvalid_from=2024-12-0{number}T00:00:00Z\n'
+            f'currency="CNY"\n[[model]]\nmatch="*"\nhit=0.{hit}\nmiss=0.{miss}\noutput=1\n'
+        )
+        self.accounts.apply_card(parse_card(text), by="test")
+
+    # -- what always holds -------------------------------------------------------------------------
+
+    @invariant()
+    def balances_are_the_models(self) -> None:
+        if not hasattr(self, "accounts"):
+            return
+        account = self.accounts.tenant("acme")
+        assert (account.balance, account.held) == (self.model.worth, self.model.held)
+        assert account.balance - account.held >= -self.model.beyond_holds
+
+    def _pick(self, pick: int) -> Open:
+        names = sorted(self.model.open)
+        return self.model.open[names[pick % len(names)]]
+
+    def _charged(self, request: Open, usage: Usage, outcome: Outcome, delivered: bool) -> None:
+        hold, name = request.hold, request.hold.request_id
+        amount = rate(usage, hold.pinned).amount
+        self.model.beyond_holds += max(0, amount - request.held)
+        self.model.charges[name] = (amount, outcome, hold)
+        del self.model.open[name]
+        fingerprint = hold.context.fingerprint
+        if not fingerprint or outcome in PRESUMED:
+            return
+        if not delivered and amount:
+            self.model.undelivered.setdefault(fingerprint, []).append(name)
+        elif delivered and hold.context.is_retry:
+            self._forgive(fingerprint)
+
+    def _forgive(self, fingerprint: str) -> None:
+        for name in self.model.undelivered.pop(fingerprint, ()):
+            _, outcome, hold = self.model.charges[name]
+            self.model.charges[name] = (0, outcome, hold)
+
+
+class dying:
+    """The process dies before the n-th statement of its transaction."""
+
+    def __init__(self, store: LedgerStore, die_at: int) -> None:
+        self.engine, self.left = store.engine, die_at
+
+    def __enter__(self) -> None:
+        event.listen(self.engine, "before_cursor_execute", self._count)
+
+    def __exit__(self, *_: object) -> None:
+        event.remove(self.engine, "before_cursor_execute", self._count)
+
+    def _count(self, *_: object) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Killed
+
+
+QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+
+
+def test_the_ledger_does_what_the_model_says() -> None:
+    run_state_machine_as_test(
+        LedgerMachine,
+        settings=settings(
+            max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=QUIET
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    with postgres_server() as url:
+        yield url
+
+
+@pytest.mark.postgres
+def test_two_servers_on_postgresql_do_what_the_model_says(postgres: str) -> None:
+    machine = type("PostgresMachine", (LedgerMachine,), {"url": postgres})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=8, stateful_step_count=30, deadline=None, suppress_health_check=QUIET
+        ),
+    )
