@@ -50,7 +50,7 @@ class Request:
     """One prompt to serve. `tokens` is an `array('i')` that nobody changes after this."""
 
     request_id: str
-    tokens: array[int]
+    tokens: "array[int]"
     params: SamplingParams
     scope: CacheScope
     adapter: str | None = None
@@ -107,7 +107,8 @@ class StepOutput:
 
     `index` numbers the sequences of a request (`params.n`). `counts.output` is the sum over the
     request so far. `miss_reasons` says, per reason, how many prompt tokens were computed for it;
-    it is set on a request's first output, and sums to `counts.miss`.
+    it is set on a request's first output, and sums to `counts.miss`. Of a request that was ended
+    within its prompt, `counts.prompt` is what was served or computed until then.
     """
 
     request_id: str

@@ -1,0 +1,96 @@
+"""A runner without a model, for tests and simulations: its KV proves what it was computed from.
+
+The "KV" of position p is a 32-bit hash of the KV of position p - 1 and token p, so it depends on
+the whole prefix, and the token it samples is a function of the last KV. Any wrong, stale, torn or
+misplaced row that a step reads shows at once: as `WrongKv`, or as other tokens than `replay` says.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import xxhash
+
+from engine.batch import Batch, Sampled, Span
+from tiers.block import BlockLayout
+
+SEED = 0x5EED
+
+
+def chain_layout(block_size: int = 4) -> BlockLayout:
+    """The smallest layout that the runner can write: 16 bytes of KV a token."""
+    return BlockLayout(
+        num_layers=1, block_size=block_size, num_kv_heads=1, head_dim=2, dtype="float32"
+    )
+
+
+class WrongKv(AssertionError):
+    """A row of a block table is not the KV of the sequence's prefix."""
+
+
+class ChainRunner:
+    """Computes hashes where a model computes KV. `computed` counts the rows written."""
+
+    def __init__(self, pool: torch.Tensor, vocab_size: int = 50) -> None:
+        self._rows = pool.view(torch.int32).numpy()  # [num_blocks, 1, 2, block_size, 1, 2]
+        self._block_size = pool.shape[3]
+        self._vocab_size = vocab_size
+        self.computed = 0
+        self.forgotten: list[int] = []
+
+    def step(self, batch: Batch) -> list[Sampled]:
+        return [self._span(span) for span in batch.spans]
+
+    def forget(self, sequence_id: int) -> None:
+        self.forgotten.append(sequence_id)
+
+    def _span(self, span: Span) -> Sampled:
+        value = self._read(span, span.start - 1) if span.start else SEED
+        for offset, token in enumerate(span.tokens):
+            value = advance(value, int(token))
+            position = span.start + offset
+            if span.write_kv:
+                self._row(span, position)[...] = value
+                self.computed += 1
+            elif self._read(span, position) != value:
+                raise WrongKv(f"position {position} of sequence {span.sequence_id}")
+        token = choose(value, self._vocab_size) if span.sample else None
+        return Sampled(span.sequence_id, token)
+
+    def _row(self, span: Span, position: int) -> np.ndarray:  # type: ignore[type-arg]
+        slot = span.block_table[position // self._block_size]
+        row: np.ndarray = self._rows[slot, :, :, position % self._block_size]  # type: ignore[type-arg]
+        return row
+
+    def _read(self, span: Span, position: int) -> int:
+        row = self._row(span, position)
+        if not (row == row.flat[0]).all():
+            raise WrongKv(f"position {position} of sequence {span.sequence_id} is torn")
+        return int(row.flat[0])
+
+
+def advance(value: int, token: int) -> int:
+    """The KV after `token`, given the KV before it."""
+    digest = xxhash.xxh32_intdigest(
+        value.to_bytes(4, "little", signed=True) + token.to_bytes(4, "little")
+    )
+    return digest - (1 << 32) if digest >= 1 << 31 else digest
+
+
+def choose(value: int, vocab_size: int) -> int:
+    """The token that follows a KV."""
+    return (value & 0x7FFFFFFF) % vocab_size
+
+
+def replay(prompt: Sequence[int], num_tokens: int, vocab_size: int = 50) -> list[int]:
+    """What a cold, lone run of the prompt generates."""
+    value = SEED
+    for token in prompt:
+        value = advance(value, token)
+    generated = array("i")
+    for _ in range(num_tokens):
+        token = choose(value, vocab_size)
+        generated.append(token)
+        value = advance(value, token)
+    return list(generated)

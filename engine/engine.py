@@ -1,0 +1,363 @@
+"""The step loop: one thread that owns the scheduler, the cache and the runner.
+
+Other threads speak to it through `submit`, `abort` and `call`, and hear from it through
+`on_outputs`, once per step. Two crossings per request, however many tokens it has.
+
+    take commands ─► cache.step ─► schedule ─► runner.step ─► take in the results ─► on_outputs
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from engine.batch import Batch, Sampled, Span
+from engine.errors import EmptyPrompt, EngineClosed, EngineFailed, PromptTooLong, QueueFull
+from engine.group import Group
+from engine.request import FinishReason, Request, StepOutput
+from engine.scheduler import Scheduler, SchedulerSettings
+from engine.sequence import Sequence, SequenceState
+from tiers.cache import CacheStats, TieredCache
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3  # steps in a row that may fail before the engine gives up
+IDLE_S = 0.5  # how often an idle engine looks around
+MOVING_S = 0.002  # the same while loads or stores are under way; their end also wakes it
+T = TypeVar("T")
+
+
+class Runner(Protocol):
+    """What the engine asks of the compute half; see `engine.runner`."""
+
+    def step(self, batch: Batch) -> list[Sampled]: ...
+
+    def forget(self, sequence_id: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Bounds of the engine, and what it must know of the model."""
+
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    max_waiting: int = 1024
+    max_context: int = 1 << 20
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of the engine, taken between steps."""
+
+    num_running: int
+    num_waiting: int
+    num_loading: int
+    num_preemptions: int
+    num_steps: int
+    prompt_tokens_computed: int
+    generated_tokens: int
+    cache: CacheStats
+    failed: str | None = None
+
+
+class Engine:
+    """Serves requests until closed. Invariant: every submitted request gets one `last` output."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: TieredCache,
+        settings: EngineSettings,
+        on_outputs: Callable[[Seq[StepOutput]], None],
+    ) -> None:
+        self._runner = runner
+        self._cache = cache
+        self._settings = settings
+        self._on_outputs = on_outputs
+        self._scheduler = Scheduler(cache, settings.scheduler)
+        size = cache.layout.block_size
+        # One block stays free, for the copy of a shared tail that a sequence may have to make.
+        self.max_tokens = min(settings.max_context, (cache.pool.num_blocks - 1) * size)
+        self._groups: dict[str, Group] = {}
+        self._sequences: dict[int, Sequence] = {}
+        self._next_id = 0
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+        self._submitted: set[str] = set()  # requests in flight; guarded by the lock
+        self._closing = False
+        self._failed: BaseException | None = None
+        self._failures = 0  # steps in a row
+        self._num_steps = 0
+        self._generated = 0
+        self._thread = threading.Thread(target=self._run, name="cachesvc-engine", daemon=True)
+
+    # Any thread.
+
+    def start(self) -> None:
+        self._cache.start(on_load=self._wake.set)
+        self._thread.start()
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Refuse new requests, let running ones finish for `drain_s` seconds, abort the rest.
+
+        The cache stays open, for its owner to flush and close.
+        """
+        with self._lock:
+            self._closing = True
+        self._wake.set()
+        give_up = time.monotonic() + drain_s
+        while self._submitted and self._thread.is_alive() and time.monotonic() < give_up:
+            time.sleep(0.01)
+        self._post(self._stop)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises EmptyPrompt, PromptTooLong, QueueFull, EngineClosed or
+        EngineFailed; what it accepts ends in an output with `last` set."""
+        num_tokens = len(request.tokens)
+        if num_tokens == 0:
+            raise EmptyPrompt("the prompt has no tokens; send at least one")
+        if num_tokens >= self.max_tokens:
+            raise PromptTooLong(
+                f"the prompt has {num_tokens} tokens, and at most {self.max_tokens - 1} fit the "
+                f"model's context and the device cache with one token to generate; shorten it"
+            )
+        with self._lock:
+            if self._failed is not None:
+                raise EngineFailed(f"the engine has failed: {self._failed}") from self._failed
+            if self._closing:
+                raise EngineClosed("the engine is shutting down")
+            if len(self._submitted) >= self._settings.max_waiting:
+                raise QueueFull(
+                    f"{len(self._submitted)} requests are in flight, as many as are allowed; "
+                    f"try again later"
+                )
+            assert request.request_id not in self._submitted, f"{request.request_id} runs already"
+            self._submitted.add(request.request_id)
+        self._post(lambda: self._add(request))
+
+    def abort(
+        self,
+        request_id: str,
+        reason: FinishReason = FinishReason.ABORT,
+        index: int | None = None,
+    ) -> None:
+        """End a request early, or one sequence of it; the last output says `reason`.
+
+        What has ended already, or was never known, is ignored.
+        """
+        self._post(lambda: self._abort(request_id, reason, index=index))
+
+    def call(self, function: Callable[[TieredCache], T]) -> "Future[T]":
+        """Run `function` on the engine thread between two steps: to look into or change the cache."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(self._cache))
+            except Exception as error:  # handed to who asked
+                future.set_exception(error)
+
+        self._post(run)
+        return future
+
+    def stats(self) -> EngineStats:
+        """A snapshot; counters may be a step apart."""
+        scheduler = self._scheduler
+        waiting = list(scheduler.waiting)
+        loading = sum(s.state is SequenceState.LOADING for s in waiting)
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(waiting) - loading,
+            num_loading=loading,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            prompt_tokens_computed=scheduler.prompt_tokens_computed,
+            generated_tokens=self._generated,
+            cache=self._cache.stats(),
+            failed=repr(self._failed) if self._failed else None,
+        )
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    # The engine thread.
+
+    def turn(self) -> bool:
+        """Take commands, then one step; False when there was nothing to compute.
+
+        For the engine thread, and for simulations that drive an engine without one.
+        """
+        while self._commands:
+            self._commands.popleft()()
+        try:
+            computed = self._step()
+        except Exception:
+            self._failures += 1
+            logger.exception("a step failed; its requests are failed with it")
+            if self._failures >= MAX_FAILURES:
+                raise
+            self._fail_running("the engine failed in a step; see the server's log")
+            return True
+        self._failures = 0
+        return computed
+
+    def _run(self) -> None:
+        try:
+            while True:
+                if not self.turn():
+                    self._wake.wait(MOVING_S if self._cache.is_moving else IDLE_S)
+                    self._wake.clear()
+        except _Stopped:
+            pass
+        except BaseException as error:  # the top of the thread: everything in flight must end
+            logger.critical("the engine has failed", exc_info=error)
+            with self._lock:
+                self._failed = error
+            self._fail_all(f"the engine has failed: {error}")
+
+    def _stop(self) -> None:
+        self._fail_all("the server is shutting down", FinishReason.ABORT)
+        raise _Stopped
+
+    def _step(self) -> bool:
+        """One step; False when there was nothing to compute."""
+        self._cache.step()
+        batch = self._scheduler.schedule()
+        self._forget_left()
+        if not batch.spans:
+            return False
+        started = time.perf_counter()
+        sampled = self._runner.step(batch)
+        self._observe(batch, time.perf_counter() - started)
+        self._num_steps += 1
+        outputs: list[StepOutput] = []
+        for span, result in zip(batch.spans, sampled, strict=True):
+            self._take_in(span, result, outputs)
+        self._forget_left()
+        if outputs:
+            self._on_outputs(outputs)
+        return True
+
+    def _observe(self, batch: Batch, seconds: float) -> None:
+        """Learn the prefill rate from steps that mostly prefill."""
+        if batch.num_tokens >= 2 * len(batch.spans) + self._cache.layout.block_size:
+            self._cache.economy.observe_prefill(batch.num_tokens, seconds)
+
+    def _take_in(self, span: Span, result: Sampled, outputs: list[StepOutput]) -> None:
+        sequence = self._sequences[span.sequence_id]
+        self._scheduler.computed(sequence, span)
+        if result.token is None:
+            return
+        group = self._groups[sequence.request.request_id]
+        now_ns = time.monotonic_ns()
+        if sequence.state is SequenceState.PREFILL:
+            sequence.state = SequenceState.DECODE
+            sequence.first_token_ns = sequence.first_token_ns or now_ns
+            for twin in group.due_twins(sequence, self._new_id):
+                self._sequences[twin.sequence_id] = twin
+                self._scheduler.fork(sequence, twin)
+        sequence.append(result.token)
+        self._generated += 1
+        group.num_output += 1
+        finish = self._finish_of(sequence, result.token)
+        if finish is not None:
+            self._end(sequence, finish)
+        outputs.append(group.output(sequence, result, now_ns))
+        if group.done:
+            self._close_group(group)
+
+    def _finish_of(self, sequence: Sequence, token: int) -> FinishReason | None:
+        params = sequence.params
+        generated = sequence.num_generated
+        if generated >= params.min_tokens:
+            if token in params.stop_token_ids:
+                return FinishReason.STOP
+            if token in self._settings.eos_token_ids and not params.ignore_eos:
+                return FinishReason.STOP
+        if params.max_tokens is not None and generated >= params.max_tokens:
+            return FinishReason.LENGTH
+        return FinishReason.LENGTH if sequence.num_tokens >= self.max_tokens else None
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._scheduler.remove(sequence, reason)
+        del self._sequences[sequence.sequence_id]
+        self._groups[sequence.request.request_id].ended(sequence)
+
+    def _close_group(self, group: Group) -> None:
+        del self._groups[group.request.request_id]
+        with self._lock:
+            self._submitted.discard(group.request.request_id)
+
+    def _forget_left(self) -> None:
+        left = self._scheduler.left
+        while left:
+            self._runner.forget(left.pop())
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    # Commands.
+
+    def _add(self, request: Request) -> None:
+        if self._failed is not None:
+            self._refuse(request)
+            return
+        group = Group(request, self._cache.layout.block_size)
+        self._groups[request.request_id] = group
+        sequence = group.first(self._new_id())
+        self._sequences[sequence.sequence_id] = sequence
+        self._scheduler.add(sequence)
+
+    def _abort(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        error: str | None = None,
+        index: int | None = None,
+    ) -> None:
+        group = self._groups.get(request_id)
+        if group is None:
+            return
+        now_ns = time.monotonic_ns()
+        outputs = []
+        for sequence in [s for s in group.sequences if index in (None, s.index)]:
+            self._end(sequence, reason)
+            outputs.append(group.output(sequence, None, now_ns, error=error))
+        if group.done:
+            self._close_group(group)
+        self._forget_left()
+        if outputs:
+            self._on_outputs(outputs)
+
+    def _fail_running(self, message: str) -> None:
+        running = {s.request.request_id for s in self._scheduler.running}
+        for request_id in running:
+            self._abort(request_id, FinishReason.ERROR, message)
+
+    def _fail_all(self, message: str, reason: FinishReason = FinishReason.ERROR) -> None:
+        for request_id in list(self._groups):
+            self._abort(request_id, reason, message)
+        while self._failed is not None and self._commands:
+            self._commands.popleft()()
+
+    def _refuse(self, request: Request) -> None:
+        """A request that was accepted just before the engine failed."""
+        self._groups[request.request_id] = group = Group(request, self._cache.layout.block_size)
+        sequence = group.first(self._new_id())
+        self._sequences[sequence.sequence_id] = sequence
+        self._scheduler.add(sequence)
+        self._abort(request.request_id, FinishReason.ERROR, f"the engine failed: {self._failed}")
+
+
+class _Stopped(Exception):
+    """Ends the step loop after a close."""

@@ -1,0 +1,99 @@
+"""A request and its sequences: `n` samples of one prompt, counted and answered as one request."""
+
+import os
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from engine.batch import Sampled
+from engine.request import FinishReason, Request, StepOutput, Timeline, TokenCounts
+from engine.sequence import Sequence
+from tiers.chain import Chain
+from tiers.keys import PrefixKey
+
+
+class Group:
+    """The live sequences of one request. Engine thread only.
+
+    The prompt is computed once, by the first sequence; the others fork from it when it stands.
+    """
+
+    def __init__(self, request: Request, block_size: int) -> None:
+        self.request = request
+        self.sequences: list[Sequence] = []
+        self.num_output = 0
+        self._block_size = block_size
+        self._num_due = request.params.n - 1
+        self._told_reasons = False
+
+    @property
+    def done(self) -> bool:
+        """Whether no sequence is live or due any more."""
+        return not self.sequences and not self._num_due
+
+    def first(self, sequence_id: int) -> Sequence:
+        """The sequence that computes the prompt."""
+        request = self.request
+        root = request.scope.root() if request.cache else PrefixKey(os.urandom(16))
+        chain = Chain(root, request.tokens, self._block_size, private=not request.cache)
+        return self._make(sequence_id, 0, chain)
+
+    def due_twins(self, first: Sequence, new_id: Callable[[], int]) -> Iterator[Sequence]:
+        """The other sequences, once the first one's prompt stands; each to be forked from it."""
+        while self._num_due:
+            index = self.request.params.n - self._num_due
+            self._num_due -= 1
+            yield self._make(new_id(), index, first.chain.copy())
+
+    def ended(self, sequence: Sequence) -> None:
+        self.sequences.remove(sequence)
+        if sequence.finish in (FinishReason.ABORT, FinishReason.ERROR):
+            self._num_due = 0
+
+    def output(
+        self, sequence: Sequence, result: Sampled | None, now_ns: int, error: str | None = None
+    ) -> StepOutput:
+        """What this step made for a sequence."""
+        told, self._told_reasons = self._told_reasons, True
+        return StepOutput(
+            request_id=self.request.request_id,
+            index=sequence.index,
+            tokens=(result.token,) if result is not None and result.token is not None else (),
+            counts=self._counts(sequence),
+            finish=sequence.finish,
+            logprobs=(result.logprob,) if result is not None and result.logprob else (),
+            miss_reasons={} if told or sequence.cut_short else sequence.miss_reasons,
+            timeline=Timeline(
+                arrival_ns=self.request.arrival_ns or sequence.queued_ns,
+                admitted_ns=sequence.admitted_ns,
+                loaded_ns=sequence.loaded_ns,
+                first_token_ns=sequence.first_token_ns,
+                last_token_ns=now_ns,
+            ),
+            error=error,
+            last=self.done,
+        )
+
+    def _make(self, sequence_id: int, index: int, chain: Chain) -> Sequence:
+        params = self.request.params
+        if params.seed is not None and index:
+            params = replace(params, seed=params.seed + index)
+        sequence = Sequence(
+            sequence_id=sequence_id,
+            index=index,
+            request=self.request,
+            params=params,
+            chain=chain,
+            tokens=array("i", self.request.tokens),
+            num_prompt=len(self.request.tokens),
+        )
+        self.sequences.append(sequence)
+        return sequence
+
+    def _counts(self, sequence: Sequence) -> TokenCounts:
+        """The request's tokens by class. Of a request that was ended within its prompt, only what
+        was served or computed counts."""
+        counts = sequence.counts or TokenCounts(prompt=0)
+        if sequence.cut_short:
+            counts = replace(counts, prompt=max(counts.hit, sequence.prompt_done))
+        return replace(counts, output=self.num_output)

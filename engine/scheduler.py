@@ -1,0 +1,318 @@
+"""Which tokens are computed in the next step, and what becomes of the sequences after it.
+
+    WAITING ─► LOADING ─► PREFILL ─► DECODE ─► FINISHED
+       ▲                     │          │
+       └─── preemption ──────┴──────────┘
+
+Engine thread only. Each step: running sequences first (one decode token each, then prefill chunks
+within the step's budget), then new ones as long as there is room. Chunks end on block borders.
+"""
+
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from engine.batch import Batch, Span
+from engine.queue import QueueOrder, WaitingQueue
+from engine.request import FinishReason, TokenCounts
+from engine.sequence import Sequence, SequenceState
+from tiers.cache import TieredCache
+from tiers.errors import MissReason, OutOfBlocks
+from tiers.promotion import Progress
+from tiers.tails import Tail, TailCase
+from tiers.tier import TierName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """Bounds of one step. Token budgets are rounded down to whole blocks, one at least."""
+
+    max_running: int = 64
+    step_tokens: int = 512  # prompt tokens computed in a step
+    mixed_step_tokens: int = 128  # the same while others decode, so that they do not stall
+    max_tickets: int = 8  # waiting requests whose prefix may be brought up at once
+    order: QueueOrder = QueueOrder.CACHED_FIRST
+    max_passed_s: float = 5.0  # the longest that a request is passed by for better cached ones
+
+
+class Scheduler:
+    """Owns the sequences. Invariant: each is in `waiting` or in `running`, never in both."""
+
+    def __init__(self, cache: TieredCache, settings: SchedulerSettings) -> None:
+        self._cache = cache
+        self._settings = settings
+        self._block_size = cache.layout.block_size
+        self.waiting = WaitingQueue(settings.order, max_passed_s=settings.max_passed_s)
+        self.running: list[Sequence] = []
+        self.left: list[int] = []  # sequence ids that stopped running, for the runner to forget
+        self.num_preemptions = 0
+        self.prompt_tokens_computed = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or len(self.waiting) > 0
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.queued_ns = time.monotonic_ns()
+        self.waiting.add(sequence)
+
+    def remove(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Take a sequence out wherever it is; its full blocks stay in the cache."""
+        if sequence.state in (SequenceState.PREFILL, SequenceState.DECODE):
+            self._leave(sequence)
+        elif sequence.state is not SequenceState.FINISHED:
+            self.waiting.remove(sequence)
+            self._close_ticket(sequence)
+        sequence.state, sequence.finish = SequenceState.FINISHED, reason
+
+    def schedule(self) -> Batch:
+        """The next step's work. Empty when nobody can make progress but by waiting."""
+        batch = Batch()
+        for sequence in [s for s in self.running if s.state is SequenceState.DECODE]:
+            if sequence.state is SequenceState.DECODE:  # not preempted for one before it
+                self._add_span(batch, sequence, 1)
+        settings = self._settings
+        budget = settings.mixed_step_tokens if batch.spans else settings.step_tokens
+        for sequence in [s for s in self.running if s.state is SequenceState.PREFILL]:
+            if budget > 0 and sequence.state is SequenceState.PREFILL:
+                budget -= self._add_span(batch, sequence, budget)
+        if budget > 0:
+            for sequence in self._admit():
+                budget -= self._add_span(batch, sequence, budget)
+                if budget <= 0:
+                    break
+        return batch
+
+    # Running sequences.
+
+    def _add_span(self, batch: Batch, sequence: Sequence, budget: int) -> int:
+        """Add the sequence's next tokens, at most about `budget`; returns how many."""
+        start = sequence.start
+        end = self._chunk_end(start, sequence.num_tokens, budget)
+        try:
+            self._make_room(batch, sequence, end)
+        except OutOfBlocks:
+            return 0  # the sequence itself was the one to give way
+        sample = end == sequence.num_tokens
+        params = sequence.params
+        batch.spans.append(
+            Span(
+                sequence_id=sequence.sequence_id,
+                tokens=sequence.span_tokens(start, end),
+                start=start,
+                block_table=sequence.block_table,
+                sample=sample,
+                params=params,
+                sampled_before=sequence.num_generated,
+                history=sequence.history() if sample else None,
+                num_prompt_tokens=sequence.num_prompt,
+                adapter=sequence.request.adapter,
+                write_kv=end > sequence.num_standing,
+            )
+        )
+        return end - start
+
+    def _chunk_end(self, start: int, num_tokens: int, budget: int) -> int:
+        """Where the chunk that begins at `start` ends: at the last token or on a block border."""
+        if num_tokens - start <= budget:
+            return num_tokens
+        border = (start + budget) // self._block_size * self._block_size
+        return min(num_tokens, max(border, (start // self._block_size + 1) * self._block_size))
+
+    def _make_room(self, batch: Batch, sequence: Sequence, end: int) -> None:
+        """Give slots to the blocks that positions up to `end` are written to.
+
+        Makes others give way, the last admitted first. Raises OutOfBlocks when the sequence
+        itself had to, and has gone back to waiting.
+        """
+        while True:
+            try:
+                self._provide(sequence, end)
+                return
+            except OutOfBlocks:
+                if self._revoke_ticket():
+                    continue
+                victim = self.running[-1]
+                self._preempt(victim)
+                batch.spans = [s for s in batch.spans if s.sequence_id != victim.sequence_id]
+                if victim is sequence:
+                    raise
+
+    def _provide(self, sequence: Sequence, end: int) -> None:
+        size, blocks, table = self._block_size, sequence.blocks, sequence.block_table
+        standing = sequence.num_standing
+        if end > standing and standing % size and standing // size < len(blocks):
+            number = standing // size
+            block = blocks[number]
+            if block.slot is not None and not block.writer:
+                blocks[number] = block = self._cache.own_tail(block, standing % size)
+                assert block.slot is not None
+                table[number] = block.slot
+        num_blocks = -(-end // size)
+        while len(blocks) < num_blocks:
+            blocks.append(self._cache.new_block())
+        while len(table) < num_blocks:
+            block = blocks[len(table)]
+            table.append(block.slot if block.slot is not None else self._cache.provide(block))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Send a sequence back to waiting; what it computed stays in the cache as long as it can."""
+        self._leave(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.put_back(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.left.append(sequence.sequence_id)
+        self._cache.release(sequence.chain, sequence.blocks, sequence.num_standing)
+        sequence.block_table = []
+        sequence.num_standing = 0
+
+    # Waiting sequences.
+
+    def _admit(self) -> Iterator[Sequence]:
+        """Sequences that begin to run, one by one; the caller stops when its budget is spent."""
+        now_ns = time.monotonic_ns()
+        num_tickets = sum(s.ticket is not None for s in self.waiting)
+        for sequence in self.waiting.candidates(now_ns, self._num_cached):
+            if len(self.running) >= self._settings.max_running:
+                return
+            if sequence.ticket is None:
+                if num_tickets >= self._settings.max_tickets:
+                    continue
+                sequence.ticket = self._cache.open(sequence.chain)
+                num_tickets += 1
+            progress = self._cache.advance(sequence.ticket)
+            if progress is Progress.LOADING:
+                sequence.state = SequenceState.LOADING
+                continue
+            sequence.loaded_ns = sequence.loaded_ns or time.monotonic_ns()
+            if progress is Progress.WAITING:
+                continue
+            if progress is Progress.NO_ROOM or not self._has_room(sequence):
+                if not self.running and self._revoke_ticket(but=sequence):
+                    continue
+                return
+            tail = self._cache.find_tail(sequence.ticket)
+            if tail is not None and tail.case is TailCase.WAIT:
+                continue
+            num_tickets -= 1
+            self._begin(sequence, tail)
+            yield sequence
+
+    def _num_cached(self, sequence: Sequence) -> int:
+        if sequence.ticket is not None:
+            return len(sequence.ticket.blocks) * self._block_size
+        return self._cache.peek(sequence.chain)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether its blocks, and one to generate into, fit beside those of who runs already."""
+        assert sequence.ticket is not None
+        needed = sequence.num_tokens // self._block_size + 1 - len(sequence.ticket.blocks)
+        promised = sum(len(s.blocks) - len(s.block_table) for s in self.running)
+        return needed + promised <= self._cache.num_allocatable
+
+    def _begin(self, sequence: Sequence, tail: Tail | None) -> None:
+        """Turn the ticket's blocks into the head of the block table, and plan the rest."""
+        ticket = sequence.ticket
+        assert ticket is not None
+        sequence.ticket = None
+        sequence.blocks = list(ticket.blocks)
+        num_rows = 0
+        if tail is not None:
+            block = self._cache.adopt_tail(tail, sequence.chain, len(sequence.blocks))
+            if block is not None:
+                sequence.blocks.append(block)
+                num_rows = tail.num_rows
+        sequence.num_standing = len(ticket.blocks) * self._block_size + num_rows
+        sequence.prompt_done = min(sequence.num_standing, sequence.num_prompt)
+        sequence.block_table = [b.slot for b in sequence.blocks if b.slot is not None]
+        sequence.blocks += self._cache.plan(sequence.chain, len(sequence.blocks))
+        if sequence.counts is None:
+            source = tail.source if tail is not None and num_rows else None
+            self._count_hits(sequence, ticket.sources, source, num_rows, ticket.stop)
+        sequence.admitted_ns = sequence.admitted_ns or time.monotonic_ns()
+        sequence.state = SequenceState.PREFILL
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+
+    def _count_hits(
+        self,
+        sequence: Sequence,
+        sources: Seq[TierName],
+        tail_source: TierName | None,
+        num_rows: int,
+        stop: MissReason,
+    ) -> None:
+        """Fix which prompt tokens are hits, and why the others are not. Done once in a request's
+        life: what is recomputed after a preemption is neither billed again nor sold as a hit.
+
+        The last prompt token is always computed, so it is never a hit.
+        """
+        size, num_prompt = self._block_size, sequence.num_prompt
+        hits = dict.fromkeys(TierName, 0)
+        for source in sources:
+            hits[source] += size
+        last = tail_source or (sources[-1] if sources else None)
+        if tail_source is not None:
+            hits[tail_source] += num_rows
+        if last is not None and sum(hits.values()) >= num_prompt:
+            hits[last] -= 1
+        sequence.counts = TokenCounts(
+            prompt=num_prompt,
+            hit_device=hits[TierName.DEVICE],
+            hit_host=hits[TierName.HOST],
+            hit_disk=hits[TierName.DISK],
+            hit_remote=hits[TierName.REMOTE],
+        )
+        missed_full = max(0, (num_prompt - 1) // size * size - sequence.counts.hit)
+        reasons = {stop: missed_full, MissReason.TAIL: sequence.counts.miss - missed_full}
+        sequence.miss_reasons = {reason: tokens for reason, tokens in reasons.items() if tokens}
+
+    def _revoke_ticket(self, but: Sequence | None = None) -> bool:
+        """Take the pins of the waiting sequence that would be admitted last; False: none has any."""
+        for sequence in reversed(list(self.waiting)):
+            if sequence is not but and sequence.ticket is not None and sequence.ticket.blocks:
+                self._close_ticket(sequence)
+                sequence.state = SequenceState.WAITING
+                return True
+        return False
+
+    def _close_ticket(self, sequence: Sequence) -> None:
+        if sequence.ticket is not None:
+            self._cache.close_ticket(sequence.ticket)
+            sequence.ticket = None
+
+    # After a step.
+
+    def computed(self, sequence: Sequence, span: Span) -> None:
+        """The step computed this span: its KV stands, and the blocks it filled are committed."""
+        end = span.start + len(span.tokens)
+        self.prompt_tokens_computed += max(0, min(end, sequence.num_prompt) - span.start)
+        first = sequence.num_standing // self._block_size
+        if end <= sequence.num_standing:
+            return
+        sequence.num_standing = end
+        sequence.prompt_done = max(sequence.prompt_done, min(end, sequence.num_prompt))
+        for number in range(first, end // self._block_size):
+            block = self._cache.commit(sequence.chain, number, sequence.blocks[number])
+            sequence.blocks[number] = block
+            assert block.slot is not None
+            sequence.block_table[number] = block.slot
+        if end % self._block_size and end == sequence.num_tokens:
+            self._cache.computed_tail(sequence.blocks[end // self._block_size])
+
+    def fork(self, sequence: Sequence, twin: Sequence) -> None:
+        """Let `twin` run on from the tokens of `sequence`, sharing the blocks of its KV."""
+        num_blocks = -(-sequence.num_standing // self._block_size)
+        twin.blocks = self._cache.share(sequence.blocks[:num_blocks])
+        twin.block_table = sequence.block_table[:num_blocks]
+        twin.num_standing = twin.prompt_done = sequence.num_standing
+        twin.counts, twin.miss_reasons = sequence.counts, sequence.miss_reasons
+        twin.queued_ns, twin.loaded_ns = sequence.queued_ns, sequence.loaded_ns
+        twin.admitted_ns = sequence.admitted_ns
+        twin.state = SequenceState.PREFILL
+        self.running.append(twin)

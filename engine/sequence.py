@@ -1,0 +1,91 @@
+"""One sequence being generated: its tokens, its blocks, and how far its KV stands.
+
+Owned by the scheduler, on the engine thread.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.request import FinishReason, Request, SamplingParams, TokenCounts
+from tiers.chain import Chain
+from tiers.errors import MissReason
+from tiers.index import Block
+from tiers.promotion import Ticket
+
+
+class SequenceState(StrEnum):
+    """Where a sequence is on its way."""
+
+    WAITING = "waiting"
+    LOADING = "loading"  # waiting, and its prefix is being brought up
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One of the `n` sequences of a request.
+
+    Invariants: KV stands for positions `[0, num_standing)`; `blocks` cover them and perhaps more;
+    `block_table[i]` is the slot of `blocks[i]` for the leading blocks that have one; the chain's
+    tokens are the prompt and all generated tokens.
+    """
+
+    sequence_id: int
+    index: int
+    request: Request
+    params: SamplingParams
+    chain: Chain
+    tokens: "array[int]"
+    num_prompt: int
+    state: SequenceState = SequenceState.WAITING
+    blocks: list[Block] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)
+    num_standing: int = 0
+    prompt_done: int = 0  # prompt tokens that were served or computed, at the furthest
+    ticket: Ticket | None = None
+    counts: TokenCounts | None = None  # of the prompt, fixed at first admission
+    miss_reasons: dict[MissReason, int] = field(default_factory=dict)
+    finish: FinishReason | None = None
+    queued_ns: int = 0
+    admitted_ns: int = 0
+    loaded_ns: int = 0
+    first_token_ns: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether it ended before its prompt was served."""
+        return self.finish is not None and self.prompt_done < self.num_prompt
+
+    @property
+    def start(self) -> int:
+        """First position to compute next: at least the last token is computed, for its logits."""
+        return min(self.num_standing, len(self.tokens) - 1)
+
+    def history(self) -> NDArray[np.int32] | None:
+        """All tokens so far, where a penalty looks at them."""
+        p = self.params
+        if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0:
+            return np.array(self.tokens, dtype=np.int32)
+        return None
+
+    def span_tokens(self, start: int, end: int) -> NDArray[np.int32]:
+        return np.frombuffer(self.tokens[start:end], dtype=np.int32)
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.chain.append(token)

@@ -1,0 +1,274 @@
+"""Any interleaving of requests gives each the tokens of a cold, lone run, and leaks nothing.
+
+The model is `ChainRunner`, whose KV proves the prefix it was computed from; the disk is in memory
+and slow and faulty by a seed. A failing run prints its seed.
+"""
+
+import random
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from engine.chain_runner import ChainRunner, chain_layout, replay
+from engine.engine import Engine, EngineSettings
+from engine.queue import QueueOrder
+from engine.request import FinishReason, Request, SamplingParams, StepOutput
+from engine.scheduler import SchedulerSettings
+from tiers.cache import CacheSettings, TieredCache
+from tiers.demotion import WritePolicy
+from tiers.keys import CacheScope
+from tiers.memory import MemoryTier, SteppedMover
+
+BLOCK = 4
+
+
+class World:
+    """An engine without a thread, driven step by step, and what it has answered."""
+
+    def __init__(
+        self,
+        *,
+        device_blocks: int = 24,
+        host_blocks: int = 32,
+        disk_blocks: int = 200,
+        fault_rate: float = 0.0,
+        seed: int = 0,
+        share_tails: bool = True,
+        write_policy: WritePolicy = WritePolicy.ON_EVICT,
+        order: QueueOrder = QueueOrder.CACHED_FIRST,
+        max_running: int = 6,
+        step_tokens: int = 16,
+        policy: str = "lru",
+    ) -> None:
+        layout = chain_layout(BLOCK)
+        tier = MemoryTier(disk_blocks, fault_rate=fault_rate, seed=seed)
+        self.mover = SteppedMover(tier, seed=seed)
+        self.cache = TieredCache(
+            layout,
+            CacheSettings(
+                device_bytes=device_blocks * layout.nbytes,
+                host_bytes=host_blocks * layout.nbytes,
+                share_tails=share_tails,
+                write_policy=write_policy,
+                weigh_loads=False,
+                policy=policy,
+            ),
+            disk=tier,
+            mover=self.mover,
+        )
+        self.runner = ChainRunner(self.cache.pool.tensor)
+        scheduler = SchedulerSettings(
+            max_running=max_running,
+            step_tokens=step_tokens,
+            mixed_step_tokens=step_tokens // 2,
+            order=order,
+        )
+        self.engine = Engine(
+            self.runner, self.cache, EngineSettings(scheduler=scheduler), self._take
+        )
+        self.outputs: dict[str, list[StepOutput]] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.params: dict[str, SamplingParams] = {}
+
+    def submit(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        n: int = 1,
+        tenant: bytes = b"",
+        cache: bool = True,
+    ) -> None:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, n=n)
+        self.prompts[name], self.params[name] = list(prompt), params
+        self.outputs[name] = []
+        self.engine.submit(
+            Request(
+                request_id=name,
+                tokens=array("i", prompt),
+                params=params,
+                scope=CacheScope(tenant=tenant),
+                cache=cache,
+            )
+        )
+
+    def live(self) -> list[str]:
+        return [name for name, outputs in self.outputs.items() if not _ended(outputs)]
+
+    def run(self, max_turns: int = 5000) -> None:
+        """Step until every request has ended."""
+        turns = 0
+        while self.live():
+            turns += 1
+            assert turns < max_turns, f"stuck: {self.live()} {self.engine.stats()}"
+            if not self.engine.turn():
+                self.mover.run(2)
+
+    def tokens(self, name: str, index: int = 0) -> list[int]:
+        return [t for o in self.outputs[name] if o.index == index for t in o.tokens]
+
+    def counts(self, name: str):  # type: ignore[no-untyped-def]
+        return self.outputs[name][-1].counts
+
+    def check(self) -> None:
+        """Every request got a cold run's tokens, or a beginning of them if it was aborted."""
+        for name, outputs in self.outputs.items():
+            for index in range(self.params[name].n):
+                expected = replay(self.prompts[name], self.params[name].max_tokens or 0)
+                got = self.tokens(name, index)
+                reason = next((o.finish for o in outputs if o.index == index and o.finish), None)
+                if reason is FinishReason.ABORT or reason is None:
+                    assert got == expected[: len(got)], name
+                else:
+                    assert reason is FinishReason.LENGTH and got == expected, name
+            counts = outputs[-1].counts
+            assert counts.hit + counts.miss == counts.prompt
+            assert sum(outputs[0].miss_reasons.values()) in (0, outputs[0].counts.miss)
+
+    def check_idle(self) -> None:
+        """Nothing is pinned, and slots and frames are conserved."""
+        self.cache.step()
+        while self.cache.is_moving:
+            self.mover.run(1000)
+            self.cache.step()
+        assert not self.engine._scheduler.has_work
+        for block in [*self.cache.index, *self.cache.index.iter_partials()]:
+            assert block.pins == 0 and block.busy == 0, block
+        self.cache.residency.check()
+
+    def _take(self, outputs: Sequence[StepOutput]) -> None:
+        for output in outputs:
+            self.outputs[output.request_id].append(output)
+
+
+def _ended(outputs: list[StepOutput]) -> bool:
+    return bool(outputs) and outputs[-1].last
+
+
+def _drive(world: World, chance: random.Random, num_requests: int) -> None:
+    """Random arrivals over shared prefixes, cancels, and steps, until all is answered."""
+    trunk = [[chance.randrange(50) for _ in range(chance.randrange(1, 30))] for _ in range(4)]
+    sent = 0
+    while sent < num_requests or world.live():
+        if sent < num_requests and chance.random() < 0.4:
+            for _ in range(chance.choice((1, 1, 2, 4))):
+                base = chance.choice(trunk)
+                prompt = (
+                    base[: chance.randrange(1, len(base) + 1)] if chance.random() < 0.5 else base
+                )
+                prompt = prompt + [
+                    chance.randrange(50) for _ in range(chance.choice((0, 0, 1, 3, 9)))
+                ]
+                if chance.random() < 0.2:
+                    trunk[chance.randrange(4)] = prompt + replay(prompt, 5)
+                world.submit(
+                    f"r{sent}",
+                    prompt,
+                    max_tokens=chance.randrange(1, 12),
+                    n=chance.choice((1, 1, 1, 3)),
+                    tenant=chance.choice((b"", b"", b"other")),
+                    cache=chance.random() > 0.1,
+                )
+                sent += 1
+        if world.live() and chance.random() < 0.05:
+            world.engine.abort(chance.choice(world.live()))
+        if not world.engine.turn() or chance.random() < 0.3:
+            world.mover.run(chance.randrange(3))
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo"])
+@pytest.mark.parametrize("write_policy", list(WritePolicy))
+@pytest.mark.parametrize("share_tails", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_any_interleaving_is_exact(
+    seed: int, share_tails: bool, write_policy: WritePolicy, policy: str
+) -> None:
+    chance = random.Random(seed * 7919)
+    world = World(
+        device_blocks=chance.choice((14, 24, 60)),
+        host_blocks=chance.choice((0, 16, 40)),
+        disk_blocks=chance.choice((10, 300)),
+        fault_rate=chance.choice((0.0, 0.1)),
+        seed=seed,
+        share_tails=share_tails,
+        write_policy=write_policy,
+        policy=policy,
+    )
+    _drive(world, chance, num_requests=60)
+    world.check()
+    world.check_idle()
+
+
+def test_requests_that_arrive_together_compute_a_shared_prefix_once() -> None:
+    """Computed tokens are the unique tokens, whoever asked first."""
+    world = World(device_blocks=100)
+    prefix = list(range(30))
+    for number in range(8):
+        world.submit(f"r{number}", [*prefix, 40 + number, 3], max_tokens=1)
+    world.run()
+    world.check()
+    assert world.runner.computed == len(prefix) + 8 * 2
+    assert world.engine.stats().prompt_tokens_computed == len(prefix) + 8 * 2
+
+
+def test_a_waiter_takes_over_when_the_producer_is_cancelled() -> None:
+    world = World(device_blocks=100, step_tokens=8)
+    prompt = list(range(40))
+    world.submit("first", prompt)
+    world.engine.turn()
+    world.submit("second", prompt)
+    world.engine.turn()
+    world.engine.abort("first")
+    world.run()
+    world.check()
+    assert world.counts("second").hit_device >= 8
+
+
+def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing() -> None:
+    for length in (16, 18):
+        world = World(device_blocks=100)
+        prompt = list(range(length))
+        world.submit("cold", prompt, max_tokens=1)
+        world.run()
+        computed = world.runner.computed
+        world.submit("warm", prompt, max_tokens=1)
+        world.run()
+        world.check()
+        assert world.runner.computed == computed
+        assert world.counts("warm").miss == 1 and world.counts("warm").hit_device == length - 1
+
+
+def test_a_pool_too_small_for_all_serves_all() -> None:
+    world = World(device_blocks=10, host_blocks=16, max_running=6)
+    for number in range(12):
+        world.submit(f"r{number}", [number] * 20, max_tokens=10)
+    world.run()
+    world.check()
+    world.check_idle()
+    assert world.engine.stats().num_preemptions > 0
+
+
+def test_hits_come_from_each_tier_and_are_counted_there() -> None:
+    """The same prompt from the device, then from the host, then from the disk."""
+    world = World(device_blocks=12, host_blocks=16, disk_blocks=500)
+    prompt = list(range(20)) + [7]
+    world.submit("cold", prompt)
+    world.run()
+    world.submit("device", prompt)
+    world.run()
+    assert world.counts("device").hit_device == 20
+    world.submit("flood0", [45] * 40)
+    world.run()
+    world.submit("host", prompt)
+    world.run()
+    assert world.counts("host").hit_host >= 16
+    for number in range(1, 6):
+        world.submit(f"flood{number}", [number] * 40)
+        world.run()
+        world.mover.run(10)
+    world.submit("disk", prompt)
+    world.run()
+    assert world.counts("disk").hit_disk == 20
+    world.check()
+    world.check_idle()

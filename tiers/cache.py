@@ -1,0 +1,310 @@
+"""The face of the tiers: what the engine asks of the cache, in the order in which it asks.
+
+    open ─► advance ... ─► adopt ─► new_block / commit as blocks fill ─► release
+    (ticket: match, load, lift)     (a sequence's block table)          (evictable from here on)
+
+Engine thread only, except that `CacheStats` snapshots may be read anywhere. Nothing here waits for
+a disk. A fault below shortens what `advance` finds; it is never an exception.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tiers.block import BlockLayout
+from tiers.chain import Chain
+from tiers.demotion import Demoter, DemotionSettings, WritePolicy
+from tiers.device import DevicePool
+from tiers.economy import LoadEconomy
+from tiers.errors import ConfigurationError, MissReason, OutOfBlocks
+from tiers.frames import FrameArena
+from tiers.index import Block, BlockIndex, BlockState
+from tiers.mover import Mover
+from tiers.policy import Use, make_policy
+from tiers.promotion import Progress, Promoter, Ticket
+from tiers.residency import CacheEvent, Residency
+from tiers.tails import Tail, TailSharing
+from tiers.tier import Tier, TierName, TierStats
+
+MIN_FRAMES = 16  # a host tier smaller than this could not carry a load and a store at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSettings:
+    """Sizes in bytes; a host size of 0 turns the host and the disk tier off."""
+
+    device_bytes: int
+    host_bytes: int
+    policy: str = "lru"
+    write_policy: WritePolicy = WritePolicy.ON_EVICT
+    ahead: float = 1 / 16
+    num_readers: int = 2
+    share_tails: bool = True
+    weigh_loads: bool = True  # load from disk only what loads faster than it is recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """A snapshot of the cache. `device` and `host` are counted here, `disk` by the disk tier."""
+
+    device: TierStats
+    host: TierStats
+    disk: TierStats | None
+    events: Mapping[tuple[TierName, CacheEvent], int] = field(default_factory=dict)
+    num_loads: int = 0
+    num_stores: int = 0
+    loads_refused: int = 0
+    collisions: int = 0
+    load_bytes_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+
+
+class TieredCache:
+    """Device, host and disk as one cache of blocks keyed by prefix."""
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        settings: CacheSettings,
+        *,
+        device: str = "cpu",
+        disk: Tier | None = None,
+        mover: Mover | None = None,
+    ) -> None:
+        num_blocks = settings.device_bytes // layout.nbytes
+        if num_blocks < 2:
+            raise ConfigurationError(
+                f"a device cache of {settings.device_bytes} bytes holds {num_blocks} blocks of "
+                f"{layout.nbytes} bytes, and serving needs at least 2; raise --device-cache to "
+                f"{2 * layout.nbytes} or more, or lower --block-size"
+            )
+        frames = None
+        if settings.host_bytes or disk is not None:
+            frames = FrameArena(layout, max(MIN_FRAMES, settings.host_bytes // layout.nbytes))
+        self.layout = layout
+        self.settings = settings
+        self.index = BlockIndex()
+        self.pool = DevicePool(layout, num_blocks, device)
+        self.residency = Residency(
+            self.index,
+            self.pool,
+            frames,
+            make_policy(settings.policy, num_blocks),
+            make_policy(settings.policy, frames.num_frames if frames else 1),
+        )
+        self.economy = LoadEconomy(enabled=settings.weigh_loads)
+        self._disk = disk
+        if mover is None and disk is not None:
+            mover = Mover(disk, num_readers=settings.num_readers)
+        self._mover = mover
+        self._promoter = Promoter(self.residency, self._mover, self.economy)
+        self._demoter = Demoter(
+            self.residency,
+            self._mover,
+            DemotionSettings(write_policy=settings.write_policy, ahead=settings.ahead),
+        )
+        self._tails = TailSharing(self.residency, enabled=settings.share_tails)
+
+    def start(self, on_load: Callable[[], None] = lambda: None) -> None:
+        """Start the disk threads; `on_load` wakes an idle engine when one of their jobs is done."""
+        if self._mover is not None:
+            self._mover.set_on_done(on_load)
+            self._mover.start()
+
+    def close(self, *, flush: bool = True) -> int:
+        """Flush to disk, end the threads and close the disk tier; returns blocks not flushed."""
+        unsaved = self._demoter.flush() if flush else 0
+        if self._mover is not None:
+            self._mover.close()
+        if self._disk is not None:
+            self._disk.close()
+        return unsaved
+
+    # A request's prefix: ticket by ticket.
+
+    def peek(self, chain: Chain) -> int:
+        """How many leading tokens stand above the disk now; pins nothing."""
+        return len(self.index.match(chain)) * self.layout.block_size
+
+    def open(self, chain: Chain) -> Ticket:
+        """Claim what stands of the chain's prefix and ask the disk for the rest."""
+        if chain.private:
+            return Ticket(chain, stop=MissReason.DISABLED, probed=True)
+        return self._promoter.open(chain)
+
+    def advance(self, ticket: Ticket) -> Progress:
+        """Take the ticket one step further; its blocks are all on the device when READY."""
+        return Progress.READY if ticket.chain.private else self._promoter.advance(ticket)
+
+    def close_ticket(self, ticket: Ticket) -> None:
+        self._promoter.close(ticket, self._use(len(ticket.chain.keys)))
+
+    # A running sequence's blocks.
+
+    @property
+    def num_allocatable(self) -> int:
+        """Blocks that `provide` could find slots for now."""
+        return self.residency.num_allocatable
+
+    def find_tail(self, ticket: Ticket) -> Tail | None:
+        """A block that begins as the tokens after the ticket's last block do; see `tails`."""
+        if ticket.chain.private or len(ticket.blocks) == ticket.chain.num_blocks:
+            return None
+        return self._tails.find(ticket.chain, len(ticket.blocks))
+
+    def adopt_tail(self, tail: Tail, chain: Chain, number: int) -> Block | None:
+        """Pin or copy what `find_tail` found, as block `number` of a sequence; None: no room.
+
+        A block that the sequence will append to is announced to others as being computed.
+        """
+        block = self._tails.adopt(tail)
+        if block is not None and block.writer:
+            self._tails.withdraw(block)
+            self._announce(chain, number, block)
+        return block
+
+    def own_tail(self, block: Block, num_rows: int) -> Block:
+        """Before row `num_rows` of a shared block is written: claim it, or copy its rows.
+
+        Raises OutOfBlocks where a copy is needed and there is no slot.
+        """
+        return self._tails.own(block, num_rows, self._use(1))
+
+    def plan(self, chain: Chain, start: int) -> list[Block]:
+        """Pinned blocks for the chain's tokens from block `start` on, announced as being computed.
+
+        They have no slots yet. Another request that needs one of them waits for it.
+        """
+        blocks = [self.new_block() for _ in range(start, chain.num_blocks)]
+        for number, block in enumerate(blocks, start):
+            self._announce(chain, number, block)
+        return blocks
+
+    def _announce(self, chain: Chain, number: int, block: Block) -> None:
+        block.state = BlockState.COMPUTING
+        if chain.private:
+            return
+        if number >= len(chain.keys):
+            self._tails.announce(chain, number, block)
+        elif self.index.get(chain.keys[number]) is None:
+            self.index.add(block, chain.block_id(number), number)
+
+    def new_block(self) -> Block:
+        """A pinned block to be computed into, known to its sequence alone."""
+        block = Block()
+        block.writer = True
+        block.pins = 1
+        return block
+
+    def provide(self, block: Block) -> int:
+        """Give a block that is to be computed its slot. Raises OutOfBlocks."""
+        slot = self.residency.take_slot()
+        if slot is None:
+            raise OutOfBlocks(f"all {self.pool.num_blocks} device blocks are in use")
+        block.slot = slot
+        return slot
+
+    def computed_tail(self, block: Block) -> None:
+        """The rows that a prompt's last block was announced with stand now."""
+        if block.key is None and block.state is BlockState.COMPUTING:
+            block.state = BlockState.READY
+
+    def commit(self, chain: Chain, number: int, block: Block) -> Block:
+        """Block `number` of the chain is full. Returns the block to keep in the table: this one,
+        or one that was there already with the same identity."""
+        if chain.private:
+            return block
+        block.writer = False
+        identity = chain.block_id(number)
+        held = self.index.get(identity.key)
+        if held is block or held is None:
+            if held is None:
+                self._tails.withdraw(block)
+                self.index.add(block, identity, number)
+            block.state = BlockState.READY
+            self.residency.count(TierName.DEVICE, CacheEvent.STORED)
+            self._demoter.committed(block)
+            return block
+        if held.identity() != identity or held.state is not BlockState.READY:
+            return block
+        return self._merge(block, held)
+
+    def _merge(self, block: Block, held: Block) -> Block:
+        """Keep the block that the index has, and free the duplicate."""
+        self._tails.withdraw(block)
+        if held.slot is None:
+            held.slot, block.slot = block.slot, None
+        self.residency.pin(held)
+        self.residency.unpin(block, block.use)
+        return held
+
+    def share(self, blocks: list[Block]) -> list[Block]:
+        """Pin a sequence's blocks once more, for another sequence with the same tokens."""
+        for block in blocks:
+            self.residency.pin(block)
+        return list(blocks)
+
+    def release(self, chain: Chain, blocks: list[Block], num_tokens: int) -> None:
+        """A sequence is done with its blocks; the KV of its first `num_tokens` tokens stands.
+
+        Full blocks stay and may be hit; the partly filled last one is offered where tails are
+        shared; blocks that were not filled are forgotten. Empties `blocks`.
+        """
+        use = self._use(len(blocks))
+        num_full = num_tokens // self.layout.block_size
+        for number in range(len(blocks) - 1, -1, -1):
+            block = blocks[number]
+            if block.key is not None and block.state is BlockState.COMPUTING and number >= num_full:
+                self.index.remove(block)
+            if number == num_full and not chain.private:
+                self._tails.offer(chain, number, block, num_tokens)
+            self.residency.unpin(block, use)
+        blocks.clear()
+
+    # Housekeeping and observation.
+
+    def step(self) -> None:
+        """Take in finished loads and do one step's share of copying down."""
+        self._promoter.collect()
+        self._demoter.step()
+
+    def flush(self, deadline_s: float = 60.0) -> int:
+        """Write every full block to disk, for all to wait; returns how many could not be."""
+        return self._demoter.flush(deadline_s)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether loads or stores are under way, so that an idle engine should look again."""
+        return self._promoter.num_loads > 0 or self._demoter.num_stores > 0
+
+    def stats(self) -> CacheStats:
+        layout, residency, events = self.layout, self.residency, self.residency.events
+        num_device = self.pool.num_blocks - self.pool.num_free
+        num_frames = residency.frames.num_frames if residency.frames else 0
+
+        def tier(name: TierName, blocks: int, capacity: int) -> TierStats:
+            return TierStats(
+                name=name,
+                num_blocks=blocks,
+                used_bytes=blocks * layout.nbytes,
+                logical_bytes=blocks * layout.nbytes,
+                capacity_bytes=capacity * layout.nbytes,
+                stored=events[name, CacheEvent.STORED],
+                evicted=events[name, CacheEvent.EVICTED],
+            )
+
+        return CacheStats(
+            device=tier(TierName.DEVICE, num_device, self.pool.num_blocks),
+            host=tier(TierName.HOST, residency.num_host_blocks, num_frames),
+            disk=self._disk.stats() if self._disk is not None else None,
+            events=dict(events),
+            num_loads=self._promoter.num_loads,
+            num_stores=self._demoter.num_stores,
+            loads_refused=self.economy.refused,
+            collisions=self.index.collisions,
+            load_bytes_per_s=self.economy.load_bytes_per_s,
+            prefill_tokens_per_s=self.economy.prefill_tokens_per_s,
+        )
+
+    def _use(self, num_blocks: int) -> Use:
+        return Use(time.monotonic(), num_blocks)
