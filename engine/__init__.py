@@ -1,1 +1,1 @@
-"""Token ids in, token ids out: scheduler, paged attention and runner. Knows no HTTP and no money."""
+"""Token ids in, token ids out: scheduler, paged attention, runner. Knows no HTTP and no money."""

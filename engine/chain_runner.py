@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 
 from engine.batch import Batch, Sampled, Span
 from tiers.block import BlockLayout
@@ -58,9 +59,9 @@ class ChainRunner:
         token = choose(value, self._vocab_size) if span.sample else None
         return Sampled(span.sequence_id, token)
 
-    def _row(self, span: Span, position: int) -> np.ndarray:  # type: ignore[type-arg]
+    def _row(self, span: Span, position: int) -> NDArray[np.int32]:
         slot = span.block_table[position // self._block_size]
-        row: np.ndarray = self._rows[slot, :, :, position % self._block_size]  # type: ignore[type-arg]
+        row: NDArray[np.int32] = self._rows[slot, :, :, position % self._block_size]
         return row
 
     def _read(self, span: Span, position: int) -> int:

@@ -156,13 +156,13 @@ class Engine:
         self._post(lambda: self._abort(request_id, reason, index=index))
 
     def call(self, function: Callable[[TieredCache], T]) -> "Future[T]":
-        """Run `function` on the engine thread between two steps: to look into or change the cache."""
+        """Run `function` on the engine thread between two steps: to look at or change the cache."""
         future: Future[T] = Future()
 
         def run() -> None:
             try:
                 future.set_result(function(self._cache))
-            except Exception as error:  # handed to who asked
+            except Exception as error:  # noqa: BLE001 - handed to who asked
                 future.set_exception(error)
 
         self._post(run)

@@ -5,7 +5,7 @@ scheduling, arXiv 2312.07104, section 3), but may pass a request by for ever; so
 passed by for a bounded time only.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 from engine.sequence import Sequence
@@ -30,7 +30,7 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def __iter__(self) -> "Iterable[Sequence]":  # type: ignore[override]
+    def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
 
     def add(self, sequence: Sequence) -> None:

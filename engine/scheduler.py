@@ -157,7 +157,7 @@ class Scheduler:
             table.append(block.slot if block.slot is not None else self._cache.provide(block))
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Send a sequence back to waiting; what it computed stays in the cache as long as it can."""
+        """Send a sequence back to waiting; what it computed stays in the cache while it can."""
         self._leave(sequence)
         sequence.state = SequenceState.WAITING
         sequence.num_preemptions += 1
@@ -273,7 +273,7 @@ class Scheduler:
         sequence.miss_reasons = {reason: tokens for reason, tokens in reasons.items() if tokens}
 
     def _revoke_ticket(self, but: Sequence | None = None) -> bool:
-        """Take the pins of the waiting sequence that would be admitted last; False: none has any."""
+        """Take the pins of the waiting sequence last in line for admission; False: none has any."""
         for sequence in reversed(list(self.waiting)):
             if sequence is not but and sequence.ticket is not None and sequence.ticket.blocks:
                 self._close_ticket(sequence)

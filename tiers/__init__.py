@@ -1,1 +1,1 @@
-"""Where blocks live: keys, blocks, the device, host and disk tiers, and the cache that joins them."""
+"""Where blocks live: keys, blocks, the device, host and disk tiers, and the cache over them."""

@@ -14,7 +14,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Shape and dtype of a block: `[num_layers, 2, block_size, num_kv_heads, head_dim]`, contiguous.
+    """Shape and dtype: `[num_layers, 2, block_size, num_kv_heads, head_dim]`, contiguous.
 
     Axis 1 is (key, value). `dtype` is a name from `DTYPES`.
     """

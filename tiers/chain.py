@@ -1,4 +1,4 @@
-"""A sequence as the cache sees it: its tokens in block-sized chunks, each with the key of its prefix.
+"""A sequence as the cache sees it: its tokens in block-sized chunks, each with its prefix key.
 
 Owned by one sequence, on the engine thread. Grows as tokens are generated.
 """

@@ -125,7 +125,7 @@ class Demoter:
             self._store(dirty[start : start + BLOCKS_PER_STORE])
 
     def _wants_disk(self, block: Block) -> bool:
-        if not _is_dirty(block) or block.frame is None or block.busy:
+        if not _is_dirty(block) or block.left_disk or block.frame is None or block.busy:
             return False
         if block.slot is not None and block.pins:
             return False  # it will come down again when its requests are done
@@ -181,13 +181,14 @@ class Demoter:
         for block in store.blocks:
             residency.mark_idle(block)
             block.on_disk = not store.job.failed and block.key not in dropped
+            block.left_disk = not block.on_disk
             if block.on_disk:
                 residency.count(TierName.HOST, CacheEvent.DEMOTED)
                 residency.count(TierName.DISK, CacheEvent.STORED)
         for key in dropped:
             held = residency.index.get(key)
             if held is not None:
-                held.on_disk = False
+                held.on_disk, held.left_disk = False, True
         residency.count(TierName.DISK, CacheEvent.EVICTED, len(dropped))
         return True
 

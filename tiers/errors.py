@@ -33,7 +33,7 @@ class TierClosed(TierError):
 
 
 class MissReason(StrEnum):
-    """Why a token of a prompt was computed rather than served; the label set of every miss counter."""
+    """Why a token of a prompt was computed rather than served; the labels of every miss counter."""
 
     ABSENT = "absent"  # no tier holds the block
     COLLISION = "collision"  # same key, another scope, parent or tokens

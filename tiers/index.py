@@ -37,7 +37,8 @@ class Block:
 
     __slots__ = (
         "busy", "content", "created_s", "depth", "fault", "frame", "hits", "host_held", "key",
-        "on_disk", "parent", "pins", "ranked", "scope", "slot", "state", "tokens", "use", "writer",
+        "left_disk", "on_disk", "parent", "pins", "ranked", "scope", "slot", "state", "tokens",
+        "use", "writer",
     )  # fmt: skip
 
     def __init__(self, slot: int | None = None) -> None:
@@ -50,6 +51,7 @@ class Block:
         self.slot = slot
         self.frame: Frame | None = None
         self.on_disk = False
+        self.left_disk = False  # the disk had no use for it; not written again before its next use
         self.state = BlockState.COMPUTING
         self.pins = 0
         self.busy = 0

@@ -1,9 +1,9 @@
 """Prefix keys: which block a token span is, given everything before it.
 
-A key is 16 bytes of xxh3_128 over the parent's key, the block's token ids (int32, little-endian) and,
-where the block covers content beyond tokens, that content's digests. The root of every chain is the
-digest of the `CacheScope`. Keys are the same in every process and on every machine; golden values hold
-them in `tests/unit/test_keys.py`. The hash finds a block and never proves it: see `BlockId`.
+A key is 16 bytes of xxh3_128 over the parent's key, the block's token ids (int32, little-endian)
+and, where the block covers content beyond tokens, that content's digests. The root of every chain
+is the digest of the `CacheScope`. Keys are the same in every process and on every
+machine; golden values hold them in `tests/unit/test_keys.py`. The hash finds a block and never proves it: see `BlockId`.
 """
 
 import sys
@@ -36,7 +36,7 @@ class CacheScope:
     content: bytes = b""
 
     def root(self) -> PrefixKey:
-        """The root key: xxh3_128 over tagged, length-prefixed fields, so that no two scopes meet."""
+        """The root key: xxh3_128 over tagged, length-prefixed fields, so no two scopes meet."""
         hasher = xxhash.xxh3_128(b"cachesvc.scope.v1")
         for field in fields(self):
             value = getattr(self, field.name)
@@ -73,7 +73,7 @@ def child_key(parent: PrefixKey, tokens: bytes, content: bytes = b"") -> PrefixK
 
 
 def prefix_keys(root: PrefixKey, tokens: bytes, block_size: int) -> list[PrefixKey]:
-    """Keys of the full blocks of `tokens` (int32 bytes), in order; a partial last block has none."""
+    """Keys of the full blocks of `tokens` (int32 bytes), in order; a partial last one has none."""
     step = block_size * TOKEN_BYTES
     digest = xxhash.xxh3_128_digest
     keys: list[PrefixKey] = []
@@ -90,7 +90,7 @@ def block_ids(
     block_size: int,
     contents: Sequence[bytes] = (),
 ) -> list[BlockId]:
-    """Identities of the full blocks of `tokens`; `contents[i]` covers block i (missing means none)."""
+    """Identities of the full blocks of `tokens`; `contents[i]` covers block i (default none)."""
     step = block_size * TOKEN_BYTES
     ids: list[BlockId] = []
     parent = root

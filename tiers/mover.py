@@ -22,6 +22,7 @@ from tiers.tier import Loaded, Tier
 
 logger = logging.getLogger(__name__)
 
+NOTHING = Loaded(0, None)
 STORE_YIELD_S = 0.05  # how long a store waits for loads to finish before it goes ahead anyway
 
 
@@ -46,7 +47,7 @@ class LoadJob:
 
     ids: Sequence[BlockId]
     frames: Sequence[Frame]
-    loaded: Loaded = Loaded(0, None)
+    loaded: Loaded = NOTHING
     seconds: float = 0.0
     done: bool = False
 

@@ -97,13 +97,14 @@ class Promoter:
         return len(self._loads)
 
     def _match(self, ticket: Ticket) -> bool:
-        """Pin the blocks that continue the ticket; True where another request is making the next."""
+        """Pin the blocks that continue the ticket; True where another request makes the next."""
         residency, start = self._residency, len(ticket.blocks)
         for block in residency.index.match(ticket.chain, start):
             if block.state is not BlockState.READY:
                 return True
             residency.pin(block)
             block.hits += 1
+            block.left_disk = False
             ticket.blocks.append(block)
             on_device = block.slot is not None
             ticket.sources.append(TierName.DEVICE if on_device else TierName.HOST)
@@ -190,7 +191,7 @@ class Promoter:
         return True
 
     def _lose(self, block: Block, reason: MissReason) -> None:
-        """A load failed: the block leaves the index; tickets that hold it drop it when they look."""
+        """A load failed: the block leaves the index; its tickets drop it when they look."""
         block.state = BlockState.LOST
         block.fault = reason
         block.busy = 0
@@ -208,7 +209,7 @@ class Promoter:
                 return
 
     def _lift(self, ticket: Ticket) -> bool:
-        """Copy leading blocks that stand in host frames to the device; True when all have a slot."""
+        """Copy leading blocks from host frames to the device; True when all have a slot."""
         residency = self._residency
         lifted: list[Block] = []
         number = ticket.num_on_device = min(ticket.num_on_device, len(ticket.blocks))

@@ -281,7 +281,7 @@ class Residency:
         self._forget(block)
 
     def check(self, private_slots: int = 0) -> None:
-        """Assert that slots and frames are conserved; `private_slots` belong to running sequences."""
+        """Assert that slots and frames are conserved; `private_slots` are running sequences'."""
         blocks = [*self.index, *self.index.iter_partials()]
         slots = [block.slot for block in blocks if block.slot is not None]
         assert len(slots) == len(set(slots)), "two blocks own one slot"

@@ -80,7 +80,7 @@ class TailSharing:
         return [*reversed(self._index.partials(parent)), *reversed(full)]
 
     def adopt(self, tail: Tail) -> Block | None:
-        """Pin the block, or copy its leading rows to one of our own; None where there is no slot."""
+        """Pin the block, or copy its leading rows to one of our own; None: there is no slot."""
         block = tail.block
         assert tail.case is not TailCase.WAIT
         if block.slot is not None and tail.case is not TailCase.COPY:

@@ -11,7 +11,7 @@ from tiers.keys import BlockId, PrefixKey
 
 
 class TierName(StrEnum):
-    """Where a block can be, hottest first; the label of every tier counter and of the usage split."""
+    """Where a block can be, hottest first; the label of every tier counter and usage split."""
 
     DEVICE = "device"
     HOST = "host"
@@ -20,7 +20,7 @@ class TierName(StrEnum):
 
 
 class Loaded(NamedTuple):
-    """How many leading blocks were filled, and why the next one was not (None: all were asked for)."""
+    """How many leading blocks were filled, and why the next was not (None: all asked for were)."""
 
     num_blocks: int
     reason: MissReason | None

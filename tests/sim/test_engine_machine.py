@@ -96,6 +96,11 @@ class World:
     def live(self) -> list[str]:
         return [name for name, outputs in self.outputs.items() if not _ended(outputs)]
 
+    def step(self) -> None:
+        """One turn, with every job of the disk done before it."""
+        self.mover.run(100)
+        self.engine.turn()
+
     def run(self, max_turns: int = 5000) -> None:
         """Step until every request has ended."""
         turns = 0
@@ -149,8 +154,10 @@ def _ended(outputs: list[StepOutput]) -> bool:
 def _drive(world: World, chance: random.Random, num_requests: int) -> None:
     """Random arrivals over shared prefixes, cancels, and steps, until all is answered."""
     trunk = [[chance.randrange(50) for _ in range(chance.randrange(1, 30))] for _ in range(4)]
-    sent = 0
+    sent = turns = 0
     while sent < num_requests or world.live():
+        turns += 1
+        assert turns < 20_000, f"stuck: {world.live()} {world.engine.stats()}"
         if sent < num_requests and chance.random() < 0.4:
             for _ in range(chance.choice((1, 1, 2, 4))):
                 base = chance.choice(trunk)
@@ -216,9 +223,10 @@ def test_a_waiter_takes_over_when_the_producer_is_cancelled() -> None:
     world = World(device_blocks=100, step_tokens=8)
     prompt = list(range(40))
     world.submit("first", prompt)
-    world.engine.turn()
+    world.step()
+    world.step()
     world.submit("second", prompt)
-    world.engine.turn()
+    world.step()
     world.engine.abort("first")
     world.run()
     world.check()
@@ -240,7 +248,7 @@ def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing() -> None:
 
 
 def test_a_pool_too_small_for_all_serves_all() -> None:
-    world = World(device_blocks=10, host_blocks=16, max_running=6)
+    world = World(device_blocks=14, host_blocks=16, max_running=6)
     for number in range(12):
         world.submit(f"r{number}", [number] * 20, max_tokens=10)
     world.run()
@@ -252,7 +260,7 @@ def test_a_pool_too_small_for_all_serves_all() -> None:
 def test_hits_come_from_each_tier_and_are_counted_there() -> None:
     """The same prompt from the device, then from the host, then from the disk."""
     world = World(device_blocks=12, host_blocks=16, disk_blocks=500)
-    prompt = list(range(20)) + [7]
+    prompt = [*range(20), 7]
     world.submit("cold", prompt)
     world.run()
     world.submit("device", prompt)

@@ -1,4 +1,4 @@
-"""Prefix keys are the same in every process, on every machine, for ever: golden values hold them."""
+"""Prefix keys are the same in every process, on every machine: golden values hold them."""
 
 from array import array
 
