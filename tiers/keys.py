@@ -2,8 +2,9 @@
 
 A key is 16 bytes of xxh3_128 over the parent's key, the block's token ids (int32, little-endian)
 and, where the block covers content beyond tokens, that content's digests. The root of every chain
-is the digest of the `CacheScope`. Keys are the same in every process and on every
-machine; golden values hold them in `tests/unit/test_keys.py`. The hash finds a block and never proves it: see `BlockId`.
+is the digest of the `CacheScope`. Keys are the same in every process and on every machine; golden
+values hold them in `tests/unit/test_keys.py`. The hash finds a block, it proves nothing: see
+`BlockId`.
 """
 
 import sys
