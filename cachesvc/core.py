@@ -61,6 +61,8 @@ class Core:
         self.runner.step(Batch([chunk]))
         self.runner.step(Batch([step]))
         self.runner.forget(WARM_UP_ID)
+        self.runner.warm_up()
+        self.cache.warm_up()
 
     def close(self, drain_s: float = 0.0, *, flush: bool = True) -> int:
         """Stop the engine, flush memory to disk, close the tiers; returns blocks not saved."""

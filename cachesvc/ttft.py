@@ -26,7 +26,7 @@ from engine.tokenizer import Tokenizer
 from tiers.block import BlockLayout
 from tiers.cache import TieredCache
 
-QUESTION_TOKENS = 24
+QUESTION_TOKENS = 12
 TIMEOUT_S = 300.0
 
 
@@ -201,6 +201,7 @@ class Scenario:
             data_dir=self._data_dir,
             on_outputs=self._probe.on_outputs,
         )
+        running.warm_up(self._engine.chunk_tokens)
         running.start()
         try:
             yield running
@@ -223,7 +224,7 @@ class Document:
 
     def ask(self, number: int) -> "array[int]":
         """The document and question `number`: no two questions begin with the same token run."""
-        question = f"\nQuestion {number}: what is the badge of person {number * 7919}? Answer:"
+        question = f"\n{number}. Which badge has person {number * 7919}?"
         return self._tokens + self._tokenizer.encode(question)[:QUESTION_TOKENS]
 
 

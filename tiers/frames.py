@@ -45,8 +45,17 @@ class FrameArena:
         self.num_frames = num_frames
         self.pinned = torch.cuda.is_available()
         pool = _pinned(layout, num_frames) if self.pinned else _pageable(layout, num_frames)
+        self._memory = pool
         self._frames = [Frame(number, pool[number]) for number in range(num_frames)]
         self._free = list(reversed(self._frames))
+
+    def touch(self, max_bytes: int) -> None:
+        """Let the system hand over the memory of the frames that are taken first.
+
+        Before any frame is taken. See `TieredCache.warm_up`.
+        """
+        assert self.num_free == self.num_frames
+        self._memory[: max_bytes // self.layout.nbytes].zero_()
 
     @property
     def num_free(self) -> int:
