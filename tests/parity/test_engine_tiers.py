@@ -1,0 +1,195 @@
+"""A hit never changes an answer: the same greedy tokens with the cache off, and from each tier.
+
+Real models, small and seeded, behind the real engine, with the real disk tier.
+"""
+
+import queue
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from engine.engine import Engine, EngineSettings
+from engine.models import LoadedModel
+from engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenCounts
+from engine.runner import Runner
+from engine.scheduler import SchedulerSettings
+from engine.testing import tiny_model
+from tiers.cache import CacheSettings, TieredCache
+from tiers.disk_open import open_disk
+from tiers.keys import CacheScope
+
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]
+BLOCK = 16
+NUM_OUT = 8
+
+
+class House:
+    """One engine over its tiers in a folder; closing flushes, so that a second one restarts."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        folder: Path,
+        *,
+        device_blocks: int = 40,
+        step_tokens: int = 64,
+        kv_dtype: str | None = None,
+        share_tails: bool = True,
+    ) -> None:
+        layout = loaded.layout(BLOCK, kv_dtype)
+        settings = CacheSettings(
+            device_bytes=device_blocks * layout.nbytes,
+            host_bytes=64 * layout.nbytes,
+            weigh_loads=False,
+            share_tails=share_tails,
+        )
+        disk = open_disk(folder, layout, 64 << 20)
+        self.cache = TieredCache(layout, settings, disk=disk)
+        scheduler = SchedulerSettings(step_tokens=step_tokens, mixed_step_tokens=step_tokens)
+        self._outputs: queue.Queue[StepOutput] = queue.Queue()
+        self.engine = Engine(
+            Runner(loaded, self.cache.pool.tensor),
+            self.cache,
+            EngineSettings(scheduler=scheduler, max_context=1024),
+            lambda outputs: [self._outputs.put(output) for output in outputs] and None,
+        )
+        self.engine.start()
+
+    def close(self) -> None:
+        self.engine.close()
+        assert self.cache.close() == 0
+        self.cache.residency.check()
+
+    def ask(
+        self, prompts: Sequence[Sequence[int]], *, cache: bool = True
+    ) -> list[tuple[list[int], TokenCounts]]:
+        """All prompts at once; the tokens and the counts of each."""
+        params = SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True)
+        for number, prompt in enumerate(prompts):
+            tokens = array("i", prompt)
+            scope = CacheScope(layout=self.cache.layout.digest())
+            self.engine.submit(
+                Request(
+                    request_id=str(number), tokens=tokens, params=params, scope=scope, cache=cache
+                )
+            )
+        answers: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+        counts: dict[str, TokenCounts] = {}
+        while len(counts) < len(prompts):
+            output = self._outputs.get(timeout=60)
+            answers[output.request_id] += output.tokens
+            if output.last:
+                assert output.finish is FinishReason.LENGTH, output
+                counts[output.request_id] = output.counts
+        return [(answers[name], counts[name]) for name in answers]
+
+    def sink(self, *, to_disk: bool) -> None:
+        """Push every block off the device, and with `to_disk` out of the host as well."""
+
+        def down(cache: TieredCache) -> None:
+            if to_disk:
+                assert cache.flush() == 0
+            for block in [*cache.index, *cache.index.iter_partials()]:
+                if block.slot is not None:
+                    cache.residency.evict_device(block)
+            for block in [*cache.index]:
+                if to_disk and block.frame is not None:
+                    cache.residency.evict_host(block)
+
+        self.engine.call(down).result(60)
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return tiny_model(request.param)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[Callable[..., House]]:
+    houses: list[House] = []
+
+    def build(loaded: LoadedModel, **settings: object) -> House:
+        houses.append(House(loaded, tmp_path, **settings))  # type: ignore[arg-type]
+        return houses[-1]
+
+    yield build
+    for each in houses:
+        if each.engine._thread.is_alive():
+            each.close()
+
+
+def prompts_over(loaded: LoadedModel, count: int, length: int = 75) -> list[list[int]]:
+    """Prompts that share three blocks and part in the fourth."""
+    vocabulary = loaded.vocab_size
+    trunk = [(7 * i * i + 3) % vocabulary for i in range(3 * BLOCK + 5)]
+    return [
+        trunk + [(11 * i + 13 * n + 1) % vocabulary for i in range(length - len(trunk))]
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("share_tails", [True, False])
+def test_a_hit_from_each_tier_answers_as_the_cache_turned_off(
+    loaded: LoadedModel, house: Callable[..., House], share_tails: bool
+) -> None:
+    first = house(loaded, share_tails=share_tails)
+    (prompt,) = prompts_over(loaded, 1)
+    [(expected, off)] = first.ask([prompt], cache=False)
+    assert off.hit == 0 and off.miss == len(prompt)
+    [(cold, counts)] = first.ask([prompt])
+    assert cold == expected and counts.hit == 0
+    [(device, counts)] = first.ask([prompt])
+    assert device == expected and counts.hit_device >= 4 * BLOCK
+    first.sink(to_disk=False)
+    [(host, counts)] = first.ask([prompt])
+    assert host == expected and counts.hit_host >= 4 * BLOCK
+    first.sink(to_disk=True)
+    [(disk, counts)] = first.ask([prompt])
+    assert disk == expected and counts.hit_disk == 4 * BLOCK
+    first.close()
+    second = house(loaded, share_tails=share_tails)
+    [(restarted, counts)] = second.ask([prompt])
+    assert restarted == expected and counts.hit_disk == 4 * BLOCK
+
+
+def test_batched_is_alone_and_chunked_is_whole(
+    loaded: LoadedModel, house: Callable[..., House], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Together in chunks of a block, and one by one in one piece with the cache off."""
+    prompts = prompts_over(loaded, 5)
+    alone = house(loaded, step_tokens=512)
+    expected = [alone.ask([prompt], cache=False)[0][0] for prompt in prompts]
+    alone.close()
+    together = House(loaded, tmp_path_factory.mktemp("other"), step_tokens=BLOCK)
+    try:
+        assert [tokens for tokens, _ in together.ask(prompts)] == expected
+    finally:
+        together.close()
+
+
+def test_more_requests_than_the_device_holds_are_all_right(
+    loaded: LoadedModel, house: Callable[..., House]
+) -> None:
+    """Twelve blocks for eight requests of six: they wait, give way, come back, and are right."""
+    prompts = prompts_over(loaded, 8)
+    tight = house(loaded, device_blocks=12)
+    expected = [tight.ask([prompt], cache=False)[0][0] for prompt in prompts]
+    assert [tokens for tokens, _ in tight.ask(prompts)] == expected
+    assert [tokens for tokens, _ in tight.ask(prompts)] == expected
+
+
+def test_kv_kept_as_bfloat16_answers_the_same_cold_and_from_each_tier(
+    house: Callable[..., House],
+) -> None:
+    """Cold and hit read the same rounded pool, so they agree with one another exactly."""
+    loaded = tiny_model("llama")
+    rounded = house(loaded, kv_dtype="bfloat16")
+    (prompt,) = prompts_over(loaded, 1)
+    [(cold, _)] = rounded.ask([prompt], cache=False)
+    for to_disk in (False, True):
+        rounded.ask([prompt])
+        rounded.sink(to_disk=to_disk)
+        [(hit, counts)] = rounded.ask([prompt])
+        assert hit == cold and counts.hit >= 4 * BLOCK
