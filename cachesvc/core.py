@@ -5,6 +5,7 @@ Used by the server and by `cachesvc bench`. Nothing starts before `start`; `clos
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,11 @@ from engine.models import LoadedModel, load_model
 from engine.queue import QueueOrder
 from engine.request import SamplingParams, StepOutput
 from engine.runner import Runner
+from engine.sampler import check_params
 from engine.scheduler import SchedulerSettings
+from tiers.admission import WritePolicy
 from tiers.block import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
-from tiers.demotion import WritePolicy
 from tiers.disk_open import open_disk
 from tiers.disk_settings import DiskSettings
 from tiers.keys import CacheScope
@@ -155,4 +157,5 @@ def _engine_settings(engine: EngineSection, loaded: LoadedModel) -> EngineSettin
         max_waiting=engine.max_waiting,
         max_context=loaded.max_context,
         eos_token_ids=loaded.eos_token_ids,
+        check_params=partial(check_params, vocab_size=loaded.vocab_size),
     )

@@ -14,7 +14,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import uvicorn
@@ -23,6 +22,7 @@ import cachesvc
 from api.app import create_app
 from api.bridge import OutputBridge
 from api.collaborators import Collaborators, Readiness, ServedModel, WireSettings
+from api.encoders import EncoderPool
 from api.metering import Meter
 from billing.errors import BillingError
 from cachesvc import core
@@ -115,7 +115,7 @@ class Service:
             model=loaded.name,
             vllm_aliases=settings.metrics.vllm_aliases,
         )
-        self._encoders = ThreadPoolExecutor(NUM_ENCODERS, thread_name_prefix="cachesvc-encode")
+        self._encoders = EncoderPool(NUM_ENCODERS)
 
     def app(self, meter: Meter) -> Asgi:
         wire = Collaborators(

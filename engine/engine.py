@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 from engine.batch import Batch, Sampled, Span
 from engine.errors import EmptyPrompt, EngineClosed, EngineFailed, PromptTooLong, QueueFull
 from engine.group import Group
-from engine.request import FinishReason, Request, StepOutput
+from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduler import Scheduler, SchedulerSettings
 from engine.sequence import Sequence, SequenceState
 from tiers.cache import CacheStats, TieredCache
@@ -48,6 +48,7 @@ class EngineSettings:
     max_waiting: int = 1024
     max_context: int = 1 << 20
     eos_token_ids: frozenset[int] = frozenset()
+    check_params: Callable[[SamplingParams], None] = lambda params: None  # raises InvalidParameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,8 @@ class Engine:
             self._thread.join()
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises EmptyPrompt, PromptTooLong, QueueFull, EngineClosed or
-        EngineFailed; what it accepts ends in an output with `last` set."""
+        """Queue a request. Raises EmptyPrompt, PromptTooLong, InvalidParameter, QueueFull,
+        EngineClosed or EngineFailed; what it accepts ends in an output with `last` set."""
         num_tokens = len(request.tokens)
         if num_tokens == 0:
             raise EmptyPrompt("the prompt has no tokens; send at least one")
@@ -129,6 +130,7 @@ class Engine:
                 f"the prompt has {num_tokens} tokens, and at most {self.max_tokens - 1} fit the "
                 f"model's context and the device cache with one token to generate; shorten it"
             )
+        self._settings.check_params(request.params)
         with self._lock:
             if self._failed is not None:
                 raise EngineFailed(f"the engine has failed: {self._failed}") from self._failed

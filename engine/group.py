@@ -5,6 +5,8 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import xxhash
+
 from engine.batch import Sampled
 from engine.request import FinishReason, Request, StepOutput, Timeline, TokenCounts
 from engine.sequence import Sequence
@@ -77,7 +79,7 @@ class Group:
     def _make(self, sequence_id: int, index: int, chain: Chain) -> Sequence:
         params = self.request.params
         if params.seed is not None and index:
-            params = replace(params, seed=params.seed + index)
+            params = replace(params, seed=_seed_of(params.seed, index))
         sequence = Sequence(
             sequence_id=sequence_id,
             index=index,
@@ -97,3 +99,9 @@ class Group:
         if sequence.cut_short:
             counts = replace(counts, prompt=max(counts.hit, sequence.prompt_done))
         return replace(counts, output=self.num_output)
+
+
+def _seed_of(seed: int, index: int) -> int:
+    """The seed of a further sample; unlike `seed + index` it does not meet another request's."""
+    digest = xxhash.xxh3_64_intdigest(f"{seed}:{index}".encode())
+    return digest >> 1  # as wide as a seed may be

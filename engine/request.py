@@ -86,8 +86,8 @@ class Timeline:
     """Where a request's time went, in nanoseconds of the monotonic clock; 0 means not reached."""
 
     arrival_ns: int = 0
-    admitted_ns: int = 0  # left the waiting queue
-    loaded_ns: int = 0  # promotion done, prefill may start
+    admitted_ns: int = 0  # its turn came: its prefix began to be brought up
+    loaded_ns: int = 0  # the prefix stands on the device, prefill starts
     first_token_ns: int = 0
     last_token_ns: int = 0
 

@@ -184,12 +184,12 @@ class Scheduler:
                 if num_tickets >= self._settings.max_tickets:
                     continue
                 sequence.ticket = self._cache.open(sequence.chain)
+                sequence.admitted_ns = sequence.admitted_ns or now_ns
                 num_tickets += 1
             progress = self._cache.advance(sequence.ticket)
             if progress is Progress.LOADING:
                 sequence.state = SequenceState.LOADING
                 continue
-            sequence.loaded_ns = sequence.loaded_ns or time.monotonic_ns()
             if progress is Progress.WAITING:
                 continue
             if progress is Progress.NO_ROOM or not self._has_room(sequence):
@@ -234,7 +234,7 @@ class Scheduler:
         if sequence.counts is None:
             source = tail.source if tail is not None and num_rows else None
             self._count_hits(sequence, ticket.sources, source, num_rows, ticket.stop)
-        sequence.admitted_ns = sequence.admitted_ns or time.monotonic_ns()
+        sequence.loaded_ns = sequence.loaded_ns or time.monotonic_ns()
         sequence.state = SequenceState.PREFILL
         self.waiting.remove(sequence)
         self.running.append(sequence)

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from tiers.admission import WritePolicy
 from tiers.block import BlockLayout
 from tiers.chain import Chain
-from tiers.demotion import Demoter, DemotionSettings, WritePolicy
+from tiers.demotion import Demoter, DemotionSettings
 from tiers.device import DevicePool
 from tiers.economy import LoadEconomy
 from tiers.errors import ConfigurationError, MissReason, OutOfBlocks

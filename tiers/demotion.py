@@ -8,8 +8,8 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 
+from tiers.admission import WritePolicy
 from tiers.index import Block, BlockState
 from tiers.mover import Mover, StoreJob
 from tiers.residency import CacheEvent, Residency
@@ -17,16 +17,6 @@ from tiers.tier import TierName
 
 BLOCKS_PER_STORE = 8  # written side by side, and one commit lane turn
 FLUSH_POLL_S = 0.002
-
-
-class WritePolicy(StrEnum):
-    """When a block is copied to the disk."""
-
-    ON_EVICT = "on_evict"  # when it nears the cold end of the host tier
-    WRITE_THROUGH = "write_through"  # as soon as it is full
-    ON_SECOND_HIT = (
-        "on_second_hit"  # as on_evict, but only blocks that were hit since they were made
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

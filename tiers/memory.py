@@ -67,6 +67,9 @@ class MemoryTier:
     def discard(self, keys: Sequence[PrefixKey]) -> int:
         return sum(self._blocks.pop(key, None) is not None for key in keys)
 
+    def flush(self) -> None:
+        pass
+
     def stats(self) -> TierStats:
         return TierStats(
             name=self.name,

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from tiers.errors import MissReason
 from tiers.frames import Frame
@@ -22,6 +22,7 @@ from tiers.tier import Loaded, Tier
 
 logger = logging.getLogger(__name__)
 
+FLUSH_EVERY_S = 5.0  # how long the writer is idle before it flushes the tier
 NOTHING = Loaded(0, None)
 STORE_YIELD_S = 0.05  # how long a store waits for loads to finish before it goes ahead anyway
 
@@ -160,10 +161,22 @@ class Mover:
         lane.threads.append(thread)
         thread.start()
 
+    def _next(self, lane: _Lane) -> Job | None:
+        """The next job of a lane; the writer flushes the tier whenever it waited long for one."""
+        while True:
+            try:
+                return lane.queue.get(timeout=FLUSH_EVERY_S if lane is self._stores else None)
+            except Empty:
+                try:
+                    self._tier.flush()
+                except Exception as error:  # the top of this thread, as in `_serve`
+                    logger.exception("the disk tier failed to flush")
+                    self.errors.append(repr(error))
+
     def _serve(self, lane: _Lane, niceness: int) -> None:
         if niceness:
             _be_nice(niceness)
-        while (job := lane.queue.get()) is not None:
+        while (job := self._next(lane)) is not None:
             if lane is self._stores:
                 self._loads_idle.wait(STORE_YIELD_S)
             try:

@@ -69,6 +69,13 @@ class Tier(Protocol):
         """Forget these blocks; returns how many were held."""
         ...
 
+    def flush(self) -> None:
+        """Make what was stored durable, and do what may be put off: expiry, order, clean-up.
+
+        Called by the writer thread when it has nothing else to do, and at the end.
+        """
+        ...
+
     def stats(self) -> TierStats: ...
 
     def close(self) -> None: ...

@@ -15,8 +15,8 @@ from engine.engine import Engine, EngineSettings
 from engine.queue import QueueOrder
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduler import SchedulerSettings
+from tiers.admission import WritePolicy
 from tiers.cache import CacheSettings, TieredCache
-from tiers.demotion import WritePolicy
 from tiers.keys import CacheScope
 from tiers.memory import MemoryTier, SteppedMover
 
