@@ -147,7 +147,7 @@ def keys_of(command: Command) -> list[Key]:
         case Reserve(hold) | TopUp(hold):
             return [hold.key]
         case Settle(hold):
-            return [hold.key, (hold.tenant, f"late:{hold.request_id}")]
+            return [hold.key]
         case Reap(tenant, request_id):
             return [(tenant, request_id)]
         case Deposit(tenant, _, reference):
@@ -349,7 +349,8 @@ def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
     work.drop_hold(hold.key)
     was = Usage.from_record(details.get("usage", {}))
     usage = policy.billable(command.usage, command.outcome)
-    late = work.entry(hold.tenant, f"late:{hold.request_id}", Kind.CORRECTION)
+    corrections = work.corrections.get((charged.tenant, charged.seq), [])
+    late = next((entry for entry in corrections if "card" in entry.details), None)
     if late is not None:
         was = Usage.from_record(late.details.get("usage", {}))
     elif _may_amend(work, charged, command):

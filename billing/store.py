@@ -9,46 +9,39 @@ race.
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import orjson
 from sqlalchemy import (
     Connection,
     Engine,
-    bindparam,
     create_engine,
-    delete,
     event,
     inspect,
     select,
     text,
-    tuple_,
-    update,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import RowMapping, make_url
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
 
-from billing.entries import ACCOUNTS, Entry, Kind
+from billing.entries import Entry, Kind
 from billing.errors import LedgerUnavailable, StoreError
-from billing.gate import Account, Command, Reserve, TopUp, Work, apply_all, fingerprint_of, keys_of
+from billing.gate import Command, Reserve, TopUp, Work, apply_all, fingerprint_of, keys_of
 from billing.holds import StoredHold
 from billing.money import format_units
 from billing.prices import PriceBook
-from billing.rollups import COUNTERS, DAILY_KEY, SESSION_KEY, rollups
+from billing.rollups import rollups
+from billing.store_prepared import HotStatements
+from billing.store_rows import account_row, entry_row, hold_row, read_account, read_entry, read_hold
 from billing.store_schema import (
-    accounts,
     entries,
     holds,
     undelivered,
-    usage_daily,
-    usage_sessions,
 )
 from billing.store_trail import add_trail
-from billing.usage import Usage
 
 __all__ = ["Connection", "LedgerStore", "database_url", "open_store"]
 
@@ -84,7 +77,11 @@ def open_store(url: str, *, create: bool = True) -> "LedgerStore":
         _check_sqlite_path(parsed.database, create)
     try:
         engine = _engine(parsed)
-        _migrate(engine)
+        try:
+            _migrate(engine)
+        except BaseException:
+            engine.dispose()
+            raise
     except ModuleNotFoundError as error:
         raise StoreError('PostgreSQL needs a driver: pip install "cachesvc[postgres]"') from error
     except SQLAlchemyError as error:
@@ -119,14 +116,20 @@ def _configure_sqlite(connection: sqlite3.Connection, _: object) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
+    """Straight to the driver: this runs for every batch, and Core would take longer than the
+    batch.
+    """
+    driver: Any = connection.connection.driver_connection
     options = connection.get_execution_options()
-    if options.get("writes"):
-        # Entries survive a power cut. Holds need not: neither do the requests they belong to.
-        level = "FULL" if options.get("durable", True) else "NORMAL"
-        connection.exec_driver_sql(f"PRAGMA synchronous={level}")
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-    else:
-        connection.exec_driver_sql("BEGIN")
+    if not options.get("writes"):
+        driver.execute("BEGIN")
+        return
+    # Entries survive a power cut. Holds need not: neither do the requests they belong to.
+    level = "FULL" if options.get("durable", True) else "NORMAL"
+    if connection.info.get("synchronous") != level:
+        driver.execute(f"PRAGMA synchronous={level}")
+        connection.info["synchronous"] = level
+    driver.execute("BEGIN IMMEDIATE")
 
 
 def _cause(error: Exception) -> str:
@@ -174,9 +177,10 @@ class LedgerStore:
         self.engine = engine
         insert = postgresql.insert if engine.dialect.name == "postgresql" else sqlite.insert
         self.insert: Callable[..., Any] = insert
-        self._add_daily = _adding(insert, usage_daily, DAILY_KEY)
-        self._add_session = _adding(insert, usage_sessions, SESSION_KEY, last="last_ns")
-        self._put_hold = _replacing(insert, holds, ("tenant", "request_id"))
+        self._hot = HotStatements(engine.dialect.name)
+        driver: Any = engine.dialect.dbapi  # the hot statements raise its errors unwrapped
+        self._passing = (OperationalError, driver.OperationalError)
+        self._failures = (DBAPIError, driver.Error)
 
     def close(self) -> None:
         self.engine.dispose()
@@ -207,11 +211,11 @@ class LedgerStore:
             try:
                 with self.writing(durable=durable) as connection:
                     return operation(connection)
-            except OperationalError as error:  # locked, deadlock, serialisation, lost connection
+            except self._passing as error:  # locked, deadlock, serialisation, lost connection
                 if attempt == RETRIES - 1:
                     raise LedgerUnavailable(f"the ledger is busy: {_cause(error)}") from error
                 time.sleep(0.002 * 2**attempt)
-            except DBAPIError as error:
+            except self._failures as error:
                 raise LedgerUnavailable(f"the ledger cannot be written: {_cause(error)}") from error
         raise AssertionError("unreachable")
 
@@ -239,10 +243,12 @@ class LedgerStore:
         """Lock the accounts that the commands touch and read what they need."""
         keys = sorted({key for command in commands for key in keys_of(command)})
         tenants = sorted({tenant for tenant, _ in keys})
-        locked = lock_accounts(connection, tenants)
-        work = Work(book, clock_ns(), locked)
-        work.holds = {hold.key: hold for hold in _find_holds(connection, keys)}
-        for entry in _find_entries(connection, keys):
+        locked = map(read_account, self._hot.find_accounts(connection, tenants))
+        work = Work(book, clock_ns(), {account.tenant: account for account in locked})
+        held = map(read_hold, self._hot.find_holds.by_tenant(connection, keys))
+        work.holds = {hold.key: hold for hold in held}
+        unheld = [key for key in keys if key not in work.holds]  # what is held was not charged
+        for entry in map(read_entry, self._hot.find_entries.by_tenant(connection, unheld)):
             work.entries.setdefault((entry.tenant, entry.request_id), []).append(entry)
         retried = {key for command in commands if (key := fingerprint_of(command))}
         for fingerprint in retried:
@@ -263,19 +269,19 @@ class LedgerStore:
     def write(self, connection: Connection, work: Work) -> None:
         """Write what a batch changed."""
         if work.new_entries:
-            connection.execute(entries.insert(), [entry_row(entry) for entry in work.new_entries])
+            self._hot.add_entries.run(connection, map(entry_row, work.new_entries))
             daily, sessions = rollups(work.new_entries).stored()
             if daily:
-                connection.execute(self._add_daily, daily)
+                self._hot.add_daily.run(connection, daily)
             if sessions:
-                connection.execute(self._add_session, sessions)
+                self._hot.add_sessions.run(connection, sessions)
         if work.put_holds:
-            connection.execute(self._put_hold, [_hold_row(h) for h in work.put_holds.values()])
+            self._hot.put_holds.run(connection, map(hold_row, work.put_holds.values()))
         if work.dropped_holds:
-            connection.execute(_DROP_HOLD, [_key_row(key) for key in work.dropped_holds])
+            self._hot.drop_holds.run(connection, map(_key_row, work.dropped_holds))
         if work.touched:
-            rows = [_account_row(work.accounts[tenant]) for tenant in sorted(work.touched)]
-            connection.execute(_MOVE_ACCOUNT, rows)
+            moved = [account_row(work.accounts[tenant]) for tenant in sorted(work.touched)]
+            self._hot.move_accounts.run(connection, moved)
         self._write_undelivered(connection, work)
         for entry, before in work.decisions:
             _write_decision(connection, entry, before)
@@ -287,62 +293,6 @@ class LedgerStore:
         for tenant, fingerprint in work.dropped_undelivered:
             gone = (undelivered.c.tenant == tenant) & (undelivered.c.fingerprint == fingerprint)
             connection.execute(undelivered.delete().where(gone))
-
-
-# Built once: a statement that is made anew each time costs more than its execution.
-_LOCK_ACCOUNTS = (
-    select(accounts)
-    .where(accounts.c.tenant.in_(bindparam("tenants", expanding=True)))
-    .order_by(accounts.c.tenant)
-    .with_for_update()
-)
-_FIND_HOLDS = select(holds).where(
-    tuple_(holds.c.tenant, holds.c.request_id).in_(bindparam("pairs", expanding=True))
-)
-_FIND_ENTRIES = select(entries).where(
-    tuple_(entries.c.tenant, entries.c.request_id).in_(bindparam("pairs", expanding=True))
-)
-
-
-def lock_accounts(connection: Connection, tenants: Sequence[str]) -> dict[str, Account]:
-    """The accounts of these tenants, locked until the transaction ends, always in one order."""
-    found = connection.execute(_LOCK_ACCOUNTS, {"tenants": tenants})
-    return {row["tenant"]: read_account(row) for row in found.mappings()}
-
-
-def read_account(row: RowMapping) -> Account:
-    return Account(
-        tenant=row["tenant"],
-        currency=row["currency"],
-        credit_limit=row["credit_limit"],
-        suspended=row["suspended"],
-        head=row["head"],
-        seq=row["seq"],
-        at_ns=row["at_ns"],
-        held=row["held"],
-        balances={name: row[name] for name in ACCOUNTS},
-    )
-
-
-def _find_holds(connection: Connection, keys: Sequence[tuple[str, str]]) -> Iterable[StoredHold]:
-    return map(read_hold, connection.execute(_FIND_HOLDS, {"pairs": keys}).mappings())
-
-
-def read_hold(row: RowMapping) -> StoredHold:
-    return StoredHold(
-        tenant=row["tenant"],
-        request_id=row["request_id"],
-        amount=row["amount"],
-        expires_ns=row["expires_ns"],
-        owner=row["owner"],
-        boot=row["boot"],
-        body=row["body"],
-        usage=Usage.from_record(orjson.loads(row["usage"])),
-    )
-
-
-def _find_entries(connection: Connection, keys: Sequence[tuple[str, str]]) -> Iterable[Entry]:
-    return map(read_entry, connection.execute(_FIND_ENTRIES, {"pairs": keys}).mappings())
 
 
 def find_corrections(connection: Connection, charged: Entry) -> list[Entry]:
@@ -366,36 +316,6 @@ def _find_undelivered(connection: Connection, key: tuple[str, str]) -> list[Entr
     return [read_entry(row) for row in connection.execute(query).mappings()]
 
 
-def read_entry(row: RowMapping) -> Entry:
-    return Entry(
-        tenant=row["tenant"],
-        seq=row["seq"],
-        kind=Kind(row["kind"]),
-        request_id=row["request_id"],
-        at_ns=row["at_ns"],
-        currency=row["currency"],
-        postings=row["postings"],
-        body=row["body"],
-        hash=row["hash"],
-    )
-
-
-def entry_row(entry: Entry) -> dict[str, Any]:
-    corrects = entry.details["corrects"] if entry.kind is Kind.CORRECTION else None
-    return {
-        "tenant": entry.tenant,
-        "seq": entry.seq,
-        "kind": entry.kind.value,
-        "request_id": entry.request_id,
-        "at_ns": entry.at_ns,
-        "currency": entry.currency,
-        "postings": entry.postings,
-        "body": entry.body,
-        "hash": entry.hash,
-        "corrects": corrects,
-    }
-
-
 def _write_decision(connection: Connection, entry: Entry, worth: int) -> None:
     """The trail of a deposit, grant or correction that a person decided."""
     details = entry.details
@@ -411,57 +331,5 @@ def _write_decision(connection: Connection, entry: Entry, worth: int) -> None:
     )
 
 
-def _hold_row(hold: StoredHold) -> dict[str, Any]:
-    return {
-        "tenant": hold.tenant,
-        "request_id": hold.request_id,
-        "amount": hold.amount,
-        "expires_ns": hold.expires_ns,
-        "owner": hold.owner,
-        "boot": hold.boot,
-        "body": hold.body,
-        "usage": orjson.dumps(hold.usage.record()).decode(),
-    }
-
-
 def _key_row(key: tuple[str, str]) -> dict[str, str]:
     return {"old_tenant": key[0], "old_request_id": key[1]}
-
-
-def _account_row(account: Account) -> dict[str, Any]:
-    return {
-        "of_tenant": account.tenant,
-        "held": account.held,
-        "seq": account.seq,
-        "at_ns": account.at_ns,
-        "head": account.head,
-        **account.balances,
-    }
-
-
-_DROP_HOLD = delete(holds).where(
-    (holds.c.tenant == bindparam("old_tenant"))
-    & (holds.c.request_id == bindparam("old_request_id"))
-)
-_MOVE_ACCOUNT = (
-    update(accounts)
-    .where(accounts.c.tenant == bindparam("of_tenant"))
-    .values({name: bindparam(name) for name in (*ACCOUNTS, "held", "seq", "at_ns", "head")})
-)
-
-
-def _adding(insert: Callable[..., Any], table: Any, key: Sequence[str], last: str = "") -> Any:
-    """An upsert that adds the counters of a rollup row to those that stand."""
-    statement = insert(table)
-    new = statement.excluded
-    changes: dict[str, Any] = {name: table.c[name] + new[name] for name in COUNTERS}
-    if last:
-        changes[last] = new[last]
-    return statement.on_conflict_do_update(index_elements=list(key), set_=changes)
-
-
-def _replacing(insert: Callable[..., Any], table: Any, key: Sequence[str]) -> Any:
-    """An upsert that replaces a row."""
-    statement = insert(table)
-    changes = {c.name: statement.excluded[c.name] for c in table.c if c.name not in key}
-    return statement.on_conflict_do_update(index_elements=list(key), set_=changes)

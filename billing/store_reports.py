@@ -9,7 +9,8 @@ from billing.entries import ACCOUNTS, Entry, Kind
 from billing.gate import Account
 from billing.holds import StoredHold
 from billing.rollups import Row, joined
-from billing.store import LedgerStore, read_account, read_entry, read_hold
+from billing.store import LedgerStore
+from billing.store_rows import read_account, read_entry, read_hold
 from billing.store_schema import (
     accounts,
     entries,

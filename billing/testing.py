@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from billing.accounts import Accounts
 from billing.holds import Hold, RequestContext
@@ -43,16 +44,14 @@ class TestLedger:
         self.ledger.deposit(tenant, amount, reference=reference, by="test").result()
 
     def reserve(
-        self, request_id: str, amount: int, tenant: str = "acme", ttl_s: int = 60, **context: object
+        self, request_id: str, amount: int, tenant: str = "acme", ttl_s: int = 60, **context: Any
     ) -> Hold:
         pinned = self.ledger.book.at("model", self.clock(), "CNY")
-        about = RequestContext(**context)  # type: ignore[arg-type]
+        about = RequestContext(**context)
         future = self.ledger.reserve(tenant, request_id, amount, pinned, context=about, ttl_s=ttl_s)
         return future.result()
 
-    def charge(
-        self, request_id: str, usage: Usage, tenant: str = "acme", **context: object
-    ) -> Hold:
+    def charge(self, request_id: str, usage: Usage, tenant: str = "acme", **context: Any) -> Hold:
         """Reserve nothing and settle as finished."""
         hold = self.reserve(request_id, 0, tenant, **context)
         self.ledger.settle(hold, usage, Outcome.FINISHED).result()

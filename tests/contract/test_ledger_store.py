@@ -30,6 +30,7 @@ from billing.idempotency import Idempotency, Replay
 from billing.money import UNITS
 from billing.policy import Outcome
 from billing.store import LedgerStore, open_store
+from billing.store_prepared import HotStatements
 from billing.testing import ManualClock, TestLedger, running_ledger
 from billing.usage import EMPTY, Usage
 from tests.postgres_server import fresh_database, postgres_server
@@ -203,6 +204,17 @@ def test_a_retry_of_an_undelivered_answer_is_charged_once(house: TestLedger) -> 
     again = house.reserve("r3", UNITS // 2, fingerprint="f", is_retry=True)
     house.ledger.settle(again, USAGE, Outcome.FINISHED).result()
     assert house.ledger.balance("acme").topup == UNITS - 2 * PRICE
+
+
+def test_a_retry_that_crashed_does_not_pay_for_the_undelivered_answer(house: TestLedger) -> None:
+    house.fund(UNITS)
+    lost = house.reserve("r1", UNITS // 4, fingerprint="f")
+    house.ledger.settle(lost, USAGE, Outcome.CLIENT_GONE, delivered=False).result()
+    house.reserve("r2", UNITS // 4, fingerprint="f", is_retry=True, ttl_s=0)
+    assert house.ledger.sweep() == 1
+    retry = house.reserve("r3", UNITS // 4, fingerprint="f", is_retry=True)
+    house.ledger.settle(retry, USAGE, Outcome.FINISHED).result()
+    assert house.ledger.balance("acme").topup == UNITS - PRICE
 
 
 def test_a_correction_names_its_charge_and_gives_back_no_more_than_is_left(
@@ -458,6 +470,23 @@ def test_an_invoice_adds_up_and_shows_its_residue(house: TestLedger) -> None:
     page = statements.invoice_html(month)
     assert "Invoice" in page and month.money(month.residue) in page
     assert statements.invoice_csv(month).count("\n") == 1 + len(month.lines) + 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 512])
+def test_no_lookup_of_the_hot_path_walks_through_a_tenant(tmp_path: Path, size: int) -> None:
+    store = open_store(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
+    hot = HotStatements("sqlite")
+    finders = {"accounts": hot.find_accounts, "holds": hot.find_holds, "entries": hot.find_entries}
+    with store.reading() as connection:
+        for table, finder in finders.items():
+            prepared = finder.prepared(size)
+            explain = f"EXPLAIN QUERY PLAN {prepared.sql}"
+            plan = connection.exec_driver_sql(explain, tuple("x" for _ in prepared.names))
+            steps = " ".join(row[-1] for row in plan)
+            wanted = "tenant=?" if table == "accounts" else "tenant=? AND request_id=?"
+            assert f"SEARCH {table} USING" in steps
+            assert f"({wanted})" in steps
+    store.close()
 
 
 def test_a_schema_from_the_future_is_refused(url: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,7 +23,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from sqlalchemy import event
 
 from billing import audit
 from billing.accounts import Accounts
@@ -34,7 +34,8 @@ from billing.holds import Hold, RequestContext
 from billing.policy import PRESUMED, Outcome, billable
 from billing.prices import NS
 from billing.rating import rate
-from billing.store import LedgerStore, open_store
+from billing.store import open_store
+from billing.store_prepared import Prepared
 from billing.testing import ManualClock
 from billing.usage import EMPTY, Usage
 from tests.postgres_server import fresh_database, postgres_server
@@ -118,7 +119,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """
         store = self.stores[server]
         if die_at:
-            with dying(store, die_at), suppress(Killed):
+            with dying(die_at), suppress(Killed):
                 store.apply([command], self.accounts.book, self.clock)
         try:
             return store.apply([command], self.accounts.book, self.clock)[0][0]
@@ -154,7 +155,7 @@ class LedgerMachine(RuleBasedStateMachine):
         command = TopUp(request.hold, amount, expires_ns, usage)
         if die_at:  # a top-up is no idempotent command: dead or done, it is not said again
             store = self.stores[request.server]
-            with dying(store, die_at), suppress(Killed):
+            with dying(die_at), suppress(Killed):
                 store.apply([command], self.accounts.book, self.clock)
             found = {held.request_id: held for held in store.all_holds()}
             stored = found[request.hold.request_id]
@@ -297,19 +298,22 @@ class LedgerMachine(RuleBasedStateMachine):
 class dying:
     """The process dies before the n-th statement of its transaction."""
 
-    def __init__(self, store: LedgerStore, die_at: int) -> None:
-        self.engine, self.left = store.engine, die_at
+    def __init__(self, die_at: int) -> None:
+        self.left, self.patch = die_at, pytest.MonkeyPatch()
 
     def __enter__(self) -> None:
-        event.listen(self.engine, "before_cursor_execute", self._count)
+        execute = Prepared.execute
+
+        def counted(prepared: Prepared, cursor: Any, row: Any) -> None:
+            self.left -= 1
+            if self.left == 0:
+                raise Killed
+            execute(prepared, cursor, row)
+
+        self.patch.setattr(Prepared, "execute", counted)
 
     def __exit__(self, *_: object) -> None:
-        event.remove(self.engine, "before_cursor_execute", self._count)
-
-    def _count(self, *_: object) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise Killed
+        self.patch.undo()
 
 
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
