@@ -21,8 +21,9 @@ from tiers.errors import ConfigurationError, MissReason, OutOfBlocks
 from tiers.frames import FrameArena
 from tiers.index import Block, BlockIndex, BlockState
 from tiers.mover import Mover
-from tiers.policy import Use, make_policy
+from tiers.policy import Use
 from tiers.promotion import Progress, Promoter, Ticket
+from tiers.ranking import rank_device, rank_host
 from tiers.residency import CacheEvent, Residency
 from tiers.tails import Tail, TailSharing
 from tiers.tier import Tier, TierName, TierStats
@@ -91,8 +92,8 @@ class TieredCache:
             self.index,
             self.pool,
             frames,
-            make_policy(settings.policy, num_blocks),
-            make_policy(settings.policy, frames.num_frames if frames else 1),
+            rank_device(settings.policy, num_blocks),
+            rank_host(settings.policy, frames.num_frames if frames else 1),
         )
         self.economy = LoadEconomy(enabled=settings.weigh_loads)
         self._disk = disk
@@ -150,7 +151,7 @@ class TieredCache:
         return Progress.READY if ticket.chain.private else self._promoter.advance(ticket)
 
     def close_ticket(self, ticket: Ticket) -> None:
-        self._promoter.close(ticket, self._use(len(ticket.chain.keys)))
+        self._promoter.close(ticket, self._use(len(ticket.chain.keys), ticket.chain))
 
     # A running sequence's blocks.
 
@@ -263,7 +264,7 @@ class TieredCache:
         Full blocks stay and may be hit; the partly filled last one is offered where tails are
         shared; blocks that were not filled are forgotten. Empties `blocks`.
         """
-        use = self._use(len(blocks))
+        use = self._use(len(blocks), chain)
         num_full = num_tokens // self.layout.block_size
         for number in range(len(blocks) - 1, -1, -1):
             block = blocks[number]
@@ -319,5 +320,6 @@ class TieredCache:
             prefill_tokens_per_s=self.economy.prefill_tokens_per_s,
         )
 
-    def _use(self, num_blocks: int) -> Use:
-        return Use(time.monotonic(), num_blocks)
+    def _use(self, num_blocks: int, chain: Chain | None = None) -> Use:
+        """A use at this moment; a scope has one tenant, whose habits a policy may learn."""
+        return Use(time.monotonic(), num_blocks, chain.root if chain is not None else None)
