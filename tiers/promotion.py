@@ -41,6 +41,7 @@ class Ticket:
     stop: MissReason = MissReason.ABSENT
     probe: ProbeJob | None = None
     probed: bool = False
+    loading: bool = False  # some of its blocks may be loading, or lost by a failed load
     num_on_device: int = 0  # leading blocks known to have a slot
 
 
@@ -62,15 +63,17 @@ class Promoter:
 
     def advance(self, ticket: Ticket) -> Progress:
         """Take the ticket one step further without waiting for anything."""
-        self._drop_lost(ticket)
-        if any(block.state is BlockState.LOADING for block in ticket.blocks):
-            self._lift(ticket)
-            return Progress.LOADING
+        if ticket.loading:
+            self._drop_lost(ticket)
+            if any(block.state is BlockState.LOADING for block in ticket.blocks):
+                self._lift(ticket)
+                return Progress.LOADING
+            ticket.loading = False
         if ticket.probe is not None:
             if not ticket.probe.done:
                 return Progress.LOADING
             self._load(ticket)
-            if ticket.blocks and ticket.blocks[-1].state is BlockState.LOADING:
+            if ticket.loading:
                 return Progress.LOADING
         if self._match(ticket):
             return Progress.WAITING
@@ -98,17 +101,20 @@ class Promoter:
 
     def _match(self, ticket: Ticket) -> bool:
         """Pin the blocks that continue the ticket; True where another request makes the next."""
-        residency, start = self._residency, len(ticket.blocks)
-        for block in residency.index.match(ticket.chain, start):
+        start = len(ticket.blocks)
+        found = self._residency.index.match(ticket.chain, start)
+        makes_next = False
+        for number, block in enumerate(found):
             if block.state is not BlockState.READY:
-                return True
-            residency.pin(block)
-            block.hits += 1
-            block.left_disk = False
-            ticket.blocks.append(block)
-            on_device = block.slot is not None
-            ticket.sources.append(TierName.DEVICE if on_device else TierName.HOST)
-        return False
+                makes_next = True
+                del found[number:]
+                break
+        if found:
+            self._residency.pin_run(found)
+            ticket.blocks += found
+            device, host = TierName.DEVICE, TierName.HOST
+            ticket.sources += [host if block.slot is None else device for block in found]
+        return makes_next
 
     def _ask_disk(self, ticket: Ticket) -> bool:
         start, end = len(ticket.blocks), len(ticket.chain.keys)
@@ -171,6 +177,7 @@ class Promoter:
             residency.pin(block)
             ticket.blocks.append(block)
             ticket.sources.append(TierName.DISK)
+        ticket.loading = True
         return len(blocks) == end - start
 
     def _collect_one(self, job: LoadJob, blocks: list[Block]) -> bool:

@@ -69,6 +69,21 @@ class Residency:
             elif block.frame is not None:
                 self._sync_host(block)
 
+    def pin_run(self, blocks: Sequence[Block]) -> None:
+        """Pin blocks that were hit; the hot path of a lookup."""
+        hold, held = self.device_policy.hold, 0
+        for block in blocks:
+            block.hits += 1
+            block.left_disk = False
+            block.pins += 1
+            if block.pins == 1:
+                if block.ranked:
+                    hold(block)
+                    held += 1
+                elif block.frame is not None:
+                    self._sync_host(block)
+        self.num_device_candidates -= held
+
     def unpin(self, block: Block, use: Use) -> None:
         """Give a pin back. Unpin a chain tail first, so that a leaf leaves before its parent."""
         block.pins -= 1
