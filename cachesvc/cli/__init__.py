@@ -26,7 +26,7 @@ class Entry(NamedTuple):
 COMMANDS = {
     "serve": Entry("cachesvc.cli.serve:serve", "Serve a model over HTTP"),
     "doctor": Entry("cachesvc.cli.doctor:doctor", "Check this machine and say what to fix"),
-    "cache": Entry("cachesvc.cli.cache:app", "Look into the disk tier of a live or stopped server"),
+    "cache": Entry("cachesvc.cli.cache:app", "Look into the disk tier and maintain it"),
     "config": Entry("cachesvc.cli.config:app", "Show every setting, its value and its origin"),
     "bench": Entry("cachesvc.cli.bench:app", "Measure time to first token from each tier"),
     "replay": Entry("cachesvc.cli.replay:replay", "Replay a trace of requests through policies"),

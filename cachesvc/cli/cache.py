@@ -1,7 +1,8 @@
 """`cachesvc cache`: what lies in the disk tier, beside a live server or without one.
 
-Reads in short transactions, so a server goes on undisturbed. The hot tiers live in the server's
-memory: `/metrics` and the admin pages tell of those.
+The commands here read, in short transactions, so that a server goes on undisturbed, and `verify`
+repairs; those that remove and move blocks are in `cache_change`. The hot tiers live in the
+server's memory: `/metrics` and the admin pages tell of those.
 """
 
 import time
@@ -15,6 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
+from cachesvc.cli.cache_change import compact, evict, export, import_, purge
+from cachesvc.cli.cache_select import find_block
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import (
     AsJson,
@@ -34,7 +37,7 @@ from tiers.disk_ops import verify as verify_shard
 from tiers.inspect import BlockInfo, DiskSummary, DiskView, open_shards, open_view
 from tiers.keys import PrefixKey
 
-app = typer.Typer(no_args_is_help=True, help="Look into the disk tier of a live or stopped server")
+app = typer.Typer(no_args_is_help=True, help="Look into the disk tier and maintain it")
 
 
 @app.command()
@@ -103,7 +106,7 @@ def show(
 ) -> None:
     """One block: its identity, the prefix that leads to it, and how it is stored."""
     with _view(data_dir) as view:
-        block = _one(view, key)
+        block = find_block(view, key)
         chain = view.chain(block)
         children = [child.key.hex() for child in view.tree().get(block.key, [])]
     told = _block_json(block) | {
@@ -177,23 +180,17 @@ def verify(
         fail("the disk tier holds bad blocks; none of them will be served. Remove: --repair")
 
 
+app.command()(evict)
+app.command()(purge)
+app.command()(compact)
+app.command()(export)
+app.command("import")(import_)
+
+
 @contextmanager
 def _view(data_dir: Path | None) -> Iterator[DiskView]:
     with open_view(disk_path(existing_data_dir(data_dir))) as view:
         yield view
-
-
-def _one(view: DiskView, key: str) -> BlockInfo:
-    try:
-        start = bytes.fromhex(key if len(key) % 2 == 0 else key[:-1])
-    except ValueError:
-        fail(f"{key!r} is no key; a key is written in hex, as `cachesvc cache ls` prints it", 2)
-    found = [block for block in view.find(start) if block.key.hex().startswith(key.lower())]
-    if not found:
-        fail(f"no block's key begins with {key}; `cachesvc cache ls` lists them")
-    if len(found) > 1:
-        fail(f"{len(found)} keys begin with {key}; write more of it")
-    return found[0]
 
 
 def _summary_json(summary: DiskSummary) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 PIPE_WIDTH = 200
@@ -25,6 +27,33 @@ def fail(message: str, code: int = 1) -> NoReturn:
 def note(message: str) -> None:
     """A line for the person at the terminal, kept out of what a program reads."""
     Console(stderr=True, highlight=False).print(_escape(message), soft_wrap=True)
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask on standard error before what cannot be undone; end the command unless told to go on."""
+    if yes:
+        return
+    try:
+        agreed = typer.confirm(question, err=True)
+    except typer.Abort:
+        fail("nothing was changed: there is nobody to ask; --yes goes on without asking")
+    if not agreed:
+        fail("nothing was changed")
+
+
+@contextmanager
+def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error while the block runs, where that is a terminal.
+
+    Yields what moves it on; `total` None for work whose length is unknown.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda amount: bar.advance(task, amount)
 
 
 def print_json(data: Any) -> None:

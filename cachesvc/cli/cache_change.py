@@ -1,0 +1,339 @@
+"""`cachesvc cache` commands that change the disk tier or move its blocks.
+
+All but `compact` run beside a live server, in short transactions of their own. Blocks that the
+server holds in memory are out of their reach, and each says so where it matters.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import reduce
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import typer
+
+from cachesvc.cli.cache_select import find_block, find_scope, server_of
+from cachesvc.cli.options import DataDir, existing_data_dir
+from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress, size
+from cachesvc.config import disk_path, parse_duration, parse_size
+from tiers import disk_transfer
+from tiers.disk_accounts import Entry
+from tiers.disk_compact import compact_folder
+from tiers.disk_ops import Removed, pages_by_age, remove
+from tiers.disk_ops import purge as purge_shard
+from tiers.disk_read import shard_of
+from tiers.disk_storage import StorageError
+from tiers.disk_transfer import Moved, Rule, chain_rule, import_blocks
+from tiers.inspect import DiskView, open_shards, open_view
+from tiers.keys import PrefixKey
+from tiers.shard import Shard
+
+STREAM = Path("-")  # standard input or output
+
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")]
+Scopes = Annotated[
+    list[str] | None,
+    typer.Option("--scope", help="Blocks of the scope whose root begins so (hex); repeatable"),
+]
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def evict(
+    data_dir: DataDir = None,
+    older_than: Annotated[
+        float | None,
+        typer.Option(parser=_duration, metavar="DURATION", help="Unused for so long, such as 7d"),
+    ] = None,
+    scope: Scopes = None,
+    num_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--bytes", parser=_size, metavar="SIZE", help="About so much, least recently used first"
+        ),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every block")] = False,
+    yes: Yes = False,
+    json: AsJson = False,
+) -> None:
+    """Remove blocks by age, scope or amount; all rules given must hold. Safe beside a server."""
+    if not (everything or scope) and older_than is None and num_bytes is None:
+        fail("say what to evict: --older-than, --scope, --bytes, or --all for every block", 2)
+    with _view(data_dir, readonly=False) as view:
+        rule = _age_rule(_scope_rule(view, scope), older_than)
+        share = None if num_bytes is None else -(-num_bytes // len(view.shards))
+        planned = _sum(_planned(shard, rule, share) for shard in view.shards)
+        if planned.num_blocks:
+            confirm(f"Evict {_amount(planned)} from {view.path}?", yes=yes)
+        with _counted(rule, view, "evicting") as counted:
+            gone = _sum(remove(shard, counted, at_most_bytes=share) for shard in view.shards)
+        _sync(view.shards)
+    _tell_removed("evicted", gone, view.path, json=json)
+
+
+def purge(
+    scope: Annotated[
+        list[str],
+        typer.Option("--scope", help="Root of a scope, or how it begins (hex); repeatable"),
+    ],
+    data_dir: DataDir = None,
+    yes: Yes = False,
+    json: AsJson = False,
+) -> None:
+    """Remove every block of a scope from the disk, until none is left. Safe beside a server."""
+    with _view(data_dir, readonly=False) as view:
+        accounts = view.accounts()
+        roots = [find_scope(accounts, start) for start in scope]
+        planned = _sum(Removed(*accounts[root]) for root in set(roots))
+        names = ", ".join(root.hex() for root in roots)
+        confirm(f"Purge {_amount(planned)} of {names} from {view.path}?", yes=yes)
+        with progress("purging", len(view.shards)) as advance:
+            gone = Removed()
+            for shard in view.shards:
+                gone = gone.plus(purge_shard(shard, roots))
+                advance(1)
+        _sync(view.shards)
+    _tell_removed("purged", gone, view.path, json=json, scopes=[root.hex() for root in roots])
+
+
+def compact(data_dir: DataDir = None, json: AsJson = False) -> None:
+    """Rewrite the files to give free space back to the file system. Needs the server stopped."""
+    path = disk_path(existing_data_dir(data_dir))
+    holder = server_of(path)
+    if holder is not None:
+        fail(
+            f"{path} is held by {holder}, and only files that no server has open can be "
+            "rewritten; stop it (Ctrl-C or SIGTERM) and try again, or use `cachesvc cache evict`, "
+            "which runs beside it"
+        )
+    try:
+        with progress("rewriting", None):
+            shards = compact_folder(path)
+    except StorageError as error:
+        fail(f"{path} was not compacted, and stands as it was: {error}")
+    told = {
+        name: sum(getattr(shard, name) for shard in shards)
+        for name in ("num_kept", "num_dropped", "file_bytes_before", "file_bytes")
+    }
+    if json:
+        print_json(told)
+        return
+    typer.echo(
+        f"{told['num_kept']} blocks kept, {told['num_dropped']} dropped; "
+        f"files {size(told['file_bytes_before'])} -> {size(told['file_bytes'])}"
+    )
+
+
+def export(
+    file: Annotated[Path, typer.Argument(help="File to write; - for standard output")],
+    data_dir: DataDir = None,
+    scope: Scopes = None,
+    key: Annotated[
+        list[str] | None,
+        typer.Option(help="The block whose key begins so, with all before and after; repeatable"),
+    ] = None,
+    yes: Yes = False,
+    json: AsJson = False,
+) -> None:
+    """Write blocks to a file for `cachesvc cache import`, each checked. Safe beside a server."""
+    if file == STREAM and json:
+        fail("--json and the blocks would both go to standard output; name a file", 2)
+    if file != STREAM and file.exists():
+        confirm(f"Overwrite {file}?", yes=yes)
+    with _view(data_dir, readonly=True) as view:
+        rule = _scope_rule(view, scope)
+        if key:
+            roots = [find_block(view, start).key for start in key]
+            rule = _both(rule, chain_rule(view.shards, roots))
+        try:
+            with _counted(rule, view, "exporting") as counted, _written(file) as to:
+                moved = disk_transfer.export(view.shards, to, counted)
+        except OSError as error:
+            fail(f"the export to {file} failed: {error.strerror or error}")
+    if json:
+        print_json(_moved_json(moved, file))
+    else:
+        note(
+            f"{moved.num_blocks} blocks ({size(moved.nbytes)}) exported to {_name(file, 'output')}"
+        )
+    if moved.bad:
+        fail(f"{_bad(moved)} left out; `cachesvc cache verify --repair` removes such blocks")
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(help="File to read; - for standard input")],
+    data_dir: DataDir = None,
+    json: AsJson = False,
+) -> None:
+    """Store the blocks of an export, each proved on arrival. Safe beside a server.
+
+    Where there is no room, the least recently used blocks go, as in a server.
+    """
+    with _view(data_dir, readonly=False) as view:
+        try:
+            with _read(file) as source:
+                moved = import_blocks(view.shards, source, shard_of)
+        except ValueError as error:
+            fail(f"{_name(file, 'input')}: {error}; `cachesvc cache export` makes one")
+        except OSError as error:
+            fail(f"the import of {file} failed: {error.strerror or error}")
+    if json:
+        print_json(_moved_json(moved, file) | {"server": server_of(view.path)})
+    else:
+        typer.echo(
+            f"{moved.num_blocks} blocks ({size(moved.nbytes)}) imported, "
+            f"{moved.num_held} were there already"
+        )
+    if moved.bad:
+        note(f"{_bad(moved)} refused")
+    if not moved.complete:
+        fail(f"{_name(file, 'input')} ends early; what came whole was kept. Export it again")
+    if moved.bad:
+        fail("some blocks of the export are damaged; verify the tier that they came from")
+
+
+@contextmanager
+def _view(data_dir: Path | None, *, readonly: bool) -> Iterator[DiskView]:
+    path = disk_path(existing_data_dir(data_dir))
+    if readonly:
+        with open_view(path) as view:
+            yield view
+        return
+    with open_shards(path, readonly=False) as (meta, shards):
+        yield DiskView(path, meta, shards)
+
+
+def _scope_rule(view: DiskView, starts: Sequence[str] | None) -> Rule:
+    if not starts:
+        return lambda key, entry: True
+    accounts = view.accounts()
+    roots = frozenset(find_scope(accounts, start) for start in starts)
+    return lambda key, entry: entry.scope in roots
+
+
+def _age_rule(rule: Rule, older_than_s: float | None) -> Rule:
+    if older_than_s is None:
+        return rule
+    before_s = time.time() - older_than_s
+    return _both(rule, lambda key, entry: entry.place.used_s <= before_s)
+
+
+def _both(first: Rule, second: Rule) -> Rule:
+    return lambda key, entry: first(key, entry) and second(key, entry)
+
+
+def _planned(shard: Shard, rule: Rule, at_most_bytes: int | None) -> Removed:
+    """What `remove` would take away now."""
+    total = Removed()
+    for rows in pages_by_age(shard):
+        for key, entry in rows:
+            if at_most_bytes is not None and total.stored_bytes >= at_most_bytes:
+                return total
+            if rule(key, entry):
+                total = total.plus(Removed(1, entry.place.nbytes, entry.logical_nbytes))
+    return total
+
+
+@contextmanager
+def _counted(rule: Rule, view: DiskView, what: str) -> Iterator[Rule]:
+    """`rule` under a bar that moves with every block it judges."""
+    with progress(what, sum(shard.read_totals().num_blocks for shard in view.shards)) as advance:
+
+        def judge(key: PrefixKey, entry: Entry) -> bool:
+            advance(1)
+            return rule(key, entry)
+
+        yield judge
+
+
+@contextmanager
+def _written(file: Path) -> Iterator[BinaryIO]:
+    """Standard output, or `file`, which appears only when it is whole."""
+    if file == STREAM:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    part = file.with_name(f"{file.name}.part")
+    try:
+        with part.open("wb") as to:
+            yield to
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _read(file: Path) -> Iterator[BinaryIO]:
+    if file == STREAM:
+        yield sys.stdin.buffer
+        return
+    with file.open("rb") as source, progress("importing", file.stat().st_size) as advance:
+        yield _Watched(source, advance)  # type: ignore[misc]  # only `read` is called
+
+
+class _Watched:
+    """A file whose reads move a bar."""
+
+    def __init__(self, source: BinaryIO, advance: Callable[[int], None]) -> None:
+        self._source = source
+        self._advance = advance
+
+    def read(self, num_bytes: int) -> bytes:
+        data = self._source.read(num_bytes)
+        self._advance(len(data))
+        return data
+
+
+def _sync(shards: Sequence[Shard]) -> None:
+    """Make removals durable, so that no power cut brings a block back."""
+    for shard in shards:
+        shard.sync()
+
+
+def _sum(parts: Iterator[Removed]) -> Removed:
+    return reduce(Removed.plus, parts, Removed())
+
+
+def _amount(removed: Removed) -> str:
+    return f"{removed.num_blocks} blocks ({size(removed.stored_bytes)})"
+
+
+def _tell_removed(verb: str, gone: Removed, path: Path, *, json: bool, **more: Any) -> None:
+    server = server_of(path)
+    if json:
+        print_json(asdict(gone) | more | {"server": server})
+    else:
+        typer.echo(f"{_amount(gone)} {verb}; their space is free for new blocks")
+    if server is not None:
+        note(
+            f"a server holds this directory ({server}): blocks in its memory stay, and it may "
+            "write them to disk again; stop it first to be rid of them"
+        )
+
+
+def _moved_json(moved: Moved, file: Path) -> dict[str, Any]:
+    return {"file": str(file), **asdict(moved)}
+
+
+def _bad(moved: Moved) -> str:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in moved.bad.items())
+    return f"{sum(moved.bad.values())} bad blocks ({reasons}) were"
+
+
+def _name(file: Path, stream: str) -> str:
+    return f"standard {stream}" if file == STREAM else str(file)

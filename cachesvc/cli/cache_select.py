@@ -1,0 +1,54 @@
+"""What commands about the disk tier share: keys and scopes written in hex, who holds the folder."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from cachesvc.cli.render import fail
+from tiers.disk_directory import is_locked, read_holder
+from tiers.inspect import BlockInfo, DiskView
+from tiers.keys import KEY_BYTES, PrefixKey
+
+
+def find_block(view: DiskView, start: str) -> BlockInfo:
+    """The one block whose key begins so; ends the command where there is none, or more."""
+    found = [
+        block for block in view.find(_whole_bytes(start)) if block.key.hex().startswith(_low(start))
+    ]
+    _exactly_one(len(found), f"block's key begins with {start}", "`cachesvc cache ls`")
+    return found[0]
+
+
+def find_scope(scopes: Iterable[PrefixKey], start: str) -> PrefixKey:
+    """The one scope whose root begins so; ends the command where there is none, or more."""
+    _whole_bytes(start)
+    found = [root for root in scopes if root.hex().startswith(_low(start))]
+    _exactly_one(len(found), f"scope's root begins with {start}", "`cachesvc cache tree`")
+    return found[0]
+
+
+def server_of(path: Path) -> str | None:
+    """The server that holds the folder of a disk tier now, in words."""
+    return read_holder(path) if is_locked(path) else None
+
+
+def _low(start: str) -> str:
+    return start.strip().lower()
+
+
+def _whole_bytes(start: str) -> bytes:
+    text = _low(start)
+    try:
+        data = bytes.fromhex(text[: len(text) // 2 * 2])
+        int(text, 16)
+    except ValueError:
+        data = b"\0" * (KEY_BYTES + 1)
+    if len(text) > 2 * KEY_BYTES or len(data) > KEY_BYTES:
+        fail(f"{start!r} is no key; a key is written in hex, as `cachesvc cache ls` prints it", 2)
+    return data
+
+
+def _exactly_one(count: int, what: str, lister: str) -> None:
+    if count == 0:
+        fail(f"no {what}; {lister} lists them")
+    if count > 1:
+        fail(f"more than one {what} ({count} do); write more of it")

@@ -1,0 +1,278 @@
+"""`cachesvc cache evict|purge|compact|export|import`: what they do to a disk tier, and refuse."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cachesvc.cli import app
+from cachesvc.config import disk_path
+from tiers.block import BlockLayout
+from tiers.disk import DiskTier
+from tiers.disk_directory import DirectoryLock
+from tiers.disk_open import open_disk
+from tiers.frames import FrameArena
+from tiers.inspect import open_shards, open_view
+from tiers.keys import BlockId, CacheScope
+from tiers.testing import chain, fill, take
+
+LAYOUT = BlockLayout(num_layers=2, block_size=64, num_kv_heads=2, head_dim=8, dtype="float32")
+OTHER = CacheScope(weights=b"tiny", tenant=b"other")
+HOUR_S = 3600
+MINE = chain(6, block_size=LAYOUT.block_size)
+BRANCH = chain(3, block_size=LAYOUT.block_size, seed=1)
+THEIRS = chain(4, block_size=LAYOUT.block_size, scope=OTHER)
+EVERY = [*MINE, *BRANCH, *THEIRS]
+
+
+def call(command: str, data_dir: Path, *arguments: str, answer: str | None = None) -> Result:
+    command_line = ["cache", command, *arguments, "--data-dir", str(data_dir)]
+    return CliRunner().invoke(app, command_line, input=answer)
+
+
+def called_apart(command: str, data_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, as LMDB wants it beside an open tier."""
+    start = "from cachesvc.cli import main; main()"
+    command_line = [sys.executable, "-c", start, "cache", command, *arguments]
+    return subprocess.run(
+        [*command_line, "--data-dir", str(data_dir)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def told(result: Result) -> dict[str, object]:
+    assert 0 == result.exit_code, result.output
+    answer: dict[str, object] = json.loads(result.stdout)
+    return answer
+
+
+def opened(data_dir: Path, clock: Callable[[], float] = time.time, shards: int = 1) -> DiskTier:
+    return open_disk(disk_path(data_dir), LAYOUT, 64 << 20, clock=clock, num_shards=shards)
+
+
+def store(tier: DiskTier, ids: list[BlockId]) -> None:
+    arena = FrameArena(LAYOUT, len(ids))
+    frames = take(arena, len(ids))
+    for frame, block in zip(frames, ids, strict=True):
+        fill(frame, block)
+    tier.store(ids, frames)
+
+
+def keys(data_dir: Path) -> set[bytes]:
+    with open_view(disk_path(data_dir)) as view:
+        return {block.key for block in view.blocks()}
+
+
+def key_set(*chains: list[BlockId]) -> set[bytes]:
+    return {block.key for ids in chains for block in ids}
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    """MINE was used three hours ago, the rest now."""
+    path = tmp_path / "here"
+    path.mkdir()
+    past = opened(path, lambda: time.time() - 3 * HOUR_S)
+    store(past, MINE)
+    past.close()
+    tier = opened(path)
+    store(tier, BRANCH)
+    store(tier, THEIRS)
+    tier.close()
+    return path
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    path = tmp_path / "elsewhere"
+    path.mkdir()
+    opened(path, shards=2).close()
+    return path
+
+
+def test_evict_older_than_leaves_what_was_used_since(data_dir: Path) -> None:
+    gone = told(call("evict", data_dir, "--older-than", "2h", "--yes", "--json"))
+    assert (len(MINE), None) == (gone["num_blocks"], gone["server"])
+    assert key_set(BRANCH, THEIRS) == keys(data_dir)
+
+
+def test_evict_needs_every_rule_to_hold(data_dir: Path) -> None:
+    theirs = THEIRS[0].scope.hex()
+    rules = ("--older-than", "2h", "--scope", theirs)
+    assert 0 == told(call("evict", data_dir, *rules, "--json"))["num_blocks"]
+    assert key_set(EVERY) == keys(data_dir)
+
+
+def test_evict_bytes_takes_the_oldest_and_no_more_than_it_must(data_dir: Path) -> None:
+    with open_view(disk_path(data_dir)) as view:
+        oldest = next(iter(view.blocks(oldest=True)))
+    gone = told(call("evict", data_dir, "--bytes", "1KiB", "--yes", "--json"))
+    assert (1, oldest.stored_bytes) == (gone["num_blocks"], gone["stored_bytes"])
+    assert key_set(EVERY) - {oldest.key} == keys(data_dir)
+
+
+def test_evict_all_empties_the_tier(data_dir: Path) -> None:
+    assert len(EVERY) == told(call("evict", data_dir, "--all", "--yes", "--json"))["num_blocks"]
+    assert set() == keys(data_dir)
+
+
+def test_evict_without_a_rule_or_with_a_wrong_one_is_refused(data_dir: Path) -> None:
+    for arguments, message in (
+        ((), "--older-than"),
+        (("--older-than", "soon"), "is no duration"),
+        (("--bytes", "many"), "is no size"),
+        (("--scope", "zz"), "is no key"),
+    ):
+        refused = call("evict", data_dir, *arguments)
+        assert 2 == refused.exit_code, refused.output
+        assert message in refused.stderr
+    assert key_set(EVERY) == keys(data_dir)
+
+
+@pytest.mark.parametrize(("answer", "why"), [("n\n", "nothing was"), ("", "--yes")])
+def test_nothing_goes_unless_confirmed(data_dir: Path, answer: str, why: str) -> None:
+    asked = call("evict", data_dir, "--all", answer=answer)
+    assert 1 == asked.exit_code
+    assert why in asked.stderr
+    assert f"{len(EVERY)} blocks" in asked.stderr
+    assert key_set(EVERY) == keys(data_dir)
+
+
+def test_a_confirmed_purge_takes_the_whole_scope_and_only_it(data_dir: Path) -> None:
+    purged = call("purge", data_dir, "--scope", THEIRS[0].scope.hex()[:8], answer="y\n")
+    assert 0 == purged.exit_code
+    assert f"{len(THEIRS)} blocks" in purged.stdout
+    assert key_set(MINE, BRANCH) == keys(data_dir)
+
+
+def test_purge_of_an_unknown_scope_says_so(data_dir: Path) -> None:
+    failed = call("purge", data_dir, "--scope", "0" * 32, "--yes")
+    assert 1 == failed.exit_code
+    assert "no scope's root begins with" in failed.stderr
+
+
+def test_a_purge_beside_a_server_says_what_it_cannot_reach(data_dir: Path) -> None:
+    tier = opened(data_dir)
+    try:
+        scope = THEIRS[0].scope.hex()
+        purged = called_apart("purge", data_dir, "--scope", scope, "--yes", "--json")
+        assert 0 == purged.returncode, purged.stderr
+        assert "pid" in json.loads(purged.stdout)["server"]
+        assert "in its memory" in purged.stderr
+        assert 0 == tier.probe(THEIRS)
+        assert len(MINE) == tier.probe(MINE)
+    finally:
+        tier.close()
+
+
+def test_compact_gives_freed_space_back(data_dir: Path) -> None:
+    told(call("evict", data_dir, "--older-than", "2h", "--yes", "--json"))
+    done = told(call("compact", data_dir, "--json"))
+    assert len(BRANCH) + len(THEIRS) == done["num_kept"]
+    assert int(str(done["file_bytes"])) < int(str(done["file_bytes_before"]))
+    assert 0 == call("verify", data_dir).exit_code
+
+
+def test_compact_is_refused_while_a_server_holds_the_directory(data_dir: Path) -> None:
+    lock = DirectoryLock(disk_path(data_dir))
+    try:
+        refused = call("compact", data_dir)
+    finally:
+        lock.release()
+    assert 1 == refused.exit_code
+    assert "held by pid" in refused.stderr
+    assert "stop it" in refused.stderr
+
+
+def test_an_export_is_imported_elsewhere_and_is_sound(data_dir: Path, elsewhere: Path) -> None:
+    file = data_dir / "blocks"
+    moved = told(call("export", data_dir, str(file), "--json"))
+    assert (len(EVERY), {}) == (moved["num_blocks"], moved["bad"])
+    arrived = told(call("import", elsewhere, str(file), "--json"))
+    assert (len(EVERY), 0, True) == (
+        arrived["num_blocks"],
+        arrived["num_held"],
+        arrived["complete"],
+    )
+    assert key_set(EVERY) == keys(elsewhere)
+    assert len(EVERY) == told(call("verify", elsewhere, "--json"))["num_blocks"]
+    again = told(call("import", elsewhere, str(file), "--json"))
+    assert (0, len(EVERY)) == (again["num_blocks"], again["num_held"])
+
+
+def test_an_export_of_a_scope_or_a_prefix_leaves_the_rest(data_dir: Path, elsewhere: Path) -> None:
+    file = data_dir / "blocks"
+    told(call("export", data_dir, str(file), "--scope", THEIRS[0].scope.hex(), "--json"))
+    told(call("import", elsewhere, str(file), "--json"))
+    assert key_set(THEIRS) == keys(elsewhere)
+    told(call("export", data_dir, str(file), "--key", MINE[2].key.hex()[:10], "-y", "--json"))
+    told(call("import", elsewhere, str(file), "--json"))
+    assert key_set(THEIRS, MINE) == keys(elsewhere)
+
+
+def test_an_export_does_not_overwrite_unasked(data_dir: Path) -> None:
+    file = data_dir / "blocks"
+    file.write_text("dear")
+    assert 1 == call("export", data_dir, str(file), answer="n\n").exit_code
+    assert "dear" == file.read_text()
+
+
+def test_an_export_that_cannot_be_written_leaves_nothing(data_dir: Path) -> None:
+    failed = call("export", data_dir, str(data_dir / "nowhere" / "blocks"))
+    assert 1 == failed.exit_code
+    assert "No such file or directory" in failed.stderr
+
+
+def test_a_bad_block_is_left_out_of_an_export_and_said(data_dir: Path) -> None:
+    with open_shards(disk_path(data_dir), readonly=True) as (_, (shard,)):
+        place = shard.find([MINE[2].key])[0].place
+    with (shard.path / "data.mdb").open("r+b") as file:
+        file.seek(place.offset + 2000)
+        file.write(b"\xff" * 64)
+    exported = call("export", data_dir, str(data_dir / "blocks"))
+    assert 1 == exported.exit_code
+    assert f"{len(EVERY) - 1} blocks" in exported.stderr
+    assert "1 bad blocks (1 checksum)" in exported.stderr
+
+
+def test_a_directory_without_a_disk_tier_is_named_without_a_traceback(tmp_path: Path) -> None:
+    for command in (("evict", "--all"), ("purge", "--scope", "00"), ("compact",)):
+        failed = called_apart(command[0], tmp_path, *command[1:])
+        assert 1 == failed.returncode
+        assert "error:" in failed.stderr
+        assert str(tmp_path) in failed.stderr
+        assert "Traceback" not in failed.stderr
+
+
+def test_blocks_go_through_a_pipe(data_dir: Path, elsewhere: Path) -> None:
+    exported = call("export", data_dir, "-")
+    imported = CliRunner().invoke(
+        app, ["cache", "import", "-", "--data-dir", str(elsewhere)], input=exported.stdout_bytes
+    )
+    assert 0 == imported.exit_code, imported.output
+    assert key_set(EVERY) == keys(elsewhere)
+    assert 2 == call("export", data_dir, "-", "--json").exit_code
+
+
+def test_a_cut_or_foreign_stream_fails_and_says_why(data_dir: Path, elsewhere: Path) -> None:
+    file = data_dir / "blocks"
+    told(call("export", data_dir, str(file), "--json"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    cut = call("import", elsewhere, str(file))
+    assert 1 == cut.exit_code
+    assert "ends early" in cut.stderr
+    assert keys(elsewhere) < key_set(EVERY)
+    file.write_bytes(b"a photograph of a cat")
+    foreign = call("import", elsewhere, str(file))
+    assert 1 == foreign.exit_code
+    assert "not an export" in foreign.stderr
+    assert 1 == call("import", elsewhere, str(data_dir / "missing")).exit_code
