@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGUFReader
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
@@ -116,6 +115,9 @@ def build_tokenizer(fields: Mapping[str, Any]) -> FastTokenizer:
 
 def _read_fields(path: Path) -> dict[str, Any]:
     try:
+        # Only a GGUF file needs it: machines that serve safetensors may lack the package.
+        from gguf import GGUFReader
+
         reader = GGUFReader(path)
     except (ValueError, OSError) as error:
         raise ModelError(f"{path} is not a readable GGUF file: {error}") from error
