@@ -281,3 +281,17 @@ def test_hits_come_from_each_tier_and_are_counted_there() -> None:
     assert world.counts("disk").hit_disk == 20
     world.check()
     world.check_idle()
+
+
+def test_generated_tokens_are_cached_as_well_as_prompts() -> None:
+    """Turn two of a chat brings the first answer back; only what is new is computed."""
+    world = World(device_blocks=100)
+    prompt = list(range(10))
+    world.submit("turn1", prompt, max_tokens=12)
+    world.run()
+    answer = world.tokens("turn1")
+    world.submit("turn2", [*prompt, *answer, 3, 4], max_tokens=1)
+    world.run()
+    world.check()
+    # The last answered token was never computed: nobody had asked what follows it.
+    assert world.counts("turn2").hit_device == len(prompt) + len(answer) - 1
