@@ -1,1 +1,29 @@
-"""Token ids in, token ids out: scheduler, paged attention, runner. Knows no HTTP and no money."""
+"""Token ids in, token ids out: scheduler, paged attention, runner. Knows no HTTP and no money.
+
+`from engine import LLM, SamplingParams` is the offline face. Its names are looked up when asked
+for, so that whoever needs only `engine.request` does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.llm import LLM
+    from engine.llm_outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from engine.request import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "RequestMetrics", "RequestOutput", "SamplingParams"]
+
+_MODULES = {
+    "LLM": "engine.llm",
+    "CompletionOutput": "engine.llm_outputs",
+    "RequestMetrics": "engine.llm_outputs",
+    "RequestOutput": "engine.llm_outputs",
+    "SamplingParams": "engine.request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

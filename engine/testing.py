@@ -68,14 +68,9 @@ def tiny_model(architecture: str = "llama", *, seed: int = 0) -> LoadedModel:
     `architecture` is one of `ARCHITECTURES`. Mistral and Gemma 2 attend through sliding windows,
     Gemma 2 with capped scores.
     """
-    config = _CONFIGS[architecture]()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.eval().requires_grad_(False)
     return describe(
         f"tiny-{architecture}",
-        model,
+        _seeded(architecture, seed),
         bytes_tokenizer(),
         weights_digest=xxhash.xxh3_128_digest(f"tiny-{architecture}-{seed}".encode()),
         dtype="float32",
@@ -85,9 +80,8 @@ def tiny_model(architecture: str = "llama", *, seed: int = 0) -> LoadedModel:
 
 def save_tiny_model(folder: Path, architecture: str = "llama", *, seed: int = 0) -> None:
     """Write a tiny model as users have them on disk: config, safetensors, tokenizer."""
-    loaded = tiny_model(architecture, seed=seed)
-    model: Any = loaded.model
-    model.save_pretrained(folder)
+    # Not `tiny_model`'s: packed weights have no names that a checkpoint may hold.
+    _seeded(architecture, seed).save_pretrained(folder)
     _bytes_tokenizer().save_pretrained(folder)
 
 
@@ -95,6 +89,14 @@ def new_pool(loaded: LoadedModel, num_blocks: int, block_size: int = 16) -> torc
     """A device pool for `loaded`, full of NaN so that reading what nobody wrote shows."""
     layout = loaded.layout(block_size)
     return torch.full((num_blocks, *layout.shape), torch.nan, dtype=layout.torch_dtype)
+
+
+def _seeded(architecture: str, seed: int) -> Any:
+    config = _CONFIGS[architecture]()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval().requires_grad_(False)
 
 
 def _bytes_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,0 +1,301 @@
+"""The engine without a server: prompts in, answers out, in the shape that vLLM's users know.
+
+    with LLM(model="smollm2-135m") as llm:
+        [output] = llm.generate("The capital of France is", SamplingParams(max_tokens=8))
+        print(output.outputs[0].text, output.num_cached_tokens)
+
+The engine runs on a thread of its own; `generate` and `chat` block the thread that calls them.
+"""
+
+import itertools
+import sys
+import threading
+import time
+import weakref
+from array import array
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+from engine.engine import Engine, EngineSettings
+from engine.errors import InvalidParameter
+from engine.hardware import pick_device
+from engine.llm_outputs import PendingRequest, RequestOutput
+from engine.models import DEFAULT_MODEL, LoadedModel, load_model
+from engine.request import FinishReason, Request, SamplingParams, StepOutput
+from engine.runner import Runner
+from engine.sampler import check_params
+from tiers.block import BlockLayout
+from tiers.cache import CacheSettings, TieredCache
+from tiers.disk_open import open_disk
+from tiers.errors import ConfigurationError
+from tiers.keys import CacheScope
+
+DEFAULT_PARAMS = SamplingParams(max_tokens=16)  # as long as vLLM's answers where nothing is said
+
+Prompt = tuple[str | None, "array[int]"]  # its text, where it was given as text, and its tokens
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model with its tiers and its engine, for one program's own use.
+
+    `model` is an alias, a folder (safetensors or GGUF), a GGUF file or a hub id. Sizes are in
+    bytes; 0 turns the host or the disk tier off, and the disk tier needs the host tier. `cache_dir`
+    holds prepared models and the disk tier; None means `~/.cache/cachesvc`. `dtype` and `device`
+    "auto" mean float32 on a CPU, bfloat16 on a GPU where there is one; `kv_dtype` None keeps KV as
+    it is computed. Without `enable_prefix_caching` every prompt is computed whole.
+
+    Raises ModelError, ConfigurationError or DirectoryLocked for what cannot work. Calls from
+    several threads take turns. Closed by `close`, by `with`, when it is no longer used, or at exit.
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        enable_prefix_caching: bool = True,
+        device_cache_bytes: int = 1 << 30,
+        host_cache_bytes: int = 2 << 30,
+        disk_cache_bytes: int = 0,
+        cache_dir: Path | str | None = None,
+        block_size: int = 64,
+        kv_dtype: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+    ) -> None:
+        if disk_cache_bytes and not host_cache_bytes:
+            raise ConfigurationError(
+                "blocks reach the disk through host memory: give host_cache_bytes too, or set "
+                "disk_cache_bytes to 0"
+            )
+        folder = Path(cache_dir or Path.home() / ".cache" / "cachesvc").expanduser()
+        loaded = _load(model, folder, device, dtype)
+        layout = loaded.layout(block_size, kv_dtype)
+        settings = CacheSettings(device_bytes=device_cache_bytes, host_bytes=host_cache_bytes)
+        cache = _open_cache(layout, settings, loaded.device, folder / "disk", disk_cache_bytes)
+        runner = Runner(loaded, cache.pool.tensor)
+        self._outputs: SimpleQueue[Seq[StepOutput]] = SimpleQueue()
+        # The engine's thread knows the queue and not this object, which may so be collected.
+        engine = Engine(runner, cache, _engine_settings(loaded), self._outputs.put)
+        self._loaded = loaded
+        self._engine = engine
+        self._scope = CacheScope(
+            weights=loaded.weights_digest,
+            tokenizer=loaded.tokenizer.digest,
+            layout=layout.digest(),
+        )
+        self._caching = enable_prefix_caching
+        self._numbers = itertools.count()
+        self._turn = threading.Lock()
+        runner.warm_up()
+        cache.warm_up()
+        engine.start()
+        self._close = weakref.finalize(self, _close, engine, cache)
+
+    def generate(
+        self,
+        prompts: str | Seq[str] | Seq[Seq[int]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer every prompt, in the order given; they are served together.
+
+        `sampling_params` is for all prompts, or one for each; None generates up to 16 tokens.
+        Raises RequestError for what cannot be served, before anything is generated for long:
+        either all prompts are answered or none.
+        """
+        return self._serve(self._prompts(prompts), sampling_params)
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several, under the model's chat template."""
+        if isinstance(messages, str | Mapping) or not messages:
+            raise InvalidParameter(
+                "messages must be a list of messages, each with a role and a content, or a list "
+                "of such lists",
+                param="messages",
+            )
+        single = isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        tokenizer = self._loaded.tokenizer
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            text = tokenizer.render(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            prompts.append((text, tokenizer.encode(text, add_special_tokens=False)))
+        return self._serve(prompts, sampling_params)
+
+    def close(self) -> None:
+        """Stop the engine, write to the disk tier what memory holds, close it. Twice is once."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # From prompts to answers.
+
+    def _prompts(self, given: Any) -> list[Prompt]:
+        if isinstance(given, str):
+            given = [given]
+        if not isinstance(given, Seq):
+            raise _bad_prompt("prompts", given)
+        return [self._prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(given)]
+
+    def _prompt(self, given: Any, name: str) -> Prompt:
+        if isinstance(given, str):
+            return given, self._loaded.tokenizer.encode(given)
+        if not isinstance(given, Seq | array) or isinstance(given, bytes):
+            raise _bad_prompt(name, given)
+        size = self._loaded.vocab_size
+        for token in given:
+            if not isinstance(token, int) or not 0 <= token < size:
+                raise InvalidParameter(
+                    f"{name} holds {token!r}, and a token id is an integer below {size}",
+                    param=name,
+                )
+        return None, array("i", given)
+
+    def _serve(
+        self, prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
+    ) -> list[RequestOutput]:
+        pending = [
+            PendingRequest(self._request(tokens, of), text, self._loaded.tokenizer)
+            for (text, tokens), of in zip(prompts, _params_of(params, len(prompts)), strict=True)
+        ]
+        with self._turn:
+            try:
+                for one in pending:
+                    self._engine.submit(one.request)
+                self._collect({one.request.request_id: one for one in pending})
+            finally:  # an error or an interrupt: what is still running is of no use
+                for one in pending:
+                    if not one.done:
+                        self._engine.abort(one.request.request_id)
+        return [one.result() for one in pending]
+
+    def _collect(self, running: dict[str, PendingRequest]) -> None:
+        """Read outputs until none runs. What an earlier, broken off call left behind is skipped."""
+        while running:
+            for output in self._outputs.get():
+                one = running.get(output.request_id)
+                if one is None:
+                    continue
+                if one.take(output):
+                    self._engine.abort(output.request_id, FinishReason.STOP, output.index)
+                if one.done:
+                    del running[output.request_id]
+
+    def _request(self, tokens: "array[int]", params: SamplingParams) -> Request:
+        return Request(
+            request_id=f"offline-{next(self._numbers)}",
+            tokens=tokens,
+            params=params,
+            scope=self._scope,
+            cache=self._caching,
+            arrival_ns=time.monotonic_ns(),
+        )
+
+
+def _load(model: str, folder: Path, device: str, dtype: str) -> LoadedModel:
+    models = folder / "models"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts' KV is its owner's alone
+        models.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot make {error.filename}: {error.strerror}; give another cache_dir"
+        ) from None
+    return load_model(model, device=pick_device(device), dtype=dtype, cache_dir=models)
+
+
+def _open_cache(
+    layout: BlockLayout, settings: CacheSettings, device: str, folder: Path, disk_bytes: int
+) -> TieredCache:
+    disk = open_disk(folder, layout, disk_bytes) if disk_bytes else None
+    try:
+        return TieredCache(layout, settings, device=device, disk=disk)
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
+
+
+def _engine_settings(loaded: LoadedModel) -> EngineSettings:
+    return EngineSettings(
+        max_waiting=sys.maxsize,  # the prompts are in memory already: nothing is gained by refusing
+        max_context=loaded.max_context,
+        eos_token_ids=loaded.eos_token_ids,
+        check_params=partial(check_params, vocab_size=loaded.vocab_size),
+    )
+
+
+def _close(engine: Engine, cache: TieredCache) -> None:
+    engine.close()
+    cache.close()
+
+
+def _params_of(
+    given: SamplingParams | Iterable[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """One for each prompt. Raises InvalidParameter where they are not as many."""
+    if given is None:
+        given = DEFAULT_PARAMS
+    if isinstance(given, SamplingParams):
+        return [_checked(given)] * num_prompts
+    if not isinstance(given, Seq):
+        raise InvalidParameter(
+            f"sampling_params is {type(given).__name__}; give SamplingParams(...), or a list of "
+            f"them, one for each prompt",
+            param="sampling_params",
+        )
+    if len(given) != num_prompts:
+        raise InvalidParameter(
+            f"{len(given)} sampling_params for {num_prompts} prompts; give one for each, or one "
+            f"for all",
+            param="sampling_params",
+        )
+    return [_checked(params) for params in given]
+
+
+def _checked(params: Any) -> SamplingParams:
+    """With `stop` as a tuple: a lone string would be taken for its letters."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidParameter(
+            f"sampling_params holds {type(params).__name__}; give SamplingParams(...)",
+            param="sampling_params",
+        )
+    stop: Any = params.stop
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if not all(isinstance(text, str) and text for text in stops):
+        raise InvalidParameter(f"stop is {stop!r}; each must be a string, not empty", param="stop")
+    return params if stops == stop else replace(params, stop=stops)
+
+
+def _bad_prompt(name: str, given: Any) -> InvalidParameter:
+    return InvalidParameter(
+        f"{name} is {type(given).__name__}; prompts are a string, a list of strings, or a list of "
+        f"lists of token ids",
+        param=name,
+    )

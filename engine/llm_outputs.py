@@ -1,0 +1,183 @@
+"""What the offline class answers with, and how a request's outputs become an answer.
+
+Used by `engine.llm` on the thread that called it.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from engine.detokenizer import IncrementalDetokenizer
+from engine.errors import EngineClosed, EngineFailed
+from engine.request import (
+    FinishReason,
+    Request,
+    StepOutput,
+    Timeline,
+    TokenCounts,
+    TokenLogprob,
+)
+from engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sample. `token_ids` go up to and with the token that ended it; `text` stops before it.
+
+    `stop_reason` is the stop string or stop token found, None otherwise. `cumulative_logprob` and
+    `logprobs` are None unless `SamplingParams.logprobs` asks for them.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Where the time went, in seconds. `ttft_s` is from arrival, so it holds the next three.
+
+    `time_per_output_token_s` is of the longest sample, after its first token; None if it has but
+    that one.
+    """
+
+    ttft_s: float
+    queue_s: float
+    load_s: float
+    prefill_s: float
+    time_per_output_token_s: float | None
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The answer to one prompt. `prompt` is None where token ids were given.
+
+    `hit_tokens` says by tier how many prompt tokens came from the cache; they sum to
+    `num_cached_tokens`.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    hit_tokens: Mapping[str, int]
+    metrics: RequestMetrics
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class _Sample:
+    """One sequence, as far as it has come."""
+
+    detokenizer: IncrementalDetokenizer
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+    timeline: Timeline = field(default_factory=Timeline)
+
+    def take(self, output: StepOutput) -> bool:
+        """Read on; True when a stop string has ended here what the engine still runs."""
+        if self.finish is not None:
+            return False  # computed before the engine heard of the end
+        self.timeline = output.timeline
+        self.tokens += output.tokens
+        self.logprobs += output.logprobs
+        # The end-of-sequence or stop token counts, and is no text.
+        shown = output.tokens[:-1] if output.finish is FinishReason.STOP else output.tokens
+        self.text += self.detokenizer.feed(shown)
+        if self.detokenizer.stopped:
+            self.finish = FinishReason.STOP
+            return output.finish is None
+        if output.finish is not None:
+            self.finish = output.finish
+            self.text += self.detokenizer.flush()
+        return False
+
+
+class PendingRequest:
+    """A request in flight and what it has brought so far."""
+
+    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.done = False
+        self._prompt = prompt
+        self._counts = TokenCounts(prompt=len(request.tokens))
+        stop = request.params.stop
+        self._samples = [
+            _Sample(IncrementalDetokenizer(tokenizer, stop)) for _ in range(request.params.n)
+        ]
+
+    def take(self, output: StepOutput) -> bool:
+        """Read an output; True when its sequence must be stopped in the engine.
+
+        Raises EngineFailed or EngineClosed where the engine ended what was not finished.
+        """
+        if output.finish is FinishReason.ERROR:
+            raise EngineFailed(output.error or "the engine failed")
+        if output.finish is FinishReason.ABORT:
+            raise EngineClosed(output.error or "the request was aborted")
+        self.done = output.last
+        self._counts = output.counts
+        return self._samples[output.index].take(output)
+
+    def result(self) -> RequestOutput:
+        """The answer; only once `done`."""
+        counts = self._counts
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=list(self.request.tokens),
+            outputs=[self._completion(index) for index in range(len(self._samples))],
+            num_cached_tokens=counts.hit,
+            hit_tokens={
+                "device": counts.hit_device,
+                "host": counts.hit_host,
+                "disk": counts.hit_disk,
+            },
+            metrics=_metrics(self._samples),
+        )
+
+    def _completion(self, index: int) -> CompletionOutput:
+        sample = self._samples[index]
+        assert sample.finish is not None, index
+        asked = self.request.params.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text=sample.text,
+            token_ids=sample.tokens,
+            finish_reason=sample.finish,
+            stop_reason=self._stop_reason(sample),
+            cumulative_logprob=sum(p.logprob for p in sample.logprobs) if asked else None,
+            logprobs=sample.logprobs if asked else None,
+        )
+
+    def _stop_reason(self, sample: _Sample) -> str | int | None:
+        if sample.detokenizer.stop_string is not None:
+            return sample.detokenizer.stop_string
+        stopped = sample.finish is FinishReason.STOP
+        last = sample.tokens[-1]
+        return last if stopped and last in self.request.params.stop_token_ids else None
+
+
+def _metrics(samples: Seq[_Sample]) -> RequestMetrics:
+    """The first sample computes the prompt; the longest one says how fast tokens came."""
+    first = samples[0].timeline
+    longest = max(samples, key=lambda sample: len(sample.tokens))
+    steps = len(longest.tokens) - 1
+    decode_ns = longest.timeline.last_token_ns - longest.timeline.first_token_ns
+    end_ns = max(sample.timeline.last_token_ns for sample in samples)
+    return RequestMetrics(
+        ttft_s=(first.first_token_ns - first.arrival_ns) / 1e9,
+        queue_s=(first.admitted_ns - first.arrival_ns) / 1e9,
+        load_s=(first.loaded_ns - first.admitted_ns) / 1e9,
+        prefill_s=(first.first_token_ns - first.loaded_ns) / 1e9,
+        time_per_output_token_s=decode_ns / steps / 1e9 if steps else None,
+        total_s=(end_ns - first.arrival_ns) / 1e9,
+    )
