@@ -17,10 +17,12 @@ import asyncio
 import json
 import os
 import platform
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,11 @@ def main() -> None:
             "python": platform.python_version(),
         }
         results |= fill(ledger, options.entries)
+        os.sync()  # what the filling left to write would be waited for by every commit
         results["latency"] = {
-            load: asyncio.run(latency(ledger, load, request_s)) for load, request_s in LOADS.items()
+            load: asyncio.run(latency(ledger, load, request_s))
+            | asyncio.run(floor(Path(folder), request_s))
+            for load, request_s in LOADS.items()
         }
         results |= prove_and_state(ledger, options.entries)
         results["bytes_per_entry"] = _size(Path(folder)) // options.entries
@@ -107,6 +112,28 @@ async def latency(
         "hold_and_settle_ms_p50": _ms(both, 0.50),
         "hold_and_settle_ms_p99": _ms(both, 0.99),
     }
+
+
+async def floor(folder: Path, request_s: float, rounds: int = 600) -> dict[str, float]:
+    """The same way without a ledger: a row of 300 bytes, handed to a thread with plain sqlite3."""
+    connection = sqlite3.connect(folder / "floor", isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=FULL")
+    connection.execute("CREATE TABLE IF NOT EXISTS t (n INTEGER PRIMARY KEY, body TEXT)")
+    took: list[float] = []
+
+    def write() -> None:
+        connection.execute("INSERT INTO t (body) VALUES (?)", ("x" * 300,))
+
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(rounds):
+            await asyncio.sleep(request_s / CLIENTS)
+            began = time.perf_counter()
+            await asyncio.wrap_future(pool.submit(write))
+            took.append(time.perf_counter() - began)
+    connection.close()
+    took.sort()
+    return {"one_durable_row_ms_p50": _ms(took, 0.50), "one_durable_row_ms_p99": _ms(took, 0.99)}
 
 
 def fill(ledger: Ledger, num_entries: int) -> dict[str, float]:
