@@ -1,6 +1,7 @@
 """The program as a user runs it: the console script, the default model, signals, and a restart."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,9 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def server(data_dir: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(
+    data_dir: Path, write_policy: str = "on_evict"
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running `cachesvc serve` and its URL; ended, if the test has not, by SIGKILL."""
     log = data_dir / "serve.log"
     with log.open("w") as out:
@@ -39,6 +43,7 @@ def server(data_dir: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
             stdout=out,
             stderr=out,
             text=True,
+            env={**os.environ, "CACHESVC_CACHE__WRITE_POLICY": write_policy},
         )
     try:
         yield process, wait_for_url(process, log)
@@ -127,14 +132,38 @@ def test_hits_come_from_the_device_then_after_a_restart_from_disk(data_dir: Path
         assert "Traceback" not in refused.stderr
 
 
-def test_after_a_kill_nothing_corrupt_is_served_and_answers_are_right(data_dir: Path) -> None:
+def test_after_a_kill_within_writes_nothing_corrupt_is_served_and_answers_are_right(
+    data_dir: Path,
+) -> None:
+    """Blocks are written as they fill; the kill comes while a prompt's are on their way."""
+    question = "Which badge has person 5?"
+    with server(data_dir, "write_through") as (process, url):
+        before = ask(url, question, DOCUMENT)
+    for number in range(2):
+        with server(data_dir, "write_through") as (process, url), ThreadPoolExecutor(1) as pool:
+            held = told_blocks(data_dir)
+            lost = pool.submit(ask, url, question, f"Edition {number}. {DOCUMENT}")
+            wait_for_blocks(data_dir, more_than=held, lost=lost)
+            process.kill()
+            process.wait()
+            lost.exception(timeout=60)
+        assert told("cache", "verify", "--data-dir", data_dir)["sound"]
     with server(data_dir) as (process, url):
-        before = ask(url, "Which badge has person 5?", DOCUMENT)
-        process.kill()
-        process.wait()
-    assert told("cache", "verify", "--data-dir", data_dir)["sound"]
-    with server(data_dir) as (process, url):
-        after = ask(url, "Which badge has person 5?", DOCUMENT)
+        after = ask(url, question, DOCUMENT)
         assert text_of(before) == text_of(after)
+        assert tiers_of(after)["disk"] > 0
         process.send_signal(signal.SIGINT)
         assert 0 == process.wait(60)
+
+
+def told_blocks(data_dir: Path) -> int:
+    blocks: int = told("cache", "stats", "--data-dir", data_dir)["num_blocks"]
+    return blocks
+
+
+def wait_for_blocks(data_dir: Path, *, more_than: int, lost: "Future[Any]") -> None:
+    """Until the first block of the running prompt is on disk, or its request has ended."""
+    for _ in range(200):
+        if lost.done() or told_blocks(data_dir) > more_than:
+            return
+        time.sleep(0.01)
