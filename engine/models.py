@@ -228,11 +228,18 @@ def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(folder)
         _refuse_unsupported(config)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, use_safetensors=True
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{folder} cannot be loaded: {error}") from error
+    # transformers fills what is missing with random numbers and warns; answers would be noise.
+    unusable = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
+    if unusable:
+        raise ModelError(
+            f"{folder} lacks {len(unusable)} of the weights that its config.json asks for, "
+            f"{unusable[0]} the first; fetch the whole checkpoint"
+        )
     model.eval().requires_grad_(False)
     moved: nn.Module = model.to(device)
     return moved

@@ -67,13 +67,16 @@ async def test_a_slow_reader_finds_all_that_gathered_in_order() -> None:
 
 async def test_outputs_after_the_loop_has_gone_are_dropped() -> None:
     bridge = OutputBridge()
-    bridge.deliver([output("a", 1)])  # not bound yet
+    bridge.bind(asyncio.get_running_loop())
+    feed = bridge.open(["a"])
+    bridge.unbind()
+    bridge.deliver([output("a", 1)])  # bound to no loop
     loop = asyncio.new_event_loop()
     bridge.bind(loop)
     loop.close()
-    bridge.deliver([output("a", 1)])
-    bridge.unbind()
-    bridge.deliver([output("a", 1)])
+    bridge.deliver([output("a", 1)])  # bound to one that is closed
+    await asyncio.sleep(0)
+    assert [] == await feed.take(idle_s=0.01)
 
 
 class SilentEngine:

@@ -165,9 +165,12 @@ async def test_a_store_that_fails_lets_requests_in() -> None:
             raise StorageError(OSError("redis is gone"))
 
     limits = WindowLimits(LimitSettings(tenant=Quota(requests=1, miss_tokens=1)), Broken())
+    admitted = 0
     for _ in range(3):
         permit = await limits.admit(ACME)
         await permit.close(Usage(miss=5))
+        admitted += 1
+    assert 3 == admitted, "a quota of one request held although its store was gone"
 
 
 async def test_memory_and_redis_are_named_by_url() -> None:

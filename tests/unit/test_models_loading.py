@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 
 from engine.batch import Batch, Span
@@ -69,6 +70,17 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(ModelError, match="tokenizer"):
         load(tmp_path / "model", tmp_path)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    """transformers would fill them with random numbers and go on."""
+    folder = tmp_path / "model"
+    save_tiny_model(folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 of the weights.*layers\.1\.mlp\.up_proj"):
+        load(folder, tmp_path)
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
