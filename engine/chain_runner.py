@@ -56,7 +56,7 @@ class ChainRunner:
                 self.computed += 1
             elif self._read(span, position) != value:
                 raise WrongKv(f"position {position} of sequence {span.sequence_id}")
-        token = choose(value, self._vocab_size) if span.sample else None
+        token = choose(value, self._vocab_size, span.params.seed) if span.sample else None
         return Sampled(span.sequence_id, token)
 
     def _row(self, span: Span, position: int) -> NDArray[np.int32]:
@@ -79,19 +79,21 @@ def advance(value: int, token: int) -> int:
     return digest - (1 << 32) if digest >= 1 << 31 else digest
 
 
-def choose(value: int, vocab_size: int) -> int:
-    """The token that follows a KV."""
-    return (value & 0x7FFFFFFF) % vocab_size
+def choose(value: int, vocab_size: int, seed: int | None = None) -> int:
+    """The token that follows a KV; another one for another seed."""
+    return ((value ^ (seed or 0)) & 0x7FFFFFFF) % vocab_size
 
 
-def replay(prompt: Sequence[int], num_tokens: int, vocab_size: int = 50) -> list[int]:
+def replay(
+    prompt: Sequence[int], num_tokens: int, vocab_size: int = 50, seed: int | None = None
+) -> list[int]:
     """What a cold, lone run of the prompt generates."""
     value = SEED
     for token in prompt:
         value = advance(value, token)
     generated = array("i")
     for _ in range(num_tokens):
-        token = choose(value, vocab_size)
+        token = choose(value, vocab_size, seed)
         generated.append(token)
         value = advance(value, token)
     return list(generated)

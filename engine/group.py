@@ -79,7 +79,7 @@ class Group:
     def _make(self, sequence_id: int, index: int, chain: Chain) -> Sequence:
         params = self.request.params
         if params.seed is not None and index:
-            params = replace(params, seed=_seed_of(params.seed, index))
+            params = replace(params, seed=seed_of(params.seed, index))
         sequence = Sequence(
             sequence_id=sequence_id,
             index=index,
@@ -101,7 +101,7 @@ class Group:
         return replace(counts, output=self.num_output)
 
 
-def _seed_of(seed: int, index: int) -> int:
+def seed_of(seed: int, index: int) -> int:
     """The seed of a further sample; unlike `seed + index` it does not meet another request's."""
     digest = xxhash.xxh3_64_intdigest(f"{seed}:{index}".encode())
     return digest >> 1  # as wide as a seed may be

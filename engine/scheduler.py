@@ -145,13 +145,14 @@ class Scheduler:
         if end > standing and standing % size and standing // size < len(blocks):
             number = standing // size
             block = blocks[number]
-            if block.slot is not None and not block.writer:
-                blocks[number] = block = self._cache.own_tail(block, standing % size)
+            if block.slot is not None and block.writer is not sequence.chain:
+                block = self._cache.own_tail(block, standing % size, sequence.chain)
+                blocks[number] = block
                 assert block.slot is not None
                 table[number] = block.slot
         num_blocks = -(-end // size)
         while len(blocks) < num_blocks:
-            blocks.append(self._cache.new_block())
+            blocks.append(self._cache.new_block(sequence.chain))
         while len(table) < num_blocks:
             block = blocks[len(table)]
             table.append(block.slot if block.slot is not None else self._cache.provide(block))

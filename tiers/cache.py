@@ -171,25 +171,25 @@ class TieredCache:
 
         A block that the sequence will append to is announced to others as being computed.
         """
-        block = self._tails.adopt(tail)
-        if block is not None and block.writer:
+        block = self._tails.adopt(tail, chain)
+        if block is not None and block.writer is chain:
             self._tails.withdraw(block)
             self._announce(chain, number, block)
         return block
 
-    def own_tail(self, block: Block, num_rows: int) -> Block:
+    def own_tail(self, block: Block, num_rows: int, chain: Chain) -> Block:
         """Before row `num_rows` of a shared block is written: claim it, or copy its rows.
 
         Raises OutOfBlocks where a copy is needed and there is no slot.
         """
-        return self._tails.own(block, num_rows, self._use(1))
+        return self._tails.own(block, num_rows, chain, self._use(1, chain))
 
     def plan(self, chain: Chain, start: int) -> list[Block]:
         """Pinned blocks for the chain's tokens from block `start` on, announced as being computed.
 
         They have no slots yet. Another request that needs one of them waits for it.
         """
-        blocks = [self.new_block() for _ in range(start, chain.num_blocks)]
+        blocks = [self.new_block(chain) for _ in range(start, chain.num_blocks)]
         for number, block in enumerate(blocks, start):
             self._announce(chain, number, block)
         return blocks
@@ -203,10 +203,10 @@ class TieredCache:
         elif self.index.get(chain.keys[number]) is None:
             self.index.add(block, chain.block_id(number), number)
 
-    def new_block(self) -> Block:
+    def new_block(self, chain: Chain) -> Block:
         """A pinned block to be computed into, known to its sequence alone."""
         block = Block()
-        block.writer = True
+        block.writer = chain
         block.pins = 1
         return block
 
@@ -228,7 +228,7 @@ class TieredCache:
         or one that was there already with the same identity."""
         if chain.private:
             return block
-        block.writer = False
+        block.writer = None
         identity = chain.block_id(number)
         held = self.index.get(identity.key)
         if held is block or held is None:

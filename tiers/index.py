@@ -61,7 +61,7 @@ class Block:
         self.host_held = False  # the host policy was told to hold it
         self.created_s = time.monotonic()
         self.use: Use = NEVER_USED
-        self.writer = False  # a sequence is appending rows to it
+        self.writer: Chain | None = None  # whose sequence appends rows to it; the others copy
 
     def name(self, identity: BlockId, depth: int) -> None:
         """Give the block its identity; it is about to enter the index."""

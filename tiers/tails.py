@@ -79,23 +79,23 @@ class TailSharing:
         full = self._index.children(parent)[-MAX_FULL_CANDIDATES:]
         return [*reversed(self._index.partials(parent)), *reversed(full)]
 
-    def adopt(self, tail: Tail) -> Block | None:
+    def adopt(self, tail: Tail, chain: Chain) -> Block | None:
         """Pin the block, or copy its leading rows to one of our own; None: there is no slot."""
         block = tail.block
         assert tail.case is not TailCase.WAIT
         if block.slot is not None and tail.case is not TailCase.COPY:
             if tail.case is TailCase.EXTEND:
-                block.writer = True
+                block.writer = chain
             self._residency.pin(block)
             return block
-        return self._copy(block, tail.num_rows)
+        return self._copy(block, tail.num_rows, chain)
 
-    def own(self, block: Block, num_rows: int, use: Use) -> Block:
+    def own(self, block: Block, num_rows: int, chain: Chain, use: Use) -> Block:
         """Make row `num_rows` of the block writable; trades the caller's pin for the result's."""
-        if not block.writer and block.key is None and block.num_tokens == num_rows:
-            block.writer = True
+        if block.writer is None and block.key is None and block.num_tokens == num_rows:
+            block.writer = chain
             return block
-        copy = self._copy(block, num_rows)
+        copy = self._copy(block, num_rows, chain)
         if copy is None:
             raise OutOfBlocks("no device block is free to copy a shared tail to")
         self._residency.unpin(block, use)
@@ -108,9 +108,9 @@ class TailSharing:
 
     def offer(self, chain: Chain, number: int, block: Block, num_tokens: int) -> None:
         """The block's writer is done with it: its filled rows may be reused."""
-        if not block.writer:
+        if block.writer is not chain:
             return
-        block.writer = False
+        block.writer = None
         data = chain.chunks[number] if number < len(chain.chunks) else chain.tail
         rows = num_tokens - number * chain.block_size
         tokens = data[: rows * TOKEN_BYTES]
@@ -142,7 +142,7 @@ class TailSharing:
                 self._residency.forget_everywhere(block)
         return True
 
-    def _copy(self, source: Block, num_rows: int) -> Block | None:
+    def _copy(self, source: Block, num_rows: int, chain: Chain) -> Block | None:
         """A new pinned block whose first `num_rows` rows are the source's."""
         residency = self._residency
         residency.pin(source)  # it must not be the victim that makes room for its own copy
@@ -156,7 +156,7 @@ class TailSharing:
         if slot is None:
             return None
         block = Block(slot)
-        block.writer = True
+        block.writer = chain
         block.pins = 1
         return block
 
@@ -175,6 +175,6 @@ def _case(block: Block, rows: int, num_wanted: int) -> TailCase:
         return TailCase.WAIT
     if rows == num_wanted:
         return TailCase.SHARE
-    if rows == block.num_tokens and block.key is None and not block.writer:
+    if rows == block.num_tokens and block.key is None and block.writer is None:
         return TailCase.EXTEND
     return TailCase.COPY

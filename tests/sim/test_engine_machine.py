@@ -12,6 +12,7 @@ import pytest
 
 from engine.chain_runner import ChainRunner, chain_layout, replay
 from engine.engine import Engine, EngineSettings
+from engine.group import seed_of
 from engine.queue import QueueOrder
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduler import SchedulerSettings
@@ -80,8 +81,9 @@ class World:
         n: int = 1,
         tenant: bytes = b"",
         cache: bool = True,
+        seed: int | None = None,
     ) -> None:
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, n=n)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, n=n, seed=seed)
         self.prompts[name], self.params[name] = list(prompt), params
         self.outputs[name] = []
         self.engine.submit(
@@ -121,7 +123,14 @@ class World:
         """Every request got a cold run's tokens, or a beginning of them if it was aborted."""
         for name, outputs in self.outputs.items():
             for index in range(self.params[name].n):
-                expected = replay(self.prompts[name], self.params[name].max_tokens or 0)
+                params = self.params[name]
+                seed = (
+                    params.seed
+                    if index == 0 or params.seed is None
+                    else seed_of(params.seed, index)
+                )
+                room = self.engine.max_tokens - len(self.prompts[name])
+                expected = replay(self.prompts[name], min(params.max_tokens or 0, room), seed=seed)
                 got = self.tokens(name, index)
                 reason = next((o.finish for o in outputs if o.index == index and o.finish), None)
                 if reason is FinishReason.ABORT or reason is None:
@@ -168,6 +177,7 @@ def _drive(world: World, chance: random.Random, num_requests: int) -> None:
                 prompt = prompt + [
                     chance.randrange(50) for _ in range(chance.choice((0, 0, 1, 3, 9)))
                 ]
+                prompt = prompt[: world.engine.max_tokens - 1]
                 if chance.random() < 0.2:
                     trunk[chance.randrange(4)] = prompt + replay(prompt, 5)
                 world.submit(
@@ -177,6 +187,7 @@ def _drive(world: World, chance: random.Random, num_requests: int) -> None:
                     n=chance.choice((1, 1, 1, 3)),
                     tenant=chance.choice((b"", b"", b"other")),
                     cache=chance.random() > 0.1,
+                    seed=chance.choice((None, None, 1, 2)),
                 )
                 sent += 1
         if world.live() and chance.random() < 0.05:
@@ -197,7 +208,7 @@ def test_any_interleaving_is_exact(
         device_blocks=chance.choice((14, 24, 60)),
         host_blocks=chance.choice((0, 16, 40)),
         disk_blocks=chance.choice((10, 300)),
-        fault_rate=chance.choice((0.0, 0.1)),
+        fault_rate=(0.0, 0.1, 0.4)[seed],
         seed=seed,
         share_tails=share_tails,
         write_policy=write_policy,
@@ -295,3 +306,89 @@ def test_generated_tokens_are_cached_as_well_as_prompts() -> None:
     world.check()
     # The last answered token was never computed: nobody had asked what follows it.
     assert world.counts("turn2").hit_device == len(prompt) + len(answer) - 1
+
+
+def test_a_weak_hash_costs_hits_and_never_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five keys for all blocks of one kind: what has the same key and other tokens is a miss."""
+
+    def weak(data: bytes) -> bytes:
+        return bytes([sum(data) % 5]) * 16
+
+    monkeypatch.setattr("tiers.chain.xxhash.xxh3_128_digest", weak)
+    chance = random.Random(5)
+    world = World(device_blocks=30, share_tails=False)
+    for number in range(120):
+        first = [chance.randrange(6) for _ in range(BLOCK)]
+        world.submit(f"r{number}", [*first, number % 50], max_tokens=2)
+        if number % 3 == 0:
+            world.run()
+    world.run()
+    world.check()
+    assert world.cache.index.collisions > 10
+    assert any(outputs[-1].counts.hit for outputs in world.outputs.values())
+
+
+def _tail_world() -> tuple[World, list[int]]:
+    """A prompt of two blocks and two tokens, served once; its tail is in the cache."""
+    world = World(device_blocks=100)
+    prompt = list(range(2 * BLOCK + 2))
+    world.submit("first", prompt, max_tokens=1)
+    world.run()
+    return world, prompt
+
+
+def test_tail_without_a_candidate_takes_a_new_block() -> None:
+    world, prompt = _tail_world()
+    computed = world.runner.computed
+    world.submit("other", [*prompt[:8], 40, 41], max_tokens=1)
+    world.run()
+    world.check()
+    assert world.runner.computed - computed == 2
+
+
+def test_tail_still_being_computed_is_waited_for() -> None:
+    world = World(device_blocks=100, step_tokens=8)
+    prompt = list(range(2 * BLOCK + 2))
+    for name in ("a", "b", "c"):
+        world.submit(name, prompt, max_tokens=1)
+    world.run()
+    world.check()
+    assert world.runner.computed == len(prompt)
+
+
+def test_tail_shared_by_two_at_once_is_copied_before_both_append() -> None:
+    """They answer differently from the same tail on, each in a block of its own."""
+    world, prompt = _tail_world()
+    world.submit("x", prompt, max_tokens=6, seed=1)
+    world.submit("y", prompt, max_tokens=6, seed=2)
+    world.submit("z", prompt, max_tokens=6, seed=3, n=3)
+    world.run()
+    world.check()
+    world.check_idle()
+    assert world.tokens("x") != world.tokens("y")
+    assert world.counts("x").miss == world.counts("y").miss == 1
+
+
+def test_tail_whose_tokens_all_match_is_extended_in_place() -> None:
+    world, prompt = _tail_world()
+    used = world.cache.pool.num_free
+    computed = world.runner.computed
+    world.submit("longer", [*prompt, 30], max_tokens=1)
+    world.run()
+    world.check()
+    assert world.runner.computed - computed == 1
+    assert world.cache.pool.num_free == used
+
+
+def test_tail_that_parts_in_the_middle_is_copied_up_to_there() -> None:
+    world, prompt = _tail_world()
+    computed = world.runner.computed
+    world.submit("parting", [*prompt[:-1], 33, 34], max_tokens=1)
+    world.run()
+    world.check()
+    assert world.counts("parting").hit_device == len(prompt) - 1
+    assert world.runner.computed - computed == 2
+    world.submit("first again", prompt, max_tokens=1)
+    world.run()
+    world.check()
+    assert world.counts("first again").miss == 1
