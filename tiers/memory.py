@@ -21,7 +21,7 @@ class MemoryTier:
 
     def __init__(self, capacity_blocks: int, *, fault_rate: float = 0.0, seed: int = 0) -> None:
         self._capacity = capacity_blocks
-        self._fault_rate = fault_rate
+        self.fault_rate = fault_rate
         self._random = random.Random(seed)
         self._blocks: OrderedDict[PrefixKey, tuple[BlockId, bytes]] = OrderedDict()
         self._counts: Counter[str] = Counter()
@@ -41,7 +41,7 @@ class MemoryTier:
                 reason = MissReason.ABSENT
             elif held[0] != identity:
                 reason = MissReason.COLLISION
-            elif self._random.random() < self._fault_rate:
+            elif self._random.random() < self.fault_rate:
                 reason = MissReason.CHECKSUM
             if held is None or reason is not None:
                 frame.buffer[:] = b"\xee" * len(frame.buffer)  # whoever reads it will notice
@@ -54,7 +54,7 @@ class MemoryTier:
     def store(self, ids: Sequence[BlockId], frames: Sequence[Frame]) -> list[PrefixKey]:
         dropped: list[PrefixKey] = []
         for identity, frame in zip(ids, frames, strict=True):
-            if self._random.random() < self._fault_rate:
+            if self._random.random() < self.fault_rate:
                 dropped.append(identity.key)
                 continue
             self._blocks[identity.key] = (identity, bytes(frame.buffer))

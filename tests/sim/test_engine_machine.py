@@ -7,6 +7,7 @@ and slow and faulty by a seed. A failing run prints its seed.
 import random
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,7 @@ from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduler import SchedulerSettings
 from tiers.admission import WritePolicy
 from tiers.cache import CacheSettings, TieredCache
+from tiers.errors import MissReason
 from tiers.keys import CacheScope
 from tiers.memory import MemoryTier, SteppedMover
 from tiers.policy import PolicyName
@@ -45,6 +47,7 @@ class World:
     ) -> None:
         layout = chain_layout(BLOCK)
         tier = MemoryTier(disk_blocks, fault_rate=fault_rate, seed=seed)
+        self.tier = tier
         self.mover = SteppedMover(tier, seed=seed)
         self.cache = TieredCache(
             layout,
@@ -139,6 +142,8 @@ class World:
                     assert reason is FinishReason.LENGTH and got == expected, name
             counts = outputs[-1].counts
             assert counts.hit + counts.miss == counts.prompt
+            billed = {replace(o.counts, output=0) for o in outputs if o.tokens}
+            assert len(billed) <= 1, "hits and misses changed after the first admission"
             assert sum(outputs[0].miss_reasons.values()) in (0, outputs[0].counts.miss)
 
     def check_idle(self) -> None:
@@ -392,3 +397,22 @@ def test_tail_that_parts_in_the_middle_is_copied_up_to_there() -> None:
     world.run()
     world.check()
     assert world.counts("first again").miss == 1
+
+
+def test_a_load_that_fails_is_a_miss_with_its_reason_and_the_request_succeeds() -> None:
+    world = World(device_blocks=12, host_blocks=16, disk_blocks=500)
+    prompt = [*range(20), 7]
+    world.submit("cold", prompt)
+    world.run()
+    for number in range(7):
+        world.submit(f"flood{number}", [40 + number] * 40)
+        world.run()
+        world.mover.run(10)
+    world.tier.fault_rate = 1.0
+    world.submit("again", prompt)
+    world.run(max_turns=500)
+    world.check()
+    assert world.counts("again").hit_disk == 0
+    reasons = {reason for output in world.outputs["again"] for reason in output.miss_reasons}
+    assert reasons & {MissReason.CHECKSUM, MissReason.IO_ERROR}
+    world.check_idle()
