@@ -1,5 +1,6 @@
 """What holds for every test: no network, few threads, and nothing left running afterwards."""
 
+import logging
 import os
 import socket
 import threading
@@ -12,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+import structlog
 
 _connect = socket.socket.connect
 _LOOPBACK = ("127.", "localhost", "::1")
@@ -32,6 +34,16 @@ def _no_network_and_no_home(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         patch.setattr(socket.socket, "connect", _connect_to_loopback)
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("home")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """A command under test sends the log to a stream that is closed once the command has ended."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+    structlog.reset_defaults()
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,14 +10,6 @@ from cachesvc.config import LogFormat, LogSettings
 from cachesvc.logs import configure
 
 KEY = "sk-live1234abcdefghijklmnopqrstuv"
-
-
-@pytest.fixture(autouse=True)
-def loggers_as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = handlers, level
 
 
 def written(log_format: LogFormat, *, level: str = "info") -> io.StringIO:
