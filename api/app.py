@@ -58,6 +58,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         if app.state.deliveries:
             await asyncio.wait(app.state.deliveries, timeout=DRAIN_S)
         app.state.wire.bridge.unbind()
+        await app.state.wire.limits.close()
 
 
 async def _answer(request: Request, error: Exception) -> Response:

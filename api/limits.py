@@ -4,16 +4,17 @@ A request is let in while each of its windows has something left, and books what
 when it ends: misses and output are not known before, and hits are never booked, so good prompts
 are rewarded. A window may thus be overdrawn by what was running when it ran out; the next request
 then waits for the new window. Requests are booked at the door. Windows live in the `limits`
-library, in memory or in Redis; concurrency is counted here, for this server alone. A store that
-does not answer lets requests in: limits protect the machine, the ledger protects the money.
+library and places in `api.concurrency`, both in memory, or in Redis for all servers that share it.
+A store that does not answer lets requests in: limits protect the machine, the ledger protects the
+money.
 """
 
 import logging
+import secrets
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from limits import RateLimitItem, RateLimitItemPerMinute
 from limits.aio.storage import Storage
@@ -21,9 +22,13 @@ from limits.aio.strategies import FixedWindowRateLimiter
 from limits.errors import StorageError
 from limits.storage import storage_from_string
 
+from api.concurrency import Holder, LocalPlaces, Places, RedisPlaces
 from api.errors import RateLimited
 from billing.keys import Principal
 from billing.usage import Usage
+
+if TYPE_CHECKING:
+    from redis.asyncio import ConnectionPool
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +71,10 @@ class RateLimits(Protocol):
 
     async def admit(self, principal: Principal) -> Permit: ...
 
+    async def close(self) -> None:
+        """Ends connections; after the last request."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FreePass:
@@ -83,12 +92,8 @@ class NoLimits:
     async def admit(self, principal: Principal) -> Permit:
         return FreePass()
 
-
-class Holder(NamedTuple):
-    """Whose quota it is: ("key", id) or ("tenant", name)."""
-
-    kind: str
-    name: str
+    async def close(self) -> None:
+        """Nothing is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,25 +112,43 @@ class _Reading(NamedTuple):
 
 
 class WindowLimits:
-    """`RateLimits` over a store of the `limits` library. Event loop only."""
+    """`RateLimits` over a store of the `limits` library. Event loop only.
 
-    def __init__(self, settings: LimitSettings, storage: Storage) -> None:
+    `pool` holds the connections to Redis where that is the store.
+    """
+
+    def __init__(
+        self,
+        settings: LimitSettings,
+        storage: Storage,
+        places: Places | None = None,
+        pool: "ConnectionPool | None" = None,
+    ) -> None:
         self._settings = settings
         self._limiter = FixedWindowRateLimiter(storage)
-        self._running: Counter[Holder] = Counter()
+        self._places = places or LocalPlaces()
+        self._pool = pool
 
     async def admit(self, principal: Principal) -> Permit:
         quotas = list(self._quotas(principal))
-        self._check_concurrency(quotas)
+        member = secrets.token_hex(8)
+        await self._take_place(member, quotas)
         windows = [window for holder, quota in quotas for window in _windows(holder, quota)]
-        holders = [holder for holder, _ in quotas]
-        self._running.update(holders)
         try:
             readings = await self._enter(windows)
         except BaseException:
-            self._leave(holders)
+            await self._places.leave(member)
             raise
-        return _Place(self, holders, windows, _headers(readings))
+        return _Place(self, member, windows, _headers(readings))
+
+    async def close(self) -> None:
+        await self._places.close()
+        if self._pool is not None:
+            await self._pool.aclose()
+
+    async def leave(self, member: str) -> None:
+        """Gives a request's place back."""
+        await self._places.leave(member)
 
     async def book(self, windows: Sequence[_Window], usage: Usage) -> None:
         """Counts what a request used against its windows."""
@@ -133,12 +156,6 @@ class WindowLimits:
         for window in windows:
             if cost := used.get(window.what, 0):
                 await self._hit(window, cost)
-
-    def _leave(self, holders: Sequence[Holder]) -> None:
-        self._running.subtract(holders)
-        for holder in holders:
-            if self._running[holder] <= 0:
-                del self._running[holder]
 
     async def _enter(self, windows: Sequence[_Window]) -> list[_Reading]:
         """Readings after this request was booked. Raises RateLimited if any window is used up."""
@@ -148,8 +165,9 @@ class WindowLimits:
             if used_up:
                 raise _refusal(max(used_up, key=lambda reading: reading.reset_s), before)
             for reading in before:
-                if reading.window.what == "requests":
-                    await self._limiter.hit(reading.window.item, *reading.window.holder)
+                window = reading.window
+                if window.what == "requests" and not await self._hit_once(window):
+                    raise _refusal(reading, before)  # another took the last one meanwhile
             return [await self._read(window) for window in windows]
         except StorageError as error:
             logger.warning("rate limits are off: their store fails: %s", error.storage_error)
@@ -159,6 +177,9 @@ class WindowLimits:
         stats = await self._limiter.get_window_stats(window.item, *window.holder)
         reset_s = max(0.0, stats.reset_time - time.time())
         return _Reading(window, reset_s, stats.remaining)
+
+    async def _hit_once(self, window: _Window) -> bool:
+        return await self._limiter.hit(window.item, *window.holder)
 
     async def _hit(self, window: _Window, cost: int) -> None:
         try:
@@ -173,14 +194,17 @@ class WindowLimits:
         if principal.key_id:
             yield Holder("key", principal.key_id), settings.keys.get(principal.key_id, settings.key)
 
-    def _check_concurrency(self, quotas: Sequence[tuple[Holder, Quota]]) -> None:
-        for holder, quota in quotas:
-            if quota.concurrency is not None and self._running[holder] >= quota.concurrency:
-                raise RateLimited(
-                    f"This {holder.kind} has {quota.concurrency} requests running, as many as it "
-                    "may; wait for one to end.",
-                    headers={"Retry-After": str(CONCURRENCY_RETRY_S)},
-                )
+    async def _take_place(self, member: str, quotas: Sequence[tuple[Holder, Quota]]) -> None:
+        wanted = {
+            holder: quota.concurrency for holder, quota in quotas if quota.concurrency is not None
+        }
+        full = await self._places.enter(member, wanted)
+        if full is not None:
+            raise RateLimited(
+                f"This {full.kind} has {wanted[full]} requests running, as many as it may; wait "
+                "for one to end.",
+                headers={"Retry-After": str(CONCURRENCY_RETRY_S)},
+            )
 
 
 @dataclass(slots=True)
@@ -188,18 +212,30 @@ class _Place:
     """The permit of one request under `WindowLimits`."""
 
     limits: WindowLimits
-    holders: Sequence[Holder]
+    member: str
     windows: Sequence[_Window]
     headers: Mapping[str, str]
 
     async def close(self, usage: Usage) -> None:
-        self.limits._leave(self.holders)
+        await self.limits.leave(self.member)
         await self.limits.book(self.windows, usage)
 
 
-def open_storage(url: str) -> Storage:
-    """The store of `memory://` or a `redis://` URL, with its errors as StorageError."""
-    options = {} if url.startswith("memory") else {"implementation": "redispy"}
+def open_limits(settings: LimitSettings, url: str) -> WindowLimits:
+    """Limits counted at `memory://` or a `redis://` URL. Raises ConfigurationError of `limits`."""
+    if url.startswith("memory"):
+        return WindowLimits(settings, open_storage(url))
+    from redis.asyncio import ConnectionPool
+
+    pool = ConnectionPool.from_url(url)
+    storage = open_storage(url, connection_pool=pool)
+    return WindowLimits(settings, storage, RedisPlaces(pool), pool)
+
+
+def open_storage(url: str, **options: Any) -> Storage:
+    """The store of windows at a URL, with its errors as StorageError."""
+    if not url.startswith("memory"):
+        options["implementation"] = "redispy"
     storage = storage_from_string(f"async+{url}", wrap_exceptions=True, **options)
     assert isinstance(storage, Storage), url
     return storage

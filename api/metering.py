@@ -94,7 +94,12 @@ class LedgerMeter:
             context=job.context,
             ttl_s=self._lease_s,
         )
-        hold = await durable(reserved)
+        try:
+            hold = await durable(reserved)
+        except asyncio.CancelledError:  # the server ends the connection: nobody will settle this
+            reserved.cancel()
+            reserved.add_done_callback(self._let_go)
+            raise
         return LedgerCharge(
             self._ledger,
             hold,
@@ -103,6 +108,11 @@ class LedgerMeter:
             lease_s=self._lease_s,
             receipts=self._receipts,
         )
+
+    def _let_go(self, reserved: "Future[Hold]") -> None:
+        """Ends a hold that was taken for a request that is not there any more. Ledger thread."""
+        if not reserved.cancelled() and reserved.exception() is None:
+            self._ledger.void(reserved.result())
 
 
 class LedgerCharge:

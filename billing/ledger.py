@@ -6,7 +6,8 @@ The thread takes all commands that wait, up to `BATCH_LIMIT`, applies them in on
 answers them together: group commit. Between batches it sweeps ended leases and looks for new rate
 cards.
 
-The queue is bounded; when it is full a command fails at once with `LedgerUnavailable`.
+The queue is bounded; when it is full a command fails at once with `LedgerUnavailable`. A command
+whose future was cancelled before the thread took it is not applied.
 """
 
 import logging
@@ -49,6 +50,7 @@ class LedgerStats:
     recovered: int = 0  # holds of an earlier run, settled at start
     failed_batches: int = 0
     queued: int = 0
+    commit_ns: int = 0  # spent in commits so far
     commit_ns_max: int = 0
 
 
@@ -224,7 +226,8 @@ class Ledger:
         try:
             item = self._queue.get(timeout=SWEEP_S)
             while item is not None:
-                batch.append(item)
+                if item[1].set_running_or_notify_cancel():
+                    batch.append(item)
                 if len(batch) == BATCH_LIMIT:
                     return batch, True
                 item = self._queue.get_nowait()
@@ -267,6 +270,7 @@ class Ledger:
             commands=len(commands),
             refused=sum(isinstance(result, BillingError) for result in results),
             settled=sum(isinstance(r, Settled) and not r.repeated for r in results),
+            commit_ns=took_ns,
         )
         slowest = max(self._stats.commit_ns_max, took_ns)
         self._stats = replace(self._stats, commit_ns_max=slowest)

@@ -202,12 +202,29 @@ class BillingSettings(Section):
     database_url: str = Field(
         "", description="Ledger database; empty is SQLite in the data directory"
     )
+    first_card: str = Field(
+        "",
+        description="Rate card of a new ledger: a TOML file or a shipped card; empty is the launch "
+        "card. `cachesvc prices apply` changes it later",
+    )
+    slice_tokens: int = Field(
+        256, ge=1, description="Output tokens that a hold pays for at a time, by answer"
+    )
     hold_lease: Duration = Field(
         120, description="A hold ends so long after its request went silent"
     )
     server_name: str = Field(
         "server", description="Names this server in its holds; each on one database needs its own"
     )
+
+
+class QuotaTable(Section):
+    """One tenant's or key's own quotas per minute; 0 sets no limit."""
+
+    requests: int = Field(0, ge=0)
+    miss_tokens: int = Field(0, ge=0)
+    output_tokens: int = Field(0, ge=0)
+    concurrency: int = Field(0, ge=0)
 
 
 class LimitsSection(Section):
@@ -222,6 +239,14 @@ class LimitsSection(Section):
     key_miss_tokens: int = Field(0, ge=0, description="Computed prompt tokens of one key")
     key_output_tokens: int = Field(0, ge=0, description="Generated tokens of one key")
     key_concurrency: int = Field(0, ge=0, description="Requests of one key running at once")
+    tenants: dict[str, QuotaTable] = Field(
+        default_factory=dict,
+        description="Tenants with quotas of their own: requests, miss_tokens, output_tokens, "
+        "concurrency",
+    )
+    keys: dict[str, QuotaTable] = Field(
+        default_factory=dict, description="The same for keys, by their id"
+    )
 
 
 class LogFormat(StrEnum):
@@ -396,5 +421,6 @@ def _unknown(name: str, origin: str, known: Mapping[str, Any]) -> str:
 def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"][:2]))
-    message = first["msg"].removeprefix("Value error, ")
+    inside = "".join(f"{part}: " for part in first["loc"][2:])  # of a value that is a table
+    message = inside + first["msg"].removeprefix("Value error, ")
     return f"{name} = {first['input']!r} (from {origins.get(name, 'default')}): {message}"

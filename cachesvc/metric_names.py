@@ -105,6 +105,26 @@ SPECS: Mapping[str, Spec] = {
     "cachesvc_ledger_drift_units": Spec(
         "gauge", "Balances minus the sum of ledger entries, in 1e-12 units; anything but 0 is a bug"
     ),
+    "cachesvc_ledger_commands_total": Spec(
+        "counter",
+        "Holds, their top-ups, settlements and deposits that the ledger answered; outcome is done "
+        "or refused",
+        ("outcome",),
+    ),
+    "cachesvc_ledger_settled_total": Spec("counter", "Requests charged"),
+    "cachesvc_ledger_reaped_total": Spec(
+        "counter",
+        "Holds that ended without their request: lapsed with their lease, or crashed with an "
+        "earlier run",
+        ("reason",),
+    ),
+    "cachesvc_ledger_commits_total": Spec("counter", "Transactions of the ledger"),
+    "cachesvc_ledger_failed_commits_total": Spec(
+        "counter", "Transactions of the ledger that failed; all their commands were refused"
+    ),
+    "cachesvc_ledger_commit_seconds_total": Spec("counter", "Time spent in these transactions"),
+    "cachesvc_ledger_commit_seconds_max": Spec("gauge", "The longest of them since the start"),
+    "cachesvc_ledger_queue": Spec("gauge", "Commands that wait for the ledger"),
     "cachesvc_invariant_violations_total": Spec(
         "counter", "Invariants found broken while running; anything but 0 is a bug", ("invariant",)
     ),

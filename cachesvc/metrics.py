@@ -24,6 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 import cachesvc
+from billing.ledger import LedgerStats
 from cachesvc.metric_names import ROUTES, SPECS, VLLM_ALIASES
 from engine.engine import EngineStats
 from engine.request import StepOutput, TokenCounts
@@ -43,11 +44,12 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MoneyStats:
-    """The ledger's snapshot: open holds, the oldest one's age, and what does not add up."""
+    """The ledger's snapshot: open holds, the oldest one's age, what does not add up, its thread."""
 
     num_holds: int = 0
     oldest_hold_s: float = 0.0
     drift_units: int = 0
+    ledger: LedgerStats = field(default_factory=LedgerStats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +221,23 @@ def _samples(snapshots: Snapshots) -> Iterator[Sample]:
     yield Sample("cachesvc_holds", (), money.num_holds)
     yield Sample("cachesvc_hold_age_seconds", (), money.oldest_hold_s)
     yield Sample("cachesvc_ledger_drift_units", (), money.drift_units)
+    yield from _ledger_samples(money.ledger)
     for invariant, count in snapshots.violations().items():
         yield Sample("cachesvc_invariant_violations_total", (invariant,), count)
+
+
+def _ledger_samples(ledger: LedgerStats) -> Iterator[Sample]:
+    done = ledger.commands - ledger.refused
+    yield Sample("cachesvc_ledger_commands_total", ("done",), done)
+    yield Sample("cachesvc_ledger_commands_total", ("refused",), ledger.refused)
+    yield Sample("cachesvc_ledger_settled_total", (), ledger.settled)
+    yield Sample("cachesvc_ledger_reaped_total", ("lapsed",), ledger.swept)
+    yield Sample("cachesvc_ledger_reaped_total", ("crashed",), ledger.recovered)
+    yield Sample("cachesvc_ledger_commits_total", (), ledger.batches)
+    yield Sample("cachesvc_ledger_failed_commits_total", (), ledger.failed_batches)
+    yield Sample("cachesvc_ledger_commit_seconds_total", (), ledger.commit_ns / _SECOND)
+    yield Sample("cachesvc_ledger_commit_seconds_max", (), ledger.commit_ns_max / _SECOND)
+    yield Sample("cachesvc_ledger_queue", (), ledger.queued)
 
 
 def _engine_samples(stats: EngineStats) -> Iterator[Sample]:

@@ -9,25 +9,30 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from limits.errors import ConfigurationError
+
 from api.auth import KeyGate, Salts
-from api.limits import LimitSettings, NoLimits, Quota, RateLimits, WindowLimits, open_storage
+from api.limits import LimitSettings, NoLimits, Quota, RateLimits, open_limits
 from api.metering import LedgerMeter
 from billing import audit, store_reports
 from billing.accounts import Accounts
+from billing.cards import find_card
 from billing.entries import Entry, Kind
 from billing.gate import Settled
 from billing.holds import decode_request
 from billing.idempotency import Idempotency
-from billing.ledger import Ledger
+from billing.ledger import Ledger, LedgerStats
+from billing.lint import Level, lint
+from billing.prices import RateCard
 from billing.rating import rate
 from billing.receipts import ReceiptSigner, describe
 from billing.store import LedgerStore, database_url, open_store
 from billing.usage import Usage
-from cachesvc.config import LimitsSection, Settings
+from cachesvc.config import ConfigError, LimitsSection, QuotaTable, Settings
 from cachesvc.metrics import MoneyStats
 
 logger = logging.getLogger(__name__)
@@ -51,7 +56,9 @@ class Money:
     signer: ReceiptSigner
     required: bool
     lease_s: int
+    slice_tokens: int
     owner: str
+    first_card: RateCard | None
     ledger: Ledger | None = None
     _stats: MoneyStats = field(default_factory=MoneyStats)
 
@@ -65,10 +72,16 @@ class Money:
             self.store,
             self.accounts,
             owner=self.owner,
+            default_card=self.first_card,
             observers=(lambda entries: self._observe(entries, observe_bill),),
         )
         self.ledger.start()
-        return LedgerMeter(self.ledger, lease_s=self.lease_s, receipts=self._receipt)
+        return LedgerMeter(
+            self.ledger,
+            slice_tokens=self.slice_tokens,
+            lease_s=self.lease_s,
+            receipts=self._receipt,
+        )
 
     def close(self) -> None:
         if self.ledger is not None:
@@ -76,8 +89,9 @@ class Money:
         self.store.close()
 
     def stats(self) -> MoneyStats:
-        """As of the last `refresh`; any thread."""
-        return self._stats
+        """Holds and drift as of the last `refresh`, the ledger's thread as of now; any thread."""
+        ledger = self.ledger.stats() if self.ledger is not None else LedgerStats()
+        return replace(self._stats, ledger=ledger)
 
     def refresh(self) -> None:
         """Look at holds and balances. Reads the store."""
@@ -107,17 +121,20 @@ class Money:
         for entry in entries:
             if entry.kind is not Kind.CHARGE:
                 continue
-            details = entry.details
             ref, _ = decode_request(entry.body)
-            usage = Usage.from_record(details["usage"])
+            usage = Usage.from_record(entry.details.get("usage", {}))  # empty is left out
             charge = rate(usage, self.accounts.book.pinned(ref))
             by_class = {line.name: line.amount for line in charge.lines}
             observe_bill(entry.currency, by_class, charge.saved)
 
 
 def open_money(settings: Settings) -> Money:
-    """Open the ledger of a data directory, or of `billing.database_url`. Raises StoreError."""
+    """Open the ledger of a data directory, or of `billing.database_url`.
+
+    Raises StoreError, and ConfigError for a first card that cannot be used.
+    """
     data_dir = settings.server.data_dir
+    first_card = _first_card(settings.billing.first_card)
     store = open_store(settings.billing.database_url or database_url(data_dir))
     accounts = Accounts(store)
     required = settings.server.require_keys
@@ -134,8 +151,21 @@ def open_money(settings: Settings) -> Money:
         signer=ReceiptSigner.open(data_dir),
         required=required,
         lease_s=max(1, round(settings.billing.hold_lease)),
+        slice_tokens=settings.billing.slice_tokens,
         owner=settings.billing.server_name,
+        first_card=first_card,
     )
+
+
+def _first_card(name_or_path: str) -> RateCard | None:
+    """The card that a new ledger begins with; None is the one that ships for it."""
+    if not name_or_path:
+        return None
+    card = find_card(name_or_path)
+    errors = [finding for finding in lint(card) if finding.level is Level.ERROR]
+    if errors:
+        raise ConfigError(f"billing.first_card {name_or_path!r} is refused: {errors[0]}")
+    return card
 
 
 def read_secret(data_dir: Path) -> bytes:
@@ -172,6 +202,19 @@ def _limits(section: LimitsSection) -> RateLimits:
         output_tokens=section.key_output_tokens or None,
         concurrency=section.key_concurrency or None,
     )
-    if tenant == key == Quota():
+    tenants = {name: _quota(table) for name, table in section.tenants.items()}
+    keys = {name: _quota(table) for name, table in section.keys.items()}
+    if {tenant, key, *tenants.values(), *keys.values()} == {Quota()}:
         return NoLimits()
-    return WindowLimits(LimitSettings(tenant=tenant, key=key), open_storage(section.url))
+    limits = LimitSettings(tenant=tenant, key=key, tenants=tenants, keys=keys)
+    try:
+        return open_limits(limits, section.url)
+    except (ConfigurationError, ImportError, ValueError) as error:
+        raise ConfigError(
+            f"limits.url {section.url!r} cannot be used: {error}; write memory:// or "
+            'redis://HOST:PORT/DB, which needs pip install "cachesvc[redis]"'
+        ) from None
+
+
+def _quota(table: QuotaTable) -> Quota:
+    return Quota(**{name: amount or None for name, amount in table.model_dump().items()})

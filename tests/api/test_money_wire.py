@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -264,6 +266,30 @@ async def test_the_lease_of_a_silent_request_is_renewed(tmp_path: Path) -> None:
             visit.leave()
             await visit.task
         assert 0 == bank.ledger.stats().swept
+
+
+async def test_a_request_that_ends_while_its_hold_is_taken_leaves_none(bank: Bank) -> None:
+    apply, go = bank.store.apply, threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        go.wait(5)
+        return apply(*arguments)
+
+    async with serving(bank) as (app, _, house):
+        headers = bank.customer(UNITS)
+        bank.store.apply = slow  # type: ignore[method-assign]
+        visit = Visit(app, CHAT, HELLO, **headers).start()
+        await asyncio.sleep(0.1)
+        visit.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await visit.task
+        go.set()
+    bank.ledger.close()
+    assert [] == house.engine.requests
+    assert 0 == bank.spent(UNITS)
+    assert [Outcome.FAILED] == [
+        entry.details["outcome"] for entry in bank.entries if entry.kind is Kind.CHARGE
+    ]
 
 
 async def test_every_way_out_is_in_the_ledger_once(bank: Bank) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from billing.ledger import LedgerStats
 from cachesvc.metric_names import SPECS, VLLM_ALIASES
 from cachesvc.metrics import Metrics, MoneyStats, Snapshots, hit_class
 from engine.engine import EngineStats
@@ -44,7 +45,8 @@ def stats() -> EngineStats:
 
 
 def metrics(**options: bool) -> Metrics:
-    money = MoneyStats(num_holds=3, oldest_hold_s=1.5, drift_units=0)
+    ledger = LedgerStats(batches=4, commands=9, refused=2, recovered=1, commit_ns=3_000 * MS)
+    money = MoneyStats(num_holds=3, oldest_hold_s=1.5, drift_units=0, ledger=ledger)
     return Metrics(
         Snapshots(engine=stats, money=lambda: money, violations=lambda: {"free_plus_used": 0}),
         model="tiny",
@@ -137,6 +139,10 @@ def test_snapshots_become_samples_at_the_scrape() -> None:
     evicted = {"tier": "device", "event": "evicted"}
     assert 4 == value(seen, "cachesvc_cache_events_total", evicted)
     assert 3 == value(seen, "cachesvc_holds")
+    assert 7 == value(seen, "cachesvc_ledger_commands_total", {"outcome": "done"})
+    assert 2 == value(seen, "cachesvc_ledger_commands_total", {"outcome": "refused"})
+    assert 1 == value(seen, "cachesvc_ledger_reaped_total", {"reason": "crashed"})
+    assert 3 == value(seen, "cachesvc_ledger_commit_seconds_total")
     violations = {"invariant": "free_plus_used"}
     assert 0 == value(seen, "cachesvc_invariant_violations_total", violations)
 

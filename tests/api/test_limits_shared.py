@@ -1,0 +1,139 @@
+"""Limits that servers share through a real Redis: windows, places, and a server that was killed."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import ConnectionPool
+
+from api.concurrency import Holder, LocalPlaces, Places, RedisPlaces
+from api.errors import RateLimited
+from api.limits import LimitSettings, Quota, WindowLimits, open_limits
+from api.testing import Script, fake_house
+from billing.keys import Principal
+from billing.usage import EMPTY, Usage
+from tests.api.conftest import running
+from tests.redis_server import redis_server
+
+pytestmark = pytest.mark.redis
+
+ACME, KEY = Holder("tenant", "acme"), Holder("key", "key_1")
+PRINCIPAL = Principal("acme", key_id="key_1")
+CHAT = "/v1/chat/completions"
+HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as url:
+        yield url
+
+
+@pytest.fixture
+async def url(redis_url: str) -> str:
+    """The same server, emptied."""
+    pool = ConnectionPool.from_url(redis_url)
+    connection = await pool.get_connection()
+    await connection.send_command("FLUSHALL")
+    await connection.read_response()
+    await pool.release(connection)
+    await pool.aclose()
+    return redis_url
+
+
+@contextlib.asynccontextmanager
+async def servers(url: str, count: int, **quota: int) -> AsyncIterator[list[WindowLimits]]:
+    made = [open_limits(LimitSettings(tenant=Quota(**quota)), url) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for limits in made:
+            await limits.close()
+
+
+@contextlib.asynccontextmanager
+async def places(url: str, lease_s: float = 30.0) -> AsyncIterator[Places]:
+    if url == "memory":
+        yield LocalPlaces()
+        return
+    pool = ConnectionPool.from_url(url)
+    made = RedisPlaces(pool, lease_s=lease_s)
+    try:
+        yield made
+    finally:
+        await made.close()
+        await pool.aclose()
+
+
+@pytest.mark.parametrize("store", ["memory", "redis"])
+async def test_a_place_is_taken_of_every_holder_or_of_none(url: str, store: str) -> None:
+    async with places(url if store == "redis" else "memory") as kept:
+        assert await kept.enter("a", {ACME: 2, KEY: 1}) is None
+        assert KEY == await kept.enter("b", {ACME: 2, KEY: 1})
+        assert await kept.enter("c", {ACME: 2}) is None
+        assert ACME == await kept.enter("d", {ACME: 2})
+        await kept.leave("a")
+        assert await kept.enter("e", {ACME: 2, KEY: 1}) is None
+        await kept.leave("unknown")
+
+
+async def test_two_servers_share_the_places_of_a_tenant(url: str) -> None:
+    async with servers(url, 2, concurrency=3) as (one, two):
+        permits = [await server.admit(PRINCIPAL) for server in (one, two, one)]
+        with pytest.raises(RateLimited, match="3 requests running"):
+            await two.admit(PRINCIPAL)
+        await permits[0].close(EMPTY)
+        await two.admit(PRINCIPAL)
+
+
+async def test_at_the_same_time_no_more_than_the_limit_come_in(url: str) -> None:
+    async with servers(url, 4, requests=10, concurrency=50) as made:
+        asked = [made[number % 4].admit(PRINCIPAL) for number in range(40)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+    refused = [answer for answer in answers if isinstance(answer, RateLimited)]
+    assert 30 == len(refused), answers
+
+
+async def test_tokens_used_on_one_server_count_on_the_other(url: str) -> None:
+    async with servers(url, 2, miss_tokens=100) as (one, two):
+        await (await one.admit(PRINCIPAL)).close(Usage(hit_device=10**6, miss=100))
+        with pytest.raises(RateLimited, match="cache-miss tokens"):
+            await two.admit(PRINCIPAL)
+
+
+async def test_the_places_of_a_killed_server_come_back_with_its_leases(url: str) -> None:
+    async with places(url, lease_s=0.3) as dead:
+        assert await dead.enter("a", {ACME: 1}) is None
+    async with places(url, lease_s=0.3) as alive:
+        assert ACME == await alive.enter("b", {ACME: 1})
+        await asyncio.sleep(0.4)
+        assert await alive.enter("b", {ACME: 1}) is None
+        await asyncio.sleep(0.9)
+        assert ACME == await alive.enter("c", {ACME: 1}), "a running request lost its place"
+
+
+async def test_a_redis_that_goes_away_lets_requests_in(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as url:
+        limits = open_limits(LimitSettings(tenant=Quota(requests=1, concurrency=1)), url)
+        first = await limits.admit(PRINCIPAL)
+    second = await limits.admit(PRINCIPAL)
+    await first.close(EMPTY)
+    await second.close(Usage(miss=3))
+    await limits.close()
+
+
+async def test_a_whole_request_under_shared_limits(url: str) -> None:
+    """Concurrency over two servers, seen from the wire; the app closes its connections itself."""
+    houses = [
+        fake_house(limits=open_limits(LimitSettings(tenant=Quota(concurrency=2)), url))
+        for _ in range(2)
+    ]
+    async with running(houses[0]) as (_, one), running(houses[1]) as (_, two):
+        for house in houses:
+            house.engine.script = Script(answer="abc", step_s=0.05)
+        asked = [client.post(CHAT, json=HELLO) for client in (one, two, one, two)]
+        answers = await asyncio.gather(*asked)
+        assert [200, 200, 429, 429] == sorted(answer.status_code for answer in answers)
+        assert 200 == (await two.post(CHAT, json=HELLO)).status_code

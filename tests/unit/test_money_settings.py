@@ -1,0 +1,121 @@
+"""What the settings of billing and limits make of the money half."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.limits import Quota
+from billing.cards import shipped_cards
+from billing.errors import PriceError
+from billing.ledger import Ledger
+from billing.policy import Outcome
+from billing.testing import running_ledger
+from billing.usage import EMPTY, Usage
+from cachesvc.config import ConfigError, load_settings
+from cachesvc.money import Money, open_money
+
+
+@contextmanager
+def money_of(data_dir: Path, **flags: Any) -> Iterator[Money]:
+    named = {name.replace("__", "."): value for name, value in flags.items()}
+    money = open_money(load_settings({"server.data_dir": data_dir} | named).settings)
+    try:
+        yield money
+    finally:
+        money.close()
+
+
+def test_a_new_ledger_begins_with_the_card_that_was_named(tmp_path: Path) -> None:
+    with money_of(tmp_path, billing__first_card="two-tier") as money:
+        money.start(lambda *_: None)
+        assert ["two-tier"] == [card.name for card in money.accounts.book.cards]
+    with money_of(tmp_path, billing__first_card="peak-off-peak") as money:
+        money.start(lambda *_: None)
+        assert ["two-tier"] == [card.name for card in money.accounts.book.cards]
+
+
+def test_a_first_card_that_does_not_do_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(PriceError, match="neither a file nor a shipped"):
+        open_money(load_settings({"billing.first_card": "none-such"}).settings)
+    gamed = tmp_path / "gamed.toml"
+    text = shipped_cards()["deepseek-launch"]
+    gamed.write_text(text.replace('hit = "0.1"', 'hit = "5"'))
+    assert text != gamed.read_text()
+    with pytest.raises(ConfigError, match="hit-above-miss"):
+        open_money(load_settings({"billing.first_card": str(gamed)}).settings)
+
+
+def test_slices_and_leases_are_those_of_the_settings(tmp_path: Path) -> None:
+    with money_of(tmp_path, billing__slice_tokens=7, billing__hold_lease=33.0) as money:
+        meter = money.start(lambda *_: None)
+        assert (7, 33) == (meter._slice_tokens, meter._lease_s)
+
+
+def test_quotas_of_one_tenant_and_one_key(tmp_path: Path) -> None:
+    tenants = {"vip": {"requests": 9, "concurrency": 0}}
+    with money_of(tmp_path, limits__tenants=tenants, limits__key_requests=3) as money:
+        settings: Any = money.limits.__getattribute__("_settings")
+        assert {"vip": Quota(requests=9)} == settings.tenants
+        assert (Quota(), Quota(requests=3)) == (settings.tenant, settings.key)
+    with pytest.raises(ConfigError, match="concurency"):
+        load_settings({"limits.tenants": {"vip": {"concurency": 1}}})
+
+
+@pytest.mark.parametrize("url", ["foo://x", "redis://:bad:x"])
+def test_a_wrong_url_of_the_limits_is_said_at_the_start(tmp_path: Path, url: str) -> None:
+    settings = load_settings({"server.data_dir": tmp_path, "limits.url": url})
+    open_money(settings.settings).close()  # no quota, no store
+    with_quota = load_settings(
+        {"server.data_dir": tmp_path, "limits.url": url, "limits.key_requests": 1}
+    )
+    with pytest.raises(ConfigError, match=r"limits\.url"):
+        open_money(with_quota.settings)
+
+
+def test_a_charge_of_nothing_is_observed_like_any_other(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    with money_of(tmp_path) as money:
+        money.start(lambda *bill: seen.append(bill))
+        assert money.ledger is not None
+        reserved(money.ledger, "nothing", Usage())
+        reserved(money.ledger, "one", Usage(miss=1))
+        money.ledger.close()
+        assert 2 == money.stats().ledger.settled
+    assert [0, 1_000_000] == [sum(by_class.values()) for _, by_class, _ in seen]
+
+
+def reserved(ledger: Ledger, name: str, usage: Usage) -> None:
+    pinned = ledger.book.at("m", 10**18 * 2, "CNY")
+    hold = ledger.reserve("default", name, 0, pinned).result()
+    ledger.settle(hold, usage, Outcome.FINISHED).result()
+
+
+def test_a_command_whose_waiter_gave_up_before_it_began_is_not_applied(tmp_path: Path) -> None:
+    with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
+        house.fund(100)
+        entered, go = threading.Event(), threading.Event()
+        apply = house.ledger.store.apply
+
+        def slow(*arguments: Any) -> Any:
+            entered.set()
+            go.wait()
+            return apply(*arguments)
+
+        house.ledger.store.apply = slow  # type: ignore[method-assign]
+        pinned = house.ledger.book.at("m", house.clock(), "CNY")
+        first = house.ledger.reserve("acme", "r1", 10, pinned)
+        entered.wait()
+        given_up = house.ledger.reserve("acme", "r2", 10, pinned)
+        third = house.ledger.reserve("acme", "r3", 10, pinned)
+        assert given_up.cancel()
+        assert not first.cancel(), "a command under way cannot be taken back"
+        go.set()
+        assert ("r1", "r3") == (first.result().request_id, third.result().request_id)
+        assert {"r1", "r3"} == {hold.request_id for hold in house.ledger.store.all_holds()}
+        done: Future[Any] = house.ledger.settle(first.result(), EMPTY, Outcome.FAILED)
+        assert not done.result().repeated
