@@ -65,6 +65,7 @@ class Group:
             finish=sequence.finish,
             logprobs=(result.logprob,) if result is not None and result.logprob else (),
             miss_reasons={} if told or sequence.cut_short else sequence.miss_reasons,
+            lookup=None if told else sequence.lookup,
             timeline=Timeline(
                 arrival_ns=self.request.arrival_ns or sequence.queued_ns,
                 admitted_ns=sequence.admitted_ns,

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tiers.absence import Absence
 from tiers.errors import MissReason
-from tiers.keys import CacheScope
+from tiers.keys import CacheScope, PrefixKey
+from tiers.tier import TierName
 
 
 class FinishReason(StrEnum):
@@ -93,6 +95,32 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Neighbouring tokens of a prompt that one tier served, or that were computed (`source` None).
+
+    `last_key` names the last full block that was served whole; what was computed has none.
+    """
+
+    source: TierName | None
+    start: int
+    num_tokens: int
+    num_blocks: int  # blocks touched, a partly used one included
+    last_key: PrefixKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What the cache said of a prompt at first admission, from the first token to the last.
+
+    `stop` says why the hit ended where it did, `absence` what is known of the first block missed.
+    """
+
+    runs: tuple[BlockRun, ...]
+    stop: MissReason
+    absence: Absence | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """A chosen token's log-probability and the most likely alternatives', most likely first."""
 
@@ -118,6 +146,7 @@ class StepOutput:
     finish: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     miss_reasons: Mapping[MissReason, int] = field(default_factory=dict)
+    lookup: Lookup | None = None  # on a request's first output
     timeline: Timeline = field(default_factory=Timeline)
     error: str | None = None
     last: bool = False  # no further output of this request will come, in any of its sequences

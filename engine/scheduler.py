@@ -14,12 +14,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.batch import Batch, Span
+from engine.lookup import runs_of
 from engine.queue import QueueOrder, WaitingQueue
-from engine.request import FinishReason, TokenCounts
+from engine.request import FinishReason, Lookup, TokenCounts
 from engine.sequence import Sequence, SequenceState
 from tiers.cache import TieredCache
 from tiers.errors import MissReason, OutOfBlocks
-from tiers.promotion import Progress
+from tiers.promotion import Progress, Ticket
 from tiers.tails import Tail, TailCase
 from tiers.tier import TierName
 
@@ -231,10 +232,11 @@ class Scheduler:
         sequence.num_standing = len(ticket.blocks) * self._block_size + num_rows
         sequence.prompt_done = min(sequence.num_standing, sequence.num_prompt)
         sequence.block_table = [b.slot for b in sequence.blocks if b.slot is not None]
-        sequence.blocks += self._cache.plan(sequence.chain, len(sequence.blocks))
         if sequence.counts is None:
             source = tail.source if tail is not None and num_rows else None
             self._count_hits(sequence, ticket.sources, source, num_rows, ticket.stop)
+            sequence.lookup = self._look_back(sequence, ticket, tail, num_rows)
+        sequence.blocks += self._cache.plan(sequence.chain, len(sequence.blocks))
         sequence.loaded_ns = sequence.loaded_ns or time.monotonic_ns()
         sequence.state = SequenceState.PREFILL
         self.waiting.remove(sequence)
@@ -272,6 +274,24 @@ class Scheduler:
         missed_full = max(0, (num_prompt - 1) // size * size - sequence.counts.hit)
         reasons = {stop: missed_full, MissReason.TAIL: sequence.counts.miss - missed_full}
         sequence.miss_reasons = {reason: tokens for reason, tokens in reasons.items() if tokens}
+
+    def _look_back(
+        self, sequence: Sequence, ticket: Ticket, tail: Tail | None, num_rows: int
+    ) -> Lookup:
+        """What the cache had of the prompt, and what it knows of the first block it had not."""
+        size, num_prompt = self._block_size, sequence.num_prompt
+        number = len(ticket.sources)
+        runs = runs_of(
+            ticket.sources,
+            sequence.chain.keys,
+            tail_rows=num_rows,
+            tail_source=tail.source if tail is not None and num_rows else None,
+            num_prompt=num_prompt,
+            block_size=size,
+        )
+        if number * size + num_rows >= num_prompt - 1 or sequence.chain.private:
+            return Lookup(runs, ticket.stop)
+        return Lookup(runs, ticket.stop, self._cache.explain(sequence.chain, number, tail))
 
     def _revoke_ticket(self, but: Sequence | None = None) -> bool:
         """Take the pins of the waiting sequence last in line for admission; False: none has any."""
@@ -313,6 +333,7 @@ class Scheduler:
         twin.block_table = sequence.block_table[:num_blocks]
         twin.num_standing = twin.prompt_done = sequence.num_standing
         twin.counts, twin.miss_reasons = sequence.counts, sequence.miss_reasons
+        twin.lookup = sequence.lookup
         twin.queued_ns, twin.loaded_ns = sequence.queued_ns, sequence.loaded_ns
         twin.admitted_ns = sequence.admitted_ns
         twin.state = SequenceState.PREFILL

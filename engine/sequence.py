@@ -10,7 +10,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.request import FinishReason, Request, SamplingParams, TokenCounts
+from engine.request import FinishReason, Lookup, Request, SamplingParams, TokenCounts
 from tiers.chain import Chain
 from tiers.errors import MissReason
 from tiers.index import Block
@@ -51,6 +51,7 @@ class Sequence:
     ticket: Ticket | None = None
     counts: TokenCounts | None = None  # of the prompt, fixed at first admission
     miss_reasons: dict[MissReason, int] = field(default_factory=dict)
+    lookup: Lookup | None = None
     finish: FinishReason | None = None
     queued_ns: int = 0
     admitted_ns: int = 0

@@ -7,10 +7,12 @@ Engine thread only, except that `CacheStats` snapshots may be read anywhere. Not
 a disk. A fault below shortens what `advance` finds; it is never an exception.
 """
 
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from tiers.absence import Absence, marks_of
 from tiers.admission import WritePolicy
 from tiers.block import BlockLayout
 from tiers.chain import Chain
@@ -107,6 +109,7 @@ class TieredCache:
             DemotionSettings(write_policy=settings.write_policy, ahead=settings.ahead),
         )
         self._tails = TailSharing(self.residency, enabled=settings.share_tails)
+        self.mark_seed = secrets.randbits(64)
 
     def start(self, on_load: Callable[[], None] = lambda: None) -> None:
         """Start the disk threads; `on_load` wakes an idle engine when one of their jobs is done."""
@@ -183,6 +186,22 @@ class TieredCache:
         Raises OutOfBlocks where a copy is needed and there is no slot.
         """
         return self._tails.own(block, num_rows, chain, self._use(1, chain))
+
+    def explain(self, chain: Chain, number: int, tail: Tail | None) -> Absence:
+        """Why block `number` of the chain was not found; `tail` is what `find_tail` said of it."""
+        wanted = chain.chunks[number] if number < len(chain.chunks) else chain.tail
+        key = chain.keys[number] if number < len(chain.keys) else None
+        if tail is None and not self.settings.share_tails:
+            tail = self._tails.nearest(chain, number)
+        return Absence(
+            parent=chain.parent(number),
+            key=key,
+            departure=self.residency.departures.find(key) if key is not None else None,
+            rows=tail.num_rows if tail is not None else 0,
+            parted=tail is not None and tail.num_rows < tail.block.num_tokens,
+            sibling=tail.block.key if tail is not None else None,
+            marks=marks_of(wanted, self.mark_seed),
+        )
 
     def plan(self, chain: Chain, start: int) -> list[Block]:
         """Pinned blocks for the chain's tokens from block `start` on, announced as being computed.

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tiers.admission import WritePolicy
+from tiers.departures import Cause
 from tiers.index import Block, BlockState
 from tiers.mover import Mover, StoreJob
 from tiers.residency import CacheEvent, Residency
@@ -179,6 +180,8 @@ class Demoter:
             held = residency.index.get(key)
             if held is not None:
                 held.on_disk, held.left_disk = False, True
+            else:
+                residency.departures.note(key, TierName.DISK, Cause.EVICTED)
         residency.count(TierName.DISK, CacheEvent.EVICTED, len(dropped))
         return True
 

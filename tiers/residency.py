@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
 
+from tiers.departures import Cause, Departures
 from tiers.device import Copy, DevicePool
 from tiers.frames import Frame, FrameArena
 from tiers.index import Block, BlockIndex, BlockState
@@ -50,6 +51,7 @@ class Residency:
         self.device_policy = device_policy
         self.host_policy = host_policy
         self.events: Counter[tuple[TierName, CacheEvent]] = Counter()
+        self.departures = Departures()
         self.num_device_candidates = 0
         self.num_host_blocks = 0
         self._copies: list[tuple[Copy, Block]] = []
@@ -146,6 +148,7 @@ class Residency:
         else:
             if block.key is not None and not block.on_disk:
                 self.count(TierName.DEVICE, CacheEvent.LOST)
+                self.departures.note(block.key, TierName.DEVICE, Cause.EVICTED)
             self._forget(block)
         return slot
 
@@ -228,6 +231,8 @@ class Residency:
         if block.slot is None:
             if not block.on_disk:
                 self.count(TierName.HOST, CacheEvent.LOST)
+                if block.key is not None:
+                    self.departures.note(block.key, TierName.HOST, Cause.EVICTED)
             self._forget(block)
         return frame
 
@@ -283,6 +288,9 @@ class Residency:
     def forget_everywhere(self, block: Block) -> None:
         """Purge an unpinned block from the device and the host without demoting it."""
         assert block.pins == 0 and block.busy == 0
+        if block.key is not None and not block.on_disk:
+            tier = TierName.HOST if block.slot is None else TierName.DEVICE
+            self.departures.note(block.key, tier, Cause.PURGED)
         if block.slot is not None:
             self.device_policy.remove(block)
             self.num_device_candidates -= 1

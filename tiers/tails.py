@@ -60,7 +60,11 @@ class TailSharing:
 
     def find(self, chain: Chain, number: int) -> Tail | None:
         """The block that begins most like the tokens of block `number` of the chain."""
-        if not self._enabled or chain.content(number):
+        return self.nearest(chain, number) if self._enabled else None
+
+    def nearest(self, chain: Chain, number: int) -> Tail | None:
+        """What `find` finds, also where tails are not shared."""
+        if chain.content(number):
             return None
         wanted = chain.chunks[number] if number < len(chain.chunks) else chain.tail
         parent = chain.parent(number)

@@ -23,6 +23,7 @@ from tiers.errors import MissReason
 from tiers.keys import CacheScope
 from tiers.memory import MemoryTier, SteppedMover
 from tiers.policy import PolicyName
+from tiers.tier import TierName
 
 BLOCK = 4
 
@@ -145,6 +146,7 @@ class World:
             billed = {replace(o.counts, output=0) for o in outputs if o.tokens}
             assert len(billed) <= 1, "hits and misses changed after the first admission"
             assert sum(outputs[0].miss_reasons.values()) in (0, outputs[0].counts.miss)
+            _check_lookup(outputs[0])
 
     def check_idle(self) -> None:
         """Nothing is pinned, and slots and frames are conserved."""
@@ -160,6 +162,22 @@ class World:
     def _take(self, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:
             self.outputs[output.request_id].append(output)
+
+
+def _check_lookup(told: StepOutput) -> None:
+    """The runs lie end to end and sum to the counts, class by class."""
+    if told.lookup is None or told.finish is FinishReason.ABORT:
+        return
+    place, by_source = 0, dict.fromkeys([*TierName, None], 0)
+    for run in told.lookup.runs:
+        assert run.start == place and run.num_tokens > 0, told.lookup
+        place += run.num_tokens
+        by_source[run.source] += run.num_tokens
+    counts = told.counts
+    assert place == counts.prompt and by_source[None] == counts.miss
+    assert by_source[TierName.DEVICE] == counts.hit_device
+    assert by_source[TierName.HOST] == counts.hit_host
+    assert by_source[TierName.DISK] == counts.hit_disk
 
 
 def _ended(outputs: list[StepOutput]) -> bool:

@@ -1,0 +1,93 @@
+"""A request's lookup says which tier served which tokens, and why the first missed block missed."""
+
+import pytest
+
+from engine.request import Lookup
+from tests.sim.test_engine_machine import BLOCK, World
+from tiers.absence import MARK_BYTES, marks_of
+from tiers.departures import Cause, Departures
+from tiers.errors import MissReason
+from tiers.keys import PrefixKey, token_bytes
+from tiers.tier import TierName
+
+FIRST = [*range(1, 3 * BLOCK + 2)]  # three full blocks and a token
+
+
+def ask(world: World, name: str, prompt: list[int], **options: object) -> Lookup:
+    world.submit(name, prompt, max_tokens=1, **options)  # type: ignore[arg-type]
+    world.run()
+    lookup = world.outputs[name][0].lookup
+    assert lookup is not None
+    return lookup
+
+
+def told(lookup: Lookup) -> list[tuple[str | None, int, int]]:
+    return [(run.source and str(run.source), run.start, run.num_tokens) for run in lookup.runs]
+
+
+def test_a_first_prompt_was_never_seen() -> None:
+    lookup = ask(World(), "a", FIRST)
+    assert told(lookup) == [(None, 0, len(FIRST))]
+    assert lookup.stop is MissReason.ABSENT and lookup.absence is not None
+    assert (lookup.absence.departure, lookup.absence.rows) == (None, 0)
+
+
+def test_a_second_prompt_is_served_but_for_its_last_token() -> None:
+    world = World()
+    ask(world, "a", FIRST)
+    lookup = ask(world, "b", FIRST)
+    assert told(lookup) == [("device", 0, len(FIRST) - 1), (None, len(FIRST) - 1, 1)]
+    assert lookup.absence is None
+
+
+@pytest.mark.parametrize("share_tails", [True, False])
+def test_a_prompt_that_parts_is_told_where_and_from_whom(share_tails: bool) -> None:
+    world = World(share_tails=share_tails)
+    ask(world, "a", FIRST)
+    other = [*FIRST[: BLOCK + 2], *[40] * (2 * BLOCK)]
+    lookup = ask(world, "b", other)
+    absence = lookup.absence
+    assert absence is not None and absence.parted and absence.rows == 2
+    assert absence.sibling is not None and world.cache.index.get(absence.sibling) is not None
+    served = 2 if share_tails else 0
+    assert told(lookup)[-1] == (None, BLOCK + served, len(other) - BLOCK - served)
+
+
+def test_an_evicted_block_is_told_from_one_never_seen() -> None:
+    world = World(host_blocks=16, disk_blocks=4)
+    ask(world, "a", FIRST)
+    for number in range(30):
+        ask(world, f"filler {number}", [number + 1, 7, *range(4 * BLOCK)])
+    absence = ask(world, "again", FIRST).absence
+    assert absence is not None and absence.departure is not None
+    assert absence.departure.cause is Cause.EVICTED
+    assert absence.departure.tier in (TierName.HOST, TierName.DISK)
+
+
+def test_a_request_without_the_cache_says_so() -> None:
+    lookup = ask(World(), "a", FIRST, cache=False)
+    assert lookup.stop is MissReason.DISABLED and lookup.absence is None
+
+
+def test_marks_tell_where_two_blocks_part_under_one_seed_only() -> None:
+    world = World()
+    absence = ask(world, "a", FIRST).absence
+    assert absence is not None
+    seed = world.cache.mark_seed
+    other = marks_of(token_bytes([*FIRST[:2], 40, 41]), seed)
+    assert 2 == absence.common(other)
+    assert BLOCK == absence.common(marks_of(token_bytes(FIRST[:BLOCK]), seed))
+    assert 0 == absence.common(marks_of(token_bytes(FIRST[:BLOCK]), seed + 1))
+    assert len(other) == BLOCK * MARK_BYTES
+
+
+def test_departures_are_bounded_and_keep_the_latest() -> None:
+    departures = Departures(2)
+    keys = [PrefixKey(bytes([number]) * 16) for number in range(3)]
+    departures.note(keys[0], TierName.HOST, Cause.EVICTED)
+    departures.note(keys[1], TierName.HOST, Cause.EVICTED)
+    departures.note(keys[0], TierName.DISK, Cause.PURGED)
+    departures.note(keys[2], TierName.HOST, Cause.EVICTED)
+    assert departures.find(keys[1]) is None and len(departures) == 2
+    kept = departures.find(keys[0])
+    assert kept is not None and (kept.tier, kept.cause) == (TierName.DISK, Cause.PURGED)
