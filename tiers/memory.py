@@ -1,10 +1,13 @@
 """A tier in memory and a mover without threads, for simulations: faults and delays by a seed."""
 
 import random
+import threading
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
 
-from tiers.errors import MissReason
+from tiers.errors import MissReason, TierClosed
 from tiers.frames import Frame
 from tiers.keys import BlockId, PrefixKey
 from tiers.mover import Job, LoadJob, Mover, StoreJob
@@ -12,76 +15,111 @@ from tiers.tier import Loaded, TierName, TierStats
 
 
 class MemoryTier:
-    """A `Tier` of at most `capacity_blocks` blocks, first in, first out.
+    """A `Tier` of at most `capacity_blocks` blocks, first in, first out; for any thread.
 
     `fault_rate` is the chance that a load or a store of a block fails.
     """
 
     name = TierName.DISK
 
-    def __init__(self, capacity_blocks: int, *, fault_rate: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, capacity_blocks: int, *, block_bytes: int = 0, fault_rate: float = 0.0, seed: int = 0
+    ) -> None:
+        """`block_bytes` is for the stats alone."""
         self._capacity = capacity_blocks
+        self._block_bytes = block_bytes
         self.fault_rate = fault_rate
         self._random = random.Random(seed)
         self._blocks: OrderedDict[PrefixKey, tuple[BlockId, bytes]] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._faults: Counter[MissReason] = Counter()
+        self._lock = threading.Lock()
+        self._closed = False
 
     def probe(self, ids: Sequence[BlockId]) -> int:
-        for number, identity in enumerate(ids):
-            if identity.key not in self._blocks:
-                return number
-        return len(ids)
+        with self._opened():
+            held = (self._blocks.get(block.key) for block in ids)
+            pairs = zip(ids, held, strict=True)
+            return sum(1 for _ in takewhile(lambda pair: pair[1] and pair[1][0] == pair[0], pairs))
 
     def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
-        for number, (identity, frame) in enumerate(zip(ids, into, strict=True)):
-            held = self._blocks.get(identity.key)
-            reason = None
-            if held is None:
-                reason = MissReason.ABSENT
-            elif held[0] != identity:
-                reason = MissReason.COLLISION
-            elif self._random.random() < self.fault_rate:
-                reason = MissReason.CHECKSUM
-            if held is None or reason is not None:
-                frame.buffer[:] = b"\xee" * len(frame.buffer)  # whoever reads it will notice
-                self._faults[reason or MissReason.ABSENT] += 1
-                return Loaded(number, reason)
-            frame.buffer[:] = held[1]
-            self._counts["hits"] += 1
-        return Loaded(len(ids), None)
+        with self._opened():
+            num_loaded, reason = 0, None
+            for block, frame in zip(ids, into, strict=False):
+                reason = self._why_not(block)
+                if reason is not None:
+                    frame.buffer[:] = b"\xee" * len(frame.buffer)  # whoever reads it will notice
+                    break
+                frame.buffer[:] = self._blocks[block.key][1]
+                num_loaded += 1
+            self._counts["hits"] += num_loaded
+            self._counts["misses"] += min(len(ids), len(into)) - num_loaded
+            return Loaded(num_loaded, reason)
+
+    def _why_not(self, block: BlockId) -> MissReason | None:
+        """Why a block cannot be served; what is more than absence is counted as a fault."""
+        held = self._blocks.get(block.key)
+        if held is None:
+            return MissReason.ABSENT
+        reason = None
+        if held[0] != block:
+            reason = MissReason.COLLISION
+        elif self._random.random() < self.fault_rate:
+            reason = MissReason.CHECKSUM
+        if reason is not None:
+            self._faults[reason] += 1
+        return reason
 
     def store(self, ids: Sequence[BlockId], frames: Sequence[Frame]) -> list[PrefixKey]:
-        dropped: list[PrefixKey] = []
-        for identity, frame in zip(ids, frames, strict=True):
-            if self._random.random() < self.fault_rate:
-                dropped.append(identity.key)
-                continue
-            self._blocks[identity.key] = (identity, bytes(frame.buffer))
-            self._counts["stored"] += 1
-            while len(self._blocks) > self._capacity:
-                dropped.append(self._blocks.popitem(last=False)[0])
-                self._counts["evicted"] += 1
-        return dropped
+        with self._opened():
+            dropped: list[PrefixKey] = []
+            for block, frame in zip(ids, frames, strict=True):
+                held = self._blocks.get(block.key)
+                if held is not None and held[0] == block:
+                    continue
+                if self._random.random() < self.fault_rate:
+                    dropped.append(block.key)
+                    continue
+                self._blocks[block.key] = (block, bytes(frame.buffer))
+                self._counts["stored"] += held is None
+                while len(self._blocks) > self._capacity:
+                    dropped.append(self._blocks.popitem(last=False)[0])
+                    self._counts["evicted"] += 1
+            return dropped
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
-        return sum(self._blocks.pop(key, None) is not None for key in keys)
+        with self._opened():
+            return sum(self._blocks.pop(key, None) is not None for key in keys)
 
     def flush(self) -> None:
         pass
 
     def stats(self) -> TierStats:
+        num_blocks, size = len(self._blocks), self._block_bytes
         return TierStats(
             name=self.name,
-            num_blocks=len(self._blocks),
+            num_blocks=num_blocks,
+            used_bytes=num_blocks * size,
+            logical_bytes=num_blocks * size,
+            capacity_bytes=self._capacity * size,
             hits=self._counts["hits"],
+            misses=self._counts["misses"],
             stored=self._counts["stored"],
             evicted=self._counts["evicted"],
+            read_bytes=self._counts["hits"] * size,
+            written_bytes=self._counts["stored"] * size,
             faults=dict(self._faults),
         )
 
     def close(self) -> None:
-        pass
+        self._closed = True
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise TierClosed("the tier in memory is closed")
+            yield
 
 
 class SteppedMover(Mover):

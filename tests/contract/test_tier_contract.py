@@ -11,6 +11,7 @@ from tiers.disk_open import open_disk
 from tiers.errors import MissReason, TierClosed
 from tiers.frames import Frame, FrameArena
 from tiers.keys import BlockId, CacheScope
+from tiers.memory import MemoryTier
 from tiers.testing import SCOPE, chain, fill, holds, take, wipe
 from tiers.tier import Loaded, Tier
 
@@ -22,6 +23,7 @@ NUM_FRAMES = 24
 TIERS: dict[str, Callable[[Path], Tier]] = {
     "disk": lambda folder: open_disk(folder, LAYOUT, CAPACITY),
     "disk of three shards": lambda folder: open_disk(folder, LAYOUT, 3 * CAPACITY, num_shards=3),
+    "memory": lambda folder: MemoryTier(CAPACITY // LAYOUT.nbytes, block_bytes=LAYOUT.nbytes),
 }
 
 
