@@ -16,19 +16,22 @@ from tiers.absence import Absence, marks_of
 from tiers.admission import WritePolicy
 from tiers.block import BlockLayout
 from tiers.chain import Chain
+from tiers.chronicle import CacheEvent
 from tiers.demotion import Demoter, DemotionSettings
 from tiers.device import DevicePool
 from tiers.economy import LoadEconomy
 from tiers.errors import ConfigurationError, MissReason, OutOfBlocks
+from tiers.events import EventStream
 from tiers.frames import FrameArena
 from tiers.index import Block, BlockIndex, BlockState
 from tiers.mover import Mover
 from tiers.policy import Use
 from tiers.promotion import Progress, Promoter, Ticket
 from tiers.ranking import rank_device, rank_host
-from tiers.residency import CacheEvent, Residency
+from tiers.residency import Residency
 from tiers.tails import Tail, TailSharing
 from tiers.tier import Tier, TierName, TierStats
+from tiers.transfers import Lane, TransferStats
 
 WARM_BYTES = 256 << 20  # of each memory tier: 0.3 s at start, and prefixes of some 4,000 tokens
 MIN_FRAMES = 16  # a host tier smaller than this could not carry a load and a store at once
@@ -56,6 +59,7 @@ class CacheStats:
     host: TierStats
     disk: TierStats | None
     events: Mapping[tuple[TierName, CacheEvent], int] = field(default_factory=dict)
+    transfers: Mapping[Lane, TransferStats] = field(default_factory=dict)
     num_loads: int = 0
     num_stores: int = 0
     loads_refused: int = 0
@@ -75,6 +79,7 @@ class TieredCache:
         device: str = "cpu",
         disk: Tier | None = None,
         mover: Mover | None = None,
+        stream: EventStream | None = None,
     ) -> None:
         num_blocks = settings.device_bytes // layout.nbytes
         if num_blocks < 2:
@@ -96,6 +101,7 @@ class TieredCache:
             frames,
             rank_device(settings.policy, num_blocks),
             rank_host(settings.policy, frames.num_frames if frames else 1),
+            stream,
         )
         self.economy = LoadEconomy(enabled=settings.weigh_loads)
         self._disk = disk
@@ -110,6 +116,11 @@ class TieredCache:
         )
         self._tails = TailSharing(self.residency, enabled=settings.share_tails)
         self.mark_seed = secrets.randbits(64)
+
+    @property
+    def stream(self) -> EventStream:
+        """What happens to blocks, for who subscribes."""
+        return self.residency.chronicle.stream
 
     def start(self, on_load: Callable[[], None] = lambda: None) -> None:
         """Start the disk threads; `on_load` wakes an idle engine when one of their jobs is done."""
@@ -255,7 +266,7 @@ class TieredCache:
                 self._tails.withdraw(block)
                 self.index.add(block, identity, number)
             block.state = BlockState.READY
-            self.residency.count(TierName.DEVICE, CacheEvent.STORED)
+            self.residency.chronicle.came(block, TierName.DEVICE)
             self._demoter.committed(block)
             return block
         if held.identity() != identity or held.state is not BlockState.READY:
@@ -267,6 +278,7 @@ class TieredCache:
         self._tails.withdraw(block)
         if held.slot is None:
             held.slot, block.slot = block.slot, None
+            self.residency.chronicle.came(held, TierName.DEVICE)
         self.residency.pin(held)
         self.residency.unpin(block, block.use)
         return held
@@ -311,7 +323,8 @@ class TieredCache:
         return self._promoter.num_loads > 0 or self._demoter.num_stores > 0
 
     def stats(self) -> CacheStats:
-        layout, residency, events = self.layout, self.residency, self.residency.events
+        layout, residency = self.layout, self.residency
+        chronicle, events = residency.chronicle, residency.chronicle.events
         num_device = self.pool.num_blocks - self.pool.num_free
         num_frames = residency.frames.num_frames if residency.frames else 0
 
@@ -324,6 +337,7 @@ class TieredCache:
                 capacity_bytes=capacity * layout.nbytes,
                 stored=events[name, CacheEvent.STORED],
                 evicted=events[name, CacheEvent.EVICTED],
+                lives=chronicle.lives[name].stats(),
             )
 
         return CacheStats(
@@ -331,6 +345,7 @@ class TieredCache:
             host=tier(TierName.HOST, residency.num_host_blocks, num_frames),
             disk=self._disk.stats() if self._disk is not None else None,
             events=dict(events),
+            transfers=chronicle.transfers.stats(),
             num_loads=self._promoter.num_loads,
             num_stores=self._demoter.num_stores,
             loads_refused=self.economy.refused,

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tiers.admission import WritePolicy
-from tiers.departures import Cause
+from tiers.chronicle import CacheEvent
 from tiers.index import Block, BlockState
+from tiers.lives import Cause
 from tiers.mover import Mover, StoreJob
-from tiers.residency import CacheEvent, Residency
+from tiers.residency import Residency
 from tiers.tier import TierName
 
 BLOCKS_PER_STORE = 8  # written side by side, and one commit lane turn
@@ -168,6 +169,9 @@ class Demoter:
         if not store.job.done:
             return False
         residency = self._residency
+        if not store.job.failed:
+            num_blocks, seconds = len(store.blocks), store.job.seconds
+            residency.chronicle.transfers.observe(TierName.HOST, TierName.DISK, num_blocks, seconds)
         dropped = set(store.job.dropped)
         for block in store.blocks:
             residency.mark_idle(block)
@@ -181,7 +185,7 @@ class Demoter:
             if held is not None:
                 held.on_disk, held.left_disk = False, True
             else:
-                residency.departures.note(key, TierName.DISK, Cause.EVICTED)
+                residency.departures.note(key, TierName.DISK, Cause.ROOM)
         residency.count(TierName.DISK, CacheEvent.EVICTED, len(dropped))
         return True
 

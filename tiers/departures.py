@@ -6,20 +6,13 @@ the oldest departures are forgotten, after which a block looks as if it had neve
 
 import time
 from collections import OrderedDict
-from enum import StrEnum
 from typing import NamedTuple
 
 from tiers.keys import PrefixKey
+from tiers.lives import Cause
 from tiers.tier import TierName
 
 MAX_DEPARTURES = 65_536  # about 200 bytes each: 13 MB when full
-
-
-class Cause(StrEnum):
-    """Why a block's last copy went."""
-
-    EVICTED = "evicted"  # for room, or for age
-    PURGED = "purged"  # on request
 
 
 class Departure(NamedTuple):

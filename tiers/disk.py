@@ -16,6 +16,7 @@ from functools import reduce
 from pathlib import Path
 
 from tiers.block import BlockLayout
+from tiers.disk_chronicle import DiskChronicle
 from tiers.disk_counts import Counted, DiskCounts
 from tiers.disk_directory import FORMAT, DirectoryLock, Meta, mark
 from tiers.disk_ops import Removed, purge
@@ -29,7 +30,7 @@ from tiers.frames import Frame
 from tiers.inspect import DiskView
 from tiers.keys import BlockId, PrefixKey
 from tiers.shard import ShardDamaged
-from tiers.tier import Loaded, TierName, TierStats
+from tiers.tier import Loaded, ShardStats, TierName, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class DiskTier:
         settings: DiskSettings,
         *,
         faults: Mapping[MissReason, int],
+        chronicle: DiskChronicle,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.root = root
@@ -57,6 +59,7 @@ class DiskTier:
         self.settings = settings
         self._slots = slots
         self._lock = lock
+        self._chronicle = chronicle
         self._counts = DiskCounts(len(slots), faults)
         scratch = Scratch(layout.torch_dtype.itemsize)
         self._reader = BlockReader(slots, layout, scratch, self._counts)
@@ -82,6 +85,7 @@ class DiskTier:
             num_missed=len(wanted) - len(served),
             read_bytes=sum(place.entry.place.nbytes for place in served),
         )
+        self._chronicle.served([place.entry for place in served])
         for number in range(len(self._slots)):
             # Tail first, so that a prefix outlives what follows it.
             keys = [place.key for place in reversed(served) if place.number == number]
@@ -109,14 +113,16 @@ class DiskTier:
         self._writer.flush()
 
     def stats(self) -> TierStats:
-        totals, used_bytes = [], 0
+        totals, used_bytes, shards = [], 0, []
         for slot in self._slots:
             try:
                 with slot.use() as shard:
+                    state = ShardStats(slot.path.name, True, shard.map_bytes, shard.used_bytes())
                     totals.append(shard.totals)
                     used_bytes += shard.file_bytes()
             except (*StorageError, ShardDamaged):
-                continue
+                state = ShardStats(slot.path.name, ready=False)
+            shards.append(state)
         counted = self._counts.snapshot()
         return TierStats(
             name=self.name,
@@ -131,6 +137,8 @@ class DiskTier:
             read_bytes=counted.read_bytes,
             written_bytes=counted.written_bytes,
             faults=counted.faults,
+            lives=self._chronicle.lives(),
+            shards=tuple(shards),
         )
 
     def counted(self) -> Counted:

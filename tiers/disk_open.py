@@ -18,6 +18,7 @@ from pathlib import Path
 from tiers.block import BlockLayout
 from tiers.codec import bound
 from tiers.disk import DiskTier
+from tiers.disk_chronicle import DiskChronicle
 from tiers.disk_compact import NEW_SUFFIX, compact
 from tiers.disk_directory import (
     FORMAT,
@@ -35,6 +36,7 @@ from tiers.disk_slot import ShardSlot
 from tiers.disk_storage import NotAnEnvironment, Storage, StorageError
 from tiers.disk_walk import claimed_bytes
 from tiers.errors import ConfigurationError, MissReason
+from tiers.events import EventStream
 from tiers.shard import Shard, ShardDamaged
 from tiers.shard_writer import reserve_pages
 
@@ -56,6 +58,7 @@ def open_disk(
     settings: DiskSettings | None = None,
     storage: Storage | None = None,
     clock: Callable[[], float] = time.time,
+    stream: EventStream | None = None,
 ) -> DiskTier:
     """Open or create the disk tier in `root`; its files never take more than `capacity_bytes`.
 
@@ -64,6 +67,7 @@ def open_disk(
     """
     storage = storage or Storage()
     settings = settings or DiskSettings()
+    chronicle = DiskChronicle(stream or EventStream(), clock)
     make_root(root)
     lock = DirectoryLock(root)
     try:
@@ -74,7 +78,7 @@ def open_disk(
         num_shards = meta.num_shards if meta else num_shards
         map_bytes = shard_map_bytes(capacity_bytes, num_shards, layout.nbytes)
         slots = [
-            _open_slot(shard_path(root, number), map_bytes, meta, storage, clock, faults)
+            _open_slot(shard_path(root, number), map_bytes, meta, storage, chronicle, faults)
             for number in range(num_shards)
         ]
         num_blocks = meta.num_blocks if meta else 0
@@ -92,6 +96,7 @@ def open_disk(
         replace(settings, batch_bytes=at_once),
         clock=clock,
         faults=faults,
+        chronicle=chronicle,
     )
 
 
@@ -131,14 +136,22 @@ def _open_slot(
     map_bytes: int,
     meta: Meta | None,
     storage: Storage,
-    clock: Callable[[], float],
+    chronicle: DiskChronicle,
     faults: Counter[MissReason],
 ) -> ShardSlot:
     """One shard, walked first where its pages may be torn, and emptied where it cannot be used."""
 
     def open_shard() -> Shard:
         path.mkdir(parents=True, exist_ok=True)
-        return Shard(path, map_bytes, storage=storage, clock=clock)
+        shard = Shard(
+            path,
+            map_bytes,
+            storage=storage,
+            clock=chronicle.clock,
+            on_commit=chronicle.committed,
+        )
+        chronicle.opened(shard.totals.num_blocks)
+        return shard
 
     why = (
         _unusable(path, map_bytes, meta, storage) if meta and (path / "data.mdb").exists() else None

@@ -16,6 +16,7 @@ from tiers.disk_storage import MapFull, Panic, StorageError
 from tiers.errors import MissReason
 from tiers.frames import Frame
 from tiers.keys import BlockId, PrefixKey
+from tiers.lives import Cause
 from tiers.record import header_nbytes, is_block, pack_header
 from tiers.shard import ShardDamaged
 from tiers.shard_writer import MIN_RECORD, Record, Writer
@@ -101,7 +102,7 @@ class BlockWriter:
         try:
             with self._slots[number].use() as shard, shard.writing() as writer:
                 for key in pending.condemned:
-                    writer.delete(key)
+                    writer.delete(key, Cause.FAULT)
                 for key in pending.used:
                     writer.touch(key, writer.take_sequences(1))
                 writer.count_hits(pending.num_hits, pending.hit_bytes)
@@ -111,7 +112,7 @@ class BlockWriter:
         except BaseException:
             self._counts.give_back(number, pending)
             raise
-        self._counts.wrote(writer.num_put, writer.written_bytes, writer.evicted)
+        self._counts.wrote(len(writer.fresh), writer.written_bytes, writer.evicted)
 
     @contextmanager
     def _guarded(self, number: int, doing: str) -> Iterator[None]:
@@ -159,7 +160,9 @@ class BlockWriter:
             return
         writer.make_room(need)
         for block, frame, sequence in fresh:
-            writer.delete(block.key)  # after a collision, the block asked for last stays
+            writer.delete(
+                block.key, Cause.REDUNDANT
+            )  # after a collision, the block asked for last stays
             writer.put(self._encode(block, frame.buffer), sequence)
 
     def _spent(self, writer: Writer, need: int, num_blocks: int) -> bool:

@@ -36,9 +36,9 @@ class Block:
     """
 
     __slots__ = (
-        "busy", "content", "created_s", "depth", "fault", "frame", "hits", "host_held", "key",
-        "left_disk", "on_disk", "parent", "pins", "ranked", "scope", "slot", "state", "tokens",
-        "use", "writer",
+        "busy", "content", "created_s", "depth", "device_since_s", "fault", "frame", "hits",
+        "host_held", "host_since_s", "key", "left_disk", "on_disk", "parent", "pins", "ranked",
+        "scope", "slot", "state", "tokens", "use", "writer",
     )  # fmt: skip
 
     def __init__(self, slot: int | None = None) -> None:
@@ -60,6 +60,7 @@ class Block:
         self.ranked = False  # the device policy knows it
         self.host_held = False  # the host policy was told to hold it
         self.created_s = time.monotonic()
+        self.device_since_s = self.host_since_s = self.created_s  # when its KV came to stand there
         self.use: Use = NEVER_USED
         self.writer: Chain | None = None  # whose sequence appends rows to it; the others copy
 

@@ -69,10 +69,13 @@ class StoreJob:
     frames: Sequence[Frame]
     dropped: Sequence[PrefixKey] = ()
     failed: bool = False
+    seconds: float = 0.0
     done: bool = False
 
     def run(self, tier: Tier) -> None:
+        started = time.perf_counter()
         self.dropped = tier.store(self.ids, self.frames)
+        self.seconds = time.perf_counter() - started
 
     def fail(self) -> None:
         self.failed = True

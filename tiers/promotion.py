@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from tiers.chain import Chain
+from tiers.chronicle import CacheEvent
 from tiers.economy import LoadEconomy
 from tiers.errors import MissReason
 from tiers.index import Block, BlockState
 from tiers.mover import LoadJob, Mover, ProbeJob
 from tiers.policy import Use
-from tiers.residency import CacheEvent, Residency
+from tiers.residency import Residency
 from tiers.tier import TierName
 
 BLOCKS_PER_LOAD = 4  # a run this long is one read job, so that readers share a prefix
@@ -185,6 +186,9 @@ class Promoter:
             return False
         num_loaded, reason = job.loaded
         self._economy.observe_load(num_loaded * self._residency.pool.layout.nbytes, job.seconds)
+        if num_loaded:
+            transfers = self._residency.chronicle.transfers
+            transfers.observe(TierName.DISK, TierName.HOST, num_loaded, job.seconds)
         for number, block in enumerate(blocks):
             if number < num_loaded:
                 block.state = BlockState.READY
@@ -192,7 +196,7 @@ class Promoter:
                 block.hits += 1
                 self._residency.mark_idle(block)
                 self._residency.count(TierName.DISK, CacheEvent.PROMOTED)
-                self._residency.count(TierName.HOST, CacheEvent.STORED)
+                self._residency.chronicle.came(block, TierName.HOST, TierName.DISK)
             else:
                 self._lose(block, reason if number == num_loaded and reason else MissReason.ABSENT)
         return True

@@ -159,6 +159,16 @@ def logical_nbytes_of(header: bytes) -> int:
     return int.from_bytes(header[96:104], "little")
 
 
+def tokens_of(header: bytes) -> bytes:
+    """The token ids named in these header bytes, checked or not."""
+    return header[_FIXED.size : _FIXED.size + int.from_bytes(header[88:92], "little")]
+
+
+def written_s_of(header: bytes) -> int:
+    """When the record with these header bytes was written, unix seconds."""
+    return int.from_bytes(header[120:128], "little")
+
+
 def check_payload(header: Header, payload: memoryview) -> MissReason | None:
     """Why this payload is not the one that was written under `header`; None where it is."""
     if len(payload) != header.payload_nbytes:

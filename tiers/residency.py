@@ -4,34 +4,35 @@ Engine thread only. The promoter and the demoter move blocks between tiers; this
 they share. A block is in the index exactly while it has a slot or a frame, or is being computed.
 """
 
-from collections import Counter
+import time
 from collections.abc import Sequence
-from enum import StrEnum
+from typing import NamedTuple
 
-from tiers.departures import Cause, Departures
+from tiers.chronicle import CacheEvent, Chronicle
+from tiers.departures import Departures
 from tiers.device import Copy, DevicePool
+from tiers.events import EventStream
 from tiers.frames import Frame, FrameArena
 from tiers.index import Block, BlockIndex, BlockState
+from tiers.lives import Cause
 from tiers.policy import Policy, Use
 from tiers.tier import TierName
 
 NUM_VICTIMS_SEEN = 8  # how many of the coldest host blocks are looked at for one that costs nothing
 
 
-class CacheEvent(StrEnum):
-    """What can happen to a block in a tier; the label of `cachesvc_cache_events_total`."""
+class _Copying(NamedTuple):
+    """A copy under way; the frames of its blocks must stay until it has arrived."""
 
-    STORED = "stored"  # its KV came to stand in the tier
-    PROMOTED = "promoted"  # copied up out of the tier
-    DEMOTED = "demoted"  # copied down out of the tier
-    EVICTED = "evicted"  # left the tier for room
-    LOST = "lost"  # evicted while no lower tier held it
-    SKIPPED = "skipped"  # not copied down: the write policy says it is not worth it
-    PURGED = "purged"  # removed on request
+    copy: Copy
+    blocks: Sequence[Block]
+    source: TierName
+    target: TierName
+    started: float  # time.perf_counter()
 
 
 class Residency:
-    """Slots and frames, their policies, and the counters of what moved.
+    """Slots and frames and their policies; the chronicle hears of all that moves.
 
     Invariants, checked by `check`: every slot is free or one block's; every frame is free or one
     block's; a pinned block is not a candidate of the policy of the tier it is needed in.
@@ -44,20 +45,21 @@ class Residency:
         frames: FrameArena | None,
         device_policy: Policy[Block],
         host_policy: Policy[Block],
+        stream: EventStream | None = None,
     ) -> None:
         self.index = index
         self.pool = pool
         self.frames = frames
         self.device_policy = device_policy
         self.host_policy = host_policy
-        self.events: Counter[tuple[TierName, CacheEvent]] = Counter()
+        self.chronicle = Chronicle(pool.layout.nbytes, stream or EventStream())
         self.departures = Departures()
         self.num_device_candidates = 0
         self.num_host_blocks = 0
-        self._copies: list[tuple[Copy, Block]] = []
+        self._copies: list[_Copying] = []
 
     def count(self, tier: TierName, event: CacheEvent, blocks: int = 1) -> None:
-        self.events[tier, event] += blocks
+        self.chronicle.count(tier, event, blocks)
 
     # Pins: who needs a block.
 
@@ -73,6 +75,7 @@ class Residency:
 
     def pin_run(self, blocks: Sequence[Block]) -> None:
         """Pin blocks that were hit; the hot path of a lookup."""
+        self.chronicle.reused(blocks)
         hold, held = self.device_policy.hold, 0
         for block in blocks:
             block.hits += 1
@@ -126,21 +129,21 @@ class Residency:
         block.ranked = False
         return self._leave_device(block)
 
-    def evict_device(self, block: Block) -> None:
-        """Free an unpinned block's slot on request, its KV demoted if there is room below."""
+    def evict_device(self, block: Block, cause: Cause = Cause.ROOM) -> None:
+        """Free an unpinned block's slot, its KV demoted if there is room below."""
         assert block.pins == 0 and block.ranked
         self.device_policy.remove(block)
         self.num_device_candidates -= 1
         block.ranked = False
-        self.pool.give(self._leave_device(block))
+        self.pool.give(self._leave_device(block, cause))
 
-    def _leave_device(self, block: Block) -> int:
+    def _leave_device(self, block: Block, cause: Cause = Cause.ROOM) -> int:
         if block.key is not None and block.frame is None:
             self.copy_down(block)
         slot = block.slot
         assert slot is not None
         block.slot = None
-        self.count(TierName.DEVICE, CacheEvent.EVICTED)
+        self.chronicle.left(block, TierName.DEVICE, cause)
         if block.frame is not None:
             self._sync_host(block)
             if not block.host_held:
@@ -148,7 +151,7 @@ class Residency:
         else:
             if block.key is not None and not block.on_disk:
                 self.count(TierName.DEVICE, CacheEvent.LOST)
-                self.departures.note(block.key, TierName.DEVICE, Cause.EVICTED)
+                self.departures.note(block.key, TierName.DEVICE, cause)
             self._forget(block)
         return slot
 
@@ -160,33 +163,46 @@ class Residency:
         frame = self.take_frame()
         if frame is None:
             return False
+        started = time.perf_counter()
         copy = self.pool.copy_out(block.slot, frame)
         self.settle_frame(block, frame)
-        self._watch(copy, block)
+        self._watch(_Copying(copy, (block,), TierName.DEVICE, TierName.HOST, started))
         self.count(TierName.DEVICE, CacheEvent.DEMOTED)
-        self.count(TierName.HOST, CacheEvent.STORED)
+        self.chronicle.came(block, TierName.HOST, TierName.DEVICE)
         return True
 
     def lift(self, blocks: Sequence[Block], frames: Sequence[Frame]) -> None:
         """Copy pinned host blocks into the slots they were just given; the frames stay theirs."""
         slots = [block.slot for block in blocks if block.slot is not None]
+        started = time.perf_counter()
         copy = self.pool.copy_in(frames, slots)
         for block in blocks:
             self._sync_host(block)
-            self._watch(copy, block)
+            self.chronicle.came(block, TierName.DEVICE, TierName.HOST)
+        self._watch(_Copying(copy, blocks, TierName.HOST, TierName.DEVICE, started))
         self.count(TierName.HOST, CacheEvent.PROMOTED, len(blocks))
-        self.count(TierName.DEVICE, CacheEvent.STORED, len(blocks))
 
     def copy_up(self, block: Block, slot: int) -> None:
         """Copy a host block into a slot that is not its own."""
         assert block.frame is not None
-        self._watch(self.pool.copy_in([block.frame], [slot]), block)
+        started = time.perf_counter()
+        copy = self.pool.copy_in([block.frame], [slot])
+        self._watch(_Copying(copy, (block,), TierName.HOST, TierName.DEVICE, started))
 
-    def _watch(self, copy: Copy, block: Block) -> None:
-        """Keep the block's frame until the copy has arrived."""
-        if not copy.done():
+    def _watch(self, copying: _Copying) -> None:
+        """Keep the blocks' frames until the copy has arrived."""
+        if copying.copy.done():
+            self._arrived(copying)
+            return
+        for block in copying.blocks:
             self.mark_busy(block)
-            self._copies.append((copy, block))
+        self._copies.append(copying)
+
+    def _arrived(self, copying: _Copying) -> None:
+        elapsed_s = time.perf_counter() - copying.started
+        self.chronicle.transfers.observe(
+            copying.source, copying.target, len(copying.blocks), elapsed_s
+        )
 
     def settle_frame(self, block: Block, frame: Frame) -> None:
         """The block owns this frame from here on."""
@@ -215,24 +231,24 @@ class Residency:
                 return block
         return self.host_policy.victim()
 
-    def evict_host(self, block: Block) -> None:
-        """Free an unneeded block's frame on request."""
+    def evict_host(self, block: Block, cause: Cause = Cause.ROOM) -> None:
+        """Free an unneeded block's frame."""
         assert not block.host_held and self.frames is not None
         self.host_policy.remove(block)
-        self.frames.give(self._leave_host(block))
+        self.frames.give(self._leave_host(block, cause))
 
-    def _leave_host(self, block: Block) -> Frame:
+    def _leave_host(self, block: Block, cause: Cause = Cause.ROOM) -> Frame:
         frame = block.frame
         assert frame is not None and not block.busy
         block.frame = None
         block.host_held = False
         self.num_host_blocks -= 1
-        self.count(TierName.HOST, CacheEvent.EVICTED)
+        self.chronicle.left(block, TierName.HOST, cause)
         if block.slot is None:
             if not block.on_disk:
                 self.count(TierName.HOST, CacheEvent.LOST)
                 if block.key is not None:
-                    self.departures.note(block.key, TierName.HOST, Cause.EVICTED)
+                    self.departures.note(block.key, TierName.HOST, cause)
             self._forget(block)
         return frame
 
@@ -259,11 +275,13 @@ class Residency:
         """Let go of frames whose copy off the device has arrived."""
         if self._copies:
             waiting = []
-            for copy, block in self._copies:
-                if copy.done():
+            for copying in self._copies:
+                if not copying.copy.done():
+                    waiting.append(copying)
+                    continue
+                self._arrived(copying)
+                for block in copying.blocks:
                     self.mark_idle(block)
-                else:
-                    waiting.append((copy, block))
             self._copies = waiting
 
     def _sync_host(self, block: Block) -> None:
@@ -285,22 +303,22 @@ class Residency:
         elif block.parent is not None:
             self.index.remove_partial(block)
 
-    def forget_everywhere(self, block: Block) -> None:
-        """Purge an unpinned block from the device and the host without demoting it."""
+    def forget_everywhere(self, block: Block, cause: Cause = Cause.REQUEST) -> None:
+        """Take an unpinned block off the device and the host without demoting it."""
         assert block.pins == 0 and block.busy == 0
         if block.key is not None and not block.on_disk:
             tier = TierName.HOST if block.slot is None else TierName.DEVICE
-            self.departures.note(block.key, tier, Cause.PURGED)
+            self.departures.note(block.key, tier, cause)
         if block.slot is not None:
             self.device_policy.remove(block)
             self.num_device_candidates -= 1
             block.ranked = False
             self.pool.give(block.slot)
             block.slot = None
-            self.count(TierName.DEVICE, CacheEvent.PURGED)
+            self.chronicle.left(block, TierName.DEVICE, cause)
         if block.frame is not None:
             self.free_frame(block)
-            self.count(TierName.HOST, CacheEvent.PURGED)
+            self.chronicle.left(block, TierName.HOST, cause)
         self._forget(block)
 
     def check(self, private_slots: int = 0) -> None:

@@ -59,11 +59,13 @@ class Shard:
         storage: Storage,
         clock: Callable[[], float] = time.time,
         readonly: bool = False,
+        on_commit: Callable[[Writer], None] = lambda writer: None,
     ) -> None:
         self.path = path
         self.map_bytes = map_bytes
         self._storage = storage
         self._clock = clock
+        self._on_commit = on_commit  # told of every transaction that stands, on its thread
         self._env = storage.open_env(path, map_bytes=map_bytes, readonly=readonly)
         self._file: DataFile | None = None
         try:
@@ -214,6 +216,13 @@ class Shard:
             return f"its databases disagree: {counts}, {self.totals.num_blocks} blocks in all"
         return None
 
+    def used_bytes(self) -> int:
+        """Of the map, what is in pages that hold something."""
+        with self._reading() as txn:
+            stats = [txn.stat(db) for db in self._dbs]
+        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        return int(pages) * self.page_bytes
+
     def file_bytes(self) -> int:
         """What the file takes on the file system, as `du` counts."""
         return self._storage.stat(self._data_file).st_blocks * 512
@@ -244,6 +253,7 @@ class Shard:
             self.totals = writer.totals
             self._file_bytes = self._storage.stat(self._data_file).st_size
             self._unsynced_bytes += writer.written_bytes
+        self._on_commit(writer)
         if self._unsynced_bytes >= SYNC_BYTES:
             self.sync()
 

@@ -33,6 +33,7 @@ from tiers.disk_accounts import (
 )
 from tiers.disk_storage import Database, Storage, Transaction
 from tiers.keys import PrefixKey
+from tiers.lives import Cause
 
 PAGE_HEADER = 16  # LMDB 0.9, struct MDB_page: number u64, pad u16, flags u16, pages in the run u32
 MIN_RECORD = (
@@ -66,6 +67,14 @@ class Record(NamedTuple):
     logical_nbytes: int
 
 
+class Gone(NamedTuple):
+    """A block that this transaction took away."""
+
+    key: PrefixKey
+    entry: Entry
+    cause: Cause
+
+
 def reserve_pages(map_pages: int, batch_pages: int) -> int:
     """Pages to keep free so that a batch of this size finds room at once."""
     return _BATCHES * batch_pages + map_pages // _FRAGMENTS + _FEW_PAGES
@@ -89,13 +98,14 @@ class Writer:
         self._dbs = dbs
         self._page_bytes = page_bytes
         self._room_pages = room_pages
-        self._now_s = now_s
         self.totals = Totals.unpack(storage.get(txn, b"totals", dbs.state))
         self._accounts: dict[PrefixKey, Account] = {}
         self._day = Day()
         self.written_bytes = 0
-        self.num_put = 0
+        self.fresh: list[tuple[PrefixKey, Entry]] = []
+        self.gone: list[Gone] = []
         self.evicted: list[PrefixKey] = []
+        self.now_s = now_s
 
     def find(self, key: PrefixKey) -> Entry | None:
         data = self._storage.get(self._txn, key, self._dbs.index)
@@ -115,8 +125,9 @@ class Writer:
     def put(self, record: Record, sequence: int, used_s: int | None = None) -> None:
         """Write a block that is not held. The caller has made room, and took the sequence."""
         self._storage.put(self._txn, record.key, record.data, self._dbs.data)
-        place = Place(sequence, self._extent(record), len(record.data), used_s or self._now_s)
-        self._place(record.key, Entry(place, record.header))
+        place = Place(sequence, self._extent(record), len(record.data), used_s or self.now_s)
+        entry = Entry(place, record.header)
+        self._place(record.key, entry)
         stored = self._pages(len(record.data)) * self._page_bytes
         self._account(record.scope, 1, stored, record.logical_nbytes)
         totals = self.totals
@@ -125,7 +136,7 @@ class Writer:
         )
         self._day = self._day.plus(Day(written_bytes=stored, num_stored=1))
         self.written_bytes += stored
-        self.num_put += 1
+        self.fresh.append((record.key, entry))
 
     def touch(self, key: PrefixKey, sequence: int) -> bool:
         """Move a held block to `sequence` in the order of eviction."""
@@ -133,11 +144,11 @@ class Writer:
         if entry is None:
             return False
         self._storage.delete(self._txn, pack_sequence(entry.place.sequence), self._dbs.order)
-        place = entry.place._replace(sequence=sequence, used_s=self._now_s)
+        place = entry.place._replace(sequence=sequence, used_s=self.now_s)
         self._place(key, entry._replace(place=place))
         return True
 
-    def delete(self, key: PrefixKey) -> bool:
+    def delete(self, key: PrefixKey, cause: Cause = Cause.REQUEST) -> bool:
         """Forget a block, if it is held."""
         entry = self.find(key)
         if entry is None:
@@ -147,6 +158,7 @@ class Writer:
         self._storage.delete(self._txn, pack_sequence(entry.place.sequence), self._dbs.order)
         stored = self._pages(entry.place.nbytes) * self._page_bytes
         self._account(entry.scope, -1, -stored, -entry.logical_nbytes)
+        self.gone.append(Gone(key, entry, cause))
         return True
 
     def has_room(self, nbytes: int) -> bool:
@@ -165,7 +177,7 @@ class Writer:
             gone.append(key)
             if excess <= 0:
                 break
-        self._evict(gone)
+        self._evict(gone, Cause.ROOM)
 
     def expire(self, before_s: int, limit: int) -> None:
         """Evict up to `limit` blocks that nobody used since `before_s`."""
@@ -174,7 +186,7 @@ class Writer:
             if used_s >= before_s or len(gone) == limit:
                 break
             gone.append(key)
-        self._evict(gone)
+        self._evict(gone, Cause.AGE)
 
     def count_hits(self, num_hits: int, logical_bytes: int) -> None:
         self._day = self._day.plus(Day(num_hits=num_hits, hit_bytes=logical_bytes))
@@ -187,7 +199,7 @@ class Writer:
             num_evicted=totals.num_evicted + totals.num_blocks - mine.num_blocks,
             written_bytes=totals.written_bytes + mine.written_bytes,
         )
-        for number, day in {self._now_s // DAY_S: Day(), **days}.items():
+        for number, day in {self.now_s // DAY_S: Day(), **days}.items():
             key = pack_day(number)
             here = Day.unpack(self._storage.get(self._txn, key, self._dbs.days))
             total = day.plus(Day(written_bytes=here.written_bytes))
@@ -195,7 +207,7 @@ class Writer:
 
     def written_today(self) -> int:
         """Bytes written since midnight UTC, before this transaction."""
-        key = pack_day(self._now_s // DAY_S)
+        key = pack_day(self.now_s // DAY_S)
         return Day.unpack(self._storage.get(self._txn, key, self._dbs.days)).written_bytes
 
     def finish(self) -> None:
@@ -207,7 +219,7 @@ class Writer:
             else:
                 self._storage.delete(self._txn, root, self._dbs.scopes)
         if any(self._day):
-            key = pack_day(self._now_s // DAY_S)
+            key = pack_day(self.now_s // DAY_S)
             day = Day.unpack(self._storage.get(self._txn, key, self._dbs.days)).plus(self._day)
             self._storage.put(self._txn, key, day.pack(), self._dbs.days)
 
@@ -216,8 +228,8 @@ class Writer:
         order = pack_order(key, entry.place.used_s)
         self._storage.put(self._txn, pack_sequence(entry.place.sequence), order, self._dbs.order)
 
-    def _evict(self, keys: list[PrefixKey]) -> None:
-        gone = [key for key in keys if self.delete(key)]
+    def _evict(self, keys: list[PrefixKey], cause: Cause) -> None:
+        gone = [key for key in keys if self.delete(key, cause)]
         self.totals = self.totals._replace(num_evicted=self.totals.num_evicted + len(gone))
         self._day = self._day.plus(Day(num_evicted=len(gone)))
         self.evicted += gone

@@ -20,6 +20,7 @@ from tiers.chain import Chain
 from tiers.errors import OutOfBlocks
 from tiers.index import Block, BlockState
 from tiers.keys import TOKEN_BYTES, PrefixKey
+from tiers.lives import Cause
 from tiers.policy import Use
 from tiers.residency import Residency
 from tiers.tier import TierName
@@ -143,7 +144,7 @@ class TailSharing:
         surplus = candidates[: max(0, len(candidates) - MAX_CANDIDATES + 1)]
         for block in {*redundant, *surplus}:
             if block.pins == 0:
-                self._residency.forget_everywhere(block)
+                self._residency.forget_everywhere(block, Cause.REDUNDANT)
         return True
 
     def _copy(self, source: Block, num_rows: int, chain: Chain) -> Block | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from tiers.errors import MissReason
 from tiers.frames import Frame
 from tiers.keys import BlockId, PrefixKey
+from tiers.lives import LifeStats
 
 
 class TierName(StrEnum):
@@ -27,6 +28,16 @@ class Loaded(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ShardStats:
+    """One file of a tier that is kept in files. `ready` is False while it is being replaced."""
+
+    name: str
+    ready: bool
+    map_bytes: int = 0  # what the file may grow to
+    used_bytes: int = 0  # of it, in pages that hold something
+
+
+@dataclass(frozen=True, slots=True)
 class TierStats:
     """An immutable snapshot of one tier. Counters only grow; sizes are now."""
 
@@ -42,6 +53,8 @@ class TierStats:
     read_bytes: int = 0  # payload bytes as they lie in the tier
     written_bytes: int = 0
     faults: Mapping[MissReason, int] = field(default_factory=dict)
+    lives: LifeStats = field(default_factory=LifeStats)
+    shards: tuple[ShardStats, ...] = ()
 
 
 class Tier(Protocol):

@@ -20,7 +20,8 @@ from engine.scheduler import SchedulerSettings
 from tiers.admission import WritePolicy
 from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import MissReason
-from tiers.keys import CacheScope
+from tiers.events import EventKind
+from tiers.keys import CacheScope, PrefixKey
 from tiers.memory import MemoryTier, SteppedMover
 from tiers.policy import PolicyName
 from tiers.tier import TierName
@@ -63,6 +64,8 @@ class World:
             disk=tier,
             mover=self.mover,
         )
+        self.events = self.cache.stream.subscribe(capacity=1_000_000)
+        self.told: set[tuple[TierName, PrefixKey]] = set()
         self.runner = ChainRunner(self.cache.pool.tensor)
         scheduler = SchedulerSettings(
             max_running=max_running,
@@ -158,6 +161,21 @@ class World:
         for block in [*self.cache.index, *self.cache.index.iter_partials()]:
             assert block.pins == 0 and block.busy == 0, block
         self.cache.residency.check()
+        self.check_events()
+
+    def check_events(self) -> None:
+        """Who applies the events knows exactly what stands where."""
+        for event in self.events.take():
+            assert event.key is not None
+            place = (event.tier, event.key)
+            if event.kind is EventKind.REMOVED:
+                self.told.remove(place)
+            else:
+                assert place not in self.told, f"{event} was there already"
+                self.told.add(place)
+        stands = {(TierName.DEVICE, b.key) for b in self.cache.index if b.slot is not None}
+        stands |= {(TierName.HOST, b.key) for b in self.cache.index if b.frame is not None}
+        assert stands == self.told
 
     def _take(self, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:

@@ -5,9 +5,10 @@ import pytest
 from engine.request import Lookup
 from tests.sim.test_engine_machine import BLOCK, World
 from tiers.absence import MARK_BYTES, marks_of
-from tiers.departures import Cause, Departures
+from tiers.departures import Departures
 from tiers.errors import MissReason
 from tiers.keys import PrefixKey, token_bytes
+from tiers.lives import Cause
 from tiers.tier import TierName
 
 FIRST = [*range(1, 3 * BLOCK + 2)]  # three full blocks and a token
@@ -60,7 +61,7 @@ def test_an_evicted_block_is_told_from_one_never_seen() -> None:
         ask(world, f"filler {number}", [number + 1, 7, *range(4 * BLOCK)])
     absence = ask(world, "again", FIRST).absence
     assert absence is not None and absence.departure is not None
-    assert absence.departure.cause is Cause.EVICTED
+    assert absence.departure.cause is Cause.ROOM
     assert absence.departure.tier in (TierName.HOST, TierName.DISK)
 
 
@@ -84,10 +85,10 @@ def test_marks_tell_where_two_blocks_part_under_one_seed_only() -> None:
 def test_departures_are_bounded_and_keep_the_latest() -> None:
     departures = Departures(2)
     keys = [PrefixKey(bytes([number]) * 16) for number in range(3)]
-    departures.note(keys[0], TierName.HOST, Cause.EVICTED)
-    departures.note(keys[1], TierName.HOST, Cause.EVICTED)
-    departures.note(keys[0], TierName.DISK, Cause.PURGED)
-    departures.note(keys[2], TierName.HOST, Cause.EVICTED)
+    departures.note(keys[0], TierName.HOST, Cause.ROOM)
+    departures.note(keys[1], TierName.HOST, Cause.ROOM)
+    departures.note(keys[0], TierName.DISK, Cause.REQUEST)
+    departures.note(keys[2], TierName.HOST, Cause.ROOM)
     assert departures.find(keys[1]) is None and len(departures) == 2
     kept = departures.find(keys[0])
-    assert kept is not None and (kept.tier, kept.cause) == (TierName.DISK, Cause.PURGED)
+    assert kept is not None and (kept.tier, kept.cause) == (TierName.DISK, Cause.REQUEST)

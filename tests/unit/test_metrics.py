@@ -10,8 +10,8 @@ from cachesvc.metrics import Metrics, MoneyStats, Snapshots, hit_class
 from engine.engine import EngineStats
 from engine.request import FinishReason, StepOutput, Timeline, TokenCounts
 from tiers.cache import CacheStats
+from tiers.chronicle import CacheEvent
 from tiers.errors import MissReason
-from tiers.residency import CacheEvent
 from tiers.tier import TierName, TierStats
 
 MS = 1_000_000
