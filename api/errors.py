@@ -8,6 +8,8 @@ ApiError
 ├── BodyTooLarge
 ├── ModelNotFound
 ├── MissingKey                no API key where one is needed
+├── LoginNeeded               an admin route, and nobody is logged in
+├── CsrfFailed                a change from a page that does not prove it is ours
 ├── MissingScope              a key that may not do this
 ├── RateLimited               carries `Retry-After` and the x-ratelimit headers
 ├── Overloaded                too much waits already; try later
@@ -73,6 +75,14 @@ class MissingKey(ApiError):
     """The route needs an API key and none came."""
 
 
+class LoginNeeded(ApiError):
+    """An admin route needs a login or an admin key, and none came."""
+
+
+class CsrfFailed(ApiError):
+    """A change was asked for without the page's CSRF token."""
+
+
 class MissingScope(ApiError):
     """The API key is good but may not do this."""
 
@@ -107,6 +117,8 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     BodyTooLarge: Row(413, "invalid_request_error", "request_too_large"),
     ModelNotFound: Row(404, "invalid_request_error", "model_not_found"),
     MissingKey: Row(401, "invalid_request_error", "missing_api_key"),
+    LoginNeeded: Row(401, "invalid_request_error", "login_needed"),
+    CsrfFailed: Row(403, "permission_error", "csrf_failed"),
     MissingScope: Row(403, "permission_error", "insufficient_scope"),
     RateLimited: Row(429, "rate_limit_error", "rate_limit_exceeded"),
     Overloaded: Row(503, "server_error", "overloaded", retry_after_s=1),

@@ -396,6 +396,21 @@ class Accounts:
             reason=reason,
         )
 
+    def record(
+        self,
+        action: str,
+        subject: str,
+        *,
+        by: str,
+        before: Any = None,
+        after: Any = None,
+        reason: str = "",
+    ) -> None:
+        """Leave an entry for a change that is made elsewhere: a login, a pin, an eviction."""
+        self.store.retrying(
+            lambda connection: self._trail(connection, by, action, subject, before, after, reason)
+        )
+
     def trail(self, limit: int = 100) -> list[dict[str, Any]]:
         """The newest admin changes first: at_ns, actor, action, subject, before, after, reason."""
         with self.store.reading() as connection:

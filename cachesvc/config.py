@@ -249,6 +249,13 @@ class LimitsSection(Section):
     )
 
 
+class AdminSettings(Section):
+    """The dashboard at /admin."""
+
+    session: Duration = Field(12 * 3600, description="A login to the dashboard ends after so long")
+    idle: Duration = Field(2 * 3600, description="It ends sooner when unused for so long")
+
+
 class LogFormat(StrEnum):
     AUTO = "auto"
     CONSOLE = "console"
@@ -287,6 +294,7 @@ class Settings(BaseSettings):
     engine: EngineSection = Field(default_factory=EngineSection)
     billing: BillingSettings = Field(default_factory=BillingSettings)
     limits: LimitsSection = Field(default_factory=LimitsSection)
+    admin: AdminSettings = Field(default_factory=AdminSettings)
     log: LogSettings = Field(default_factory=LogSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
 

@@ -93,6 +93,16 @@ class Metrics:
         """The body of `/metrics` and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
+    def counters(self) -> dict[tuple[str, tuple[str, ...]], float]:
+        """What was counted so far, by metric and label values; cheap enough for every second."""
+        return {
+            (name, tuple(sample.labels.values())): sample.value
+            for name, counter in self._counters.items()
+            for family in counter.collect()
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
+
     def observe_outputs(self, outputs: Sequence[StepOutput]) -> None:
         """Engine thread, once per step."""
         num_tokens = 0

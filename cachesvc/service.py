@@ -19,6 +19,7 @@ from pathlib import Path
 import uvicorn
 
 import cachesvc
+from api.admin.router import admin_router
 from api.app import create_app
 from api.bridge import OutputBridge
 from api.collaborators import Collaborators, Readiness, ServedModel, WireSettings
@@ -27,9 +28,12 @@ from api.metering import Meter
 from billing.errors import BillingError
 from cachesvc import core
 from cachesvc.config import ConfigError, ServerSettings, Settings, disk_path
+from cachesvc.dashboard import Dashboard
 from cachesvc.http import Asgi, HttpServer, Timed, bind, is_loopback
+from cachesvc.live import announced
 from cachesvc.metrics import Metrics, Snapshots
 from cachesvc.money import Money, open_money
+from cachesvc.snapshot import Sources
 from engine.models import LoadedModel
 from engine.request import StepOutput
 from tiers.disk_directory import is_locked, read_holder
@@ -115,6 +119,17 @@ class Service:
             model=loaded.name,
             vllm_aliases=settings.metrics.vllm_aliases,
         )
+        self.dashboard = Dashboard(
+            settings,
+            accounts=money.accounts,
+            sources=Sources(
+                model=loaded.name,
+                engine=self.core.engine.stats,
+                money=money.stats,
+                violations=lambda: self._violations,
+                counters=self.metrics.counters,
+            ),
+        )
         self._encoders = EncoderPool(NUM_ENCODERS)
 
     def app(self, meter: Meter) -> Asgi:
@@ -133,7 +148,10 @@ class Service:
             render_metrics=self.metrics.render,
             settings=_wire_settings(self._settings.server),
         )
-        return Timed(create_app(wire, version=cachesvc.__version__), self.metrics)
+        app = create_app(
+            wire, routers=(admin_router(self.dashboard.parts),), version=cachesvc.__version__
+        )
+        return Timed(app, self.metrics)
 
     def run(self, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
         """Serve on `listener` until a signal comes."""
@@ -154,7 +172,10 @@ class Service:
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         http = HttpServer(config, lambda: on_ready(url), self._begin_drain)
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        with (
+            announced(server.data_dir, url, self.dashboard.parts.operator_token),
+            asyncio.Runner(loop_factory=config.get_loop_factory()) as runner,
+        ):
             runner.run(self._serve(http, listener))
 
     def close(self) -> None:

@@ -113,7 +113,8 @@ def main() -> None:
 def _user_errors() -> tuple[type[Exception], ...]:
     from billing.errors import BillingError
     from cachesvc.config import ConfigError
+    from cachesvc.live import LiveError
     from engine.errors import EngineError
     from tiers.errors import TierError
 
-    return (ConfigError, TierError, EngineError, BillingError)
+    return (ConfigError, LiveError, TierError, EngineError, BillingError)

@@ -2,7 +2,6 @@
 sentence.
 """
 
-import getpass
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from billing.store import LedgerStore, database_url, open_store
 from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import fail
 from cachesvc.config import default_data_dir
+from cachesvc.live import actor
 
 T = TypeVar("T")
 
@@ -65,14 +65,6 @@ def books(data_dir: Path | None, database: str | None, *, create: bool = False) 
             store.close()
     except BillingError as error:
         fail(str(error))
-
-
-def actor() -> str:
-    """Who acts, for the admin trail."""
-    try:
-        return f"cli:{getpass.getuser()}"
-    except (KeyError, OSError):
-        return "cli"
 
 
 def limit_text(units: int | None) -> str:

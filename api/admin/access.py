@@ -1,0 +1,114 @@
+"""Who may come in: the dependencies of every admin route.
+
+`reader` lets look, `admin` lets change. Three things open the door: a session's cookie (with its
+CSRF token on every request that is no GET), `Authorization: Bearer KEY` with a key that has the
+admin scope, and the operator's token, which the running server leaves for the command line of its
+own machine. A bearer comes from a program and never from a browser by itself, so it needs no CSRF
+token.
+"""
+
+import asyncio
+import hmac
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from api.admin.parts import parts_of
+from api.admin.sessions import Admin, Role, Session
+from api.auth import bearer_token
+from api.context import FIT_NAME, story_of
+from api.errors import CsrfFailed, LoginNeeded, MissingScope
+from billing.keys import Scope
+
+__all__ = ["Admin", "MayChange", "MayRead", "Role", "admin", "reader"]
+
+CSRF_HEADER = "X-CSRF-Token"
+CSRF_FIELD = "csrf_token"  # of a form that is sent without a script
+ACTOR_HEADER = "X-Cachesvc-Actor"  # whom the operator's token acts for: the audit log's name
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+async def reader(request: Request) -> Admin:
+    """Who asks. Raises LoginNeeded, CsrfFailed, and UnknownKey and kin for a bad key."""
+    token = bearer_token(request.headers.get("authorization"))
+    found = await _by_bearer(request, token) if token else await _by_cookie(request)
+    story_of(request).add(admin=found.name)
+    return found
+
+
+MayRead = Annotated[Admin, Depends(reader)]
+
+
+async def admin(found: MayRead) -> Admin:
+    """Who asks, and may change things. Raises MissingScope for a reader."""
+    if found.role is not Role.ADMIN:
+        raise MissingScope(
+            f"{found.name} may look but not change anything; log in as an admin, whose password "
+            "an operator sets with `cachesvc admin password`."
+        )
+    return found
+
+
+MayChange = Annotated[Admin, Depends(admin)]
+
+
+def cookie_name(request: Request) -> str:
+    """Of this server's session: browsers keep one jar for all ports of a host.
+
+    Over https the name begins with `__Host-`, which binds the cookie to this very host.
+    """
+    port = request.url.port or (443 if is_secure(request) else 80)
+    return f"{'__Host-' if is_secure(request) else ''}cachesvc_admin_{port}"
+
+
+def is_secure(request: Request) -> bool:
+    return request.url.scheme == "https"
+
+
+def session_of(request: Request) -> Session | None:
+    token = request.cookies.get(cookie_name(request))
+    return parts_of(request).sessions.find(token) if token else None
+
+
+async def _by_bearer(request: Request, token: str) -> Admin:
+    parts = parts_of(request)
+    if hmac.compare_digest(token.encode(), parts.operator_token.encode()):
+        actor = request.headers.get(ACTOR_HEADER, "")
+        return Admin(actor if FIT_NAME.fullmatch(actor) else "operator")
+    principal = await asyncio.to_thread(parts.keys.authenticate, token)
+    if not principal.may(Scope.ADMIN):
+        raise MissingScope(
+            "This API key lacks the scope 'admin'; use one made with "
+            f"`cachesvc keys create --tenant {principal.tenant} --scope admin`."
+        )
+    return Admin(principal.key_id or principal.tenant)
+
+
+async def _by_cookie(request: Request) -> Admin:
+    session = session_of(request)
+    if session is None:
+        raise LoginNeeded(
+            "Log in at /admin/login, or send 'Authorization: Bearer KEY' with a key that has the "
+            "scope 'admin'."
+        )
+    if request.method not in SAFE_METHODS:
+        await check_csrf(request, session.csrf_token)
+    return session.admin
+
+
+async def check_csrf(request: Request, expected: str) -> None:
+    """Raises CsrfFailed unless the header or the form carries the token."""
+    given = request.headers.get(CSRF_HEADER)
+    if given is None and is_form(request):
+        field = (await request.form()).get(CSRF_FIELD)
+        given = field if isinstance(field, str) else None
+    if not hmac.compare_digest((given or "").encode(), expected.encode()):
+        raise CsrfFailed(
+            f"The request lacks its CSRF token ({CSRF_HEADER}, or the form field {CSRF_FIELD}): "
+            "load the page again and retry. Nothing was changed."
+        )
+
+
+def is_form(request: Request) -> bool:
+    kind = request.headers.get("content-type", "").partition(";")[0]
+    return kind in ("application/x-www-form-urlencoded", "multipart/form-data")

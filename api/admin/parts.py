@@ -1,0 +1,63 @@
+"""What the admin routes need from the rest of the house, as one value.
+
+`cachesvc.dashboard` fills it in from the running server, tests from fakes. Each area of the admin
+pages adds the fields that it needs, with a default of None where a server may lack the part; a
+route whose part is None answers that this server has none.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from fastapi import Request
+
+from api.admin.sessions import Sessions
+from billing.keys import Principal
+
+
+class KeyRing(Protocol):
+    """Whose key it is. May read a store: called off the event loop. Raises UnknownKey and kin."""
+
+    def authenticate(self, key: str) -> Principal: ...
+
+
+class Trail(Protocol):
+    """Leaves an audit entry: who did what to what, how it was and is, and why. Blocks."""
+
+    def __call__(
+        self,
+        action: str,
+        subject: str,
+        *,
+        by: str,
+        before: Any = None,
+        after: Any = None,
+        reason: str = "",
+    ) -> None: ...
+
+
+class History(Protocol):
+    """Samples of the server's counters over time."""
+
+    def read(
+        self, series: Sequence[str], *, window_s: float, since_s: float = 0.0
+    ) -> Mapping[str, Any]:
+        """Times and one list of values for each of `series`; see `cachesvc.history`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminParts:
+    """The collaborators of the admin routes; immutable."""
+
+    sessions: Sessions
+    keys: KeyRing
+    operator_token: str  # opens everything; the command line of this machine reads it from a file
+    record: Trail
+    stats: Callable[[], Mapping[str, Any]]  # a JSON snapshot of the whole server
+    history: History | None = None
+
+
+def parts_of(request: Request) -> AdminParts:
+    """The parts of the router that this request came through."""
+    return cast(AdminParts, request.state.admin_parts)

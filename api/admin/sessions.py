@@ -1,0 +1,119 @@
+"""Who is logged in: sessions and one-time links, in memory, for as long as the server runs.
+
+A session's id is 256 random bits in a cookie; the server keeps its digest only, so that nothing in
+its memory opens a session. Ids are made at login and never taken from a request, so none can be
+planted beforehand. Event loop only.
+"""
+
+import hashlib
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+TOKEN_BYTES = 32
+MAX_SESSIONS = 1000  # further logins end the session that was used least recently
+MAX_LINKS = 100
+
+
+class Role(StrEnum):
+    """What an admin may do: a reader looks, an admin changes."""
+
+    ADMIN = "admin"
+    READER = "reader"
+
+
+@dataclass(frozen=True, slots=True)
+class Admin:
+    """Who acts; `name` is what the audit log says."""
+
+    name: str
+    role: Role = Role.ADMIN
+
+
+@dataclass(slots=True)
+class Session:
+    """A login. `csrf_token` must come with every request that is no GET."""
+
+    admin: Admin
+    ends_s: float
+    used_s: float
+    csrf_token: str = field(default_factory=lambda: secrets.token_urlsafe(TOKEN_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    admin: Admin
+    ends_s: float
+
+
+class Sessions:
+    """Sessions by the digest of their id. Invariant: at most MAX_SESSIONS, none past its end."""
+
+    def __init__(
+        self,
+        *,
+        lifetime_s: float = 12 * 3600.0,
+        idle_s: float = 2 * 3600.0,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lifetime_s = lifetime_s
+        self.idle_s = idle_s
+        self._clock_s = clock_s
+        self._sessions: OrderedDict[bytes, Session] = OrderedDict()  # least recently used first
+        self._links: OrderedDict[bytes, _Link] = OrderedDict()
+
+    def open(self, admin: Admin) -> tuple[str, Session]:
+        """A new session and its id, which only the browser keeps."""
+        token = secrets.token_urlsafe(TOKEN_BYTES)
+        now = self._clock_s()
+        session = Session(admin, now + self.lifetime_s, now)
+        self._sessions[_digest(token)] = session
+        while len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        return token, session
+
+    def find(self, token: str) -> Session | None:
+        """The session of a cookie, if it has not ended; notes that it is used."""
+        digest, now = _digest(token), self._clock_s()
+        session = self._sessions.get(digest)
+        if session is None:
+            return None
+        if now >= session.ends_s or now >= session.used_s + self.idle_s:
+            del self._sessions[digest]
+            return None
+        session.used_s = now
+        self._sessions.move_to_end(digest)
+        return session
+
+    def close(self, token: str) -> None:
+        self._sessions.pop(_digest(token), None)
+
+    def close_all(self, name: str) -> int:
+        """End every session of an admin, after a new password; returns how many there were."""
+        ended = [digest for digest, each in self._sessions.items() if each.admin.name == name]
+        for digest in ended:
+            del self._sessions[digest]
+        return len(ended)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def make_link(self, admin: Admin, ttl_s: float) -> str:
+        """A token that logs in once, within `ttl_s` seconds."""
+        token = secrets.token_urlsafe(TOKEN_BYTES)
+        self._links[_digest(token)] = _Link(admin, self._clock_s() + ttl_s)
+        while len(self._links) > MAX_LINKS:
+            self._links.popitem(last=False)
+        return token
+
+    def use_link(self, token: str) -> Admin | None:
+        """Who the link was made for, the first time and in time; None ever after."""
+        link = self._links.pop(_digest(token), None)
+        return link.admin if link is not None and self._clock_s() < link.ends_s else None
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

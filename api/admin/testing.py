@@ -1,0 +1,76 @@
+"""Admin parts over fakes, for tests of the pages and routes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from api.admin.parts import AdminParts
+from api.admin.sessions import Sessions
+from billing.errors import UnknownKey
+from billing.keys import Principal, Scope
+
+OPERATOR_TOKEN = "op-of-the-tests"  # noqa: S105  opens nothing but fakes
+
+
+@dataclass(slots=True)
+class RecordingTrail:
+    """An audit log in memory."""
+
+    entries: list[dict[str, Any]] = field(default_factory=list)
+
+    def __call__(
+        self,
+        action: str,
+        subject: str,
+        *,
+        by: str,
+        before: Any = None,
+        after: Any = None,
+        reason: str = "",
+    ) -> None:
+        entry = {"action": action, "subject": subject, "by": by, "before": before, "after": after}
+        self.entries.append(entry | {"reason": reason})
+
+    @property
+    def actions(self) -> list[tuple[str, str]]:
+        """What was done by whom, oldest first."""
+        return [(entry["action"], entry["by"]) for entry in self.entries]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedKeys:
+    """A key ring of given keys."""
+
+    scopes: Mapping[str, frozenset[Scope]]
+
+    def authenticate(self, key: str) -> Principal:
+        if key not in self.scopes:
+            raise UnknownKey("no such API key")
+        return Principal("acme", key_id=f"id-of-{key}", scopes=self.scopes[key])
+
+
+@dataclass(slots=True)
+class FlatHistory:
+    """Three samples, always the same."""
+
+    asked: list[Sequence[str]] = field(default_factory=list)
+
+    def read(
+        self, series: Sequence[str], *, window_s: float, since_s: float = 0.0
+    ) -> Mapping[str, Any]:
+        self.asked.append(series)
+        return {"step_s": 1.0, "times": [1, 2, 3], "series": {name: [0, 1, 2] for name in series}}
+
+
+def fake_parts(**overrides: Any) -> AdminParts:
+    """Parts over fakes; pass what the test is about."""
+    keys = {"sk-admin": frozenset({Scope.ADMIN}), "sk-plain": frozenset({Scope.INFERENCE})}
+    values: dict[str, Any] = {
+        "sessions": Sessions(),
+        "keys": FixedKeys(keys),
+        "operator_token": OPERATOR_TOKEN,
+        "record": RecordingTrail(),
+        "stats": lambda: {"time_s": 0.0},
+        "history": FlatHistory(),
+    }
+    return AdminParts(**values | overrides)

@@ -1,0 +1,120 @@
+"""How commands find the server that runs on a data directory, and speak with it.
+
+While it runs, the server keeps `server.json` in its data directory, for its owner alone: where it
+listens, its process, and the operator's token. Commands call `find_server` on their only thread.
+"""
+
+import contextlib
+import getpass
+import http.client
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+FILE_NAME = "server.json"
+TIMEOUT_S = 30.0
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  an address to connect to instead
+
+
+class LiveError(Exception):
+    """The running server refused or did not answer; the message is its own, or says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveServer:
+    """A running server, and the right to do everything on it."""
+
+    url: str
+    pid: int
+    token: str = field(repr=False)
+
+    def get(self, path: str, *, timeout_s: float = TIMEOUT_S) -> Any:
+        """The JSON at `path`. Raises LiveError."""
+        return self._ask("GET", path, None, timeout_s)
+
+    def post(self, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S) -> Any:
+        """The JSON that `path` answers to `body` with. Raises LiveError."""
+        return self._ask("POST", path, body, timeout_s)
+
+    def _ask(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
+        headers = {"Authorization": f"Bearer {self.token}", "X-Cachesvc-Actor": actor()}
+        payload = None
+        if body is not None:
+            payload = json.dumps(body).encode()
+            headers["Content-Type"] = "application/json"
+        address = urlsplit(self.url)
+        connection = http.client.HTTPConnection(
+            address.hostname or "", address.port, timeout=timeout_s
+        )
+        with contextlib.closing(connection):
+            try:
+                connection.request(method, path, payload, headers)
+                response = connection.getresponse()
+                text = response.read()
+            except (OSError, http.client.HTTPException) as error:
+                raise LiveError(f"the server at {self.url} does not answer: {error}") from None
+        return _taken(response.status, text)
+
+
+def find_server(data_dir: Path) -> LiveServer | None:
+    """The server that runs on `data_dir` and takes our token, or None."""
+    try:
+        told = json.loads((data_dir / FILE_NAME).read_text())
+        server = LiveServer(told["url"], told["pid"], told["token"])
+        os.kill(server.pid, 0)
+        server.get("/admin/api/whoami", timeout_s=5.0)
+    except (OSError, ValueError, KeyError, LiveError):
+        return None
+    return server
+
+
+@contextlib.contextmanager
+def announced(data_dir: Path, url: str, token: str) -> Iterator[None]:
+    """`server.json` stands while the block runs."""
+    path = data_dir / FILE_NAME
+    fresh = data_dir / f"{FILE_NAME}.{os.getpid()}"
+    fresh.unlink(missing_ok=True)
+    fresh.touch(mode=0o600)
+    told = {"url": reachable(url), "pid": os.getpid(), "token": token}
+    fresh.write_text(json.dumps(told) + "\n")
+    fresh.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def new_token() -> str:
+    """An operator's token, good for one run of the server."""
+    return "op-" + secrets.token_urlsafe(32)
+
+
+def reachable(url: str) -> str:
+    """`url` with an address that can be connected to, where the server listens on all."""
+    address = urlsplit(url)
+    host = _ANY_ADDRESS.get(address.hostname or "", address.hostname or "")
+    return f"http://{f'[{host}]' if ':' in host else host}:{address.port}"
+
+
+def _taken(status: int, text: bytes) -> Any:
+    try:
+        body = json.loads(text) if text else None
+    except ValueError:
+        raise LiveError(f"the server answered {status} without JSON") from None
+    if status < 300:
+        return body
+    error = body.get("error") if isinstance(body, dict) else None
+    raise LiveError(error["message"] if isinstance(error, dict) else f"the server said {status}")
+
+
+def actor() -> str:
+    """Who acts at this terminal, for the audit log."""
+    try:
+        return f"cli:{getpass.getuser()}"
+    except (KeyError, OSError):
+        return "cli"

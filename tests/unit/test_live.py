@@ -1,0 +1,93 @@
+"""How a command finds the running server: the file, its mode, its end, and stale ones."""
+
+import json
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from cachesvc.live import FILE_NAME, LiveError, announced, find_server, reachable
+
+TOKEN = "op-test"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as the admin routes do."""
+
+    def do_GET(self) -> None:
+        if self.headers["Authorization"] != f"Bearer {TOKEN}":
+            self._answer(401, {"error": {"message": "who are you?"}})
+        else:
+            self._answer(200, {"actor": self.headers["X-Cachesvc-Actor"]})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(200, {"got": json.loads(body)})
+
+    def _answer(self, status: int, body: object) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_command_finds_the_server_and_speaks_with_it(tmp_path: Path, url: str) -> None:
+    with announced(tmp_path, url, TOKEN):
+        assert 0o600 == stat.S_IMODE((tmp_path / FILE_NAME).stat().st_mode)
+        server = find_server(tmp_path)
+        assert server is not None
+        assert os.getpid() == server.pid
+        assert server.get("/x")["actor"].startswith("cli")
+        assert {"got": {"a": 1}} == server.post("/x", {"a": 1})
+        assert TOKEN not in repr(server)
+    assert [] == list(tmp_path.iterdir())
+    assert find_server(tmp_path) is None
+
+
+def test_what_a_killed_server_left_is_not_taken_for_a_server(tmp_path: Path, url: str) -> None:
+    path = tmp_path / FILE_NAME
+    path.write_text("{")
+    assert find_server(tmp_path) is None
+    path.write_text(json.dumps({"url": url, "pid": 2**22 + 1, "token": TOKEN}))
+    assert find_server(tmp_path) is None
+    path.write_text(json.dumps({"url": url, "pid": os.getpid(), "token": "of another"}))
+    assert find_server(tmp_path) is None
+
+
+def test_a_refusal_is_told_in_the_servers_words(tmp_path: Path, url: str) -> None:
+    with announced(tmp_path, url, TOKEN):
+        server = find_server(tmp_path)
+        assert server is not None
+        path = tmp_path / FILE_NAME
+        path.write_text(path.read_text().replace(TOKEN, "op-other"))
+        with pytest.raises(LiveError, match="who are you"):
+            type(server)(server.url, server.pid, "op-other").get("/x")
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://0.0.0.0:80", "http://127.0.0.1:80"),
+        ("http://[::]:80", "http://[::1]:80"),
+        ("http://127.0.0.1:80", "http://127.0.0.1:80"),
+    ],
+)
+def test_a_server_on_all_addresses_is_reached_on_loopback(url: str, expected: str) -> None:
+    assert expected == reachable(url)
