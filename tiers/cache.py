@@ -24,6 +24,7 @@ from tiers.errors import ConfigurationError, MissReason, OutOfBlocks
 from tiers.events import EventStream
 from tiers.frames import FrameArena
 from tiers.index import Block, BlockIndex, BlockState
+from tiers.live_tree import live_tree
 from tiers.mover import Mover
 from tiers.policy import Use
 from tiers.promotion import Progress, Promoter, Ticket
@@ -32,6 +33,7 @@ from tiers.residency import Residency
 from tiers.tails import Tail, TailSharing
 from tiers.tier import Tier, TierName, TierStats
 from tiers.transfers import Lane, TransferStats
+from tiers.tree import Tree, TreeQuery
 
 WARM_BYTES = 256 << 20  # of each memory tier: 0.3 s at start, and prefixes of some 4,000 tokens
 MIN_FRAMES = 16  # a host tier smaller than this could not carry a load and a store at once
@@ -353,6 +355,10 @@ class TieredCache:
             load_bytes_per_s=self.economy.load_bytes_per_s,
             prefill_tokens_per_s=self.economy.prefill_tokens_per_s,
         )
+
+    def tree(self, query: TreeQuery) -> Tree:
+        """The blocks above the disk as a tree of prefixes, as much of it as the query bounds."""
+        return live_tree(self.index, query)
 
     def _use(self, num_blocks: int, chain: Chain | None = None) -> Use:
         """A use at this moment; a scope has one tenant, whose habits a policy may learn."""

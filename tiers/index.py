@@ -93,6 +93,7 @@ class BlockIndex:
         self._blocks: dict[PrefixKey, Block] = {}
         self._children: dict[PrefixKey, dict[PrefixKey, Block]] = {}
         self._partials: dict[PrefixKey, list[Block]] = {}
+        self._scopes: dict[PrefixKey, None] = {}
         self.collisions = 0
 
     def __len__(self) -> int:
@@ -137,6 +138,8 @@ class BlockIndex:
         block.name(identity, depth)
         self._blocks[identity.key] = block
         self._children.setdefault(identity.parent, {})[identity.key] = block
+        if identity.parent == identity.scope:
+            self._scopes[identity.scope] = None
 
     def remove(self, block: Block) -> None:
         """Take a block out; it may be held by sequences still, and is private from here on."""
@@ -146,6 +149,7 @@ class BlockIndex:
         del siblings[block.key]
         if not siblings:
             del self._children[block.parent]
+            self._left(block.parent)
         block.key = None
         block.parent = None
 
@@ -155,6 +159,15 @@ class BlockIndex:
 
     def has_children(self, key: PrefixKey) -> bool:
         return key in self._children
+
+    def scopes(self) -> list[PrefixKey]:
+        """The roots under which there are blocks, the longest known first."""
+        return list(self._scopes)
+
+    def _left(self, parent: PrefixKey) -> None:
+        """The last block of one kind that continued `parent` is gone; it may have been a root."""
+        if parent not in self._children and parent not in self._partials:
+            self._scopes.pop(parent, None)
 
     # Partly filled blocks have no key of their own: they are found as continuations of a prefix.
 
@@ -167,6 +180,8 @@ class BlockIndex:
         assert block.key is None and tokens
         block.scope, block.parent, block.tokens = scope, parent, tokens
         self._partials.setdefault(parent, []).append(block)
+        if parent == scope:
+            self._scopes[scope] = None
 
     def remove_partial(self, block: Block) -> None:
         """Withdraw a partly filled block."""
@@ -175,10 +190,15 @@ class BlockIndex:
         siblings.remove(block)
         if not siblings:
             del self._partials[block.parent]
+            self._left(block.parent)
         block.parent = None
 
     def is_partial(self, block: Block) -> bool:
         return block.key is None and block.parent is not None
+
+    @property
+    def num_partials(self) -> int:
+        return sum(map(len, self._partials.values()))
 
     def iter_partials(self) -> Iterator[Block]:
         for blocks in self._partials.values():

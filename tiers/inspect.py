@@ -18,6 +18,8 @@ from tiers.errors import ConfigurationError, MissReason
 from tiers.keys import TOKEN_BYTES, PrefixKey
 from tiers.record import Header, unpack_header
 from tiers.shard import Shard
+from tiers.tier import TierName
+from tiers.tree import Seen, Tree, TreeQuery, grow
 
 _NO_KEY = PrefixKey(b"")
 
@@ -146,12 +148,17 @@ class DiskView:
             trail.append(before[0])
         return trail[::-1]
 
-    def tree(self) -> Mapping[PrefixKey, list[BlockInfo]]:
+    def children(self) -> Mapping[PrefixKey, list[BlockInfo]]:
         """Blocks by their parent; those of a scope's root begin the prompts."""
         children: dict[PrefixKey, list[BlockInfo]] = {}
         for block in self.blocks():
             children.setdefault(block.parent, []).append(block)
         return children
+
+    def tree(self, query: TreeQuery, now_s: float) -> Tree:
+        """The whole tier's blocks are read, and as many shown as the query bounds."""
+        children = self.children()
+        return grow(_DiskForest(children, now_s), query, sum(map(len, children.values())))
 
     def accounts(self) -> dict[PrefixKey, Account]:
         """Blocks and bytes by scope."""
@@ -186,6 +193,28 @@ class DiskView:
         for shard in self.shards:
             total = total.plus(verify(shard))
         return total
+
+
+class _DiskForest:
+    """Records as a forest for `tiers.tree`. A record keeps no count of its hits: the order among
+    equals is by last use."""
+
+    def __init__(self, children: Mapping[PrefixKey, list[BlockInfo]], now_s: float) -> None:
+        self._children = children
+        self._now_s = now_s
+
+    def scopes(self) -> list[PrefixKey]:
+        return sorted(root for root, found in self._children.items() if found[0].scope == root)
+
+    def following(self, key: PrefixKey) -> Sequence[BlockInfo]:
+        return self._children.get(key, ())
+
+    def rank(self, block: BlockInfo) -> int:
+        return block.used_s
+
+    def look(self, block: BlockInfo) -> Seen:
+        idle_s = self._now_s - block.used_s
+        return Seen(block.key, TierName.DISK, block.tokens, False, 0, idle_s, False)
 
 
 @contextmanager

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tiers.errors import MissReason
-from tiers.frames import Frame
 from tiers.keys import BlockId, PrefixKey
 from tiers.lives import LifeStats
+
+if TYPE_CHECKING:
+    from tiers.frames import Frame  # the command line names tiers, and loads no torch for that
 
 
 class TierName(StrEnum):
@@ -70,11 +72,11 @@ class Tier(Protocol):
         """Length of the leading run held. May be optimistic: only `load` verifies."""
         ...
 
-    def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
+    def load(self, ids: Sequence[BlockId], into: "Sequence[Frame]") -> Loaded:
         """Fill `into[i]` with block `ids[i]`, verified; stop at the first that cannot be served."""
         ...
 
-    def store(self, ids: Sequence[BlockId], frames: Sequence[Frame]) -> list[PrefixKey]:
+    def store(self, ids: Sequence[BlockId], frames: "Sequence[Frame]") -> list[PrefixKey]:
         """Write blocks not yet held; returns the keys dropped for room."""
         ...
 

@@ -5,9 +5,10 @@ repairs; those that remove and move blocks are in `cache_change`. The hot tiers 
 server's memory: `/metrics` and the admin pages tell of those.
 """
 
+import sys
 import time
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
@@ -30,12 +31,15 @@ from cachesvc.cli.render import (
     seconds,
     size,
 )
+from cachesvc.cli.tree import tree_lines
 from cachesvc.config import disk_path
 from tiers.codec import CodecId
 from tiers.disk_ops import Verified
 from tiers.disk_ops import verify as verify_shard
 from tiers.inspect import BlockInfo, DiskSummary, DiskView, open_shards, open_view
-from tiers.keys import PrefixKey
+from tiers.tree import MAX_DEPTH, TreeQuery, tree_json
+
+SHOWN = 10_000  # nodes of a tree: what a person or a page can still take in
 
 app = typer.Typer(no_args_is_help=True, help="Look into the disk tier and maintain it")
 
@@ -108,7 +112,7 @@ def show(
     with _view(data_dir) as view:
         block = find_block(view, key)
         chain = view.chain(block)
-        children = [child.key.hex() for child in view.tree().get(block.key, [])]
+        children = [child.key.hex() for child in view.children().get(block.key, [])]
     told = _block_json(block) | {
         "depth": len(chain),
         "complete": chain[0].parent == chain[0].scope,
@@ -132,22 +136,19 @@ def show(
 @app.command()
 def tree(
     data_dir: DataDir = None,
-    depth: Annotated[int, typer.Option(min=1, help="Levels of blocks below each scope")] = 6,
+    depth: Annotated[int, typer.Option(min=1, max=MAX_DEPTH, help="Levels below each scope")] = 6,
+    children: Annotated[int, typer.Option(min=1, help="At most so many below one prefix")] = 50,
     json: AsJson = False,
 ) -> None:
     """Blocks as the tree of prefixes that they are."""
+    query = TreeQuery(depth=depth, max_children=children, max_nodes=SHOWN, max_blocks=sys.maxsize)
     with _view(data_dir) as view:
-        children = view.tree()
-    scopes = sorted({parent for parent, blocks in children.items() if blocks[0].scope == parent})
+        grown = view.tree(query, time.time())
     if json:
-        print_json(
-            [{"scope": root.hex(), "blocks": _branches(children, root, depth)} for root in scopes]
-        )
+        print_json(tree_json(grown))
         return
-    for root in scopes:
-        typer.echo(f"scope {root.hex()}")
-        for line in _tree_lines(children, root, depth, ""):
-            typer.echo(line)
+    for line in tree_lines(grown):
+        typer.echo(line)
 
 
 @app.command()
@@ -246,39 +247,3 @@ def _block_row(block: BlockInfo, now_s: float) -> tuple[object, ...]:
 
 def _ago(age_s: float) -> str:
     return f"{seconds(round(age_s))} ago" if age_s >= 1 else "now"
-
-
-_Children = Mapping[PrefixKey, list[BlockInfo]]
-
-
-def _branches(children: _Children, parent: PrefixKey, depth: int) -> list[dict[str, Any]]:
-    if depth == 0:
-        return []
-    return [
-        {
-            "key": block.key.hex(),
-            "num_tokens": block.num_tokens,
-            "children": _branches(children, block.key, depth - 1),
-        }
-        for block in children.get(parent, [])
-    ]
-
-
-def _tree_lines(children: _Children, parent: PrefixKey, depth: int, indent: str) -> Iterator[str]:
-    """One line a branching point: blocks that only continue each other share a line."""
-    blocks = children.get(parent, [])
-    for number, block in enumerate(blocks):
-        last = number == len(blocks) - 1
-        run = [block]
-        while len(children.get(run[-1].key, [])) == 1:
-            run.append(children[run[-1].key][0])
-        num_tokens = sum(each.num_tokens for each in run)
-        plural = "s" if len(run) > 1 else ""
-        yield (
-            f"{indent}{'└─' if last else '├─'} {block.key.hex()[:12]} "
-            f"{len(run)} block{plural}, {num_tokens} tokens"
-        )
-        if depth > 1:
-            yield from _tree_lines(
-                children, run[-1].key, depth - 1, indent + ("   " if last else "│  ")
-            )

@@ -110,7 +110,7 @@ def test_a_view_lists_what_was_stored(tier: DiskTier) -> None:
         (shown,) = view.find(ids[2].key[:6])
         assert (shown.key, shown.parent, shown.tokens) == ids[2][2:3] + ids[2][1:2] + ids[2][3:4]
         assert [info.key for info in view.chain(shown)] == [block.key for block in ids[:3]]
-        assert [info.key for info in view.tree()[ids[1].key]] == [ids[2].key]
+        assert [info.key for info in view.children()[ids[1].key]] == [ids[2].key]
         assert view.find(b"\xff" * 16) == []
         summary = view.summary()
         assert (summary.num_blocks, summary.num_scopes) == (8, 2)

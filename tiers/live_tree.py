@@ -1,0 +1,46 @@
+"""The live index as a forest for `tiers.tree`: the blocks above the disk. Engine thread only."""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from tiers.index import Block, BlockIndex, BlockState
+from tiers.keys import PrefixKey
+from tiers.tier import TierName
+from tiers.tree import COMPUTING, LOADING, Seen, Tree, TreeQuery, grow
+
+
+def live_tree(index: BlockIndex, query: TreeQuery) -> Tree:
+    """As much of the index as the query bounds, as it stands now."""
+    return grow(_IndexForest(index, time.monotonic()), query, len(index) + index.num_partials)
+
+
+class _IndexForest:
+    def __init__(self, index: BlockIndex, now_s: float) -> None:
+        self._index = index
+        self._now_s = now_s
+
+    def scopes(self) -> Iterable[PrefixKey]:
+        return self._index.scopes()
+
+    def following(self, key: PrefixKey) -> Sequence[Block]:
+        full, partly = self._index.children(key), self._index.partials(key)
+        return [*full, *partly] if partly else full
+
+    def rank(self, block: Block) -> int:
+        return block.hits
+
+    def look(self, block: Block) -> Seen:
+        on_device = block.slot is not None
+        if block.state is BlockState.READY:
+            place: str = TierName.DEVICE if on_device else TierName.HOST
+        else:
+            place = LOADING if block.state is BlockState.LOADING else COMPUTING
+        return Seen(
+            key=block.key,
+            place=place,
+            tokens=block.tokens,
+            pinned=block.pins > 0,
+            hits=block.hits,
+            idle_s=self._now_s - (block.use.time_s or block.created_s),
+            clean=block.on_disk or (on_device and block.frame is not None),
+        )
