@@ -26,6 +26,7 @@ from tiers.block import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk_open import open_disk
 from tiers.disk_settings import DiskSettings
+from tiers.events import EventStream
 from tiers.keys import CacheScope
 from tiers.tier import Tier
 
@@ -101,9 +102,12 @@ def build(
 ) -> Core:
     """Tiers and engine for a loaded model. Raises what the tiers say of sizes and directories."""
     layout = loaded.layout(cache.block_size, None if kv_dtype == "auto" else kv_dtype)
-    disk = _open_disk(layout, cache, data_dir)
+    stream = EventStream()
+    disk = _open_disk(layout, cache, data_dir, stream)
     try:
-        tiers = TieredCache(layout, _cache_settings(cache), device=loaded.device, disk=disk)
+        tiers = TieredCache(
+            layout, _cache_settings(cache), device=loaded.device, disk=disk, stream=stream
+        )
     except BaseException:
         if disk is not None:
             disk.close()
@@ -123,14 +127,17 @@ def build(
     )
 
 
-def _open_disk(layout: BlockLayout, cache: CacheSection, data_dir: Path) -> Tier | None:
+def _open_disk(
+    layout: BlockLayout, cache: CacheSection, data_dir: Path, stream: EventStream
+) -> Tier | None:
     if not cache.disk_bytes or not cache.host_bytes:
         return None
     behaviour = DiskSettings(
         idle_ttl_s=int(cache.idle_ttl) or None,
         write_budget_bytes=cache.write_budget_bytes or None,
     )
-    return open_disk(disk_path(data_dir), layout, cache.disk_bytes, settings=behaviour)
+    path, capacity_bytes = disk_path(data_dir), cache.disk_bytes
+    return open_disk(path, layout, capacity_bytes, settings=behaviour, stream=stream)
 
 
 def _cache_settings(cache: CacheSection) -> CacheSettings:

@@ -8,7 +8,11 @@ _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120
 
 
 class Spec(NamedTuple):
-    """A metric's kind, meaning and labels; `buckets` are upper bounds of a histogram's."""
+    """A metric's kind, meaning and labels.
+
+    `buckets` are a histogram's upper bounds; one without them comes from a snapshot that has its
+    own.
+    """
 
     kind: Literal["counter", "gauge", "histogram"]
     help: str
@@ -76,6 +80,21 @@ SPECS: Mapping[str, Spec] = {
     "cachesvc_cache_events_total": Spec(
         "counter", "What happened to blocks in a tier", ("tier", "event")
     ),
+    "cachesvc_evictions_total": Spec(
+        "counter",
+        "Blocks that left a tier: for room, a quota, their age, on request, as redundant, or by "
+        "a fault",
+        ("tier", "cause"),
+    ),
+    "cachesvc_block_lifetime_seconds": Spec(
+        "histogram", "From a block's coming into a tier to its leaving it", ("tier",)
+    ),
+    "cachesvc_block_idle_seconds": Spec(
+        "histogram", "From a block's last use to its leaving a tier", ("tier",)
+    ),
+    "cachesvc_block_reuse_gap_seconds": Spec(
+        "histogram", "From one use of a block to the next, by the tier that served it", ("tier",)
+    ),
     "cachesvc_tier_served_blocks_total": Spec("counter", "Blocks a tier served", ("tier",)),
     "cachesvc_tier_missed_blocks_total": Spec(
         "counter", "Blocks a tier was asked for and did not serve", ("tier",)
@@ -85,6 +104,16 @@ SPECS: Mapping[str, Spec] = {
     ),
     "cachesvc_transfer_bytes_total": Spec(
         "counter", "Bytes of KV moved between tiers, as they lie in the slower one", ("from", "to")
+    ),
+    "cachesvc_transfer_seconds": Spec(
+        "histogram", "Each copy or disk job between tiers, of one block or several", ("from", "to")
+    ),
+    "cachesvc_disk_map_bytes": Spec("gauge", "What a shard's file may grow to", ("shard",)),
+    "cachesvc_disk_map_used_bytes": Spec(
+        "gauge", "Of a shard's map, bytes in pages that hold something", ("shard",)
+    ),
+    "cachesvc_disk_shards": Spec(
+        "gauge", "Shards of the disk tier: ready, or being replaced after damage", ("state",)
     ),
     "cachesvc_load_bytes_per_second": Spec("gauge", "Rate of loads from disk, smoothed"),
     "cachesvc_prefill_tokens_per_second": Spec("gauge", "Rate of prefill, smoothed"),

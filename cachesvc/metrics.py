@@ -7,9 +7,8 @@ are left to queries. The names are declared in `cachesvc.metric_names`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -20,45 +19,20 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client import Counter as PromCounter
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
-import cachesvc
-from billing.ledger import LedgerStats
 from cachesvc.metric_names import ROUTES, SPECS, VLLM_ALIASES
-from engine.engine import EngineStats
+from cachesvc.metric_samples import Snapshots, samples
 from engine.request import StepOutput, TokenCounts
-from tiers.cache import CacheStats
-from tiers.tier import TierStats
+from tiers.histogram import Spread
 
 _SECOND = 1e9  # nanoseconds
-
-
-class Sample(NamedTuple):
-    """One value of a metric fed by a snapshot."""
-
-    name: str
-    labels: tuple[str, ...]
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class MoneyStats:
-    """The ledger's snapshot: open holds, the oldest one's age, what does not add up, its thread."""
-
-    num_holds: int = 0
-    oldest_hold_s: float = 0.0
-    drift_units: int = 0
-    ledger: LedgerStats = field(default_factory=LedgerStats)
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshots:
-    """Where a scrape finds the state of now; each is called on the thread that scrapes."""
-
-    engine: Callable[[], EngineStats]
-    money: Callable[[], MoneyStats] = MoneyStats
-    violations: Callable[[], Mapping[str, int]] = field(default=dict)
 
 
 class Metrics:
@@ -80,7 +54,7 @@ class Metrics:
                 name, spec.help, spec.labels, buckets=spec.buckets, registry=self.registry
             )
             for name, spec in SPECS.items()
-            if spec.kind == "histogram"
+            if spec.kind == "histogram" and spec.buckets
         }
         current = _SnapshotCollector(snapshots)
         self.registry.register(current)
@@ -202,6 +176,20 @@ def _seconds(start_ns: int, end_ns: int) -> float:
     return max(0, end_ns - start_ns) / _SECOND
 
 
+_Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+_FAMILIES: Mapping[str, type[_Family]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+
+def _buckets(spread: Spread) -> list[tuple[str, float]]:
+    """Cumulative counts by upper bound, as Prometheus has them."""
+    bounds = [*(repr(float(bound)) for bound in spread.bounds), "+Inf"]
+    return list(zip(bounds, accumulate(spread.counts), strict=True))
+
+
 class _SnapshotCollector(Collector):
     """Turns snapshots into samples at each scrape."""
 
@@ -212,81 +200,20 @@ class _SnapshotCollector(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        for sample in _samples(self._snapshots):
-            spec = SPECS[sample.name]
+        families: dict[str, _Family] = {}
+        for sample in samples(self._snapshots):
             family = families.get(sample.name)
             if family is None:
-                kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-                family = kind(sample.name, spec.help, labels=spec.labels)
+                spec = SPECS[sample.name]
+                family = _FAMILIES[spec.kind](sample.name, spec.help, labels=spec.labels)
                 families[sample.name] = family
-            family.add_metric(sample.labels, sample.value)
+            if isinstance(family, HistogramMetricFamily):
+                assert isinstance(sample.value, Spread), sample
+                family.add_metric(sample.labels, _buckets(sample.value), sample.value.total)
+            else:
+                assert not isinstance(sample.value, Spread), sample
+                family.add_metric(sample.labels, sample.value)
         yield from families.values()
-
-
-def _samples(snapshots: Snapshots) -> Iterator[Sample]:
-    yield Sample("cachesvc_build_info", (cachesvc.__version__,), 1)
-    yield from _engine_samples(snapshots.engine())
-    money = snapshots.money()
-    yield Sample("cachesvc_holds", (), money.num_holds)
-    yield Sample("cachesvc_hold_age_seconds", (), money.oldest_hold_s)
-    yield Sample("cachesvc_ledger_drift_units", (), money.drift_units)
-    yield from _ledger_samples(money.ledger)
-    for invariant, count in snapshots.violations().items():
-        yield Sample("cachesvc_invariant_violations_total", (invariant,), count)
-
-
-def _ledger_samples(ledger: LedgerStats) -> Iterator[Sample]:
-    done = ledger.commands - ledger.refused
-    yield Sample("cachesvc_ledger_commands_total", ("done",), done)
-    yield Sample("cachesvc_ledger_commands_total", ("refused",), ledger.refused)
-    yield Sample("cachesvc_ledger_settled_total", (), ledger.settled)
-    yield Sample("cachesvc_ledger_reaped_total", ("lapsed",), ledger.swept)
-    yield Sample("cachesvc_ledger_reaped_total", ("crashed",), ledger.recovered)
-    yield Sample("cachesvc_ledger_commits_total", (), ledger.batches)
-    yield Sample("cachesvc_ledger_failed_commits_total", (), ledger.failed_batches)
-    yield Sample("cachesvc_ledger_commit_seconds_total", (), ledger.commit_ns / _SECOND)
-    yield Sample("cachesvc_ledger_commit_seconds_max", (), ledger.commit_ns_max / _SECOND)
-    yield Sample("cachesvc_ledger_queue", (), ledger.queued)
-
-
-def _engine_samples(stats: EngineStats) -> Iterator[Sample]:
-    yield Sample("cachesvc_running_requests", (), stats.num_running)
-    yield Sample("cachesvc_waiting_requests", (), stats.num_waiting)
-    yield Sample("cachesvc_loading_requests", (), stats.num_loading)
-    yield Sample("cachesvc_preemptions_total", (), stats.num_preemptions)
-    yield Sample("cachesvc_steps_total", (), stats.num_steps)
-    yield Sample("cachesvc_prefill_tokens_total", (), stats.prompt_tokens_computed)
-    yield from _cache_samples(stats.cache)
-
-
-def _cache_samples(cache: CacheStats) -> Iterator[Sample]:
-    for tier in (cache.device, cache.host, cache.disk):
-        if tier is not None:
-            yield from _tier_samples(tier)
-    for (name, event), count in cache.events.items():
-        yield Sample("cachesvc_cache_events_total", (name, event), count)
-    if cache.disk is not None:
-        yield Sample("cachesvc_transfer_bytes_total", ("disk", "host"), cache.disk.read_bytes)
-        yield Sample("cachesvc_transfer_bytes_total", ("host", "disk"), cache.disk.written_bytes)
-    yield Sample("cachesvc_transfer_bytes_total", ("host", "device"), cache.host.read_bytes)
-    yield Sample("cachesvc_transfer_bytes_total", ("device", "host"), cache.host.written_bytes)
-    yield Sample("cachesvc_load_bytes_per_second", (), cache.load_bytes_per_s)
-    yield Sample("cachesvc_prefill_tokens_per_second", (), cache.prefill_tokens_per_s)
-    yield Sample("cachesvc_loads_refused_total", (), cache.loads_refused)
-    yield Sample("cachesvc_collisions_total", (), cache.collisions)
-
-
-def _tier_samples(tier: TierStats) -> Iterator[Sample]:
-    labels = (str(tier.name),)
-    yield Sample("cachesvc_cache_blocks", labels, tier.num_blocks)
-    yield Sample("cachesvc_cache_bytes", labels, tier.used_bytes)
-    yield Sample("cachesvc_cache_logical_bytes", labels, tier.logical_bytes)
-    yield Sample("cachesvc_cache_capacity_bytes", labels, tier.capacity_bytes)
-    yield Sample("cachesvc_tier_served_blocks_total", labels, tier.hits)
-    yield Sample("cachesvc_tier_missed_blocks_total", labels, tier.misses)
-    for reason, count in tier.faults.items():
-        yield Sample("cachesvc_tier_faults_total", (*labels, reason), count)
 
 
 class _AliasCollector(Collector):

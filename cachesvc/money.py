@@ -33,7 +33,7 @@ from billing.receipts import ReceiptSigner, describe
 from billing.store import LedgerStore, database_url, open_store
 from billing.usage import Usage
 from cachesvc.config import ConfigError, LimitsSection, QuotaTable, Settings
-from cachesvc.metrics import MoneyStats
+from cachesvc.metric_samples import MoneyStats
 
 logger = logging.getLogger(__name__)
 

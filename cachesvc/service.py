@@ -31,7 +31,8 @@ from cachesvc.config import ConfigError, ServerSettings, Settings, disk_path
 from cachesvc.dashboard import Dashboard
 from cachesvc.http import Asgi, HttpServer, Timed, bind, is_loopback
 from cachesvc.live import announced
-from cachesvc.metrics import Metrics, Snapshots
+from cachesvc.metric_samples import Snapshots
+from cachesvc.metrics import Metrics
 from cachesvc.money import Money, open_money
 from cachesvc.snapshot import Sources
 from engine.models import LoadedModel

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import cachesvc
-from cachesvc.metrics import MoneyStats
+from cachesvc.metric_samples import MoneyStats
 from engine.engine import EngineStats
 from tiers.cache import CacheStats
 from tiers.tier import TierStats

@@ -331,6 +331,7 @@ class TieredCache:
         num_frames = residency.frames.num_frames if residency.frames else 0
 
         def tier(name: TierName, blocks: int, capacity: int) -> TierStats:
+            lives = chronicle.lives[name].stats()
             return TierStats(
                 name=name,
                 num_blocks=blocks,
@@ -339,7 +340,8 @@ class TieredCache:
                 capacity_bytes=capacity * layout.nbytes,
                 stored=events[name, CacheEvent.STORED],
                 evicted=events[name, CacheEvent.EVICTED],
-                lives=chronicle.lives[name].stats(),
+                hits=lives.reuse_gap.count,
+                lives=lives,
             )
 
         return CacheStats(

@@ -6,13 +6,16 @@ import pytest
 
 from billing.ledger import LedgerStats
 from cachesvc.metric_names import SPECS, VLLM_ALIASES
-from cachesvc.metrics import Metrics, MoneyStats, Snapshots, hit_class
+from cachesvc.metric_samples import MoneyStats, Snapshots
+from cachesvc.metrics import Metrics, hit_class
 from engine.engine import EngineStats
 from engine.request import FinishReason, StepOutput, Timeline, TokenCounts
 from tiers.cache import CacheStats
 from tiers.chronicle import CacheEvent
 from tiers.errors import MissReason
-from tiers.tier import TierName, TierStats
+from tiers.lives import Cause, Lives
+from tiers.tier import ShardStats, TierName, TierStats
+from tiers.transfers import Transfers
 
 MS = 1_000_000
 
@@ -23,13 +26,21 @@ def stats() -> EngineStats:
         num_blocks=7,
         capacity_bytes=1000,
         read_bytes=30,
+        shards=(ShardStats("shard-0", True, 900, 300), ShardStats("shard-1", ready=False)),
         faults={MissReason.CHECKSUM: 2},
     )
+    lives = Lives()
+    lives.left(Cause.ROOM, lived_s=100, idle_s=40)
+    lives.left(Cause.AGE, lived_s=40 * 86_400, idle_s=31 * 86_400)
+    lives.reused(2.0, 3)
+    transfers = Transfers(block_bytes=10)
+    transfers.observe(TierName.HOST, TierName.DEVICE, 4, 0.002)
     cache = CacheStats(
-        device=TierStats(TierName.DEVICE, num_blocks=3, used_bytes=300),
+        device=TierStats(TierName.DEVICE, num_blocks=3, used_bytes=300, lives=lives.stats()),
         host=TierStats(TierName.HOST, num_blocks=5),
         disk=disk,
         events={(TierName.DEVICE, CacheEvent.EVICTED): 4},
+        transfers=transfers.stats(),
         collisions=1,
     )
     return EngineStats(
@@ -145,6 +156,31 @@ def test_snapshots_become_samples_at_the_scrape() -> None:
     assert 3 == value(seen, "cachesvc_ledger_commit_seconds_total")
     violations = {"invariant": "free_plus_used"}
     assert 0 == value(seen, "cachesvc_invariant_violations_total", violations)
+
+
+def test_lives_of_blocks_are_cumulative_buckets_in_seconds() -> None:
+    seen = metrics()
+    device = {"tier": "device"}
+    lifetime = "cachesvc_block_lifetime_seconds"
+    assert 0 == value(seen, f"{lifetime}_bucket", {**device, "le": "60.0"})
+    assert 1 == value(seen, f"{lifetime}_bucket", {**device, "le": "300.0"})
+    assert 2 == value(seen, f"{lifetime}_bucket", {**device, "le": "+Inf"})
+    assert 100 + 40 * 86_400 == value(seen, f"{lifetime}_sum", device)
+    assert 2 == value(seen, f"{lifetime}_count", device)
+    assert 40 + 31 * 86_400 == value(seen, "cachesvc_block_idle_seconds_sum", device)
+    assert 3 == value(seen, "cachesvc_block_reuse_gap_seconds_bucket", {**device, "le": "5.0"})
+    assert 1 == value(seen, "cachesvc_evictions_total", {**device, "cause": "age"})
+
+
+def test_copies_and_shards_are_told() -> None:
+    seen = metrics()
+    up = {"from": "host", "to": "device"}
+    assert 40 == value(seen, "cachesvc_transfer_bytes_total", up)
+    assert 0.002 == value(seen, "cachesvc_transfer_seconds_sum", up)
+    assert 900 == value(seen, "cachesvc_disk_map_bytes", {"shard": "shard-0"})
+    assert 300 == value(seen, "cachesvc_disk_map_used_bytes", {"shard": "shard-0"})
+    assert 1 == value(seen, "cachesvc_disk_shards", {"state": "ready"})
+    assert 1 == value(seen, "cachesvc_disk_shards", {"state": "replacing"})
 
 
 def test_routes_and_bills_are_counted_in_closed_sets() -> None:

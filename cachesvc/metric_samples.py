@@ -1,0 +1,127 @@
+"""What snapshots of engine, tiers and ledger say, as samples under the metrics' names.
+
+Pure; called at each scrape, on the thread that scrapes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import cachesvc
+from billing.ledger import LedgerStats
+from engine.engine import EngineStats
+from tiers.cache import CacheStats
+from tiers.histogram import Spread
+from tiers.tier import ShardStats, TierName, TierStats
+
+_SECOND = 1e9  # nanoseconds
+
+
+class Sample(NamedTuple):
+    """One value of a metric fed by a snapshot; a `Spread` of a histogram."""
+
+    name: str
+    labels: tuple[str, ...]
+    value: float | Spread
+
+
+@dataclass(frozen=True, slots=True)
+class MoneyStats:
+    """The ledger's snapshot: open holds, the oldest one's age, what does not add up, its thread."""
+
+    num_holds: int = 0
+    oldest_hold_s: float = 0.0
+    drift_units: int = 0
+    ledger: LedgerStats = field(default_factory=LedgerStats)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshots:
+    """Where a scrape finds the state of now; each is called on the thread that scrapes."""
+
+    engine: Callable[[], EngineStats]
+    money: Callable[[], MoneyStats] = MoneyStats
+    violations: Callable[[], Mapping[str, int]] = field(default=dict)
+
+
+def samples(snapshots: Snapshots) -> Iterator[Sample]:
+    yield Sample("cachesvc_build_info", (cachesvc.__version__,), 1)
+    yield from _engine_samples(snapshots.engine())
+    money = snapshots.money()
+    yield Sample("cachesvc_holds", (), money.num_holds)
+    yield Sample("cachesvc_hold_age_seconds", (), money.oldest_hold_s)
+    yield Sample("cachesvc_ledger_drift_units", (), money.drift_units)
+    yield from _ledger_samples(money.ledger)
+    for invariant, count in snapshots.violations().items():
+        yield Sample("cachesvc_invariant_violations_total", (invariant,), count)
+
+
+def _ledger_samples(ledger: LedgerStats) -> Iterator[Sample]:
+    done = ledger.commands - ledger.refused
+    yield Sample("cachesvc_ledger_commands_total", ("done",), done)
+    yield Sample("cachesvc_ledger_commands_total", ("refused",), ledger.refused)
+    yield Sample("cachesvc_ledger_settled_total", (), ledger.settled)
+    yield Sample("cachesvc_ledger_reaped_total", ("lapsed",), ledger.swept)
+    yield Sample("cachesvc_ledger_reaped_total", ("crashed",), ledger.recovered)
+    yield Sample("cachesvc_ledger_commits_total", (), ledger.batches)
+    yield Sample("cachesvc_ledger_failed_commits_total", (), ledger.failed_batches)
+    yield Sample("cachesvc_ledger_commit_seconds_total", (), ledger.commit_ns / _SECOND)
+    yield Sample("cachesvc_ledger_commit_seconds_max", (), ledger.commit_ns_max / _SECOND)
+    yield Sample("cachesvc_ledger_queue", (), ledger.queued)
+
+
+def _engine_samples(stats: EngineStats) -> Iterator[Sample]:
+    yield Sample("cachesvc_running_requests", (), stats.num_running)
+    yield Sample("cachesvc_waiting_requests", (), stats.num_waiting)
+    yield Sample("cachesvc_loading_requests", (), stats.num_loading)
+    yield Sample("cachesvc_preemptions_total", (), stats.num_preemptions)
+    yield Sample("cachesvc_steps_total", (), stats.num_steps)
+    yield Sample("cachesvc_prefill_tokens_total", (), stats.prompt_tokens_computed)
+    yield from _cache_samples(stats.cache)
+
+
+def _cache_samples(cache: CacheStats) -> Iterator[Sample]:
+    for tier in (cache.device, cache.host, cache.disk):
+        if tier is not None:
+            yield from _tier_samples(tier)
+    for (name, event), count in cache.events.items():
+        yield Sample("cachesvc_cache_events_total", (name, event), count)
+    if cache.disk is not None:
+        yield Sample("cachesvc_transfer_bytes_total", ("disk", "host"), cache.disk.read_bytes)
+        yield Sample("cachesvc_transfer_bytes_total", ("host", "disk"), cache.disk.written_bytes)
+        yield from _shard_samples(cache.disk.shards)
+    for lane, moved in cache.transfers.items():
+        yield Sample("cachesvc_transfer_seconds", lane, moved.seconds)
+        if TierName.DISK not in lane:
+            yield Sample("cachesvc_transfer_bytes_total", lane, moved.nbytes)
+    yield Sample("cachesvc_load_bytes_per_second", (), cache.load_bytes_per_s)
+    yield Sample("cachesvc_prefill_tokens_per_second", (), cache.prefill_tokens_per_s)
+    yield Sample("cachesvc_loads_refused_total", (), cache.loads_refused)
+    yield Sample("cachesvc_collisions_total", (), cache.collisions)
+
+
+def _tier_samples(tier: TierStats) -> Iterator[Sample]:
+    labels = (str(tier.name),)
+    yield Sample("cachesvc_cache_blocks", labels, tier.num_blocks)
+    yield Sample("cachesvc_cache_bytes", labels, tier.used_bytes)
+    yield Sample("cachesvc_cache_logical_bytes", labels, tier.logical_bytes)
+    yield Sample("cachesvc_cache_capacity_bytes", labels, tier.capacity_bytes)
+    yield Sample("cachesvc_tier_served_blocks_total", labels, tier.hits)
+    yield Sample("cachesvc_tier_missed_blocks_total", labels, tier.misses)
+    for reason, count in tier.faults.items():
+        yield Sample("cachesvc_tier_faults_total", (*labels, reason), count)
+    for cause, count in tier.lives.causes.items():
+        yield Sample("cachesvc_evictions_total", (*labels, cause), count)
+    yield Sample("cachesvc_block_lifetime_seconds", labels, tier.lives.lifetime)
+    yield Sample("cachesvc_block_idle_seconds", labels, tier.lives.idle)
+    yield Sample("cachesvc_block_reuse_gap_seconds", labels, tier.lives.reuse_gap)
+
+
+def _shard_samples(shards: Sequence[ShardStats]) -> Iterator[Sample]:
+    num_ready = sum(shard.ready for shard in shards)
+    yield Sample("cachesvc_disk_shards", ("ready",), num_ready)
+    yield Sample("cachesvc_disk_shards", ("replacing",), len(shards) - num_ready)
+    for shard in shards:
+        if shard.ready:
+            yield Sample("cachesvc_disk_map_bytes", (shard.name,), shard.map_bytes)
+            yield Sample("cachesvc_disk_map_used_bytes", (shard.name,), shard.used_bytes)
