@@ -171,6 +171,12 @@ class CacheSection(Section):
         True, description="Load from disk only what loads faster than it is recomputed"
     )
     readers: int = Field(2, ge=1, le=64, description="Threads that read and decompress from disk")
+    disk_shards: int = Field(
+        1, ge=1, le=64, description="LMDB files of a new disk tier; one that stands keeps its own"
+    )
+    disk_order: Literal["lru", "fifo"] = Field(
+        "lru", description="Which block leaves the disk first: unused the longest, or written first"
+    )
     idle_ttl: Duration = Field(
         0, description="Forget blocks on disk that nobody used for so long; 0 keeps them"
     )

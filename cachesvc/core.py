@@ -25,7 +25,7 @@ from tiers.admission import WritePolicy
 from tiers.block import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk_open import open_disk
-from tiers.disk_settings import DiskSettings
+from tiers.disk_settings import DiskOrder, DiskSettings
 from tiers.events import EventStream
 from tiers.keys import CacheScope
 from tiers.tier import Tier
@@ -133,11 +133,18 @@ def _open_disk(
     if not cache.disk_bytes or not cache.host_bytes:
         return None
     behaviour = DiskSettings(
+        order=DiskOrder(cache.disk_order),
         idle_ttl_s=int(cache.idle_ttl) or None,
         write_budget_bytes=cache.write_budget_bytes or None,
     )
-    path, capacity_bytes = disk_path(data_dir), cache.disk_bytes
-    return open_disk(path, layout, capacity_bytes, settings=behaviour, stream=stream)
+    return open_disk(
+        disk_path(data_dir),
+        layout,
+        cache.disk_bytes,
+        num_shards=cache.disk_shards,
+        settings=behaviour,
+        stream=stream,
+    )
 
 
 def _cache_settings(cache: CacheSection) -> CacheSettings:
