@@ -15,7 +15,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -146,9 +154,20 @@ class ModelSettings(Section):
         "auto", description="How KV is kept; auto is the arithmetic's own. Part of every key"
     )
     threads: int = Field(0, ge=0, description="Threads of CPU arithmetic; 0 is one per core")
-    adapters: dict[str, Path] = Field(
-        default_factory=dict, description="LoRA adapters: the name clients ask for, and its folder"
+    adapters: dict[str, str] = Field(
+        default_factory=dict,
+        description="LoRA adapters: the name clients ask for, and its folder or hub id",
     )
+
+    @field_validator("adapters")
+    @classmethod
+    def _names_differ(cls, adapters: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        for name in adapters:
+            if not name.strip() or not name.isprintable() or name == info.data.get("name"):
+                raise ValueError(
+                    f"an adapter needs a name of its own, unlike the model's; {name!r} does not do"
+                )
+        return adapters
 
 
 class CacheSection(Section):

@@ -15,7 +15,7 @@ from engine.batch import Batch, Span
 from engine.detokenizer import IncrementalDetokenizer
 from engine.engine import Engine, EngineSettings
 from engine.hardware import pick_device, set_threads
-from engine.models import LoadedModel, load_model
+from engine.models import LoadedModel, load_adapter, load_model
 from engine.queue import QueueOrder
 from engine.request import SamplingParams, StepOutput
 from engine.runner import Runner
@@ -37,7 +37,10 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """A model with its tiers and its engine. Invariant: the scope names weights and layout."""
+    """A model with its tiers and its engine. Invariant: the scope names weights and layout.
+
+    The scope is the base model's; an adapter's requests add its digest.
+    """
 
     loaded: LoadedModel
     layout: BlockLayout
@@ -77,18 +80,22 @@ class Core:
 
 
 def load(settings: ModelSettings, data_dir: Path, progress: Progress | None = None) -> LoadedModel:
-    """Load the model. Raises ModelError, with the reason, for one that cannot be served."""
+    """Load the model and its adapters. Raises ModelError, with the reason, for what cannot be
+    served."""
     if settings.threads:
         set_threads(settings.threads)
     cache_dir = models_path(data_dir)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    return load_model(
+    loaded = load_model(
         settings.name,
         device=pick_device(settings.device),
         dtype=settings.dtype,
         cache_dir=cache_dir,
         progress=progress,
     )
+    for name, source in settings.adapters.items():
+        load_adapter(loaded, name, source)
+    return loaded
 
 
 def build(
@@ -171,5 +178,6 @@ def _engine_settings(engine: EngineSection, loaded: LoadedModel) -> EngineSettin
         max_waiting=engine.max_waiting,
         max_context=loaded.max_context,
         eos_token_ids=loaded.eos_token_ids,
+        adapters=loaded.adapters.digests,
         check_params=partial(check_params, vocab_size=loaded.vocab_size),
     )

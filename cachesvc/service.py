@@ -14,6 +14,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
@@ -251,7 +252,17 @@ class Service:
             vocab_size=loaded.vocab_size,
             created=int(time.time()),
         )
-        return {model.name: model}
+        adapted = {
+            name: replace(
+                model,
+                name=name,
+                scope=replace(model.scope, adapter=digest),
+                adapter=name,
+                parent=model.name,
+            )
+            for name, digest in loaded.adapters.digests.items()
+        }
+        return {model.name: model, **adapted}
 
 
 def _wire_settings(server: ServerSettings) -> WireSettings:

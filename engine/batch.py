@@ -29,7 +29,7 @@ class Span:
     sampled_before: int = 0  # tokens this sequence has generated so far (the seed's position)
     history: NDArray[np.int32] | None = None  # [prompt + generated], where penalties need it
     num_prompt_tokens: int = 0
-    adapter: str | None = None
+    adapter: str | None = None  # the name of a LoRA adapter; None is the base model
     allowed: NDArray[np.int32] | None = None  # [ceil(vocabulary / 32)] bits: what may come next
     write_kv: bool = True  # False: the KV of these positions already stands; only logits are asked
 

@@ -10,14 +10,21 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from engine.batch import Batch, Sampled, Span
-from engine.errors import EmptyPrompt, EngineClosed, EngineFailed, PromptTooLong, QueueFull
+from engine.errors import (
+    EmptyPrompt,
+    EngineClosed,
+    EngineFailed,
+    PromptTooLong,
+    QueueFull,
+    UnknownAdapter,
+)
 from engine.group import Group
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduler import Scheduler, SchedulerSettings
@@ -48,6 +55,7 @@ class EngineSettings:
     max_waiting: int = 1024
     max_context: int = 1 << 20
     eos_token_ids: frozenset[int] = frozenset()
+    adapters: Mapping[str, bytes] = field(default_factory=dict)  # digest by name; may change
     check_params: Callable[[SamplingParams], None] = lambda params: None  # raises InvalidParameter
 
 
@@ -120,8 +128,9 @@ class Engine:
             self._thread.join()
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises EmptyPrompt, PromptTooLong, InvalidParameter, QueueFull,
-        EngineClosed or EngineFailed; what it accepts ends in an output with `last` set."""
+        """Queue a request. Raises EmptyPrompt, PromptTooLong, InvalidParameter, UnknownAdapter,
+        QueueFull, EngineClosed or EngineFailed; what it accepts ends in an output with `last` set.
+        """
         num_tokens = len(request.tokens)
         if num_tokens == 0:
             raise EmptyPrompt("the prompt has no tokens; send at least one")
@@ -131,6 +140,7 @@ class Engine:
                 f"model's context and the device cache with one token to generate; shorten it"
             )
         self._settings.check_params(request.params)
+        self._check_adapter(request)
         with self._lock:
             if self._failed is not None:
                 raise EngineFailed(f"the engine has failed: {self._failed}") from self._failed
@@ -144,6 +154,17 @@ class Engine:
             assert request.request_id not in self._submitted, f"{request.request_id} runs already"
             self._submitted.add(request.request_id)
         self._post(lambda: self._add(request))
+
+    def _check_adapter(self, request: Request) -> None:
+        """Raises UnknownAdapter. That the scope names the adapter keeps its KV apart."""
+        adapters = self._settings.adapters
+        if request.adapter is not None and request.adapter not in adapters:
+            served = ", ".join(adapters) or "none"
+            raise UnknownAdapter(
+                f"no adapter {request.adapter!r} is loaded (loaded: {served})", param="model"
+            )
+        digest = adapters[request.adapter] if request.adapter is not None else b""
+        assert request.scope.adapter == digest, (request.adapter, request.scope)
 
     def abort(
         self,

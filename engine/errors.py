@@ -10,6 +10,7 @@ EngineError
 ├── EngineFailed            the step loop died; every request is failed with its cause
 ├── EngineClosed            submitted after close
 └── ModelError              a model that cannot be loaded or is not supported; said at start-up
+    └── AdapterError        the same of a LoRA adapter
 """
 
 
@@ -57,3 +58,7 @@ class EngineClosed(EngineError):
 
 class ModelError(EngineError):
     """A model that cannot be loaded, or whose attention cannot be paged; the message says why."""
+
+
+class AdapterError(ModelError):
+    """A LoRA adapter that cannot be read, is for another model, or is not plain LoRA."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import nn
@@ -19,10 +20,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from engine import attention, packing
+from engine.adapter_bank import AdapterBank
+from engine.adapters import Adapter
+from engine.adapters import load_adapter as read_adapter
 from engine.attention import AttentionOptions, attend_dense
 from engine.batch import Span
-from engine.errors import ModelError
+from engine.errors import AdapterError, ModelError
 from engine.gguf_model import convert, converted_folder
+from engine.request import SamplingParams
 from engine.tokenizer import Tokenizer
 from tiers.block import DTYPES, BlockLayout
 
@@ -57,7 +62,8 @@ class LoadedModel:
     """A model ready to run, and what the engine must know of it.
 
     `weights_digest` is 16 bytes over the weights' and the config's contents and the compute dtype:
-    KV is shared only between equal ones. `max_context` is in tokens.
+    KV is shared only between equal ones. `max_context` is in tokens. `adapters` are the model's
+    LoRA adapters; they are none of what `weights_digest` is over.
     """
 
     name: str
@@ -72,6 +78,7 @@ class LoadedModel:
     weights_digest: bytes
     dtype: str
     device: str
+    adapters: AdapterBank
 
     def layout(self, block_size: int, kv_dtype: str | None = None) -> BlockLayout:
         """The layout of this model's blocks; `kv_dtype` None means the compute dtype."""
@@ -138,7 +145,28 @@ def describe(
         weights_digest=weights_digest,
         dtype=dtype,
         device=device,
+        adapters=AdapterBank(model, device),
     )
+
+
+def load_adapter(loaded: LoadedModel, name: str, source: str) -> Adapter:
+    """Serve the LoRA adapter in the folder or hub id `source` under `name`, beside the model.
+
+    Before serving, or on the engine thread between steps. One that had the name is replaced.
+    Raises AdapterError, with the reason, for one that cannot be served.
+    """
+    bank = loaded.adapters
+    adapter = read_adapter(name, source, bank.shapes, dtype=loaded.dtype, device=loaded.device)
+    bank.add(adapter)
+    try:
+        logits = _adapted_logits(loaded, name)
+        if not torch.isfinite(logits).all():
+            raise AdapterError("with it the model computes logits that are not finite")
+    except AdapterError as error:
+        bank.remove(name)
+        raise AdapterError(f"adapter {name} ({source}) is not served: {error}") from None
+    logger.info(f"adapter {name}: {adapter.num_parameters:,} parameters from {source}")
+    return adapter
 
 
 # Finding the model.
@@ -297,6 +325,19 @@ class _Probe:
 
     def forget(self, sequence_id: int) -> None:
         pass
+
+
+@torch.inference_mode()
+def _adapted_logits(loaded: LoadedModel, name: str) -> torch.Tensor:
+    """The probe's logits with an adapter. Raises AdapterError where a layer that it updates is not
+    computed for every token."""
+    tokens = np.zeros(_PROBE_TOKENS, np.int32)
+    span = Span(-1, tokens, 0, [], True, SamplingParams(), adapter=name)
+    loaded.adapters.begin([span], _PROBE_TOKENS)
+    try:
+        return _probe_logits(loaded.model, attention.IMPLEMENTATION, paged=_Probe())
+    finally:
+        loaded.adapters.finish()
 
 
 @torch.inference_mode()

@@ -50,6 +50,7 @@ class Runner:
         expected = (loaded.num_layers, 2, loaded.num_kv_heads, loaded.head_dim)
         assert (*pool.shape[1:3], *pool.shape[4:]) == expected, (pool.shape, expected)
         self._model: Any = loaded.model
+        self._adapters = loaded.adapters
         self._max_context = loaded.max_context
         self._device = torch.device(loaded.device)
         self._attention = attention or pick_attention(pool, DTYPES[loaded.dtype])
@@ -87,7 +88,7 @@ class Runner:
         lengths = [len(span.tokens) for span in spans]
         ends = np.cumsum(lengths)
         wanted = [int(end) - 1 for end, span in zip(ends, spans, strict=True) if span.sample]
-        arguments = {
+        arguments: dict[str, Any] = {
             "input_ids": self._row([span.tokens for span in spans]),
             "position_ids": self._row(
                 [np.arange(s.start, s.start + n) for s, n in zip(spans, lengths, strict=True)]
@@ -97,6 +98,7 @@ class Runner:
         }
         logits: torch.Tensor | None = None
         self._attention.begin(spans)
+        self._adapters.begin(spans, arguments["input_ids"].shape[1])
         if wanted:
             rows = _at_least(MIN_ROWS, np.array(wanted))
             keep = torch.from_numpy(rows).to(self._device)
@@ -105,6 +107,7 @@ class Runner:
         else:
             self._model.base_model(**arguments)
         self._attention.finish()
+        self._adapters.finish()
         return logits
 
     def _row(self, parts: Sequence[NDArray[Any]]) -> torch.Tensor:

@@ -70,7 +70,7 @@ def tiny_model(architecture: str = "llama", *, seed: int = 0) -> LoadedModel:
     """
     return describe(
         f"tiny-{architecture}",
-        _seeded(architecture, seed),
+        stock_model(architecture, seed),
         bytes_tokenizer(),
         weights_digest=xxhash.xxh3_128_digest(f"tiny-{architecture}-{seed}".encode()),
         dtype="float32",
@@ -81,8 +81,31 @@ def tiny_model(architecture: str = "llama", *, seed: int = 0) -> LoadedModel:
 def save_tiny_model(folder: Path, architecture: str = "llama", *, seed: int = 0) -> None:
     """Write a tiny model as users have them on disk: config, safetensors, tokenizer."""
     # Not `tiny_model`'s: packed weights have no names that a checkpoint may hold.
-    _seeded(architecture, seed).save_pretrained(folder)
+    stock_model(architecture, seed).save_pretrained(folder)
     _bytes_tokenizer().save_pretrained(folder)
+
+
+def save_adapter(folder: Path, model: Any, *, seed: int = 0, **config: Any) -> None:
+    """Write a random LoRA adapter for `model` (transformers' own, unpacked) as peft saves one.
+
+    `config` are fields of peft's LoraConfig. Both matrices are random, so that it changes answers.
+    Leaves the model as it was.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    given = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], **config}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapted = get_peft_model(model, LoraConfig(init_lora_weights=False, **given))
+    adapted.save_pretrained(folder)
+    adapted.unload()
+
+
+def save_tiny_adapter(
+    folder: Path, architecture: str = "llama", *, seed: int = 0, **config: Any
+) -> None:
+    """A random LoRA adapter for the tiny model of that architecture."""
+    save_adapter(folder, stock_model(architecture), seed=seed, **config)
 
 
 def new_pool(loaded: LoadedModel, num_blocks: int, block_size: int = 16) -> torch.Tensor:
@@ -91,7 +114,8 @@ def new_pool(loaded: LoadedModel, num_blocks: int, block_size: int = 16) -> torc
     return torch.full((num_blocks, *layout.shape), torch.nan, dtype=layout.torch_dtype)
 
 
-def _seeded(architecture: str, seed: int) -> Any:
+def stock_model(architecture: str = "llama", seed: int = 0) -> Any:
+    """transformers' own model with the weights of `tiny_model`, neither packed nor paged."""
     config = _CONFIGS[architecture]()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

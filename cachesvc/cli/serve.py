@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 import cachesvc
 from cachesvc import core
 from cachesvc.cli.render import size
-from cachesvc.config import Settings, known_settings, load_settings
+from cachesvc.config import ConfigError, Settings, known_settings, load_settings
 from cachesvc.logs import configure
 from cachesvc.service import serve as run
 
@@ -30,6 +30,12 @@ def _option(setting: str, *flags: str) -> typer.models.OptionInfo:
 
 def serve(
     model: Annotated[str | None, _option("model.name", "--model")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter", metavar="NAME=SOURCE", help=f"{HELP['model.adapters']}; may be repeated"
+        ),
+    ] = None,
     host: Annotated[str | None, _option("server.host", "--host")] = None,
     port: Annotated[int | None, _option("server.port", "--port")] = None,
     data_dir: Annotated[Path | None, _option("server.data_dir", "--data-dir")] = None,
@@ -57,6 +63,7 @@ def serve(
     """
     flags = {
         "model.name": model,
+        "model.adapters": _adapters(adapter) if adapter else None,
         "model.device": device,
         "model.dtype": dtype,
         "model.kv_dtype": kv_dtype,
@@ -76,6 +83,19 @@ def serve(
     configure(settings.log)
     with _progress() as report:
         run(settings, progress=report, on_ready=lambda url: _announce(settings, url))
+
+
+def _adapters(given: list[str]) -> dict[str, str]:
+    """Source by name of `NAME=SOURCE`s. Raises ConfigError for what is written otherwise."""
+    adapters: dict[str, str] = {}
+    for one in given:
+        name, equals, source = one.partition("=")
+        if not (name and equals and source) or name in adapters:
+            raise ConfigError(
+                f"--adapter {one}: write NAME=SOURCE, a name for each, as in --adapter sql=./sql"
+            )
+        adapters[name] = source
+    return adapters
 
 
 def _announce(settings: Settings, url: str) -> None:

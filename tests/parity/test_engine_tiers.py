@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from engine.engine import Engine, EngineSettings
-from engine.models import LoadedModel
+from engine.errors import UnknownAdapter
+from engine.models import LoadedModel, load_adapter
 from engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenCounts
 from engine.runner import Runner
 from engine.scheduler import SchedulerSettings
-from engine.testing import tiny_model
+from engine.testing import save_tiny_adapter, tiny_model
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk_open import open_disk
 from tiers.keys import CacheScope
@@ -52,9 +53,10 @@ class House:
         self.engine = Engine(
             Runner(loaded, self.cache.pool.tensor),
             self.cache,
-            EngineSettings(scheduler=scheduler, max_context=1024),
+            EngineSettings(scheduler=scheduler, max_context=1024, adapters=loaded.adapters.digests),
             lambda outputs: [self._outputs.put(output) for output in outputs] and None,
         )
+        self._adapters = loaded.adapters.digests
         self.engine.start()
 
     def close(self) -> None:
@@ -63,16 +65,25 @@ class House:
         self.cache.residency.check()
 
     def ask(
-        self, prompts: Sequence[Sequence[int]], *, cache: bool = True
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        cache: bool = True,
+        adapters: Sequence[str | None] = (),
     ) -> list[tuple[list[int], TokenCounts]]:
-        """All prompts at once; the tokens and the counts of each."""
+        """All prompts at once, each with its adapter; the tokens and the counts of each."""
         params = SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True)
         for number, prompt in enumerate(prompts):
-            tokens = array("i", prompt)
-            scope = CacheScope(layout=self.cache.layout.digest())
+            adapter = adapters[number] if adapters else None
+            digest = self._adapters[adapter] if adapter is not None else b""
             self.engine.submit(
                 Request(
-                    request_id=str(number), tokens=tokens, params=params, scope=scope, cache=cache
+                    request_id=str(number),
+                    tokens=array("i", prompt),
+                    params=params,
+                    scope=CacheScope(layout=self.cache.layout.digest(), adapter=digest),
+                    adapter=adapter,
+                    cache=cache,
                 )
             )
         answers: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
@@ -193,3 +204,56 @@ def test_kv_kept_as_bfloat16_answers_the_same_cold_and_from_each_tier(
         rounded.sink(to_disk=to_disk)
         [(hit, counts)] = rounded.ask([prompt])
         assert hit == cold and counts.hit >= 4 * BLOCK
+
+
+def test_an_adapter_hits_its_own_blocks_in_every_tier_and_nobody_elses(
+    house: Callable[..., House], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Base and two adapters ask the same at once: each computes it, each hits its own alone."""
+    folders = [tmp_path_factory.mktemp("adapter") for _ in range(2)]
+    loaded = tiny_model("llama")
+    for number, folder in enumerate(folders):
+        save_tiny_adapter(folder, seed=number, r=4, target_modules="all-linear")
+        load_adapter(loaded, f"a{number}", str(folder))
+    (prompt,) = prompts_over(loaded, 1)
+    three, names = [prompt] * 3, ("a0", None, "a1")
+    first = house(loaded, device_blocks=60)
+    expected = [answer for answer, _ in first.ask(three, cache=False, adapters=names)]
+    assert len({tuple(answer) for answer in expected}) == 3
+    cold = first.ask(three, adapters=names)
+    assert [(answer, 0) for answer in expected] == [(answer, c.hit) for answer, c in cold]
+    for to_disk, tier in ((None, "hit_device"), (False, "hit_host"), (True, "hit_disk")):
+        if to_disk is not None:
+            first.sink(to_disk=to_disk)
+        hits = first.ask(three, adapters=names)
+        assert expected == [answer for answer, _ in hits]
+        assert all(getattr(counts, tier) >= 4 * BLOCK for _, counts in hits)
+    first.close()
+    again = tiny_model("llama")  # after a restart the names have changed hands
+    load_adapter(again, "a0", str(folders[1]))
+    load_adapter(again, "renamed", str(folders[0]))
+    second = house(again, device_blocks=60)
+    other, renamed = second.ask([prompt] * 2, adapters=("a0", "renamed"))
+    assert (expected[2], 4 * BLOCK) == (other[0], other[1].hit_disk)
+    assert (expected[0], 4 * BLOCK) == (renamed[0], renamed[1].hit_disk)
+    second.close()
+    third_adapter = tmp_path_factory.mktemp("adapter")
+    save_tiny_adapter(third_adapter, seed=9, r=4)
+    load_adapter(again, "a0", str(third_adapter))
+    third = house(again, device_blocks=60)
+    [(_, counts)] = third.ask([prompt], adapters=("a0",))
+    assert 0 == counts.hit
+
+
+def test_an_adapter_that_is_not_loaded_is_refused_by_name(house: Callable[..., House]) -> None:
+    loaded = tiny_model("llama")
+    engine = house(loaded).engine
+    request = Request(
+        request_id="x",
+        tokens=array("i", [1]),
+        params=SamplingParams(),
+        scope=CacheScope(),
+        adapter="pirate",
+    )
+    with pytest.raises(UnknownAdapter, match=r"no adapter 'pirate' is loaded \(loaded: none\)"):
+        engine.submit(request)

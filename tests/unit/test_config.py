@@ -125,10 +125,17 @@ def test_a_mistyped_variable_is_refused_and_the_nearest_named(
 
 def test_a_variable_of_several_values_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHESVC_MODEL__ADAPTERS", '{"pirate": "/adapters/pirate"}')
-    assert {"pirate": Path("/adapters/pirate")} == load_settings().settings.model.adapters
+    assert {"pirate": "/adapters/pirate"} == load_settings().settings.model.adapters
     monkeypatch.setenv("CACHESVC_MODEL__ADAPTERS", "pirate=/x")
     with pytest.raises(ConfigError, match="JSON"):
         load_settings()
+
+
+def test_an_adapter_is_not_named_as_the_model() -> None:
+    with pytest.raises(ConfigError, match="a name of its own"):
+        load_settings({"model.name": "big", "model.adapters": {"big": "x/y"}})
+    with pytest.raises(ConfigError, match="a name of its own"):
+        load_settings({"model.adapters": {" ": "x/y"}})
 
 
 def test_every_setting_has_a_help_text() -> None:

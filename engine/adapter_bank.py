@@ -1,0 +1,198 @@
+"""Several adapters in one model: each row of a step gets the update of its own adapter.
+
+    x ─┬─► base linear ───────────────────────► y
+       └─► rows of adapter k ─► a ─► b ─► added to their rows of y
+
+A bank wraps the modules that its adapters update. `begin` says before a step which rows are whose;
+rows of no adapter, and models without any, get the base's bits. Engine thread only, once serving.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from engine import packing
+from engine.adapters import Adapter, LowRank, linear_shapes
+from engine.batch import Span
+from engine.errors import AdapterError
+from engine.packing import MIN_ROWS, PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """The rows of one adapter in a step: all of them, a run, or listed.
+
+    `listed` has at least MIN_ROWS entries; those from `count` on are padding.
+    """
+
+    digest: bytes
+    count: int
+    run: slice | None = None
+    listed: torch.Tensor | None = None
+
+
+class AdapterRouting:
+    """Which rows of the step belong to which adapter; shared by all modules of a bank."""
+
+    def __init__(self) -> None:
+        self.parts: list[AdapterRows] = []
+        self.num_rows = 0
+
+
+class Update(nn.Module):
+    """A low-rank update as two linear layers, packed where the model's own are.
+
+    Packed, a row's bits do not depend on the rows beside it (docs/compute.md), so that an answer
+    is the same alone and in any batch.
+    """
+
+    def __init__(self, low_rank: LowRank, *, packed: bool) -> None:
+        super().__init__()
+        self.down = _linear(low_rank.a, packed)
+        self.up = _linear(low_rank.b, packed)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        updated: torch.Tensor = self.up(self.down(rows))
+        return updated
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer and, by digest, the updates of the adapters that have one for it."""
+
+    def __init__(self, base: nn.Module, routing: AdapterRouting) -> None:
+        super().__init__()
+        self.base = base
+        self.updates: dict[bytes, Update] = {}
+        self._routing = routing
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: [1, T, in], all of the step's. Returns [1, T, out]."""
+        output: torch.Tensor = self.base(rows)
+        for part in self._routing.parts:
+            update = self.updates.get(part.digest)
+            if update is not None:
+                self._add(output, rows, part, update)
+        return output
+
+    def _add(
+        self, output: torch.Tensor, rows: torch.Tensor, part: AdapterRows, update: Update
+    ) -> None:
+        if rows.shape[:-1] != (1, self._routing.num_rows):
+            raise AdapterError(
+                f"a layer that it updates was given rows of shape {list(rows.shape)} in a step of "
+                f"{self._routing.num_rows} tokens: that layer is not computed for every token"
+            )
+        if part.listed is not None:
+            change = update(rows[0].index_select(0, part.listed))[: part.count]
+            output[0].index_add_(0, part.listed[: part.count], change)
+        elif part.run is not None:
+            output[:, part.run] += update(rows[:, part.run])
+        else:
+            output += update(rows)
+
+
+class AdapterBank:
+    """The adapters of one model, by name. `digests` is a live view, readable on any thread.
+
+    `shapes` are those of the layers that an adapter may update.
+    """
+
+    def __init__(self, model: nn.Module, device: str) -> None:
+        self.shapes = linear_shapes(model)
+        self._model = model
+        self._device = torch.device(device)
+        self._routing = AdapterRouting()
+        self._adapters: dict[str, Adapter] = {}
+        self._digests: dict[str, bytes] = {}
+        self.digests: Mapping[str, bytes] = MappingProxyType(self._digests)
+
+    def add(self, adapter: Adapter) -> None:
+        """Serve `adapter` under its name, in the place of one that had the name before.
+
+        No step may be under way that uses the name.
+        """
+        if adapter.digest not in self._digests.values():
+            packed = packing.can_pack(self._model)
+            for module_name, low_rank in adapter.updates.items():
+                wrapped = self._wrapped(module_name)
+                wrapped.updates[adapter.digest] = Update(low_rank, packed=packed)
+        replaced = self._adapters.get(adapter.name)
+        self._adapters[adapter.name] = adapter
+        self._digests[adapter.name] = adapter.digest
+        if replaced is not None:
+            self._drop_unused(replaced)
+
+    def remove(self, name: str) -> None:
+        """No longer serve the adapter of that name; its memory is freed with its last name."""
+        adapter = self._adapters.pop(name)
+        del self._digests[name]
+        self._drop_unused(adapter)
+
+    def begin(self, spans: Sequence[Span], num_rows: int) -> None:
+        """Take a step's spans, whose tokens lie one after another in `num_rows` rows.
+
+        Rows beyond the spans' are padding. Raises AdapterError for a name that is not served.
+        """
+        self._routing.num_rows = num_rows
+        self._routing.parts = []
+        if all(span.adapter is None for span in spans):
+            return
+        runs: dict[bytes | None, list[range]] = {}
+        first = 0
+        for span in spans:
+            end = first + len(span.tokens)
+            runs.setdefault(self._digest_of(span), []).append(range(first, end))
+            first = end
+        whole = len(runs) == 1
+        self._routing.parts = [
+            AdapterRows(digest, num_rows) if whole else self._part(digest, own)
+            for digest, own in runs.items()
+            if digest is not None
+        ]
+
+    def finish(self) -> None:
+        self._routing.parts = []
+
+    def _digest_of(self, span: Span) -> bytes | None:
+        if span.adapter is None:
+            return None
+        try:
+            return self._digests[span.adapter]
+        except KeyError:
+            raise AdapterError(f"no adapter {span.adapter!r} is loaded") from None
+
+    def _part(self, digest: bytes, own: Iterable[range]) -> AdapterRows:
+        listed = [row for run in own for row in run]
+        count = len(listed)
+        if count >= MIN_ROWS and listed[-1] - listed[0] == count - 1:
+            return AdapterRows(digest, count, run=slice(listed[0], listed[-1] + 1))
+        listed += [listed[-1]] * (MIN_ROWS - count)
+        return AdapterRows(digest, count, listed=torch.tensor(listed, device=self._device))
+
+    def _wrapped(self, module_name: str) -> AdaptedLinear:
+        """The module as a bank's, wrapped in place when it is not yet."""
+        parent_name, _, child_name = module_name.rpartition(".")
+        parent = self._model.get_submodule(parent_name)
+        child = getattr(parent, child_name)
+        if not isinstance(child, AdaptedLinear):
+            child = AdaptedLinear(child, self._routing)
+            setattr(parent, child_name, child)
+        return child
+
+    def _drop_unused(self, adapter: Adapter) -> None:
+        if adapter.digest in self._digests.values():
+            return
+        for module_name in adapter.updates:
+            self._wrapped(module_name).updates.pop(adapter.digest, None)
+
+
+def _linear(weight: torch.Tensor, packed: bool) -> nn.Module:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if not packed:
+        return linear
+    with torch.inference_mode():
+        return PackedLinear(linear)

@@ -1,0 +1,140 @@
+"""Adapters that cannot be served are refused when they are loaded, with what to do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import AdapterError
+from engine.models import LoadedModel, load_adapter
+from engine.testing import save_tiny_adapter, tiny_model
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return tiny_model()
+
+
+def refusal(loaded: LoadedModel, source: object) -> str:
+    with pytest.raises(AdapterError, match="adapter bad") as caught:
+        load_adapter(loaded, "bad", str(source))
+    assert "bad" not in loaded.adapters.digests
+    return str(caught.value)
+
+
+def change_config(folder: Path, **values: Any) -> Path:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return folder
+
+
+def change_weights(folder: Path, **values: torch.Tensor | None) -> Path:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for key, value in values.items():
+        if value is None:
+            del tensors[key]
+        else:
+            tensors[key] = value
+    save_file(tensors, path)
+    return folder
+
+
+def test_files_that_are_missing_or_broken(loaded: LoadedModel, tmp_path: Path) -> None:
+    assert "there is no folder" in refusal(loaded, tmp_path / "nothing")
+    assert "holds no adapter_config.json" in refusal(loaded, tmp_path)
+    save_tiny_adapter(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
+    assert "cannot be read" in refusal(loaded, tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{")
+    assert "cannot be read" in refusal(loaded, tmp_path)
+
+
+def test_what_is_not_lora(loaded: LoadedModel, tmp_path: Path) -> None:
+    from peft import IA3Config, get_peft_model
+
+    from engine.testing import stock_model
+
+    config = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    get_peft_model(stock_model(), config).save_pretrained(tmp_path)
+    assert "is of kind IA3; LoRA is served" in refusal(loaded, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"lora_bias": True}, "lora_bias=True"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head']"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices=[1, 2]"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
+        ({"init_lora_weights": "pissa"}, "changes the base model's weights"),
+    ],
+)
+def test_what_is_more_than_low_rank_updates(
+    loaded: LoadedModel, tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
+    save_tiny_adapter(tmp_path)
+    assert said in refusal(loaded, change_config(tmp_path, **config))
+
+
+def test_another_base_model(loaded: LoadedModel, tmp_path: Path) -> None:
+    save_tiny_adapter(tmp_path)
+    change_config(tmp_path, base_model_name_or_path="org/other")
+    change_weights(tmp_path, **{f"{Q}.lora_A.weight": torch.ones(8, 64)})
+    message = refusal(loaded, tmp_path)
+    assert "has 48 inputs and 96 outputs; it was made for org/other" in message
+    deeper = tmp_path / "deeper"
+    save_tiny_adapter(deeper)
+    beyond = "base_model.model.model.layers.9.self_attn.q_proj"
+    change_weights(
+        deeper,
+        **{f"{beyond}.lora_A.weight": torch.ones(8, 48)},
+        **{f"{beyond}.lora_B.weight": torch.ones(96, 8)},
+    )
+    assert "model.layers.9.self_attn.q_proj, which is no linear layer" in refusal(loaded, deeper)
+
+
+def test_weights_that_do_not_belong_together(loaded: LoadedModel, tmp_path: Path) -> None:
+    for name, values, said in (
+        ("half", {f"{Q}.lora_B.weight": None}, "one matrix of two"),
+        (
+            "lacking",
+            {f"{Q}.lora_A.weight": None, f"{Q}.lora_B.weight": None},
+            "lacks weights for 1 of the modules",
+        ),
+        ("extra", {f"{Q}.lora_magnitude_vector": torch.ones(96)}, "no low-rank update"),
+        ("nan", {f"{Q}.lora_A.weight": torch.full((8, 48), torch.nan)}, "not finite"),
+    ):
+        save_tiny_adapter(tmp_path / name)
+        assert said in refusal(loaded, change_weights(tmp_path / name, **values))
+    save_tiny_adapter(tmp_path / "rank")
+    change_config(tmp_path / "rank", r=4)
+    assert "rank 8" in refusal(loaded, tmp_path / "rank")
+
+
+def test_the_output_layer(loaded: LoadedModel, tmp_path: Path) -> None:
+    save_tiny_adapter(tmp_path)
+    change_weights(
+        tmp_path,
+        **{"base_model.model.lm_head.lora_A.weight": torch.ones(8, 48)},
+        **{"base_model.model.lm_head.lora_B.weight": torch.ones(258, 8)},
+    )
+    assert "lm_head, which is no linear layer between" in refusal(loaded, tmp_path)
+
+
+def test_a_layer_that_is_not_computed_for_every_token(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a mixture of experts, where a layer sees the rows that were routed to it."""
+    save_tiny_adapter(tmp_path, target_modules=["down_proj"])
+    mlp = type(loaded.model.get_submodule("model.layers.0.mlp"))
+    forward = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda self, rows: forward(self, rows[:, :3]).sum(1, True))
+    assert "not computed for every token" in refusal(loaded, tmp_path)
