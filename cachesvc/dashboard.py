@@ -1,27 +1,72 @@
 """The admin half, built from settings: what the routes under `/admin` are handed.
 
-The composition root makes one per server. Event loop only.
+The composition root makes one per server and runs `keep_history` while it serves. Event loop only.
 """
 
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from api.admin.parts import AdminParts
 from api.admin.sessions import Sessions
 from billing.accounts import Accounts
 from cachesvc.config import Settings
+from cachesvc.history import History
 from cachesvc.live import new_token
 from cachesvc.snapshot import Sources, snapshot
+from tiers.histogram import Spread
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_S = 1.0
+RECENT_S = 60.0
+RECENT = {
+    "requests_per_s": "rate:traffic.requests.*",
+    "prompt_tokens_per_s": "rate:traffic.prompt_tokens.*",
+    "hit_ratio": "ratio:traffic.prompt_tokens.device+traffic.prompt_tokens.host"
+    "+traffic.prompt_tokens.disk+traffic.prompt_tokens.remote/traffic.prompt_tokens.*",
+    "generation_tokens_per_s": "rate:traffic.generation_tokens",
+    **{
+        f"{name}_p{share}_s": f"p{share}:latency.{name}"
+        for name in ("ttft", "inter_token", "request")
+        for share in (50, 95, 99)
+    },
+}
 
 
 class Dashboard:
     """The parts of a running server's admin routes."""
 
-    def __init__(self, settings: Settings, *, accounts: Accounts, sources: Sources) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        accounts: Accounts,
+        sources: Sources,
+        latencies: Callable[[], Mapping[str, Spread]],
+    ) -> None:
         admin = settings.admin
+        self._sources = sources
+        self.history = History(partial(snapshot, sources), latencies)
         self.parts = AdminParts(
             sessions=Sessions(lifetime_s=admin.session, idle_s=admin.idle),
             keys=accounts,
             operator_token=new_token(),
             record=accounts.record,
-            stats=partial(snapshot, sources),
+            stats=self.stats,
+            history=self.history,
         )
+
+    def stats(self) -> dict[str, Any]:
+        """The snapshot, and what the last minute was like."""
+        recent = self.history.over(list(RECENT.values()), window_s=RECENT_S)
+        told = {name: recent[series] for name, series in RECENT.items()}
+        return snapshot(self._sources) | {"recent": {"window_s": RECENT_S} | told}
+
+    async def keep_history(self) -> None:
+        """Takes a sample each second until cancelled."""
+        while True:
+            self.history.sample()
+            await asyncio.sleep(SAMPLE_S)

@@ -31,6 +31,7 @@ from cachesvc import core
 from cachesvc.config import ConfigError, ServerSettings, Settings, disk_path
 from cachesvc.dashboard import Dashboard
 from cachesvc.http import Asgi, HttpServer, Timed, bind, is_loopback
+from cachesvc.latency import Latencies
 from cachesvc.live import announced
 from cachesvc.metric_samples import Snapshots
 from cachesvc.metrics import Metrics
@@ -121,6 +122,7 @@ class Service:
             model=loaded.name,
             vllm_aliases=settings.metrics.vllm_aliases,
         )
+        self.latencies = Latencies()
         self.dashboard = Dashboard(
             settings,
             accounts=money.accounts,
@@ -131,6 +133,7 @@ class Service:
                 violations=lambda: self._violations,
                 counters=self.metrics.counters,
             ),
+            latencies=self.latencies.spreads,
         )
         self._encoders = EncoderPool(NUM_ENCODERS)
 
@@ -201,6 +204,7 @@ class Service:
         tasks = [
             asyncio.create_task(self._count_blocks()),
             asyncio.create_task(self._watch_money()),
+            asyncio.create_task(self.dashboard.keep_history()),
         ]
         try:
             await http.serve(sockets=[listener])
@@ -240,6 +244,7 @@ class Service:
         """Engine thread: hand over first, count afterwards."""
         self.bridge.deliver(outputs)
         self.metrics.observe_outputs(outputs)
+        self.latencies.observe(outputs)
 
     def _models(self) -> Mapping[str, ServedModel]:
         loaded, engine = self.core.loaded, self.core.engine

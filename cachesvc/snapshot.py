@@ -6,16 +6,17 @@ do anything. Sizes are bytes, times seconds, amounts of money 1e-12 of the curre
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import cachesvc
 from cachesvc.metric_samples import MoneyStats
+from cachesvc.plain import plain
 from engine.engine import EngineStats
 from tiers.cache import CacheStats
-from tiers.tier import TierStats
 
 Counters = Mapping[tuple[str, tuple[str, ...]], float]
+_OWN_ROUTES = frozenset({"/admin", "/metrics", "/health", "/health/ready"})  # nobody's requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,50 +35,40 @@ def snapshot(sources: Sources) -> dict[str, Any]:
     """Everything, now."""
     now_s = time.time()
     engine = sources.engine()
+    told: dict[str, Any] = plain(engine)
+    del told["cache"]
     return {
         "time_s": now_s,
         "uptime_s": now_s - sources.started_s,
         "version": cachesvc.__version__,
         "model": sources.model,
-        "engine": _engine(engine),
+        "engine": told,
         "cache": _cache(engine.cache),
         "traffic": traffic(sources.counters()),
-        "money": asdict(sources.money()),
+        "money": plain(sources.money()),
         "violations": dict(sources.violations()),
     }
 
 
 def traffic(counters: Counters) -> dict[str, Any]:
-    """The counters as `{metric: value}` or `{metric: {label: value}}`, without their prefix."""
+    """The counters as `{metric: value}` or `{metric: {label: value}}`, without their prefix.
+
+    `responses` are the answers to clients by status code, over all routes.
+    """
     told: dict[str, Any] = {}
+    responses: dict[str, float] = {}
     for (metric, labels), value in counters.items():
         place = told
         *parents, last = (metric.removeprefix("cachesvc_").removesuffix("_total"), *labels)
         for parent in parents:
             place = place.setdefault(parent, {})
         place[last] = value
-    return told
-
-
-def _engine(stats: EngineStats) -> dict[str, Any]:
-    told = asdict(stats)
-    del told["cache"]
-    return told
+        if metric == "cachesvc_http_requests_total" and labels[0] not in _OWN_ROUTES:
+            responses[labels[1]] = responses.get(labels[1], 0.0) + value
+    return told | {"responses": responses}
 
 
 def _cache(stats: CacheStats) -> dict[str, Any]:
-    told = asdict(stats)
-    tiers = (stats.device, stats.host, stats.disk)
-    events: dict[str, dict[str, int]] = {}
-    for (tier, event), count in stats.events.items():
-        events.setdefault(tier, {})[event] = count
-    told["tiers"] = {str(tier.name): _tier(tier) for tier in tiers if tier is not None}
-    for name in ("device", "host", "disk"):
-        del told[name]
-    return told | {"events": events}
-
-
-def _tier(tier: TierStats) -> dict[str, Any]:
-    told = asdict(tier)
-    del told["name"]
-    return told | {"faults": {str(reason): count for reason, count in tier.faults.items()}}
+    told: dict[str, Any] = plain(stats)
+    tiers = {name: told.pop(name) for name in ("device", "host", "disk")}
+    return told | {"tiers": {name: tier for name, tier in tiers.items() if tier is not None}}

@@ -1,0 +1,218 @@
+"""What the server did of late: every number of its snapshot, each second, in bounded memory.
+
+Rings of growing coarseness keep fifteen minutes by the second, three hours by ten seconds, a day by
+the minute and a week by ten minutes. A series is asked for by an expression over the snapshot's
+paths, so a page decides what it draws and nothing is declared twice:
+
+    value:engine.num_running              as it was at each time
+    rate:traffic.generation_tokens        growth of a counter, by the second
+    delta:cache.events.host.stored        growth of a counter, from one time to the next
+    ratio:a.hits+b.hits/a.asked           growth over growth; null where the lower one stood still
+    p95:latency.ttft                      percentile of what was observed from time to time, seconds
+
+`a+b` is a sum, and a path with `*` the sum of all that match. The plurals `values:`, `rates:` and
+`deltas:` of such a path are one series for each that matches.
+Event loop only.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from api.errors import InvalidRequest
+from cachesvc.latency import BOUNDS_S, NAMES, percentile
+from cachesvc.plain import numbers
+from tiers.histogram import Spread
+
+RINGS = ((1, 900), (10, 1080), (60, 1440), (600, 1008))  # seconds between samples, and how many
+MAX_POINTS = 300  # of one answer; a chart is about as many pixels wide
+DIGITS = 5  # significant ones of an answer's numbers
+
+Floats = npt.NDArray[np.float64]
+_SERIES = re.compile(r"(values?|rates?|deltas?|ratio|p\d{1,2}):(.+)")
+
+
+class _Ring:
+    """The latest samples, `step` seconds apart. Columns are added as names come up."""
+
+    def __init__(self, step: int, capacity: int) -> None:
+        self.step = step
+        self.capacity = capacity
+        self.count = 0  # samples ever written
+        self.times: Floats = np.zeros(capacity)
+        self.values: Floats = np.zeros((capacity, 64))
+        self.spreads = np.zeros((capacity, len(NAMES), len(BOUNDS_S) + 1), np.uint32)
+
+    def add(self, time_s: float, row: Floats, spreads: npt.NDArray[np.uint32]) -> None:
+        if len(row) > self.values.shape[1]:
+            wider = np.zeros((self.capacity, 2 * len(row)))
+            wider[:, : self.values.shape[1]] = self.values
+            self.values = wider
+        place = self.count % self.capacity
+        self.times[place] = time_s
+        self.values[place, : len(row)] = row
+        self.spreads[place] = spreads
+        self.count += 1
+
+    def pick(self, window_s: float, since_s: float) -> npt.NDArray[np.int64]:
+        """Places of the samples to show and, first, of the one that their growth starts from.
+
+        Every nth sample by its number, so that the next answer goes on where this one ended.
+        """
+        stride = max(1, -(-int(window_s / self.step) // MAX_POINTS))
+        oldest = max(0, self.count - self.capacity)
+        picked = np.arange(-(-oldest // stride) * stride, self.count, stride)
+        times = self.times[picked % self.capacity]
+        now_s = self.times[(self.count - 1) % self.capacity] if self.count else 0.0
+        wanted = int(np.searchsorted(times, max(now_s - window_s, since_s), "right"))
+        return picked[max(0, wanted - 1) :] % self.capacity
+
+
+class History:
+    """Samples of `read`, which returns the snapshot, and of `spreads`, the latencies."""
+
+    def __init__(
+        self,
+        read: Callable[[], Mapping[str, Any]],
+        spreads: Callable[[], Mapping[str, Spread]],
+        *,
+        clock_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._snapshot = read
+        self._spreads = spreads
+        self._clock_s = clock_s
+        self._columns: dict[str, int] = {}
+        self._rings = [_Ring(step, capacity) for step, capacity in RINGS]
+        self._ticks = 0
+
+    def sample(self) -> None:
+        """Take one sample; called each second. About 0.4 ms."""
+        row = self._row()
+        found = self._spreads()
+        spreads = np.array([found[name].counts for name in NAMES], np.uint32)
+        now_s = self._clock_s()
+        for ring in self._rings:
+            if self._ticks % ring.step == 0:
+                ring.add(now_s, row, spreads)
+        self._ticks += 1
+
+    def read(
+        self, series: Sequence[str], *, window_s: float, since_s: float = 0.0
+    ) -> dict[str, Any]:
+        """`{"step_s", "times", "series": {name: values}}` of the last `window_s` seconds.
+
+        With `since_s`, only what is newer. Raises InvalidRequest for an expression it cannot read.
+        """
+        ring = next((r for r in self._rings if r.step * r.capacity >= window_s), self._rings[-1])
+        view = _View(ring, self._columns, ring.pick(window_s, since_s))
+        values = {name: each for text in series for name, each in view.evaluate(text)}
+        stride = max(1, -(-int(window_s / ring.step) // MAX_POINTS))
+        return {
+            "step_s": ring.step * stride,
+            "times": [round(each, 1) for each in view.times.tolist()],
+            "series": {name: _told(each) for name, each in values.items()},
+        }
+
+    def over(self, series: Sequence[str], *, window_s: float) -> dict[str, float | None]:
+        """Each series as one number: over the whole window, or for `value:` as it is now."""
+        ring = next((r for r in self._rings if r.step * r.capacity >= window_s), self._rings[-1])
+        picked = ring.pick(window_s, 0.0)
+        ends = picked[[0, -1]] if len(picked) else picked
+        view = _View(ring, self._columns, ends)
+        values = {name: _told(each) for text in series for name, each in view.evaluate(text)}
+        return {name: each[-1] if each else None for name, each in values.items()}
+
+    def _row(self) -> Floats:
+        found = dict(numbers(self._snapshot()))
+        for name in found:
+            self._columns.setdefault(name, len(self._columns))
+        row = np.zeros(len(self._columns))
+        for name, value in found.items():
+            row[self._columns[name]] = value
+        return row
+
+
+class _View:
+    """Some samples of a ring, and the series over them. The first only starts the growth."""
+
+    def __init__(
+        self, ring: _Ring, columns: Mapping[str, int], picked: npt.NDArray[np.int64]
+    ) -> None:
+        self._columns = columns
+        self._values = ring.values[picked]
+        self._spreads = ring.spreads[picked]
+        self._times = ring.times[picked]
+        self.times = self._times[1:]
+
+    def evaluate(self, text: str) -> Iterator[tuple[str, Floats]]:
+        parsed = _SERIES.fullmatch(text)
+        if parsed is None:
+            raise InvalidRequest(
+                f"{text!r} is no series: write value:, rate:, delta:, ratio: or p50: and a path "
+                "of /admin/api/stats, such as rate:traffic.generation_tokens",
+                param="series",
+            )
+        kind, expression = parsed.groups()
+        if kind.startswith("p"):
+            yield text, self._percentile(expression, int(kind[1:]) / 100)
+        elif kind == "ratio":
+            yield text, self._ratio(expression)
+        elif kind.endswith("s"):
+            for name in self._matching(expression):
+                yield f"{kind[:-1]}:{name}", self._plain(kind[:-1], self._column(name))
+        else:
+            yield text, self._plain(kind, self._sum(expression))
+
+    def _plain(self, kind: str, values: Floats) -> Floats:
+        if kind == "value":
+            return values[1:]
+        growth = np.maximum(0.0, np.diff(values))
+        return growth if kind == "delta" else growth / np.maximum(1e-3, np.diff(self._times))
+
+    def _ratio(self, expression: str) -> Floats:
+        upper, _, lower = expression.partition("/")
+        below = np.diff(self._sum(lower))
+        ratio: Floats = np.full(len(below), np.nan)
+        np.divide(np.diff(self._sum(upper)), below, out=ratio, where=below > 0)
+        return ratio
+
+    def _percentile(self, path: str, share: float) -> Floats:
+        name = path.removeprefix("latency.")
+        if name not in NAMES:
+            known = ", ".join(f"latency.{each}" for each in NAMES)
+            raise InvalidRequest(
+                f"there are no percentiles of {path!r}; there are of {known}", param="series"
+            )
+        counts = np.diff(self._spreads[:, NAMES.index(name)].astype(np.int64), axis=0)
+        return np.array([percentile(row.tolist(), share) for row in counts])
+
+    def _sum(self, expression: str) -> Floats:
+        total: Floats = np.zeros(len(self._times))
+        for path in expression.split("+"):
+            for name in self._matching(path) if "*" in path else (path,):
+                total = total + self._column(name)
+        return total
+
+    def _column(self, name: str) -> Floats:
+        """A name that has not come up yet is a counter that has not begun."""
+        column = self._columns.get(name)
+        return np.zeros(len(self._times)) if column is None else self._values[:, column]
+
+    def _matching(self, pattern: str) -> list[str]:
+        return [name for name in self._columns if fnmatchcase(name, pattern)]
+
+
+def _told(values: Floats) -> list[float | None]:
+    """Numbers of five digits, and None for what is not a number: short and fit for JSON."""
+    magnitude = np.floor(np.log10(np.abs(values), where=np.abs(values) > 0, out=values * 0.0))
+    scale = 10.0 ** (DIGITS - 1 - magnitude)
+    rounded = np.round(values * scale) / scale
+    return [
+        None if each != each else int(each) if each == int(each) else each
+        for each in rounded.tolist()
+    ]

@@ -1,0 +1,173 @@
+"""What the rings keep, and what series over them say."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api.errors import InvalidRequest
+from cachesvc.history import MAX_POINTS, RINGS, History
+from cachesvc.latency import BOUNDS_S, NAMES, Latencies, percentile
+from cachesvc.plain import numbers, plain
+from engine.request import FinishReason, StepOutput, Timeline, TokenCounts
+from tiers.errors import MissReason
+from tiers.histogram import Histogram
+from tiers.tier import TierName, TierStats
+
+
+class Clocked:
+    """A history of a made-up server, one second after another."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000_000.0
+        self.state: dict[str, Any] = {}
+        self.histograms = {name: Histogram(BOUNDS_S) for name in NAMES}
+        self.history = History(
+            lambda: self.state,
+            lambda: {name: each.spread() for name, each in self.histograms.items()},
+            clock_s=lambda: self.now_s,
+        )
+
+    def tick(self, **state: Any) -> None:
+        self.state = state
+        self.history.sample()
+        self.now_s += 1
+
+    def read(self, *series: str, window_s: float = 60, since_s: float = 0) -> dict[str, Any]:
+        return self.history.read(series, window_s=window_s, since_s=since_s)["series"]
+
+
+def test_counters_grow_gauges_stand_and_shares_divide() -> None:
+    server = Clocked()
+    for second in range(4):
+        server.tick(hits={"host": second * 3, "disk": second}, asked=second * 8, running=second)
+    told = server.read(
+        "value:running", "rate:hits.host", "delta:hits.*", "ratio:hits.*/asked", "rates:hits.*"
+    )
+    assert told == {
+        "value:running": [1, 2, 3],
+        "rate:hits.host": [3, 3, 3],
+        "delta:hits.*": [4, 4, 4],
+        "ratio:hits.*/asked": [0.5, 0.5, 0.5],
+        "rate:hits.disk": [1, 1, 1],
+    }
+
+
+def test_what_never_happened_is_zero_and_a_share_of_nothing_is_null() -> None:
+    server = Clocked()
+    server.tick(asked=1)
+    server.tick(asked=1, late=5)
+    assert server.read("rate:never", "ratio:never/asked", "delta:late") == {
+        "rate:never": [0],
+        "ratio:never/asked": [None],
+        "delta:late": [5],
+    }
+
+
+def test_a_percentile_is_of_what_was_observed_between_two_times() -> None:
+    server = Clocked()
+    server.tick()
+    for _ in range(100):
+        server.histograms["ttft"].observe(0.1)
+    server.tick()
+    server.histograms["ttft"].observe(1.0)
+    server.tick()
+    server.tick()
+    first, second, third = server.read("p50:latency.ttft")["p50:latency.ttft"]
+    assert first == pytest.approx(0.1, rel=0.1)
+    assert second == pytest.approx(1.0, rel=0.1)
+    assert third is None
+
+
+def test_the_next_answer_goes_on_where_the_last_ended() -> None:
+    server = Clocked()
+    for second in range(950):
+        server.tick(done=second * 2)
+    whole = server.history.read(["rate:done"], window_s=900)
+    assert 3.0 == whole["step_s"]
+    assert len(whole["times"]) <= MAX_POINTS
+    assert {2} == set(whole["series"]["rate:done"])
+    for second in range(950, 960):
+        server.tick(done=second * 2)
+    later = server.history.read(["rate:done"], window_s=900, since_s=whole["times"][-1])
+    assert [whole["times"][-1] + 3 * step for step in (1, 2, 3)] == later["times"]
+    nothing = server.history.read(["rate:done"], window_s=900, since_s=later["times"][-1])
+    assert [] == nothing["times"] == nothing["series"]["rate:done"]
+
+
+def test_a_long_window_is_answered_from_a_coarser_ring() -> None:
+    server = Clocked()
+    for second in range(2000):
+        server.tick(done=second)
+    told = server.history.read(["rate:done"], window_s=3 * 3600)
+    assert 40 == told["step_s"]
+    assert {1} == set(told["series"]["rate:done"])
+    assert 1960 == pytest.approx(told["times"][-1] - told["times"][0] + 40, abs=40)
+
+
+def test_one_number_over_a_window() -> None:
+    server = Clocked()
+    for second in range(100):
+        server.tick(done=second if second < 50 else 50, running=second)
+    told = server.history.over(["rate:done", "value:running", "p50:latency.load"], window_s=60)
+    assert 99 == told["value:running"]
+    assert told["rate:done"] == pytest.approx((50 - 39) / 60, rel=0.02)
+    assert told["p50:latency.load"] is None
+    assert {"rate:done": None} == Clocked().history.over(["rate:done"], window_s=60)
+
+
+@pytest.mark.parametrize(
+    "series", ["done", "sum:done", "p999:latency.ttft", "p50:latency.nothing", "rate:"]
+)
+def test_a_series_that_cannot_be_read_is_refused_with_what_would_do(series: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"traffic\.generation_tokens|latency\.ttft"):
+        Clocked().read(series)
+
+
+def test_the_rings_reach_from_seconds_to_a_week() -> None:
+    assert 7 * 86_400 == RINGS[-1][0] * RINGS[-1][1]
+    assert all(
+        lower[0] * lower[1] < upper[0] * upper[1] for lower, upper in itertools.pairwise(RINGS)
+    )
+
+
+@given(st.lists(st.floats(0.001, 500), min_size=1), st.sampled_from([0.5, 0.95, 0.99]))
+def test_a_percentile_lies_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
+    histogram = Histogram(BOUNDS_S)
+    for value in values:
+        histogram.observe(value)
+    true = sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+    found = percentile(histogram.spread().counts, share)
+    assert true / 2**0.25 <= found * (1 + 1e-9)
+    assert found <= true * 2**0.25 * (1 + 1e-9)
+
+
+def test_latencies_are_taken_from_the_outputs() -> None:
+    latencies, ms = Latencies(), 1_000_000
+    counts = TokenCounts(prompt=4)
+    first = Timeline(1 * ms, 2 * ms, 3 * ms, 11 * ms, 11 * ms)
+    second = Timeline(1 * ms, 2 * ms, 3 * ms, 11 * ms, 31 * ms)
+    reasons = {MissReason.ABSENT: 4}
+    latencies.observe(
+        [StepOutput("a", 0, (1,), counts, None, miss_reasons=reasons, timeline=first)]
+    )
+    latencies.observe(
+        [StepOutput("a", 0, (2,), counts, FinishReason.STOP, timeline=second, last=True)]
+    )
+    spreads = latencies.spreads()
+    assert dict.fromkeys(NAMES, 1) == {name: each.count for name, each in spreads.items()}
+    assert 0.010 == pytest.approx(spreads["ttft"].total)
+    assert 0.020 == pytest.approx(spreads["inter_token"].total)
+    assert 0.030 == pytest.approx(spreads["request"].total)
+
+
+def test_snapshots_become_json_and_paths() -> None:
+    tier = TierStats(TierName.DISK, num_blocks=2, faults={MissReason.CHECKSUM: 3})
+    told = plain({("a", TierName.HOST): 1, ("a", "b"): b"\x01", "tier": tier})
+    assert {"host": 1, "b": "01"} == told["a"]
+    found = dict(numbers(told))
+    assert 3 == found["tier.faults.checksum"]
+    assert "tier.name" not in found
