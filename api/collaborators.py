@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from api.event_feeds import Feeds
 from billing.accounts import Tenant
 from engine.request import FinishReason, Request
 from tiers.keys import CacheScope
@@ -127,3 +128,4 @@ class Collaborators:
     readiness: Callable[[], Readiness]
     render_metrics: Callable[[], tuple[bytes, str]]  # body and its content type
     settings: WireSettings
+    feeds: Feeds = field(default_factory=Feeds)  # listeners to what happens to blocks

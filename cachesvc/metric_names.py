@@ -176,6 +176,7 @@ ROUTES = frozenset(
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/models",
+        "/v1/cache/events",
         "/health",
         "/health/ready",
         "/metrics",

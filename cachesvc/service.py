@@ -25,6 +25,7 @@ from api.app import create_app
 from api.bridge import OutputBridge
 from api.collaborators import Collaborators, Readiness, ServedModel, WireSettings
 from api.encoders import EncoderPool
+from api.event_feeds import Feeds
 from api.metering import Meter
 from billing.errors import BillingError
 from cachesvc import core
@@ -136,6 +137,7 @@ class Service:
             latencies=self.latencies.spreads,
         )
         self._encoders = EncoderPool(NUM_ENCODERS)
+        self._feeds = Feeds(self.core.cache.stream)
 
     def app(self, meter: Meter) -> Asgi:
         wire = Collaborators(
@@ -152,6 +154,7 @@ class Service:
             readiness=self.readiness,
             render_metrics=self.metrics.render,
             settings=_wire_settings(self._settings.server),
+            feeds=self._feeds,
         )
         app = create_app(
             wire, routers=(admin_router(self.dashboard.parts),), version=cachesvc.__version__
@@ -239,6 +242,7 @@ class Service:
 
     def _begin_drain(self) -> None:
         self._closing = True
+        self._feeds.close()  # they have no end of their own to wait for
 
     def _on_outputs(self, outputs: Sequence[StepOutput]) -> None:
         """Engine thread: hand over first, count afterwards."""

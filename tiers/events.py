@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tiers.keys import TOKEN_BYTES, PrefixKey
+from tiers.keys import TOKEN_BYTES, PrefixKey, token_ids
 from tiers.lives import Cause
 from tiers.tier import TierName
 
@@ -55,6 +55,9 @@ class BlockEvent:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens) // TOKEN_BYTES
+
+    def token_ids(self) -> list[int]:
+        return token_ids(self.tokens)
 
 
 class Subscription:

@@ -68,6 +68,14 @@ def token_bytes(tokens: Iterable[int]) -> bytes:
     return packed.tobytes()
 
 
+def token_ids(tokens: bytes) -> list[int]:
+    """The inverse of `token_bytes`."""
+    packed = array("i", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tolist()
+
+
 def child_key(parent: PrefixKey, tokens: bytes, content: bytes = b"") -> PrefixKey:
     """The key of the block holding `tokens` after the prefix that `parent` names."""
     return PrefixKey(xxhash.xxh3_128_digest(parent + tokens + content))

@@ -1,0 +1,170 @@
+"""Open feeds of block events on the event loop, as server-sent events.
+
+    EventStream ─► Subscription (bounded, drops and counts) ─► Feed ─► text/event-stream
+
+The publishers' threads only wake the loop; what a slow client does not read waits in its
+subscription's bound. Event loop only.
+"""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from api.errors import Overloaded
+from tiers.events import BlockEvent, EventKind, EventStream, Subscription
+from tiers.keys import PrefixKey
+from tiers.tier import TierName
+
+MAX_FEEDS = 100
+KEEPALIVE = b": keep-alive\n\n"
+CLOSING = b"event: closing\ndata: {}\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """Which events a client asked for and may see, and how much it wants of each."""
+
+    scopes: frozenset[PrefixKey] | None = None  # None: all
+    tiers: frozenset[TierName] = frozenset(TierName)
+    kinds: frozenset[EventKind] = frozenset(EventKind)
+    tokens: bool = False
+
+    def passes(self, event: BlockEvent) -> bool:
+        """What tells of no block, such as a tier that was cleared, passes for everyone."""
+        mine = self.scopes is None or event.scope is None or event.scope in self.scopes
+        return mine and event.tier in self.tiers and event.kind in self.kinds
+
+
+@dataclass(slots=True, eq=False)
+class Feed:
+    """One client's subscription, and what wakes the task that serves it."""
+
+    subscription: Subscription
+    woken: asyncio.Event
+    closed: bool = False
+
+    def close(self) -> None:
+        self.closed = True
+        self.woken.set()
+
+
+@dataclass(slots=True)
+class Feeds:
+    """All open feeds of a server; `close` ends them, so that a stop does not wait for clients."""
+
+    stream: EventStream = field(default_factory=EventStream)
+    _open: set[Feed] = field(default_factory=set)
+    _closed: bool = False
+
+    def open(self, after: int | None) -> Feed:
+        """A feed of what happens from now on, or after number `after`. Raises Overloaded."""
+        if len(self._open) >= MAX_FEEDS or self._closed:
+            raise Overloaded(
+                f"{len(self._open)} clients listen to the cache's events, as many as are served; "
+                "close one, or read them from the ZMQ publisher."
+            )
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has gone: nobody listens
+                loop.call_soon_threadsafe(woken.set)
+
+        feed = Feed(self.stream.subscribe(wake, after=after), woken)
+        self._open.add(feed)
+        return feed
+
+    def drop(self, feed: Feed) -> None:
+        self._open.discard(feed)
+        self.stream.unsubscribe(feed.subscription)
+
+    def close(self) -> None:
+        """End every feed; later ones are refused."""
+        self._closed = True
+        for feed in self._open:
+            feed.close()
+
+
+class FeedResponse(Response):
+    """Sends a feed's events until the client goes or the feed is closed."""
+
+    def __init__(self, feeds: Feeds, after: int | None, wanted: Filter, keepalive_s: float) -> None:
+        super().__init__()
+        self._feeds = feeds
+        self._feed = feeds.open(after)
+        self._wanted = wanted
+        self._keepalive_s = keepalive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            await self._serve(send)
+        except OSError:  # the client has gone
+            pass
+        finally:
+            watcher.cancel()
+            self._feeds.drop(self._feed)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._feed.close()
+
+    async def _serve(self, send: Send) -> None:
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        told_missed, feed = 0, self._feed
+        body = gap_event(None) if feed.subscription.gap else b": listening\n\n"
+        while not feed.closed:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._keepalive_s):
+                    await feed.woken.wait()
+            feed.woken.clear()
+            events = [event for event in feed.subscription.take() if self._wanted.passes(event)]
+            missed = feed.subscription.missed
+            body = gap_event(missed - told_missed) if missed > told_missed else b""
+            told_missed = missed
+            body += b"".join(block_event(event, tokens=self._wanted.tokens) for event in events)
+            body = body or KEEPALIVE
+        await send({"type": "http.response.body", "body": CLOSING, "more_body": False})
+
+
+def event_json(event: BlockEvent, *, tokens: bool = False) -> dict[str, Any]:
+    """An event as every reader gets it: keys in hex, times in Unix seconds."""
+    told: dict[str, Any] = {
+        "number": event.number,
+        "kind": event.kind,
+        "tier": event.tier,
+        "time_s": round(event.time_s, 6),
+    }
+    for name in ("key", "parent", "scope"):
+        value = getattr(event, name)
+        told[name] = None if value is None else value.hex()
+    told |= {
+        "num_tokens": event.num_tokens,
+        "bytes": event.nbytes,
+        "source": event.source,
+        "cause": event.cause,
+    }
+    if tokens:
+        told["token_ids"] = event.token_ids()
+    return told
+
+
+def block_event(event: BlockEvent, *, tokens: bool) -> bytes:
+    data = orjson.dumps(event_json(event, tokens=tokens))
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (event.number, event.kind.encode(), data)
+
+
+def gap_event(missed: int | None) -> bytes:
+    """Events are lost: so many, or (None) all since the id that the client came back with."""
+    return b"event: gap\ndata: " + orjson.dumps({"missed": missed}) + b"\n\n"

@@ -1,0 +1,243 @@
+"""The stream of block events as a client reads it: who sees what, what is replayed, how it ends."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from api.admin.router import admin_router
+from api.admin.testing import OPERATOR_TOKEN, fake_parts
+from api.admission import scope_for
+from api.app import create_app
+from api.auth import Salts
+from api.collaborators import WireSettings
+from api.event_feeds import MAX_FEEDS
+from api.testing import FakeHouse, fake_house
+from billing.errors import UnknownKey
+from billing.keys import Principal, Scope
+from tests.api.driver import Visit
+from tiers.events import EventKind
+from tiers.keys import PrefixKey, token_bytes
+from tiers.lives import Cause
+from tiers.tier import TierName
+
+pytestmark = pytest.mark.anyio
+
+SALTS = Salts(b"secret of the tests", {"public": frozenset({"acme"})})
+PRINCIPALS = {
+    "Bearer sk-admin": Principal("ops", scopes=frozenset({Scope.INFERENCE, Scope.ADMIN})),
+    "Bearer sk-acme": Principal("acme", scopes=frozenset({Scope.INFERENCE})),
+}
+
+
+class Keys:
+    """A gate that knows two keys."""
+
+    async def identify(self, authorization: str | None) -> Principal:
+        if authorization not in PRINCIPALS:
+            raise UnknownKey("no such API key")
+        return PRINCIPALS[authorization]
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[FakeHouse]:
+    house = fake_house(gatekeeper=Keys(), salts=SALTS, settings=WireSettings(keepalive_s=0.05))
+    yield house
+    house.close()
+
+
+@pytest.fixture
+async def app(house: FakeHouse) -> AsyncIterator[FastAPI]:
+    app = create_app(house.wire, routers=(admin_router(fake_parts()),))
+    async with app.router.lifespan_context(app):
+        yield app
+
+
+class Listener(Visit):
+    """A client of the stream."""
+
+    def __init__(self, app: FastAPI, path: str, key: str, query: str = "", **headers: str) -> None:
+        super().__init__(app, path, {}, authorization=f"Bearer {key}", **headers)
+        self._scope |= {"method": "GET", "query_string": query.encode()}
+
+    def events(self) -> list[tuple[str, dict[str, Any]]]:
+        told = []
+        for block in self.text.split("\n\n"):
+            lines = dict(line.split(": ", 1) for line in block.split("\n") if line[:1] not in ":")
+            if "event" in lines:
+                told.append((lines["event"], json.loads(lines["data"])))
+        return told
+
+    async def until(self, count: int) -> list[tuple[str, dict[str, Any]]]:
+        async with asyncio.timeout(5):
+            while len(self.events()) < count:
+                self.arrived.clear()
+                await self.arrived.wait()
+        return self.events()
+
+    async def opened(self) -> "Listener":
+        self.start()
+        await self.first_text()
+        return self
+
+    async def gone(self) -> None:
+        self.leave()
+        async with asyncio.timeout(5):
+            await self.task
+
+
+def root_of(house: FakeHouse, tenant: str, share: str | None = None) -> PrefixKey:
+    model = next(iter(house.wire.models.values()))
+    return scope_for(SALTS, model, Principal(tenant), share).root()
+
+
+def publish(house: FakeHouse, scope: PrefixKey, kind: EventKind = EventKind.STORED) -> None:
+    house.wire.feeds.stream.publish(
+        kind,
+        TierName.DEVICE,
+        key=PrefixKey(b"k" * 16),
+        parent=scope,
+        scope=scope,
+        tokens=token_bytes([7, 8, 9]),
+        nbytes=123,
+        cause=Cause.ROOM if kind is EventKind.REMOVED else None,
+    )
+
+
+async def test_an_admin_key_sees_every_tenants_blocks(house: FakeHouse, app: FastAPI) -> None:
+    listener = await Listener(app, "/v1/cache/events", "sk-admin").opened()
+    scope = root_of(house, "other")
+    publish(house, scope)
+    kind, told = (await listener.until(1))[0]
+    expected = {
+        "kind": "stored",
+        "tier": "device",
+        "key": "6b" * 16,
+        "parent": scope.hex(),
+        "scope": scope.hex(),
+        "num_tokens": 3,
+        "bytes": 123,
+        "source": None,
+        "cause": None,
+    }
+    assert "stored" == kind
+    assert expected == {name: told[name] for name in expected}
+    assert "token_ids" not in told
+    await listener.gone()
+
+
+async def test_any_other_key_sees_its_own_tenants_and_groups_blocks_alone(
+    house: FakeHouse, app: FastAPI
+) -> None:
+    listener = await Listener(app, "/v1/cache/events", "sk-acme", "tokens=1").opened()
+    publish(house, root_of(house, "other"))
+    publish(house, root_of(house, "acme"))
+    publish(house, root_of(house, "acme", "public"))
+    told = [event["scope"] for _, event in await listener.until(2)]
+    assert [root_of(house, "acme").hex(), root_of(house, "acme", "public").hex()] == told
+    assert [7, 8, 9] == listener.events()[0][1]["token_ids"]
+    await listener.gone()
+
+
+async def test_tiers_and_kinds_can_be_chosen(house: FakeHouse, app: FastAPI) -> None:
+    query = "tier=device&tier=disk&kind=removed"
+    listener = await Listener(app, "/v1/cache/events", "sk-admin", query).opened()
+    publish(house, root_of(house, "a"))
+    publish(house, root_of(house, "a"), EventKind.REMOVED)
+    kind, told = (await listener.until(1))[0]
+    assert ("removed", "room") == (kind, told["cause"])
+    await listener.gone()
+
+
+async def test_who_comes_back_with_the_last_id_misses_nothing(
+    house: FakeHouse, app: FastAPI
+) -> None:
+    first = await Listener(app, "/v1/cache/events", "sk-admin").opened()
+    publish(house, root_of(house, "a"))
+    last = (await first.until(1))[0][1]["number"]
+    await first.gone()
+    publish(house, root_of(house, "a"))
+    again = Listener(app, "/v1/cache/events", "sk-admin", **{"last-event-id": str(last)})
+    await again.opened()
+    assert [("stored", last + 1)] == [(kind, e["number"]) for kind, e in await again.until(1)]
+    await again.gone()
+    late = Listener(app, "/v1/cache/events", "sk-admin", f"after={last - 50}")
+    await late.opened()
+    assert ("gap", {"missed": None}) == (await late.until(1))[0]
+    await late.gone()
+
+
+async def test_a_client_that_reads_too_slowly_is_told_what_it_missed(
+    house: FakeHouse, app: FastAPI
+) -> None:
+    listener = await Listener(app, "/v1/cache/events", "sk-admin").opened()
+    for _ in range(20_000):
+        publish(house, root_of(house, "a"))
+    events = await listener.until(16_385)
+    assert ("gap", {"missed": 20_000 - 16_384}) == events[0]
+    await listener.gone()
+
+
+async def test_silence_is_filled_with_comments_and_a_client_that_goes_leaves_nothing(
+    house: FakeHouse, app: FastAPI
+) -> None:
+    listener = await Listener(app, "/v1/cache/events", "sk-admin").opened()
+    async with asyncio.timeout(5):
+        while listener.text.count(": keep-alive") < 2:
+            listener.arrived.clear()
+            await listener.arrived.wait()
+    await listener.gone()
+    assert 0 == house.wire.feeds.stream.num_subscribers
+
+
+async def test_a_stop_ends_the_streams_and_refuses_new_ones(house: FakeHouse, app: FastAPI) -> None:
+    listener = await Listener(app, "/v1/cache/events", "sk-admin").opened()
+    house.wire.feeds.close()
+    async with asyncio.timeout(5):
+        await listener.task
+    assert "event: closing" in listener.text
+    late = Listener(app, "/v1/cache/events", "sk-admin").start()
+    await late.task
+    assert 503 == late.messages[0]["status"]
+    late.leave()
+
+
+async def test_only_so_many_may_listen(house: FakeHouse, app: FastAPI) -> None:
+    listeners = [
+        await Listener(app, "/v1/cache/events", "sk-admin").opened() for _ in range(MAX_FEEDS)
+    ]
+    refused = Listener(app, "/v1/cache/events", "sk-admin").start()
+    await refused.task
+    assert 503 == refused.messages[0]["status"]
+    for listener in listeners:
+        await listener.gone()
+
+
+@pytest.mark.parametrize(
+    ("key", "query", "status", "words"),
+    [
+        ("sk-none", "", 401, "no such API key"),
+        ("sk-acme", "tier=tape", 400, "known: device, host, disk, remote"),
+        ("sk-acme", "after=yesterday", 400, "is no event's id"),
+    ],
+)
+async def test_what_cannot_be_served_is_said(
+    app: FastAPI, key: str, query: str, status: int, words: str
+) -> None:
+    listener = Listener(app, "/v1/cache/events", key, query).start()
+    await listener.task
+    assert status == listener.messages[0]["status"]
+    assert words in listener.text
+
+
+async def test_the_operator_reads_it_under_admin(house: FakeHouse, app: FastAPI) -> None:
+    listener = await Listener(app, "/admin/api/events", OPERATOR_TOKEN).opened()
+    publish(house, root_of(house, "other"))
+    assert "stored" == (await listener.until(1))[0][0]
+    await listener.gone()
+    refused = Listener(app, "/admin/api/events", "sk-plain").start()
+    await refused.task
+    assert 403 == refused.messages[0]["status"]
