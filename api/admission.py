@@ -17,6 +17,7 @@ from api.context import FIT_NAME, Story, story_of, wire_of
 from api.errors import InvalidRequest
 from api.generation import Generation, Job
 from api.idempotency import Claim, claim, replayed
+from api.journal import Journal
 from api.limits import Permit
 from api.metering import Charge
 from api.schemas import GenerationBody
@@ -95,7 +96,9 @@ async def deliver(
         return replayed(claimed, stream=bool(body.stream))
     try:
         return await _admitted(request, principal, job, body, wire_format, claimed)
-    except BaseException:
+    except BaseException as error:
+        stream = bool(body.stream)
+        wire.journal.refuse(job, principal, error, client_id=story.client_id, stream=stream)
         if claimed is not None:
             await claimed.close()
         raise
@@ -110,10 +113,10 @@ async def _admitted(
     claimed: Claim | None,
 ) -> Response:
     """Passes the limits and the money gate, starts the engine, and builds the delivery."""
-    wire, story = wire_of(request), story_of(request)
+    wire, story, stream = wire_of(request), story_of(request), bool(body.stream)
     story.add(
         model=job.model.name,
-        stream=bool(body.stream),
+        stream=stream,
         prompt_tokens=job.prompt_tokens,
         choices=job.num_choices,
     )
@@ -121,6 +124,7 @@ async def _admitted(
     try:
         charge = await wire.meter.admit(principal, job)
         generation = await _submitted(wire, job, charge)
+        wire.journal.begin(job, principal, generation, client_id=story.client_id, stream=stream)
     except BaseException:
         await permit.close(EMPTY)
         raise
@@ -129,13 +133,13 @@ async def _admitted(
         generation=generation,
         charge=charge,
         wire=wire_format,
-        stream=bool(body.stream),
+        stream=stream,
         usage_chunk=body.wants_usage_chunk or asked != Asked(),
         asked=asked,
         headers=permit.headers,
         write_timeout_s=wire.settings.write_timeout_s,
         keepalive_s=wire.settings.keepalive_s,
-        ended=_Ending(story, permit, claimed),
+        ended=_Ending(story, permit, claimed, wire.journal),
         keep=claimed.keep if claimed is not None else None,
     )
     return DeliveryResponse(delivery, request.app.state.deliveries)
@@ -159,10 +163,12 @@ class _Ending:
     story: Story
     permit: Permit
     claimed: Claim | None
+    journal: Journal
 
     async def __call__(self, delivered: Delivered) -> None:
         served, bill = delivered.served, delivered.bill
         usage = bill.usage if bill else EMPTY
+        self.journal.settle(self.story.request_id, delivered)
         await self.permit.close(usage)
         if self.claimed is not None:
             await self.claimed.close()

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api import balance, cache_events, chat, completions, health, models, tokenize
+from api import balance, cache_events, chat, completions, health, models, requests, tokenize
 from api.collaborators import Collaborators
 from api.context import Story
 from api.errors import ApiError, answer_to, is_expected
@@ -38,7 +38,7 @@ def create_app(
     app = FastAPI(title="cachesvc", description=DESCRIPTION, version=version, lifespan=_lifespan)
     app.state.wire = wire
     app.state.deliveries = set()
-    for area in (chat, completions, models, tokenize, balance, cache_events, health):
+    for area in (chat, completions, models, tokenize, balance, cache_events, requests, health):
         app.include_router(area.router)
     for router in routers:
         app.include_router(router)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from api.auth import Gatekeeper, Salts
     from api.bridge import OutputBridge
     from api.idempotency import AnswerStore
+    from api.journal import Journal
     from api.limits import RateLimits
     from api.metering import Meter
 
@@ -122,6 +123,7 @@ class Collaborators:
     salts: "Salts"
     meter: "Meter"
     limits: "RateLimits"
+    journal: "Journal"
     replays: "AnswerStore | None" = None  # None: Idempotency-Key is ignored
     encoders: Executor
     balances: Callable[[str], Tenant]  # of a tenant; may read a store, called off the loop

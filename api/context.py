@@ -27,6 +27,11 @@ class Story:
     arrival_ns: int = field(default_factory=time.monotonic_ns)
     facts: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def client_id(self) -> str:
+        """The id that the client gave the request, if it did."""
+        return self.facts.get("client_request_id") or ""
+
     def add(self, **facts: Any) -> None:
         self.facts.update(facts)
 

@@ -7,6 +7,7 @@ ApiError
 │   └── Unsupported           a known feature that this server cannot serve
 ├── BodyTooLarge
 ├── ModelNotFound
+├── RequestNotFound           the journal does not remember it, or it is another tenant's
 ├── MissingKey                no API key where one is needed
 ├── LoginNeeded               an admin route, and nobody is logged in
 ├── CsrfFailed                a change from a page that does not prove it is ours
@@ -71,6 +72,10 @@ class ModelNotFound(ApiError):
     """No model of that name is served here."""
 
 
+class RequestNotFound(ApiError):
+    """No request of this id is remembered for the caller."""
+
+
 class MissingKey(ApiError):
     """The route needs an API key and none came."""
 
@@ -116,6 +121,7 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     Unsupported: Row(400, "invalid_request_error", "unsupported_parameter"),
     BodyTooLarge: Row(413, "invalid_request_error", "request_too_large"),
     ModelNotFound: Row(404, "invalid_request_error", "model_not_found"),
+    RequestNotFound: Row(404, "invalid_request_error", "request_not_found"),
     MissingKey: Row(401, "invalid_request_error", "missing_api_key"),
     LoginNeeded: Row(401, "invalid_request_error", "login_needed"),
     CsrfFailed: Row(403, "permission_error", "csrf_failed"),

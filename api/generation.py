@@ -19,6 +19,7 @@ from billing.policy import Outcome
 from billing.usage import EMPTY, Usage
 from engine.request import (
     FinishReason,
+    Lookup,
     Request,
     SamplingParams,
     StepOutput,
@@ -130,6 +131,7 @@ class _Part:
     choices: list[_Choice]
     counts: TokenCounts | None = None
     timeline: Timeline = field(default_factory=Timeline)
+    lookup: Lookup | None = None
     over: bool = False
 
     @property
@@ -146,6 +148,8 @@ class Served:
     miss_reasons: Mapping[MissReason, int]
     timeline: Timeline  # of the first prompt
     error: str | None = None
+    lookups: tuple[Lookup, ...] = ()  # of the prompts that were admitted
+    finishes: tuple[FinishReason | None, ...] = ()  # of the choices
 
 
 class Generation:
@@ -221,7 +225,16 @@ class Generation:
         """What was served, and how it ended."""
         first = next(iter(self._parts.values()))
         reasons = dict(self._miss_reasons)
-        return Served(self._outcome, self.usage(), reasons, first.timeline, self._error)
+        parts = self._parts.values()
+        return Served(
+            self._outcome,
+            self.usage(),
+            reasons,
+            first.timeline,
+            self._error,
+            lookups=tuple(part.lookup for part in parts if part.lookup is not None),
+            finishes=tuple(choice.finish for part in parts for choice in part.choices),
+        )
 
     @property
     def outcome(self) -> Outcome:
@@ -269,6 +282,7 @@ class Generation:
     def _note(self, part: _Part, output: StepOutput) -> None:
         part.counts = output.counts
         part.timeline = output.timeline
+        part.lookup = part.lookup or output.lookup
         part.over = part.over or output.last
         self._miss_reasons.update(output.miss_reasons)
         unasked = self._outcome is Outcome.FINISHED and output.finish not in ANSWERED

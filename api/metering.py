@@ -162,6 +162,8 @@ class LedgerCharge:
             cost=format_units(charge.amount),
             saved=format_units(charge.saved),
             price_version=f"{ref.card} {ref.version}",
+            rate=ref,
+            lines=charge.lines,
             receipt=partial(self._receipts, settled) if self._receipts else None,
         )
 

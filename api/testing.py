@@ -19,6 +19,7 @@ from api.collaborators import Collaborators, Readiness, ServedModel, WireSetting
 from api.encoders import EncoderPool
 from api.generation import Job, Served
 from api.idempotency import AnswerStore
+from api.journal import Journal
 from api.limits import NoLimits, RateLimits
 from api.metering import Meter
 from api.usage import Bill
@@ -337,6 +338,7 @@ def fake_house(
     settings: WireSettings | None = None,
     balances: Callable[[str], Tenant] = rich_tenant,
     replays: AnswerStore | None = None,
+    journal: Journal | None = None,
 ) -> FakeHouse:
     """A whole wire over a `ScriptedEngine`; pass what the test is about."""
     bridge = OutputBridge()
@@ -351,6 +353,7 @@ def fake_house(
         meter=meter or counting,
         limits=limits or NoLimits(),
         balances=balances,
+        journal=journal or Journal(),
         replays=replays,
         encoders=EncoderPool(),
         readiness=lambda: Readiness(ready=True),

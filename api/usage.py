@@ -6,6 +6,8 @@ from typing import Any
 
 from api.generation import Served
 from billing.policy import Outcome
+from billing.prices import RateRef
+from billing.rating import Line
 from billing.usage import EMPTY, Usage
 from engine.request import Timeline
 
@@ -19,6 +21,8 @@ class Bill:
     cost: str | None = None
     saved: str | None = None  # against the same tokens with no cache
     price_version: str | None = None
+    rate: RateRef | None = None  # the price that it was rated at
+    lines: tuple[Line, ...] = ()
     receipt: Callable[[], Mapping[str, Any]] | None = None  # signs when called
 
 

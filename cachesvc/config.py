@@ -306,6 +306,16 @@ class MetricsSettings(Section):
     )
 
 
+class JournalSection(Section):
+    """What is remembered of the latest requests, in memory, for the admin pages."""
+
+    requests: int = Field(2000, ge=0, description="Ended requests that are kept; 0 keeps none")
+    bytes: Size = Field(16 << 20, description="Most memory that they take")
+    keep_prompts: bool = Field(
+        False, description="Keep the prompts' tokens as well, for admins to read"
+    )
+
+
 class Settings(BaseSettings):
     """All sections."""
 
@@ -320,6 +330,7 @@ class Settings(BaseSettings):
     billing: BillingSettings = Field(default_factory=BillingSettings)
     limits: LimitsSection = Field(default_factory=LimitsSection)
     admin: AdminSettings = Field(default_factory=AdminSettings)
+    journal: JournalSection = Field(default_factory=JournalSection)
     log: LogSettings = Field(default_factory=LogSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
 

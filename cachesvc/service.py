@@ -26,10 +26,11 @@ from api.bridge import OutputBridge
 from api.collaborators import Collaborators, Readiness, ServedModel, WireSettings
 from api.encoders import EncoderPool
 from api.event_feeds import Feeds
+from api.journal import Journal, JournalSettings
 from api.metering import Meter
 from billing.errors import BillingError
 from cachesvc import core
-from cachesvc.config import ConfigError, ServerSettings, Settings, disk_path
+from cachesvc.config import ConfigError, JournalSection, ServerSettings, Settings, disk_path
 from cachesvc.dashboard import Dashboard
 from cachesvc.http import Asgi, HttpServer, Timed, bind, is_loopback
 from cachesvc.latency import Latencies
@@ -106,6 +107,7 @@ class Service:
         self._violations = {"blocks": 0, "ledger": 0}
         self._closing = False
         self.bridge = OutputBridge()
+        self.journal = Journal(_journal_settings(settings.journal))
         self.core = core.build(
             loaded,
             kv_dtype=settings.model.kv_dtype,
@@ -150,6 +152,7 @@ class Service:
             balances=self._money.accounts.tenant,
             limits=self._money.limits,
             replays=self._money.replays,
+            journal=self.journal,
             encoders=self._encoders,
             readiness=self.readiness,
             render_metrics=self.metrics.render,
@@ -280,4 +283,12 @@ def _wire_settings(server: ServerSettings) -> WireSettings:
         max_choices=server.max_choices,
         write_timeout_s=server.write_timeout,
         keepalive_s=server.keepalive,
+    )
+
+
+def _journal_settings(journal: JournalSection) -> JournalSettings:
+    return JournalSettings(
+        max_requests=journal.requests,
+        max_bytes=journal.bytes,
+        keep_prompts=journal.keep_prompts,
     )

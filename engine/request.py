@@ -117,6 +117,7 @@ class Lookup:
 
     runs: tuple[BlockRun, ...]
     stop: MissReason
+    block_size: int
     absence: Absence | None = None
 
 

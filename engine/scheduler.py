@@ -290,8 +290,8 @@ class Scheduler:
             block_size=size,
         )
         if number * size + num_rows >= num_prompt - 1 or sequence.chain.private:
-            return Lookup(runs, ticket.stop)
-        return Lookup(runs, ticket.stop, self._cache.explain(sequence.chain, number, tail))
+            return Lookup(runs, ticket.stop, size)
+        return Lookup(runs, ticket.stop, size, self._cache.explain(sequence.chain, number, tail))
 
     def _revoke_ticket(self, but: Sequence | None = None) -> bool:
         """Take the pins of the waiting sequence last in line for admission; False: none has any."""

@@ -149,7 +149,7 @@ async def test_a_failure_before_the_first_token_is_a_500(
 async def test_a_failure_in_the_middle_of_a_stream_is_an_event(
     client: httpx.AsyncClient, house: FakeHouse
 ) -> None:
-    house.engine.script = Script(answer="x" * 100, fail_after=3)
+    house.engine.script = Script(answer="x" * 100, fail_after=3, step_s=0.02)
     response = await client.post(CHAT, json=STREAM)
     assert 200 == response.status_code
     assert '"error":{"message"' in response.text

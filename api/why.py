@@ -1,0 +1,180 @@
+"""Why a prompt's tokens were computed rather than served, in words. Pure.
+
+`why` reads a request's lookup, and what was found of it since (`Finding`, for admins alone: it
+speaks of other tenants). Its first sentence is the reason, the rest is what helps to act on it.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine.request import BlockRun, Lookup
+from tiers.absence import Absence
+from tiers.departures import MAX_DEPARTURES, Departure
+from tiers.errors import MissReason
+from tiers.lives import Cause
+
+
+class Kind(StrEnum):
+    """What kind of reason it is; closed, so that pages and programs may tell them apart."""
+
+    SERVED = "served"  # all but the last token was a hit
+    NEVER_SEEN = "never_seen"
+    LEFT = "left"  # it was held, and evicted or purged
+    PARTED = "parted"  # a cached prompt begins alike and goes on differently
+    ENDED = "ended"  # what is cached ends there
+    OTHER_SCOPE = "other_scope"  # cached for another tenant, model or adapter
+    TAIL = "tail"  # what is left does not fill a block
+    REFUSED = "refused"  # it stands, and was not loaded
+    FAULT = "fault"  # it stands, and could not be read
+    DISABLED = "disabled"
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """One prompt's reason. `token` is where the computed part begins."""
+
+    kind: Kind
+    token: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a look at all tiers found afterwards: `rows` leading tokens of the missed block stand in
+    `sibling`, on disk; `owners` hold the missed block itself, under other scopes."""
+
+    rows: int = 0
+    sibling: str | None = None
+    owners: tuple[str, ...] = ()
+
+
+NOTHING = Finding()
+
+REFUSALS = {
+    MissReason.UNECONOMIC: "It stands on disk, but at the rates measured then loading it would "
+    "have taken longer than computing it. `cache.weigh_loads = false` loads regardless.",
+    MissReason.OVERLOADED: "It stands on disk, but the queue of loads was full, so it was computed "
+    "instead. More `cache.readers` may help.",
+    MissReason.NO_ROOM: "It stands on disk, but no host frame was free to load it into. A larger "
+    "`cache.host_bytes` helps.",
+}
+FAULTS = {
+    MissReason.COLLISION: "a block of another prefix has the same key; it was not used",
+    MissReason.CHECKSUM: "its bytes on disk are not those that were written",
+    MissReason.TORN: "its record on disk is shorter or longer than it says",
+    MissReason.VERSION: "it was written in another record format",
+    MissReason.LAYOUT: "it was written for another block layout",
+    MissReason.IO_ERROR: "the operating system refused to read it",
+    MissReason.DECODE: "it does not decompress",
+}
+
+
+def why(lookup: Lookup, arrived_s: float, finding: Finding = NOTHING) -> Why:
+    """The reason why the tokens of the lookup's last run were computed."""
+    computed = lookup.runs[-1]
+    kind, text = _reason(lookup, computed, arrived_s, finding)
+    return Why(kind, computed.start, text)
+
+
+def _reason(
+    lookup: Lookup, computed: BlockRun, arrived_s: float, finding: Finding
+) -> tuple[Kind, str]:
+    stop, absence = lookup.stop, lookup.absence
+    if stop is MissReason.DISABLED:
+        return Kind.DISABLED, "The request asked for no cache, so all of it was computed."
+    if absence is None:
+        return Kind.SERVED, (
+            "Everything before the last token was served. The last token of a prompt is always "
+            "computed: the answer begins with what it predicts."
+        )
+    block = f"Block {computed.start // lookup.block_size}"
+    if stop in REFUSALS:
+        return Kind.REFUSED, f"{block} was not loaded. {REFUSALS[stop]}"
+    if stop in FAULTS:
+        return Kind.FAULT, (
+            f"{block} could not be served: {FAULTS[stop]}. It was computed anew, and the fault is "
+            "counted."
+        )
+    return _absent(lookup, absence, arrived_s, finding)
+
+
+def _absent(
+    lookup: Lookup, absence: Absence, arrived_s: float, finding: Finding
+) -> tuple[Kind, str]:
+    size, start = lookup.block_size, lookup.runs[-1].start
+    number = start // size
+    first = number * size
+    block = f"Block {number} (tokens {first} to {first + size - 1})"
+    if absence.departure is not None:
+        return Kind.LEFT, _left(block, absence.departure, arrived_s)
+    rows = max(absence.rows, finding.rows)
+    if rows and (absence.parted or finding.rows > absence.rows):
+        return Kind.PARTED, _parted(first + rows, start)
+    if rows:
+        return Kind.ENDED, (
+            f"What is cached of this prompt ends at token {first + rows}: no prompt before went on "
+            "as this one does."
+        )
+    if absence.key is None:
+        left = lookup.runs[-1].num_tokens
+        return Kind.TAIL, (
+            f"The last {left} tokens do not fill a block of {size}. A partly filled block is "
+            "served again only while it is in memory, and no other prompt ended this way."
+        )
+    if finding.owners:
+        owners = ", ".join(finding.owners)
+        return Kind.OTHER_SCOPE, (
+            f"{block} is cached, but for {owners}: tenants, models and adapters share nothing "
+            "unless a sharing group lets them."
+        )
+    what = "The prompt begins as none before it" if not first else f"{block} was never seen"
+    return Kind.NEVER_SEEN, (
+        f"{what}: no tier holds it, and it is not among the last {MAX_DEPARTURES:,} blocks that "
+        "left the cache since the server started."
+    )
+
+
+def _left(block: str, departure: Departure, arrived_s: float) -> str:
+    ago = format_seconds(max(0.0, arrived_s - departure.at_s))
+    tier = departure.tier
+    match departure.cause:
+        case Cause.ROOM:
+            return (
+                f"{block} was evicted from the {tier} tier for room {ago} before this request, and "
+                f"no other tier held it. A larger {tier} tier, or a pin, would have kept it."
+            )
+        case Cause.AGE:
+            return (
+                f"{block} was dropped from the {tier} tier {ago} before this request: nobody had "
+                "used it for as long as `cache.idle_ttl` allows."
+            )
+        case Cause.REQUEST:
+            return f"{block} was purged from the {tier} tier {ago} before this request."
+        case _:
+            return f"{block} left the {tier} tier {ago} before this request ({departure.cause})."
+
+
+def _parted(parting: int, start: int) -> str:
+    text = (
+        f"The prompt parts from every cached one at token {parting}: the {parting} tokens before "
+        f"it are cached, token {parting} differs."
+    )
+    if start < parting:
+        text += (
+            f" Tokens {start} to {parting - 1} are cached within a block that goes on differently; "
+            "of a block on disk, only the whole is loaded."
+        )
+    if parting < 256:
+        text += " Is there a date, an id or a name near the beginning of the prompt?"
+    return text
+
+
+def format_seconds(seconds: float) -> str:
+    """A span of time for people: "40 ms", "3.2 s", "5 min", "2 h", "3 days"."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    for limit, divisor, unit in ((100, 1, "s"), (6000, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            value = seconds / divisor
+            return f"{value:.1f} {unit}" if value < 10 else f"{value:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} days"

@@ -1,0 +1,109 @@
+"""Each way to miss is told in its own words, with the token, the tier and the time."""
+
+import pytest
+
+from api.why import NOTHING, Finding, Kind, format_seconds, why
+from engine.request import BlockRun, Lookup
+from tiers.absence import Absence
+from tiers.departures import Departure
+from tiers.errors import MissReason
+from tiers.keys import PrefixKey
+from tiers.lives import Cause
+from tiers.tier import TierName
+
+PARENT, KEY, OTHER = (PrefixKey(bytes([n]) * 16) for n in (1, 2, 3))
+NOW = 1_000_000.0
+
+
+def lookup(
+    served: int,
+    prompt: int,
+    absence: Absence | None = None,
+    stop: MissReason = MissReason.ABSENT,
+) -> Lookup:
+    runs = [BlockRun(TierName.DISK, 0, served, served // 64, PARENT)] if served else []
+    runs.append(BlockRun(None, served, prompt - served, 1))
+    return Lookup(tuple(runs), stop, 64, absence)
+
+
+def missing(**known: object) -> Absence:
+    return Absence(parent=PARENT, key=known.pop("key", KEY), **known)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("told", "finding", "kind", "words"),
+    [
+        (lookup(128, 129), NOTHING, Kind.SERVED, "Everything before the last token was served"),
+        (lookup(0, 99, stop=MissReason.DISABLED), NOTHING, Kind.DISABLED, "asked for no cache"),
+        (lookup(0, 99, missing()), NOTHING, Kind.NEVER_SEEN, "begins as none before it"),
+        (lookup(64, 200, missing()), NOTHING, Kind.NEVER_SEEN, "Block 1 (tokens 64 to 127)"),
+        (
+            lookup(64, 200, missing(departure=Departure(TierName.DISK, Cause.ROOM, NOW - 180))),
+            NOTHING,
+            Kind.LEFT,
+            "evicted from the disk tier for room 3.0 min before this request",
+        ),
+        (
+            lookup(64, 200, missing(departure=Departure(TierName.HOST, Cause.REQUEST, NOW - 4))),
+            NOTHING,
+            Kind.LEFT,
+            "purged from the host tier 4.0 s before",
+        ),
+        (
+            lookup(75, 200, missing(rows=11, parted=True, sibling=OTHER)),
+            NOTHING,
+            Kind.PARTED,
+            "at token 75: the 75 tokens before it are cached",
+        ),
+        (
+            lookup(64, 200, missing()),
+            Finding(rows=11, sibling="03"),
+            Kind.PARTED,
+            "Tokens 64 to 74 are cached within a block",
+        ),
+        (lookup(75, 200, missing(rows=11)), NOTHING, Kind.ENDED, "ends at token 75"),
+        (
+            lookup(0, 99, missing()),
+            Finding(owners=("tenant acme",)),
+            Kind.OTHER_SCOPE,
+            "but for tenant acme",
+        ),
+        (lookup(64, 90, missing(key=None)), NOTHING, Kind.TAIL, "last 26 tokens do not fill"),
+        (
+            lookup(64, 200, missing(), MissReason.UNECONOMIC),
+            NOTHING,
+            Kind.REFUSED,
+            "longer than computing it",
+        ),
+        (
+            lookup(64, 200, missing(), MissReason.CHECKSUM),
+            NOTHING,
+            Kind.FAULT,
+            "not those that were written",
+        ),
+    ],
+)
+def test_every_reason_has_its_words(told: Lookup, finding: Finding, kind: Kind, words: str) -> None:
+    reason = why(told, NOW, finding)
+    assert kind is reason.kind
+    assert words in reason.text
+    assert told.runs[-1].start == reason.token
+
+
+def test_every_cause_of_leaving_has_words() -> None:
+    for cause in Cause:
+        gone = missing(departure=Departure(TierName.DISK, cause, NOW - 60))
+        assert "60 s before this request" in why(lookup(64, 200, gone), NOW).text
+
+
+def test_every_stop_of_a_lookup_has_words() -> None:
+    for stop in MissReason:
+        assert why(lookup(64, 200, missing(), stop), NOW).text.endswith((".", "?"))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "40 ms"), (3.21, "3.2 s"), (99, "99 s"), (300, "5.0 min"), (7200, "2.0 h")],
+)
+def test_spans_of_time_are_for_people(seconds: float, text: str) -> None:
+    assert text == format_seconds(seconds)
