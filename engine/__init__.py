@@ -9,14 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.llm import LLM
-    from engine.llm_outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from engine.llm_outputs import CompletionOutput, LoRARequest, RequestMetrics, RequestOutput
     from engine.request import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestMetrics", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "LoRARequest",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 _MODULES = {
     "LLM": "engine.llm",
     "CompletionOutput": "engine.llm_outputs",
+    "LoRARequest": "engine.llm_outputs",
     "RequestMetrics": "engine.llm_outputs",
     "RequestOutput": "engine.llm_outputs",
     "SamplingParams": "engine.request",

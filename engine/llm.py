@@ -25,8 +25,8 @@ from typing import Any, Self
 from engine.engine import Engine, EngineSettings
 from engine.errors import InvalidParameter
 from engine.hardware import pick_device
-from engine.llm_outputs import PendingRequest, RequestOutput
-from engine.models import DEFAULT_MODEL, LoadedModel, load_model
+from engine.llm_outputs import LoRARequest, PendingRequest, RequestOutput
+from engine.models import DEFAULT_MODEL, LoadedModel, load_adapter, load_model
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.runner import Runner
 from engine.sampler import check_params
@@ -102,20 +102,24 @@ class LLM:
         self,
         prompts: str | Seq[str] | Seq[Seq[int]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt, in the order given; they are served together.
 
-        `sampling_params` is for all prompts, or one for each; None generates up to 16 tokens.
-        Raises RequestError for what cannot be served, before anything is generated for long:
-        either all prompts are answered or none.
+        `sampling_params` is for all prompts, or one for each; None generates up to 16 tokens. So is
+        `lora_request`, and None answers with the model itself. Raises RequestError for what cannot
+        be served, before anything is generated for long: either all prompts are answered or none;
+        and AdapterError for an adapter that cannot be read.
         """
-        return self._serve(self._prompts(prompts), sampling_params)
+        return self._serve(self._prompts(prompts), sampling_params, lora_request)
 
     def chat(
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[RequestOutput]:
@@ -137,7 +141,7 @@ class LLM:
                 continue_final_message=continue_final_message,
             )
             prompts.append((text, tokenizer.encode(text, add_special_tokens=False)))
-        return self._serve(prompts, sampling_params)
+        return self._serve(prompts, sampling_params, lora_request)
 
     def close(self) -> None:
         """Stop the engine, write to the disk tier what memory holds, close it. Twice is once."""
@@ -178,13 +182,22 @@ class LLM:
         return None, array("i", given)
 
     def _serve(
-        self, prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
+        self,
+        prompts: Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
-        pending = [
-            PendingRequest(self._request(tokens, of), text, self._loaded.tokenizer)
-            for (text, tokens), of in zip(prompts, _params_of(params, len(prompts)), strict=True)
-        ]
+        each = zip(
+            prompts,
+            _params_of(params, len(prompts)),
+            _adapters_of(lora_request, len(prompts)),
+            strict=True,
+        )
         with self._turn:
+            pending = [
+                PendingRequest(self._request(tokens, of, adapter), text, self._loaded.tokenizer)
+                for (text, tokens), of, adapter in each
+            ]
             try:
                 for one in pending:
                     self._engine.submit(one.request)
@@ -207,12 +220,21 @@ class LLM:
                 if one.done:
                     del running[output.request_id]
 
-    def _request(self, tokens: "array[int]", params: SamplingParams) -> Request:
+    def _request(
+        self, tokens: "array[int]", params: SamplingParams, adapter: str | None
+    ) -> Request:
+        digests = self._loaded.adapters.digests
+        if adapter is not None and adapter not in digests:
+            # Named by where it comes from: other names for one adapter are no other adapter.
+            load = partial(load_adapter, self._loaded, adapter, adapter)
+            self._engine.call(lambda cache: load()).result()
+        digest = digests[adapter] if adapter is not None else b""
         return Request(
             request_id=f"offline-{next(self._numbers)}",
             tokens=tokens,
             params=params,
-            scope=self._scope,
+            scope=replace(self._scope, adapter=digest),
+            adapter=adapter,
             cache=self._caching,
             arrival_ns=time.monotonic_ns(),
         )
@@ -247,6 +269,7 @@ def _engine_settings(loaded: LoadedModel) -> EngineSettings:
         max_waiting=sys.maxsize,  # the prompts are in memory already: nothing is gained by refusing
         max_context=loaded.max_context,
         eos_token_ids=loaded.eos_token_ids,
+        adapters=loaded.adapters.digests,
         check_params=partial(check_params, vocab_size=loaded.vocab_size),
     )
 
@@ -277,6 +300,23 @@ def _params_of(
             param="sampling_params",
         )
     return [_checked(params) for params in given]
+
+
+def _adapters_of(given: Any, num_prompts: int) -> list[str | None]:
+    """Where each prompt's adapter comes from. Raises InvalidParameter where they are not as
+    many."""
+    each = [given] * num_prompts if given is None or isinstance(given, LoRARequest) else given
+    if (
+        not isinstance(each, Seq)
+        or len(each) != num_prompts
+        or not all(one is None or isinstance(one, LoRARequest) for one in each)
+    ):
+        raise InvalidParameter(
+            f"lora_request must be LoRARequest(name, id, path), None, or a list of these, one for "
+            f"each of the {num_prompts} prompts",
+            param="lora_request",
+        )
+    return [None if one is None else one.lora_path for one in each]
 
 
 def _checked(params: Any) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""What the offline class answers with, and how a request's outputs become an answer.
+"""What the offline class is asked and answers with, and how a request's outputs become an answer.
 
 Used by `engine.llm` on the thread that called it.
 """
@@ -35,6 +35,19 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     cumulative_logprob: float | None = None
     logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """The LoRA adapter to answer with, in the shape that vLLM's users know.
+
+    `lora_path` is a folder or a hub id, read when it is first asked for and kept until the LLM is
+    closed. Name and number are labels: what tells adapters apart is their content.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import engine
-from engine import LLM, RequestOutput, SamplingParams
-from engine.errors import EngineClosed, EngineFailed, ModelError, RequestError
-from engine.testing import save_tiny_model
+from engine import LLM, LoRARequest, RequestOutput, SamplingParams
+from engine.errors import AdapterError, EngineClosed, EngineFailed, ModelError, RequestError
+from engine.testing import save_tiny_adapter, save_tiny_model
 from tiers.errors import ConfigurationError
 
 PROMPT = "the quick brown fox jumps over the lazy dog; " * 3  # 135 tokens, one a byte
@@ -50,6 +50,27 @@ def test_a_repeated_prompt_is_a_hit_with_the_same_answer(llm: LLM) -> None:
     assert (warm.prompt, bytes(warm.prompt_token_ids).decode()) == (PROMPT, PROMPT)
     assert warm.outputs[0].finish_reason == "length"
     assert len(warm.outputs[0].token_ids) == 12
+
+
+def test_prompts_choose_adapters_and_share_nothing_across_them(llm: LLM, tmp_path: Path) -> None:
+    """Two adapters and the model on one prompt; a second name for a content hits its blocks."""
+    for number, name in enumerate(("a", "b", "copy of a")):
+        save_tiny_adapter(tmp_path / name, seed=number % 2, r=4, target_modules="all-linear")
+    one, other, copy = (LoRARequest(n, 1, str(tmp_path / n)) for n in ("a", "b", "copy of a"))
+    cold = llm.generate([PROMPT] * 3, GREEDY, lora_request=[one, None, other])
+    assert [0, 0, 0] == [output.num_cached_tokens for output in cold]
+    assert 3 == len({tuple(t) for t in tokens(cold)})
+    warm = llm.generate([PROMPT] * 3, GREEDY, lora_request=[one, None, other])
+    assert tokens(cold) == tokens(warm)
+    assert [len(PROMPT) - 1] * 3 == [output.num_cached_tokens for output in warm]
+    [renamed] = llm.generate(PROMPT, GREEDY, lora_request=copy)
+    assert (tokens(cold)[:1], len(PROMPT) - 1) == (tokens([renamed]), renamed.num_cached_tokens)
+    with pytest.raises(AdapterError, match="there is no folder"):
+        llm.generate(PROMPT, lora_request=LoRARequest("c", 2, str(tmp_path / "nowhere")))
+    for wrong in ("a", [one], [one, "b"]):
+        with pytest.raises(RequestError, match=r"must be LoRARequest\(name, id, path\)"):
+            llm.generate([PROMPT] * 2, lora_request=wrong)  # type: ignore[arg-type]
+    assert cold[1].outputs == llm.generate(PROMPT, GREEDY)[0].outputs
 
 
 def test_metrics_add_up(llm: LLM) -> None:
