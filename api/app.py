@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 
 from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,7 +18,8 @@ from starlette.responses import Response
 from api import balance, cache_events, chat, completions, health, models, requests, tokenize
 from api.collaborators import Collaborators
 from api.context import Story
-from api.errors import ApiError, answer_to, is_expected
+from api.errors import ApiError, NotJson, answer_to, is_expected
+from api.schemas import refusal
 from api.storyteller import Storyteller
 from billing.errors import BillingError
 from engine.errors import EngineError
@@ -44,6 +46,7 @@ def create_app(
         app.include_router(router)
     for kind in (ApiError, EngineError, BillingError, HTTPException):
         app.add_exception_handler(kind, _answer)
+    app.add_exception_handler(RequestValidationError, _refuse)
     app.add_middleware(Storyteller)
     return app
 
@@ -70,3 +73,12 @@ async def _answer(request: Request, error: Exception) -> Response:
         logger.error("request %s failed", story.request_id, exc_info=error)
     headers = dict(answer.headers)
     return Response(answer.encoded(), answer.status, headers, "application/json")
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """A body, query or path of an admin route that does not fit, in the same shape."""
+    assert isinstance(error, RequestValidationError), error
+    found = [dict(one) | {"loc": one["loc"][1:] or one["loc"]} for one in error.errors()]
+    if found[0]["type"] == "json_invalid":
+        return await _answer(request, NotJson("The body is not valid JSON; send one JSON object."))
+    return await _answer(request, refusal(found))

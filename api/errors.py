@@ -8,6 +8,7 @@ ApiError
 ├── BodyTooLarge
 ├── ModelNotFound
 ├── RequestNotFound           the journal does not remember it, or it is another tenant's
+├── RecordNotFound            an admin route names a tenant, key or request that is not there
 ├── MissingKey                no API key where one is needed
 ├── LoginNeeded               an admin route, and nobody is logged in
 ├── CsrfFailed                a change from a page that does not prove it is ours
@@ -76,6 +77,10 @@ class RequestNotFound(ApiError):
     """No request of this id is remembered for the caller."""
 
 
+class RecordNotFound(ApiError):
+    """No tenant, key, card or request of that name."""
+
+
 class MissingKey(ApiError):
     """The route needs an API key and none came."""
 
@@ -122,6 +127,7 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     BodyTooLarge: Row(413, "invalid_request_error", "request_too_large"),
     ModelNotFound: Row(404, "invalid_request_error", "model_not_found"),
     RequestNotFound: Row(404, "invalid_request_error", "request_not_found"),
+    RecordNotFound: Row(404, "invalid_request_error", "not_found"),
     MissingKey: Row(401, "invalid_request_error", "missing_api_key"),
     LoginNeeded: Row(401, "invalid_request_error", "login_needed"),
     CsrfFailed: Row(403, "permission_error", "csrf_failed"),
@@ -146,6 +152,9 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     billing_errors.UnknownTenant: Row(403, "permission_error", "unknown_tenant"),
     billing_errors.NoPrice: Row(403, "permission_error", "no_price"),
     billing_errors.InvalidAmount: Row(400, "invalid_request_error", "invalid_value"),
+    billing_errors.PriceError: Row(400, "invalid_request_error", "invalid_rate_card"),
+    billing_errors.CardConflict: Row(409, "invalid_request_error", "rate_card_conflict"),
+    billing_errors.UnknownHold: Row(404, "invalid_request_error", "not_found"),
     billing_errors.InvalidName: Row(400, "invalid_request_error", "invalid_value"),
     billing_errors.AlreadyExists: Row(409, "invalid_request_error", "already_exists"),
     billing_errors.DuplicateRequest: Row(409, "invalid_request_error", "duplicate_request"),

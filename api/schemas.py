@@ -4,7 +4,7 @@ Unknown fields are ignored, wrong types and values out of range are refused with
 Known fields that would change the answer and are not served are refused, never dropped silently.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
@@ -265,7 +265,7 @@ def parse(raw: bytes, kind: type[BodyType]) -> BodyType:
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise refusal(error.errors(include_url=False, include_context=False)) from None
 
 
 def sampling_params(
@@ -299,20 +299,24 @@ def sampling_params(
     )
 
 
-def _refusal(error: ValidationError) -> InvalidRequest:
-    """The first thing wrong, in OpenAI's words: the path of the field and what it should be."""
-    first = _deepest(error)
+def refusal(found: Sequence[Mapping[str, Any]]) -> InvalidRequest:
+    """The first thing wrong, in OpenAI's words: the path of the field and what it should be.
+
+    `found` are pydantic's errors.
+    """
+    first = _deepest(found)
     path = _path(first["loc"])
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if first["type"] == "missing":
         return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
+    if first["type"] == "extra_forbidden":
+        return InvalidRequest(f"Unknown parameter: '{path}'.", param=path)
     got = _shown(first["input"])
     return InvalidRequest(f"Invalid '{path}': {message}; got {got}.", param=path)
 
 
-def _deepest(error: ValidationError) -> Mapping[str, Any]:
+def _deepest(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The most telling error: of a union's branches, the one that got furthest into the value."""
-    found = error.errors(include_url=False, include_context=False)
     field = found[0]["loc"][0]
     return max((one for one in found if one["loc"][0] == field), key=lambda one: len(one["loc"]))
 

@@ -9,7 +9,7 @@ from billing.entries import ACCOUNTS, Entry, Kind
 from billing.gate import Account
 from billing.holds import StoredHold
 from billing.rollups import Row, joined
-from billing.store import LedgerStore
+from billing.store import LedgerStore, find_corrections
 from billing.store_rows import read_account, read_entry, read_hold
 from billing.store_schema import (
     accounts,
@@ -57,6 +57,22 @@ def find_request(connection: Connection, tenant: str, request_id: str) -> Entry 
     )
     row = connection.execute(query).mappings().first()
     return None if row is None else read_entry(row)
+
+
+def request_entries(connection: Connection, tenant: str, request_id: str) -> list[Entry]:
+    """The charge of a request, then the corrections that name it."""
+    charged = find_request(connection, tenant, request_id)
+    return [] if charged is None else [charged, *find_corrections(connection, charged)]
+
+
+def last_entries(
+    connection: Connection, tenant: str, limit: int, before: int | None = None
+) -> list[Entry]:
+    """The newest entries of a tenant, newest first; those older than number `before`."""
+    query = select(entries).where(entries.c.tenant == tenant).order_by(entries.c.seq.desc())
+    if before is not None:
+        query = query.where(entries.c.seq < before)
+    return [read_entry(row) for row in connection.execute(query.limit(limit)).mappings()]
 
 
 def rare_entries(

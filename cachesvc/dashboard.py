@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from api.admin.books import Books
 from api.admin.parts import AdminParts
 from api.admin.sessions import Sessions
-from billing.accounts import Accounts
 from cachesvc.config import Settings
 from cachesvc.history import History
 from cachesvc.live import new_token
@@ -43,7 +43,7 @@ class Dashboard:
         self,
         settings: Settings,
         *,
-        accounts: Accounts,
+        books: Books,
         sources: Sources,
         latencies: Callable[[], Mapping[str, Spread]],
     ) -> None:
@@ -52,11 +52,12 @@ class Dashboard:
         self.history = History(partial(snapshot, sources), latencies)
         self.parts = AdminParts(
             sessions=Sessions(lifetime_s=admin.session, idle_s=admin.idle),
-            keys=accounts,
+            keys=books.accounts,
             operator_token=new_token(),
-            record=accounts.record,
+            record=books.accounts.record,
             stats=self.stats,
             history=self.history,
+            books=books,
         )
 
     def stats(self) -> dict[str, Any]:

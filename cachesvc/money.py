@@ -15,22 +15,24 @@ from typing import Any
 
 from limits.errors import ConfigurationError
 
+from api.admin.books import Books
 from api.auth import KeyGate, Salts
 from api.limits import LimitSettings, NoLimits, Quota, RateLimits, open_limits
 from api.metering import LedgerMeter
-from billing import audit, store_reports
+from billing import store_reports
 from billing.accounts import Accounts
 from billing.cards import find_card
 from billing.entries import Entry, Kind
 from billing.gate import Settled
 from billing.holds import decode_request
 from billing.idempotency import Idempotency
-from billing.ledger import Ledger, LedgerStats
+from billing.ledger import Ledger
 from billing.lint import Level, lint
 from billing.prices import RateCard
+from billing.prover import Prover
 from billing.rating import rate
 from billing.receipts import ReceiptSigner, describe
-from billing.store import LedgerStore, database_url, open_store
+from billing.store import database_url, open_store
 from billing.usage import Usage
 from cachesvc.config import ConfigError, LimitsSection, QuotaTable, Settings
 from cachesvc.metric_samples import MoneyStats
@@ -47,20 +49,20 @@ ObserveBill = Callable[[str, Mapping[str, int], int], None]
 class Money:
     """The parts, and the snapshot that a scrape reads."""
 
-    store: LedgerStore
-    accounts: Accounts
+    books: Books
+    bills: "Bills"
     gatekeeper: KeyGate
     salts: Salts
     limits: RateLimits
     replays: Idempotency
-    signer: ReceiptSigner
     required: bool
     lease_s: int
     slice_tokens: int
-    owner: str
-    first_card: RateCard | None
-    ledger: Ledger | None = None
     _stats: MoneyStats = field(default_factory=MoneyStats)
+
+    @property
+    def accounts(self) -> Accounts:
+        return self.books.accounts
 
     @property
     def requires_keys(self) -> bool:
@@ -68,34 +70,26 @@ class Money:
 
     def start(self, observe_bill: ObserveBill) -> LedgerMeter:
         """Settle what an earlier run left, take commands; `observe_bill` hears of every charge."""
-        self.ledger = Ledger(
-            self.store,
-            self.accounts,
-            owner=self.owner,
-            default_card=self.first_card,
-            observers=(lambda entries: self._observe(entries, observe_bill),),
-        )
-        self.ledger.start()
+        self.bills.observe = observe_bill
+        self.books.ledger.start()
         return LedgerMeter(
-            self.ledger,
+            self.books.ledger,
             slice_tokens=self.slice_tokens,
             lease_s=self.lease_s,
             receipts=self._receipt,
         )
 
     def close(self) -> None:
-        if self.ledger is not None:
-            self.ledger.close()
-        self.store.close()
+        self.books.ledger.close()
+        self.books.store.close()
 
     def stats(self) -> MoneyStats:
         """Holds and drift as of the last `refresh`, the ledger's thread as of now; any thread."""
-        ledger = self.ledger.stats() if self.ledger is not None else LedgerStats()
-        return replace(self._stats, ledger=ledger)
+        return replace(self._stats, ledger=self.books.ledger.stats())
 
     def refresh(self) -> None:
         """Look at holds and balances. Reads the store."""
-        with self.store.reading() as connection:
+        with self.books.store.reading() as connection:
             holds = store_reports.hold_list(connection)
             accounts = store_reports.all_accounts(connection)
             held = store_reports.held_by_tenant(connection)
@@ -108,24 +102,31 @@ class Money:
 
     def audit(self) -> int:
         """Prove the whole ledger; returns how many things differ, and says them in the log."""
-        problems = audit.verify(self.store).problems
+        problems = self.books.prover.prove().proof.problems
         for problem in problems:
             logger.error(f"the ledger does not add up: {problem}")
         return len(problems)
 
     def _receipt(self, settled: Settled) -> Mapping[str, Any]:
-        return self.signer.sign(describe(settled.entry, self.accounts.book))
+        return self.books.signer.sign(describe(settled.entry, self.accounts.book))
 
-    def _observe(self, entries: Sequence[Entry], observe_bill: ObserveBill) -> None:
-        """Ledger thread, after each commit."""
+
+@dataclass(slots=True)
+class Bills:
+    """The ledger's observer: tells the metrics what each charge came to. Ledger thread."""
+
+    accounts: Accounts
+    observe: ObserveBill | None = None
+
+    def __call__(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            if entry.kind is not Kind.CHARGE:
+            if entry.kind is not Kind.CHARGE or self.observe is None:
                 continue
             ref, _ = decode_request(entry.body)
             usage = Usage.from_record(entry.details.get("usage", {}))  # empty is left out
             charge = rate(usage, self.accounts.book.pinned(ref))
             by_class = {line.name: line.amount for line in charge.lines}
-            observe_bill(entry.currency, by_class, charge.saved)
+            self.observe(entry.currency, by_class, charge.saved)
 
 
 def open_money(settings: Settings) -> Money:
@@ -137,10 +138,18 @@ def open_money(settings: Settings) -> Money:
     first_card = _first_card(settings.billing.first_card)
     store = open_store(settings.billing.database_url or database_url(data_dir))
     accounts = Accounts(store)
+    bills = Bills(accounts)
+    ledger = Ledger(
+        store,
+        accounts,
+        owner=settings.billing.server_name,
+        default_card=first_card,
+        observers=(bills,),
+    )
     required = settings.server.require_keys
     return Money(
-        store=store,
-        accounts=accounts,
+        books=Books(store, accounts, ledger, Prover(store), ReceiptSigner.open(data_dir)),
+        bills=bills,
         gatekeeper=KeyGate(accounts, required=required),
         salts=Salts(
             read_secret(data_dir),
@@ -148,12 +157,9 @@ def open_money(settings: Settings) -> Money:
         ),
         limits=_limits(settings.limits),
         replays=Idempotency(store),
-        signer=ReceiptSigner.open(data_dir),
         required=required,
         lease_s=max(1, round(settings.billing.hold_lease)),
         slice_tokens=settings.billing.slice_tokens,
-        owner=settings.billing.server_name,
-        first_card=first_card,
     )
 
 

@@ -128,7 +128,7 @@ class Service:
         self.latencies = Latencies()
         self.dashboard = Dashboard(
             settings,
-            accounts=money.accounts,
+            books=money.books,
             sources=Sources(
                 model=loaded.name,
                 engine=self.core.engine.stats,

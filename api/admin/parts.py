@@ -7,12 +7,15 @@ route whose part is None answers that this server has none.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fastapi import Request
 
 from api.admin.sessions import Sessions
 from billing.keys import Principal
+
+if TYPE_CHECKING:
+    from api.admin.books import Books
 
 
 class KeyRing(Protocol):
@@ -56,6 +59,7 @@ class AdminParts:
     record: Trail
     stats: Callable[[], Mapping[str, Any]]  # a JSON snapshot of the whole server
     history: History | None = None
+    books: "Books | None" = None  # accounts and ledger
 
 
 def parts_of(request: Request) -> AdminParts:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from billing.accounts import KeyInfo
+from billing.documents import key_document, key_state
 from billing.errors import BillingError
 from billing.keys import Scope, format_scopes, parse_scopes
 from billing.prices import NS
@@ -75,7 +76,7 @@ def list_keys(
                     info.project,
                     info.name,
                     format_scopes(info.scopes),
-                    _state(info),
+                    key_state(info, time.time_ns()),
                 )
                 for info in found
             ],
@@ -118,23 +119,5 @@ def _expiry(text: str | None) -> int | None:
     return time.time_ns() + int(found[1]) * _UNITS_S[found[2]] * NS
 
 
-def _state(info: KeyInfo) -> str:
-    if info.revoked_ns is not None:
-        return "revoked"
-    expired = info.expires_ns is not None and info.expires_ns <= time.time_ns()
-    return "expired" if expired else "valid"
-
-
 def _json(info: KeyInfo) -> dict[str, Any]:
-    return {
-        "id": info.key_id,
-        "prefix": info.prefix,
-        "tenant": info.tenant,
-        "project": info.project,
-        "name": info.name,
-        "scopes": [scope.value for scope in Scope if scope in info.scopes],
-        "state": _state(info),
-        "created_ns": info.created_ns,
-        "expires_ns": info.expires_ns,
-        "revoked_ns": info.revoked_ns,
-    }
+    return key_document(info, time.time_ns())

@@ -4,16 +4,24 @@ import json as jsonlib
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from billing import audit, plan
+from billing import audit, plan, store_reports
+from billing.documents import (
+    entry_document,
+    hold_document,
+    plan_document,
+    proof_document,
+    trail_document,
+)
+from billing.entries import Entry
 from billing.errors import BillingError
 from billing.money import format_units, parse_positive
 from billing.prices import NS
-from cachesvc.cli.books import DatabaseUrl, DataDir, TenantOption, actor, books
-from cachesvc.cli.prices import plan_json, print_plan
+from cachesvc.cli.books import Books, DatabaseUrl, DataDir, TenantOption, actor, books
+from cachesvc.cli.prices import print_plan
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Prove and correct the ledger")
@@ -35,7 +43,7 @@ def verify(
         proof = audit.verify(open_books.store, heads=known, progress=_progress)
         took_s = time.monotonic() - began
     if json:
-        print_json(_proof_json(proof, took_s))
+        print_json(proof_document(proof, took_s))
     else:
         for problem in proof.problems:
             typer.echo(f"DIFFERS  {problem}")
@@ -55,6 +63,37 @@ def show_heads(data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
         if not proof.ok:
             fail(f"the ledger does not prove: {proof.problems[0]}")
         print_json({t: {"entry": seq, "hash": h} for t, (seq, h) in proof.heads.items()})
+
+
+@app.command()
+def show(
+    tenant: Annotated[str, typer.Argument(help="Name of the tenant")],
+    request_id: Annotated[str, typer.Argument(help="Id of the request")],
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Print the charge of a request and what corrected it, as JSON."""
+    with books(data_dir, database) as open_books:
+        print_json([entry_document(entry) for entry in _entries(open_books, tenant, request_id)])
+
+
+@app.command()
+def holds(
+    tenant: TenantOption = None,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+    json: AsJson = False,
+) -> None:
+    """List what running requests have on hold, and for how long."""
+    with books(data_dir, database) as open_books:
+        with open_books.store.reading() as connection:
+            found = store_reports.hold_list(connection, tenant)
+        rows = [hold_document(hold, time.time_ns()) for hold in found]
+        if json:
+            print_json(rows)
+            return
+        columns = ("tenant", "request_id", "amount", "model", "server", "age_s", "expires_in_s")
+        print_table(columns, [[row[name] for name in columns] for row in rows], right=columns[5:])
 
 
 @app.command()
@@ -82,7 +121,7 @@ def rerate(
         since_ns = time.time_ns() - days * 86_400 * NS
         found = plan.rerate(open_books.store, pricing, since_ns=since_ns, tenant=tenant)
         if json:
-            print_json(plan_json(found))
+            print_json(plan_document(found))
         else:
             print_plan(found)
 
@@ -122,34 +161,16 @@ def trail(
     with books(data_dir, database) as open_books:
         found = open_books.accounts.trail(limit)
         if json:
-            print_json([_trail_json(row) for row in found])
+            print_json([trail_document(row) for row in found])
             return
         columns = ("seq", "actor", "action", "subject", "before", "after", "reason")
         print_table(columns, [[row[name] for name in columns] for row in found])
 
 
-def _trail_json(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {name: jsonlib.loads(row[name]) for name in ("before", "after")}
-
-
-def _proof_json(proof: audit.Proof, took_s: float) -> dict[str, Any]:
-    return {
-        "ok": proof.ok,
-        "entries": proof.num_entries,
-        "tenants": proof.num_tenants,
-        "seconds": round(took_s, 3),
-        "revenue": {currency: format_units(units) for currency, units in proof.revenue.items()},
-        "problems": [
-            {
-                "tenant": problem.tenant,
-                "entry": problem.seq,
-                "request_id": problem.request_id,
-                "invariant": problem.invariant,
-                "message": problem.message,
-            }
-            for problem in proof.problems
-        ],
-    }
+def _entries(open_books: Books, tenant: str, request_id: str) -> list[Entry]:
+    open_books.accounts.tenant(tenant)
+    with open_books.store.reading() as connection:
+        return store_reports.request_entries(connection, tenant, request_id)
 
 
 def _read_heads(path: Path) -> dict[str, tuple[int, str]]:

@@ -1,10 +1,11 @@
 """`cachesvc tenants`: who is billed."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from billing.accounts import Tenant
+from billing.documents import tenant_document
 from billing.money import format_units, parse_amount
 from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, actor, books, limit_text
 from cachesvc.cli.render import AsJson, note, print_json, print_pairs, print_table
@@ -50,7 +51,7 @@ def list_tenants(
     with books(data_dir, database) as open_books:
         tenants = open_books.accounts.tenants()
         if json:
-            print_json([tenant_json(tenant) for tenant in tenants])
+            print_json([tenant_document(tenant) for tenant in tenants])
             return
         columns = ("tenant", "kind", "currency", "granted", "topped up", "owed", "held")
         print_table(
@@ -139,27 +140,9 @@ def parse_limit(text: str | None) -> int | None:
     return None if text == "unlimited" else parse_amount(text)
 
 
-def tenant_json(tenant: Tenant) -> dict[str, Any]:
-    available, limit = tenant.available, tenant.credit_limit
-    return {
-        "tenant": tenant.tenant,
-        "currency": tenant.currency,
-        "prepaid": tenant.prepaid,
-        "credit_limit": None if limit is None else format_units(limit),
-        "suspended": tenant.suspended,
-        "granted": format_units(tenant.granted),
-        "topped_up": format_units(tenant.topup),
-        "owed": format_units(tenant.owed),
-        "balance": format_units(tenant.balance),
-        "held": format_units(tenant.held),
-        "available": None if available is None else format_units(available),
-        "entries": tenant.seq,
-    }
-
-
 def show_tenant(tenant: Tenant, json: bool) -> None:
     """Print a tenant as JSON or as pairs."""
-    values = tenant_json(tenant)
+    values = tenant_document(tenant)
     if json:
         print_json(values)
         return

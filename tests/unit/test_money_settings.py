@@ -81,10 +81,9 @@ def test_a_charge_of_nothing_is_observed_like_any_other(tmp_path: Path) -> None:
     seen: list[Any] = []
     with money_of(tmp_path) as money:
         money.start(lambda *bill: seen.append(bill))
-        assert money.ledger is not None
-        reserved(money.ledger, "nothing", Usage())
-        reserved(money.ledger, "one", Usage(miss=1))
-        money.ledger.close()
+        reserved(money.books.ledger, "nothing", Usage())
+        reserved(money.books.ledger, "one", Usage(miss=1))
+        money.books.ledger.close()
         assert 2 == money.stats().ledger.settled
     assert [0, 1_000_000] == [sum(by_class.values()) for _, by_class, _ in seen]
 

@@ -1,0 +1,98 @@
+"""The bodies of the admin routes that change money: strict types, and no field that is not known.
+
+Every one says `why`, which the audit log keeps.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from billing.keys import DEFAULT_SCOPES, Scope
+
+Why = Annotated[str, Field(min_length=1, max_length=500, description="Kept in the audit log")]
+Name = Annotated[str, Field(min_length=1, max_length=64)]
+Text = Annotated[str, Field(max_length=200)]
+Amount = Annotated[str, Field(max_length=60, description="A decimal, such as 12.50")]
+
+
+class AdminBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    why: Why
+
+    @field_validator("why")
+    @classmethod
+    def _says_something(cls, why: str) -> str:
+        if not why.strip():
+            raise ValueError("say why; the audit log keeps it")
+        return why.strip()
+
+
+class NewTenant(AdminBody):
+    tenant: Name
+    currency: str | None = Field(None, description="Three capitals; without it, the card's own")
+    credit_limit: Amount | None = Field(
+        "0", description="0 is prepaid, an amount is postpaid up to it, null is unlimited"
+    )
+
+
+class CreditLimit(AdminBody):
+    credit_limit: Amount | None = Field(description="0 is prepaid, null is unlimited")
+
+
+class NewProject(AdminBody):
+    project: Name
+
+
+class NewKey(AdminBody):
+    tenant: Name
+    project: Text = ""
+    name: Text = ""
+    scopes: list[Literal["inference", "usage", "admin"]] = Field(
+        default_factory=lambda: [scope.value for scope in Scope if scope in DEFAULT_SCOPES],
+        min_length=1,
+    )
+    expires_in_s: int | None = Field(None, gt=0, le=100 * 366 * 86_400)
+
+
+class Deposit(AdminBody):
+    amount: Amount
+    reference: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
+        None, description="Your own id of the payment: booked once, however often it is said"
+    )
+
+
+class Correction(AdminBody):
+    tenant: Name
+    request_id: Text
+    amount: Amount | None = Field(None, description="Gives back so much; without it, all of it")
+    reference: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+
+
+class CardSource(BaseModel):
+    """A rate card: its TOML, or the name of one that ships or was applied."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    toml: Annotated[str, Field(max_length=100_000)] | None = None
+    name: Name | None = None
+    version: Name | None = Field(None, description="Of a card that was applied")
+
+
+class PlanBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    card: CardSource
+    days: int = Field(30, ge=1, le=3660)
+    tenant: Name | None = None
+
+
+class DiffBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    before: CardSource
+    after: CardSource
+
+
+class ApplyCard(AdminBody):
+    card: CardSource
