@@ -274,6 +274,22 @@ class LimitsSection(Section):
     )
 
 
+class EventsSection(Section):
+    """Block events for routers, in vLLM's format over ZMQ."""
+
+    zmq: str = Field(
+        "", description="Publish block events here, such as tcp://127.0.0.1:5557; empty: nowhere"
+    )
+    zmq_replay: str = Field(
+        "", description="Answer requests for missed batches here, such as tcp://127.0.0.1:5558"
+    )
+    zmq_topic: str = Field("kv-events", description="Topic that batches are published under")
+    zmq_format: Literal["map", "array"] = Field(
+        "map", description="How an event is written: map for readers of vLLM 0.24 on, else array"
+    )
+    zmq_keep: int = Field(10_000, ge=1, description="Batches kept for replay")
+
+
 class AdminSettings(Section):
     """The dashboard at /admin."""
 
@@ -329,6 +345,7 @@ class Settings(BaseSettings):
     engine: EngineSection = Field(default_factory=EngineSection)
     billing: BillingSettings = Field(default_factory=BillingSettings)
     limits: LimitsSection = Field(default_factory=LimitsSection)
+    events: EventsSection = Field(default_factory=EventsSection)
     admin: AdminSettings = Field(default_factory=AdminSettings)
     journal: JournalSection = Field(default_factory=JournalSection)
     log: LogSettings = Field(default_factory=LogSettings)

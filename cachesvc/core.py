@@ -106,10 +106,11 @@ def build(
     engine: EngineSection,
     data_dir: Path,
     on_outputs: Callable[[Sequence[StepOutput]], None],
+    stream: EventStream | None = None,
 ) -> Core:
     """Tiers and engine for a loaded model. Raises what the tiers say of sizes and directories."""
     layout = loaded.layout(cache.block_size, None if kv_dtype == "auto" else kv_dtype)
-    stream = EventStream()
+    stream = stream or EventStream()
     disk = _open_disk(layout, cache, data_dir, stream)
     try:
         tiers = TieredCache(

@@ -123,6 +123,10 @@ SPECS: Mapping[str, Spec] = {
     "cachesvc_collisions_total": Spec(
         "counter", "Equal keys whose scope, parent or tokens differed; each was a miss"
     ),
+    "cachesvc_event_listeners": Spec("gauge", "Listeners to the stream of block events"),
+    "cachesvc_events_missed_total": Spec(
+        "counter", "Block events dropped for listeners that read too slowly"
+    ),
     "cachesvc_billed_units_total": Spec(
         "counter", "Charged, in 1e-12 of the currency unit, by token class", ("class", "currency")
     ),

@@ -98,6 +98,8 @@ def _cache_samples(cache: CacheStats) -> Iterator[Sample]:
     yield Sample("cachesvc_prefill_tokens_per_second", (), cache.prefill_tokens_per_s)
     yield Sample("cachesvc_loads_refused_total", (), cache.loads_refused)
     yield Sample("cachesvc_collisions_total", (), cache.collisions)
+    yield Sample("cachesvc_event_listeners", (), cache.num_listeners)
+    yield Sample("cachesvc_events_missed_total", (), cache.events_missed)
 
 
 def _tier_samples(tier: TierStats) -> Iterator[Sample]:

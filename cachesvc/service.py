@@ -33,6 +33,7 @@ from cachesvc import core
 from cachesvc.config import ConfigError, JournalSection, ServerSettings, Settings, disk_path
 from cachesvc.dashboard import Dashboard
 from cachesvc.http import Asgi, HttpServer, Timed, bind, is_loopback
+from cachesvc.kv_events import published
 from cachesvc.latency import Latencies
 from cachesvc.live import announced
 from cachesvc.metric_samples import Snapshots
@@ -43,6 +44,7 @@ from engine.models import LoadedModel
 from engine.request import StepOutput
 from tiers.disk_directory import is_locked, read_holder
 from tiers.errors import DirectoryLocked
+from tiers.events import EventStream
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +68,13 @@ def serve(
     make_data_dir(server.data_dir)
     with contextlib.closing(open_money(settings)) as money:
         check_address(server, requires_keys=money.requires_keys)
-        with contextlib.closing(bind(server.host, server.port)) as listener:
+        stream = EventStream()
+        with (
+            contextlib.closing(bind(server.host, server.port)) as listener,
+            published(settings.events, stream, settings.cache.block_size),
+        ):
             loaded = core.load(settings.model, server.data_dir, progress)
-            service = Service(settings, loaded, money)
+            service = Service(settings, loaded, money, stream)
             try:
                 service.run(listener, on_ready)
             finally:
@@ -101,7 +107,9 @@ def check_address(server: ServerSettings, *, requires_keys: bool) -> None:
 class Service:
     """Everything of one running server. `run` once, then `close`."""
 
-    def __init__(self, settings: Settings, loaded: LoadedModel, money: Money) -> None:
+    def __init__(
+        self, settings: Settings, loaded: LoadedModel, money: Money, stream: EventStream
+    ) -> None:
         self._settings = settings
         self._money = money
         self._violations = {"blocks": 0, "ledger": 0}
@@ -115,6 +123,7 @@ class Service:
             engine=settings.engine,
             data_dir=settings.server.data_dir,
             on_outputs=self._on_outputs,
+            stream=stream,
         )
         self.metrics = Metrics(
             Snapshots(
@@ -139,7 +148,7 @@ class Service:
             latencies=self.latencies.spreads,
         )
         self._encoders = EncoderPool(NUM_ENCODERS)
-        self._feeds = Feeds(self.core.cache.stream)
+        self._feeds = Feeds(stream)
 
     def app(self, meter: Meter) -> Asgi:
         wire = Collaborators(

@@ -68,6 +68,8 @@ class CacheStats:
     collisions: int = 0
     load_bytes_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    num_listeners: int = 0  # to the stream of block events
+    events_missed: int = 0  # dropped for listeners that read too slowly
 
 
 class TieredCache:
@@ -356,6 +358,8 @@ class TieredCache:
             collisions=self.index.collisions,
             load_bytes_per_s=self.economy.load_bytes_per_s,
             prefill_tokens_per_s=self.economy.prefill_tokens_per_s,
+            num_listeners=self.stream.num_subscribers,
+            events_missed=self.stream.num_missed,
         )
 
     def tree(self, query: TreeQuery) -> Tree:

@@ -81,16 +81,17 @@ class Subscription:
             taken, self._queue = list(self._queue), deque()
             return taken
 
-    def put(self, event: BlockEvent) -> None:
-        """Called by the stream; wakes the listener where its queue was empty."""
+    def put(self, event: BlockEvent) -> bool:
+        """Called by the stream; wakes the listener where its queue was empty. False: one went."""
         with self._lock:
-            empty = not self._queue
-            if len(self._queue) == self._capacity:
+            empty, full = not self._queue, len(self._queue) == self._capacity
+            if full:
                 self._queue.popleft()
                 self.missed += 1
             self._queue.append(event)
         if empty:
             self._wake()
+        return not full
 
 
 class EventStream:
@@ -104,6 +105,7 @@ class EventStream:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.listening = False  # read without the lock: a publisher's one look
+        self.num_missed = 0  # dropped for listeners that read too slowly, all together
         self._clock = clock
         self._linger_s = linger_s
         self._lock = threading.Lock()
@@ -177,4 +179,4 @@ class EventStream:
             self._next += 1
             self._ring.append(event)
             for subscription in self._subscriptions:
-                subscription.put(event)
+                self.num_missed += not subscription.put(event)

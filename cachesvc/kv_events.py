@@ -1,0 +1,239 @@
+"""Block events over ZMQ in vLLM's format, so that routers made for vLLM know what is cached here.
+
+    PUB     topic, number (8 bytes, big-endian), msgpack of [ts, events, data_parallel_rank]
+    ROUTER  asked with a number, answers with each kept batch from there on as (number, batch),
+            and ends with (-1, empty)
+
+An event is a map tagged `type` (vLLM 0.24 on), or with the format `array` a list that begins with
+the tag (before): BlockStored, BlockRemoved, AllBlocksCleared. Block hashes are the last 64 bits of
+our keys, `medium` is GPU, CPU or DISK. The format is that of vllm/distributed/kv_events.py.
+
+One thread of its own, which owns both sockets. Needs the extra `events`; nothing else imports zmq
+or msgspec.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cachesvc.config import ConfigError, EventsSection
+from tiers.events import BlockEvent, EventKind, EventStream
+from tiers.keys import PrefixKey
+from tiers.tier import TierName
+
+logger = logging.getLogger(__name__)
+
+MEDIA = {
+    TierName.DEVICE: "GPU",
+    TierName.HOST: "CPU",
+    TierName.DISK: "DISK",
+    TierName.REMOTE: "REMOTE",
+}
+GATHER_S = 0.005  # events of one step travel in one batch
+END = (-1).to_bytes(8, "big", signed=True)
+_HASH_BYTES = 8
+
+
+@contextlib.contextmanager
+def published(settings: EventsSection, stream: EventStream, block_size: int) -> Iterator[None]:
+    """The stream's events are published while the block runs, where the settings say so.
+
+    Raises ConfigError.
+    """
+    if not settings.zmq:
+        yield
+        return
+    publisher = KvEventPublisher(stream, settings, block_size)
+    publisher.start()
+    try:
+        yield
+    finally:
+        publisher.close()
+
+
+class KvEventPublisher:
+    """Publishes a stream's events until closed. Sequence numbers begin at 0 with each server."""
+
+    def __init__(self, stream: EventStream, settings: EventsSection, block_size: int) -> None:
+        """Binds the sockets. Raises ConfigError where that cannot be."""
+        try:
+            import msgspec
+            import zmq
+        except ImportError as error:
+            raise ConfigError(
+                f"events.zmq needs the extra `events` ({error.name} is not installed): "
+                "pip install 'cachesvc[events]', or leave events.zmq empty"
+            ) from None
+        self._zmq = zmq
+        self._pack = msgspec.msgpack.Encoder().encode
+        self._stream = stream
+        self._settings = settings
+        self._block_size = block_size
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=settings.zmq_keep)
+        self._context = zmq.Context()
+        try:
+            self._pub = self._bound(zmq.PUB, settings.zmq, "events.zmq")
+            self._replay = None
+            if settings.zmq_replay:
+                self._replay = self._bound(zmq.ROUTER, settings.zmq_replay, "events.zmq_replay")
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._number = 0
+        self._missed = 0
+        self._closing = False
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._woken.setblocking(False)
+        self._subscription = stream.subscribe(self._wake)
+        self._thread = threading.Thread(target=self._run, name="cachesvc-kv-events", daemon=True)
+
+    @property
+    def endpoints(self) -> tuple[str, str | None]:
+        """Where subscribers and replay requests connect to, with the ports that were taken."""
+        last = self._zmq.LAST_ENDPOINT
+        replay = self._replay.getsockopt_string(last) if self._replay is not None else None
+        return self._pub.getsockopt_string(last), replay
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what is left, and let the sockets go."""
+        self._closing = True
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._stream.unsubscribe(self._subscription)
+        self._context.destroy(linger=100)
+        self._waker.close()
+        self._woken.close()
+
+    def _bound(self, kind: int, endpoint: str, setting: str) -> Any:
+        opened = self._context.socket(kind)
+        try:
+            opened.bind(endpoint)
+        except self._zmq.ZMQError as error:
+            raise ConfigError(
+                f"{setting} = {endpoint!r} cannot be listened on: {error}; write it like "
+                "tcp://127.0.0.1:5557, on a free port of this machine"
+            ) from None
+        return opened
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake already
+            self._waker.send(b"\0")
+
+    # The publisher's thread.
+
+    def _run(self) -> None:
+        try:
+            self._publish([{"type": "AllBlocksCleared"}])  # a new server: what was known is void
+            while not self._closing:
+                self._serve()
+            self._publish_taken()
+        except Exception:
+            logger.exception("the publisher of block events has failed")
+
+    def _serve(self) -> None:
+        poller = self._zmq.Poller()
+        poller.register(self._woken.fileno(), self._zmq.POLLIN)
+        if self._replay is not None:
+            poller.register(self._replay, self._zmq.POLLIN)
+        ready = dict(poller.poll())
+        if self._replay in ready:
+            self._answer_replay()
+        if self._woken.fileno() in ready:
+            time.sleep(GATHER_S)
+            with contextlib.suppress(BlockingIOError):
+                self._woken.recv(4096)
+            self._publish_taken()
+
+    def _publish_taken(self) -> None:
+        events = self._subscription.take()
+        if self._subscription.missed > self._missed:
+            # A router that believes in blocks that left sends prompts to them: start afresh.
+            self._missed = self._subscription.missed
+            logger.warning(f"{self._missed} block events were lost so far; routers start afresh")
+            self._publish([{"type": "AllBlocksCleared"}])
+        if batch := list(wire_events(events, self._block_size)):
+            self._publish(batch)
+
+    def _publish(self, events: list[dict[str, Any]]) -> None:
+        told = events if self._settings.zmq_format == "map" else list(map(as_array, events))
+        payload = self._pack([time.time(), told, 0])
+        number = self._number.to_bytes(8, "big")
+        self._number += 1
+        self._kept.append((number, payload))
+        self._pub.send_multipart((self._settings.zmq_topic.encode(), number, payload))
+
+    def _answer_replay(self) -> None:
+        assert self._replay is not None
+        frames = self._replay.recv_multipart()
+        if len(frames) != 3 or len(frames[2]) != 8:
+            logger.warning("a replay request is no 8-byte sequence number; ignored")
+            return
+        client, _, first = frames
+        for number, payload in self._kept:
+            if number >= first:  # big-endian: bytes compare as the numbers do
+                self._replay.send_multipart((client, b"", number, payload))
+        self._replay.send_multipart((client, b"", END, b""))
+
+
+def wire_events(events: Sequence[BlockEvent], block_size: int) -> Iterator[dict[str, Any]]:
+    """The events in vLLM's words; blocks that follow each other in one tier become one event."""
+    run: list[BlockEvent] = []
+    for event in events:
+        if run and not _continues(run[-1], event):
+            yield _told(run, block_size)
+            run = []
+        run.append(event)
+    if run:
+        yield _told(run, block_size)
+
+
+def as_array(event: dict[str, Any]) -> list[Any]:
+    """The positional form that vLLM had before 0.24; fields keep their order."""
+    return list(event.values())
+
+
+def block_hash(key: PrefixKey) -> int:
+    """64 bits of a key, as routers compare them."""
+    return int.from_bytes(key[-_HASH_BYTES:], "big")
+
+
+def _continues(before: BlockEvent, event: BlockEvent) -> bool:
+    if before.tier is not event.tier or event.kind is EventKind.CLEARED:
+        return False
+    if event.kind is EventKind.REMOVED:
+        return before.kind is EventKind.REMOVED
+    stores = before.kind in (EventKind.STORED, EventKind.MOVED)
+    return stores and event.parent == before.key
+
+
+def _told(run: Sequence[BlockEvent], block_size: int) -> dict[str, Any]:
+    first = run[0]
+    if first.kind is EventKind.CLEARED:
+        return {"type": "AllBlocksCleared"}
+    hashes = [block_hash(event.key) for event in run if event.key is not None]
+    medium = MEDIA[first.tier]
+    if first.kind is EventKind.REMOVED:
+        return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium}
+    begins = first.parent is None or first.parent == first.scope
+    scope = first.scope.hex() if first.scope is not None else ""
+    return {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": None if begins or first.parent is None else block_hash(first.parent),
+        "token_ids": [token for event in run for token in event.token_ids()],
+        "block_size": block_size,
+        "lora_id": None,
+        "medium": medium,
+        "lora_name": None,
+        "extra_keys": [(scope,) for _ in run],  # as vLLM's cache salt: whose block it is
+    }

@@ -1,0 +1,245 @@
+"""Block events over ZMQ, read by a subscriber that knows vLLM's wire format and nothing of ours."""
+
+import random
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from cachesvc.config import ConfigError, EventsSection
+from cachesvc.kv_events import KvEventPublisher, block_hash, wire_events
+from tests.sim.test_engine_machine import BLOCK, World
+from tiers.events import EventKind, EventStream
+from tiers.keys import PrefixKey
+from tiers.tier import TierName
+
+ANYWHERE = "tcp://127.0.0.1:*"
+POLL_MS = 5000
+
+
+class Router:
+    """Keeps what each medium holds, as a router does: by the fields that vLLM documents."""
+
+    def __init__(self, publisher: KvEventPublisher, topic: bytes = b"kv-events") -> None:
+        events, replay = publisher.endpoints
+        assert replay is not None
+        self._context = zmq.Context()
+        self.sub = self._context.socket(zmq.SUB)
+        self.sub.setsockopt(zmq.SUBSCRIBE, topic)
+        self.sub.connect(events)
+        self.req = self._context.socket(zmq.DEALER)
+        self.req.connect(replay)
+        self.last = -1
+        self.batches: list[Any] = []
+        self.held: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "DISK": set()}
+        self.tokens: dict[int, list[int]] = {}
+        self.parents: dict[int, int | None] = {}
+        self.num_cleared = 0
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def receive(self) -> None:
+        """One batch of the PUB socket, and before it what was missed."""
+        assert self.sub.poll(POLL_MS), "no batch came"
+        _, number_bytes, payload = self.sub.recv_multipart()
+        number = int.from_bytes(number_bytes, "big")
+        if number > self.last + 1:
+            self.replay(self.last + 1)
+        self._take(number, payload)
+
+    def read_until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            self.receive()
+
+    def replay(self, first: int) -> list[int]:
+        """The numbers of the batches that the server has kept from `first` on."""
+        self.req.send_multipart((b"", first.to_bytes(8, "big")))
+        numbers = []
+        while True:
+            assert self.req.poll(POLL_MS), "the replay does not end"
+            _, number, payload = self.req.recv_multipart()
+            if not payload:
+                assert -1 == int.from_bytes(number, "big", signed=True)
+                return numbers
+            numbers.append(int.from_bytes(number, "big"))
+            self._take(numbers[-1], payload)
+
+    def _take(self, number: int, payload: bytes) -> None:
+        if number <= self.last:
+            return
+        assert number == self.last + 1, "a batch was lost"
+        self.last = number
+        time_s, events, rank = msgspec.msgpack.decode(payload)
+        assert isinstance(time_s, float) and rank == 0
+        self.batches.append(events)
+        for event in events:
+            self._apply(event if isinstance(event, dict) else named(event))
+
+    def _apply(self, event: dict[str, Any]) -> None:
+        if event["type"] == "AllBlocksCleared":
+            self.num_cleared += 1
+            for hashes in self.held.values():
+                hashes.clear()
+        elif event["type"] == "BlockRemoved":
+            self.held[event["medium"]] -= set(event["block_hashes"])
+        else:
+            assert event["type"] == "BlockStored" and event["block_size"] == BLOCK
+            self.held[event["medium"]] |= set(event["block_hashes"])
+            parent = event["parent_block_hash"]
+            for number, each in enumerate(event["block_hashes"]):
+                self.tokens[each] = event["token_ids"][number * BLOCK : (number + 1) * BLOCK]
+                self.parents[each], parent = parent, each
+
+
+def named(event: list[Any]) -> dict[str, Any]:
+    """The positional form of vLLM before 0.24 as a map."""
+    fields = {
+        "BlockStored": "type block_hashes parent_block_hash token_ids block_size lora_id medium",
+        "BlockRemoved": "type block_hashes medium",
+        "AllBlocksCleared": "type",
+    }[event[0]].split()
+    return dict(zip(fields, event, strict=False))
+
+
+@pytest.fixture
+def open_router() -> Iterator[Callable[..., Router]]:
+    opened: list[Router] = []
+
+    def open_one(publisher: KvEventPublisher, topic: bytes = b"kv-events") -> Router:
+        opened.append(Router(publisher, topic))
+        return opened[-1]
+
+    yield open_one
+    for router in opened:
+        router.close()
+
+
+@pytest.fixture
+def open_publisher() -> Iterator[Callable[..., KvEventPublisher]]:
+    opened: list[KvEventPublisher] = []
+
+    def open_one(stream: EventStream, **settings: Any) -> KvEventPublisher:
+        section = EventsSection(**{"zmq": ANYWHERE, "zmq_replay": ANYWHERE, **settings})
+        opened.append(KvEventPublisher(stream, section, BLOCK))
+        return opened[-1]
+
+    yield open_one
+    for publisher in opened:
+        publisher.close()
+
+
+@pytest.mark.parametrize("form", ["map", "array"])
+def test_a_router_knows_what_a_real_cache_holds(
+    open_publisher: Callable[..., KvEventPublisher], open_router: Callable[..., Router], form: str
+) -> None:
+    """Requests at random through a small engine; a router that reads every batch agrees with it."""
+    world = World(device_blocks=20, host_blocks=24)
+    publisher = open_publisher(world.cache.stream, zmq_format=form)
+    publisher.start()
+    router = open_router(publisher)
+    chance = random.Random(3)
+    trunk = [chance.randrange(50) for _ in range(20)]
+    for number in range(30):
+        world.submit(f"r{number}", [*trunk[: chance.randrange(1, 20)], number % 50], max_tokens=6)
+        world.run()
+    world.check_idle()
+    assert world.cache.residency.chronicle.lives[TierName.HOST].stats().causes
+    index = list(world.cache.index)
+    device = {block_hash(b.key) for b in index if b.key and b.slot is not None}
+    host = {block_hash(b.key) for b in index if b.key and b.frame is not None}
+    router.read_until(lambda: (router.held["GPU"], router.held["CPU"]) == (device, host))
+    while router.sub.poll(50):
+        router.receive()
+    assert (device, host) == (router.held["GPU"], router.held["CPU"])
+    for block in index:
+        assert block.key is not None and block.parent is not None
+        assert router.tokens[block_hash(block.key)] == list(memoryview(block.tokens).cast("i"))
+        begins = block.parent == block.scope
+        assert router.parents[block_hash(block.key)] == (
+            None if begins else block_hash(block.parent)
+        )
+
+
+def store(stream: EventStream, number: int) -> None:
+    key = PrefixKey(number.to_bytes(16, "big"))
+    stream.publish(EventKind.STORED, TierName.DEVICE, key=key, tokens=b"\0" * 4 * BLOCK)
+
+
+def test_a_router_that_comes_late_asks_for_what_it_missed(
+    open_publisher: Callable[..., KvEventPublisher],
+    open_router: Callable[..., Router],
+) -> None:
+    stream = EventStream()
+    publisher = open_publisher(stream)
+    publisher.start()
+    early = open_router(publisher)
+    early.replay(0)
+    for number in range(3):
+        store(stream, number)
+        while number not in early.held["GPU"]:
+            early.receive()
+    late = open_router(publisher)
+    assert list(range(early.last + 1)) == late.replay(0)
+    assert early.held == late.held
+    assert [early.last] == early.replay(early.last)
+    assert [] == late.replay(early.last + 1)
+
+
+def test_a_new_server_begins_with_nothing_known(
+    open_publisher: Callable[..., KvEventPublisher],
+    open_router: Callable[..., Router],
+) -> None:
+    publisher = open_publisher(EventStream(), zmq_topic="other")
+    publisher.start()
+    router = open_router(publisher, b"other")
+    router.replay(0)
+    assert [[{"type": "AllBlocksCleared"}]] == router.batches
+
+
+def test_lost_events_void_what_routers_know(
+    open_publisher: Callable[..., KvEventPublisher], open_router: Callable[..., Router]
+) -> None:
+    stream = EventStream()
+    publisher = open_publisher(stream)
+    publisher._subscription._capacity = 4
+    for number in range(10):
+        store(stream, number)
+    publisher.start()
+    router = open_router(publisher)
+    while router.last < 2:
+        router.replay(router.last + 1)
+    assert 2 == router.num_cleared
+    assert {6, 7, 8, 9} == router.held["GPU"]
+
+
+def test_blocks_that_follow_each_other_travel_as_one_event() -> None:
+    stream = EventStream()
+    subscription = stream.subscribe()
+    scope = PrefixKey(b"s" * 16)
+    keys = [PrefixKey(bytes([n]) * 16) for n in range(4)]
+    for parent, key in zip([scope, *keys], keys, strict=False):
+        stream.publish(
+            EventKind.STORED, TierName.DISK, key=key, parent=parent, scope=scope, tokens=b"\1\0\0\0"
+        )
+    stream.publish(EventKind.REMOVED, TierName.DISK, key=keys[3])
+    stream.publish(EventKind.REMOVED, TierName.DISK, key=keys[1])
+    stored, removed = wire_events(subscription.take(), 1)
+    assert [block_hash(key) for key in keys] == stored["block_hashes"]
+    assert ([1, 1, 1, 1], None) == (stored["token_ids"], stored["parent_block_hash"])
+    assert [(scope.hex(),)] * 4 == stored["extra_keys"]
+    assert [block_hash(keys[3]), block_hash(keys[1])] == removed["block_hashes"]
+    assert "DISK" == stored["medium"] == removed["medium"]
+
+
+def test_an_endpoint_that_cannot_be_is_said_at_the_start() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for endpoint in (f"tcp://127.0.0.1:{port}", "udp:nowhere"):
+            with pytest.raises(ConfigError, match=r"events\.zmq = .* cannot be listened on"):
+                KvEventPublisher(EventStream(), EventsSection(zmq=endpoint), BLOCK)
