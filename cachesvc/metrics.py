@@ -29,7 +29,8 @@ from prometheus_client.registry import Collector
 
 from cachesvc.metric_names import ROUTES, SPECS, VLLM_ALIASES
 from cachesvc.metric_samples import Snapshots, samples
-from engine.request import StepOutput, TokenCounts
+from engine.request import FinishReason, StepOutput, TokenCounts
+from tiers.errors import MissReason
 from tiers.histogram import Spread
 
 _SECOND = 1e9  # nanoseconds
@@ -56,6 +57,10 @@ class Metrics:
             for name, spec in SPECS.items()
             if spec.kind == "histogram" and spec.buckets
         }
+        for name, values in _LABELS.items():
+            metric = self._counters.get(name) or self._histograms[name]
+            for value in values:
+                metric.labels(value)
         current = _SnapshotCollector(snapshots)
         self.registry.register(current)
         if vllm_aliases:
@@ -149,6 +154,14 @@ def hit_class(counts: TokenCounts) -> str:
     return served[-1] if served else "cold"
 
 
+SOURCES = ("device", "host", "disk", "remote", "computed")
+# Present with 0 from the start: the growth from nothing to the first scrape is lost to a rate.
+_LABELS: Mapping[str, Sequence[str]] = {
+    "cachesvc_requests_total": tuple(FinishReason),
+    "cachesvc_prompt_tokens_total": SOURCES,
+    "cachesvc_miss_tokens_total": tuple(MissReason),
+    "cachesvc_time_to_first_token_seconds": ("cold", *SOURCES[:-1]),
+}
 _OBSERVED = frozenset(
     {
         "cachesvc_http_requests_total",
@@ -163,13 +176,8 @@ _OBSERVED = frozenset(
 
 
 def _by_source(counts: TokenCounts) -> tuple[tuple[str, int], ...]:
-    return (
-        ("device", counts.hit_device),
-        ("host", counts.hit_host),
-        ("disk", counts.hit_disk),
-        ("remote", counts.hit_remote),
-        ("computed", counts.miss),
-    )
+    hits = (counts.hit_device, counts.hit_host, counts.hit_disk, counts.hit_remote)
+    return tuple(zip(SOURCES, (*hits, counts.miss), strict=True))
 
 
 def _seconds(start_ns: int, end_ns: int) -> float:

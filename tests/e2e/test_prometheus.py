@@ -1,0 +1,227 @@
+"""Boards and rules on a real Prometheus that scrapes a real server: what they ask is answered."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from engine.testing import save_tiny_model
+from tests.e2e.test_serve import SCRIPT, wait_for_url
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+OPS = Path(__file__).parents[2] / "ops"
+WINDOW = "10s"  # in place of Grafana's $__rate_interval
+START_S = 30
+# What a healthy server with these requests does not have: nothing to show is what these show.
+EMPTY = {"Faults", "Invariant violations"}
+SIZES = ["--device-cache", "2MiB", "--host-cache", "2MiB", "--disk-cache", "8MiB"]
+
+
+class Panel(NamedTuple):
+    board: str
+    title: str
+    expr: str
+
+
+class Prometheus:
+    """The HTTP API of a running one."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def get(self, path: str, **query: str) -> Any:
+        address = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+        try:
+            with urllib.request.urlopen(address, timeout=20) as response:
+                return json.load(response)["data"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{query or path}: {error.read().decode()}") from None
+
+    def values(self, expr: str) -> list[float]:
+        """What the expression is now, over all series; raises what Prometheus says against it."""
+        found = self.get("query", query=expr)["result"]
+        return [float(series["value"][1]) for series in found]
+
+
+def panels() -> list[Panel]:
+    found = []
+    for board in sorted((OPS / "grafana" / "dashboards").glob("*.json")):
+        for panel in json.loads(board.read_text())["panels"]:
+            found += [
+                Panel(board.stem, panel["title"], target["expr"]) for target in panel["targets"]
+            ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("watched")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[str]:
+    """A real server of a tiny model, whose tiers are so small that they evict."""
+    program()
+    save_tiny_model(folder / "model")
+    log = folder / "serve.log"
+    command = [SCRIPT, "serve", "--model", folder / "model", "--port", "0", "--block-size", "16"]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*command, *SIZES, "--data-dir", folder / "data"],
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "CACHESVC_CACHE__WEIGH_LOADS": "false"},
+        )
+    try:
+        yield wait_for_url(process, log)
+        process.send_signal(signal.SIGTERM)
+        assert 0 == process.wait(60), log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def program() -> str:
+    found = shutil.which("prometheus")
+    if found is None:
+        reason = "no prometheus in PATH; Debian's package of that name has it"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return found
+
+
+@pytest.fixture(scope="module")
+def prometheus(folder: Path, server: str) -> Iterator[Prometheus]:
+    """One that scrapes the server every half second, with the rules that are shipped."""
+    config = yaml.safe_load((OPS / "prometheus" / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
+    config["rule_files"] = [str(OPS / "prometheus" / "rules.yml")]
+    (job,) = config["scrape_configs"]
+    job["static_configs"] = [{"targets": [server.removeprefix("http://")]}]
+    path = folder / "prometheus.yml"
+    path.write_text(yaml.safe_dump(config))
+    with running(path, folder) as url:
+        yield Prometheus(url)
+
+
+@contextmanager
+def running(config: Path, folder: Path) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
+    options += [f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
+    log = folder / "prometheus.log"
+    with log.open("w") as out:
+        process = subprocess.Popen([program(), *options], stdout=out, stderr=out)
+    try:
+        for _ in range(START_S * 20):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def watched(server: str, prometheus: Prometheus) -> Prometheus:
+    """After requests that hit, miss and evict, and some scrapes."""
+    wait(lambda: prometheus.values("up") == [1.0])
+    for number in range(60):
+        person = number % 20
+        ask(server, f"{person} is the number of this prompt, which is long enough. " * 8)
+    wait(lambda: prometheus.values("sum(cachesvc_requests_total)") == [60.0])
+    time.sleep(2.5)  # a rate needs some scrapes, and the rules their turn
+    return prometheus
+
+
+def wait(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + START_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def ask(url: str, prompt: str) -> None:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=20) as response:
+        body["model"] = json.load(response)["data"][0]["id"]
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    urllib.request.urlopen(request, timeout=60).close()
+
+
+def test_the_server_is_scraped_whole(watched: Prometheus) -> None:
+    (target,) = watched.get("targets")["activeTargets"]
+    assert ("up", "") == (target["health"], target["lastError"])
+
+
+def test_every_panel_is_answered(watched: Prometheus) -> None:
+    """Each expression is one that Prometheus takes, and has something to draw."""
+    empty = {
+        panel.title
+        for panel in panels()
+        if not watched.values(panel.expr.replace("$__rate_interval", WINDOW))
+    }
+    assert EMPTY >= empty
+
+
+def test_the_boards_tell_what_happened(watched: Prometheus) -> None:
+    def one(expr: str) -> float:
+        (value,) = watched.values(expr)
+        return value
+
+    assert 60 == one('sum(cachesvc_requests_total{finish=~"stop|length"})')
+    hit = one('sum(cachesvc_prompt_tokens_total{source!="computed"})')
+    assert 0 < hit < one("sum(cachesvc_prompt_tokens_total)")
+    assert one('sum(cachesvc_evictions_total{tier="device", cause="room"})') > 0
+    assert one("sum(cachesvc_block_lifetime_seconds_count)") == one("sum(cachesvc_evictions_total)")
+    assert one('sum(cachesvc_transfer_bytes_total{from="device", to="host"})') > 0
+    assert one("sum(cachesvc_billed_units_total)") > 0
+    assert 0 == one("cachesvc_ledger_drift_units")
+
+
+def test_every_rule_is_evaluated_and_no_alert_fires(watched: Prometheus) -> None:
+    groups = watched.get("rules")["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    written = yaml.safe_load((OPS / "prometheus" / "rules.yml").read_text())["groups"]
+    assert len(rules) == sum(len(group["rules"]) for group in written)
+    assert [] == [(rule["name"], rule["lastError"]) for rule in rules if rule["health"] != "ok"]
+    assert [] == [rule["name"] for rule in rules if rule.get("state") == "firing"]
+    for rule in rules:
+        if rule["type"] == "recording":
+            values = watched.values(rule["name"])
+            assert values and not any(map(math.isnan, values)), rule["name"]
+
+
+def test_the_shipped_scrape_configuration_is_correct() -> None:
+    program()
+    checked = subprocess.run(
+        ["promtool", "check", "config", OPS / "prometheus" / "prometheus.yml"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert checked.returncode == 0, checked.stderr
