@@ -25,6 +25,7 @@ class Entry(NamedTuple):
 
 COMMANDS = {
     "serve": Entry("cachesvc.cli.serve:serve", "Serve a model over HTTP"),
+    "top": Entry("cachesvc.cli.top:top", "Watch the running server on one screen"),
     "doctor": Entry("cachesvc.cli.doctor:doctor", "Check this machine and say what to fix"),
     "cache": Entry("cachesvc.cli.cache:app", "Look into the disk tier and maintain it"),
     "config": Entry("cachesvc.cli.config:app", "Show every setting, its value and its origin"),

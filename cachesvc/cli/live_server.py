@@ -1,0 +1,19 @@
+"""What commands about the running server share: finding it, or saying what to do."""
+
+from pathlib import Path
+
+from cachesvc.cli.options import existing_data_dir
+from cachesvc.cli.render import fail
+from cachesvc.live import LiveServer, find_server
+
+
+def running_server(data_dir: Path | None) -> LiveServer:
+    """The server on this data directory; ends the command where none runs."""
+    path = existing_data_dir(data_dir)
+    server = find_server(path)
+    if server is None:
+        fail(
+            f"no server runs on {path}; start one with `cachesvc serve`, or name its directory "
+            "with --data-dir"
+        )
+    return server

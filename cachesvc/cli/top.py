@@ -1,0 +1,29 @@
+"""`cachesvc top`: the running server on one screen."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from cachesvc.cli.live_server import running_server
+from cachesvc.cli.options import DataDir
+from cachesvc.cli.render import fail
+
+
+def top(
+    data_dir: DataDir = None,
+    interval: Annotated[
+        float, typer.Option("--interval", "-i", min=0.2, help="Read the server every so many s")
+    ] = 1.0,
+) -> None:
+    """Watch the running server: queues, tiers, hit rates, latencies and tenants; ? tells the keys.
+
+    Needs a terminal. For a script there are `cachesvc cache stats -i` and `latency`, with --json.
+    """
+    server = running_server(data_dir)
+    if not sys.stdout.isatty():
+        fail("top needs a terminal; for a script use `cachesvc cache stats -i 1 --json`")
+    from cachesvc.top.app import TopApp
+    from cachesvc.top.source import LiveSource
+
+    TopApp(LiveSource(server), interval_s=interval).run()

@@ -1,0 +1,248 @@
+"""The screen of `cachesvc top`. Textual's event loop; the server is read on a worker thread."""
+
+from typing import ClassVar
+
+from rich.text import Text
+from textual import work
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.reactive import reactive
+from textual.screen import ModalScreen
+from textual.widgets import DataTable, Footer, Input, Static
+
+from cachesvc.live import LiveError
+from cachesvc.top import model
+from cachesvc.top.source import Reading, Source
+
+STEPS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+HELP = """\
+[b]cachesvc top[/b]
+
+[b]p[/b], [b]space[/b]   hold the screen still, and go on
+[b]s[/b], [b]S[/b]       sort tenants by the next column, or the one before
+[b]r[/b]          the other way round
+[b]/[/b]          show only tenants whose name has these letters; [b]escape[/b] shows all
+[b]+[/b], [b]-[/b]       read the server more often, or less
+[b]q[/b]          leave
+
+hit         share of the prompt's tokens that the cache served
+hits/s      blocks that the tier served
+in/s out/s  blocks that came into the tier, and that left it
+idle p50    how long blocks lay unused before they left: shorter than the pauses
+            of your users' conversations means that the tier is too small
+bars        the last two minutes; the hit rate up to 100 %, the others to their highest
+
+Any key closes this page."""
+
+
+class HelpScreen(ModalScreen[None]):
+    """What the keys do and the columns mean."""
+
+    def compose(self) -> ComposeResult:
+        yield Static(HELP, id="help")
+
+    def on_key(self) -> None:
+        self.dismiss()
+
+
+class TopApp(App[None]):
+    """One screen that shows the latest reading."""
+
+    TITLE = "cachesvc top"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    Screen { layout: vertical; }
+    #headline { height: 1; text-style: bold; background: $primary-darken-2; padding: 0 1; }
+    #alarm { height: auto; background: $error; color: $text; padding: 0 1; display: none; }
+    #summary { height: 2; padding: 0 1; }
+    #sparks { height: 4; padding: 0 1; color: $accent; }
+    #tiers { height: auto; max-height: 6; }
+    #tenants { height: 1fr; overflow-x: hidden; }
+    #filter { dock: bottom; display: none; height: 3; }
+    HelpScreen { align: center middle; }
+    #help { width: 78; max-width: 100%; height: auto; max-height: 100%; padding: 1 2;
+            background: $panel; border: round $primary; overflow-y: auto; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("p,space", "pause", "pause"),
+        Binding("s", "sort(1)", "sort"),
+        Binding("S", "sort(-1)", show=False),
+        Binding("r", "turn", "reverse"),
+        Binding("slash", "filter", "filter"),
+        Binding("escape", "unfilter", show=False),
+        Binding("plus,equals_sign", "pace(-1)", show=False),
+        Binding("minus", "pace(1)", show=False),
+        Binding("question_mark", "help", "help"),
+    ]
+
+    paused: reactive[bool] = reactive(False)
+
+    def __init__(self, source: Source, *, interval_s: float = 1.0) -> None:
+        super().__init__()
+        self._source = source
+        self._interval_s = interval_s
+        self._before: Reading | None = None
+        self._reading: Reading | None = None
+        self._trouble = ""
+        self._sort = "requests"
+        self._down = True
+        self._wanted = ""
+
+    def compose(self) -> ComposeResult:
+        yield Static("reading the server ...", id="headline", markup=False)
+        yield Static(id="alarm", markup=False)
+        with Vertical():
+            yield Static(id="summary", markup=False)
+            yield Static(id="sparks", markup=False)
+            tiers: DataTable[Text] = DataTable(id="tiers", show_cursor=False)
+            tiers.can_focus = False
+            yield tiers
+            yield DataTable(id="tenants", cursor_type="row")
+        yield Input(placeholder="letters of a tenant's name", id="filter")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.query_one("#tenants").focus()
+        self._timer = self.set_interval(self._interval_s, self._read)
+        self._read()
+
+    # Reading.
+
+    @work(thread=True, exclusive=True)
+    def _read(self) -> None:
+        if self.paused:
+            return
+        try:
+            reading = self._source.read()
+        except LiveError as error:
+            self.call_from_thread(self._lost, str(error))
+            return
+        self.call_from_thread(self._take, reading)
+
+    def _take(self, reading: Reading) -> None:
+        if self.paused:
+            return
+        self._before, self._reading, self._trouble = self._reading, reading, ""
+        self._draw()
+
+    def _lost(self, why: str) -> None:
+        self._trouble = f"{why}; trying again"
+        self._draw()
+
+    # Drawing.
+
+    def _draw(self) -> None:
+        reading = self._reading
+        alarms = [self._trouble] if self._trouble else []
+        if reading is not None:
+            mark = "  [paused]" if self.paused else ""
+            self.query_one("#headline", Static).update(model.headline(reading) + mark)
+            self.query_one("#summary", Static).update("\n".join(model.summary(reading)))
+            sparks = model.spark_lines(reading, self.size.width - 2)
+            self.query_one("#sparks", Static).update("\n".join(sparks))
+            alarms += model.alarms(reading)
+            self._draw_tiers(reading)
+            self._draw_tenants(reading)
+        alarm = self.query_one("#alarm", Static)
+        alarm.display = bool(alarms)
+        alarm.update("\n".join(alarms))
+
+    def _draw_tiers(self, reading: Reading) -> None:
+        rows = model.tier_rows(reading, self._before)
+        table = self.query_one("#tiers", DataTable)
+        _fill(table, [_label(column) for column in model.TIER_COLUMNS], model.TIER_COLUMNS, rows)
+
+    def _draw_tenants(self, reading: Reading) -> None:
+        cells = model.tenant_rows(
+            reading, self._before, wanted=self._wanted, by=self._sort, down=self._down
+        )
+        arrow = "▼" if self._down else "▲"
+        labels = [_label(c, arrow if c.name == self._sort else "") for c in model.TENANT_COLUMNS]
+        rows = [[cell.text for cell in row] for row in cells]
+        _fill(self.query_one("#tenants", DataTable), labels, model.TENANT_COLUMNS, rows)
+
+    def on_resize(self) -> None:
+        self._draw()
+
+    # Keys.
+
+    def action_pause(self) -> None:
+        self.paused = not self.paused
+        self._draw()
+
+    def action_sort(self, step: int) -> None:
+        names = [column.name for column in model.TENANT_COLUMNS]
+        self._sort = names[(names.index(self._sort) + step) % len(names)]
+        self._down = self._sort != "tenant"
+        self._draw()
+
+    def action_turn(self) -> None:
+        self._down = not self._down
+        self._draw()
+
+    def action_filter(self) -> None:
+        box = self.query_one("#filter", Input)
+        box.display = True
+        box.focus()
+
+    def action_unfilter(self) -> None:
+        self.query_one("#filter", Input).value = ""
+        self._close_filter()
+
+    def action_pace(self, step: int) -> None:
+        slower = [each for each in STEPS_S if each > self._interval_s]
+        faster = [each for each in STEPS_S if each < self._interval_s]
+        found = slower[:1] if step > 0 else faster[-1:]
+        if found:
+            self._interval_s = found[0]
+            self._timer.stop()
+            self._timer = self.set_interval(self._interval_s, self._read)
+            self.notify(f"the server is read every {self._interval_s:g} s", timeout=2)
+
+    def action_help(self) -> None:
+        self.push_screen(HelpScreen())
+
+    def on_input_changed(self, changed: Input.Changed) -> None:
+        self._wanted = changed.value
+        self._draw()
+
+    def on_input_submitted(self) -> None:
+        self._close_filter()
+
+    def on_data_table_header_selected(self, selected: DataTable.HeaderSelected) -> None:
+        if selected.data_table.id == "tenants":
+            name = model.TENANT_COLUMNS[selected.column_index].name
+            self._down = not self._down if name == self._sort else name != "tenant"
+            self._sort = name
+            self._draw()
+
+    def _close_filter(self) -> None:
+        self.query_one("#filter", Input).display = False
+        self.query_one("#tenants").focus()
+
+
+def _label(column: model.Column, arrow: str = "") -> Text:
+    return Text(column.name + arrow, justify="right" if column.right else "left")
+
+
+def _fill(
+    table: "DataTable[Text]",
+    labels: list[Text],
+    columns: tuple[model.Column, ...],
+    rows: list[list[str]],
+) -> None:
+    """Show these rows, and keep the cursor where it was."""
+    row = table.cursor_row
+    table.clear(columns=True)
+    table.add_columns(*labels)
+    for cells in rows:
+        table.add_row(
+            *(
+                Text(cell, justify="right" if column.right else "left")
+                for cell, column in zip(cells, columns, strict=True)
+            )
+        )
+    table.move_cursor(row=min(row, max(0, len(rows) - 1)))

@@ -1,0 +1,222 @@
+"""From readings to what the screen says: pure functions over the admin routes' JSON."""
+
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+from cachesvc.cli.render import percent, seconds, size
+from cachesvc.latency import percentile
+from cachesvc.top.source import Reading
+
+BARS = " ▁▂▃▄▅▆▇█"
+TIERS = ("device", "host", "disk", "remote")
+
+
+class Column(NamedTuple):
+    """One column of a table; numbers are ranked by value, whatever their text."""
+
+    name: str
+    right: bool = True
+
+
+class Cell(NamedTuple):
+    """What a table shows, and what it is sorted by."""
+
+    text: str
+    rank: float | str
+
+
+TIER_COLUMNS = (
+    Column("tier", right=False),
+    *map(Column, ("blocks", "used", "of", "fill", "hits/s", "in/s", "out/s", "idle p50")),
+)
+TENANT_COLUMNS = (
+    Column("tenant", right=False),
+    *map(Column, ("req/s", "requests", "prompt", "hit", "output", "cost", "saved", "balance")),
+    Column("currency", right=False),
+)
+
+
+def headline(reading: Reading) -> str:
+    stats = reading.stats
+    return (
+        f"cachesvc {stats['version']}  {_short(stats['model'])}  {reading.url}  "
+        f"up {seconds(stats['uptime_s'])}"
+    )
+
+
+def summary(reading: Reading) -> list[str]:
+    """Queues, traffic and latencies of the last minute, in two lines."""
+    engine, recent = reading.stats["engine"], reading.stats.get("recent", {})
+    errors = sum(
+        count
+        for code, count in reading.stats["traffic"].get("responses", {}).items()
+        if code.startswith(("4", "5"))
+    )
+    load = (
+        f"running {engine['num_running']}  waiting {engine['num_waiting']}  "
+        f"loading {engine['num_loading']}  preempted {engine['num_preemptions']}  "
+        f"refused {errors:.0f}  holds {reading.stats['money']['num_holds']}"
+    )
+    times = "  ".join(
+        f"{name} " + "/".join(_ms(recent.get(f"{key}_{p}_s")) for p in ("p50", "p95", "p99"))
+        for name, key in (("ttft", "ttft"), ("token", "inter_token"), ("request", "request"))
+    )
+    return [load, f"ms at p50/p95/p99: {times}"]
+
+
+def alarms(reading: Reading) -> list[str]:
+    """What an operator must know at once."""
+    stats = reading.stats
+    told = []
+    if stats["engine"].get("failed"):
+        told.append(f"the engine has failed: {stats['engine']['failed']}")
+    if stats["money"]["drift_units"]:
+        told.append("balances do not sum to the ledger: see ops/runbooks/ledger-drift.md")
+    for name, count in stats["violations"].items():
+        if count:
+            told.append(f"the invariant {name} is broken: see ops/runbooks/invariant-broken.md")
+    return told
+
+
+def spark_lines(reading: Reading, width: int) -> list[str]:
+    """A line for each series: name, last value, and its course over the window."""
+    lines = []
+    for name, values in reading.history.items():
+        last = next((each for each in reversed(values) if each is not None), None)
+        highest = 1.0 if name == "hit rate" else None
+        course = sparkline(values, max(8, width - 23), highest)
+        lines.append(f"{name:>12} {_value(name, last):>8} {course}")
+    return lines
+
+
+def sparkline(values: Sequence[float | None], width: int, highest: float | None = None) -> str:
+    """The last `width` values as bars; a full one is `highest`, or the highest of them.
+
+    A gap where there is no value.
+    """
+    shown = list(values[-width:])
+    if highest is None:
+        highest = max((each for each in shown if each is not None), default=0.0)
+    if highest <= 0:
+        return "".join(" " if each is None else BARS[1] for each in shown)
+    top = len(BARS) - 1
+    return "".join(
+        " " if each is None else BARS[max(1, min(top, round(each / highest * top)))]
+        for each in shown
+    )
+
+
+def tier_rows(reading: Reading, before: Reading | None) -> list[list[str]]:
+    """One row for each tier, hottest first; rates since the reading before."""
+    rows = []
+    for name in TIERS:
+        tier = reading.stats["cache"]["tiers"].get(name)
+        if tier is None:
+            continue
+        old = before.stats["cache"]["tiers"].get(name, {}) if before is not None else {}
+        elapsed_s = reading.at_s - before.at_s if before is not None else 0.0
+        rates = [
+            _rate(tier[key] - old.get(key, tier[key]), elapsed_s)
+            for key in ("hits", "stored", "evicted")
+        ]
+        rows.append(
+            [
+                name,
+                str(tier["num_blocks"]),
+                size(tier["used_bytes"]),
+                size(tier["capacity_bytes"]),
+                percent(tier["used_bytes"], tier["capacity_bytes"]),
+                *rates,
+                _idle(tier),
+            ]
+        )
+    return rows
+
+
+def tenant_rows(
+    reading: Reading, before: Reading | None, *, wanted: str = "", by: str = "requests", down: bool
+) -> list[list[Cell]]:
+    """One row for each tenant whose name has `wanted` in it, sorted by a column."""
+    old = {row["tenant"]: row for row in before.usage} if before is not None else {}
+    elapsed_s = reading.at_s - before.at_s if before is not None else 0.0
+    balances = {row["tenant"]: row for row in reading.tenants}
+    used = {row["tenant"]: row for row in reading.usage}
+    rows = [
+        _tenant(name, used.get(name, {}), old.get(name), balances.get(name), elapsed_s)
+        for name in {**balances, **used}
+        if wanted.lower() in name.lower()
+    ]
+    place = [column.name for column in TENANT_COLUMNS].index(by)
+    rows.sort(key=lambda row: str(row[0].rank))
+    return sorted(rows, key=lambda row: row[place].rank, reverse=down)
+
+
+def _tenant(
+    name: str,
+    used: Mapping[str, Any],
+    old: Mapping[str, Any] | None,
+    balance: Mapping[str, Any] | None,
+    elapsed_s: float,
+) -> list[Cell]:
+    requests, prompt = used.get("requests", 0), used.get("prompt_tokens", 0)
+    hit, currency = used.get("hit_tokens", 0), used.get("currency", "")
+    grown = requests - old["requests"] if old is not None else 0
+    rate = grown / elapsed_s if elapsed_s > 0 else 0.0
+    has = balance["balance"] if balance is not None else "0"
+    cost, saved = used.get("amount", "0"), used.get("saved", "0")
+    return [
+        Cell(name, name),
+        Cell(f"{rate:.1f}", rate),
+        Cell(str(requests), requests),
+        Cell(_count(prompt), prompt),
+        Cell(percent(hit, prompt), hit / prompt if prompt else 0.0),
+        Cell(_count(used.get("output_tokens", 0)), used.get("output_tokens", 0)),
+        Cell(_money(cost), float(cost)),
+        Cell(_money(saved), float(saved)),
+        Cell(_money(has), float(has)),
+        Cell(currency, currency),
+    ]
+
+
+def _short(model: str) -> str:
+    return model.rstrip("/").rpartition("/")[2]
+
+
+def _money(amount: str) -> str:
+    """Fewer digits for a screen; the bill itself is never rounded."""
+    value = Decimal(amount)
+    return f"{value:.2f}" if abs(value) >= 100 else f"{value:.5f}"
+
+
+def _count(number: int) -> str:
+    for bound, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= bound:
+            return f"{number / (1e3 if unit == 'k' else bound):.3g}{unit}"
+    return str(number)
+
+
+def _rate(growth: float, elapsed_s: float) -> str:
+    return f"{growth / elapsed_s:.3g}" if elapsed_s > 0 else "-"
+
+
+def _ms(value_s: float | None) -> str:
+    if value_s is None:
+        return "-"
+    return f"{value_s * 1e3:.0f}" if value_s >= 0.1 else f"{value_s * 1e3:.2g}"
+
+
+def _idle(tier: Mapping[str, Any]) -> str:
+    """How long blocks lay unused before they left."""
+    idle = tier["lives"]["idle"]
+    if not sum(idle["counts"]):
+        return "-"
+    return seconds(percentile(idle["counts"], 0.5, idle["bounds"]))
+
+
+def _value(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if name == "hit rate":
+        return percent(value, 1)
+    return seconds(value) if name.startswith("ttft") else f"{value:.0f}"

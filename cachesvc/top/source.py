@@ -1,0 +1,55 @@
+"""What `top` reads of the running server, in three requests over its admin routes. Any thread."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from urllib.parse import urlencode
+
+from cachesvc.live import LiveServer
+
+WINDOW_S = 120.0  # of the sparklines
+
+SPARKS: Mapping[str, str] = {
+    "prompt tok/s": "rate:traffic.prompt_tokens.*",
+    "hit rate": "ratio:traffic.prompt_tokens.device+traffic.prompt_tokens.host"
+    "+traffic.prompt_tokens.disk+traffic.prompt_tokens.remote/traffic.prompt_tokens.*",
+    "ttft p95": "p95:latency.ttft",
+    "output tok/s": "rate:traffic.generation_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The server at one moment, as its admin routes tell it."""
+
+    url: str
+    stats: Mapping[str, Any]  # /admin/api/stats
+    history: Mapping[str, Sequence[float | None]]  # by the names in SPARKS
+    usage: Sequence[Mapping[str, Any]]  # of each tenant, since ever
+    tenants: Sequence[Mapping[str, Any]]  # their balances
+    at_s: float = field(default_factory=time.time)
+
+
+class Source(Protocol):
+    """Where readings come from. Blocks; raises LiveError where the server does not answer."""
+
+    def read(self) -> Reading: ...
+
+
+class LiveSource:
+    """Readings of a running server."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self._server = server
+
+    def read(self) -> Reading:
+        query = [("window_s", str(WINDOW_S)), *(("series", each) for each in SPARKS.values())]
+        history = self._server.get(f"/admin/api/history?{urlencode(query)}")["series"]
+        return Reading(
+            self._server.url,
+            self._server.get("/admin/api/stats"),
+            {name: history[series] for name, series in SPARKS.items()},
+            self._server.get("/admin/api/usage"),
+            self._server.get("/admin/api/tenants"),
+        )
