@@ -90,7 +90,10 @@ async def deliver(
     """Admits the job and returns the response that will carry its answer, or a kept one again."""
     check_params(job.params, job.model.vocab_size)
     wire, story = wire_of(request), story_of(request)
-    claimed = await claim(wire.replays, request, principal, raw, job.request_id)
+    fingerprint = job.context.fingerprint
+    claimed = await claim(wire.replays, request, principal, raw, job.request_id, fingerprint)
+    if isinstance(claimed, Claim) and claimed.is_retry:
+        job = replace(job, context=replace(job.context, is_retry=True))
     if isinstance(claimed, Replay):
         story.add(replay_of=claimed.request_id)
         return replayed(claimed, stream=bool(body.stream))

@@ -49,6 +49,7 @@ async def completions(request: Request) -> Response:
         scope=scope_for(wire.salts, model, principal, body.extension.share),
         stop=body.stop_strings,
         cache=body.extension.cache is not False,
+        stream=bool(body.stream),
         arrival_ns=story.arrival_ns,
         context=request_context(request, principal, raw),
     )

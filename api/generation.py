@@ -50,6 +50,7 @@ class Job:
     scope: CacheScope  # with the tenant's salt
     stop: tuple[str, ...] = ()
     cache: bool = True
+    stream: bool = False  # text is sent as it comes, else the whole answer at its end
     arrival_ns: int = 0
     context: RequestContext = field(default_factory=RequestContext)  # for the ledger
 
@@ -210,7 +211,11 @@ class Generation:
             self._bridge.close(self._feed)
 
     async def _cover(self, output_tokens: int) -> int:
-        return await self._coverage.cover(output_tokens, self.usage)
+        return await self._coverage.cover(output_tokens, self._sent)
+
+    def _sent(self) -> Usage:
+        """What the client has been sent so far: of an answer that goes out whole, nothing."""
+        return self.usage() if self.job.stream else EMPTY
 
     def usage(self) -> Usage:
         """What has been served so far."""

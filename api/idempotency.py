@@ -17,7 +17,7 @@ from api.context import FIT_NAME
 from api.errors import InvalidRequest
 from api.stream import EVENT_STREAM
 from billing.errors import BillingError
-from billing.idempotency import Replay
+from billing.idempotency import Claimed, Replay
 from billing.keys import Principal
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,9 @@ REPLAYED = "Idempotent-Replayed"
 class AnswerStore(Protocol):
     """Answers by tenant and key, as `billing.idempotency.Idempotency` keeps them. Calls block."""
 
-    def begin(self, tenant: str, key: str, body: bytes, request_id: str) -> Replay | None: ...
+    def begin(
+        self, tenant: str, key: str, body: bytes, request_id: str, *, fingerprint: str = ""
+    ) -> Replay | Claimed: ...
 
     def finish(
         self, tenant: str, key: str, request_id: str, status: int, response: bytes
@@ -40,12 +42,16 @@ class AnswerStore(Protocol):
 
 @dataclass(slots=True)
 class Claim:
-    """One request's hold on its key. Ends kept or abandoned."""
+    """One request's hold on its key. Ends kept or abandoned.
+
+    `is_retry` says that a server died over the first request of this key.
+    """
 
     store: AnswerStore
     tenant: str
     key: str
     request_id: str
+    is_retry: bool = False
     kept: bool = False
 
     async def keep(self, answer: bytes) -> None:
@@ -64,7 +70,12 @@ class Claim:
 
 
 async def claim(
-    store: AnswerStore | None, request: Request, principal: Principal, raw: bytes, request_id: str
+    store: AnswerStore | None,
+    request: Request,
+    principal: Principal,
+    raw: bytes,
+    request_id: str,
+    fingerprint: str,
 ) -> Claim | Replay | None:
     """The claim of a request with a key, or the answer that stands; None without a key.
 
@@ -76,8 +87,12 @@ async def claim(
     if not FIT_NAME.fullmatch(key):
         raise InvalidRequest(f"{HEADER} must be 1 to 128 letters, digits or . _ : @ -.")
     body = request.url.path.encode() + b"\0" + raw
-    replay = await asyncio.to_thread(store.begin, principal.tenant, key, body, request_id)
-    return replay or Claim(store, principal.tenant, key, request_id)
+    begun = await asyncio.to_thread(
+        store.begin, principal.tenant, key, body, request_id, fingerprint=fingerprint
+    )
+    if isinstance(begun, Replay):
+        return begun
+    return Claim(store, principal.tenant, key, request_id, is_retry=begun.lost is not None)
 
 
 def replayed(replay: Replay, *, stream: bool) -> Response:

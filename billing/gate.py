@@ -389,6 +389,8 @@ def _note_delivery(work: Work, command: Settle, entry: Entry) -> None:
     elif command.delivered and context.is_retry:
         key = (entry.tenant, context.fingerprint)
         for other in work.undelivered.pop(key, ()):
+            if not sum(taken_by(work, other).values()):
+                continue  # it cost nothing, or was given back by an admin
             reference = f"retry:{other.request_id}"
             reason = "the answer was not delivered, and its retry was"
             forgive = Correct(other.tenant, other.request_id, reference, None, SYSTEM, reason)

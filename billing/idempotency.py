@@ -3,12 +3,18 @@
 Kept for 24 hours by tenant and key. api calls `begin` before it reserves, then `finish` with the
 answer or `abandon` when the request failed. Each call is a short transaction and blocks: not on the
 event loop.
+
+A server that dies leaves claims behind: those of its own earlier runs it knows by their `boot`,
+another server's by their age and their hold. Whoever asks again then begins anew and pays once: if
+the dead request was charged, that charge is given back when the new one is.
 """
 
 import hashlib
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from billing import store_idempotency as rows
 from billing.errors import IdempotencyBusy, IdempotencyConflict
@@ -28,20 +34,42 @@ class Replay:
     response: bytes
 
 
-class Idempotency:
-    """Answers by key, on one store. Thread-safe."""
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """The key is the new request's own. `lost` is the dead request that had it, whose answer nobody
+    got."""
 
-    def __init__(self, store: LedgerStore, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
+    lost: str | None = None
+
+
+class Idempotency:
+    """Answers by key, on one store. Thread-safe. `owner` names this server, as in its holds."""
+
+    def __init__(
+        self,
+        store: LedgerStore,
+        *,
+        owner: str = "server",
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
         self._store = store
+        self._owner = owner
+        self._boot = secrets.token_hex(8)
         self._clock_ns = clock_ns
 
-    def begin(self, tenant: str, key: str, body: bytes, request_id: str) -> Replay | None:
-        """None: go on as `request_id`. Raises `IdempotencyConflict` for another body and
-        `IdempotencyBusy` while the first request runs."""
+    def begin(
+        self, tenant: str, key: str, body: bytes, request_id: str, *, fingerprint: str = ""
+    ) -> Replay | Claimed:
+        """`Claimed`: go on as `request_id`. Raises `IdempotencyConflict` for another body and
+        `IdempotencyBusy` while the first request runs.
+
+        `fingerprint` is the request's own (`RequestContext`), under which a lost answer is noted.
+        """
         digest = hashlib.sha256(body).hexdigest()
         now_ns = self._clock_ns()
 
-        def operation(connection: Connection) -> Replay | None:
+        def operation(connection: Connection) -> Replay | Claimed:
+            lost = None
             rows.purge(connection, now_ns)
             while not rows.insert(
                 self._store,
@@ -51,18 +79,30 @@ class Idempotency:
                 body_digest=digest,
                 request_id=request_id,
                 expires_ns=now_ns + KEPT_NS,
+                owner=self._owner,
+                boot=self._boot,
             ):
-                replay = self._standing(connection, tenant, key, digest, now_ns)
-                if replay is not None:
-                    return replay
-            return None
+                standing = self._standing(connection, tenant, key, digest, now_ns)
+                if isinstance(standing, Replay):
+                    return standing
+                lost = standing or lost
+            if lost and fingerprint:
+                rows.note_lost(
+                    self._store,
+                    connection,
+                    tenant=tenant,
+                    fingerprint=fingerprint,
+                    request_id=lost,
+                    at_ns=now_ns,
+                )
+            return Claimed(lost)
 
         return self._store.retrying(operation)
 
     def _standing(
         self, connection: Connection, tenant: str, key: str, digest: str, now_ns: int
-    ) -> Replay | None:
-        """The answer that stands, or None after an abandoned first request was cleared away."""
+    ) -> Replay | str | None:
+        """The answer that stands, or the id of a dead first request, which is cleared away."""
         row = rows.find(connection, tenant, key)
         if row is None:
             return None
@@ -72,13 +112,17 @@ class Idempotency:
             )
         if row["status"] is not None:
             return Replay(row["request_id"], row["status"], row["response"])
-        young = now_ns - (row["expires_ns"] - KEPT_NS) < GRACE_NS
-        if young or rows.is_held(connection, tenant, row["request_id"]):
+        if not self._is_dead(row, now_ns) or rows.is_held(connection, tenant, row["request_id"]):
             raise IdempotencyBusy(
                 f"the first request with idempotency key {key!r} still runs; try again shortly"
             )
         rows.remove(connection, tenant, key, row["request_id"])  # its server died
-        return None
+        return str(row["request_id"])
+
+    def _is_dead(self, row: Any, now_ns: int) -> bool:
+        """Whether whoever took a claim and holds nothing for it will not come back to it."""
+        ours_before = row["owner"] == self._owner and row["boot"] != self._boot
+        return bool(ours_before or now_ns - (row["expires_ns"] - KEPT_NS) >= GRACE_NS)
 
     def finish(self, tenant: str, key: str, request_id: str, status: int, response: bytes) -> None:
         """Keep the answer for those who ask again."""

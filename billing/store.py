@@ -47,7 +47,7 @@ __all__ = ["Connection", "LedgerStore", "database_url", "open_store"]
 
 T = TypeVar("T")
 
-REVISION = "0001"
+REVISION = "0002"
 MIGRATIONS = Path(__file__).parent / "store_migrations"
 RETRIES = 8  # of a transaction that another process made fail
 BUSY_TIMEOUT_S = 10

@@ -6,7 +6,7 @@ from sqlalchemy import Connection, delete, select, update
 from sqlalchemy.engine import RowMapping
 
 from billing.store import LedgerStore
-from billing.store_schema import holds, idempotency
+from billing.store_schema import holds, idempotency, undelivered
 
 
 def insert(
@@ -18,6 +18,8 @@ def insert(
     body_digest: str,
     request_id: str,
     expires_ns: int,
+    owner: str,
+    boot: str,
 ) -> bool:
     """False if the key stands already."""
     statement = store.insert(idempotency).values(
@@ -26,6 +28,8 @@ def insert(
         body_digest=body_digest,
         request_id=request_id,
         expires_ns=expires_ns,
+        owner=owner,
+        boot=boot,
     )
     made = statement.on_conflict_do_nothing().returning(idempotency.c.key)
     return connection.execute(made).first() is not None
@@ -58,6 +62,22 @@ def remove(connection: Connection, tenant: str, key: str, request_id: str) -> bo
 
 def purge(connection: Connection, now_ns: int) -> None:
     connection.execute(delete(idempotency).where(idempotency.c.expires_ns <= now_ns))
+
+
+def note_lost(
+    store: LedgerStore,
+    connection: Connection,
+    *,
+    tenant: str,
+    fingerprint: str,
+    request_id: str,
+    at_ns: int,
+) -> None:
+    """The answer of this request is gone: who asks again for the same pays once."""
+    statement = store.insert(undelivered).values(
+        tenant=tenant, fingerprint=fingerprint, request_id=request_id, at_ns=at_ns
+    )
+    connection.execute(statement.on_conflict_do_nothing())
 
 
 def is_held(connection: Connection, tenant: str, request_id: str) -> bool:

@@ -213,6 +213,8 @@ idempotency = Table(
     Column("status", Integer),  # null while the first request runs
     Column("response", LargeBinary),
     Column("expires_ns", BigInteger, nullable=False, index=True),
+    Column("owner", String, nullable=False, server_default=""),  # who took it, in which run
+    Column("boot", String, nullable=False, server_default=""),
 )
 
 export_cursors = Table(

@@ -156,7 +156,7 @@ def open_money(settings: Settings) -> Money:
             {name: frozenset(tenants) for name, tenants in settings.server.groups.items()},
         ),
         limits=_limits(settings.limits),
-        replays=Idempotency(store),
+        replays=Idempotency(store, owner=settings.billing.server_name),
         required=required,
         lease_s=max(1, round(settings.billing.hold_lease)),
         slice_tokens=settings.billing.slice_tokens,

@@ -268,6 +268,22 @@ async def test_the_lease_of_a_silent_request_is_renewed(tmp_path: Path) -> None:
         assert 0 == bank.ledger.stats().swept
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_journal_says_what_was_sent(bank: Bank, stream: bool) -> None:
+    """A crash is billed from it: of an answer that goes out whole, nothing was sent before."""
+    async with serving(bank) as (app, _, house):
+        headers = bank.customer(UNITS)
+        house.engine.script = Script(answer="z" * 1000, step_s=0.002)
+        visit = Visit(app, CHAT, HELLO | {"stream": stream}, **headers).start()
+        await asyncio.sleep(0.1)
+        (held,) = bank.store.all_holds()
+        told = visit.text.count('"content":"z"')
+        visit.leave()
+        await visit.task
+    assert (stream, stream) == (held.usage.output > 0, held.usage.prompt > 0)
+    assert held.usage.output <= told
+
+
 async def test_a_request_that_ends_while_its_hold_is_taken_leaves_none(bank: Bank) -> None:
     apply, go = bank.store.apply, threading.Event()
 
@@ -284,7 +300,9 @@ async def test_a_request_that_ends_while_its_hold_is_taken_leaves_none(bank: Ban
         with pytest.raises(asyncio.CancelledError):
             await visit.task
         go.set()
-    bank.ledger.close()
+        async with asyncio.timeout(5):
+            while not any(entry.kind is Kind.CHARGE for entry in bank.entries):
+                await asyncio.sleep(0.01)
     assert [] == house.engine.requests
     assert 0 == bank.spent(UNITS)
     assert [Outcome.FAILED] == [

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,6 @@ from billing.entries import Entry, Kind
 from billing.errors import (
     AlreadyExists,
     DuplicateRequest,
-    IdempotencyBusy,
-    IdempotencyConflict,
     InsufficientBalance,
     InvalidAmount,
     KeyRevoked,
@@ -26,48 +23,16 @@ from billing.errors import (
     UnknownKey,
     UnknownTenant,
 )
-from billing.idempotency import Idempotency, Replay
 from billing.money import UNITS
 from billing.policy import Outcome
 from billing.store import LedgerStore, open_store
 from billing.store_prepared import HotStatements
 from billing.testing import ManualClock, TestLedger, running_ledger
 from billing.usage import EMPTY, Usage
-from tests.postgres_server import fresh_database, postgres_server
+from tests.contract.conftest import entries
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)  # launch card: 204,000,000 units
 PRICE = 204_000_000
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[str]:
-    with postgres_server() as url:
-        yield url
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
-    else:
-        with fresh_database(request.getfixturevalue("postgres")) as database:
-            yield database
-
-
-@pytest.fixture
-def house(url: str) -> Iterator[TestLedger]:
-    """A running ledger; whatever a test did to it, it proves afterwards."""
-    with running_ledger(url) as house:
-        yield house
-        proof = audit.verify(house.ledger.store)
-        assert proof.problems == []
-
-
-def entries(store: LedgerStore, tenant: str = "acme") -> list[Entry]:
-    from billing import store_reports
-
-    with store.reading() as connection:
-        return list(store_reports.stream_entries(connection, tenant))
 
 
 def test_a_hold_is_taken_and_a_settlement_charges_what_was_used(house: TestLedger) -> None:
@@ -405,34 +370,6 @@ def test_keys_work_at_once_and_end_when_revoked_elsewhere(house: TestLedger) -> 
         house.accounts.authenticate("sk-guess")
     newest = house.accounts.trail(1)[0]
     assert (newest["action"], newest["actor"], newest["reason"]) == ("key.revoke", "test", "lost")
-
-
-def test_an_idempotency_key_replays_conflicts_and_expires(house: TestLedger) -> None:
-    keep = Idempotency(house.ledger.store, clock_ns=house.clock)
-    assert keep.begin("acme", "k", b"body", "r1") is None
-    with pytest.raises(IdempotencyBusy):
-        keep.begin("acme", "k", b"body", "r2")
-    with pytest.raises(IdempotencyConflict):
-        keep.begin("acme", "k", b"other", "r2")
-    assert keep.begin("other", "k", b"body", "r3") is None  # each tenant has its own keys
-    keep.finish("acme", "k", "r1", 200, b"answer")
-    assert keep.begin("acme", "k", b"body", "r2") == Replay("r1", 200, b"answer")
-    house.clock.advance(24 * 3600)
-    assert keep.begin("acme", "k", b"other", "r4") is None
-
-
-def test_an_idempotency_key_of_a_dead_request_is_free_again(house: TestLedger) -> None:
-    keep = Idempotency(house.ledger.store, clock_ns=house.clock)
-    house.fund(10)
-    assert keep.begin("acme", "k", b"body", "r1") is None
-    hold = house.reserve("r1", 5)
-    house.clock.advance(31)
-    with pytest.raises(IdempotencyBusy):
-        keep.begin("acme", "k", b"body", "r2")
-    house.ledger.void(hold).result()
-    assert keep.begin("acme", "k", b"body", "r2") is None
-    keep.abandon("acme", "k", "r2")
-    assert keep.begin("acme", "k", b"body", "r3") is None
 
 
 def test_an_export_resumes_where_its_sink_failed(house: TestLedger) -> None:

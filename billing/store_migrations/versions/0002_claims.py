@@ -1,0 +1,17 @@
+"""Idempotency keys remember which run of which server took them: a crash frees them at once."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002"
+down_revision = "0001"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    standing = {column["name"] for column in sa.inspect(op.get_bind()).get_columns("idempotency")}
+    for name in ("owner", "boot"):
+        if name not in standing:  # 0001 makes the tables of a new database as they are today
+            column = sa.Column(name, sa.String, nullable=False, server_default="")
+            op.add_column("idempotency", column)
