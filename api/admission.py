@@ -22,6 +22,7 @@ from api.limits import Permit
 from api.metering import Charge
 from api.schemas import GenerationBody
 from api.stream import Delivered, Delivery, DeliveryResponse, WireFormat
+from api.structured import compiled
 from api.usage import Asked, timings_ms
 from billing.holds import RequestContext
 from billing.idempotency import Replay
@@ -125,6 +126,8 @@ async def _admitted(
     )
     permit = await wire.limits.admit(principal)
     try:
+        if job.source is not None:
+            job = replace(job, grammar=await compiled(wire, job.source))
         charge = await wire.meter.admit(principal, job)
         generation = await _submitted(wire, job, charge)
         wire.journal.begin(job, principal, generation, client_id=story.client_id, stream=stream)
@@ -187,6 +190,7 @@ class _Ending:
             miss=usage.miss,
             miss_reasons={str(why): tokens for why, tokens in served.miss_reasons.items()},
             cost=bill.cost if bill else None,
+            jumped_tokens=served.jumped_tokens or None,
             **{f"{name}_ms": value for name, value in self._timings(delivered).items()},
         )
         if delivered.error is not None:

@@ -13,6 +13,7 @@ from api.generation import Delta, Job, Served
 from api.logprobs import chat_logprobs
 from api.models import find_model
 from api.schemas import ChatBody, parse, sampling_params
+from api.structured import source_asked
 from api.text import encode_chat, room_for_answer
 from api.usage import Asked, Bill, closing
 from billing.policy import Outcome
@@ -48,6 +49,7 @@ async def chat_completions(request: Request) -> Response:
         params=sampling_params(body, max_tokens=limit, logprobs=logprobs),
         scope=scope_for(wire.salts, model, principal, body.extension.share),
         stop=body.stop_strings,
+        source=source_asked(body),
         cache=body.extension.cache is not False,
         stream=bool(body.stream),
         arrival_ns=story.arrival_ns,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from api.journal import Journal
     from api.limits import RateLimits
     from api.metering import Meter
+    from api.structured import GrammarDesk
 
 
 class EngineClient(Protocol):
@@ -125,6 +126,7 @@ class Collaborators:
     limits: "RateLimits"
     journal: "Journal"
     replays: "AnswerStore | None" = None  # None: Idempotency-Key is ignored
+    grammars: "GrammarDesk | None" = None  # None: structured output is refused
     encoders: Executor
     balances: Callable[[str], Tenant]  # of a tenant; may read a store, called off the loop
     readiness: Callable[[], Readiness]

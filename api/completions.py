@@ -16,6 +16,7 @@ from api.generation import Delta, Job, Served
 from api.logprobs import text_logprobs
 from api.models import find_model
 from api.schemas import CompletionBody, parse, sampling_params
+from api.structured import source_asked
 from api.text import encode_prompt, room_for_answer
 from api.usage import Asked, Bill, closing
 from billing.policy import Outcome
@@ -48,6 +49,7 @@ async def completions(request: Request) -> Response:
         ),
         scope=scope_for(wire.salts, model, principal, body.extension.share),
         stop=body.stop_strings,
+        source=source_asked(body),
         cache=body.extension.cache is not False,
         stream=bool(body.stream),
         arrival_ns=story.arrival_ns,

@@ -139,6 +139,7 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     engine_errors.PromptTooLong: Row(400, "invalid_request_error", "context_length_exceeded"),
     engine_errors.EmptyPrompt: Row(400, "invalid_request_error", "empty_prompt"),
     engine_errors.InvalidParameter: Row(400, "invalid_request_error", "invalid_value"),
+    engine_errors.StructureUnavailable: Row(400, "invalid_request_error", "unsupported_parameter"),
     engine_errors.UnknownAdapter: Row(404, "invalid_request_error", "model_not_found"),
     engine_errors.QueueFull: Row(503, "server_error", "overloaded", retry_after_s=1),
     engine_errors.EngineClosed: Row(503, "server_error", "shutting_down", retry_after_s=5),

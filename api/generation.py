@@ -27,6 +27,7 @@ from engine.request import (
     TokenCounts,
     TokenLogprob,
 )
+from engine.structure import Grammar, Source
 from tiers.errors import MissReason
 from tiers.keys import CacheScope
 
@@ -49,6 +50,8 @@ class Job:
     params: SamplingParams
     scope: CacheScope  # with the tenant's salt
     stop: tuple[str, ...] = ()
+    source: Source | None = None  # what the answer must look like
+    grammar: Grammar | None = None  # `source`, compiled
     cache: bool = True
     stream: bool = False  # text is sent as it comes, else the whole answer at its end
     arrival_ns: int = 0
@@ -151,6 +154,7 @@ class Served:
     error: str | None = None
     lookups: tuple[Lookup, ...] = ()  # of the prompts that were admitted
     finishes: tuple[FinishReason | None, ...] = ()  # of the choices
+    jumped_tokens: int = 0  # decode steps that a grammar's forced tokens saved
 
 
 class Generation:
@@ -165,6 +169,7 @@ class Generation:
         self._coverage = coverage
         self._outcome = Outcome.FINISHED
         self._error: str | None = None
+        self._jumped_tokens = 0
         self._miss_reasons: Counter[MissReason] = Counter()
         n = job.params.n
         self._parts = {
@@ -239,6 +244,7 @@ class Generation:
             self._error,
             lookups=tuple(part.lookup for part in parts if part.lookup is not None),
             finishes=tuple(choice.finish for part in parts for choice in part.choices),
+            jumped_tokens=self._jumped_tokens,
         )
 
     @property
@@ -289,6 +295,7 @@ class Generation:
         part.timeline = output.timeline
         part.lookup = part.lookup or output.lookup
         part.over = part.over or output.last
+        self._jumped_tokens += output.num_jumped
         self._miss_reasons.update(output.miss_reasons)
         unasked = self._outcome is Outcome.FINISHED and output.finish not in ANSWERED
         if output.finish is not None and unasked:
@@ -330,6 +337,7 @@ class Generation:
             params=job.params,
             scope=job.scope,
             adapter=job.model.adapter,
+            grammar=job.grammar,
             cache=job.cache,
             arrival_ns=job.arrival_ns,
         )

@@ -15,13 +15,6 @@ from engine.request import SamplingParams
 
 TOP_LOGPROBS_MAX = 20  # OpenAI's bound for chat; served for completions too
 STOP_STRINGS_MAX = 16
-CONSTRAINTS = (  # vLLM's names for what `response_format` asks
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
 
 Probability = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -37,8 +30,15 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class JsonSchemaFormat(Body):
+    name: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None  # generated as if True: nothing that the schema does not name
+
+
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema", "regex"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
 
 
 class Extension(Body):
@@ -110,11 +110,14 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: dict[str, Any] | str | None = None
     user: str | None = None
     cachesvc: Extension | None = None
 
@@ -138,15 +141,6 @@ class GenerationBody(Body):
 
     def refuse_unserved(self) -> None:
         """Raises Unsupported for known fields that would change the answer."""
-        if self.response_format is not None and self.response_format.type != "text":
-            raise Unsupported(
-                f"response_format '{self.response_format.type}' is not served; ask for the format "
-                "in the prompt and leave response_format out.",
-                param="response_format",
-            )
-        for name in CONSTRAINTS:
-            if getattr(self, name) is not None:
-                raise Unsupported(f"{name} is not served; leave it out.", param=name)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from api.idempotency import AnswerStore
 from api.journal import Journal
 from api.limits import NoLimits, RateLimits
 from api.metering import Meter
+from api.structured import GrammarDesk
 from api.usage import Bill
 from billing.accounts import Tenant
 from billing.keys import Principal
@@ -339,6 +340,7 @@ def fake_house(
     balances: Callable[[str], Tenant] = rich_tenant,
     replays: AnswerStore | None = None,
     journal: Journal | None = None,
+    grammars: GrammarDesk | None = None,
 ) -> FakeHouse:
     """A whole wire over a `ScriptedEngine`; pass what the test is about."""
     bridge = OutputBridge()
@@ -355,6 +357,7 @@ def fake_house(
         balances=balances,
         journal=journal or Journal(),
         replays=replays,
+        grammars=grammars,
         encoders=EncoderPool(),
         readiness=lambda: Readiness(ready=True),
         render_metrics=lambda: (b"# none\n", "text/plain; version=0.0.4"),

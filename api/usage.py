@@ -63,6 +63,8 @@ def vendor_block(served: Served, bill: Bill, asked: Asked) -> dict[str, Any] | N
     if asked.details:
         reasons = {str(reason): tokens for reason, tokens in served.miss_reasons.items() if tokens}
         block["miss_reasons"] = reasons
+        if served.jumped_tokens:
+            block["jumped_tokens"] = served.jumped_tokens
         block["timings_ms"] = timings_ms(served.timeline, served.usage.output)
         if bill.cost is not None:
             block["cost"] = {

@@ -219,6 +219,12 @@ class EngineSection(Section):
     max_passed: Duration = Field(
         5, description="Longest that a request is passed by for better cached ones"
     )
+    jump_forward: bool = Field(
+        True, description="Compute the tokens that a grammar forces in one step; never other ones"
+    )
+    grammar_timeout: Duration = Field(
+        5, gt=0, description="Longest that a schema, expression or grammar may take to compile"
+    )
 
 
 class BillingSettings(Section):

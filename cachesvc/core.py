@@ -14,6 +14,7 @@ from cachesvc.config import CacheSection, EngineSection, ModelSettings, disk_pat
 from engine.batch import Batch, Span
 from engine.detokenizer import IncrementalDetokenizer
 from engine.engine import Engine, EngineSettings
+from engine.grammar_compiler import GrammarCompiler, compiler_for
 from engine.hardware import pick_device, set_threads
 from engine.models import LoadedModel, load_adapter, load_model
 from engine.queue import QueueOrder
@@ -48,6 +49,7 @@ class Core:
     cache: TieredCache
     engine: Engine
     runner: Runner
+    grammars: GrammarCompiler
 
     def start(self) -> None:
         self.engine.start()
@@ -73,6 +75,7 @@ class Core:
     def close(self, drain_s: float = 0.0, *, flush: bool = True) -> int:
         """Stop the engine, flush memory to disk, close the tiers; returns blocks not saved."""
         self.engine.close(drain_s)
+        self.grammars.close()
         return self.cache.close(flush=flush)
 
     def detokenizer(self, stop: Sequence[str]) -> IncrementalDetokenizer:
@@ -132,6 +135,7 @@ def build(
         cache=tiers,
         engine=Engine(runner, tiers, _engine_settings(engine, loaded), on_outputs),
         runner=runner,
+        grammars=compiler_for(loaded, timeout_s=engine.grammar_timeout),
     )
 
 
@@ -177,6 +181,7 @@ def _engine_settings(engine: EngineSection, loaded: LoadedModel) -> EngineSettin
             max_passed_s=engine.max_passed,
         ),
         max_waiting=engine.max_waiting,
+        jump_forward=engine.jump_forward,
         max_context=loaded.max_context,
         eos_token_ids=loaded.eos_token_ids,
         adapters=loaded.adapters.digests,

@@ -38,6 +38,9 @@ SPECS: Mapping[str, Spec] = {
         ("source",),
     ),
     "cachesvc_generation_tokens_total": Spec("counter", "Tokens generated"),
+    "cachesvc_jumped_tokens_total": Spec(
+        "counter", "Generated tokens that a grammar forced: decode steps that were saved"
+    ),
     "cachesvc_miss_tokens_total": Spec(
         "counter", "Prompt tokens that were computed, by the reason", ("reason",)
     ),

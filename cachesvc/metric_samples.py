@@ -77,6 +77,7 @@ def _engine_samples(stats: EngineStats) -> Iterator[Sample]:
     yield Sample("cachesvc_preemptions_total", (), stats.num_preemptions)
     yield Sample("cachesvc_steps_total", (), stats.num_steps)
     yield Sample("cachesvc_prefill_tokens_total", (), stats.prompt_tokens_computed)
+    yield Sample("cachesvc_jumped_tokens_total", (), stats.jumped_tokens)
     yield from _cache_samples(stats.cache)
 
 

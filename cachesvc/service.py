@@ -28,6 +28,7 @@ from api.encoders import EncoderPool
 from api.event_feeds import Feeds
 from api.journal import Journal, JournalSettings
 from api.metering import Meter
+from api.structured import GrammarDesk
 from billing.errors import BillingError
 from cachesvc import core
 from cachesvc.config import ConfigError, JournalSection, ServerSettings, Settings, disk_path
@@ -149,6 +150,7 @@ class Service:
         )
         self._encoders = EncoderPool(NUM_ENCODERS)
         self._feeds = Feeds(stream)
+        self._grammars = GrammarDesk(self.core.grammars)
 
     def app(self, meter: Meter) -> Asgi:
         wire = Collaborators(
@@ -163,6 +165,7 @@ class Service:
             replays=self._money.replays,
             journal=self.journal,
             encoders=self._encoders,
+            grammars=self._grammars,
             readiness=self.readiness,
             render_metrics=self.metrics.render,
             settings=_wire_settings(self._settings.server),
@@ -204,6 +207,7 @@ class Service:
         started = time.monotonic()
         unsaved = self.core.close()
         self._encoders.shutdown()
+        self._grammars.close()
         elapsed_s = time.monotonic() - started
         logger.info(f"stopped; the tiers were flushed in {elapsed_s:.1f} s, {unsaved} blocks lost")
 

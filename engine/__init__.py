@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from engine.llm import LLM
     from engine.llm_outputs import CompletionOutput, LoRARequest, RequestMetrics, RequestOutput
     from engine.request import SamplingParams
+    from engine.structure import StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -19,6 +20,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
 ]
 
 _MODULES = {
@@ -28,6 +30,7 @@ _MODULES = {
     "RequestMetrics": "engine.llm_outputs",
     "RequestOutput": "engine.llm_outputs",
     "SamplingParams": "engine.request",
+    "StructuredOutputs": "engine.structure",
 }
 
 

@@ -14,6 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from engine.batch import Batch, Sampled, Span
+from engine.structure import GrammarState
 from tiers.block import BlockLayout
 
 SEED = 0x5EED
@@ -56,7 +57,9 @@ class ChainRunner:
                 self.computed += 1
             elif self._read(span, position) != value:
                 raise WrongKv(f"position {position} of sequence {span.sequence_id}")
-        token = choose(value, self._vocab_size, span.params.seed) if span.sample else None
+        if not span.sample:
+            return Sampled(span.sequence_id, None)
+        token = choose(value, self._vocab_size, span.params.seed, span.allowed)
         return Sampled(span.sequence_id, token)
 
     def _row(self, span: Span, position: int) -> NDArray[np.int32]:
@@ -79,21 +82,39 @@ def advance(value: int, token: int) -> int:
     return digest - (1 << 32) if digest >= 1 << 31 else digest
 
 
-def choose(value: int, vocab_size: int, seed: int | None = None) -> int:
-    """The token that follows a KV; another one for another seed."""
-    return ((value ^ (seed or 0)) & 0x7FFFFFFF) % vocab_size
+def choose(
+    value: int,
+    vocab_size: int,
+    seed: int | None = None,
+    allowed: NDArray[np.int32] | None = None,
+) -> int:
+    """The token that follows a KV, of those `allowed`; another one for another seed."""
+    number = (value ^ (seed or 0)) & 0x7FFFFFFF
+    if allowed is None:
+        return number % vocab_size
+    tokens = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))
+    return int(tokens[number % len(tokens)])
 
 
 def replay(
-    prompt: Sequence[int], num_tokens: int, vocab_size: int = 50, seed: int | None = None
+    prompt: Sequence[int],
+    num_tokens: int,
+    vocab_size: int = 50,
+    seed: int | None = None,
+    grammar: GrammarState | None = None,
+    end: int | None = None,
 ) -> list[int]:
-    """What a cold, lone run of the prompt generates."""
+    """What a cold, lone run of the prompt generates, one token a step."""
     value = SEED
     for token in prompt:
         value = advance(value, token)
     generated = array("i")
     for _ in range(num_tokens):
-        token = choose(value, vocab_size, seed)
+        token = choose(value, vocab_size, seed, grammar.allowed if grammar else None)
         generated.append(token)
+        if token == end:
+            break
+        if grammar is not None:
+            grammar.accept(token)
         value = advance(value, token)
     return list(generated)

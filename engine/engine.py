@@ -33,6 +33,7 @@ from tiers.cache import CacheStats, TieredCache
 
 logger = logging.getLogger(__name__)
 
+MAX_JUMP = 256  # forced tokens appended at once
 MAX_FAILURES = 3  # steps in a row that may fail before the engine gives up
 IDLE_S = 0.5  # how often an idle engine looks around
 MOVING_S = 0.002  # the same while loads or stores are under way; their end also wakes it
@@ -56,6 +57,7 @@ class EngineSettings:
     max_context: int = 1 << 20
     eos_token_ids: frozenset[int] = frozenset()
     adapters: Mapping[str, bytes] = field(default_factory=dict)  # digest by name; may change
+    jump_forward: bool = True  # compute the tokens that a grammar forces in one step
     check_params: Callable[[SamplingParams], None] = lambda params: None  # raises InvalidParameter
 
 
@@ -70,6 +72,7 @@ class EngineStats:
     num_steps: int
     prompt_tokens_computed: int
     generated_tokens: int
+    jumped_tokens: int  # of these, forced by a grammar: decode steps that were saved
     cache: CacheStats
     failed: str | None = None
 
@@ -104,6 +107,7 @@ class Engine:
         self._failures = 0  # steps in a row
         self._num_steps = 0
         self._generated = 0
+        self._jumped = 0
         self._thread = threading.Thread(target=self._run, name="cachesvc-engine", daemon=True)
 
     # Any thread.
@@ -204,6 +208,7 @@ class Engine:
             num_steps=self._num_steps,
             prompt_tokens_computed=scheduler.prompt_tokens_computed,
             generated_tokens=self._generated,
+            jumped_tokens=self._jumped,
             cache=self._cache.stats(),
             failed=repr(self._failed) if self._failed else None,
         )
@@ -288,19 +293,42 @@ class Engine:
             for twin in group.due_twins(sequence, self._new_id):
                 self._sequences[twin.sequence_id] = twin
                 self._scheduler.fork(sequence, twin)
-        sequence.append(result.token)
-        self._generated += 1
-        group.num_output += 1
-        finish = self._finish_of(sequence, result.token)
+        tokens, finish, error = self._append(sequence, result.token)
+        self._generated += len(tokens)
+        self._jumped += len(tokens) - 1
+        group.num_output += len(tokens)
         if finish is not None:
             self._end(sequence, finish)
-        outputs.append(group.output(sequence, result, now_ns))
+        outputs.append(group.output(sequence, result, now_ns, tokens=tokens, error=error))
         if group.done:
             self._close_group(group)
+
+    def _append(
+        self, sequence: Sequence, token: int
+    ) -> tuple[list[int], FinishReason | None, str | None]:
+        """Append a token, and those that a grammar then forces: what was appended, whether the
+        sequence ends with it, and why where that is an error."""
+        tokens: list[int] = []
+        jumps = self._settings.jump_forward and sequence.params.logprobs is None
+        while True:
+            sequence.append(token)
+            tokens.append(token)
+            finish = self._finish_of(sequence, token)
+            state = sequence.grammar
+            if finish is not None or state is None:
+                return tokens, finish, None
+            state.accept(token)
+            if state.stuck is not None:
+                return tokens, FinishReason.ERROR, state.stuck
+            if not (jumps and state.forced) or len(tokens) > MAX_JUMP:
+                return tokens, None, None
+            token = state.forced[0]
 
     def _finish_of(self, sequence: Sequence, token: int) -> FinishReason | None:
         params = sequence.params
         generated = sequence.num_generated
+        if sequence.grammar is not None and token in self._settings.eos_token_ids:
+            return FinishReason.STOP  # the grammar allows the end only where it has ended
         if generated >= params.min_tokens:
             if token in params.stop_token_ids:
                 return FinishReason.STOP
@@ -340,6 +368,8 @@ class Engine:
         sequence = group.first(self._new_id())
         self._sequences[sequence.sequence_id] = sequence
         self._scheduler.add(sequence)
+        if sequence.grammar is not None and sequence.grammar.stuck is not None:
+            self._abort(request.request_id, FinishReason.ERROR, sequence.grammar.stuck)
 
     def _abort(
         self,

@@ -5,6 +5,7 @@ EngineError
 │   ├── PromptTooLong       more tokens than the model or the pool can hold
 │   ├── EmptyPrompt
 │   ├── InvalidParameter    a sampling parameter out of its range; names it
+│   ├── StructureUnavailable structured output, and the package for it is not installed
 │   └── UnknownAdapter
 ├── QueueFull               too many requests wait; try later
 ├── EngineFailed            the step loop died; every request is failed with its cause
@@ -38,6 +39,10 @@ class EmptyPrompt(RequestError):
 
 class InvalidParameter(RequestError):
     """A sampling parameter is out of its range."""
+
+
+class StructureUnavailable(RequestError):
+    """Structured output needs a package that is not installed."""
 
 
 class UnknownAdapter(RequestError):

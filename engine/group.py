@@ -3,6 +3,7 @@
 import os
 from array import array
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import xxhash
@@ -53,15 +54,22 @@ class Group:
             self._num_due = 0
 
     def output(
-        self, sequence: Sequence, result: Sampled | None, now_ns: int, error: str | None = None
+        self,
+        sequence: Sequence,
+        result: Sampled | None,
+        now_ns: int,
+        *,
+        tokens: Seq[int] = (),
+        error: str | None = None,
     ) -> StepOutput:
-        """What this step made for a sequence."""
+        """What this step made for a sequence: `tokens`, of which `result` chose the first."""
         told, self._told_reasons = self._told_reasons, True
         return StepOutput(
             request_id=self.request.request_id,
             index=sequence.index,
-            tokens=(result.token,) if result is not None and result.token is not None else (),
+            tokens=tuple(tokens),
             counts=self._counts(sequence),
+            num_jumped=max(0, len(tokens) - 1),
             finish=sequence.finish,
             logprobs=(result.logprob,) if result is not None and result.logprob else (),
             miss_reasons={} if told or sequence.cut_short else sequence.miss_reasons,
@@ -78,7 +86,7 @@ class Group:
         )
 
     def _make(self, sequence_id: int, index: int, chain: Chain) -> Sequence:
-        params = self.request.params
+        params, grammar = self.request.params, self.request.grammar
         if params.seed is not None and index:
             params = replace(params, seed=seed_of(params.seed, index))
         sequence = Sequence(
@@ -89,6 +97,7 @@ class Group:
             chain=chain,
             tokens=array("i", self.request.tokens),
             num_prompt=len(self.request.tokens),
+            grammar=grammar.begin(params.min_tokens) if grammar is not None else None,
         )
         self.sequences.append(sequence)
         return sequence

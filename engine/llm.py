@@ -24,12 +24,14 @@ from typing import Any, Self
 
 from engine.engine import Engine, EngineSettings
 from engine.errors import InvalidParameter
+from engine.grammar_compiler import GrammarCompiler, compiler_for
 from engine.hardware import pick_device
 from engine.llm_outputs import LoRARequest, PendingRequest, RequestOutput
 from engine.models import DEFAULT_MODEL, LoadedModel, load_adapter, load_model
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.runner import Runner
 from engine.sampler import check_params
+from engine.structure import source_of
 from tiers.block import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk_open import open_disk
@@ -90,13 +92,14 @@ class LLM:
             tokenizer=loaded.tokenizer.digest,
             layout=layout.digest(),
         )
+        self._grammars = compiler_for(loaded)
         self._caching = enable_prefix_caching
         self._numbers = itertools.count()
         self._turn = threading.Lock()
         runner.warm_up()
         cache.warm_up()
         engine.start()
-        self._close = weakref.finalize(self, _close, engine, cache)
+        self._close = weakref.finalize(self, _close, engine, cache, self._grammars)
 
     def generate(
         self,
@@ -223,7 +226,7 @@ class LLM:
     def _request(
         self, tokens: "array[int]", params: SamplingParams, adapter: str | None
     ) -> Request:
-        digests = self._loaded.adapters.digests
+        digests, asked = self._loaded.adapters.digests, params.structured_outputs
         if adapter is not None and adapter not in digests:
             # Named by where it comes from: other names for one adapter are no other adapter.
             load = partial(load_adapter, self._loaded, adapter, adapter)
@@ -235,6 +238,7 @@ class LLM:
             params=params,
             scope=replace(self._scope, adapter=digest),
             adapter=adapter,
+            grammar=self._grammars.compile(source_of(asked)) if asked is not None else None,
             cache=self._caching,
             arrival_ns=time.monotonic_ns(),
         )
@@ -274,9 +278,10 @@ def _engine_settings(loaded: LoadedModel) -> EngineSettings:
     )
 
 
-def _close(engine: Engine, cache: TieredCache) -> None:
+def _close(engine: Engine, cache: TieredCache, grammars: GrammarCompiler) -> None:
     engine.close()
     cache.close()
+    grammars.close()
 
 
 def _params_of(

@@ -71,7 +71,7 @@ class RequestOutput:
     """The answer to one prompt. `prompt` is None where token ids were given.
 
     `hit_tokens` says by tier how many prompt tokens came from the cache; they sum to
-    `num_cached_tokens`.
+    `num_cached_tokens`. `num_jumped_tokens` counts the decode steps saved by structured output.
     """
 
     request_id: str
@@ -80,6 +80,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     hit_tokens: Mapping[str, int]
+    num_jumped_tokens: int
     metrics: RequestMetrics
     finished: bool = True
 
@@ -122,6 +123,7 @@ class PendingRequest:
         self.done = False
         self._prompt = prompt
         self._counts = TokenCounts(prompt=len(request.tokens))
+        self._num_jumped = 0
         stop = request.params.stop
         self._samples = [
             _Sample(IncrementalDetokenizer(tokenizer, stop)) for _ in range(request.params.n)
@@ -138,6 +140,7 @@ class PendingRequest:
             raise EngineClosed(output.error or "the request was aborted")
         self.done = output.last
         self._counts = output.counts
+        self._num_jumped += output.num_jumped
         return self._samples[output.index].take(output)
 
     def result(self) -> RequestOutput:
@@ -154,6 +157,7 @@ class PendingRequest:
                 "host": counts.hit_host,
                 "disk": counts.hit_disk,
             },
+            num_jumped_tokens=self._num_jumped,
             metrics=_metrics(self._samples),
         )
 

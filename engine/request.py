@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine.structure import Grammar, StructuredOutputs
 from tiers.absence import Absence
 from tiers.errors import MissReason
 from tiers.keys import CacheScope, PrefixKey
@@ -45,6 +46,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ class Request:
     params: SamplingParams
     scope: CacheScope
     adapter: str | None = None
+    grammar: Grammar | None = None  # of `params.structured_outputs`, compiled
     cache: bool = True  # False: neither read from the cache nor written to it
     arrival_ns: int = 0  # time.monotonic_ns() when the server received it
 
@@ -151,3 +154,4 @@ class StepOutput:
     timeline: Timeline = field(default_factory=Timeline)
     error: str | None = None
     last: bool = False  # no further output of this request will come, in any of its sequences
+    num_jumped: int = 0  # of `tokens`, those that a grammar forced and no step was spent on

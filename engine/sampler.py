@@ -121,8 +121,8 @@ class Sampler:
         return adjusted
 
     def _forbidden(self, span: Span) -> list[int]:
-        """Ids that would end the sequence before `min_tokens`."""
-        if span.sampled_before >= span.params.min_tokens:
+        """Ids that would end the sequence before `min_tokens`; a grammar's mask sees to it."""
+        if span.sampled_before >= span.params.min_tokens or span.allowed is not None:
             return []
         return [*self._eos_token_ids, *span.params.stop_token_ids]
 

@@ -69,12 +69,14 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The next step's work. Empty when nobody can make progress but by waiting."""
-        batch = Batch()
+        batch, settings = Batch(), self._settings
         for sequence in [s for s in self.running if s.state is SequenceState.DECODE]:
             if sequence.state is SequenceState.DECODE:  # not preempted for one before it
-                self._add_span(batch, sequence, 1)
-        settings = self._settings
-        budget = settings.mixed_step_tokens if batch.spans else settings.step_tokens
+                # One token, or the run of tokens that a grammar forced.
+                self._add_span(batch, sequence, settings.mixed_step_tokens)
+        budget = settings.step_tokens
+        if batch.spans:
+            budget = settings.mixed_step_tokens - (batch.num_tokens - len(batch.spans))
         for sequence in [s for s in self.running if s.state is SequenceState.PREFILL]:
             if budget > 0 and sequence.state is SequenceState.PREFILL:
                 budget -= self._add_span(batch, sequence, budget)
@@ -96,7 +98,7 @@ class Scheduler:
         except OutOfBlocks:
             return 0  # the sequence itself was the one to give way
         sample = end == sequence.num_tokens
-        params = sequence.params
+        params, grammar = sequence.params, sequence.grammar
         batch.spans.append(
             Span(
                 sequence_id=sequence.sequence_id,
@@ -109,6 +111,7 @@ class Scheduler:
                 history=sequence.history() if sample else None,
                 num_prompt_tokens=sequence.num_prompt,
                 adapter=sequence.request.adapter,
+                allowed=grammar.allowed if sample and grammar is not None else None,
                 write_kv=end > sequence.num_standing,
             )
         )

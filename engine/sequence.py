@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.request import FinishReason, Lookup, Request, SamplingParams, TokenCounts
+from engine.structure import GrammarState
 from tiers.chain import Chain
 from tiers.errors import MissReason
 from tiers.index import Block
@@ -43,6 +44,7 @@ class Sequence:
     chain: Chain
     tokens: "array[int]"
     num_prompt: int
+    grammar: GrammarState | None = None  # how far it is in its grammar; kept when preempted
     state: SequenceState = SequenceState.WAITING
     blocks: list[Block] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)

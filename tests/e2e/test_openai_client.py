@@ -14,10 +14,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import openai
 import pytest
 import uvicorn
+from pydantic import BaseModel, Field
 
 from api.app import create_app
 from api.testing import FakeHouse, Script, fake_house
@@ -207,6 +209,51 @@ def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         process.terminate()
         assert 0 == process.wait(30)
+
+
+class Person(BaseModel):
+    full_name: str
+    age_in_years: int = Field(ge=0, le=150)
+    favourite_colour: Literal["red", "green", "blue"]
+
+
+@pytest.mark.e2e
+def test_the_parse_helper_reads_a_pydantic_model(real_server: str) -> None:
+    """`chat.completions.parse` sends the model's schema; two samples, and a streamed one."""
+    messages = [{"role": "user", "content": "Bob Smith is 42 and likes blue. Who is he?"}]
+    with openai.OpenAI(base_url=f"{real_server}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.parse(
+            model="smollm2-135m",
+            messages=messages,
+            response_format=Person,
+            n=2,
+            seed=3,
+            max_tokens=120,
+            extra_body={"cachesvc": {"details": True}},
+        )
+        assert all(isinstance(choice.message.parsed, Person) for choice in answer.choices)
+        assert {"stop"} == {choice.finish_reason for choice in answer.choices}
+        assert answer.model_extra["cachesvc"]["jumped_tokens"] >= 2 * 10
+        with client.chat.completions.stream(
+            model="smollm2-135m", messages=messages, response_format=Person, max_tokens=120
+        ) as stream:
+            assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
+        chosen = client.completions.create(
+            model="smollm2-135m",
+            prompt="The sky is",
+            extra_body={"structured_outputs": {"choice": ["blue", "green"]}},
+        )
+        assert chosen.choices[0].text in ("blue", "green")
+        with pytest.raises(openai.BadRequestError) as wrong:
+            client.chat.completions.create(
+                model="smollm2-135m",
+                messages=messages,
+                response_format={
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "strin"}},
+                },
+            )
+        assert "response_format.json_schema.schema" == wrong.value.param
 
 
 @pytest.mark.e2e

@@ -6,9 +6,11 @@ and slow and faulty by a seed. A failing run prints its seed.
 
 import random
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from engine.chain_runner import ChainRunner, chain_layout, replay
@@ -27,6 +29,52 @@ from tiers.policy import PolicyName
 from tiers.tier import TierName
 
 BLOCK = 4
+EOS = 50  # beyond the tokens that the model chooses by itself; a grammar may allow it
+
+
+class RandomGrammar:
+    """Allows and forces tokens by a seed and the tokens before; `engine.structure.Grammar`."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def begin(self, min_tokens: int) -> "RandomState":
+        return RandomState(self.seed)
+
+
+class RandomState:
+    """A run of forced tokens, or a choice that may include the end, then the next."""
+
+    def __init__(self, seed: int) -> None:
+        self.forced: deque[int] = deque()
+        self.stuck: str | None = None
+        self._taken = [seed]
+        self._look_ahead()
+
+    @property
+    def allowed(self) -> np.ndarray:
+        return _mask([self.forced[0]] if self.forced else self._choice)
+
+    def accept(self, token: int) -> None:
+        if self.forced:
+            assert token == self.forced.popleft()
+        else:
+            assert token in self._choice
+        self._taken.append(token)
+        if not self.forced:
+            self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        chance = random.Random(repr(self._taken))
+        self._choice = chance.sample(range(50), 3) + [EOS] * (chance.random() < 0.1)
+        if chance.random() < 0.4:
+            self.forced += [chance.randrange(50) for _ in range(chance.randrange(1, 12))]
+
+
+def _mask(tokens: Sequence[int]) -> np.ndarray:
+    bits = np.zeros(64, dtype=np.bool_)
+    bits[list(tokens)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class World:
@@ -46,6 +94,7 @@ class World:
         max_running: int = 6,
         step_tokens: int = 16,
         policy: str = "lru",
+        jump_forward: bool = True,
     ) -> None:
         layout = chain_layout(BLOCK)
         tier = MemoryTier(disk_blocks, fault_rate=fault_rate, seed=seed)
@@ -73,9 +122,11 @@ class World:
             mixed_step_tokens=step_tokens // 2,
             order=order,
         )
-        self.engine = Engine(
-            self.runner, self.cache, EngineSettings(scheduler=scheduler), self._take
+        settings = EngineSettings(
+            scheduler=scheduler, eos_token_ids=frozenset({EOS}), jump_forward=jump_forward
         )
+        self.engine = Engine(self.runner, self.cache, settings, self._take)
+        self.grammars: dict[str, RandomGrammar] = {}
         self.outputs: dict[str, list[StepOutput]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.params: dict[str, SamplingParams] = {}
@@ -89,7 +140,10 @@ class World:
         tenant: bytes = b"",
         cache: bool = True,
         seed: int | None = None,
+        grammar: RandomGrammar | None = None,
     ) -> None:
+        if grammar is not None:
+            self.grammars[name] = grammar
         params = SamplingParams(temperature=0, max_tokens=max_tokens, n=n, seed=seed)
         self.prompts[name], self.params[name] = list(prompt), params
         self.outputs[name] = []
@@ -100,6 +154,7 @@ class World:
                 params=params,
                 scope=CacheScope(tenant=tenant),
                 cache=cache,
+                grammar=grammar,
             )
         )
 
@@ -137,13 +192,22 @@ class World:
                     else seed_of(params.seed, index)
                 )
                 room = self.engine.max_tokens - len(self.prompts[name])
-                expected = replay(self.prompts[name], min(params.max_tokens or 0, room), seed=seed)
+                grammar = self.grammars.get(name)
+                expected = replay(
+                    self.prompts[name],
+                    min(params.max_tokens or 0, room),
+                    seed=seed,
+                    grammar=grammar.begin(0) if grammar else None,
+                    end=EOS,
+                )
                 got = self.tokens(name, index)
                 reason = next((o.finish for o in outputs if o.index == index and o.finish), None)
                 if reason is FinishReason.ABORT or reason is None:
                     assert got == expected[: len(got)], name
                 else:
-                    assert reason is FinishReason.LENGTH and got == expected, name
+                    stopped = expected[-1] == EOS
+                    assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH), name
+                    assert got == expected, name
             counts = outputs[-1].counts
             assert counts.hit + counts.miss == counts.prompt
             billed = {replace(o.counts, output=0) for o in outputs if o.tokens}
@@ -225,6 +289,7 @@ def _drive(world: World, chance: random.Random, num_requests: int) -> None:
                     f"r{sent}",
                     prompt,
                     max_tokens=chance.randrange(1, 12),
+                    grammar=RandomGrammar(sent % 7) if chance.random() < 0.3 else None,
                     n=chance.choice((1, 1, 1, 3)),
                     tenant=chance.choice((b"", b"", b"other")),
                     cache=chance.random() > 0.1,
@@ -256,6 +321,63 @@ def test_any_interleaving_is_exact(
         policy=policy,
     )
     _drive(world, chance, num_requests=60)
+    world.check()
+    world.check_idle()
+
+
+def test_forced_tokens_change_no_answer_and_save_a_step_each() -> None:
+    """The same tokens with and without jumping, alone, sampled n times, and preempted."""
+    answers, steps = [], []
+    for jump_forward in (True, False):
+        world = World(device_blocks=16, host_blocks=16, jump_forward=jump_forward)
+        for number in range(6):
+            world.submit(
+                f"r{number}",
+                [number] * 9,
+                max_tokens=30,
+                n=1 + number % 2,
+                seed=number,
+                grammar=RandomGrammar(number),
+            )
+        world.run()
+        world.check()
+        world.check_idle()
+        answers.append([world.tokens(f"r{n}", i) for n in range(6) for i in range(1 + n % 2)])
+        steps.append(world.engine.stats().num_steps)
+        jumped = sum(o.num_jumped for outputs in world.outputs.values() for o in outputs)
+        assert world.engine.stats().jumped_tokens == jumped
+        assert (jumped > 0) is jump_forward
+    assert answers[0] == answers[1]
+    assert steps[0] < steps[1]
+
+
+def test_each_forced_token_saves_a_decode_step() -> None:
+    """Of one sequence alone, steps and jumped tokens make up the answer."""
+    steps = {}
+    for jump_forward in (True, False):
+        world = World(device_blocks=60, step_tokens=64, jump_forward=jump_forward)
+        world.submit("alone", [1, 2, 3], max_tokens=40, grammar=RandomGrammar(3))
+        world.run()
+        world.check()
+        stats = world.engine.stats()
+        steps[jump_forward] = stats.num_steps
+        assert stats.num_steps + stats.jumped_tokens == len(world.tokens("alone"))
+    assert steps[True] < steps[False]
+
+
+def test_a_grammar_that_allows_nothing_ends_its_request_alone() -> None:
+    class Dead(RandomGrammar):
+        def begin(self, min_tokens: int) -> RandomState:
+            state = RandomState(self.seed)
+            state.stuck = "nothing can follow"
+            return state
+
+    world = World(device_blocks=60)
+    world.submit("good", [1, 2, 3])
+    world.submit("dead", [1, 2, 3], grammar=Dead(1), n=2)
+    world.run()
+    [output] = world.outputs.pop("dead")
+    assert (FinishReason.ERROR, "nothing can follow") == (output.finish, output.error)
     world.check()
     world.check_idle()
 

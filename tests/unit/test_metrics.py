@@ -51,6 +51,7 @@ def stats() -> EngineStats:
         num_steps=9,
         prompt_tokens_computed=100,
         generated_tokens=10,
+        jumped_tokens=3,
         cache=cache,
     )
 

@@ -1,0 +1,164 @@
+"""What an answer must look like: the request's side of structured output, without its machinery.
+
+`StructuredOutputs` is what a caller asks for, `Source` the same in one checked form, `Grammar` and
+`GrammarState` what the engine needs of a compiled one (see `engine.grammar`). Pure values and
+protocols, for every thread.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import InvalidParameter
+
+MAX_SOURCE_BYTES = 64 * 1024  # of a schema, an expression or a grammar; compiling takes longer
+MAX_DEPTH = 100  # of a schema's nesting; xgrammar's parser recurses
+
+
+class SourceKind(StrEnum):
+    """The languages a grammar may be written in."""
+
+    JSON_SCHEMA = "json"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    EBNF = "grammar"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What the answer must be, under vLLM's names; exactly one is given.
+
+    `json` is a JSON schema as an object or as text, `regex` an expression for the whole answer,
+    `choice` the answers to choose from, `grammar` rules in xgrammar's EBNF with a rule `root`,
+    `json_object` any JSON object.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A grammar's text in one language. Equal ones are compiled once; `field` names the request's
+    field in errors."""
+
+    kind: SourceKind
+    text: str
+    field: str = field(default="structured_outputs", compare=False)
+
+
+class GrammarState(Protocol):
+    """How far one sequence has come in its grammar. Engine thread only.
+
+    Invariant: either `forced` names the tokens that come next whatever the model says, or the
+    model chooses among `allowed`. With neither, `stuck` says why no token can follow.
+    """
+
+    @property
+    def allowed(self) -> NDArray[np.int32]:
+        """[ceil(vocabulary / 32)] bits; the first of `forced` alone where there is one."""
+        ...
+
+    @property
+    def forced(self) -> Sequence[int]: ...
+
+    @property
+    def stuck(self) -> str | None: ...
+
+    def accept(self, token: int) -> None:
+        """Take in the token that came next; one of `allowed`."""
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled grammar. Any thread."""
+
+    def begin(self, min_tokens: int) -> GrammarState:
+        """The state before the first token; the end is not allowed before `min_tokens` where
+        the grammar can go on."""
+        ...
+
+
+def source_of(asked: StructuredOutputs, field: str = "structured_outputs") -> Source:
+    """The one thing asked for. Raises InvalidParameter, naming the field, for what is none or
+    several, of a wrong type, too large or nested too deep. Syntax is checked by compiling."""
+    given = [f.name for f in fields(asked) if getattr(asked, f.name) not in (None, False)]
+    if len(given) != 1:
+        raise InvalidParameter(
+            f"{field} asks for {' and '.join(given) or 'nothing'}; give exactly one of "
+            f"{', '.join(f.name for f in fields(asked))}",
+            param=field,
+        )
+    [name] = given
+    path = f"{field}.{name}" if field == "structured_outputs" else field
+    made: Source = _MAKERS[name](getattr(asked, name), path)
+    if len(made.text.encode("utf-8", errors="replace")) > MAX_SOURCE_BYTES:
+        raise InvalidParameter(
+            f"{path} is longer than {MAX_SOURCE_BYTES} bytes; give a smaller one", param=path
+        )
+    return made
+
+
+def _from_json(schema: object, path: str) -> Source:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidParameter(f"{path} is no JSON: {error}", param=path) from None
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if not isinstance(schema, Mapping):
+        raise InvalidParameter(f"{path} must be a JSON schema, which is an object", param=path)
+    if _depth(schema) > MAX_DEPTH:
+        raise InvalidParameter(f"{path} is nested deeper than {MAX_DEPTH} levels", param=path)
+    # The order of properties is the order they are generated in, so keys are not sorted.
+    return Source(SourceKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False), path)
+
+
+def _from_text(kind: SourceKind, given: object, path: str) -> Source:
+    if not isinstance(given, str) or not given:
+        raise InvalidParameter(f"{path} must be a string, not empty", param=path)
+    return Source(kind, given, path)
+
+
+def _from_choice(given: object, path: str) -> Source:
+    if (
+        not isinstance(given, Sequence)
+        or isinstance(given, str)
+        or not given
+        or not all(isinstance(one, str) and one for one in given)
+    ):
+        raise InvalidParameter(f"{path} must be a list of strings, none empty", param=path)
+    rules = " | ".join(json.dumps(one, ensure_ascii=False) for one in dict.fromkeys(given))
+    return Source(SourceKind.EBNF, f"root ::= {rules}", path)
+
+
+_MAKERS: Mapping[str, Any] = {
+    "json": _from_json,
+    "regex": lambda given, path: _from_text(SourceKind.REGEX, given, path),
+    "choice": _from_choice,
+    "grammar": lambda given, path: _from_text(SourceKind.EBNF, given, path),
+    "json_object": lambda given, path: Source(SourceKind.JSON_OBJECT, "{}", path),
+}
+
+
+def _depth(document: object) -> int:
+    """Levels of nesting; counted without recursion, since the document is a stranger's."""
+    depth, level = 0, [document]
+    while level and depth <= MAX_DEPTH:
+        inner: list[object] = []
+        for one in level:
+            if isinstance(one, Mapping):
+                inner += one.values()
+            elif isinstance(one, list | tuple):
+                inner += one
+        depth, level = depth + 1, inner
+    return depth
