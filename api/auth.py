@@ -91,6 +91,10 @@ class Salts:
                 "cachesvc.share, or ask the operator to add the tenant to the group.",
                 param="cachesvc.share",
             )
+        return self.group_salt(group)
+
+    def group_salt(self, group: str) -> bytes:
+        """The same, for the server's own use: nobody's membership is checked."""
         return self._derive(b"group", group)
 
     def _derive(self, kind: bytes, name: str) -> bytes:

@@ -411,11 +411,30 @@ class Accounts:
             lambda connection: self._trail(connection, by, action, subject, before, after, reason)
         )
 
-    def trail(self, limit: int = 100) -> list[dict[str, Any]]:
-        """The newest admin changes first: at_ns, actor, action, subject, before, after, reason."""
+    def trail(
+        self,
+        limit: int = 100,
+        *,
+        before: int | None = None,
+        actor: str = "",
+        action: str = "",
+        text: str = "",
+    ) -> list[dict[str, Any]]:
+        """The newest admin changes first: at_ns, actor, action, subject, before, after, reason.
+
+        Only those older than number `before`, by an actor, of an action, with `text` in their
+        subject or reason.
+        """
         with self.store.reading() as connection:
-            found = store_trail.trail_rows(connection, limit)
+            found = store_trail.find_trail(
+                connection, limit, before=before, actor=actor, action=action, text=text
+            )
         return [{k: v for k, v in row.items() if k != "hash"} for row in found]
+
+    def trail_actions(self) -> list[str]:
+        """Every kind of change that the trail has, by name."""
+        with self.store.reading() as connection:
+            return store_trail.trail_actions(connection)
 
 
 def check_name(name: str, what: str) -> str:

@@ -144,6 +144,23 @@ class RateCard:
         open_now = (w.name for w in self.windows if w.covers(local, self.holidays))
         return next(open_now, STANDARD)
 
+    def next_window(self, instant_ns: int) -> tuple[int, str] | None:
+        """When the open window changes next and to which, within nine days; None: it does not."""
+        local = datetime.fromtimestamp(instant_ns // NS, UTC).astimezone(self.zone)
+        edges = {
+            edge
+            for window in self.windows
+            for ahead in range(9)
+            for span in window.spans(local.date() + timedelta(days=ahead), self.holidays)
+            for edge in span
+        }
+        now = self.window_at(instant_ns)
+        for edge in sorted(edges):
+            at_ns = int(edge.replace(tzinfo=self.zone).timestamp()) * NS
+            if at_ns > instant_ns and self.window_at(at_ns) != now:
+                return at_ns, self.window_at(at_ns)
+        return None
+
     def price_of(self, model: str) -> ModelPrice | None:
         """The most specific price that matches `model`."""
         matching = [price for price in self.models if price.matches(model)]

@@ -51,12 +51,38 @@ def trail_hash(before: bytes, values: Any) -> bytes:
     return hashlib.sha256(before + orjson.dumps([values[name] for name in names])).digest()
 
 
-def trail_rows(connection: Connection, limit: int | None = None) -> list[RowMapping]:
-    """The trail, newest first if limited, else oldest first."""
-    query = select(trail).order_by(trail.c.seq)
-    if limit is not None:
-        query = select(trail).order_by(trail.c.seq.desc()).limit(limit)
+def trail_rows(connection: Connection) -> list[RowMapping]:
+    """The whole trail, oldest first."""
+    return list(connection.execute(select(trail).order_by(trail.c.seq)).mappings())
+
+
+def find_trail(
+    connection: Connection,
+    limit: int,
+    *,
+    before: int | None = None,
+    actor: str = "",
+    action: str = "",
+    text: str = "",
+) -> list[RowMapping]:
+    """The newest rows that fit, the newest first; empty texts fit every row."""
+    query = select(trail).order_by(trail.c.seq.desc()).limit(limit)
+    if before is not None:
+        query = query.where(trail.c.seq < before)
+    if actor:
+        query = query.where(trail.c.actor == actor)
+    if action:
+        query = query.where(trail.c.action == action)
+    if text:
+        named = trail.c.subject.contains(text, autoescape=True)
+        query = query.where(named | trail.c.reason.contains(text, autoescape=True))
     return list(connection.execute(query).mappings())
+
+
+def trail_actions(connection: Connection) -> list[str]:
+    """Every action that any row has, by name."""
+    found = select(trail.c.action).distinct().order_by(trail.c.action)
+    return [row.action for row in connection.execute(found)]
 
 
 def _json(value: Any) -> str:

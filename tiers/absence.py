@@ -44,6 +44,10 @@ class Absence:
             rows += 1
         return rows
 
+    def is_same(self, tokens: bytes, seed: int) -> bool:
+        """Whether these are all of the missed block's tokens."""
+        return xxhash.xxh3_64_digest(tokens, seed) == self.marks[-MARK_BYTES:]
+
 
 def marks_of(tokens: bytes, seed: int) -> bytes:
     """One mark for every leading run of these tokens, the shortest first."""

@@ -14,6 +14,13 @@ def live_tree(index: BlockIndex, query: TreeQuery) -> Tree:
     return grow(_IndexForest(index, time.monotonic()), query, len(index) + index.num_partials)
 
 
+def place_of(block: Block) -> str:
+    """The hottest tier that holds the block, or what is being done to have it stand."""
+    if block.state is BlockState.READY:
+        return TierName.DEVICE if block.slot is not None else TierName.HOST
+    return LOADING if block.state is BlockState.LOADING else COMPUTING
+
+
 class _IndexForest:
     def __init__(self, index: BlockIndex, now_s: float) -> None:
         self._index = index
@@ -31,16 +38,13 @@ class _IndexForest:
 
     def look(self, block: Block) -> Seen:
         on_device = block.slot is not None
-        if block.state is BlockState.READY:
-            place: str = TierName.DEVICE if on_device else TierName.HOST
-        else:
-            place = LOADING if block.state is BlockState.LOADING else COMPUTING
         return Seen(
             key=block.key,
-            place=place,
+            place=place_of(block),
             tokens=block.tokens,
             pinned=block.pins > 0,
             hits=block.hits,
             idle_s=self._now_s - (block.use.time_s or block.created_s),
             clean=block.on_disk or (on_device and block.frame is not None),
+            age_s=self._now_s - block.created_s,
         )

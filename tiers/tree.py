@@ -54,6 +54,7 @@ class Seen(NamedTuple):
     hits: int
     idle_s: float
     clean: bool  # a lower tier holds it too: evicting it costs nothing
+    age_s: float = 0.0  # since it came into the cache, as far as the tier knows
 
 
 @dataclass(slots=True)
@@ -71,6 +72,8 @@ class Node:
     num_pinned: int = 0
     num_clean: int = 0
     hits: int = 0  # of its most hit block
+    hit_tokens: int = 0  # over all its blocks: tokens times hits
+    age_s: float = 0.0  # of its oldest block
     idle_s: float = 0.0  # since its last use
     tokens: bytes = b""  # the first ones, int32
     children: list["Node"] = field(default_factory=list)
@@ -168,6 +171,8 @@ def _take(node: Node, seen: Seen, num_tokens: int) -> None:
     node.num_pinned += seen.pinned
     node.num_clean += seen.clean
     node.hits = max(node.hits, seen.hits)
+    node.hit_tokens += seen.hits * (len(seen.tokens) // TOKEN_BYTES)
+    node.age_s = max(node.age_s, seen.age_s)
     node.idle_s = min(node.idle_s, seen.idle_s)
     missing = num_tokens * TOKEN_BYTES - len(node.tokens)
     if missing > 0:
@@ -200,6 +205,8 @@ def _node_json(node: Node) -> dict[str, Any]:
         "num_pinned": node.num_pinned,
         "num_clean": node.num_clean,
         "hits": node.hits,
+        "hit_tokens": node.hit_tokens,
+        "age_s": round(node.age_s, 3),
         "idle_s": round(node.idle_s, 3),
         "token_ids": list(array("i", node.tokens)),
         "left_off": node.left_off,

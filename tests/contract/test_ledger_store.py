@@ -25,6 +25,7 @@ from billing.errors import (
 )
 from billing.money import UNITS
 from billing.policy import Outcome
+from billing.revenue import revenue
 from billing.store import LedgerStore, open_store
 from billing.store_prepared import HotStatements
 from billing.testing import ManualClock, TestLedger, running_ledger
@@ -370,6 +371,34 @@ def test_keys_work_at_once_and_end_when_revoked_elsewhere(house: TestLedger) -> 
         house.accounts.authenticate("sk-guess")
     newest = house.accounts.trail(1)[0]
     assert (newest["action"], newest["actor"], newest["reason"]) == ("key.revoke", "test", "lost")
+
+
+def test_the_trail_is_searched_and_paged(house: TestLedger) -> None:
+    accounts = house.accounts
+    for number in range(5):
+        accounts.set_suspended(
+            "acme", bool(number % 2), by=f"admin{number % 2}", reason=f"no {number}"
+        )
+    assert ["no 4", "no 3"] == [row["reason"] for row in accounts.trail(2)]
+    third = accounts.trail(2)[-1]["seq"]
+    assert ["no 2", "no 1"] == [row["reason"] for row in accounts.trail(2, before=third)]
+    assert ["no 3", "no 1"] == [row["reason"] for row in accounts.trail(actor="admin1")]
+    assert ["no 3"] == [row["reason"] for row in accounts.trail(text="o 3")]
+    assert [] == accounts.trail(text="%"), "a wildcard is searched for as it is"
+    assert 5 == len(accounts.trail(action="tenant.suspend", text="acme"))
+    assert {"tenant.create", "tenant.suspend"} <= set(accounts.trail_actions())
+
+
+def test_revenue_by_day_and_class_sums_to_what_was_charged(house: TestLedger) -> None:
+    house.fund(UNITS)
+    house.charge("r1", USAGE)
+    house.clock.advance(86_400)
+    house.charge("r2", USAGE)
+    days = revenue(house.ledger.store, house.accounts.book, days=3660)
+    charged = [day for day in days if day.requests]
+    assert [(PRICE, 1), (PRICE, 1)] == [(day.charged, day.requests) for day in charged]
+    assert all(sum(day.amounts.values()) == day.charged for day in days)
+    assert 3660 == len(days) and sorted(days, key=lambda day: day.day) == days
 
 
 def test_an_export_resumes_where_its_sink_failed(house: TestLedger) -> None:

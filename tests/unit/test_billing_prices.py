@@ -146,6 +146,19 @@ def test_a_window_crosses_midnight_in_its_own_time_zone(instant: str, window: st
     )
 
 
+@pytest.mark.parametrize(
+    ("instant", "following"),
+    [
+        ("2025-01-01T12:00:00+00:00", ("2025-01-01T21:00:00+00:00", "night")),  # 22:00 in Berlin
+        ("2025-01-01T23:00:00+00:00", ("2025-01-02T05:00:00+00:00", "standard")),
+    ],
+)
+def test_the_next_window_is_told(instant: str, following: tuple[str, str]) -> None:
+    night = card(zone="Europe/Berlin", more=NIGHT, rates="[model.night]\nmiss = 0.5")
+    assert (ns(following[0]), following[1]) == night.next_window(ns(instant))
+    assert card().next_window(ns(instant)) is None
+
+
 def test_a_window_follows_wall_clocks_through_summer_time() -> None:
     night = card(zone="Europe/Berlin", more=NIGHT, rates=NIGHT_RATE)
     assert night.window_at(ns("2025-07-01T04:30:00+00:00")) == "standard"  # 06:30 in summer
