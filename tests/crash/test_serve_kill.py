@@ -1,0 +1,150 @@
+"""The real server is killed under load, again and again; afterwards nobody paid twice or nothing.
+
+Two kinds of customers: one sends an Idempotency-Key and asks until it has its answer, the other
+takes what it gets.
+"""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from billing import audit, store_reports
+from billing.entries import Entry, Kind
+from billing.money import UNITS
+from billing.policy import Outcome
+from billing.store import LedgerStore
+from engine.testing import save_tiny_model
+from tests.live_clients import Answer, Incomplete, ask, question
+from tests.live_server import LiveServer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+
+CLIENTS = 8  # of each kind
+PAID = 1000 * UNITS
+
+
+@dataclass
+class Load:
+    """Clients that ask a server which comes and goes."""
+
+    server: LiveServer
+    keyed_headers: Mapping[str, str]
+    plain_headers: Mapping[str, str]
+    dice: random.Random
+    up: asyncio.Event = field(default_factory=asyncio.Event)
+    stopping: bool = False
+    keyed: dict[str, Answer] = field(default_factory=dict)  # by idempotency key
+    plain: list[Answer] = field(default_factory=list)
+    lost: int = 0
+
+    async def ask_until_answered(self, client: httpx.AsyncClient, number: int) -> None:
+        for turn in itertools.count():
+            key, body = f"{number}-{turn}", question(self.dice)
+            headers = {**self.keyed_headers, "Idempotency-Key": key}
+            while key not in self.keyed:
+                await self.up.wait()
+                try:
+                    self.keyed[key] = await ask(client, self.server.url, body, headers)
+                except httpx.HTTPStatusError as error:  # its first request still runs
+                    if error.response.status_code != 409:
+                        raise
+                    await asyncio.sleep(0.05)
+                except (httpx.HTTPError, Incomplete):
+                    self.lost += 1
+                    await asyncio.sleep(0.05)
+            if self.stopping:
+                return
+
+    async def ask_once_each(self, client: httpx.AsyncClient) -> None:
+        while not self.stopping:
+            await self.up.wait()
+            try:
+                answer = await ask(client, self.server.url, question(self.dice), self.plain_headers)
+                self.plain.append(answer)
+            except (httpx.HTTPError, Incomplete):
+                self.lost += 1
+                await asyncio.sleep(0.05)
+
+    async def run(self, kills: int) -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=60, limits=limits) as client, asyncio.TaskGroup() as g:
+            for number in range(CLIENTS):
+                g.create_task(self.ask_until_answered(client, number))
+                g.create_task(self.ask_once_each(client))
+            for _ in range(kills):
+                await asyncio.to_thread(self.server.start)
+                self.up.set()
+                await asyncio.sleep(self.dice.uniform(0.3, 1.5))
+                self.up.clear()
+                self.server.kill()
+                assert prove(self.server) == []
+            await asyncio.to_thread(self.server.start)
+            self.stopping = True
+            self.up.set()
+        await asyncio.to_thread(self.server.stop)
+
+
+def prove(server: LiveServer) -> list[audit.Problem]:
+    store = server.store()
+    try:
+        return audit.verify(store).problems
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_after_kill_9_under_load_every_answer_was_paid_once(tmp_path: Path, kills: int) -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    save_tiny_model(tmp_path / "tiny")
+    server = LiveServer(tmp_path, tmp_path / "tiny")
+    keyed, plain = server.customer("keyed", PAID), server.customer("plain", PAID)
+    load = Load(server, keyed, plain, random.Random(seed))
+    try:
+        asyncio.run(load.run(kills))
+    finally:
+        server.kill()
+    assert server.told("ledger", "verify")["ok"]
+    store = server.store()
+    try:
+        check(store, load)
+    finally:
+        store.close()
+    print(f"{len(load.keyed)} + {len(load.plain)} answers, {load.lost} lost")
+    assert load.lost >= kills
+
+
+def check(store: LedgerStore, load: Load) -> None:
+    with store.reading() as connection:
+        assert store_reports.hold_list(connection) == []
+        keyed = list(store_reports.stream_entries(connection, "keyed"))
+        plain = list(store_reports.stream_entries(connection, "plain"))
+    told = sum((answer.cost for answer in load.keyed.values()), Decimal())
+    assert spent(keyed) == told, "somebody with a key paid twice, or nothing"
+    charges = [entry for entry in plain if entry.kind is Kind.CHARGE]
+    by_request = {entry.request_id: entry for entry in charges}
+    assert len(by_request) == len(charges)
+    answered = {answer.request_id: answer for answer in load.plain}
+    assert len(answered) == len(load.plain)
+    assert {name: units(by_request[name]) for name in answered} == {
+        name: answer.cost for name, answer in answered.items()
+    }
+    for name in by_request.keys() - answered:
+        details = by_request[name].details
+        crashed = details["outcome"] == Outcome.CRASHED
+        assert crashed or details["outcome"] in (Outcome.FINISHED, Outcome.CLIENT_GONE)
+
+
+def units(entry: Entry) -> Decimal:
+    return Decimal(-entry.amount) / UNITS
+
+
+def spent(entries: list[Entry]) -> Decimal:
+    return sum((units(entry) for entry in entries if entry.kind is not Kind.TOPUP), Decimal())

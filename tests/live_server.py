@@ -1,0 +1,102 @@
+"""`cachesvc serve` on a tiny model, as a process of its own, for tests that kill it or load it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from billing.accounts import Accounts
+from billing.errors import AlreadyExists
+from billing.ledger import Ledger
+from billing.store import LedgerStore, database_url, open_store
+
+SCRIPT = Path(sys.executable).with_name("cachesvc")
+READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")
+START_S = 60
+
+
+class LiveServer:
+    """A server on `folder/data`, started and ended as often as a test wants."""
+
+    def __init__(self, folder: Path, model: Path, **environment: str) -> None:
+        self.data_dir = folder / "data"
+        self._log = folder / "serve.log"
+        self._model = model
+        self._environment = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    def start(self) -> str:
+        """Start it and wait until it serves; gives its URL."""
+        sizes = ("--device-cache", "8MiB", "--host-cache", "8MiB", "--disk-cache", "16MiB")
+        options = ("--port", "0", "--data-dir", self.data_dir, "--block-size", "16", *sizes)
+        with self._log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [SCRIPT, "serve", "--model", self._model.name, *options],
+                cwd=self._model.parent,  # a folder is served under the name it is given by
+                stdout=out,
+                stderr=out,
+                env=self._environment,
+            )
+        deadline = time.monotonic() + START_S
+        while not (found := READY.search(self.log)):
+            assert self._process.poll() is None and time.monotonic() < deadline, self.log
+            time.sleep(0.02)
+        self.url = found[1]
+        return self.url
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def kill(self) -> None:
+        """SIGKILL: nothing is flushed, nobody is told."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> None:
+        """SIGTERM, and the exit code that a clean end has."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        assert self._process.wait(60) == 0, self.log
+
+    def store(self) -> LedgerStore:
+        """Its ledger, opened beside it."""
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        return open_store(database_url(self.data_dir))
+
+    def customer(self, tenant: str, units: int) -> Mapping[str, str]:
+        """A prepaid tenant with so much; the header that its key makes."""
+        store = self.store()
+        accounts = Accounts(store)
+        ledger = Ledger(store, accounts, owner="test")
+        ledger.start()
+        try:
+            accounts.create_tenant(tenant, "CNY", by="test")
+            ledger.deposit(tenant, units, reference="first", by="test").result()
+            key, _ = accounts.create_key(tenant, by="test")
+        except AlreadyExists as error:
+            raise AssertionError(error) from error
+        finally:
+            ledger.close()
+            store.close()
+        return {"Authorization": f"Bearer {key}"}
+
+    def told(self, *arguments: str) -> Any:
+        """What a command prints with --json for this data directory."""
+        done = subprocess.run(
+            [SCRIPT, *arguments, "--json", "--data-dir", self.data_dir],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout)
