@@ -9,7 +9,7 @@ within the step's budget), then new ones as long as there is room. Chunks end on
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -40,8 +40,14 @@ class SchedulerSettings:
 class Scheduler:
     """Owns the sequences. Invariant: each is in `waiting` or in `running`, never in both."""
 
-    def __init__(self, cache: TieredCache, settings: SchedulerSettings) -> None:
+    def __init__(
+        self,
+        cache: TieredCache,
+        settings: SchedulerSettings,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self._cache = cache
+        self._clock_ns = clock_ns
         self._settings = settings
         self._block_size = cache.layout.block_size
         self.waiting = WaitingQueue(settings.order, max_passed_s=settings.max_passed_s)
@@ -55,7 +61,7 @@ class Scheduler:
         return bool(self.running) or len(self.waiting) > 0
 
     def add(self, sequence: Sequence) -> None:
-        sequence.queued_ns = time.monotonic_ns()
+        sequence.queued_ns = self._clock_ns()
         self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -180,7 +186,7 @@ class Scheduler:
 
     def _admit(self) -> Iterator[Sequence]:
         """Sequences that begin to run, one by one; the caller stops when its budget is spent."""
-        now_ns = time.monotonic_ns()
+        now_ns = self._clock_ns()
         num_tickets = sum(s.ticket is not None for s in self.waiting)
         for sequence in self.waiting.candidates(now_ns, self._num_cached):
             if len(self.running) >= self._settings.max_running:
@@ -240,9 +246,10 @@ class Scheduler:
             self._count_hits(sequence, ticket.sources, source, num_rows, ticket.stop)
             sequence.lookup = self._look_back(sequence, ticket, tail, num_rows)
         sequence.blocks += self._cache.plan(sequence.chain, len(sequence.blocks))
-        sequence.loaded_ns = sequence.loaded_ns or time.monotonic_ns()
+        now_ns = self._clock_ns()
+        sequence.loaded_ns = sequence.loaded_ns or now_ns
         sequence.state = SequenceState.PREFILL
-        self.waiting.remove(sequence)
+        self.waiting.admit(sequence, now_ns)
         self.running.append(sequence)
 
     def _count_hits(

@@ -56,6 +56,7 @@ class Sequence:
     lookup: Lookup | None = None
     finish: FinishReason | None = None
     queued_ns: int = 0
+    passed_ns: int = 0  # when one that came later was first admitted before it; 0: never
     admitted_ns: int = 0
     loaded_ns: int = 0
     first_token_ns: int = 0
