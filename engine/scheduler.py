@@ -32,7 +32,8 @@ class SchedulerSettings:
     max_running: int = 64
     step_tokens: int = 512  # prompt tokens computed in a step
     mixed_step_tokens: int = 128  # the same while others decode, so that they do not stall
-    max_tickets: int = 8  # waiting requests whose prefix may be brought up at once
+    max_tickets: int = 8  # waiting requests whose prefix may be brought up at once; those that wait
+    # for a block that another request computes pin what that one does, and do not count
     order: QueueOrder = QueueOrder.CACHED_FIRST
     max_passed_s: float = 5.0  # the longest that a request is passed by for better cached ones
 
@@ -187,21 +188,23 @@ class Scheduler:
     def _admit(self) -> Iterator[Sequence]:
         """Sequences that begin to run, one by one; the caller stops when its budget is spent."""
         now_ns = self._clock_ns()
-        num_tickets = sum(s.ticket is not None for s in self.waiting)
+        holders = {s for s in self.waiting if s.ticket is not None and not s.follows}
         for sequence in self.waiting.candidates(now_ns, self._num_cached):
             if len(self.running) >= self._settings.max_running:
                 return
             if sequence.ticket is None:
-                if num_tickets >= self._settings.max_tickets:
+                if len(holders) >= self._settings.max_tickets:
                     continue
                 sequence.ticket = self._cache.open(sequence.chain)
                 sequence.admitted_ns = sequence.admitted_ns or now_ns
-                num_tickets += 1
             progress = self._cache.advance(sequence.ticket)
+            sequence.follows = progress is Progress.WAITING
+            if sequence.follows:
+                holders.discard(sequence)
+                continue
+            holders.add(sequence)
             if progress is Progress.LOADING:
                 sequence.state = SequenceState.LOADING
-                continue
-            if progress is Progress.WAITING:
                 continue
             if progress is Progress.NO_ROOM or not self._has_room(sequence):
                 if not self.running and self._revoke_ticket(but=sequence):
@@ -209,8 +212,10 @@ class Scheduler:
                 return
             tail = self._cache.find_tail(sequence.ticket)
             if tail is not None and tail.case is TailCase.WAIT:
+                sequence.follows = True
+                holders.discard(sequence)
                 continue
-            num_tickets -= 1
+            holders.discard(sequence)
             self._begin(sequence, tail)
             yield sequence
 

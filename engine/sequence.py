@@ -51,6 +51,7 @@ class Sequence:
     num_standing: int = 0
     prompt_done: int = 0  # prompt tokens that were served or computed, at the furthest
     ticket: Ticket | None = None
+    follows: bool = False  # its ticket waits for what another sequence computes
     counts: TokenCounts | None = None  # of the prompt, fixed at first admission
     miss_reasons: dict[MissReason, int] = field(default_factory=dict)
     lookup: Lookup | None = None
