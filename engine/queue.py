@@ -64,7 +64,8 @@ class WaitingQueue:
         if self._order is QueueOrder.ARRIVAL or len(window) < 2:
             return window
         bound = now_ns - self._max_passed_ns
-        overdue, rest = [], []
+        overdue: list[Sequence] = []
+        rest: list[Sequence] = []
         for sequence in window:
             long_passed = 0 < sequence.passed_ns <= bound
             (overdue if long_passed or sequence.num_preemptions else rest).append(sequence)
