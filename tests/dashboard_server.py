@@ -73,14 +73,15 @@ class Served:
 def serving(data_dir: Path, *arguments: str) -> Iterator[Served]:
     """`cachesvc serve` on `data_dir`, until the block ends."""
     log = data_dir / "serve.log"
-    model = data_dir / MODEL
-    save_tiny_model(model)
+    save_tiny_model(data_dir / MODEL)
     program = "import sys; from cachesvc.cli import main; sys.argv[0] = 'cachesvc'; main()"
     sizes = ("--device-cache", "1MiB", "--host-cache", "1MiB", "--disk-cache", "64MiB")
-    command = [sys.executable, "-c", program, "serve", "--port", "0", "--model", str(model)]
+    command = [sys.executable, "-c", program, "serve", "--port", "0", "--model", MODEL]
     command += ["--data-dir", str(data_dir), "--block-size", "16"]
     with log.open("w") as out:
-        process = subprocess.Popen([*command, *sizes, *arguments], stdout=out, stderr=out)
+        process = subprocess.Popen(
+            [*command, *sizes, *arguments], stdout=out, stderr=out, cwd=data_dir
+        )
     try:
         url = _url(process, log)
         live = find_server(data_dir)
