@@ -10,7 +10,7 @@ import http.client
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,30 @@ class LiveServer:
         """The JSON that `path` answers to `body` with. Raises LiveError."""
         return self._ask("POST", path, body, timeout_s)
 
+    def follow(self, path: str, *, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[str, Any]]:
+        """The server-sent events at `path`: name and JSON, until the server ends them.
+
+        Raises LiveError, also after `timeout_s` without as much as a comment.
+        """
+        address = urlsplit(self.url)
+        connection = http.client.HTTPConnection(
+            address.hostname or "", address.port, timeout=timeout_s
+        )
+        with contextlib.closing(connection):
+            try:
+                connection.request("GET", path, headers=self._headers())
+                response = connection.getresponse()
+                if response.status != 200:
+                    _taken(response.status, response.read())
+                yield from _events(response)
+            except (OSError, http.client.HTTPException) as error:
+                raise LiveError(f"the server at {self.url} went away: {error}") from None
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}", "X-Cachesvc-Actor": actor()}
+
     def _ask(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
-        headers = {"Authorization": f"Bearer {self.token}", "X-Cachesvc-Actor": actor()}
+        headers = self._headers()
         payload = None
         if body is not None:
             payload = json.dumps(body).encode()
@@ -99,6 +121,19 @@ def reachable(url: str) -> str:
     address = urlsplit(url)
     host = _ANY_ADDRESS.get(address.hostname or "", address.hostname or "")
     return f"http://{f'[{host}]' if ':' in host else host}:{address.port}"
+
+
+def _events(lines: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
+    name, data = "message", ""
+    for line in lines:
+        text = line.decode().rstrip("\r\n")
+        if not text and data:
+            yield name, json.loads(data)
+            name, data = "message", ""
+        elif text.startswith("event: "):
+            name = text.removeprefix("event: ")
+        elif text.startswith("data: "):
+            data += text.removeprefix("data: ")
 
 
 def _taken(status: int, text: bytes) -> Any:

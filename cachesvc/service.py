@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -31,6 +32,7 @@ from api.metering import Meter
 from api.structured import GrammarDesk
 from billing.errors import BillingError
 from cachesvc import core
+from cachesvc.block_reader import read_blocks
 from cachesvc.config import ConfigError, JournalSection, ServerSettings, Settings, disk_path
 from cachesvc.dashboard import Dashboard
 from cachesvc.http import Asgi, HttpServer, Timed, bind, is_loopback
@@ -40,6 +42,7 @@ from cachesvc.live import announced
 from cachesvc.metric_samples import Snapshots
 from cachesvc.metrics import Metrics
 from cachesvc.money import Money, open_money
+from cachesvc.scopes import note_scopes
 from cachesvc.snapshot import Sources
 from engine.models import LoadedModel
 from engine.request import StepOutput
@@ -59,12 +62,11 @@ def serve(
     settings: Settings,
     *,
     progress: core.Progress | None = None,
-    on_ready: Callable[[str, str], None] = lambda url, link: None,
+    on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve until a signal says to stop. Raises what cannot work, before the first request.
 
-    Once it accepts requests, `on_ready` is called with the server's URL and a link that logs in to
-    its dashboard once.
+    `on_ready` is called with the server's URL once it accepts requests.
     """
     server = settings.server
     make_data_dir(server.data_dir)
@@ -148,16 +150,19 @@ class Service:
                 counters=self.metrics.counters,
             ),
             latencies=self.latencies.spreads,
+            blocks=partial(read_blocks, self.core.engine.call),
         )
         self._encoders = EncoderPool(NUM_ENCODERS)
         self._feeds = Feeds(stream)
         self._grammars = GrammarDesk(self.core.grammars)
 
     def app(self, meter: Meter) -> Asgi:
+        models = self._models()
+        note_scopes(self._settings.server.data_dir, models.values())
         wire = Collaborators(
             engine=self.core.engine,
             bridge=self.bridge,
-            models=self._models(),
+            models=models,
             gatekeeper=self._money.gatekeeper,
             salts=self._money.salts,
             meter=meter,
@@ -177,7 +182,7 @@ class Service:
         )
         return Timed(app, self.metrics)
 
-    def run(self, listener: socket.socket, on_ready: Callable[[str, str], None]) -> None:
+    def run(self, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
         """Serve on `listener` until a signal comes."""
         server = self._settings.server
         config = uvicorn.Config(
@@ -195,9 +200,7 @@ class Service:
 
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        http = HttpServer(
-            config, lambda: on_ready(url, self.dashboard.first_link(url)), self._begin_drain
-        )
+        http = HttpServer(config, lambda: on_ready(url), self._begin_drain)
         with (
             announced(server.data_dir, url, self.dashboard.parts.operator_token),
             asyncio.Runner(loop_factory=config.get_loop_factory()) as runner,

@@ -41,6 +41,7 @@ class BlockInfo:
     codec: int = 0
     layout: bytes = b""
     written_s: int = 0
+    checksum: int = 0  # xxh3_64 of the payload
     tokens: bytes = b""
     why: MissReason | None = None
 
@@ -265,5 +266,6 @@ def _info(number: int, key: PrefixKey, entry: Entry) -> BlockInfo:
         codec=header.codec,
         layout=header.layout,
         written_s=header.written_s,
+        checksum=header.payload_checksum,
         tokens=header.tokens,
     )

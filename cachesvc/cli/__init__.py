@@ -26,6 +26,8 @@ class Entry(NamedTuple):
 COMMANDS = {
     "serve": Entry("cachesvc.cli.serve:serve", "Serve a model over HTTP"),
     "top": Entry("cachesvc.cli.top:top", "Watch the running server on one screen"),
+    "monitor": Entry("cachesvc.cli.monitor:monitor", "Print what happens to blocks as it happens"),
+    "latency": Entry("cachesvc.cli.latency:latency", "Latencies of the running server, or probed"),
     "doctor": Entry("cachesvc.cli.doctor:doctor", "Check this machine and say what to fix"),
     "cache": Entry("cachesvc.cli.cache:app", "Look into the disk tier and maintain it"),
     "config": Entry("cachesvc.cli.config:app", "Show every setting, its value and its origin"),
@@ -35,7 +37,6 @@ COMMANDS = {
     "tenants": Entry("cachesvc.cli.tenants:app", "Create and list tenants"),
     "keys": Entry("cachesvc.cli.keys:app", "Create, list and revoke API keys"),
     "balance": Entry("cachesvc.cli.balance:app", "Show, grant and top up balances"),
-    "admin": Entry("cachesvc.cli.admin:app", "Let people into the dashboard"),
     "prices": Entry("cachesvc.cli.prices:app", "Lint, show, plan and apply rate cards"),
     "ledger": Entry("cachesvc.cli.ledger:app", "Verify the ledger"),
 }

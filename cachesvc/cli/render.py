@@ -61,6 +61,11 @@ def print_json(data: Any) -> None:
     typer.echo(json.dumps(data, indent=2, default=str, ensure_ascii=False))
 
 
+def print_json_line(data: Any) -> None:
+    """Print `data` as one line, for programs that read as it comes."""
+    typer.echo(json.dumps(data, default=str, ensure_ascii=False))
+
+
 def print_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[object]],

@@ -1,0 +1,86 @@
+"""Blocks above the disk, and tokens as text: for `cachesvc cache ls|hot|show`."""
+
+from heapq import nlargest
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, Field
+
+from api.admin.access import MayRead
+from api.admin.parts import parts_of
+from api.cache_events import scopes_of_tenant
+from api.context import wire_of
+from api.errors import InvalidRequest, Unsupported
+from tiers.keys import token_ids
+from tiers.live_blocks import LiveBlock
+from tiers.tier import TierName
+
+router = APIRouter(prefix="/admin/api", tags=["admin"])
+
+MAX_BLOCKS = 100_000
+
+
+@router.get("/blocks")
+async def blocks(
+    request: Request,
+    _: MayRead,
+    tier: TierName | None = None,
+    tenant: str | None = None,
+    key: Annotated[str, Query(pattern="^[0-9a-f]{0,32}$")] = "",
+    idle_s: Annotated[float, Query(ge=0)] = 0.0,
+    limit: Annotated[int, Query(ge=1, le=MAX_BLOCKS)] = 100,
+    tokens: bool = False,
+) -> dict[str, Any]:
+    """Blocks in device and host memory, those with the most hits first.
+
+    `key` is how a key begins, `idle_s` the least time unused, `tokens` adds token ids.
+    """
+    read = parts_of(request).blocks
+    if read is None:
+        raise Unsupported("this server has no tiers to look into")
+    found = await read(scopes_of_tenant(wire_of(request), tenant) if tenant else None)
+    wanted = [
+        block
+        for block in found
+        if (tier is None or tier in block.tiers)
+        and block.idle_s >= idle_s
+        and block.key.hex().startswith(key)
+    ]
+    shown = nlargest(limit, wanted, key=lambda block: (block.hits, -block.idle_s))
+    return {
+        "num_blocks": len(wanted),
+        "blocks": [block_json(block, tokens=tokens) for block in shown],
+    }
+
+
+class Tokens(BaseModel):
+    """Token ids to read as text."""
+
+    token_ids: Annotated[list[int], Field(max_length=65_536)]
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request, body: Tokens, _: MayRead) -> dict[str, str]:
+    """The text of these tokens, by the tokenizer of the model that is served."""
+    tokenizer = next(iter(wire_of(request).models.values())).tokenizer
+    if any(not 0 <= token < tokenizer.vocab_size for token in body.token_ids):
+        raise InvalidRequest(
+            f"Token ids run from 0 to {tokenizer.vocab_size - 1} here.", param="token_ids"
+        )
+    return {"text": tokenizer.decode(body.token_ids)}
+
+
+def block_json(block: LiveBlock, *, tokens: bool) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "key": block.key.hex(),
+        "parent": block.parent.hex(),
+        "scope": block.scope.hex(),
+        "tiers": list(block.tiers),
+        "num_tokens": len(block.tokens) // 4,
+        "depth": block.depth,
+        "hits": block.hits,
+        "pins": block.pins,
+        "idle_s": round(block.idle_s, 3),
+        "age_s": round(block.age_s, 3),
+    }
+    return told | ({"token_ids": token_ids(block.tokens)} if tokens else {})

@@ -1,0 +1,37 @@
+"""Reading the live index from the event loop, a few milliseconds of the engine thread at a time."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from tiers.cache import TieredCache
+from tiers.index import Block
+from tiers.keys import PrefixKey
+from tiers.live_blocks import LiveBlock, live_blocks
+
+AT_ONCE = 2_000  # blocks in one turn: about 2 ms
+
+Call = Callable[[Callable[[TieredCache], Any]], "Future[Any]"]
+
+
+async def read_blocks(call: Call, scopes: frozenset[PrefixKey] | None) -> list[LiveBlock]:
+    """Every block above the disk, or those of these scopes.
+
+    Blocks that come or go meanwhile are seen or not.
+    """
+    blocks: list[Block] = await asyncio.wrap_future(call(lambda cache: list(cache.index)))
+    found: list[LiveBlock] = []
+    for start in range(0, len(blocks), AT_ONCE):
+        some = [
+            block
+            for block in blocks[start : start + AT_ONCE]
+            if scopes is None or block.scope in scopes
+        ]
+        found += await asyncio.wrap_future(call(partial(_read, some)))
+    return found
+
+
+def _read(blocks: list[Block], _: TieredCache) -> list[LiveBlock]:
+    return live_blocks(blocks)

@@ -1,0 +1,372 @@
+"""`cachesvc cache ls|show|big|hot`: single blocks and prefixes, on disk and in a server's memory.
+
+The disk is read by the command itself, memory is asked for at the running server; without one only
+the disk is there to be seen.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlencode
+
+import typer
+
+from cachesvc.cli.cache_select import find_block
+from cachesvc.cli.options import DataDir, existing_data_dir
+from cachesvc.cli.render import (
+    AsJson,
+    fail,
+    note,
+    print_json,
+    print_pairs,
+    print_table,
+    seconds,
+    size,
+)
+from cachesvc.config import disk_path, parse_duration
+from cachesvc.live import LiveServer, find_server
+from cachesvc.scopes import roots_of
+from tiers.codec import CodecId
+from tiers.inspect import BlockInfo, DiskView, open_view
+from tiers.keys import PrefixKey, token_ids
+from tiers.tier import TierName
+
+SHOWN = 16  # hex digits of a key
+MOST = 100_000  # blocks that a server tells of at once
+
+Tenant = Annotated[str | None, typer.Option(help="Only blocks of this tenant or sharing group")]
+Limit = Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many")]
+
+
+def list_blocks(
+    data_dir: DataDir = None,
+    tier: Annotated[TierName, typer.Option(help="Where; device and host need the server")] = (
+        TierName.DISK
+    ),
+    tenant: Tenant = None,
+    scope: Annotated[
+        str | None, typer.Option(help="Only blocks of the scope whose root begins so (hex)")
+    ] = None,
+    older_than: Annotated[
+        str | None, typer.Option(help="Only blocks that nobody used for so long, such as 2h or 7d")
+    ] = None,
+    oldest: Annotated[bool, typer.Option(help="In order of eviction, next to go first")] = False,
+    limit: Annotated[int, typer.Option(min=0, help="At most so many blocks; 0 for all")] = 100,
+    json: AsJson = False,
+) -> None:
+    """List blocks of a tier: key, parent, tokens, size and age."""
+    path = existing_data_dir(data_dir)
+    idle_s = _duration(older_than)
+    wanted = _scope_filter(path, tenant, scope)
+    if tier is TierName.DISK:
+        _list_disk(path, wanted, idle_s, oldest=oldest, limit=limit, json=json)
+    else:
+        _list_memory(path, wanted, tier, idle_s, limit=limit, json=json)
+
+
+def show(
+    key: Annotated[str, typer.Argument(help="A block's key, or how it begins (hex)")],
+    data_dir: DataDir = None,
+    tokens: Annotated[bool, typer.Option(help="Print the token ids as well")] = False,
+    text: Annotated[
+        bool, typer.Option(help="Print the tokens as text; the running server knows its tokenizer")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """One block: its identity, what comes before and after it, where and how it is kept."""
+    path = existing_data_dir(data_dir)
+    server = find_server(path)
+    live = _live_block(server, key)
+    told = _on_disk(path, key, missing_ok=live is not None) | (live or {})
+    ids: Sequence[int] = told.pop("token_ids")
+    if tokens:
+        told["token_ids"] = list(ids)
+    if text:
+        if server is None:
+            fail("--text needs the running server, which knows the tokenizer; --tokens does not")
+        told["text"] = server.post("/admin/api/detokenize", {"token_ids": list(ids)})["text"]
+    if json:
+        print_json(told)
+        return
+    print_pairs({name: _readable(name, value) for name, value in told.items()})
+
+
+def big(
+    data_dir: DataDir = None, tenant: Tenant = None, limit: Limit = 20, json: AsJson = False
+) -> None:
+    """The prefixes that take the most room on disk: how prompts begin, and all that follows."""
+    path = existing_data_dir(data_dir)
+    wanted = _scope_filter(path, tenant, None)
+    with open_view(disk_path(path)) as view:
+        children = view.children()
+    found = [
+        _prefix(block, children)
+        for blocks in children.values()
+        for block in blocks
+        if block.parent == block.scope and wanted(block.scope)
+    ]
+    found.sort(key=lambda prefix: -prefix.stored_bytes)
+    if json:
+        print_json([prefix.as_json() for prefix in found[:limit]])
+        return
+    now_s = time.time()
+    print_table(
+        ("prefix", "scope", "blocks", "tokens", "stored", "branches", "last used"),
+        [
+            (
+                prefix.key.hex()[:SHOWN],
+                prefix.scope.hex()[:8],
+                prefix.num_blocks,
+                prefix.num_tokens,
+                size(prefix.stored_bytes),
+                prefix.num_leaves,
+                ago(now_s - prefix.used_s),
+            )
+            for prefix in found[:limit]
+        ],
+        right=("blocks", "tokens", "stored", "branches", "last used"),
+    )
+    if len(found) > limit:
+        note(f"{limit} of {len(found)} prefixes; -n shows more")
+
+
+def hot(
+    data_dir: DataDir = None, tenant: Tenant = None, limit: Limit = 20, json: AsJson = False
+) -> None:
+    """The blocks in memory with the most hits; without a server, those on disk used last."""
+    path = existing_data_dir(data_dir)
+    server = find_server(path)
+    if server is not None:
+        asked = {"limit": limit} | ({"tenant": tenant} if tenant else {})
+        found = server.get(f"/admin/api/blocks?{urlencode(asked)}")["blocks"]
+        print_json(found) if json else _print_memory(found)
+        return
+    note("no server runs: hits are not kept on disk, so these are the blocks that were used last")
+    wanted = _scope_filter(path, tenant, None)
+    with open_view(disk_path(path)) as view:
+        blocks = sorted(
+            (block for block in view.blocks() if wanted(block.scope)),
+            key=lambda block: (-block.used_s, -block.sequence),
+        )[:limit]
+    print_json(list(map(block_json, blocks))) if json else _print_disk(blocks)
+
+
+@dataclass(slots=True)
+class _Prefix:
+    """A prompt's first block, and all blocks that follow it."""
+
+    key: PrefixKey
+    scope: PrefixKey
+    num_blocks: int = 0
+    num_tokens: int = 0
+    stored_bytes: int = 0
+    num_leaves: int = 0
+    used_s: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "key": self.key.hex(),
+            "scope": self.scope.hex(),
+            "num_blocks": self.num_blocks,
+            "num_tokens": self.num_tokens,
+            "stored_bytes": self.stored_bytes,
+            "num_leaves": self.num_leaves,
+            "used_s": self.used_s,
+        }
+
+
+def _prefix(root: BlockInfo, children: Mapping[PrefixKey, Sequence[BlockInfo]]) -> _Prefix:
+    total = _Prefix(root.key, root.scope)
+    waiting = [root]
+    while waiting:
+        block = waiting.pop()
+        below = children.get(block.key, ())
+        total.num_blocks += 1
+        total.num_tokens += block.num_tokens
+        total.stored_bytes += block.stored_bytes
+        total.num_leaves += not below
+        total.used_s = max(total.used_s, block.used_s)
+        waiting += below
+    return total
+
+
+def _readable(name: str, value: Any) -> Any:
+    if name.endswith("_bytes"):
+        return size(value)
+    if name in ("idle_s", "age_s"):
+        return seconds(value)
+    if name in ("written_s", "used_s"):
+        return ago(time.time() - value)
+    if name == "token_ids":
+        return " ".join(map(str, value))
+    return (", ".join(value) or "-") if isinstance(value, list) else value
+
+
+def _duration(text: str | None) -> float:
+    try:
+        return parse_duration(float(text) if text and _is_number(text) else text or 0.0)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--older-than") from None
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdigit()
+
+
+def _scope_filter(path: Path, tenant: str | None, start: str | None) -> Callable[[PrefixKey], bool]:
+    """Whether a scope is asked for; ends the command for a tenant whose scopes are not known."""
+    roots = roots_of(path, tenant) if tenant is not None else None
+    if roots is not None and not roots:
+        fail(
+            f"{path} does not know the scopes of its models yet; they are noted when a server "
+            "starts on it. Until then, choose by --scope, as `cachesvc cache tree` prints them"
+        )
+    low = (start or "").lower()
+    return lambda scope: (roots is None or scope in roots) and scope.hex().startswith(low)
+
+
+def _list_disk(
+    path: Path,
+    wanted: Callable[[PrefixKey], bool],
+    idle_s: float,
+    *,
+    oldest: bool,
+    limit: int,
+    json: bool,
+) -> None:
+    now_s = time.time()
+    with open_view(disk_path(path)) as view:
+        found = (
+            block
+            for block in view.blocks(oldest=oldest)
+            if wanted(block.scope) and now_s - block.used_s >= idle_s
+        )
+        blocks = list(islice(found, limit or None))
+        total = view.summary().num_blocks
+    if json:
+        print_json([block_json(block) for block in blocks])
+        return
+    _print_disk(blocks)
+    if len(blocks) < total:
+        note(f"{len(blocks)} of {total} blocks; --limit 0 lists all that match")
+
+
+def _list_memory(
+    path: Path,
+    wanted: Callable[[PrefixKey], bool],
+    tier: TierName,
+    idle_s: float,
+    *,
+    limit: int,
+    json: bool,
+) -> None:
+    server = find_server(path)
+    if server is None:
+        fail(f"no server runs on {path}, and what the {tier} tier held went with it; --tier disk")
+    query = urlencode({"tier": tier, "idle_s": idle_s, "limit": MOST})
+    found = server.get(f"/admin/api/blocks?{query}")["blocks"]
+    matching = [block for block in found if wanted(PrefixKey(bytes.fromhex(block["scope"])))]
+    shown = matching[: limit or None]
+    if json:
+        print_json(shown)
+        return
+    _print_memory(shown)
+    if len(shown) < len(matching):
+        note(f"{len(shown)} of {len(matching)} blocks; --limit 0 lists all that match")
+
+
+def _live_block(server: LiveServer | None, key: str) -> dict[str, Any] | None:
+    """The one block in memory whose key begins so."""
+    if server is None or not key or set(key.lower()) - set("0123456789abcdef") or len(key) > 32:
+        return None
+    query = urlencode({"key": key.lower(), "tokens": "1", "limit": 2})
+    found = server.get(f"/admin/api/blocks?{query}")["blocks"]
+    return found[0] if len(found) == 1 else None
+
+
+def _on_disk(path: Path, key: str, *, missing_ok: bool) -> dict[str, Any]:
+    with open_view(disk_path(path)) as view:
+        if missing_ok and not _starts(view, key):
+            return {}
+        block = find_block(view, key)
+        chain = view.chain(block)
+        children = [child.key.hex() for child in view.children().get(block.key, [])]
+    return block_json(block) | {
+        "tiers": ["disk"],
+        "depth": len(chain),
+        "complete": chain[0].parent == chain[0].scope,
+        "children": children,
+        "checksum": f"{block.checksum:016x}",
+        "token_ids": token_ids(block.tokens),
+    }
+
+
+def _starts(view: DiskView, key: str) -> bool:
+    low = key.lower()
+    return any(
+        block.key.hex().startswith(low)
+        for block in view.find(bytes.fromhex(low[: len(low) // 2 * 2]))
+    )
+
+
+def block_json(block: BlockInfo) -> dict[str, Any]:
+    """A block on disk as JSON; what it shares with /admin/api/blocks has the same names."""
+    return {
+        "key": block.key.hex(),
+        "parent": block.parent.hex(),
+        "scope": block.scope.hex(),
+        "tier": "disk",
+        "num_tokens": block.num_tokens,
+        "stored_bytes": block.stored_bytes,
+        "logical_bytes": block.logical_bytes,
+        "codec": CodecId(block.codec).name.lower(),
+        "written_s": block.written_s,
+        "used_s": block.used_s,
+        "shard": block.shard,
+        "fault": block.why,
+    }
+
+
+def _print_disk(blocks: Sequence[BlockInfo]) -> None:
+    now_s = time.time()
+    columns = ("key", "parent", "tokens", "stored", "ratio", "written", "used")
+    print_table(columns, [_disk_row(block, now_s) for block in blocks], right=columns[2:])
+
+
+def _disk_row(block: BlockInfo, now_s: float) -> tuple[object, ...]:
+    ratio = f"{block.logical_bytes / block.stored_bytes:.2f}" if block.stored_bytes else "-"
+    return (
+        block.key.hex()[:SHOWN],
+        "(root)" if block.parent == block.scope else block.parent.hex()[:SHOWN],
+        block.num_tokens,
+        size(block.stored_bytes),
+        ratio,
+        ago(now_s - block.written_s),
+        ago(now_s - block.used_s),
+    )
+
+
+def _print_memory(blocks: Sequence[Mapping[str, Any]]) -> None:
+    columns = ("key", "parent", "scope", "tiers", "number", "tokens", "hits", "in use", "idle")
+    rows = [
+        (
+            block["key"][:SHOWN],
+            "(root)" if block["parent"] == block["scope"] else block["parent"][:SHOWN],
+            block["scope"][:8],
+            " ".join(block["tiers"]),
+            block["depth"],
+            block["num_tokens"],
+            block["hits"],
+            block["pins"] or "",
+            seconds(block["idle_s"]),
+        )
+        for block in blocks
+    ]
+    print_table(columns, rows, right=columns[4:])
+
+
+def ago(age_s: float) -> str:
+    return f"{seconds(round(age_s))} ago" if age_s >= 1 else "now"

@@ -1,0 +1,67 @@
+"""`cachesvc monitor`: block events of the running server, as they come."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from itertools import islice
+from typing import Annotated, Any
+from urllib.parse import urlencode
+
+import typer
+
+from cachesvc.cli.live_server import running_server
+from cachesvc.cli.options import DataDir
+from cachesvc.cli.render import note, print_json_line, size
+from tiers.events import EventKind
+from tiers.tier import TierName
+
+SHOWN = 16  # hex digits of a key, as `cachesvc cache ls` prints it
+
+
+def monitor(
+    data_dir: DataDir = None,
+    tier: Annotated[list[TierName] | None, typer.Option(help="Only this tier; repeatable")] = None,
+    kind: Annotated[
+        list[EventKind] | None, typer.Option(help="Only events of this kind; repeatable")
+    ] = None,
+    tokens: Annotated[bool, typer.Option(help="Print the blocks' token ids as well")] = False,
+    count: Annotated[
+        int | None, typer.Option("--count", "-c", min=1, help="Stop after so many")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line")] = False,
+) -> None:
+    """Print what happens to blocks: stored, moved, removed, with tier, key, size and why.
+
+    Ends with the server or with Ctrl-C. The same stream is at GET /v1/cache/events.
+    """
+    server = running_server(data_dir)
+    asked = [("tier", name) for name in tier or ()] + [("kind", name) for name in kind or ()]
+    query = urlencode([*asked, *([("tokens", "1")] if tokens else [])])
+    note(f"listening to {server.url}")
+    for name, event in islice(server.follow(f"/admin/api/events?{query}"), count):
+        if name == "closing":
+            note("the server stops")
+            return
+        if json:
+            print_json_line({"event": name, **event})
+        elif name == "gap":
+            note(f"{event['missed']} events were lost: this terminal reads too slowly")
+        else:
+            typer.echo(line(event))
+
+
+def line(event: Mapping[str, Any]) -> str:
+    """One event on one line."""
+    when = datetime.fromtimestamp(event["time_s"]).astimezone().strftime("%H:%M:%S.%f")[:-3]
+    parts = [when, f"{event['kind']:<8}", f"{event['tier']:<7}"]
+    if event["key"]:
+        parts.append(event["key"][:SHOWN])
+        parent = "(root)" if event["parent"] == event["scope"] else (event["parent"] or "")[:SHOWN]
+        parts.append(f"after {parent:<{SHOWN}}")
+        parts.append(size(event["bytes"]))
+    if event["source"]:
+        parts.append(f"from {event['source']}")
+    if event["cause"]:
+        parts.append(f"for {event['cause']}")
+    if event.get("token_ids"):
+        parts.append(" ".join(map(str, event["token_ids"])))
+    return "  ".join(parts)

@@ -1,0 +1,56 @@
+"""Whose blocks are whose, from a data directory alone: the scopes that were served from it.
+
+A scope's root is a digest and names nobody. The server notes the scopes of its models, which are no
+secret; with the server's own secret a command derives from them the root of any tenant. Written
+at the start, read by commands.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from api.auth import Salts
+from api.collaborators import ServedModel
+from cachesvc.money import SECRET_NAME, read_secret
+from tiers.keys import CacheScope, PrefixKey
+
+FILE_NAME = "scopes.json"
+MAX_SCOPES = 200  # of models that were served one after the other; the oldest are forgotten
+
+
+def note_scopes(data_dir: Path, models: Iterable[ServedModel]) -> None:
+    """Add the scopes of these models, which lack a tenant's salt, to the directory's list."""
+    path = data_dir / FILE_NAME
+    known = _read(path)
+    for model in models:
+        fields = {name: value.hex() for name, value in asdict(model.scope).items()}
+        known = [each for each in known if each["scope"] != fields]
+        known.append({"model": model.name, "scope": fields})
+    fresh = path.with_name(f"{FILE_NAME}.new")
+    fresh.write_text(json.dumps(known[-MAX_SCOPES:], indent=1) + "\n")
+    fresh.replace(path)
+
+
+def roots_of(data_dir: Path, tenant: str) -> Mapping[PrefixKey, str]:
+    """The roots under which blocks of a tenant or sharing group may lie, and the model of each."""
+    if not (data_dir / SECRET_NAME).exists():
+        return {}
+    salts = Salts(read_secret(data_dir))
+    roots: dict[PrefixKey, str] = {}
+    for each in _read(data_dir / FILE_NAME):
+        fields = {name: bytes.fromhex(value) for name, value in each["scope"].items()}
+        scope = CacheScope(**fields)
+        for salt in (salts.of_tenant(tenant), salts.group_salt(tenant)):
+            roots[replace(scope, tenant=salt).root()] = each["model"]
+    return roots
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """What was noted; nothing where there is no list, or none that this version reads."""
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []
+    return known if isinstance(known, list) else []

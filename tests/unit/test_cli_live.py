@@ -1,0 +1,319 @@
+"""Commands about a running server, and what they say where none runs."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import uvicorn
+from typer.testing import CliRunner, Result
+
+from api.admin.parts import AdminParts
+from api.admin.router import admin_router
+from api.admin.testing import OPERATOR_TOKEN, fake_parts
+from api.app import create_app
+from api.auth import Salts
+from api.testing import FakeHouse, fake_house
+from cachesvc.block_reader import read_blocks
+from cachesvc.cli import app
+from cachesvc.config import disk_path
+from cachesvc.live import announced
+from cachesvc.money import read_secret
+from cachesvc.scopes import note_scopes, roots_of
+from tests.sim.test_engine_machine import BLOCK, World
+from tests.unit.test_cli_cache import LAYOUT, store
+from tiers.disk_open import open_disk
+from tiers.events import EventKind
+from tiers.keys import CacheScope, PrefixKey, token_bytes
+from tiers.testing import chain
+from tiers.tier import TierName
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+class Growing:
+    """The stats of a server that serves more from one look to the next."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def __call__(self) -> dict[str, Any]:
+        self.turn += 1
+        n = self.turn
+        tier = {"num_blocks": 7, "used_bytes": 700, "capacity_bytes": 1000}
+        return {
+            "time_s": 1000.0 + n,
+            "model": "bytes",
+            "engine": {"num_running": 2, "num_waiting": 1, "num_loading": 1},
+            "cache": {
+                "tiers": {
+                    "device": {**tier, "hits": 10 * n, "stored": 4 * n, "evicted": 3 * n},
+                    "disk": {**tier, "hits": 0, "stored": 0, "evicted": 0},
+                }
+            },
+            "traffic": {
+                "prompt_tokens": {"device": 60.0 * n, "computed": 40.0 * n},
+                "generation_tokens": 5.0 * n,
+            },
+        }
+
+
+class Running:
+    """A real HTTP server over fakes, announced in a data directory as `serve` does."""
+
+    def __init__(self, data_dir: Path, parts: AdminParts, house: FakeHouse) -> None:
+        self.data_dir, self.house = data_dir, house
+        application = create_app(house.wire, routers=(admin_router(parts),))
+        self._listener = socket.socket()
+        self._listener.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        config = uvicorn.Config(application, log_config=None, lifespan="on", loop="asyncio")
+        self._server = uvicorn.Server(config)
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+        self._thread = threading.Thread(target=self._run, name="http")
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._listener]))
+
+    def __enter__(self) -> "Running":
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.005)
+        self._announcement = announced(self.data_dir, self.url, OPERATOR_TOKEN)
+        self._announcement.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._announcement.__exit__(None, None, None)
+        self._server.should_exit = True
+        self._thread.join()
+        self._listener.close()
+        self.house.close()
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    """A directory with blocks of two tenants on disk, which it knows the scopes of."""
+    salts = Salts(read_secret(tmp_path))
+    house = fake_house()
+    (model,) = house.wire.models.values()
+    house.close()
+    note_scopes(tmp_path, [model])
+    tier = open_disk(disk_path(tmp_path), LAYOUT, 64 << 20)
+    for seed, (tenant, count) in enumerate((("acme", 5), ("globex", 2))):
+        scope = replace(model.scope, tenant=salts.of_tenant(tenant))
+        store(tier, chain(count, block_size=LAYOUT.block_size, seed=seed, scope=scope))
+    tier.close()
+    return tmp_path
+
+
+@pytest.fixture
+def world() -> World:
+    """A small engine that has served a prompt three times."""
+    world = World(device_blocks=40)
+    for number in range(3):
+        world.submit(f"r{number}", [*range(2 * BLOCK), 40 + number], tenant=b"acme", max_tokens=1)
+        world.run()
+    return world
+
+
+@pytest.fixture
+def server(data_dir: Path, world: World) -> Iterator[Running]:
+    async def blocks(scopes: frozenset[PrefixKey] | None) -> Any:
+        def run(function: Any) -> Any:
+            future = world.engine.call(function)
+            world.engine.turn()
+            return future
+
+        return await read_blocks(run, scopes)
+
+    # The server runs in this process, whose standard output the commands under test have.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    house = fake_house(salts=Salts(read_secret(data_dir)))
+    parts = replace(fake_parts(), stats=Growing(), blocks=blocks)
+    with Running(data_dir, parts, house) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("top",), ("monitor",), ("latency",), ("cache", "ls", "--tier", "host")],
+)
+def test_without_a_server_commands_about_one_say_what_to_do(
+    data_dir: Path, command: tuple[str, ...]
+) -> None:
+    failed = call(*command, "--data-dir", str(data_dir))
+    assert 1 == failed.exit_code
+    assert f"no server runs on {data_dir}" in failed.stderr
+
+
+def test_stats_with_an_interval_print_a_line_a_turn(server: Running) -> None:
+    flags = ("cache", "stats", "-i", "0.1", "-c", "2", "--data-dir", str(server.data_dir))
+    lines = call(*flags).stdout.splitlines()
+    assert 4 == len(lines)
+    assert ["2", "2", "7", "10", "4", "3"] == lines[2].split()[:6]
+    assert "60 %" in lines[3]
+    assert len({len(line) for line in lines[1:]}) == 1, "columns stand below each other"
+    told = [json.loads(line) for line in call(*flags, "--json").stdout.splitlines()]
+    assert [10.0, 10.0] == [each["tiers"]["device"]["hits_per_s"] for each in told]
+    assert (100.0, 0.6, 5.0) == (
+        told[0]["prompt_tokens_per_s"],
+        told[0]["hit_ratio"],
+        told[0]["generation_tokens_per_s"],
+    )
+
+
+def test_stats_of_a_running_server_tell_every_tier(server: Running) -> None:
+    told = json.loads(call("cache", "stats", "--data-dir", str(server.data_dir), "--json").stdout)
+    assert 7 == told["num_blocks"]
+    assert {"device", "disk"} == told["tiers"].keys()
+    assert "device" in call("cache", "stats", "--data-dir", str(server.data_dir)).stdout
+
+
+def test_without_a_server_stats_repeat_what_lies_on_disk(data_dir: Path) -> None:
+    flags = ("cache", "stats", "-i", "0.1", "-c", "2", "--data-dir", str(data_dir), "--json")
+    assert [7, 7] == [json.loads(line)["num_blocks"] for line in call(*flags).stdout.splitlines()]
+
+
+def test_monitor_prints_events_as_they_come(server: Running) -> None:
+    stream = server.house.wire.feeds.stream
+    scope = PrefixKey(b"s" * 16)
+
+    def publish() -> None:
+        while not stream.num_subscribers:
+            time.sleep(0.005)
+        for kind in (EventKind.STORED, EventKind.REMOVED):
+            key = PrefixKey(b"k" * 16)
+            stream.publish(kind, TierName.HOST, key=key, parent=scope, scope=scope, nbytes=2048)
+
+    publisher = threading.Thread(target=publish)
+    publisher.start()
+    shown = call("monitor", "-c", "2", "--data-dir", str(server.data_dir))
+    publisher.join()
+    first, second = shown.stdout.splitlines()
+    assert "stored    host     6b6b6b6b6b6b6b6b  after (root)" in first
+    assert "2 KiB" in first and "removed" in second
+
+
+def test_monitor_ends_when_the_server_stops(server: Running) -> None:
+    feeds = server.house.wire.feeds
+
+    def stop() -> None:
+        while not feeds.stream.num_subscribers:
+            time.sleep(0.005)
+        feeds.close()
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    ended = call("monitor", "--json", "--data-dir", str(server.data_dir))
+    stopper.join()
+    assert 0 == ended.exit_code
+    assert "the server stops" in ended.stderr
+
+
+def test_hot_tells_the_blocks_with_the_most_hits(server: Running, world: World) -> None:
+    flags = ("cache", "hot", "--data-dir", str(server.data_dir))
+    told = json.loads(call(*flags, "--json", "-n", "2").stdout)
+    first = world.cache.index.children(CacheScope(tenant=b"acme").root())[0]
+    assert [(first.key.hex() if first.key else "", 2)] == [
+        (block["key"], block["hits"]) for block in told if block["depth"] == 0
+    ]
+    assert told[0]["tiers"] == ["device"]
+    assert told[0]["key"][:16] in call(*flags).stdout
+
+
+def test_hot_without_a_server_tells_what_was_used_last(data_dir: Path) -> None:
+    shown = call("cache", "hot", "-n", "3", "--json", "--data-dir", str(data_dir))
+    assert 3 == len(json.loads(shown.stdout))
+    assert "hits are not kept on disk" in shown.stderr
+
+
+def test_big_tells_the_prefixes_that_take_the_most_room(data_dir: Path) -> None:
+    flags = ("cache", "big", "--data-dir", str(data_dir))
+    told = json.loads(call(*flags, "--json").stdout)
+    assert [(5, 5 * 64, 1), (2, 2 * 64, 1)] == [
+        (each["num_blocks"], each["num_tokens"], each["num_leaves"]) for each in told
+    ]
+    assert 1 == len(json.loads(call(*flags, "--json", "--tenant", "globex").stdout))
+    assert "1 of 2 prefixes" in call(*flags, "-n", "1").stderr
+
+
+def test_ls_finds_a_tenants_blocks_on_disk_without_a_server(data_dir: Path) -> None:
+    flags = ("cache", "ls", "--json", "--data-dir", str(data_dir), "--tenant")
+    assert 5 == len(json.loads(call(*flags, "acme").stdout))
+    assert 2 == len(json.loads(call(*flags, "globex").stdout))
+    assert [] == json.loads(call(*flags, "nobody").stdout)
+    (data_dir / "scopes.json").unlink()
+    failed = call(*flags, "acme")
+    assert 1 == failed.exit_code
+    assert "does not know the scopes of its models yet" in failed.stderr
+
+
+def test_ls_by_age_takes_durations(data_dir: Path) -> None:
+    flags = ("cache", "ls", "--json", "--data-dir", str(data_dir), "--older-than")
+    assert [] == json.loads(call(*flags, "2h").stdout)
+    assert 7 == len(json.loads(call(*flags, "0").stdout))
+    assert 2 == call(*flags, "3x").exit_code
+
+
+def test_ls_of_memory_asks_the_server(server: Running, world: World) -> None:
+    flags = ("cache", "ls", "--data-dir", str(server.data_dir), "--tier")
+    told = json.loads(call(*flags, "device", "--json").stdout)
+    assert len(list(world.cache.index)) == len(told)
+    assert [] == json.loads(call(*flags, "host", "--json").stdout)
+
+
+def test_show_joins_memory_and_disk_and_reads_tokens_as_text(server: Running, world: World) -> None:
+    (block,) = world.cache.index.children(CacheScope(tenant=b"acme").root())
+    assert block.key is not None
+    flags = ("--data-dir", str(server.data_dir), "--json", "--text")
+    told = json.loads(call("cache", "show", block.key.hex()[:10], *flags).stdout)
+    assert (2, ["device"]) == (told["hits"], told["tiers"])
+    assert bytes(range(BLOCK)).decode() == told["text"]
+    on_disk = json.loads(call("cache", "ls", *flags[:3], "--limit", "1").stdout)[0]["key"]
+    told = json.loads(call("cache", "show", on_disk, *flags[:3]).stdout)
+    assert ["disk"] == told["tiers"] and 16 == len(told["checksum"])
+
+
+def test_latency_prints_percentiles_of_the_window(server: Running) -> None:
+    told = json.loads(
+        call("latency", "--window", "1m", "--json", "--data-dir", str(server.data_dir)).stdout
+    )
+    assert 60.0 == told["window_s"]
+    assert {"p50": 2.0, "p95": 2.0, "p99": 2.0} == told["latency_s"]["ttft"]
+    assert "first token" in call("latency", "--data-dir", str(server.data_dir)).stdout
+    assert 2 == call("latency", "--window", "x", "--data-dir", str(server.data_dir)).exit_code
+
+
+def test_latency_probes_with_requests_of_its_own(server: Running) -> None:
+    (model,) = server.house.wire.models
+    flags = ("--probe", "-c", "3", "-i", "0.01", "--json", "--data-dir", str(server.data_dir))
+    shown = call("latency", *flags, "--model", model)
+    lines = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert [1, 2, 3] == [line["count"] for line in lines]
+    assert lines[-1]["least_s"] <= lines[-1]["mean_s"] <= lines[-1]["most_s"]
+    failed = call("latency", *flags, "--model", "other")
+    assert "the probe was refused: The model 'other' is not served" in failed.stderr
+
+
+def test_scopes_are_remembered_by_their_digest_and_bounded(tmp_path: Path) -> None:
+    read_secret(tmp_path)
+    house = fake_house()
+    (model,) = house.wire.models.values()
+    house.close()
+    for number in range(250):
+        scope = CacheScope(weights=token_bytes([number]))
+        note_scopes(tmp_path, [replace(model, scope=scope)])
+        note_scopes(tmp_path, [replace(model, scope=scope)])
+    assert 2 * 200 == len(roots_of(tmp_path, "acme"))
