@@ -5,12 +5,13 @@ statements of a transaction, restarts, price changes and clock jumps, on two ser
 database.
 """
 
-import tempfile
+import itertools
+import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +24,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from sqlalchemy import text
 
 from billing import audit
 from billing.accounts import Accounts
@@ -34,8 +36,9 @@ from billing.holds import Hold, RequestContext
 from billing.policy import PRESUMED, Outcome, billable
 from billing.prices import NS
 from billing.rating import rate
-from billing.store import open_store
+from billing.store import LedgerStore, open_store
 from billing.store_prepared import Prepared
+from billing.store_schema import metadata
 from billing.testing import ManualClock
 from billing.usage import EMPTY, Usage
 from tests.postgres_server import fresh_database, postgres_server
@@ -86,21 +89,57 @@ class Model:
         return self.paid_in - sum(amount for amount, _, _ in self.charges.values())
 
 
+class Databases(Protocol):
+    """Where an example finds an empty ledger, opened by two servers."""
+
+    def fresh(self) -> AbstractContextManager[list[LedgerStore]]: ...
+
+
+class SqliteFiles:
+    """A copy of one empty file for each example."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._names = itertools.count()
+        open_store(f"sqlite:///{folder / 'empty'}").close()
+
+    @contextmanager
+    def fresh(self) -> Iterator[list[LedgerStore]]:
+        path = self._folder / str(next(self._names))
+        shutil.copy(self._folder / "empty", path)
+        with ExitStack() as scope:
+            url = f"sqlite:///{path}"
+            yield [scope.enter_context(closing(open_store(url))) for _ in range(2)]
+
+
+class PostgresDatabase:
+    """One database, emptied for each example."""
+
+    def __init__(self, url: str) -> None:
+        self.stores = [open_store(url) for _ in range(2)]
+
+    @contextmanager
+    def fresh(self) -> Iterator[list[LedgerStore]]:
+        names = ", ".join(table.name for table in metadata.sorted_tables)
+        with self.stores[0].writing() as connection:
+            connection.execute(text(f"TRUNCATE {names}"))
+        yield self.stores
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+
 class LedgerMachine(RuleBasedStateMachine):
     """One tenant, two servers, each with connections of its own."""
 
-    url: str | None = None
+    databases: ClassVar[Databases]
 
     @initialize()
     def begin(self) -> None:
         self.scope = ExitStack()
-        if self.url is None:
-            folder = self.scope.enter_context(tempfile.TemporaryDirectory())
-            url = f"sqlite:///{Path(folder) / 'ledger.sqlite3'}"
-        else:
-            url = self.scope.enter_context(fresh_database(self.url))
         self.clock = ManualClock()
-        self.stores = [self.scope.enter_context(closing(open_store(url))) for _ in range(2)]
+        self.stores = self.scope.enter_context(self.databases.fresh())
         self.accounts = Accounts(self.stores[0], clock_ns=self.clock)
         self.accounts.prepare()
         self.accounts.create_tenant("acme", "CNY", by="test")
@@ -319,27 +358,33 @@ class dying:
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-def test_the_ledger_does_what_the_model_says() -> None:
+def check(databases: Databases, *, examples: int, steps: int) -> None:
     run_state_machine_as_test(
-        LedgerMachine,
+        type("Machine", (LedgerMachine,), {"databases": databases}),
         settings=settings(
-            max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=QUIET
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=QUIET,
         ),
     )
+
+
+@pytest.mark.parametrize("examples", [40, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(1800)
+def test_the_ledger_does_what_the_model_says(tmp_path: Path, examples: int) -> None:
+    check(SqliteFiles(tmp_path), examples=examples, steps=40)
 
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[str]:
-    with postgres_server() as url:
-        yield url
+    with postgres_server() as url, fresh_database(url) as database:
+        yield database
 
 
 @pytest.mark.postgres
-def test_two_servers_on_postgresql_do_what_the_model_says(postgres: str) -> None:
-    machine = type("PostgresMachine", (LedgerMachine,), {"url": postgres})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=8, stateful_step_count=30, deadline=None, suppress_health_check=QUIET
-        ),
-    )
+@pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(1800)
+def test_two_servers_on_postgresql_do_what_the_model_says(postgres: str, examples: int) -> None:
+    with closing(PostgresDatabase(postgres)) as database:
+        check(database, examples=examples, steps=40)
