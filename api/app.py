@@ -16,6 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api import balance, cache_events, chat, completions, health, models, requests, tokenize
+from api.admin.headers import AdminHeaders
+from api.admin.pages import refusal_page
 from api.collaborators import Collaborators
 from api.context import Story
 from api.errors import ApiError, NotJson, answer_to, is_expected
@@ -47,6 +49,7 @@ def create_app(
     for kind in (ApiError, EngineError, BillingError, HTTPException):
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(RequestValidationError, _refuse)
+    app.add_middleware(AdminHeaders)
     app.add_middleware(Storyteller)
     return app
 
@@ -65,14 +68,15 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    """Every refusal in OpenAI's shape."""
+    """Every refusal in OpenAI's shape, or as a page where a person looks at `/admin`."""
     answer = answer_to(error)
     story: Story = request.state.story
     story.add(error=type(error).__name__, param=answer.param)
     if not is_expected(error):
         logger.error("request %s failed", story.request_id, exc_info=error)
     headers = dict(answer.headers)
-    return Response(answer.encoded(), answer.status, headers, "application/json")
+    page = refusal_page(request, answer)
+    return page or Response(answer.encoded(), answer.status, headers, "application/json")
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

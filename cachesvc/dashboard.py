@@ -11,10 +11,11 @@ from typing import Any
 
 from api.admin.books import Books
 from api.admin.parts import AdminParts, BlockReader
-from api.admin.sessions import Sessions
+from api.admin.passwords import Passwords
+from api.admin.sessions import Admin, Sessions
 from cachesvc.config import Settings
 from cachesvc.history import History
-from cachesvc.live import new_token
+from cachesvc.live import new_token, reachable
 from cachesvc.snapshot import Sources, snapshot
 from tiers.histogram import Spread
 
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_S = 1.0
 RECENT_S = 60.0
+FIRST_LINK_S = 24 * 3600.0  # a server is often started long before somebody looks
 RECENT = {
     "requests_per_s": "rate:traffic.requests.*",
     "prompt_tokens_per_s": "rate:traffic.prompt_tokens.*",
@@ -54,6 +56,10 @@ class Dashboard:
         self.parts = AdminParts(
             sessions=Sessions(lifetime_s=admin.session, idle_s=admin.idle),
             keys=books.accounts,
+            passwords=Passwords(settings.server.data_dir),
+            currency=lambda: (
+                books.accounts.book.cards[-1].currency if books.accounts.book.cards else ""
+            ),
             operator_token=new_token(),
             record=books.accounts.record,
             stats=self.stats,
@@ -67,6 +73,11 @@ class Dashboard:
         recent = self.history.over(list(RECENT.values()), window_s=RECENT_S)
         told = {name: recent[series] for name, series in RECENT.items()}
         return snapshot(self._sources) | {"recent": {"window_s": RECENT_S} | told}
+
+    def first_link(self, url: str) -> str:
+        """Logs in once, for who started the server."""
+        token = self.parts.sessions.make_link(Admin("operator"), FIRST_LINK_S)
+        return f"{reachable(url)}/admin/login?token={token}"
 
     async def keep_history(self) -> None:
         """Takes a sample each second until cancelled."""

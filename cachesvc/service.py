@@ -62,11 +62,12 @@ def serve(
     settings: Settings,
     *,
     progress: core.Progress | None = None,
-    on_ready: Callable[[str], None] = lambda url: None,
+    on_ready: Callable[[str, str], None] = lambda url, link: None,
 ) -> None:
     """Serve until a signal says to stop. Raises what cannot work, before the first request.
 
-    `on_ready` is called with the server's URL once it accepts requests.
+    Once it accepts requests, `on_ready` is called with the server's URL and a link that logs in to
+    its dashboard once.
     """
     server = settings.server
     make_data_dir(server.data_dir)
@@ -182,7 +183,7 @@ class Service:
         )
         return Timed(app, self.metrics)
 
-    def run(self, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+    def run(self, listener: socket.socket, on_ready: Callable[[str, str], None]) -> None:
         """Serve on `listener` until a signal comes."""
         server = self._settings.server
         config = uvicorn.Config(
@@ -200,7 +201,9 @@ class Service:
 
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        http = HttpServer(config, lambda: on_ready(url), self._begin_drain)
+        http = HttpServer(
+            config, lambda: on_ready(url, self.dashboard.first_link(url)), self._begin_drain
+        )
         with (
             announced(server.data_dir, url, self.dashboard.parts.operator_token),
             asyncio.Runner(loop_factory=config.get_loop_factory()) as runner,

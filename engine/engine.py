@@ -86,12 +86,14 @@ class Engine:
         cache: TieredCache,
         settings: EngineSettings,
         on_outputs: Callable[[Seq[StepOutput]], None],
+        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._runner = runner
         self._cache = cache
         self._settings = settings
         self._on_outputs = on_outputs
-        self._scheduler = Scheduler(cache, settings.scheduler)
+        self._clock_ns = clock_ns
+        self._scheduler = Scheduler(cache, settings.scheduler, clock_ns)
         size = cache.layout.block_size
         # One block stays free, for the copy of a shared tail that a sequence may have to make.
         self.max_tokens = min(settings.max_context, (cache.pool.num_blocks - 1) * size)
@@ -286,7 +288,7 @@ class Engine:
         if result.token is None:
             return
         group = self._groups[sequence.request.request_id]
-        now_ns = time.monotonic_ns()
+        now_ns = self._clock_ns()
         if sequence.state is SequenceState.PREFILL:
             sequence.state = SequenceState.DECODE
             sequence.first_token_ns = sequence.first_token_ns or now_ns
@@ -381,7 +383,7 @@ class Engine:
         group = self._groups.get(request_id)
         if group is None:
             return
-        now_ns = time.monotonic_ns()
+        now_ns = self._clock_ns()
         outputs = []
         for sequence in [s for s in group.sequences if index in (None, s.index)]:
             self._end(sequence, reason)

@@ -9,7 +9,7 @@ within the step's budget), then new ones as long as there is room. Chunks end on
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -32,7 +32,8 @@ class SchedulerSettings:
     max_running: int = 64
     step_tokens: int = 512  # prompt tokens computed in a step
     mixed_step_tokens: int = 128  # the same while others decode, so that they do not stall
-    max_tickets: int = 8  # waiting requests whose prefix may be brought up at once
+    max_tickets: int = 8  # waiting requests whose prefix may be brought up at once; those that wait
+    # for a block that another request computes pin what that one does, and do not count
     order: QueueOrder = QueueOrder.CACHED_FIRST
     max_passed_s: float = 5.0  # the longest that a request is passed by for better cached ones
 
@@ -40,8 +41,14 @@ class SchedulerSettings:
 class Scheduler:
     """Owns the sequences. Invariant: each is in `waiting` or in `running`, never in both."""
 
-    def __init__(self, cache: TieredCache, settings: SchedulerSettings) -> None:
+    def __init__(
+        self,
+        cache: TieredCache,
+        settings: SchedulerSettings,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self._cache = cache
+        self._clock_ns = clock_ns
         self._settings = settings
         self._block_size = cache.layout.block_size
         self.waiting = WaitingQueue(settings.order, max_passed_s=settings.max_passed_s)
@@ -55,7 +62,7 @@ class Scheduler:
         return bool(self.running) or len(self.waiting) > 0
 
     def add(self, sequence: Sequence) -> None:
-        sequence.queued_ns = time.monotonic_ns()
+        sequence.queued_ns = self._clock_ns()
         self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -180,22 +187,24 @@ class Scheduler:
 
     def _admit(self) -> Iterator[Sequence]:
         """Sequences that begin to run, one by one; the caller stops when its budget is spent."""
-        now_ns = time.monotonic_ns()
-        num_tickets = sum(s.ticket is not None for s in self.waiting)
+        now_ns = self._clock_ns()
+        holders = {s for s in self.waiting if s.ticket is not None and not s.follows}
         for sequence in self.waiting.candidates(now_ns, self._num_cached):
             if len(self.running) >= self._settings.max_running:
                 return
             if sequence.ticket is None:
-                if num_tickets >= self._settings.max_tickets:
+                if len(holders) >= self._settings.max_tickets:
                     continue
                 sequence.ticket = self._cache.open(sequence.chain)
                 sequence.admitted_ns = sequence.admitted_ns or now_ns
-                num_tickets += 1
             progress = self._cache.advance(sequence.ticket)
+            sequence.follows = progress is Progress.WAITING
+            if sequence.follows:
+                holders.discard(sequence)
+                continue
+            holders.add(sequence)
             if progress is Progress.LOADING:
                 sequence.state = SequenceState.LOADING
-                continue
-            if progress is Progress.WAITING:
                 continue
             if progress is Progress.NO_ROOM or not self._has_room(sequence):
                 if not self.running and self._revoke_ticket(but=sequence):
@@ -203,8 +212,10 @@ class Scheduler:
                 return
             tail = self._cache.find_tail(sequence.ticket)
             if tail is not None and tail.case is TailCase.WAIT:
+                sequence.follows = True
+                holders.discard(sequence)
                 continue
-            num_tickets -= 1
+            holders.discard(sequence)
             self._begin(sequence, tail)
             yield sequence
 
@@ -240,9 +251,10 @@ class Scheduler:
             self._count_hits(sequence, ticket.sources, source, num_rows, ticket.stop)
             sequence.lookup = self._look_back(sequence, ticket, tail, num_rows)
         sequence.blocks += self._cache.plan(sequence.chain, len(sequence.blocks))
-        sequence.loaded_ns = sequence.loaded_ns or time.monotonic_ns()
+        now_ns = self._clock_ns()
+        sequence.loaded_ns = sequence.loaded_ns or now_ns
         sequence.state = SequenceState.PREFILL
-        self.waiting.remove(sequence)
+        self.waiting.admit(sequence, now_ns)
         self.running.append(sequence)
 
     def _count_hits(

@@ -51,11 +51,13 @@ class Sequence:
     num_standing: int = 0
     prompt_done: int = 0  # prompt tokens that were served or computed, at the furthest
     ticket: Ticket | None = None
+    follows: bool = False  # its ticket waits for what another sequence computes
     counts: TokenCounts | None = None  # of the prompt, fixed at first admission
     miss_reasons: dict[MissReason, int] = field(default_factory=dict)
     lookup: Lookup | None = None
     finish: FinishReason | None = None
     queued_ns: int = 0
+    passed_ns: int = 0  # when one that came later was first admitted before it; 0: never
     admitted_ns: int = 0
     loaded_ns: int = 0
     first_token_ns: int = 0

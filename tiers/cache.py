@@ -275,6 +275,8 @@ class TieredCache:
             return block
         if held.identity() != identity or held.state is not BlockState.READY:
             return block
+        if held.slot is None and block.pins > 1:
+            return block  # others read it where it is
         return self._merge(block, held)
 
     def _merge(self, block: Block, held: Block) -> Block:

@@ -5,13 +5,15 @@ pages adds the fields that it needs, with a default of None where a server may l
 route whose part is None answers that this server has none.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fastapi import Request
 
-from api.admin.sessions import Sessions
+from api.admin.login_guard import LoginForms, LoginLimits
+from api.admin.sessions import Admin, Sessions
 from billing.keys import Principal
 from tiers.keys import PrefixKey
 from tiers.live_blocks import LiveBlock
@@ -24,6 +26,12 @@ class KeyRing(Protocol):
     """Whose key it is. May read a store: called off the event loop. Raises UnknownKey and kin."""
 
     def authenticate(self, key: str) -> Principal: ...
+
+
+class PasswordBook(Protocol):
+    """Whose password it is. Slow on purpose: called off the event loop."""
+
+    def verify(self, name: str, password: str) -> Admin | None: ...
 
 
 class Trail(Protocol):
@@ -51,7 +59,7 @@ class History(Protocol):
         ...
 
     def over(self, series: Sequence[str], *, window_s: float) -> Mapping[str, float | None]:
-        """Each of `series` as one number, over the whole window."""
+        """Each series as one number: over the window, or for `value:` as it is now."""
         ...
 
 
@@ -70,12 +78,17 @@ class AdminParts:
 
     sessions: Sessions
     keys: KeyRing
+    passwords: PasswordBook
     operator_token: str  # opens everything; the command line of this machine reads it from a file
     record: Trail
     stats: Callable[[], Mapping[str, Any]]  # a JSON snapshot of the whole server
+    currency: Callable[[], str] = lambda: ""  # of the rate card in force
     history: History | None = None
     books: "Books | None" = None  # accounts and ledger
     blocks: "BlockReader | None" = None  # of the tiers in memory
+    login_limits: LoginLimits = field(default_factory=LoginLimits)
+    login_forms: LoginForms = field(default_factory=LoginForms)
+    password_checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
 
 def parts_of(request: Request) -> AdminParts:

@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, Depends, Request
 
-from api.admin import blocks, events, money_routes, stats
+from api.admin import assets, blocks, events, login, money_routes, pages_overview, stats
 from api.admin.parts import AdminParts
 
 
 def admin_router(parts: AdminParts) -> APIRouter:
     """The routes under `/admin`, over `parts`; for `create_app(routers=...)`."""
     router = APIRouter(dependencies=[Depends(_carry(parts))])
-    for area in (stats, events, blocks, money_routes):
+    for area in (assets, login, stats, events, blocks, money_routes, pages_overview):
         router.include_router(area.router)
     return router
 

@@ -1,11 +1,12 @@
-"""GET /admin/api/stats, /history and /window: what the server does now, and did of late."""
+"""GET /admin/api/stats and /admin/api/history: what the server does now, and did of late."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
 
 from api.admin.access import MayRead
+from api.admin.answers import json_answer
 from api.admin.parts import parts_of
 from api.errors import Unsupported
 
@@ -21,35 +22,27 @@ async def whoami(found: MayRead) -> dict[str, str]:
 
 
 @router.get("/stats")
-async def stats(request: Request, _: MayRead) -> Mapping[str, Any]:
+async def stats(request: Request, _: MayRead) -> Response:
     """One snapshot of engine, tiers, traffic and money. Sizes in bytes, times in seconds."""
-    return parts_of(request).stats()
+    return json_answer(request, parts_of(request).stats())
 
 
 @router.get("/history")
 async def history(
     request: Request,
     _: MayRead,
-    series: Annotated[list[str], Query(max_length=MAX_SERIES)],
+    series: Annotated[list[str] | None, Query(max_length=MAX_SERIES)] = None,
+    over: Annotated[list[str] | None, Query(max_length=MAX_SERIES)] = None,
     window_s: Annotated[float, Query(gt=0)] = 600.0,
     since_s: Annotated[float, Query(ge=0)] = 0.0,
-) -> Mapping[str, Any]:
-    """`series` over the last `window_s` seconds, or what came after `since_s` (Unix seconds)."""
+) -> Response:
+    """`series` over the last `window_s` seconds, or what came after `since_s` (Unix seconds).
+
+    `over` are series of which one number over the whole window is asked.
+    """
     source = parts_of(request).history
     if source is None:
         raise Unsupported("this server keeps no history")
-    return source.read(series, window_s=window_s, since_s=since_s)
-
-
-@router.get("/window")
-async def window(
-    request: Request,
-    _: MayRead,
-    series: Annotated[list[str], Query(max_length=MAX_SERIES)],
-    window_s: Annotated[float, Query(gt=0)] = 600.0,
-) -> Mapping[str, Any]:
-    """Each of `series` as one number, over the whole of the last `window_s` seconds."""
-    source = parts_of(request).history
-    if source is None:
-        raise Unsupported("this server keeps no history")
-    return {"window_s": window_s, "series": source.over(series, window_s=window_s)}
+    told = dict(source.read(series or (), window_s=window_s, since_s=since_s))
+    told["over"] = source.over(over or (), window_s=window_s)
+    return json_answer(request, told)

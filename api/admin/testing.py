@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from api.admin.parts import AdminParts
-from api.admin.sessions import Sessions
+from api.admin.sessions import Admin, Role, Sessions
 from billing.errors import UnknownKey
 from billing.keys import Principal, Scope
 
@@ -49,6 +49,17 @@ class FixedKeys:
         return Principal("acme", key_id=f"id-of-{key}", scopes=self.scopes[key])
 
 
+@dataclass(frozen=True, slots=True)
+class FixedPasswords:
+    """Passwords as they are, of admins by name."""
+
+    known: Mapping[str, tuple[str, Role]]
+
+    def verify(self, name: str, password: str) -> Admin | None:
+        expected, role = self.known.get(name, ("", Role.READER))
+        return Admin(name, role) if expected and expected == password else None
+
+
 @dataclass(slots=True)
 class FlatHistory:
     """Three samples, always the same."""
@@ -62,7 +73,6 @@ class FlatHistory:
         return {"step_s": 1.0, "times": [1, 2, 3], "series": {name: [0, 1, 2] for name in series}}
 
     def over(self, series: Sequence[str], *, window_s: float) -> Mapping[str, float | None]:
-        self.asked.append(series)
         return dict.fromkeys(series, 2.0)
 
 
@@ -72,6 +82,9 @@ def fake_parts(**overrides: Any) -> AdminParts:
     values: dict[str, Any] = {
         "sessions": Sessions(),
         "keys": FixedKeys(keys),
+        "passwords": FixedPasswords(
+            {"ada": ("correct horse", Role.ADMIN), "bob": ("battery staple", Role.READER)}
+        ),
         "operator_token": OPERATOR_TOKEN,
         "record": RecordingTrail(),
         "stats": lambda: {"time_s": 0.0},

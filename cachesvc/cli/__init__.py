@@ -37,6 +37,7 @@ COMMANDS = {
     "tenants": Entry("cachesvc.cli.tenants:app", "Create and list tenants"),
     "keys": Entry("cachesvc.cli.keys:app", "Create, list and revoke API keys"),
     "balance": Entry("cachesvc.cli.balance:app", "Show, grant and top up balances"),
+    "admin": Entry("cachesvc.cli.admin:app", "Let people into the dashboard"),
     "prices": Entry("cachesvc.cli.prices:app", "Lint, show, plan and apply rate cards"),
     "ledger": Entry("cachesvc.cli.ledger:app", "Verify the ledger"),
 }

@@ -86,8 +86,8 @@ def latency(
 def percentiles(server: LiveServer, window_s: float) -> dict[str, dict[str, float | None]]:
     """Seconds by name and percentile; None where nothing ended in the window."""
     names = {(name, share): f"p{share}:latency.{name}" for name in NAMES for share in SHARES}
-    query = urlencode([("window_s", window_s), *(("series", each) for each in names.values())])
-    told = server.get(f"/admin/api/window?{query}")["series"]
+    query = urlencode([("window_s", window_s), *(("over", each) for each in names.values())])
+    told = server.get(f"/admin/api/history?{query}")["over"]
     return {name: {f"p{share}": told[names[name, share]] for share in SHARES} for name in NAMES}
 
 

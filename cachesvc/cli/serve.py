@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -82,7 +83,7 @@ def serve(
     settings = load_settings(flags, config).settings
     configure(settings.log)
     with _progress() as report:
-        run(settings, progress=report, on_ready=lambda url: _announce(settings, url))
+        run(settings, progress=report, on_ready=partial(_announce, settings))
 
 
 def _adapters(given: list[str]) -> dict[str, str]:
@@ -98,7 +99,8 @@ def _adapters(given: list[str]) -> dict[str, str]:
     return adapters
 
 
-def _announce(settings: Settings, url: str) -> None:
+def _announce(settings: Settings, url: str, link: str) -> None:
+    """Where it listens; and a way into the dashboard, for a person and not for log files."""
     cache = settings.cache
     tiers = ", ".join(
         f"{name} {size(num_bytes)}"
@@ -113,6 +115,11 @@ def _announce(settings: Settings, url: str) -> None:
         f"cachesvc {cachesvc.__version__} serves {settings.model.name} on {url} "
         f"({tiers}; data in {settings.server.data_dir})"
     )
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        console.print(f"Dashboard (this link logs in once): {link}", soft_wrap=True)
+    else:
+        logger.info(f"dashboard at {url}/admin; `cachesvc admin link` prints a link that logs in")
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from cachesvc.config import load_settings
 from cachesvc.money import open_money
 from cachesvc.service import Service, make_data_dir
 from engine.testing import save_tiny_adapter, save_tiny_model
+from tiers.events import EventStream
 
 CHAT = "/v1/chat/completions"
 HELLO = {
@@ -54,7 +55,7 @@ async def served(
     make_data_dir(data_dir)
     with contextlib.closing(open_money(settings)) as money:
         loaded = core.load(settings.model, data_dir)
-        with contextlib.closing(Service(settings, loaded, money)) as service:
+        with contextlib.closing(Service(settings, loaded, money, EventStream())) as service:
             app: Any = service.app(money.start(service.metrics.observe_bill))
             service.core.start()
             inner = app.app  # lifespans are the application's

@@ -208,6 +208,7 @@ async def test_a_model_without_a_template_refuses_chat() -> None:
 
 
 SAID_AT_START = {
+    engine_errors.AdapterError,
     engine_errors.ModelError,
     billing_errors.StoreError,
     billing_errors.CardConflict,

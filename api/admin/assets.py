@@ -1,0 +1,128 @@
+"""The files that pages need: our own, and two libraries from the packages that ship them.
+
+htmx (0BSD) and uPlot (MIT) come with the installed packages `django-js-lib-htmx` and `youplot`, of
+which nothing is imported; their digests are held here, so no other file is ever served in their
+place. Every file is read and compressed once, and asked for by its digest, so browsers keep it.
+"""
+
+import gzip
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from fastapi import APIRouter, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+OWN: Final = Path(__file__).parent / "static"
+PREFIX: Final = "/admin/static"
+KEEP: Final = "public, max-age=31536000, immutable"
+TYPES: Final = {
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+
+class Vendored(NamedTuple):
+    """A file of an installed package, and the SHA-256 that it must have."""
+
+    package: str
+    path: str
+    digest: str
+
+
+VENDORED: Final[Mapping[str, Vendored]] = {
+    "htmx.js": Vendored(
+        "js_lib_htmx",
+        "static/htmx/htmx.min.js",
+        "491955cd1810747d7d7b9ccb936400afb760e06d25d53e4572b64b6563b2784e",
+    ),
+    "uplot.js": Vendored(
+        "youplot",
+        "vendor/uplot.iife.min.js",
+        "2d27e8ad3d228164525ce213f9dc716f39b4e3aee0cc773fb3491c96cf4921a2",
+    ),
+    "uplot.css": Vendored(
+        "youplot",
+        "vendor/uplot.min.css",
+        "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    ),
+}
+
+
+class AssetMissing(Exception):
+    """An installed package lacks a file, or has another one in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """One file as it goes out."""
+
+    name: str
+    body: bytes
+    packed: bytes
+    digest: str
+
+    @property
+    def url(self) -> str:
+        return f"{PREFIX}/{self.name}?v={self.digest[:12]}"
+
+
+class Assets:
+    """All files by name. Read at first use; immutable."""
+
+    @cached_property
+    def files(self) -> Mapping[str, Asset]:
+        found = {path.name: path.read_bytes() for path in sorted(OWN.iterdir())}
+        found |= {name: _vendored(each) for name, each in VENDORED.items()}
+        return {name: _asset(name, body) for name, body in found.items()}
+
+    def url(self, name: str) -> str:
+        """For templates; KeyError for a name that no file has."""
+        return self.files[name].url
+
+
+ASSETS: Final = Assets()
+router = APIRouter(prefix=PREFIX, include_in_schema=False)
+
+
+@router.get("/{name}")
+async def asset(request: Request, name: str) -> Response:
+    """No login: the login page needs them, and they say nothing of the server."""
+    found = ASSETS.files.get(name)
+    if found is None:
+        raise HTTPException(404, "Not Found")
+    headers = {"Cache-Control": KEEP, "ETag": f'"{found.digest[:32]}"', "Vary": "Accept-Encoding"}
+    headers["Content-Type"] = TYPES[Path(name).suffix]
+    if headers["ETag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        return Response(found.packed, headers=headers | {"Content-Encoding": "gzip"})
+    return Response(found.body, headers=headers)
+
+
+def _asset(name: str, body: bytes) -> Asset:
+    return Asset(name, body, gzip.compress(body, 9, mtime=0), hashlib.sha256(body).hexdigest())
+
+
+def _vendored(wanted: Vendored) -> bytes:
+    """The file's bytes, without importing the package. Raises AssetMissing."""
+    spec = find_spec(wanted.package)
+    places = spec.submodule_search_locations if spec is not None else None
+    try:
+        body = (Path(next(iter(places or ()))) / wanted.path).read_bytes()
+    except (StopIteration, OSError):
+        raise AssetMissing(
+            f"the package {wanted.package} lacks {wanted.path}; install again with `make setup`"
+        ) from None
+    if hashlib.sha256(body).hexdigest() != wanted.digest:
+        raise AssetMissing(
+            f"{wanted.path} of the package {wanted.package} is not the file that was reviewed; "
+            "install the pinned version with `make setup`"
+        )
+    return body

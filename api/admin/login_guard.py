@@ -1,0 +1,54 @@
+"""What stands before a login: how often it may be tried, and whose form it is. Event loop only."""
+
+import hmac
+import secrets
+
+from limits import RateLimitItem, RateLimitItemPerMinute
+from limits.aio.storage import MemoryStorage
+from limits.aio.strategies import MovingWindowRateLimiter
+
+from api.errors import CsrfFailed, RateLimited
+
+PER_ADDRESS = 10  # attempts a minute
+PER_SERVER = 60
+
+
+class LoginLimits:
+    """How often somebody may try. Event loop only."""
+
+    def __init__(self, per_address: int = PER_ADDRESS, per_server: int = PER_SERVER) -> None:
+        self._limiter = MovingWindowRateLimiter(MemoryStorage())
+        self._address: RateLimitItem = RateLimitItemPerMinute(per_address, namespace="login")
+        self._server: RateLimitItem = RateLimitItemPerMinute(per_server, namespace="logins")
+
+    async def attempt(self, address: str) -> None:
+        """Raises RateLimited."""
+        if not await self._limiter.hit(self._address, address):
+            raise _too_often(self._address)
+        if not await self._limiter.hit(self._server):
+            raise _too_often(self._server)
+
+
+def _too_often(item: RateLimitItem) -> RateLimited:
+    return RateLimited(
+        f"More than {item.amount} attempts to log in within a minute; wait a minute.",
+        headers={"Retry-After": "60"},
+    )
+
+
+class LoginForms:
+    """Forms of this server: a nonce that the browser keeps, and its HMAC that the form carries."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+
+    def proof(self, nonce: str) -> str:
+        return hmac.digest(self._secret, nonce.encode(), "sha256").hex()
+
+    def check(self, nonce: str, proof: str) -> None:
+        """Raises CsrfFailed."""
+        if not nonce or not hmac.compare_digest(self.proof(nonce).encode(), proof.encode()):
+            raise CsrfFailed(
+                "The login form is old or came from elsewhere, or your browser keeps no cookies: "
+                "load the login page again."
+            )

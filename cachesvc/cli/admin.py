@@ -1,0 +1,106 @@
+"""`cachesvc admin`: who may log in to the dashboard of a data directory's server."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from api.admin.passwords import Passwords
+from api.admin.sessions import Role
+from api.errors import ApiError
+from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, actor, books
+from cachesvc.cli.options import existing_data_dir
+from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
+from cachesvc.live import LiveServer, find_server
+
+app = typer.Typer(no_args_is_help=True, help="Let people into the dashboard")
+
+Name = Annotated[str, typer.Argument(help="Name to log in with")]
+RoleOption = Annotated[
+    Role, typer.Option("--role", help="admin may change things, reader only look")
+]
+
+
+@app.command()
+def link(role: RoleOption = Role.ADMIN, data_dir: DataDir = None, json: AsJson = False) -> None:
+    """Print a link to the running server's dashboard that logs in once, within 15 minutes."""
+    server = _running(existing_data_dir(data_dir))
+    made = server.post(f"/admin/api/links?role={role}")
+    url = f"{server.url}{made['path']}"
+    if json:
+        print_json({"url": url, "ttl_s": made["ttl_s"]})
+        return
+    typer.echo(url)
+
+
+@app.command()
+def password(
+    name: Name = "admin",
+    role: RoleOption = Role.ADMIN,
+    reason: Reason = "",
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Set the password of an admin, asked for here or read from standard input; adds new names.
+
+    It holds at once, and the name's open sessions end.
+    """
+    path = existing_data_dir(data_dir)
+    with books(path, database, create=True) as open_books:
+        try:
+            Passwords(path).set(name, _ask(), role)
+        except ApiError as error:
+            fail(str(error))
+        open_books.accounts.record(
+            "admin.password", name, by=actor(), after={"role": role}, reason=reason
+        )
+    _end_sessions(path, name)
+    note(f"{name} may log in as {role}")
+
+
+@app.command()
+def remove(
+    name: Name,
+    reason: Reason = "",
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Take a name's password away and end its sessions."""
+    path = existing_data_dir(data_dir)
+    with books(path, database) as open_books:
+        if not Passwords(path).remove(name):
+            fail(f"nobody named {name!r} has a password; `cachesvc admin list` shows who has")
+        open_books.accounts.record("admin.remove", name, by=actor(), reason=reason)
+    _end_sessions(path, name)
+    note(f"{name} may not log in any more")
+
+
+@app.command("list")
+def list_admins(data_dir: DataDir = None, json: AsJson = False) -> None:
+    """List who may log in with a password. Keys with the admin scope may as well."""
+    roles = Passwords(existing_data_dir(data_dir)).roles()
+    if json:
+        print_json([{"name": name, "role": role} for name, role in roles.items()])
+        return
+    print_table(("name", "role"), [(name, str(role)) for name, role in roles.items()])
+
+
+def _ask() -> str:
+    if not sys.stdin.isatty():
+        return sys.stdin.readline().rstrip("\n")
+    told: str = typer.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
+    return told
+
+
+def _running(path: Path) -> LiveServer:
+    server = find_server(path)
+    if server is None:
+        fail(f"no server runs on {path}; start one with `cachesvc serve`, or name its --data-dir")
+    return server
+
+
+def _end_sessions(path: Path, name: str) -> None:
+    server = find_server(path)
+    if server is not None:
+        server.post(f"/admin/api/sessions/end?name={name}")

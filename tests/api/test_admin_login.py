@@ -1,0 +1,247 @@
+"""Logging in to the dashboard: passwords, keys, links, and what stands against abuse of them."""
+
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from api.admin.headers import POLICY
+from api.admin.login_guard import PER_ADDRESS
+from api.admin.parts import AdminParts
+from api.admin.testing import OPERATOR_TOKEN, fake_parts
+from tests.api.test_admin_access import admin_client, code_of
+
+pytestmark = pytest.mark.anyio
+
+COOKIE = "cachesvc_admin_8000"
+OPERATOR = {"Authorization": f"Bearer {OPERATOR_TOKEN}"}
+PERSON = {"Accept": "text/html"}
+
+
+@pytest.fixture
+def parts() -> AdminParts:
+    return fake_parts(stats=lambda: STATS)
+
+
+@pytest.fixture
+async def client(parts: AdminParts) -> AsyncIterator[httpx.AsyncClient]:
+    async with admin_client(parts) as client:
+        yield client
+
+
+STATS: dict[str, Any] = {
+    "model": "m",
+    "version": "1",
+    "cache": {"tiers": {"device": {}}},
+    "traffic": {},
+}
+
+
+def actions(parts: AdminParts) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = parts.record.actions  # type: ignore[attr-defined]
+    return found
+
+
+async def proof_of(client: httpx.AsyncClient) -> str:
+    page = await client.get("/admin/login")
+    found = re.search(r'name="proof" value="([0-9a-f]+)"', page.text)
+    assert found, page.text
+    return found[1]
+
+
+async def log_in(
+    client: httpx.AsyncClient, name: str = "ada", secret: str = "correct horse", **fields: str
+) -> httpx.Response:
+    proof = await proof_of(client)
+    data = {"proof": proof, "name": name, "secret": secret} | fields
+    return await client.post("/admin/login", data=data, headers=PERSON)
+
+
+async def csrf_of(client: httpx.AsyncClient) -> str:
+    page = await client.get("/admin", headers=PERSON)
+    found = re.search(r'name="csrf_token" value="([^"]+)"', page.text)
+    assert found, page.text
+    return found[1]
+
+
+async def test_a_person_is_sent_to_the_login_page_and_back(
+    parts: AdminParts, client: httpx.AsyncClient
+) -> None:
+    sent = await client.get("/admin/probe", headers=PERSON)
+    assert (303, "/admin/login?next=/admin/probe") == (sent.status_code, sent.headers["location"])
+    answer = await log_in(client, next="/admin/probe")
+    assert (303, "/admin/probe") == (answer.status_code, answer.headers["location"])
+    assert [("admin.login", "ada")] == actions(parts)
+
+
+@pytest.mark.parametrize(
+    "target", ["https://evil.example/", "//evil.example", "/v1/models", "/adminx", "/admin?x=//e"]
+)
+async def test_a_login_leads_to_our_own_pages_only(client: httpx.AsyncClient, target: str) -> None:
+    assert "/admin" == (await log_in(client, next=target)).headers["location"]
+
+
+async def test_the_cookie_is_for_the_browser_and_this_server_alone(
+    client: httpx.AsyncClient,
+) -> None:
+    answer = await log_in(client)
+    cookie = next(c for c in answer.headers.get_list("set-cookie") if c.startswith(f"{COOKIE}="))
+    flags = {part.strip().lower() for part in cookie.split(";")[1:]}
+    assert {"httponly", "path=/admin", "samesite=strict", "max-age=43200"} == flags
+    assert 43 == len(cookie.split(";")[0].removeprefix(f"{COOKIE}="))
+
+
+async def test_over_https_the_cookie_is_secure_and_bound_to_the_host(parts: AdminParts) -> None:
+    async with admin_client(parts) as client:
+        client.base_url = httpx.URL("https://test:8443")
+        answer = await log_in(client)
+        cookies = answer.headers.get_list("set-cookie")
+        cookie = next(c for c in cookies if c.startswith("__Host-cachesvc_admin_8443="))
+        assert {"secure", "path=/"} <= {part.strip().lower() for part in cookie.split(";")}
+        assert 200 == (await client.get("/admin", headers=PERSON)).status_code
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [("ada", "wrong"), ("nobody", "correct horse"), ("", "correct horse"), ("ada", "sk-plain")],
+)
+async def test_what_does_not_match_is_refused_in_the_same_words(
+    parts: AdminParts, client: httpx.AsyncClient, name: str, secret: str
+) -> None:
+    answer = await log_in(client, name, secret)
+    assert 401 == answer.status_code
+    assert "did not match" in answer.text
+    assert COOKIE not in client.cookies
+    assert ["admin.login_failed"] == [action for action, _ in actions(parts)]
+
+
+async def test_an_admin_key_logs_in(parts: AdminParts, client: httpx.AsyncClient) -> None:
+    assert 303 == (await log_in(client, "", "sk-admin")).status_code
+    assert [("admin.login", "id-of-sk-admin")] == actions(parts)
+
+
+async def test_guessing_is_stopped_before_the_password_is_looked_at(
+    parts: AdminParts, client: httpx.AsyncClient
+) -> None:
+    for _ in range(PER_ADDRESS):
+        assert 401 == (await log_in(client, "ada", "wrong")).status_code
+    right = await log_in(client)
+    assert (429, "60") == (right.status_code, right.headers["retry-after"])
+    assert "wait a minute" in right.text
+    assert COOKIE not in client.cookies
+    assert PER_ADDRESS == len(actions(parts))
+
+
+async def test_a_form_from_elsewhere_logs_nobody_in(client: httpx.AsyncClient) -> None:
+    proof = await proof_of(client)
+    data = {"name": "ada", "secret": "correct horse"}
+    for cookies, forged in (({}, proof), (dict(client.cookies), "0" * 64), ({}, "")):
+        client.cookies.clear()
+        client.cookies.update(cookies)
+        answer = await client.post("/admin/login", data=data | {"proof": forged})
+        assert (403, "csrf_failed") == code_of(answer)
+
+
+async def test_a_session_planted_before_the_login_is_worth_nothing_after_it(
+    parts: AdminParts, client: httpx.AsyncClient
+) -> None:
+    client.cookies.set(COOKIE, "planted", domain="test.local", path="/admin")
+    await log_in(client)
+    assert parts.sessions.find("planted") is None
+    await log_in(client)
+    assert 1 == len(parts.sessions)
+
+
+async def test_logging_out_ends_the_session_on_the_server(
+    parts: AdminParts, client: httpx.AsyncClient
+) -> None:
+    await log_in(client)
+    token = client.cookies[COOKIE]
+    assert (403, "csrf_failed") == code_of(await client.post("/admin/logout"))
+    answer = await client.post("/admin/logout", data={"csrf_token": await csrf_of(client)})
+    assert (303, "/admin/login") == (answer.status_code, answer.headers["location"])
+    client.cookies.set(COOKIE, token)
+    assert (401, "login_needed") == code_of(await client.get("/admin/api/stats"))
+    assert [("admin.login", "ada"), ("admin.logout", "ada")] == actions(parts)
+
+
+async def test_a_link_logs_in_once(parts: AdminParts, client: httpx.AsyncClient) -> None:
+    made = await client.post("/admin/api/links?role=reader", headers=OPERATOR)
+    path = made.json()["path"]
+    assert "Open the dashboard" in (await client.get(path)).text
+    assert {"name": "operator", "role": "reader"} == (await client.get("/admin/api/whoami")).json()
+    client.cookies.clear()
+    assert "was used or is too old" in (await client.get(path)).text
+    assert COOKIE not in client.cookies
+    assert ["admin.link", "admin.login"] == [action for action, _ in actions(parts)]
+
+
+async def test_a_reader_makes_no_links(client: httpx.AsyncClient) -> None:
+    await log_in(client, "bob", "battery staple")
+    headers = {"X-CSRF-Token": await csrf_of(client)}
+    assert (403, "insufficient_scope") == code_of(
+        await client.post("/admin/api/links", headers=headers)
+    )
+
+
+async def test_a_new_password_ends_the_sessions_of_its_name(
+    parts: AdminParts, client: httpx.AsyncClient
+) -> None:
+    await log_in(client)
+    ended = await client.post("/admin/api/sessions/end?name=ada", headers=OPERATOR)
+    assert {"ended": 1} == ended.json()
+    assert (401, "login_needed") == code_of(await client.get("/admin/api/stats"))
+
+
+@pytest.mark.parametrize(
+    "path", ["/admin", "/admin/login", "/admin/api/stats", "/admin/nothing", "/admin/static/app.js"]
+)
+async def test_every_answer_forbids_foreign_and_inline_code(
+    client: httpx.AsyncClient, path: str
+) -> None:
+    answer = await client.get(path)
+    assert POLICY == answer.headers["content-security-policy"]
+    assert "unsafe" not in POLICY
+    assert "DENY" == answer.headers["x-frame-options"]
+    assert "nosniff" == answer.headers["x-content-type-options"]
+    kept = "immutable" in answer.headers["cache-control"]
+    assert kept == path.startswith("/admin/static/")
+
+
+async def test_pages_hold_no_inline_script_and_no_style(client: httpx.AsyncClient) -> None:
+    login = (await client.get("/admin/login")).text
+    await log_in(client)
+    page = (await client.get("/admin", headers=PERSON)).text
+    for text in (login, page):
+        assert [] == re.findall(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", text)
+        assert [] == re.findall(r"(?:src|href)=\"(?!/|#)", text)
+
+
+async def test_what_a_person_may_not_do_is_told_on_a_page(client: httpx.AsyncClient) -> None:
+    missing = await client.get("/admin/nothing", headers=PERSON)
+    assert 404 == missing.status_code
+    assert "That did not work" in missing.text
+    moved = await client.get("/admin/api/stats", headers={"HX-Request": "true"})
+    assert (401, "/admin/login") == (moved.status_code, moved.headers["hx-redirect"])
+
+
+async def test_assets_are_kept_by_digest_and_compressed(client: httpx.AsyncClient) -> None:
+    packed = await client.get("/admin/static/uplot.js")
+    assert "gzip" == packed.headers["content-encoding"]
+    plain = await client.get("/admin/static/uplot.js", headers={"Accept-Encoding": "identity"})
+    assert packed.content == plain.content
+    again = await client.get(
+        "/admin/static/uplot.js", headers={"If-None-Match": plain.headers["etag"]}
+    )
+    assert (304, b"") == (again.status_code, again.content)
+    assert 404 == (await client.get("/admin/static/..%2frouter.py")).status_code
+
+
+async def test_parameters_that_cannot_be_read_are_refused_with_their_name(
+    client: httpx.AsyncClient,
+) -> None:
+    answer = await client.get("/admin/api/history?window_s=-1", headers=OPERATOR)
+    assert 400 == answer.status_code
+    assert "window_s" in answer.json()["error"]["message"]

@@ -1,0 +1,177 @@
+"""A real server to look at, and a headless Chromium to look with, for the tests of the dashboard.
+
+The server is `cachesvc serve` on a tiny model that answers in milliseconds, with small tiers.
+Without Chromium the tests are skipped, and fail with CI=true.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from cachesvc.live import LiveServer, find_server
+from engine.testing import save_tiny_model
+
+MODEL = "demo"
+READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")
+ARTIFACTS = Path(__file__).parents[1] / "artifacts" / "dashboard"
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--force-color-profile=srgb")
+SIZES = {"narrow": (320, 720), "wide": (1440, 900)}
+TEXT = " ".join(
+    f"Person {number} lives in town {number * 7 % 97} and has badge {number * 7919 % 10007}."
+    for number in range(6)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server, and the operator's way of speaking with it."""
+
+    url: str
+    data_dir: Path
+    live: LiveServer
+
+    def ask(self, question: str, *, system: str = TEXT, max_tokens: int = 8) -> dict[str, Any]:
+        """One chat completion, as a client sends it."""
+        body = {
+            "model": MODEL,
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "messages": [
+                {"role": "system", "content": system},
+                {"role": "user", "content": question},
+            ],
+        }
+        request = urllib.request.Request(
+            f"{self.url}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            answer: dict[str, Any] = json.load(response)
+        return answer
+
+    def link(self, role: str = "admin") -> str:
+        """A URL that logs in once."""
+        path: str = self.live.post(f"/admin/api/links?role={role}")["path"]
+        return self.url + path
+
+
+@contextmanager
+def serving(data_dir: Path, *arguments: str) -> Iterator[Served]:
+    """`cachesvc serve` on `data_dir`, until the block ends."""
+    log = data_dir / "serve.log"
+    save_tiny_model(data_dir / MODEL)
+    program = "import sys; from cachesvc.cli import main; sys.argv[0] = 'cachesvc'; main()"
+    sizes = ("--device-cache", "1MiB", "--host-cache", "1MiB", "--disk-cache", "64MiB")
+    command = [sys.executable, "-c", program, "serve", "--port", "0", "--model", MODEL]
+    command += ["--data-dir", str(data_dir), "--block-size", "16"]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*command, *sizes, *arguments], stdout=out, stderr=out, cwd=data_dir
+        )
+    try:
+        url = _url(process, log)
+        live = find_server(data_dir)
+        assert live is not None, log.read_text()
+        yield Served(url, data_dir, live)
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _url(process: "subprocess.Popen[bytes]", log: Path) -> str:
+    for _ in range(900):
+        found = READY.search(log.read_text())
+        if found:
+            return found[1]
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)
+    raise AssertionError(f"not ready: {log.read_text()}")
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Debian's Chromium, headless."""
+    path = shutil.which("chromium")
+    if path is None:
+        reason = "no chromium in PATH"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class Visitor:
+    """A person with a browser: pages of one context, and what went wrong in them."""
+
+    def __init__(self, browser: Browser, served: Served, **options: Any) -> None:
+        options = {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light"} | options
+        self.served = served
+        self.context = browser.new_context(base_url=served.url, **options)
+        self.context.set_default_timeout(10_000)
+        self.page: Page = self.context.new_page()
+        self.troubles: list[str] = []
+        self.page.on("pageerror", lambda error: self.troubles.append(f"error: {error}"))
+        self.page.on("console", self._listen)
+
+    def log_in(self, role: str = "admin") -> Page:
+        """By a one-time link; ends on the overview."""
+        self.page.goto(self.served.link(role))
+        self.page.wait_for_url("**/admin")
+        return self.page
+
+    def shot(self, name: str, *, full_page: bool = True) -> Path:
+        """A picture for people, kept with CI's artefacts."""
+        ARTIFACTS.mkdir(parents=True, exist_ok=True)
+        path = ARTIFACTS / f"{name}.png"
+        path.write_bytes(self.page.screenshot(full_page=full_page))
+        return path
+
+    def overflow(self) -> float:
+        """Pixels by which the page is wider than the window."""
+        script = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        width: float = self.page.evaluate(script)
+        return width
+
+    def violations(self, *, but: Sequence[str] = ()) -> list[str]:
+        """What axe-core finds serious or critical, as `rule: element`."""
+        from axe_playwright_python.sync_playwright import Axe
+
+        found = Axe().run(self.page).response["violations"]
+        return [
+            f"{rule['id']}: {node['target']}"
+            for rule in found
+            if rule["impact"] in ("serious", "critical") and rule["id"] not in but
+            for node in rule["nodes"]
+        ]
+
+    def close(self) -> None:
+        """Ends the visit. Nothing may have gone wrong unseen."""
+        self.context.close()
+        assert [] == self.troubles
+
+    def _listen(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.troubles.append(f"{message.type}: {message.text}")

@@ -1,0 +1,192 @@
+"""Prefixes that are being computed while others want them, and sequences that must give way."""
+
+import pytest
+
+from engine.batch import Batch, Sampled
+from engine.chain_runner import ChainRunner
+from engine.queue import QueueOrder
+from engine.request import FinishReason
+from engine.sequence import Sequence
+from tests.sim.test_engine_machine import BLOCK, World
+from tiers.residency import CacheEvent
+from tiers.tier import TierName
+
+PREFIX = list(range(40))
+
+
+def halfway(num_waiters: int, *, step_tokens: int = 8, share_tails: bool = True) -> World:
+    """A producer has computed part of its prompt; others wait for the same prefix."""
+    world = World(device_blocks=100, step_tokens=step_tokens, share_tails=share_tails)
+    world.submit("producer", PREFIX, max_tokens=1)
+    world.step()
+    for number in range(num_waiters):
+        world.submit(f"waiter{number}", [*PREFIX, 41 + number], max_tokens=1)
+    world.step()
+    assert 0 < world.runner.computed < len(PREFIX)
+    return world
+
+
+def running(world: World) -> list[Sequence]:
+    return world.engine._scheduler.running
+
+
+def take_over(world: World) -> None:
+    """Two steps: the first asks the disk for what the producer did not get to."""
+    world.step()
+    world.step()
+
+
+def unique_tokens(num_waiters: int) -> int:
+    return len(PREFIX) + num_waiters
+
+
+def finish_of(world: World, name: str) -> FinishReason | None:
+    return world.outputs[name][-1].finish
+
+
+@pytest.mark.parametrize("share_tails", [False, True])
+def test_waiters_wait_for_the_one_that_computes_their_prefix(share_tails: bool) -> None:
+    world = halfway(num_waiters=5, share_tails=share_tails)
+    assert ["producer"] == [s.request.request_id for s in running(world)]
+    world.run()
+    world.check()
+    world.check_idle()
+    assert unique_tokens(5) == world.runner.computed
+
+
+def test_one_waiter_takes_over_from_a_cancelled_producer_and_the_others_wait_for_it() -> None:
+    world = halfway(num_waiters=5)
+    world.engine.abort("producer")
+    take_over(world)
+    assert 1 == len(running(world))
+    world.run()
+    world.check()
+    world.check_idle()
+    assert unique_tokens(5) == world.runner.computed
+
+
+def test_the_last_of_many_producers_still_finishes() -> None:
+    """Whoever computes is cancelled in the middle, until one is left."""
+    world = halfway(num_waiters=3)
+    for _ in range(3):
+        (producer,) = running(world)
+        world.engine.abort(producer.request.request_id)
+        take_over(world)
+    world.run()
+    world.check()
+    world.check_idle()
+    done = [name for name in world.outputs if finish_of(world, name) is FinishReason.LENGTH]
+    assert 1 == len(done)
+    assert unique_tokens(1) == world.runner.computed
+
+
+def test_a_waiter_takes_over_from_a_producer_whose_step_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = halfway(num_waiters=4)
+    step = ChainRunner.step
+
+    def fail_once(runner: ChainRunner, batch: Batch) -> list[Sampled]:
+        monkeypatch.setattr(ChainRunner, "step", step)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(ChainRunner, "step", fail_once)
+    world.run()
+    assert finish_of(world, "producer") is FinishReason.ERROR
+    del world.outputs["producer"]
+    world.check()
+    world.check_idle()
+    assert unique_tokens(4) == world.runner.computed
+
+
+def test_a_preempted_producer_resumes_and_its_waiters_get_the_prefix() -> None:
+    world = halfway(num_waiters=4)
+    (producer,) = running(world)
+    world.engine._scheduler._preempt(producer)
+    world.run()
+    world.check()
+    world.check_idle()
+    assert unique_tokens(4) == world.runner.computed
+
+
+def test_waiters_hold_up_nobody_who_has_something_to_compute() -> None:
+    """More of them wait than may hold tickets while a prefix is loaded, and a step has tokens to
+    spare; another prompt is served as if they were not there."""
+    served_after = []
+    for num_waiters in (0, 12):
+        world = halfway(num_waiters, step_tokens=BLOCK + 1)
+        world.submit("other", [48, 49], max_tokens=1)
+        turns = 0
+        while "other" in world.live():
+            world.step()
+            turns += 1
+        assert "producer" in world.live()
+        served_after.append(turns)
+        world.run()
+        world.check()
+    alone, beside_waiters = served_after
+    assert alone == beside_waiters
+
+
+def test_a_preempted_sequence_is_next_whatever_the_order() -> None:
+    for order in QueueOrder:
+        world = World(device_blocks=100, order=order, max_running=1, step_tokens=8)
+        for number in range(3):
+            world.submit(f"r{number}", [number] * 40, max_tokens=1)
+        world.step()
+        world.step()
+        (first,) = running(world)
+        scheduler = world.engine._scheduler
+        scheduler._preempt(first)
+        assert first is scheduler.waiting.candidates(1, lambda s: 40 - s.start)[0]
+        world.run()
+        world.check()
+
+
+def test_what_was_preempted_comes_back_from_below_and_is_not_computed_again() -> None:
+    """Only rows of a block that was not full are lost with the slot, at each preemption."""
+    world = World(device_blocks=12, host_blocks=200)
+    prompts = [[number] * 2 * BLOCK for number in range(3)]
+    for number, prompt in enumerate(prompts):
+        world.submit(f"r{number}", prompt, max_tokens=30)
+    world.run()
+    world.check()
+    world.check_idle()
+    preemptions = world.engine.stats().num_preemptions
+    assert preemptions > 0
+    events = world.cache.stats().events
+    assert events[TierName.DEVICE, CacheEvent.DEMOTED] > 0
+    assert events[TierName.HOST, CacheEvent.PROMOTED] > 0
+    once = sum(len(prompt) + 30 - 1 for prompt in prompts)
+    assert once <= world.runner.computed <= once + preemptions * (BLOCK - 1)
+    for name in world.outputs:
+        assert 0 == world.counts(name).hit  # what comes back was never a hit
+
+
+def test_a_filled_block_that_others_still_share_keeps_its_slot() -> None:
+    """Its twin stands on the host alone: to merge the two would pull the slot from under them.
+
+    `first` copies the twin's rows and fills the copy with the same tokens again; `second` shares
+    the copy in the very step in which it becomes full, and then answers otherwise.
+    """
+    world = World(device_blocks=16, host_blocks=200)
+    prompt = list(range(2 * BLOCK + 2))
+    world.submit("twin", prompt, max_tokens=4)
+    world.run()
+    for number in range(2):
+        world.submit(f"flood{number}", [48 + number] * 14 * BLOCK, max_tokens=1)
+        world.run()
+    (twin,) = (b for b in world.cache.index if b.tokens[:4] == bytes([8, 0, 0, 0]))
+    assert twin.slot is None and twin.frame is not None
+    world.submit("first", prompt, max_tokens=4)
+    while len(world.tokens("first")) < 2:
+        world.step()
+    world.submit("second", prompt, max_tokens=8, seed=1)
+    world.step()
+    assert 1 == len(world.tokens("second"))
+    world.submit("crowd", [48] * 8 * BLOCK, max_tokens=1)
+    world.run()
+    world.submit("again", [*prompt, *world.tokens("twin")], max_tokens=4)
+    world.run()
+    world.check()
+    world.check_idle()
