@@ -9,7 +9,7 @@ within the step's budget), then new ones as long as there is room. Chunks end on
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from engine.request import FinishReason, Lookup, TokenCounts
 from engine.sequence import Sequence, SequenceState
 from tiers.cache import TieredCache
 from tiers.errors import MissReason, OutOfBlocks
+from tiers.keys import PrefixKey
 from tiers.promotion import Progress, Ticket
 from tiers.tails import Tail, TailCase
 from tiers.tier import TierName
@@ -73,6 +74,15 @@ class Scheduler:
             self.waiting.remove(sequence)
             self._close_ticket(sequence)
         sequence.state, sequence.finish = SequenceState.FINISHED, reason
+
+    def disown(self, roots: Collection[PrefixKey]) -> None:
+        """Scopes are being purged: what their sequences compute from here on is kept by nobody."""
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.chain.root in roots:
+                sequence.chain.private = True
+                self._close_ticket(sequence)
+                if sequence.state is SequenceState.LOADING:
+                    sequence.state = SequenceState.WAITING
 
     def schedule(self) -> Batch:
         """The next step's work. Empty when nobody can make progress but by waiting."""

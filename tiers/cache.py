@@ -9,11 +9,13 @@ a disk. A fault below shortens what `advance` finds; it is never an exception.
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tiers.absence import Absence, marks_of
-from tiers.admission import WritePolicy
+from tiers.admission import Promotion, WritePolicy
 from tiers.block import BlockLayout
 from tiers.chain import Chain
 from tiers.chronicle import CacheEvent
@@ -24,17 +26,25 @@ from tiers.errors import ConfigurationError, MissReason, OutOfBlocks
 from tiers.events import EventStream
 from tiers.frames import FrameArena
 from tiers.index import Block, BlockIndex, BlockState
+from tiers.keys import PrefixKey
 from tiers.live_tree import live_tree
 from tiers.mover import Mover
 from tiers.policy import Use
 from tiers.promotion import Progress, Promoter, Ticket
+from tiers.purge import Purged
+from tiers.quota import Quotas, Shares
 from tiers.ranking import rank_device, rank_host
 from tiers.residency import Residency
+from tiers.retention import Pin
 from tiers.tails import Tail, TailSharing
 from tiers.tier import Tier, TierName, TierStats
+from tiers.traffic import TrafficReport
 from tiers.transfers import Lane, TransferStats
 from tiers.tree import Tree, TreeQuery
+from tiers.upkeep import GroupUse, Upkeep, UpkeepSettings
 
+GHOSTS_PER_BLOCK = 4  # keys that second-hit admission remembers, for each block on disk ...
+MAX_GHOSTS = 1 << 18  # ... and in all: 40 MB
 WARM_BYTES = 256 << 20  # of each memory tier: 0.3 s at start, and prefixes of some 4,000 tokens
 MIN_FRAMES = 16  # a host tier smaller than this could not carry a load and a store at once
 
@@ -51,6 +61,8 @@ class CacheSettings:
     num_readers: int = 2
     share_tails: bool = True
     weigh_loads: bool = True  # load from disk only what loads faster than it is recomputed
+    promotion: Promotion = Promotion.KEEP
+    upkeep: UpkeepSettings = field(default_factory=UpkeepSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +82,10 @@ class CacheStats:
     prefill_tokens_per_s: float = 0.0
     num_listeners: int = 0  # to the stream of block events
     events_missed: int = 0  # dropped for listeners that read too slowly
+    num_pins: int = 0
+    pinned_blocks: int = 0
+    pinnable_blocks: int = 0
+    groups: Sequence[GroupUse] = ()
 
 
 class TieredCache:
@@ -84,7 +100,12 @@ class TieredCache:
         disk: Tier | None = None,
         mover: Mover | None = None,
         stream: EventStream | None = None,
+        shares: Shares | None = None,
+        pin_folder: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """`shares` are the quotas of groups of scopes; pins are kept in `pin_folder`."""
         num_blocks = settings.device_bytes // layout.nbytes
         if num_blocks < 2:
             raise ConfigurationError(
@@ -99,13 +120,24 @@ class TieredCache:
         self.settings = settings
         self.index = BlockIndex()
         self.pool = DevicePool(layout, num_blocks, device)
+        num_frames = frames.num_frames if frames else 0
+        disk_bytes = disk.stats().capacity_bytes if disk is not None else 0
+        capacities = _capacities(num_blocks, num_frames, disk_bytes // layout.nbytes)
+        total = sum(capacities.values())
+        quotas: dict[TierName, Quotas] = {
+            tier: Quotas(shares, blocks * layout.nbytes)
+            for tier, blocks in capacities.items()
+            if shares is not None and tier != TierName.DISK
+        }
         self.residency = Residency(
             self.index,
             self.pool,
             frames,
-            rank_device(settings.policy, num_blocks),
-            rank_host(settings.policy, frames.num_frames if frames else 1),
+            rank_device(settings.policy, num_blocks, quotas.get(TierName.DEVICE)),
+            rank_host(settings.policy, max(1, num_frames), quotas.get(TierName.HOST)),
             stream,
+            host_moves=not settings.promotion.keeps(num_blocks, total),
+            quotas=quotas,
         )
         self.economy = LoadEconomy(enabled=settings.weigh_loads)
         self._disk = disk
@@ -116,10 +148,26 @@ class TieredCache:
         self._demoter = Demoter(
             self.residency,
             self._mover,
-            DemotionSettings(write_policy=settings.write_policy, ahead=settings.ahead),
+            DemotionSettings(
+                write_policy=settings.write_policy,
+                ahead=settings.ahead,
+                num_ghosts=min(MAX_GHOSTS, GHOSTS_PER_BLOCK * capacities.get(TierName.DISK, 0)),
+            ),
         )
         self._tails = TailSharing(self.residency, enabled=settings.share_tails)
         self.mark_seed = secrets.randbits(64)
+        self._upkeep = Upkeep(
+            self.residency,
+            self._demoter,
+            self._mover,
+            disk,
+            capacities=capacities,
+            quotas=quotas,
+            settings=settings.upkeep,
+            pin_folder=pin_folder,
+            clock=clock,
+            wall_clock=wall_clock,
+        )
 
     @property
     def stream(self) -> EventStream:
@@ -160,8 +208,11 @@ class TieredCache:
 
     def open(self, chain: Chain) -> Ticket:
         """Claim what stands of the chain's prefix and ask the disk for the rest."""
+        if chain.root in self._upkeep.barred:
+            chain.private = True
         if chain.private:
             return Ticket(chain, stop=MissReason.DISABLED, probed=True)
+        self._upkeep.traffic.asked(chain.keys)
         return self._promoter.open(chain)
 
     def advance(self, ticket: Ticket) -> Progress:
@@ -246,10 +297,10 @@ class TieredCache:
 
     def provide(self, block: Block) -> int:
         """Give a block that is to be computed its slot. Raises OutOfBlocks."""
-        slot = self.residency.take_slot()
+        tenant = block.writer.root if block.writer is not None else None
+        slot = self.residency.take_slot(block, tenant)
         if slot is None:
             raise OutOfBlocks(f"all {self.pool.num_blocks} device blocks are in use")
-        block.slot = slot
         return slot
 
     def computed_tail(self, block: Block) -> None:
@@ -269,9 +320,12 @@ class TieredCache:
             if held is None:
                 self._tails.withdraw(block)
                 self.index.add(block, identity, number)
+                self._upkeep.traffic.made(identity.key)
             block.state = BlockState.READY
             self.residency.chronicle.came(block, TierName.DEVICE)
             self._demoter.committed(block)
+            if self.residency.entered(block):
+                self._demoter.write(block)
             return block
         if held.identity() != identity or held.state is not BlockState.READY:
             return block
@@ -283,7 +337,7 @@ class TieredCache:
         """Keep the block that the index has, and free the duplicate."""
         self._tails.withdraw(block)
         if held.slot is None:
-            held.slot, block.slot = block.slot, None
+            self.residency.move_slot(block, held)
             self.residency.chronicle.came(held, TierName.DEVICE)
         self.residency.pin(held)
         self.residency.unpin(block, block.use)
@@ -315,9 +369,10 @@ class TieredCache:
     # Housekeeping and observation.
 
     def step(self) -> None:
-        """Take in finished loads and do one step's share of copying down."""
+        """Take in finished loads and do one step's share of copying down and clearing away."""
         self._promoter.collect()
         self._demoter.step()
+        self._upkeep.step()
 
     def flush(self, deadline_s: float = 60.0) -> int:
         """Write every full block to disk, for all to wait; returns how many could not be."""
@@ -326,7 +381,60 @@ class TieredCache:
     @property
     def is_moving(self) -> bool:
         """Whether loads or stores are under way, so that an idle engine should look again."""
-        return self._promoter.num_loads > 0 or self._demoter.num_stores > 0
+        return (
+            self._promoter.num_loads > 0
+            or self._demoter.num_stores > 0
+            or self._upkeep.purger.is_active
+        )
+
+    # What operators do, through `Engine.call`; see `tiers.upkeep`.
+
+    def pin(
+        self,
+        name: str,
+        prefix: Chain | Sequence[PrefixKey],
+        until_s: float,
+        why: str = "",
+        *,
+        scope: PrefixKey | None = None,
+    ) -> Pin[PrefixKey]:
+        """Keep a prefix in at least one tier until `until_s` (Unix seconds). Raises PinError."""
+        return self._upkeep.pin(name, prefix, until_s, why, scope=scope)
+
+    def unpin(self, name: str) -> bool:
+        """End a pin; whether there was one of that name."""
+        return self._upkeep.keeper.unpin(name)
+
+    def pins(self) -> list[Pin[PrefixKey]]:
+        return self._upkeep.keeper.pins()
+
+    def saved(self) -> "Future[None]":
+        """Done once the pins as they are now are on disk; fails where they could not be written."""
+        return self._upkeep.saved
+
+    def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
+        """Remove blocks from every tier but where they are in use or pinned; how many were."""
+        return self._upkeep.evict(keys)
+
+    def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
+        """Remove every block of these scopes from every tier; see `tiers.purge`."""
+        return self._upkeep.purger.start(roots)
+
+    def on_purge(self, disown: Callable[[Collection[PrefixKey]], None]) -> None:
+        """Who makes the requests that run on some scopes private; for the engine to set."""
+        self._upkeep.purger.disown = disown
+
+    def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
+        """The scope's root and the keys of the prefix that ends with block `key`."""
+        return self._upkeep.prefix_of(key)
+
+    def working_set(self) -> TrafficReport:
+        """Hit rate against capacity for the live traffic, and where the tiers are on that curve."""
+        return self._upkeep.working_set()
+
+    def quotas(self) -> list[GroupUse]:
+        """What each group has of each tier; empty without quotas."""
+        return self._upkeep.quotas()
 
     def stats(self) -> CacheStats:
         layout, residency = self.layout, self.residency
@@ -362,6 +470,10 @@ class TieredCache:
             prefill_tokens_per_s=self.economy.prefill_tokens_per_s,
             num_listeners=self.stream.num_subscribers,
             events_missed=self.stream.num_missed,
+            num_pins=len(self._upkeep.keeper.pins()),
+            pinned_blocks=self._upkeep.keeper.num_blocks,
+            pinnable_blocks=self._upkeep.keeper.max_blocks,
+            groups=self.quotas(),
         )
 
     def tree(self, query: TreeQuery) -> Tree:
@@ -371,3 +483,9 @@ class TieredCache:
     def _use(self, num_blocks: int, chain: Chain | None = None) -> Use:
         """A use at this moment; a scope has one tenant, whose habits a policy may learn."""
         return Use(time.monotonic(), num_blocks, chain.root if chain is not None else None)
+
+
+def _capacities(device: int, host: int, disk: int) -> dict[TierName, int]:
+    """Blocks of each tier there is, hottest first."""
+    sizes = {TierName.DEVICE: device, TierName.HOST: host, TierName.DISK: disk}
+    return {tier: blocks for tier, blocks in sizes.items() if blocks}

@@ -5,13 +5,15 @@ host frames to the disk by the mover's writer thread.
 """
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
-from tiers.admission import WritePolicy
+from tiers.admission import Demotion, WritePolicy
 from tiers.chronicle import CacheEvent
 from tiers.index import Block, BlockState
+from tiers.keys import PrefixKey
 from tiers.lives import Cause
 from tiers.mover import Mover, StoreJob
 from tiers.residency import Residency
@@ -28,6 +30,7 @@ class DemotionSettings:
     write_policy: WritePolicy = WritePolicy.ON_EVICT
     ahead: float = 1 / 16  # share of a tier, at its cold end, that is kept clean
     device_copies_per_step: int = 4
+    num_ghosts: int = 1  # keys that ON_SECOND_HIT remembers of blocks that left
 
 
 @dataclass(slots=True)
@@ -46,15 +49,29 @@ class Demoter:
         self._mover = mover
         self._settings = settings
         self._stores: list[_Store] = []
-        self._eager: deque[Block] = deque()
+        self._eager: OrderedDict[Block, None] = OrderedDict()  # to be written soon
+        self._admission: Demotion[PrefixKey] = Demotion(settings.write_policy, settings.num_ghosts)
         self._device_window = max(2, int(residency.pool.num_blocks * settings.ahead))
         num_frames = residency.frames.num_frames if residency.frames else 0
         self._host_window = max(2, int(num_frames * settings.ahead))
 
     def committed(self, block: Block) -> None:
-        """A block has just filled."""
-        if self._settings.write_policy is WritePolicy.WRITE_THROUGH and self._mover is not None:
-            self._eager.append(block)
+        """A block has just filled: for one that was seen and evicted this is a second use."""
+        assert block.key is not None
+        if self._mover is None or not self._admission.on_use(block.key):
+            return
+        if self._settings.write_policy is WritePolicy.WRITE_THROUGH:
+            self._eager[block] = None
+        else:
+            block.hits += 1
+
+    def write(self, block: Block) -> bool:
+        """Write a block soon if the disk is to have it; False where it is not."""
+        if self._mover is None or not (block.kept or self._worth_writing(block)):
+            return False
+        if _is_dirty(block):
+            self._eager[block] = None
+        return _is_dirty(block)
 
     def step(self) -> None:
         """One step's share of background work."""
@@ -63,7 +80,7 @@ class Demoter:
             return
         self._clean_device()
         if self._mover is not None and self._mover.store_room:
-            self._write_through()
+            self._write_eager()
             self._clean_host(self._mover)
 
     @property
@@ -117,18 +134,25 @@ class Demoter:
             self._store(dirty[start : start + BLOCKS_PER_STORE])
 
     def _wants_disk(self, block: Block) -> bool:
-        if not _is_dirty(block) or block.left_disk or block.frame is None or block.busy:
+        if not _is_dirty(block) or block.frame is None or block.busy:
             return False
         if block.slot is not None and block.pins:
             return False  # it will come down again when its requests are done
+        return self._worth_writing(block)
+
+    def _worth_writing(self, block: Block) -> bool:
+        if block.left_disk:
+            return False
         return self._settings.write_policy is not WritePolicy.ON_SECOND_HIT or block.hits > 0
 
-    def _write_through(self) -> None:
+    def _write_eager(self) -> None:
         while self._eager and self._mover is not None and self._mover.store_room:
-            batch = [self._eager.popleft() for _ in range(min(BLOCKS_PER_STORE, len(self._eager)))]
+            batch = list(islice(self._eager, BLOCKS_PER_STORE))
             refused = self._store(block for block in batch if _is_dirty(block))
+            for block in batch:
+                if block not in refused:
+                    del self._eager[block]
             if refused:
-                self._eager.extendleft(reversed(refused))
                 return
 
     def _store(self, blocks: Iterable[Block]) -> list[Block]:
@@ -186,7 +210,8 @@ class Demoter:
                 held.on_disk, held.left_disk = False, True
             else:
                 residency.departures.note(key, TierName.DISK, Cause.ROOM)
-        residency.count(TierName.DISK, CacheEvent.EVICTED, len(dropped))
+        mine = {block.key for block in store.blocks}
+        residency.count(TierName.DISK, CacheEvent.EVICTED, len(dropped - mine))
         return True
 
 

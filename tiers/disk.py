@@ -10,17 +10,19 @@ the next write; a shard whose file was cut or removed is replaced by an empty on
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from pathlib import Path
 
 from tiers.block import BlockLayout
+from tiers.disk_accounts import Removed
 from tiers.disk_chronicle import DiskChronicle
 from tiers.disk_counts import Counted, DiskCounts
 from tiers.disk_directory import FORMAT, DirectoryLock, Meta, mark
-from tiers.disk_ops import Removed, purge
-from tiers.disk_read import BlockReader, Scratch
+from tiers.disk_guard import DiskGuard
+from tiers.disk_ops import count, purge
+from tiers.disk_read import BlockReader, Scratch, shard_of
 from tiers.disk_settings import DiskOrder, DiskSettings
 from tiers.disk_slot import ShardSlot
 from tiers.disk_storage import StorageError
@@ -29,6 +31,7 @@ from tiers.errors import MissReason, TierClosed
 from tiers.frames import Frame
 from tiers.inspect import DiskView
 from tiers.keys import BlockId, PrefixKey
+from tiers.record import Header, unpack_header
 from tiers.shard import ShardDamaged
 from tiers.tier import Loaded, ShardStats, TierName, TierStats
 
@@ -49,6 +52,7 @@ class DiskTier:
         lock: DirectoryLock,
         settings: DiskSettings,
         *,
+        guard: DiskGuard,
         faults: Mapping[MissReason, int],
         chronicle: DiskChronicle,
         clock: Callable[[], float] = time.time,
@@ -60,10 +64,12 @@ class DiskTier:
         self._slots = slots
         self._lock = lock
         self._chronicle = chronicle
+        self._guard = guard
         self._counts = DiskCounts(len(slots), faults)
         scratch = Scratch(layout.torch_dtype.itemsize)
         self._reader = BlockReader(slots, layout, scratch, self._counts)
-        self._writer = BlockWriter(slots, layout, scratch, self._counts, settings, clock)
+        self._writer = BlockWriter(slots, layout, scratch, self._counts, settings, guard, clock)
+        self._writer.recount()
         self._closed = False
 
     def probe(self, ids: Sequence[BlockId]) -> int:
@@ -89,14 +95,15 @@ class DiskTier:
         for number in range(len(self._slots)):
             # Tail first, so that a prefix outlives what follows it.
             keys = [place.key for place in reversed(served) if place.number == number]
-            move = self.settings.order is DiskOrder.LRU
-            self._counts.hit(number, keys, self.layout.nbytes, move=move)
+            self._counts.hit(number, keys, self.layout.nbytes)
+            if self.settings.moves or self.settings.order is DiskOrder.LRU:
+                self._counts.use(number, keys, lent=self.settings.moves)
         return Loaded(len(served), loaded.reason or reason)
 
     def store(self, ids: Sequence[BlockId], frames: Sequence[Frame]) -> list[PrefixKey]:
         """Write blocks not yet held, side by side.
 
-        Returns the keys dropped since the last call, for room or for age.
+        Returns the keys dropped since the last call, for room or for age, and those not written.
         """
         self._check_open()
         self._writer.store(list(zip(ids, frames, strict=True)))
@@ -106,6 +113,33 @@ class DiskTier:
         """Forget these blocks; returns how many were held."""
         self._check_open()
         return self._writer.discard(keys)
+
+    def keep(self, keys: Collection[PrefixKey]) -> None:
+        """From now on never drop these for room or for age."""
+        self._guard.keep(frozenset(keys))
+
+    def demoted(self, keys: Sequence[PrefixKey]) -> None:
+        """The tiers above gave these up: they are no longer the first to leave."""
+        if self.settings.moves:
+            for number in range(len(self._slots)):
+                mine = [key for key in keys if shard_of(key, len(self._slots)) == number]
+                self._counts.use(number, mine)
+
+    def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
+        """Which of these are held, each for itself. Raises what storage raises."""
+        with self.view() as view:
+            return [bool(view.shards[shard_of(key, len(view.shards))].find([key])) for key in keys]
+
+    def trace(self, key: PrefixKey) -> BlockId | None:
+        """The identity of the block under a key, as far as its header can be read."""
+        with self.view() as view:
+            found = view.shards[shard_of(key, len(view.shards))].find([key])
+        header = unpack_header(found[0].header) if found else None
+        return header.block_id if isinstance(header, Header) else None
+
+    def quotas(self) -> Mapping[Hashable, tuple[int, int]]:
+        """Per group: (used, share) in bytes; empty without quotas."""
+        return self._guard.usage()
 
     def flush(self) -> None:
         """Make everything stored durable, and what hits taught the order of eviction."""
@@ -160,7 +194,18 @@ class DiskTier:
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
         """Delete every block of these scopes; raises what storage raises."""
         with self.view() as view:
-            return reduce(Removed.plus, (purge(shard, roots) for shard in view.shards), Removed())
+            removed = reduce(
+                Removed.plus, (purge(shard, roots) for shard in view.shards), Removed()
+            )
+            for shard in view.shards:
+                shard.sync()
+        self._writer.recount()
+        return removed
+
+    def count(self, roots: Collection[PrefixKey]) -> int:
+        """How many blocks of these scopes are held, by looking at each; raises likewise."""
+        with self.view() as view:
+            return sum(count(shard, frozenset(roots)) for shard in view.shards)
 
     def close(self) -> None:
         """Flush, note that the folder is at rest, and give it back."""

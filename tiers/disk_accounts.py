@@ -82,6 +82,17 @@ class Account(NamedTuple):
         )
 
 
+class Removed(NamedTuple):
+    """What was taken away."""
+
+    num_blocks: int = 0
+    stored_bytes: int = 0  # as they lay in the tier
+    logical_bytes: int = 0  # of KV
+
+    def plus(self, other: "Removed") -> "Removed":
+        return Removed(*(a + b for a, b in zip(self, other, strict=True)))
+
+
 class Day(NamedTuple):
     """One day's wear of the disk, and what was served for it."""
 
@@ -114,6 +125,10 @@ _DAY_KEY = struct.Struct(">I")
 def pack_sequence(sequence: int) -> bytes:
     """Big-endian, so that LMDB's order of bytes is the order of eviction."""
     return _SEQUENCE.pack(sequence)
+
+
+def unpack_sequence(data: bytes) -> int:
+    return int(_SEQUENCE.unpack(data)[0])
 
 
 def pack_order(key: PrefixKey, used_s: int) -> bytes:

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tiers.errors import MissReason
@@ -40,6 +40,7 @@ class Pending:
     """What one shard's next write transaction settles."""
 
     used: dict[PrefixKey, None] = field(default_factory=dict)  # least recent first
+    lent: dict[PrefixKey, None] = field(default_factory=dict)  # to be the first to leave
     condemned: set[PrefixKey] = field(default_factory=set)
     num_hits: int = 0
     hit_bytes: int = 0
@@ -86,8 +87,13 @@ class DiskCounts:
             total = self._counted.over_budget + num_blocks
             self._counted = replace(self._counted, over_budget=total)
 
+    def refused(self, keys: Iterable[PrefixKey]) -> None:
+        """These were to be written, and are not there."""
+        with self._lock:
+            self._dropped += keys
+
     def take_dropped(self) -> list[PrefixKey]:
-        """Keys evicted since the last call."""
+        """Keys evicted or refused since the last call."""
         with self._lock:
             dropped, self._dropped = self._dropped, []
             return dropped
@@ -104,16 +110,26 @@ class DiskCounts:
         if not quiet:
             logger.warning(f"disk cache: {what} ({why}, {total} so far)")
 
-    def hit(self, number: int, keys: Iterable[PrefixKey], nbytes: int, *, move: bool) -> None:
-        """Blocks of `nbytes` each were served from shard `number`; the last is the most recent."""
+    def hit(self, number: int, keys: Sequence[PrefixKey], nbytes: int) -> None:
+        """Blocks of `nbytes` each were served from shard `number`."""
         with self._lock:
             pending = self._pending[number]
+            pending.num_hits += len(keys)
+            pending.hit_bytes += len(keys) * nbytes
+
+    def use(self, number: int, keys: Iterable[PrefixKey], *, lent: bool = False) -> None:
+        """Blocks of shard `number` move in the order of eviction; the last is the most recent.
+
+        Where `lent`, they move to its old end.
+        """
+        with self._lock:
+            pending = self._pending[number]
+            to, other = (pending.lent, pending.used) if lent else (pending.used, pending.lent)
             for key in keys:
-                pending.num_hits += 1
-                pending.hit_bytes += nbytes
-                if move and (key in pending.used or len(pending.used) < MAX_USED):
-                    pending.used.pop(key, None)
-                    pending.used[key] = None
+                other.pop(key, None)
+                if key in to or len(to) < MAX_USED:
+                    to.pop(key, None)
+                    to[key] = None
 
     def condemn(self, number: int, key: PrefixKey) -> None:
         """A record that proved unreadable; the next write deletes it."""

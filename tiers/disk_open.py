@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tiers.block import BlockLayout
@@ -31,12 +32,14 @@ from tiers.disk_directory import (
     shard_path,
     write_meta,
 )
+from tiers.disk_guard import DiskGuard
 from tiers.disk_settings import DiskSettings
 from tiers.disk_slot import ShardSlot
 from tiers.disk_storage import NotAnEnvironment, Storage, StorageError
 from tiers.disk_walk import claimed_bytes
 from tiers.errors import ConfigurationError, MissReason
 from tiers.events import EventStream
+from tiers.quota import Quotas, Shares
 from tiers.shard import Shard, ShardDamaged
 from tiers.shard_writer import reserve_pages
 
@@ -45,6 +48,7 @@ logger = logging.getLogger(__name__)
 OVERHEAD_BYTES = 96 << 10  # lock.mdb of a shard (64 bytes a reader slot), disk.json, folders
 MIN_BLOCKS = 4
 BATCHES_IN_MAP = 32  # a transaction writes at most this part of a shard
+RECORDS = 0.9  # of the pages in use; the rest is the index, some 500 bytes a block
 WALK_S = 60  # a shard that takes longer to walk after a power cut is dropped
 _PAGE = 4096
 
@@ -57,12 +61,14 @@ def open_disk(
     num_shards: int = 1,
     settings: DiskSettings | None = None,
     storage: Storage | None = None,
+    shares: Shares | None = None,
     clock: Callable[[], float] = time.time,
     stream: EventStream | None = None,
 ) -> DiskTier:
     """Open or create the disk tier in `root`; its files never take more than `capacity_bytes`.
 
-    `num_shards` counts for a new folder; one that stands keeps its own. Raises DirectoryLocked
+    `num_shards` counts for a new folder; one that stands keeps its own. With `shares`, no group
+    within its part of the disk loses a block to another. Raises DirectoryLocked
     where another server holds it, ConfigurationError where folder or size cannot work.
     """
     storage = storage or Storage()
@@ -77,8 +83,24 @@ def open_disk(
             shutil.rmtree(leftover, ignore_errors=True)
         num_shards = meta.num_shards if meta else num_shards
         map_bytes = shard_map_bytes(capacity_bytes, num_shards, layout.nbytes)
+        at_once = min(settings.batch_bytes, map_bytes // BATCHES_IN_MAP)
+        guard = _guard(shares, num_shards, map_bytes, max(at_once, bound(layout.nbytes)))
+
+        def open_shard(path: Path) -> Shard:
+            path.mkdir(parents=True, exist_ok=True)
+            shard = Shard(
+                path,
+                map_bytes,
+                storage=storage,
+                clock=clock,
+                guard=guard,
+                on_commit=chronicle.committed,
+            )
+            chronicle.opened(shard.totals.num_blocks)
+            return shard
+
         slots = [
-            _open_slot(shard_path(root, number), map_bytes, meta, storage, chronicle, faults)
+            _open_slot(shard_path(root, number), map_bytes, meta, storage, open_shard, faults)
             for number in range(num_shards)
         ]
         num_blocks = meta.num_blocks if meta else 0
@@ -86,7 +108,6 @@ def open_disk(
     except BaseException:
         lock.release()
         raise
-    at_once = min(settings.batch_bytes, map_bytes // BATCHES_IN_MAP)
     return DiskTier(
         root,
         layout,
@@ -94,6 +115,7 @@ def open_disk(
         slots,
         lock,
         replace(settings, batch_bytes=at_once),
+        guard=guard,
         clock=clock,
         faults=faults,
         chronicle=chronicle,
@@ -113,6 +135,15 @@ def shard_map_bytes(capacity_bytes: int, num_shards: int, block_bytes: int) -> i
             f"bytes in {num_shards} shard(s); give it {need} bytes or more, or turn it off"
         )
     return map_bytes
+
+
+def _guard(shares: Shares | None, num_shards: int, map_bytes: int, batch_bytes: int) -> DiskGuard:
+    """Shares are of what is in use when eviction begins, so that who is within its own is safe."""
+    if shares is None:
+        return DiskGuard()
+    pages, batch = map_bytes // _PAGE, -(-batch_bytes // _PAGE)
+    usable = pages - reserve_pages(pages, batch) - batch
+    return DiskGuard(Quotas(shares, int(num_shards * usable * _PAGE * RECORDS)))
 
 
 def _standing(root: Path, faults: Counter[MissReason]) -> Meta | None:
@@ -136,35 +167,22 @@ def _open_slot(
     map_bytes: int,
     meta: Meta | None,
     storage: Storage,
-    chronicle: DiskChronicle,
+    open_shard: Callable[[Path], Shard],
     faults: Counter[MissReason],
 ) -> ShardSlot:
     """One shard, walked first where its pages may be torn, and emptied where it cannot be used."""
-
-    def open_shard() -> Shard:
-        path.mkdir(parents=True, exist_ok=True)
-        shard = Shard(
-            path,
-            map_bytes,
-            storage=storage,
-            clock=chronicle.clock,
-            on_commit=chronicle.committed,
-        )
-        chronicle.opened(shard.totals.num_blocks)
-        return shard
-
     why = (
         _unusable(path, map_bytes, meta, storage) if meta and (path / "data.mdb").exists() else None
     )
     if why is None:
         try:
-            return ShardSlot(path, open_shard)
+            return ShardSlot(path, partial(open_shard, path))
         except (*NotAnEnvironment, ShardDamaged) as error:
             why = str(error)
     logger.error(f"disk cache: {path} is dropped: {why}")
     faults[MissReason.TORN] += max(1, meta.num_blocks // meta.num_shards if meta else 0)
     shutil.rmtree(path, ignore_errors=True)
-    return ShardSlot(path, open_shard)
+    return ShardSlot(path, partial(open_shard, path))
 
 
 def _unusable(path: Path, map_bytes: int, meta: Meta, storage: Storage) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tiers.codec import Codec, DecodeError
-from tiers.disk_accounts import Entry
+from tiers.disk_accounts import Entry, Removed
 from tiers.disk_room import Room
 from tiers.disk_storage import StorageError
 from tiers.errors import MissReason
@@ -21,22 +21,6 @@ from tiers.shard import Shard
 PAGE_BLOCKS = 256
 
 Rule = Callable[[PrefixKey, Entry], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """What an eviction by rule took away."""
-
-    num_blocks: int = 0
-    stored_bytes: int = 0
-    logical_bytes: int = 0
-
-    def plus(self, other: "Removed") -> "Removed":
-        return Removed(
-            self.num_blocks + other.num_blocks,
-            self.stored_bytes + other.stored_bytes,
-            self.logical_bytes + other.logical_bytes,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +90,11 @@ def purge(shard: Shard, roots: Collection[PrefixKey]) -> Removed:
         total = total.plus(removed)
         if removed.num_blocks == 0:
             return total
+
+
+def count(shard: Shard, roots: Collection[PrefixKey]) -> int:
+    """How many blocks of these scopes are held, by their own headers."""
+    return sum(entry.scope in roots for rows in pages(shard) for _, entry in rows)
 
 
 def verify(shard: Shard, *, repair: bool = False) -> Verified:

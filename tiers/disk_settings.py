@@ -16,6 +16,7 @@ class DiskOrder(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskSettings:
     order: DiskOrder = DiskOrder.LRU
+    moves: bool = False  # what is read leaves first, until the tiers above give it up again
     idle_ttl_s: int | None = None  # forget blocks nobody used for so long
     write_budget_bytes: int | None = None  # a day (UTC); past it, blocks are not written
     batch_bytes: int = BATCH_BYTES  # logical bytes in one transaction, at most; a block at least

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from tiers.block import BlockLayout
 from tiers.codec import bound
+from tiers.disk_accounts import Account
 from tiers.disk_counts import DiskCounts
+from tiers.disk_guard import DiskGuard
 from tiers.disk_read import Scratch, shard_of
 from tiers.disk_settings import DiskSettings
 from tiers.disk_slot import ShardSlot
@@ -53,6 +55,7 @@ class BlockWriter:
         scratch: Scratch,
         counts: DiskCounts,
         settings: DiskSettings,
+        guard: DiskGuard,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._slots = slots
@@ -62,6 +65,7 @@ class BlockWriter:
         self._scratch = scratch
         self._counts = counts
         self._settings = settings
+        self._guard = guard
         self._clock = clock
 
     def store(self, pairs: Sequence[Pair]) -> None:
@@ -87,6 +91,7 @@ class BlockWriter:
 
     def flush(self) -> None:
         """Settle what readers left, clear dead readers, and make every commit durable."""
+        self.recount()
         for number, slot in enumerate(self._slots):
             with self._guarded(number, "flushing"):
                 with self.transaction(number):
@@ -94,6 +99,18 @@ class BlockWriter:
                 with slot.use() as shard:
                     shard.forget_dead_readers()
                     shard.sync()
+
+    def recount(self) -> None:
+        """Tell the guard what each scope has by the shards' own accounts."""
+        total: dict[PrefixKey, Account] = {}
+        for slot in self._slots:
+            try:
+                with slot.use() as shard:
+                    for root, account in shard.accounts().items():
+                        total[root] = total.get(root, Account()).plus(*account)
+            except (*StorageError, ShardDamaged):
+                return  # it is mended by the next write, and counted again after that
+        self._guard.recount(total)
 
     @contextmanager
     def transaction(self, number: int) -> Iterator[Writer]:
@@ -105,12 +122,14 @@ class BlockWriter:
                     writer.delete(key, Cause.FAULT)
                 for key in pending.used:
                     writer.touch(key, writer.take_sequences(1))
+                writer.lend(list(pending.lent)[::-1])
                 writer.count_hits(pending.num_hits, pending.hit_bytes)
                 if self._settings.idle_ttl_s is not None:
                     writer.expire(int(self._clock()) - self._settings.idle_ttl_s, EXPIRE_AT_ONCE)
                 yield writer
         except BaseException:
             self._counts.give_back(number, pending)
+            self.recount()
             raise
         self._counts.wrote(len(writer.fresh), writer.written_bytes, writer.evicted)
 
@@ -141,8 +160,10 @@ class BlockWriter:
                 why = f"writing to {path}: {error}"
                 self._counts.fault(MissReason.IO_ERROR, len(run.batch), why)
                 if not self._mend(number, error):
-                    return run.first
-        self._counts.fault(MissReason.NO_ROOM, len(run.batch), f"{path} has no room")
+                    break
+        else:
+            self._counts.fault(MissReason.NO_ROOM, len(run.batch), f"{path} has no room")
+        self._counts.refused(block.key for block, _ in run.batch)
         return run.first
 
     def _put(self, writer: Writer, run: _Run, first: int) -> None:
@@ -156,20 +177,39 @@ class BlockWriter:
             else:
                 fresh.append((block, frame, last - back))
         need = sum(self._record_bound(block) for block, _, _ in fresh)
-        if not need or self._spent(writer, need, len(fresh)):
+        if not need:
             return
-        writer.make_room(need)
+        if self._spent(writer, need, fresh) or not self._make_room(writer, need, fresh):
+            self._counts.refused(block.key for block, _, _ in fresh)
+            return
         for block, frame, sequence in fresh:
             writer.delete(
                 block.key, Cause.REDUNDANT
             )  # after a collision, the block asked for last stays
             writer.put(self._encode(block, frame.buffer), sequence)
 
-    def _spent(self, writer: Writer, need: int, num_blocks: int) -> bool:
+    def _make_room(
+        self, writer: Writer, need: int, fresh: Sequence[tuple[BlockId, Frame, int]]
+    ) -> bool:
+        """Room for these, counted before they come: who writes pays where shares are even."""
+        for block, _, _ in fresh:
+            self._guard.moved(block.scope, need // len(fresh))
+        try:
+            return writer.make_room(need)
+        finally:
+            for block, _, _ in fresh:
+                self._guard.moved(block.scope, -(need // len(fresh)))
+
+    def _spent(
+        self, writer: Writer, need: int, fresh: Sequence[tuple[BlockId, Frame, int]]
+    ) -> bool:
+        """Whether the day's budget refuses this write; what an operator pinned is written."""
         budget = self._settings.write_budget_bytes
         if budget is None or writer.written_today() + need <= budget:
             return False
-        self._counts.over_budget(num_blocks)
+        if any(self._guard.keeps(block.key) for block, _, _ in fresh):
+            return False
+        self._counts.over_budget(len(fresh))
         return True
 
     def _record_bound(self, block: BlockId) -> int:

@@ -37,8 +37,8 @@ class Block:
 
     __slots__ = (
         "busy", "content", "created_s", "depth", "device_since_s", "fault", "frame", "hits",
-        "host_held", "host_since_s", "key", "left_disk", "on_disk", "parent", "pins", "ranked",
-        "scope", "slot", "state", "tokens", "use", "writer",
+        "host_held", "host_since_s", "kept", "key", "left_disk", "lent", "on_disk", "parent",
+        "pins", "ranked", "scope", "slot", "state", "tokens", "use", "writer",
     )  # fmt: skip
 
     def __init__(self, slot: int | None = None) -> None:
@@ -59,6 +59,8 @@ class Block:
         self.fault: MissReason | None = None
         self.ranked = False  # the device policy knows it
         self.host_held = False  # the host policy was told to hold it
+        self.kept = False  # an operator pinned its prefix: it leaves last, and is never lost
+        self.lent = False  # promoted from a host that gives its copy up before others
         self.created_s = time.monotonic()
         self.device_since_s = self.host_since_s = self.created_s  # when its KV came to stand there
         self.use: Use = NEVER_USED

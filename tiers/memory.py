@@ -3,19 +3,23 @@
 import random
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 
+from tiers.disk_accounts import Removed
+from tiers.disk_guard import DiskGuard
 from tiers.errors import MissReason, TierClosed
 from tiers.frames import Frame
 from tiers.keys import BlockId, PrefixKey
-from tiers.mover import Job, LoadJob, Mover, StoreJob
+from tiers.mover import Errand, Job, LoadJob, Mover, StoreJob
+from tiers.quota import Quotas, Shares
 from tiers.tier import Loaded, TierName, TierStats
 
 
 class MemoryTier:
-    """A `Tier` of at most `capacity_blocks` blocks, first in, first out; for any thread.
+    """A `Tier` of at most `capacity_blocks` blocks, first in, first out, as far as its guard lets;
+    for any thread.
 
     `fault_rate` is the chance that a load or a store of a block fails.
     """
@@ -23,11 +27,18 @@ class MemoryTier:
     name = TierName.DISK
 
     def __init__(
-        self, capacity_blocks: int, *, block_bytes: int = 0, fault_rate: float = 0.0, seed: int = 0
+        self,
+        capacity_blocks: int,
+        *,
+        block_bytes: int = 0,
+        fault_rate: float = 0.0,
+        seed: int = 0,
+        shares: Shares | None = None,
     ) -> None:
-        """`block_bytes` is for the stats alone."""
+        """`block_bytes` is for the stats and the quotas."""
         self._capacity = capacity_blocks
         self._block_bytes = block_bytes
+        self._guard = DiskGuard(Quotas(shares, capacity_blocks * block_bytes) if shares else None)
         self.fault_rate = fault_rate
         self._random = random.Random(seed)
         self._blocks: OrderedDict[PrefixKey, tuple[BlockId, bytes]] = OrderedDict()
@@ -80,16 +91,69 @@ class MemoryTier:
                 if self._random.random() < self.fault_rate:
                     dropped.append(block.key)
                     continue
+                self._take_out([block.key])
+                self._guard.moved(block.scope, self._block_bytes)
+                dropped += self._make_room()
+                if len(self._blocks) >= self._capacity:
+                    dropped.append(block.key)
+                    self._guard.moved(block.scope, -self._block_bytes)
+                    continue
                 self._blocks[block.key] = (block, bytes(frame.buffer))
                 self._counts["stored"] += held is None
-                while len(self._blocks) > self._capacity:
-                    dropped.append(self._blocks.popitem(last=False)[0])
-                    self._counts["evicted"] += 1
             return dropped
+
+    def _make_room(self) -> list[PrefixKey]:
+        dropped: list[PrefixKey] = []
+        while len(self._blocks) >= self._capacity:
+            ages = ((key, block.scope) for key, (block, _) in self._blocks.items())
+            victim = next((key for key, scope in ages if not self._guard.spares(key, scope)), None)
+            if victim is None:
+                break
+            dropped += self._take_out([victim])
+            self._counts["evicted"] += 1
+        return dropped
+
+    def _take_out(self, keys: Sequence[PrefixKey]) -> list[PrefixKey]:
+        gone = [key for key in keys if key in self._blocks]
+        for key in gone:
+            block, _ = self._blocks.pop(key)
+            self._guard.moved(block.scope, -self._block_bytes)
+        return gone
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
         with self._opened():
-            return sum(self._blocks.pop(key, None) is not None for key in keys)
+            return len(self._take_out(keys))
+
+    def keep(self, keys: Collection[PrefixKey]) -> None:
+        self._guard.keep(frozenset(keys))
+
+    def quotas(self) -> Mapping[Hashable, tuple[int, int]]:
+        return self._guard.usage()
+
+    def demoted(self, keys: Sequence[PrefixKey]) -> None:
+        with self._opened():
+            for key in keys:
+                if key in self._blocks:
+                    self._blocks.move_to_end(key)
+
+    def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
+        with self._opened():
+            return [key in self._blocks for key in keys]
+
+    def trace(self, key: PrefixKey) -> BlockId | None:
+        with self._opened():
+            held = self._blocks.get(key)
+            return held[0] if held else None
+
+    def purge(self, roots: Collection[PrefixKey]) -> Removed:
+        with self._opened():
+            doomed = [key for key, (block, _) in self._blocks.items() if block.scope in roots]
+            nbytes = len(self._take_out(doomed)) * self._block_bytes
+            return Removed(len(doomed), nbytes, nbytes)
+
+    def count(self, roots: Collection[PrefixKey]) -> int:
+        with self._opened():
+            return sum(block.scope in roots for block, _ in self._blocks.values())
 
     def flush(self) -> None:
         pass
@@ -139,9 +203,9 @@ class SteppedMover(Mover):
         self.run(len(self._jobs))
 
     def submit(self, job: Job) -> bool:
-        if sum(
-            isinstance(other, StoreJob) is isinstance(job, StoreJob) for other in self._jobs
-        ) >= (self._max_jobs):
+        stores = isinstance(job, StoreJob)
+        num_alike = sum(isinstance(other, StoreJob) is stores for other in self._jobs)
+        if num_alike >= self._max_jobs and not isinstance(job, Errand):
             return False
         self._jobs.append(job)
         return True

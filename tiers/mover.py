@@ -12,8 +12,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
 
 from tiers.errors import MissReason
 from tiers.frames import Frame
@@ -22,6 +24,7 @@ from tiers.tier import Loaded, Tier
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 FLUSH_EVERY_S = 5.0  # how long the writer is idle before it flushes the tier
 NOTHING = Loaded(0, None)
 STORE_YIELD_S = 0.05  # how long a store waits for loads to finish before it goes ahead anyway
@@ -81,7 +84,28 @@ class StoreJob:
         self.failed = True
 
 
-Job = ProbeJob | LoadJob | StoreJob
+@dataclass(slots=True, eq=False)
+class Errand(Generic[T]):
+    """Something else that the writer thread does to the tier, after the stores before it.
+
+    Never refused, for it is an operator's word and seldom; `result` also carries its failure.
+    """
+
+    work: Callable[[Tier], T]
+    result: "Future[T]" = field(default_factory=Future)
+    done: bool = False
+
+    def run(self, tier: Tier) -> None:
+        try:
+            self.result.set_result(self.work(tier))
+        except Exception as error:  # noqa: BLE001 - handed to who asked
+            self.result.set_exception(error)
+
+    def fail(self) -> None:
+        raise AssertionError("an errand keeps its failure to itself")
+
+
+Job = ProbeJob | LoadJob | StoreJob | Errand[Any]
 
 
 @dataclass(slots=True)
@@ -136,9 +160,9 @@ class Mover:
 
     def submit(self, job: Job) -> bool:
         """Queue a job; False when its queue is full and the job was not taken."""
-        lane = self._stores if isinstance(job, StoreJob) else self._loads
+        lane = self._stores if isinstance(job, StoreJob | Errand) else self._loads
         with self._lock:
-            if lane.pending >= lane.bound:
+            if lane.pending >= lane.bound and not isinstance(job, Errand):
                 return False
             lane.pending += 1
             if lane is self._loads:

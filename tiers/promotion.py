@@ -154,7 +154,7 @@ class Promoter:
         for number in range(start, end):
             if residency.index.get(chain.keys[number]) is not None:
                 break
-            frame = residency.take_frame()
+            frame = residency.take_frame(chain.root)
             if frame is None:
                 ticket.stop = MissReason.NO_ROOM
                 break
@@ -195,6 +195,9 @@ class Promoter:
                 block.on_disk = True
                 block.hits += 1
                 self._residency.mark_idle(block)
+                if block.key is None:
+                    continue  # a purge took it out while it loaded
+                self._residency.entered(block)
                 self._residency.count(TierName.DISK, CacheEvent.PROMOTED)
                 self._residency.chronicle.came(block, TierName.HOST, TierName.DISK)
             else:
@@ -207,7 +210,8 @@ class Promoter:
         block.fault = reason
         block.busy = 0
         self._residency.free_frame(block)
-        self._residency.index.remove(block)
+        if block.key is not None:  # a purge takes blocks out while they load
+            self._residency.index.remove(block)
 
     def _drop_lost(self, ticket: Ticket) -> None:
         """Shorten the ticket to before the first block whose load failed."""
@@ -226,10 +230,9 @@ class Promoter:
         number = ticket.num_on_device = min(ticket.num_on_device, len(ticket.blocks))
         for block in ticket.blocks[number:]:
             if block.slot is None:
-                slot = residency.take_slot() if block.state is BlockState.READY else None
-                if slot is None:
+                ready = block.state is BlockState.READY
+                if not ready or residency.take_slot(block, block.scope) is None:
                     break
-                block.slot = slot
                 lifted.append(block)
             ticket.num_on_device += 1
         if lifted:

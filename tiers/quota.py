@@ -1,11 +1,15 @@
-"""Shares of the cache among tenants: bytes over all tiers, lent while idle, taken back on need.
+"""Shares of the cache among tenants: lent while idle, taken back on need.
 
-A `FairPolicy` stands in for a tier's policy. It keeps one policy for each tenant with a quota and
-one for all the others together, and takes its victim from the group furthest over its share, so
-that one tenant's scan evicts that tenant's own blocks. The tiers' policies share one `Quotas`.
-Pure; engine thread.
+A quota is in bytes over all tiers together, and every tier gives its holder the same part of
+itself: who was promised a tenth of all bytes has a tenth of the device, of the host and of the
+disk. So a group within its part of a tier is never the one to lose there, whatever the others do.
+
+A `FairPolicy` stands in for a tier's policy. It keeps one policy for each group and takes its
+victim from the group furthest over its share, so that one tenant's scan evicts that tenant's own
+blocks. Pure; each `Quotas` belongs to one thread, `Shares` to any.
 """
 
+import threading
 from collections.abc import Callable, Hashable, Mapping
 from typing import Generic
 
@@ -15,60 +19,116 @@ from tiers.policy.policy import K, Policy, Use
 COMMON = None  # the group of every tenant without a quota of its own
 
 
-class Quotas:
-    """Bytes that each group may use and uses, over all tiers, every copy counted.
+class Shares:
+    """Which part of every tier each group was promised. Any thread.
 
-    Groups are tenants with a quota, or sharing groups, and `COMMON`, whose share is what the quotas
-    leave. The shares sum to the capacity: where a group is over its share while all is full, some
-    other is under its own.
+    Groups are owners with a quota (tenants, or sharing groups), and `COMMON`, whose part is what
+    the quotas leave: the parts sum to 1. With `default_bytes` every further owner gets a quota when
+    it is first seen, as long as there is something to promise; then it is one of `COMMON`.
     """
 
-    def __init__(self, capacity_bytes: int, quotas: Mapping[Hashable, int]) -> None:
-        for tenant, quota in quotas.items():
+    def __init__(
+        self,
+        total_bytes: int,
+        quotas: Mapping[Hashable, int],
+        default_bytes: int = 0,
+        owner_of: Callable[[Hashable], Hashable] = lambda tenant: tenant,
+    ) -> None:
+        """`owner_of` tells whose a `Use.tenant` is; None where nobody knows."""
+        for owner, quota in {**quotas, "default": default_bytes}.items():
             if quota < 0:
-                raise ConfigurationError(f"the quota of {tenant!r} is {quota} bytes; use 0 or more")
+                raise ConfigurationError(f"the quota of {owner!r} is {quota} bytes; use 0 or more")
         promised = sum(quotas.values())
-        if promised > capacity_bytes:
+        if promised > total_bytes:
             raise ConfigurationError(
                 f"the quotas promise {promised} bytes, but all tiers together hold "
-                f"{capacity_bytes}; lower the quotas or raise the capacities"
+                f"{total_bytes}; lower the quotas or raise the capacities"
             )
-        self._shares: dict[Hashable, int] = {**quotas, COMMON: capacity_bytes - promised}
-        self._used: dict[Hashable, int] = dict.fromkeys(self._shares, 0)
+        self._default = default_bytes / total_bytes
+        self._owner_of = owner_of
+        self._lock = threading.Lock()
+        self._shares: dict[Hashable, float] = {
+            **{owner: quota / total_bytes for owner, quota in quotas.items()},
+            COMMON: (total_bytes - promised) / total_bytes,
+        }
 
     def group(self, tenant: Hashable) -> Hashable:
         """Which group a tenant's blocks are counted in."""
-        return tenant if tenant in self._shares else COMMON
+        owner = self._owner_of(tenant)
+        if owner in self._shares:
+            return owner
+        with self._lock:
+            left = self._shares[COMMON] - self._default
+            if owner not in self._shares and self._default and left > -1e-9:
+                self._shares[COMMON] = max(0.0, left)
+                self._shares[owner] = self._default
+        return owner if owner in self._shares else COMMON
+
+    def share(self, group: Hashable) -> float:
+        return self._shares[group]
+
+    def groups(self) -> list[Hashable]:
+        return list(self._shares)
+
+
+class Quotas:
+    """Bytes that each group may use and uses in one tier of `capacity_bytes`.
+
+    Where a group is over its share while all is full, some other is under its own.
+    """
+
+    def __init__(self, shares: Shares, capacity_bytes: int) -> None:
+        self.shares = shares
+        self.capacity_bytes = capacity_bytes
+        self._used: dict[Hashable, int] = {}
+
+    def group(self, tenant: Hashable) -> Hashable:
+        return self.shares.group(tenant)
 
     def charge(self, group: Hashable, nbytes: int) -> None:
-        self._used[group] += nbytes
+        self._used[group] = self._used.get(group, 0) + nbytes
 
     def credit(self, group: Hashable, nbytes: int) -> None:
         self._used[group] -= nbytes
         assert self._used[group] >= 0, f"{group!r} gave back more bytes than it had"
 
+    def reset(self, used: Mapping[Hashable, int]) -> None:
+        """Take over counts that were made anew."""
+        self._used = dict(used)
+
+    def share(self, group: Hashable) -> int:
+        """Bytes of this tier that the group was promised."""
+        return int(self.shares.share(group) * self.capacity_bytes + 0.5)
+
     def is_over(self, group: Hashable) -> bool:
-        return self._used[group] > self._shares[group]
+        return self._used.get(group, 0) > self.share(group)
 
     def pressure(self, group: Hashable) -> float:
         """Bytes used for each byte of its share: above 1 the group borrows."""
-        return self._used[group] / max(1, self._shares[group])
+        return self._used.get(group, 0) / max(1, self.share(group))
 
     def usage(self) -> dict[Hashable, tuple[int, int]]:
         """Per group: (used, share) in bytes."""
-        return {group: (used, self._shares[group]) for group, used in self._used.items()}
+        return {
+            group: (self._used.get(group, 0), self.share(group)) for group in self.shares.groups()
+        }
 
 
 class FairPolicy(Generic[K]):
-    """Invariant: a group at or under its share loses no block while another here is over its own.
+    """Invariant: a group at or under its share loses no block while another here is over its own
+    and has one to give.
 
     A victim costs one look at its group while that stays over its share; then the groups of this
     tier are compared once.
     """
 
-    def __init__(self, quotas: Quotas, make: Callable[[], Policy[K]]) -> None:
+    def __init__(
+        self, quotas: Quotas, make: Callable[[], Policy[K]], block_bytes: int | None = None
+    ) -> None:
+        """`block_bytes`: what each block takes here, where callers do not say it."""
         self._quotas = quotas
         self._make = make
+        self._block_bytes = block_bytes
         self._policies: dict[Hashable, Policy[K]] = {}
         self._owners: dict[K, tuple[Hashable, int]] = {}  # key -> (group, bytes)
         self._victims: Hashable = COMMON  # the group that victims are being taken from
@@ -79,8 +139,9 @@ class FairPolicy(Generic[K]):
         group = self._quotas.group(use.tenant)
         if group not in self._policies:
             self._policies[group] = self._make()
-        self._quotas.charge(group, nbytes)
-        self._owners[key] = (group, nbytes)
+        charged = self._block_bytes or nbytes
+        self._quotas.charge(group, charged)
+        self._owners[key] = (group, charged)
         self._policies[group].insert(key, use, parent, depth, nbytes)
 
     def hold(self, key: K) -> None:
@@ -113,9 +174,10 @@ class FairPolicy(Generic[K]):
         return None
 
     def coldest(self, count: int) -> list[K]:
+        """Of groups over their share; of the others only where none of those has a block."""
         found: list[K] = []
         for group in self._by_pressure():
-            if len(found) >= count:
+            if len(found) >= count or (found and not self._quotas.is_over(group)):
                 break
             found += self._policies[group].coldest(count - len(found))
         return found

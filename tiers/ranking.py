@@ -8,6 +8,7 @@ from collections.abc import Hashable
 
 from tiers.index import Block
 from tiers.policy import Policy, PolicyName, Use, make_policy
+from tiers.quota import FairPolicy, Quotas
 
 
 class ByPrefix:
@@ -59,18 +60,26 @@ class ByPrefix:
         return [self._blocks[name] for name in self._policy.coldest(count)]
 
 
-def rank_device(name: str, capacity_blocks: int) -> Policy[Block]:
+def rank_device(name: str, capacity_blocks: int, quotas: Quotas | None = None) -> Policy[Block]:
     """The policy of that name over the device's blocks. Raises ConfigurationError if unknown.
 
     LRU and FIFO need no names of what left, and rank the blocks themselves: it is the hot path.
+    With quotas, each group has a policy of its own.
     """
-    policy = make_policy(name, capacity_blocks)
-    return policy if name in (PolicyName.LRU, PolicyName.FIFO) else ByPrefix(policy)
+
+    def make() -> Policy[Block]:
+        policy = make_policy(name, capacity_blocks)
+        return policy if name in (PolicyName.LRU, PolicyName.FIFO) else ByPrefix(policy)
+
+    if quotas is None:
+        return make()
+    return FairPolicy(quotas, make, quotas.capacity_bytes // capacity_blocks)
 
 
-def rank_host(name: str, capacity_blocks: int) -> Policy[Block]:
+def rank_host(name: str, capacity_blocks: int, quotas: Quotas | None = None) -> Policy[Block]:
     """The same over host frames, where `adaptive` gives way to LRU.
 
     It learns from whole chains used at once, and the host sees blocks one by one as they come down.
     """
-    return rank_device(PolicyName.LRU if name == PolicyName.ADAPTIVE else name, capacity_blocks)
+    name = PolicyName.LRU if name == PolicyName.ADAPTIVE else name
+    return rank_device(name, capacity_blocks, quotas)

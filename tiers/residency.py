@@ -5,17 +5,21 @@ they share. A block is in the index exactly while it has a slot or a frame, or i
 """
 
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from tiers.chronicle import CacheEvent, Chronicle
+from tiers.claims import Claims
 from tiers.departures import Departures
 from tiers.device import Copy, DevicePool
 from tiers.events import EventStream
 from tiers.frames import Frame, FrameArena
-from tiers.index import Block, BlockIndex, BlockState
+from tiers.index import NEVER_USED, Block, BlockIndex, BlockState
+from tiers.keys import PrefixKey
 from tiers.lives import Cause
 from tiers.policy import Policy, Use
+from tiers.quota import Quotas
 from tiers.tier import TierName
 
 NUM_VICTIMS_SEEN = 8  # how many of the coldest host blocks are looked at for one that costs nothing
@@ -36,6 +40,10 @@ class Residency:
 
     Invariants, checked by `check`: every slot is free or one block's; every frame is free or one
     block's; a pinned block is not a candidate of the policy of the tier it is needed in.
+
+    A *kept* block is under an operator's pin (`tiers.keeping`). It leaves the device after all
+    others, and the host only once the disk has it; the policies see it as held. A *lent* block was
+    promoted from a host tier that gives such copies up first (`Promotion.MOVE`).
     """
 
     def __init__(
@@ -46,6 +54,9 @@ class Residency:
         device_policy: Policy[Block],
         host_policy: Policy[Block],
         stream: EventStream | None = None,
+        *,
+        host_moves: bool = False,
+        quotas: Mapping[TierName, Quotas] | None = None,
     ) -> None:
         self.index = index
         self.pool = pool
@@ -56,6 +67,14 @@ class Residency:
         self.departures = Departures()
         self.num_device_candidates = 0
         self.num_host_blocks = 0
+        self.kept_keys: Container[PrefixKey] = ()
+        self.on_rest: Callable[[Block], None] | None = None  # told of blocks that nobody uses
+        self.on_left_host: Callable[[Block], None] | None = None  # of clean ones that left
+        self._host_moves = host_moves
+        self._claims = Claims(quotas or {}, pool.layout.nbytes)
+        self._kept_idle: OrderedDict[Block, None] = OrderedDict()  # on the device, coldest first
+        self._kept_frames: OrderedDict[Block, None] = OrderedDict()  # that nobody uses
+        self._lent_frames: OrderedDict[Block, None] = OrderedDict()  # the same, oldest first
         self._copies: list[_Copying] = []
 
     def count(self, tier: TierName, event: CacheEvent, blocks: int = 1) -> None:
@@ -68,7 +87,10 @@ class Residency:
         block.pins += 1
         if block.pins == 1:
             if block.ranked:
-                self.device_policy.hold(block)
+                if block.kept:
+                    del self._kept_idle[block]
+                else:
+                    self.device_policy.hold(block)
                 self.num_device_candidates -= 1
             elif block.frame is not None:
                 self._sync_host(block)
@@ -83,7 +105,10 @@ class Residency:
             block.pins += 1
             if block.pins == 1:
                 if block.ranked:
-                    hold(block)
+                    if block.kept:
+                        del self._kept_idle[block]
+                    else:
+                        hold(block)
                     held += 1
                 elif block.frame is not None:
                     self._sync_host(block)
@@ -98,17 +123,54 @@ class Residency:
         block.use = use
         if block.slot is not None:
             if block.key is None and block.parent is None:
+                self._unrank(block)
+                self._claims.release_slot(block)
                 self.pool.give(block.slot)
                 block.slot = None
                 return
             self.num_device_candidates += 1
-            if block.ranked:
-                self.device_policy.release(block, use)
-            else:
+            if not block.ranked:
                 block.ranked = True
+                self._claims.release_slot(block)
                 self.device_policy.insert(block, use, None, block.depth)
+                if block.kept:
+                    self.device_policy.hold(block)
+            elif not block.kept:
+                self.device_policy.release(block, use)
+            if block.kept:
+                self._kept_idle[block] = None
         elif block.frame is not None:
             self._sync_host(block)
+        if self.on_rest is not None:
+            self.on_rest(block)
+
+    # Kept blocks: what an operator pinned.
+
+    def entered(self, block: Block) -> bool:
+        """The block came into the index with its KV; whether it is to be kept."""
+        if block.key in self.kept_keys:
+            self.keep(block)
+        return block.kept
+
+    def keep(self, block: Block) -> None:
+        """From now on the block leaves after all others, and only to where it stands as well."""
+        if block.kept:
+            return
+        block.kept = True
+        if block.ranked and block.pins == 0:
+            self.device_policy.hold(block)
+            self._kept_idle[block] = None
+        self._sync_host(block)
+
+    def unkeep(self, block: Block) -> None:
+        """The block is like any other again."""
+        if not block.kept:
+            return
+        block.kept = False
+        if block in self._kept_idle:
+            del self._kept_idle[block]
+            self.device_policy.release(block, block.use)
+        self._sync_host(block)
 
     # Slots.
 
@@ -117,25 +179,48 @@ class Residency:
         """Slots that `take_slot` could hand out now."""
         return self.pool.num_free + self.num_device_candidates
 
-    def take_slot(self) -> int | None:
-        """A slot for a new owner, evicting the coldest unreferenced block if need be."""
+    def take_slot(self, block: Block, tenant: Hashable) -> int | None:
+        """Give the block a slot, evicting the coldest unreferenced one if need be."""
+        self._claims.claim_slot(block, tenant)
         slot = self.pool.take()
-        if slot is not None:
-            return slot
-        block = self.device_policy.victim()
-        if block is None:
+        if slot is None:
+            victim = self.device_policy.victim() or self._kept_victim()
+            if victim is None:
+                self._claims.release_slot(block)
+                return None
+            self.num_device_candidates -= 1
+            victim.ranked = False
+            slot = self._leave_device(victim, self._claims.cause(TierName.DEVICE, victim, tenant))
+        block.slot = slot
+        return slot
+
+    def _kept_victim(self) -> Block | None:
+        """Only kept blocks are left: one that stands below as well, if there is any."""
+        if not self._kept_idle:
             return None
-        self.num_device_candidates -= 1
-        block.ranked = False
-        return self._leave_device(block)
+        clean = (b for b in self._kept_idle if b.on_disk or b.frame is not None)
+        block = next(clean, next(iter(self._kept_idle)))
+        del self._kept_idle[block]
+        self.device_policy.remove(block)
+        return block
+
+    def move_slot(self, block: Block, to: Block) -> None:
+        """The slot of a block that nobody else has is `to`'s from now on."""
+        to.slot, block.slot = block.slot, None
+        self._claims.move_slot(block, to)
 
     def evict_device(self, block: Block, cause: Cause = Cause.ROOM) -> None:
         """Free an unpinned block's slot, its KV demoted if there is room below."""
         assert block.pins == 0 and block.ranked
-        self.device_policy.remove(block)
+        self._unrank(block)
         self.num_device_candidates -= 1
-        block.ranked = False
         self.pool.give(self._leave_device(block, cause))
+
+    def _unrank(self, block: Block) -> None:
+        if block.ranked:
+            self._kept_idle.pop(block, None)
+            self.device_policy.remove(block)
+            block.ranked = False
 
     def _leave_device(self, block: Block, cause: Cause = Cause.ROOM) -> int:
         if block.key is not None and block.frame is None:
@@ -145,8 +230,9 @@ class Residency:
         block.slot = None
         self.chronicle.left(block, TierName.DEVICE, cause)
         if block.frame is not None:
+            was_held, block.lent = block.host_held, False
             self._sync_host(block)
-            if not block.host_held:
+            if not (was_held or block.host_held):
                 self.host_policy.touch(block, block.use)
         else:
             if block.key is not None and not block.on_disk:
@@ -160,7 +246,7 @@ class Residency:
     def copy_down(self, block: Block) -> bool:
         """Copy a device block to a host frame; False where no frame can be had."""
         assert block.slot is not None and block.frame is None
-        frame = self.take_frame()
+        frame = self.take_frame(block.scope)
         if frame is None:
             return False
         started = time.perf_counter()
@@ -177,6 +263,7 @@ class Residency:
         started = time.perf_counter()
         copy = self.pool.copy_in(frames, slots)
         for block in blocks:
+            block.lent = self._host_moves
             self._sync_host(block)
             self.chronicle.came(block, TierName.DEVICE, TierName.HOST)
         self._watch(_Copying(copy, blocks, TierName.HOST, TierName.DEVICE, started))
@@ -206,60 +293,80 @@ class Residency:
 
     def settle_frame(self, block: Block, frame: Frame) -> None:
         """The block owns this frame from here on."""
+        if block.use is NEVER_USED:
+            block.use = Use(time.monotonic(), 1, block.scope)
         block.frame = frame
         block.host_held = False
         self.num_host_blocks += 1
         self.host_policy.insert(block, block.use, None, block.depth)
         self._sync_host(block)
+        if self.on_rest is not None:
+            self.on_rest(block)
 
-    def take_frame(self) -> Frame | None:
+    def take_frame(self, tenant: Hashable) -> Frame | None:
         """A frame for a new owner, evicting a cold host block; one that costs nothing if it can."""
         if self.frames is None:
             return None
         frame = self.frames.take()
         if frame is not None:
             return frame
+        self._claims.weigh_frame(tenant, 1)
         block = self._host_victim()
+        self._claims.weigh_frame(tenant, -1)
         if block is None:
             return None
-        return self._leave_host(block)
+        return self._leave_host(block, self._claims.cause(TierName.HOST, block, tenant))
 
     def _host_victim(self) -> Block | None:
-        for block in self.host_policy.coldest(NUM_VICTIMS_SEEN):
-            if block.on_disk or block.slot is not None:
-                self.host_policy.remove(block)
+        """Lent copies first; then cold blocks; then kept ones that the disk has as well."""
+        cold = self.host_policy.coldest(NUM_VICTIMS_SEEN)
+        clean = (block for block in cold if block.on_disk or block.slot is not None)
+        block = next(iter(self._lent_frames), None) or next(clean, None)
+        if block is None:
+            block = self.host_policy.victim()
+            if block is not None:
                 return block
-        return self.host_policy.victim()
+            block = next((kept for kept in self._kept_frames if kept.on_disk), None)
+        if block is not None:
+            self.host_policy.remove(block)
+        return block
 
     def evict_host(self, block: Block, cause: Cause = Cause.ROOM) -> None:
         """Free an unneeded block's frame."""
-        assert not block.host_held and self.frames is not None
+        assert block.busy == 0 and self.frames is not None
         self.host_policy.remove(block)
         self.frames.give(self._leave_host(block, cause))
 
     def _leave_host(self, block: Block, cause: Cause = Cause.ROOM) -> Frame:
-        frame = block.frame
-        assert frame is not None and not block.busy
-        block.frame = None
-        block.host_held = False
-        self.num_host_blocks -= 1
+        assert not block.busy
+        frame = self._drop_frame(block)
         self.chronicle.left(block, TierName.HOST, cause)
         if block.slot is None:
             if not block.on_disk:
                 self.count(TierName.HOST, CacheEvent.LOST)
                 if block.key is not None:
                     self.departures.note(block.key, TierName.HOST, cause)
+            elif self.on_left_host is not None:
+                self.on_left_host(block)
             self._forget(block)
         return frame
 
     def free_frame(self, block: Block) -> None:
         """Take the frame from a block whose load failed."""
-        assert block.frame is not None and self.frames is not None
+        assert self.frames is not None
         self.host_policy.remove(block)
-        self.frames.give(block.frame)
-        self.num_host_blocks -= 1
+        self.frames.give(self._drop_frame(block))
+
+    def _drop_frame(self, block: Block) -> Frame:
+        """The frame of a block that the host's policy knows no more."""
+        frame = block.frame
+        assert frame is not None
+        self._kept_frames.pop(block, None)
+        self._lent_frames.pop(block, None)
         block.frame = None
-        block.host_held = False
+        block.host_held = block.lent = False
+        self.num_host_blocks -= 1
+        return frame
 
     def mark_busy(self, block: Block) -> None:
         """A thread or a stream uses the frame's bytes: it must not be given away."""
@@ -286,10 +393,16 @@ class Residency:
 
     def _sync_host(self, block: Block) -> None:
         """Tell the host policy whether the block may leave: not while its frame is in use, nor
-        while it is needed and stands nowhere else above the disk."""
+        while it is needed and stands nowhere else above the disk. Kept and lent ones have lists of
+        their own."""
         if block.frame is None:
             return
-        hold = block.busy > 0 or (block.pins > 0 and block.slot is None)
+        needed = block.busy > 0 or (block.pins > 0 and block.slot is None)
+        hold = needed or block.kept or block.lent
+        if block.kept or self._kept_frames:
+            _list(self._kept_frames, block, block.kept and not needed)
+        if block.lent or self._lent_frames:
+            _list(self._lent_frames, block, block.lent and not needed and not block.kept)
         if hold and not block.host_held:
             self.host_policy.hold(block)
         elif not hold and block.host_held:
@@ -309,17 +422,34 @@ class Residency:
         if block.key is not None and not block.on_disk:
             tier = TierName.HOST if block.slot is None else TierName.DEVICE
             self.departures.note(block.key, tier, cause)
-        if block.slot is not None:
-            self.device_policy.remove(block)
-            self.num_device_candidates -= 1
-            block.ranked = False
-            self.pool.give(block.slot)
-            block.slot = None
+        self.detach(block, cause)
+        self.discard(block)
+
+    def detach(self, block: Block, cause: Cause = Cause.REQUEST) -> None:
+        """Nobody finds the block from now on; who uses it keeps it to the end."""
+        self.unkeep(block)
+        stood = block.state is BlockState.READY
+        if stood and block.slot is not None:
             self.chronicle.left(block, TierName.DEVICE, cause)
-        if block.frame is not None:
-            self.free_frame(block)
+        if stood and block.frame is not None:
             self.chronicle.left(block, TierName.HOST, cause)
         self._forget(block)
+
+    def discard(self, block: Block) -> bool:
+        """Free what a detached block has and nobody uses; False where its frame is busy.
+
+        A slot in use goes with its last pin.
+        """
+        if block.busy:
+            return False
+        if block.frame is not None and (block.pins == 0 or block.slot is not None):
+            self.free_frame(block)
+        if block.slot is not None and block.pins == 0:
+            self._unrank(block)
+            self.num_device_candidates -= 1
+            self.pool.give(block.slot)
+            block.slot = None
+        return True
 
     def check(self, private_slots: int = 0) -> None:
         """Assert that slots and frames are conserved; `private_slots` are running sequences'."""
@@ -334,6 +464,17 @@ class Residency:
         assert len(framed) == self.num_host_blocks
         if self.frames is not None:
             assert self.frames.num_frames - self.frames.num_free == len(framed), "a frame leaked"
+        assert len(self._kept_idle) == sum(b.kept and b.ranked and not b.pins for b in blocks)
         for block in blocks:
+            stands = block.key is not None and block.state is BlockState.READY
+            assert not stands or block.kept == (block.key in self.kept_keys), f"{block} is kept?"
             where = block.slot is not None or block.frame is not None
             assert where or block.state is BlockState.COMPUTING, f"{block} stands nowhere"
+
+
+def _list(blocks: "OrderedDict[Block, None]", block: Block, member: bool) -> None:
+    """Make a block a member of a list, in its place if it is one already, or take it out."""
+    if member:
+        blocks.setdefault(block)
+    else:
+        blocks.pop(block, None)

@@ -4,25 +4,31 @@ Pure; the engine thread calls with its own clock, in seconds, and does what the 
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic
 
 from tiers.errors import TierError
+from tiers.keys import PrefixKey
 from tiers.policy.policy import K
+
+NO_SCOPE = PrefixKey(b"")
 
 
 class PinError(TierError):
     """A pin that would exceed the share of the cache that may be pinned."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pin(Generic[K]):
     """A prefix that does not leave before `until_s`."""
 
     name: str
     keys: tuple[K, ...]
     until_s: float
+    since_s: float = 0.0
+    scope: PrefixKey = NO_SCOPE
+    num_tokens: int = 0
+    why: str = ""
 
 
 class Pins(Generic[K]):
@@ -33,41 +39,45 @@ class Pins(Generic[K]):
     """
 
     def __init__(self, max_blocks: int) -> None:
-        self._max_blocks = max_blocks
+        self.max_blocks = max_blocks
         self._pins: dict[str, Pin[K]] = {}
         self._counts: dict[K, int] = {}
 
-    def __contains__(self, key: K) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._counts
 
     @property
     def num_blocks(self) -> int:
         return len(self._counts)
 
+    def keys(self) -> list[K]:
+        """Every pinned block, once."""
+        return list(self._counts)
+
     def pins(self) -> list[Pin[K]]:
         return list(self._pins.values())
 
-    def pin(self, name: str, keys: Sequence[K], until_s: float) -> tuple[list[K], list[K]]:
+    def put(self, pin: Pin[K]) -> tuple[list[K], list[K]]:
         """Pin a prefix, or replace the pin of that name: (keys to hold, keys to release).
 
         Raises PinError and changes nothing where too many blocks would be pinned.
         """
-        old = self._pins.get(name)
+        old = self._pins.get(pin.name)
         replaced = set(old.keys) if old else set()
         kept = {key for key, count in self._counts.items() if count > (key in replaced)}
-        wanted = kept | set(keys)
-        if len(wanted) > self._max_blocks:
+        wanted = kept | set(pin.keys)
+        if len(wanted) > self.max_blocks:
             raise PinError(
-                f"pinning {len(keys)} blocks as {name!r} would make {len(wanted)} pinned blocks, "
-                f"and {self._max_blocks} may be; unpin something or raise the pinned share"
+                f"pinning {len(pin.keys)} blocks as {pin.name!r} would make {len(wanted)} pinned "
+                f"blocks, and {self.max_blocks} may be; unpin something or raise the pinned share"
             )
         before = set(self._counts)
         if old:
             self._drop(old)
-        self._pins[name] = Pin(name, tuple(dict.fromkeys(keys)), until_s)
-        for key in self._pins[name].keys:
+        self._pins[pin.name] = pin
+        for key in set(pin.keys):
             self._counts[key] = self._counts.get(key, 0) + 1
-        held = [key for key in self._pins[name].keys if key not in before]
+        held = [key for key in dict.fromkeys(pin.keys) if key not in before]
         return held, [key for key in before if key not in self._counts]
 
     def unpin(self, name: str) -> list[K]:
@@ -75,14 +85,14 @@ class Pins(Generic[K]):
         pin = self._pins.pop(name, None)
         return self._drop(pin) if pin else []
 
-    def expire(self, now_s: float) -> list[K]:
-        """Take away the pins whose time is over: the keys to release."""
+    def expire(self, now_s: float) -> list[K] | None:
+        """Take away the pins whose time is over: the keys to release; None where none was."""
         over = [pin.name for pin in self._pins.values() if pin.until_s <= now_s]
-        return [key for name in over for key in self.unpin(name)]
+        return [key for name in over for key in self.unpin(name)] if over else None
 
     def _drop(self, pin: Pin[K]) -> list[K]:
         free: list[K] = []
-        for key in pin.keys:
+        for key in set(pin.keys):
             self._counts[key] -= 1
             if not self._counts[key]:
                 del self._counts[key]
@@ -102,6 +112,9 @@ class IdleClock(Generic[K]):
 
     def __len__(self) -> int:
         return len(self._last_used)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._last_used
 
     def use(self, key: K, now_s: float) -> None:
         self._last_used[key] = now_s

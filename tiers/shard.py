@@ -36,6 +36,7 @@ from tiers.disk_accounts import (
     unpack_day,
     unpack_order,
 )
+from tiers.disk_guard import DiskGuard
 from tiers.disk_storage import Database, DataFile, Storage, Transaction
 from tiers.errors import TierError
 from tiers.keys import PrefixKey
@@ -60,12 +61,14 @@ class Shard:
         clock: Callable[[], float] = time.time,
         readonly: bool = False,
         on_commit: Callable[[Writer], None] = lambda writer: None,
+        guard: DiskGuard | None = None,
     ) -> None:
         self.path = path
         self.map_bytes = map_bytes
         self._storage = storage
         self._clock = clock
         self._on_commit = on_commit  # told of every transaction that stands, on its thread
+        self.guard = guard
         self._env = storage.open_env(path, map_bytes=map_bytes, readonly=readonly)
         self._file: DataFile | None = None
         try:
@@ -243,6 +246,7 @@ class Shard:
                     page_bytes=self.page_bytes,
                     room_pages=self.map_bytes // self.page_bytes - self._slack_pages,
                     now_s=int(self._clock()),
+                    guard=self.guard,
                 )
                 yield writer
                 writer.finish()

@@ -14,7 +14,8 @@ and LMDB copies what it changes, so the pages in use must stay below the map's b
 
 import ctypes
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +31,9 @@ from tiers.disk_accounts import (
     pack_order,
     pack_sequence,
     unpack_order,
+    unpack_sequence,
 )
+from tiers.disk_guard import DiskGuard
 from tiers.disk_storage import Database, Storage, Transaction
 from tiers.keys import PrefixKey
 from tiers.lives import Cause
@@ -39,6 +42,7 @@ PAGE_HEADER = 16  # LMDB 0.9, struct MDB_page: number u64, pad u16, flags u16, p
 MIN_RECORD = (
     4096 - PAGE_HEADER
 )  # a shorter value could share a leaf page and have no run of its own
+LOOKED_AT = 2048  # blocks that one transaction spares before it gives up: some 30 ms
 _PAGE = struct.Struct("<QHHI")
 _OVERFLOW = 0x04
 _BATCHES = 3
@@ -92,12 +96,14 @@ class Writer:
         page_bytes: int,
         room_pages: int,
         now_s: int,
+        guard: DiskGuard | None = None,
     ) -> None:
         self._storage = storage
         self._txn = txn
         self._dbs = dbs
         self._page_bytes = page_bytes
         self._room_pages = room_pages
+        self._guard = guard
         self.totals = Totals.unpack(storage.get(txn, b"totals", dbs.state))
         self._accounts: dict[PrefixKey, Account] = {}
         self._day = Day()
@@ -165,28 +171,50 @@ class Writer:
         """Whether a batch of `nbytes` fits without eviction."""
         return self._excess_pages(nbytes) <= 0
 
-    def make_room(self, nbytes: int) -> None:
-        """Evict from the old end until a batch of `nbytes` fits."""
+    def lend(self, keys: Sequence[PrefixKey]) -> None:
+        """Let held blocks be the first to leave, the last of them before the others.
+
+        Where the old end has no places left before it, they stay where they are.
+        """
+        first = next((unpack_sequence(place) for place in self._old_end()), 1)
+        for sequence, key in zip(range(first - 1, 0, -1), keys, strict=False):
+            self.touch(key, sequence)
+
+    def make_room(self, nbytes: int) -> bool:
+        """Evict from the old end until a batch of `nbytes` fits; False where too much is spared."""
         excess = self._excess_pages(nbytes)
-        if excess <= 0:
-            return
-        gone: list[PrefixKey] = []
-        for key, _ in self._oldest():
-            entry = self.find(key)
-            excess -= 0 if entry is None else self._pages(entry.place.nbytes)
-            gone.append(key)
-            if excess <= 0:
-                break
-        self._evict(gone, Cause.ROOM)
+        guard, num_spared = self._guard, 0
+        while excess > 0 and num_spared < LOOKED_AT and (rows := list(islice(self._oldest(), 64))):
+            spared: list[PrefixKey] = []
+            for key, _ in rows:
+                entry = self.find(key)
+                if entry is None or (guard is not None and guard.spares(key, entry.scope)):
+                    spared.append(key)
+                    continue
+                borrowed = guard is not None and guard.is_over(entry.scope)
+                self._evict([key], Cause.QUOTA if borrowed else Cause.ROOM)
+                excess -= self._pages(entry.place.nbytes)
+                if excess <= 0:
+                    break
+            self._move_back(spared)
+            num_spared += len(spared)
+        return excess <= 0
 
     def expire(self, before_s: int, limit: int) -> None:
         """Evict up to `limit` blocks that nobody used since `before_s`."""
         gone: list[PrefixKey] = []
+        kept: list[PrefixKey] = []
         for key, used_s in self._oldest():
-            if used_s >= before_s or len(gone) == limit:
+            if used_s >= before_s or len(gone) + len(kept) == limit:
                 break
-            gone.append(key)
+            (kept if self._guard is not None and self._guard.keeps(key) else gone).append(key)
         self._evict(gone, Cause.AGE)
+        self._move_back(kept)
+
+    def _move_back(self, keys: Sequence[PrefixKey]) -> None:
+        """To the recent end, in the order they have, so that they are not in the way."""
+        for sequence, key in enumerate(keys, start=self.take_sequences(len(keys))):
+            self.touch(key, sequence)
 
     def count_hits(self, num_hits: int, logical_bytes: int) -> None:
         self._day = self._day.plus(Day(num_hits=num_hits, hit_bytes=logical_bytes))
@@ -234,6 +262,10 @@ class Writer:
         self._day = self._day.plus(Day(num_evicted=len(gone)))
         self.evicted += gone
 
+    def _old_end(self) -> Iterator[bytes]:
+        with self._txn.cursor(db=self._dbs.order) as cursor:
+            yield from cursor.iternext(keys=True, values=False)
+
     def _oldest(self) -> Iterator[tuple[PrefixKey, int]]:
         with self._txn.cursor(db=self._dbs.order) as cursor:
             for data in cursor.iternext(keys=False, values=True):
@@ -244,6 +276,8 @@ class Writer:
         if account is None:
             account = Account.unpack(self._storage.get(self._txn, scope, self._dbs.scopes))
         self._accounts[scope] = account.plus(blocks, stored, logical)
+        if self._guard is not None:
+            self._guard.moved(scope, stored)
         now = Account(*self.totals[:3]).plus(blocks, stored, logical)
         self.totals = self.totals._replace(**now._asdict())
 

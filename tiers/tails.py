@@ -151,7 +151,8 @@ class TailSharing:
         """A new pinned block whose first `num_rows` rows are the source's."""
         residency = self._residency
         residency.pin(source)  # it must not be the victim that makes room for its own copy
-        slot = residency.take_slot()
+        block = Block()
+        slot = residency.take_slot(block, chain.root)
         if slot is not None:
             if source.slot is not None:
                 residency.pool.copy_rows(source.slot, slot, num_rows)
@@ -160,7 +161,6 @@ class TailSharing:
         residency.unpin(source, source.use)
         if slot is None:
             return None
-        block = Block(slot)
         block.writer = chain
         block.pins = 1
         return block

@@ -1,10 +1,11 @@
 """What every tier off the device is: a synchronous store of whole blocks that owns no threads."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from tiers.disk_accounts import Removed
 from tiers.errors import MissReason
 from tiers.keys import BlockId, PrefixKey
 from tiers.lives import LifeStats
@@ -51,7 +52,7 @@ class TierStats:
     hits: int = 0  # blocks served
     misses: int = 0  # blocks asked for and not served
     stored: int = 0  # blocks written
-    evicted: int = 0  # blocks dropped for room
+    evicted: int = 0  # blocks dropped for room or for age
     read_bytes: int = 0  # payload bytes as they lie in the tier
     written_bytes: int = 0
     faults: Mapping[MissReason, int] = field(default_factory=dict)
@@ -77,11 +78,35 @@ class Tier(Protocol):
         ...
 
     def store(self, ids: Sequence[BlockId], frames: "Sequence[Frame]") -> list[PrefixKey]:
-        """Write blocks not yet held; returns the keys dropped for room."""
+        """Write blocks not yet held; returns the keys, of these and others, not held any more."""
         ...
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
         """Forget these blocks; returns how many were held."""
+        ...
+
+    def keep(self, keys: Collection[PrefixKey]) -> None:
+        """From now on never drop these for room or for age. Any thread; returns at once."""
+        ...
+
+    def demoted(self, keys: Sequence[PrefixKey]) -> None:
+        """The tiers above gave up these, which are held here: they were used. As `keep`."""
+        ...
+
+    def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
+        """Which of these are held, each for itself."""
+        ...
+
+    def trace(self, key: PrefixKey) -> BlockId | None:
+        """The identity of the block under a key."""
+        ...
+
+    def purge(self, roots: Collection[PrefixKey]) -> Removed:
+        """Delete every block of these scopes. Raises what storage raises."""
+        ...
+
+    def count(self, roots: Collection[PrefixKey]) -> int:
+        """How many blocks of these scopes are held, by looking at each block. Raises likewise."""
         ...
 
     def flush(self) -> None:

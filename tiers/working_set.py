@@ -14,8 +14,12 @@ import heapq
 import math
 import zlib
 from bisect import bisect_right
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from tiers.keys import KEY_BYTES
 
 _HASH_SPACE = 1 << 32
 _POINTS_PER_OCTAVE = 8  # a curve's capacities are 9 per cent apart
@@ -59,22 +63,47 @@ class WorkingSet:
         """The share of the blocks that is followed."""
         return self._threshold / _HASH_SPACE
 
+    @property
+    def num_uses(self) -> int:
+        return self._num_uses
+
     def use(self, key: Hashable) -> None:
         """A block was used, hit or not. Bytes and integers hash alike in every process."""
         self._num_uses += 1
+        self._follow(key, _hash(key))
+
+    def use_all(self, keys: Sequence[bytes]) -> None:
+        """The same for keys of 16 bytes, themselves hashes: 0.05 us for each not followed."""
+        self._num_uses += len(keys)
+        hashes = np.frombuffer(b"".join(keys), "<u4")[::4]
+        for number in np.flatnonzero(hashes < self._threshold).tolist():
+            self._follow(keys[number], int(hashes[number]))
+
+    def made(self, key: Hashable) -> None:
+        """A block came to be without being asked for; its next use is a reuse."""
         hashed = _hash(key)
+        if hashed < self._threshold:
+            self._see(key, hashed)
+
+    def _follow(self, key: Hashable, hashed: int) -> None:
         if hashed >= self._threshold:
             return
         self._num_followed += 1
+        slot = self._slots.get(key)
+        if slot is not None:
+            newer = len(self._slots) - self._tree.count_through(slot)
+            point = _point((newer + 1) / self.rate)
+            self._reuses[point] = self._reuses.get(point, 0.0) + 1
+        self._see(key, hashed)
+
+    def _see(self, key: Hashable, hashed: int) -> None:
+        """`key` is the most recent of the followed blocks."""
         slot = self._slots.get(key)
         if slot is None:
             self._num_distinct += 1
             self._serial += 1
             heapq.heappush(self._by_hash, (-hashed, self._serial, key))
         else:
-            newer = len(self._slots) - self._tree.count_through(slot)
-            point = _point((newer + 1) / self.rate)
-            self._reuses[point] = self._reuses.get(point, 0.0) + 1
             self._tree.add(slot, -1)
         self._stamp(key)
         if len(self._slots) > self._max_samples:
@@ -142,8 +171,9 @@ class _Fenwick:
 
 
 def _hash(key: Hashable) -> int:
-    data = key if isinstance(key, bytes) else str(key).encode()
-    return zlib.crc32(data)
+    if isinstance(key, bytes):
+        return int.from_bytes(key[:4], "little") if len(key) == KEY_BYTES else zlib.crc32(key)
+    return zlib.crc32(str(key).encode())
 
 
 def _point(distance: float) -> int:

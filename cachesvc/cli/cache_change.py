@@ -20,9 +20,9 @@ from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress, size
 from cachesvc.config import disk_path, parse_duration, parse_size
 from tiers import disk_transfer
-from tiers.disk_accounts import Entry
+from tiers.disk_accounts import Entry, Removed
 from tiers.disk_compact import compact_folder
-from tiers.disk_ops import Removed, pages_by_age, remove
+from tiers.disk_ops import pages_by_age, remove
 from tiers.disk_ops import purge as purge_shard
 from tiers.disk_read import shard_of
 from tiers.disk_storage import StorageError
@@ -316,7 +316,7 @@ def _amount(removed: Removed) -> str:
 def _tell_removed(verb: str, gone: Removed, path: Path, *, json: bool, **more: Any) -> None:
     server = server_of(path)
     if json:
-        print_json(asdict(gone) | more | {"server": server})
+        print_json(gone._asdict() | more | {"server": server})
     else:
         typer.echo(f"{_amount(gone)} {verb}; their space is free for new blocks")
     if server is not None:

@@ -8,6 +8,7 @@ import pytest
 
 from tiers.block import BlockLayout
 from tiers.disk_open import open_disk
+from tiers.disk_settings import DiskSettings
 from tiers.errors import MissReason, TierClosed
 from tiers.frames import Frame, FrameArena
 from tiers.keys import BlockId, CacheScope
@@ -197,3 +198,45 @@ def test_readers_beside_a_writer_never_see_another_block(tier: Tier, frames: lis
         thread.join()
     assert wrong == []
     assert not set(tier.stats().faults) - {MissReason.NO_ROOM}
+
+
+def fill_up(tier: Tier, frames: list[Frame], first_seed: int, num_chains: int) -> None:
+    for seed in range(first_seed, first_seed + num_chains):
+        stored(tier, frames, 8, seed)
+
+
+def test_what_is_to_be_kept_is_not_dropped_for_room(tier: Tier, frames: list[Frame]) -> None:
+    kept, other = stored(tier, frames, 4, seed=1), stored(tier, frames, 4, seed=2)
+    tier.keep([block.key for block in kept])
+    fill_up(tier, frames, 100, 150)
+    assert (tier.probe(kept), tier.probe(other)) == (4, 0)
+    tier.keep([])
+    fill_up(tier, frames, 300, 150)
+    assert tier.probe(kept) == 0
+
+
+def test_a_block_is_told_by_its_key(tier: Tier, frames: list[Frame]) -> None:
+    ids = stored(tier, frames, 4)
+    missing = blocks(1, seed=9)[0]
+    assert tier.held([ids[3].key, missing.key, ids[0].key]) == [True, False, True]
+    assert (tier.trace(ids[2].key), tier.trace(missing.key)) == (ids[2], None)
+
+
+def test_a_purged_scope_is_gone_and_the_others_stand(tier: Tier, frames: list[Frame]) -> None:
+    ids = stored(tier, frames, 6)
+    scope = CacheScope(weights=b"tiny", tenant=b"other")
+    others = blocks(3, scope=scope)
+    tier.store(others, frames[:3])
+    assert tier.count([ids[0].scope]) == 6
+    assert tier.purge([ids[0].scope]).num_blocks == 6
+    assert (tier.count([ids[0].scope]), tier.count([scope.root()])) == (0, 3)
+    assert (tier.probe(ids), tier.probe(others)) == (0, 3)
+
+
+def test_what_could_not_be_written_is_told(frames: list[Frame], tmp_path: Path) -> None:
+    tier = open_disk(tmp_path, LAYOUT, CAPACITY, settings=DiskSettings(write_budget_bytes=1))
+    ids = blocks(3)
+    assert tier.store(ids, frames[:3]) == [block.key for block in ids]
+    tier.keep([ids[0].key])
+    assert tier.store(ids[:1], frames[:1]) == []
+    tier.close()

@@ -19,14 +19,17 @@ from engine.group import seed_of
 from engine.queue import QueueOrder
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduler import SchedulerSettings
-from tiers.admission import WritePolicy
+from tiers.admission import Promotion, WritePolicy
 from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import MissReason
 from tiers.events import EventKind
+from tiers.index import BlockState
 from tiers.keys import CacheScope, PrefixKey
 from tiers.memory import MemoryTier, SteppedMover
 from tiers.policy import PolicyName
+from tiers.quota import Shares
 from tiers.tier import TierName
+from tiers.upkeep import UpkeepSettings
 
 BLOCK = 4
 EOS = 50  # beyond the tokens that the model chooses by itself; a grammar may allow it
@@ -95,9 +98,23 @@ class World:
         step_tokens: int = 16,
         policy: str = "lru",
         jump_forward: bool = True,
+        promotion: Promotion = Promotion.KEEP,
+        quotas: dict[PrefixKey, float] | None = None,
+        upkeep: UpkeepSettings | None = None,
     ) -> None:
+        """`quotas` are parts of every tier, by scope."""
         layout = chain_layout(BLOCK)
-        tier = MemoryTier(disk_blocks, fault_rate=fault_rate, seed=seed)
+        self.now_s = 1_000_000.0
+        shares = None
+        if quotas is not None:
+            shares = Shares(1_000_000, {root: int(1e6 * part) for root, part in quotas.items()})
+        tier = MemoryTier(
+            disk_blocks,
+            fault_rate=fault_rate,
+            seed=seed,
+            block_bytes=layout.nbytes,
+            shares=shares,
+        )
         self.tier = tier
         self.mover = SteppedMover(tier, seed=seed)
         self.cache = TieredCache(
@@ -109,9 +126,14 @@ class World:
                 write_policy=write_policy,
                 weigh_loads=False,
                 policy=policy,
+                promotion=promotion,
+                upkeep=upkeep or UpkeepSettings(),
             ),
             disk=tier,
             mover=self.mover,
+            shares=shares,
+            clock=lambda: self.now_s,
+            wall_clock=lambda: self.now_s,
         )
         self.events = self.cache.stream.subscribe(capacity=1_000_000)
         self.told: set[tuple[TierName, PrefixKey]] = set()
@@ -215,12 +237,22 @@ class World:
             assert sum(outputs[0].miss_reasons.values()) in (0, outputs[0].counts.miss)
             _check_lookup(outputs[0])
 
-    def check_idle(self) -> None:
-        """Nothing is pinned, and slots and frames are conserved."""
+    def settle(self) -> None:
+        """Let everything under way end."""
         self.cache.step()
         while self.cache.is_moving:
             self.mover.run(1000)
             self.cache.step()
+
+    def stands(self, keys: Sequence[PrefixKey]) -> list[bool]:
+        """Whether the KV of each block is in any tier."""
+        blocks = [self.cache.index.get(key) for key in keys]
+        above = [block is not None and block.state is BlockState.READY for block in blocks]
+        return [a or b for a, b in zip(above, self.tier.held(keys), strict=True)]
+
+    def check_idle(self) -> None:
+        """Nothing is in use, and slots and frames are conserved."""
+        self.settle()
         assert not self.engine._scheduler.has_work
         for block in [*self.cache.index, *self.cache.index.iter_partials()]:
             assert block.pins == 0 and block.busy == 0, block

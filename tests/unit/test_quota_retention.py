@@ -4,21 +4,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiers.retention import IdleClock, PinError, Pins
+from tiers.retention import IdleClock, Pin, PinError, Pins
+
+
+def put(pins, name, keys, until_s):
+    return pins.put(Pin(name=name, keys=tuple(keys), until_s=until_s))
 
 
 def test_a_pin_holds_until_it_expires():
     pins = Pins[str](max_blocks=4)
-    assert pins.pin("p", ["a", "b"], until_s=10.0) == (["a", "b"], [])
-    assert pins.expire(9.9) == []
+    assert put(pins, "p", ["a", "b"], until_s=10.0) == (["a", "b"], [])
+    assert pins.expire(9.9) is None
     assert sorted(pins.expire(10.0)) == ["a", "b"]
     assert (pins.num_blocks, pins.pins()) == (0, [])
 
 
 def test_a_block_under_two_pins_is_held_once_and_released_with_the_last():
     pins = Pins[str](max_blocks=4)
-    pins.pin("p", ["a", "b"], 10.0)
-    assert pins.pin("q", ["a", "c"], 20.0) == (["c"], [])
+    put(pins, "p", ["a", "b"], 10.0)
+    assert put(pins, "q", ["a", "c"], 20.0) == (["c"], [])
     assert pins.unpin("p") == ["b"]
     assert "a" in pins
     assert sorted(pins.unpin("q")) == ["a", "c"]
@@ -27,11 +31,11 @@ def test_a_block_under_two_pins_is_held_once_and_released_with_the_last():
 
 def test_a_pin_beyond_the_bound_is_refused_and_changes_nothing():
     pins = Pins[str](max_blocks=3)
-    pins.pin("p", ["a", "b"], 10.0)
+    put(pins, "p", ["a", "b"], 10.0)
     with pytest.raises(PinError, match="'q' would make 4 pinned blocks, and 3 may be"):
-        pins.pin("q", ["c", "d"], 10.0)
+        put(pins, "q", ["c", "d"], 10.0)
     assert [pin.name for pin in pins.pins()] == ["p"]
-    assert pins.pin("p", ["b", "c", "d"], 10.0) == (["c", "d"], ["a"])
+    assert put(pins, "p", ["b", "c", "d"], 10.0) == (["c", "d"], ["a"])
 
 
 NAMED = st.tuples(st.sampled_from("pqr"), st.lists(st.sampled_from("abcdef"), max_size=4))
@@ -45,7 +49,7 @@ def test_held_and_released_keys_balance(operations):
     for is_pin, (name, keys) in operations:
         if is_pin:
             try:
-                hold, release = pins.pin(name, keys, 1.0)
+                hold, release = put(pins, name, keys, 1.0)
             except PinError:
                 continue
             assert not held & set(hold)

@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from tiers.errors import ConfigurationError
 from tiers.policy import Use
 from tiers.policy.lru import Lru
-from tiers.quota import COMMON, FairPolicy, Quotas
+from tiers.quota import COMMON, FairPolicy, Quotas, Shares
+
+
+def shared(capacity: int, quotas: dict[str, int], default: int = 0) -> Quotas:
+    """One tier that is the whole cache."""
+    return Quotas(Shares(capacity, quotas, default), capacity)
 
 
 class Cache:
@@ -41,7 +46,7 @@ class Cache:
 
 
 def test_a_scan_evicts_its_own_blocks_and_not_the_others():
-    cache = Cache(Quotas(100, {"a": 40}), 100)
+    cache = Cache(shared(100, {"a": 40}), 100)
     for number in range(40):
         cache.use("a", number)
     for number in range(1000):
@@ -50,7 +55,7 @@ def test_a_scan_evicts_its_own_blocks_and_not_the_others():
 
 
 def test_a_tenant_borrows_idle_room_and_gives_it_back():
-    cache = Cache(Quotas(100, {"a": 30}), 100)
+    cache = Cache(shared(100, {"a": 30}), 100)
     for number in range(100):
         cache.use("a", number)
     assert cache.count("a") == 100
@@ -59,25 +64,53 @@ def test_a_tenant_borrows_idle_room_and_gives_it_back():
     assert (cache.count("a"), cache.count("b")) == (30, 70)
 
 
-def test_bytes_are_counted_over_all_tiers():
-    """What a tenant has on the host makes it the one to leave the device."""
-    quotas = Quotas(20, {"a": 10})
-    host, device = Cache(quotas, 100), Cache(quotas, 4)
-    for number in range(11):
+def test_a_quota_is_the_same_part_of_every_tier():
+    """Who was promised half of all bytes has half of the device, whatever it has on the host."""
+    shares = Shares(120, {"a": 60})
+    host, device = Cache(Quotas(shares, 100), 100), Cache(Quotas(shares, 20), 20)
+    for number in range(100):
         host.use("a", number)
-    device.use("b", 1)
-    device.use("b", 2)
-    for number in range(2):
+    for number in range(10):
         device.use("a", number)
-    assert device.use("b", 3) == [("a", 0)]
-    assert quotas.usage() == {"a": (12, 10), COMMON: (3, 10)}
+    for number in range(100):
+        device.use("scan", number)
+    assert (device.count("a"), device.count("scan")) == (10, 10)
+    assert device.policy._quotas.usage() == {"a": (10, 10), COMMON: (10, 10)}
+
+
+def test_an_owner_without_a_quota_gets_the_default_while_there_is_room_to_promise():
+    cache = Cache(shared(100, {"a": 40}, default=25), 100)
+    for tenant in ("b", "c", "d"):
+        for number in range(30):
+            cache.use(tenant, number)
+    usage = cache.policy._quotas.usage()
+    assert {group: share for group, (_, share) in usage.items()} == {
+        "a": 40,
+        "b": 25,
+        "c": 25,
+        COMMON: 10,
+    }
+    for number in range(40):
+        cache.use("a", number)
+    assert [cache.count(tenant) for tenant in "abcd"] == [40, 25, 25, 10]
+
+
+def test_tenants_are_told_apart_by_their_owner():
+    """Several scopes of one tenant share its quota."""
+    owners = {"s1": "acme", "s2": "acme"}
+    shares = Shares(100, {"acme": 30}, owner_of=owners.get)
+    cache = Cache(Quotas(shares, 100), 100)
+    for number in range(20):
+        cache.use("s1", number)
+        cache.use("s2", number)
+    assert cache.policy._quotas.usage() == {"acme": (40, 30), COMMON: (0, 70)}
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_nobody_at_or_under_its_share_loses_while_another_is_over(seed):
     rng = random.Random(seed)
-    quotas = Quotas(40, {"a": 10, "b": 5})
+    quotas = shared(40, {"a": 10, "b": 5})
     cache = Cache(quotas, 40)
     for _ in range(300):
         tenant = rng.choice("abcd")
@@ -90,7 +123,7 @@ def test_nobody_at_or_under_its_share_loses_while_another_is_over(seed):
 
 
 def test_a_held_block_is_passed_over_for_the_next_group():
-    cache = Cache(Quotas(4, {"a": 1}), 4)
+    cache = Cache(shared(4, {"a": 1}), 4)
     cache.use("a", 1)
     cache.use("a", 2)
     cache.use("b", 1)
@@ -107,6 +140,6 @@ def test_a_held_block_is_passed_over_for_the_next_group():
 
 def test_quotas_that_cannot_be_kept_are_refused():
     with pytest.raises(ConfigurationError, match="promise 120 bytes"):
-        Quotas(100, {"a": 70, "b": 50})
+        Shares(100, {"a": 70, "b": 50})
     with pytest.raises(ConfigurationError, match="'a' is -1 bytes"):
-        Quotas(100, {"a": -1})
+        Shares(100, {"a": -1})

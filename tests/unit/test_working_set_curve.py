@@ -1,6 +1,7 @@
 """The miss-ratio curve against the truth, and its bounds."""
 
 import pytest
+import xxhash
 
 from tiers.replay import TierPlan, replay
 from tiers.trace import Trace, TraceRequest
@@ -36,10 +37,35 @@ def test_the_curve_is_what_lru_hits(max_samples, error, capacities):
     assert list(curve.hit_rates) == sorted(curve.hit_rates)
 
 
+def _key(number: int) -> bytes:
+    return xxhash.xxh3_128_digest(number.to_bytes(8, "little"))
+
+
+@pytest.mark.parametrize("max_samples", [60, 10_000])
+def test_a_lookup_at_once_counts_as_its_blocks_one_by_one(max_samples):
+    one, all_at_once = WorkingSet(max_samples), WorkingSet(max_samples)
+    for request in TRACE.requests:
+        keys = [_key(hash(block)) for block in request.blocks]
+        all_at_once.use_all(keys)
+        for key in keys:
+            one.use(key)
+    assert one.curve() == all_at_once.curve()
+
+
+def test_a_generated_block_is_reused_by_the_first_who_asks_for_it():
+    working_set = WorkingSet()
+    for number in range(3):
+        working_set.made(_key(number))
+    for number in range(3):
+        working_set.use(_key(number))
+    assert working_set.num_uses == 3
+    assert working_set.curve().hit_rate(4) == 1.0
+
+
 def test_memory_is_bounded_and_the_rate_falls():
     working_set = WorkingSet(max_samples=50)
     for number in range(10_000):
-        working_set.use(number.to_bytes(16, "little"))
+        working_set.use(_key(number))
     assert len(working_set._slots) <= 50
     assert len(working_set._by_hash) <= 51
     assert working_set.rate < 0.02

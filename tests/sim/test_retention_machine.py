@@ -1,0 +1,263 @@
+"""The engine's random lives once more, under pins, quotas, idle limits, moves and purges.
+
+What an operator was promised holds whatever the interleaving: a pinned block is never lost, a
+tenant within its share loses nothing to another's scan, and after a purge nothing is found.
+"""
+
+import random
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+
+from engine.chain_runner import replay
+from engine.request import FinishReason
+from tests.sim.test_engine_machine import BLOCK, World
+from tiers.admission import Promotion, WritePolicy
+from tiers.chain import Chain
+from tiers.chronicle import CacheEvent
+from tiers.keys import CacheScope, PrefixKey
+from tiers.policy import PolicyName
+from tiers.purge import Purged
+from tiers.retention import PinError
+from tiers.tier import TierName
+from tiers.upkeep import UpkeepSettings
+
+TENANTS = (b"", b"other", b"third")
+
+
+def root_of(tenant: bytes) -> PrefixKey:
+    return CacheScope(tenant=tenant).root()
+
+
+def check_quotas(world: World) -> None:
+    """What the groups have of each tier is what the tier holds."""
+    stats = world.cache.stats()
+    for tier in (stats.device, stats.host, stats.disk):
+        assert tier is not None
+        uses = [use.used_bytes for use in stats.groups if use.tier is tier.name]
+        held = tier.num_blocks * world.cache.layout.nbytes
+        assert not uses or sum(uses) == held, tier.name
+
+
+class Life:
+    """Random arrivals over shared prefixes with an operator at work beside them."""
+
+    def __init__(self, world: World, chance: random.Random) -> None:
+        self.world = world
+        self.chance = chance
+        self.trunks = {tenant: [self._prompt(1, 30) for _ in range(3)] for tenant in TENANTS}
+        self.purges: list[Future[Purged]] = []
+        self.pinned: dict[str, list[PrefixKey]] = {}
+        self.stood: set[PrefixKey] = set()  # pinned blocks that were seen in a tier
+        self.num_sent = 0
+
+    def run(self, num_requests: int, acts: tuple[Callable[[], None], ...]) -> None:
+        turns = 0
+        world, chance = self.world, self.chance
+        while self.num_sent < num_requests or world.live():
+            turns += 1
+            assert turns < 20_000, f"stuck: {world.live()} {world.engine.stats()}"
+            if self.num_sent < num_requests and chance.random() < 0.4:
+                self._send()
+            if world.live() and chance.random() < 0.03:
+                world.engine.abort(chance.choice(world.live()))
+            if acts and chance.random() < 0.1:
+                chance.choice(acts)()
+            world.now_s += chance.random()
+            if not world.engine.turn() or chance.random() < 0.3:
+                world.mover.run(chance.randrange(3))
+            self._check_pins()
+        world.settle()
+
+    def pin(self) -> None:
+        tenant = self.chance.choice(TENANTS)
+        chain = Chain(root_of(tenant), self.chance.choice(self.trunks[tenant]), BLOCK)
+        name, until_s = self.chance.choice("abc"), self.world.now_s + self.chance.randrange(5, 60)
+        try:
+            self.world.cache.pin(name, chain, until_s)
+        except PinError:
+            return
+
+    def unpin(self) -> None:
+        self.world.cache.unpin(self.chance.choice("abc"))
+
+    def evict(self) -> None:
+        tenant = self.chance.choice(TENANTS)
+        chain = Chain(root_of(tenant), self.chance.choice(self.trunks[tenant]), BLOCK)
+        self.world.cache.evict(chain.keys)
+
+    def purge(self) -> None:
+        self.purges.append(self.world.cache.purge([root_of(self.chance.choice(TENANTS))]))
+
+    def _check_pins(self) -> None:
+        """A pinned block that stood in a tier stands in one for as long as it is pinned."""
+        pinned = {key for pin in self.world.cache.pins() for key in pin.keys}
+        self.stood &= pinned
+        standing = self.world.stands(list(pinned))
+        now = {key for key, stands in zip(pinned, standing, strict=True) if stands}
+        assert self.stood <= now, "a pinned block was lost"
+        self.stood = now
+
+    def _prompt(self, least: int, most: int) -> list[int]:
+        return [self.chance.randrange(50) for _ in range(self.chance.randrange(least, most))]
+
+    def _send(self) -> None:
+        chance, world = self.chance, self.world
+        tenant = chance.choice(TENANTS)
+        base = chance.choice(self.trunks[tenant])
+        prompt = (base[: chance.randrange(1, len(base) + 1)] + self._prompt(0, 9) or [1])[
+            : world.engine.max_tokens - 1
+        ]
+        if chance.random() < 0.2:
+            self.trunks[tenant][chance.randrange(3)] = prompt + replay(prompt, 5)
+        world.submit(
+            f"r{self.num_sent}",
+            prompt,
+            max_tokens=chance.randrange(1, 12),
+            n=chance.choice((1, 1, 3)),
+            tenant=tenant,
+            seed=chance.choice((None, 1)),
+        )
+        self.num_sent += 1
+
+
+@pytest.mark.parametrize("promotion", list(Promotion))
+@pytest.mark.parametrize("policy", [PolicyName.LRU, PolicyName.S3FIFO, PolicyName.ARC])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_interleaving_with_an_operator_is_exact(
+    seed: int, policy: PolicyName, promotion: Promotion
+) -> None:
+    chance = random.Random(seed * 104_729)
+    world = World(
+        device_blocks=chance.choice((16, 24, 60)),
+        host_blocks=chance.choice((16, 40)),
+        disk_blocks=chance.choice((40, 300)),
+        fault_rate=(0.0, 0.05, 0.0)[seed],
+        seed=seed,
+        write_policy=chance.choice(list(WritePolicy)),
+        policy=policy,
+        promotion=promotion,
+        quotas={root_of(b"other"): 0.3} if seed else None,
+        upkeep=UpkeepSettings(
+            device_idle_s=chance.choice((None, 5.0)), host_idle_s=chance.choice((None, 20.0))
+        ),
+    )
+    life = Life(world, chance)
+    life.run(60, (life.pin, life.pin, life.pin, life.unpin, life.evict, life.purge))
+    world.check()
+    world.check_idle()
+    check_quotas(world)
+    for purge in life.purges:
+        assert purge.result(0).num_left == 0
+
+
+@pytest.mark.parametrize("promotion", list(Promotion))
+def test_a_tenant_within_its_share_loses_nothing_to_a_scan(promotion: Promotion) -> None:
+    """Half of every tier is promised to one tenant, and another asks for ever new prompts."""
+    world = World(
+        device_blocks=40,
+        host_blocks=40,
+        disk_blocks=120,
+        quotas={root_of(b"acme"): 0.5},
+        promotion=promotion,
+        max_running=2,
+    )
+    prompts = [[tenth * 5 + n % 5 for n in range(18)] for tenth in range(4)]
+    for number, prompt in enumerate(prompts):
+        world.submit(f"acme{number}", prompt, max_tokens=1, tenant=b"acme")
+        world.run()
+    keys = [key for p in prompts for key in Chain(root_of(b"acme"), p, BLOCK).keys]
+    chance = random.Random(1)
+    for number in range(200):
+        scan = [chance.randrange(50) for _ in range(30)]
+        world.submit(f"scan{number}", scan, max_tokens=1, tenant=b"scan")
+        world.run()
+        world.settle()
+    blocks = [world.cache.index.get(key) for key in keys]
+    assert all(block is not None and block.slot is not None for block in blocks)
+    for number, prompt in enumerate(prompts):
+        world.submit(f"again{number}", prompt, max_tokens=1, tenant=b"acme")
+        world.run()
+        assert world.counts(f"again{number}").hit_device == 17
+    world.check()
+    world.check_idle()
+    check_quotas(world)
+    used = {(use.tier, use.group): use for use in world.cache.quotas()}
+    assert used[TierName.DEVICE, None].used_bytes > used[TierName.DEVICE, None].share_bytes * 0.9
+
+
+def test_what_a_purged_tenant_is_running_ends_well_and_is_kept_nowhere() -> None:
+    world = World(device_blocks=60, host_blocks=40, disk_blocks=200)
+    prompt = list(range(30))
+    world.submit("before", prompt, max_tokens=2, tenant=b"acme")
+    world.run()
+    world.submit("other", prompt, max_tokens=2, tenant=b"other")
+    world.run()
+    world.submit("running", [*prompt, 7], max_tokens=10, tenant=b"acme", n=2)
+    world.submit("waiting", [*prompt, 8], max_tokens=10, tenant=b"acme")
+    for _ in range(3):
+        world.step()
+    done = world.cache.purge([root_of(b"acme")])
+    world.submit("meanwhile", [*prompt, 9], max_tokens=2, tenant=b"acme")
+    world.run()
+    world.settle()
+    purged = done.result(0)
+    assert (purged.num_left, purged.roots) == (0, (root_of(b"acme"),))
+    assert purged.removed[TierName.DEVICE].num_blocks >= 7
+    assert purged.in_use >= 7
+    keys = [*Chain(root_of(b"acme"), [*prompt, 7], BLOCK).keys]
+    assert not any(world.stands(keys))
+    assert world.tier.count([root_of(b"acme")]) == 0
+    assert world.tier.count([root_of(b"other")]) + len(world.cache.index) > 0
+    world.check()
+    world.check_idle()
+    world.submit("after", prompt, max_tokens=2, tenant=b"acme")
+    world.run()
+    assert world.counts("after").hit == 0
+    world.submit("again", prompt, max_tokens=2, tenant=b"acme")
+    world.run()
+    assert world.counts("again").hit == len(prompt) - 1
+
+
+def test_a_purge_waits_for_loads_and_stores_under_way() -> None:
+    world = World(device_blocks=12, host_blocks=16, disk_blocks=200)
+    prompt = list(range(40))
+    world.submit("cold", prompt, max_tokens=1, tenant=b"acme")
+    world.run()
+    for number in range(8):
+        world.submit(f"flood{number}", [40 + number % 9] * 36, max_tokens=1)
+        world.run()
+        world.mover.run(10)
+    world.submit("loading", prompt, max_tokens=1, tenant=b"acme")
+    world.engine.turn()
+    world.mover.run(1)  # the probe; its loads are under way now
+    world.engine.turn()
+    assert world.cache.stats().num_loads
+    num_on_disk = world.tier.count([root_of(b"acme")])
+    done = world.cache.purge([root_of(b"acme")])
+    assert not done.done()
+    world.run()
+    world.settle()
+    assert done.result(0).num_left == 0
+    assert world.counts("loading").hit == 0
+    assert world.cache.residency.chronicle.events[TierName.DISK, CacheEvent.PURGED] == num_on_disk
+    assert num_on_disk > 4
+    world.check()
+    world.check_idle()
+
+
+def test_a_purge_that_the_disk_refuses_says_so() -> None:
+    world = World(device_blocks=40)
+
+    def refuse(roots: object) -> None:
+        raise OSError("the disk is gone")
+
+    world.tier.purge = refuse  # type: ignore[method-assign, assignment]
+    done = world.cache.purge([root_of(b"acme")])
+    world.settle()
+    with pytest.raises(OSError, match="the disk is gone"):
+        done.result(0)
+    world.submit("after", [1] * 9, max_tokens=1, tenant=b"acme")
+    world.run()
+    assert world.outputs["after"][-1].finish is FinishReason.LENGTH

@@ -1,0 +1,153 @@
+"""Quotas on disk, what a tier that moves gives up first, and idle blocks that are pinned."""
+
+from pathlib import Path
+
+import pytest
+
+from tiers.block import BlockLayout
+from tiers.disk import DiskTier
+from tiers.disk_open import open_disk
+from tiers.disk_settings import DiskOrder, DiskSettings
+from tiers.frames import Frame, FrameArena
+from tiers.keys import BlockId, CacheScope
+from tiers.lives import Cause
+from tiers.quota import COMMON, Shares
+from tiers.testing import chain, fill, take
+
+LAYOUT = BlockLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32")
+CAPACITY = 3 << 20
+ACME = CacheScope(tenant=b"acme")
+SCAN = CacheScope(tenant=b"scan")
+
+
+class Clock:
+    now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def frames() -> list[Frame]:
+    return take(FrameArena(LAYOUT, 16), 16)
+
+
+def open_tier(
+    root: Path,
+    *,
+    quota: float | None = None,
+    settings: DiskSettings | None = None,
+    clock: Clock | None = None,
+) -> DiskTier:
+    shares = Shares(1000, {ACME.root(): int(1000 * quota)}) if quota else None
+    return open_disk(
+        root, LAYOUT, CAPACITY, shares=shares, settings=settings, clock=clock or Clock()
+    )
+
+
+def store(tier: DiskTier, frames: list[Frame], scope: CacheScope, seed: int) -> list[BlockId]:
+    ids = chain(8, block_size=LAYOUT.block_size, seed=seed, scope=scope)
+    for frame, block in zip(frames, ids, strict=False):
+        fill(frame, block)
+    tier.store(ids, frames[:8])
+    return ids
+
+
+def scan(tier: DiskTier, frames: list[Frame], num_chains: int, first: int = 1000) -> None:
+    for seed in range(first, first + num_chains):
+        store(tier, frames, SCAN, seed)
+
+
+def test_a_scan_leaves_a_tenant_its_share_of_the_disk(tmp_path: Path, frames: list[Frame]) -> None:
+    tier = open_tier(tmp_path, quota=0.4)
+    mine = [store(tier, frames, ACME, seed) for seed in range(4)]
+    used, share = tier.quotas()[ACME.root()]
+    assert 0 < used < share
+    scan(tier, frames, 100)
+    assert [8] * 4 == [tier.probe(ids) for ids in mine]
+    assert tier.quotas()[ACME.root()] == (used, share)
+    assert set(tier.stats().lives.causes) == {Cause.QUOTA}
+    tier.close()
+
+
+def test_a_tenant_borrows_the_disk_and_gives_it_back(tmp_path: Path, frames: list[Frame]) -> None:
+    tier = open_tier(tmp_path, quota=0.4)
+    for seed in range(60):
+        store(tier, frames, ACME, seed)
+    used, share = tier.quotas()[ACME.root()]
+    assert used > 2 * share
+    scan(tier, frames, 100)
+    used, share = tier.quotas()[ACME.root()]
+    assert 0.8 * share < used <= share
+    assert tier.stats().num_blocks > 40
+    tier.close()
+
+
+def test_what_each_group_has_is_counted_again_at_start(tmp_path: Path, frames: list[Frame]) -> None:
+    tier = open_tier(tmp_path, quota=0.4)
+    store(tier, frames, ACME, 1)
+    scan(tier, frames, 2)
+    before = tier.quotas()
+    tier.close()
+    tier = open_tier(tmp_path, quota=0.4)
+    assert tier.quotas() == before
+    assert before[COMMON][0] == 2 * before[ACME.root()][0]
+    tier.purge([ACME.root()])
+    assert tier.quotas()[ACME.root()][0] == 0
+    tier.close()
+
+
+@pytest.mark.parametrize("order", list(DiskOrder))
+def test_what_was_read_leaves_first_where_the_tier_moves(
+    tmp_path: Path, frames: list[Frame], order: DiskOrder
+) -> None:
+    tier = open_tier(tmp_path, settings=DiskSettings(order=order, moves=True))
+    scan(tier, frames, 60)  # the old end has room for sequences before it
+    read, other = store(tier, frames, ACME, 1), store(tier, frames, ACME, 2)
+    assert tier.load(read, frames[:8]).num_blocks == 8
+    scan(tier, frames, 4, first=2000)
+    assert (tier.probe(read), tier.probe(other)) == (0, 8)
+    tier.close()
+
+
+def test_what_the_tiers_above_gave_up_is_no_longer_first(
+    tmp_path: Path, frames: list[Frame]
+) -> None:
+    tier = open_tier(tmp_path, settings=DiskSettings(moves=True))
+    scan(tier, frames, 60)
+    read = store(tier, frames, ACME, 1)
+    tier.load(read, frames[:8])
+    tier.demoted([block.key for block in read])
+    scan(tier, frames, 4, first=2000)
+    assert tier.probe(read) == 8
+    tier.close()
+
+
+def test_of_what_was_read_the_tail_leaves_before_the_head(
+    tmp_path: Path, frames: list[Frame]
+) -> None:
+    tier = open_tier(tmp_path, settings=DiskSettings(moves=True))
+    scan(tier, frames, 60)
+    read = store(tier, frames, ACME, 1)
+    tier.load(read, frames[:8])
+    seen = 8
+    for seed in range(2000, 2060):
+        one = chain(1, block_size=LAYOUT.block_size, seed=seed, scope=SCAN)
+        tier.store(one, frames[:1])
+        held = tier.held([block.key for block in read])
+        assert held == sorted(held, reverse=True), "the head left before the tail"
+        seen = min(seen, sum(held))
+    assert seen < 8
+    tier.close()
+
+
+def test_idle_blocks_leave_and_pinned_ones_stay(tmp_path: Path, frames: list[Frame]) -> None:
+    clock = Clock()
+    tier = open_tier(tmp_path, settings=DiskSettings(idle_ttl_s=100), clock=clock)
+    idle, pinned = store(tier, frames, ACME, 1), store(tier, frames, ACME, 2)
+    tier.keep([block.key for block in pinned])
+    clock.now_s += 101
+    tier.flush()
+    assert (tier.probe(idle), tier.probe(pinned)) == (0, 8)
+    assert tier.stats().lives.causes == {Cause.AGE: 8}
+    tier.close()

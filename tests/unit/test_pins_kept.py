@@ -1,0 +1,254 @@
+"""Pins in the cache: kept in at least one tier, bounded, over restarts, and let go in time."""
+
+from array import array
+from pathlib import Path
+
+import pytest
+
+from engine.chain_runner import chain_layout
+from tiers.cache import CacheSettings, TieredCache
+from tiers.chain import Chain
+from tiers.keys import CacheScope, PrefixKey
+from tiers.memory import MemoryTier, SteppedMover
+from tiers.pin_file import PINS_NAME, load_pins, save_pins
+from tiers.promotion import Progress
+from tiers.retention import Pin, PinError
+from tiers.upkeep import UpkeepSettings
+
+BLOCK = 4
+LAYOUT = chain_layout(BLOCK)
+ROOT = CacheScope(tenant=b"acme").root()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Bench:
+    """A cache over a disk in memory, whose sequences are computed by saying so."""
+
+    def __init__(
+        self,
+        *,
+        device: int = 12,
+        host: int = 16,
+        disk: int = 60,
+        folder: Path | None = None,
+        tier: MemoryTier | None = None,
+        upkeep: UpkeepSettings | None = None,
+    ) -> None:
+        self.clock = Clock()
+        self.tier = tier or MemoryTier(disk, block_bytes=LAYOUT.nbytes)
+        self.mover = SteppedMover(self.tier)
+        self.cache = TieredCache(
+            LAYOUT,
+            CacheSettings(
+                device_bytes=device * LAYOUT.nbytes,
+                host_bytes=host * LAYOUT.nbytes,
+                weigh_loads=False,
+                upkeep=upkeep or UpkeepSettings(),
+            ),
+            disk=self.tier if disk else None,
+            mover=self.mover if disk else None,
+            pin_folder=folder,
+            clock=self.clock,
+            wall_clock=self.clock,
+        )
+
+    def chain(self, first: int, num_blocks: int, root: PrefixKey = ROOT) -> Chain:
+        return Chain(root, array("i", range(first, first + num_blocks * BLOCK)), BLOCK)
+
+    def serve(self, chain: Chain) -> int:
+        """Run a request over the chain; how many of its blocks were hits."""
+        ticket = self.cache.open(chain)
+        while self.cache.advance(ticket) is not Progress.READY:
+            self.settle(1)
+        hits = len(ticket.blocks)
+        blocks = [*ticket.blocks, *self.cache.plan(chain, hits)]
+        for number in range(hits, len(blocks)):
+            self.cache.provide(blocks[number])
+            blocks[number] = self.cache.commit(chain, number, blocks[number])
+        ticket.blocks.clear()
+        self.cache.release(chain, blocks, chain.num_tokens)
+        self.settle()
+        return hits
+
+    def scan(self, num_blocks: int, first: int = 10_000) -> None:
+        for start in range(0, num_blocks, 4):
+            self.serve(self.chain(first + start * BLOCK, 4))
+
+    def settle(self, seconds: float = 0.1) -> None:
+        """Let a little time pass and everything under way end."""
+        self.clock.now_s += seconds
+        for _ in range(4):
+            self.mover.run(1000)
+            self.cache.step()
+
+    def stands(self, chain: Chain) -> list[bool]:
+        """Whether each block is in any tier."""
+        below = self.tier.held(chain.keys)
+        return [
+            held or self.cache.index.get(key) is not None
+            for key, held in zip(chain.keys, below, strict=True)
+        ]
+
+
+def test_a_pinned_prefix_outlives_a_scan_of_many_capacities() -> None:
+    bench = Bench()
+    pinned, other = bench.chain(0, 6), bench.chain(500, 6)
+    bench.serve(pinned)
+    bench.serve(other)
+    bench.cache.pin("system", pinned, bench.clock.now_s + 3600)
+    bench.scan(400)
+    assert [True] * 6 == bench.stands(pinned)
+    assert not any(bench.stands(other))
+    assert bench.serve(pinned) == 6
+    bench.cache.residency.check()
+
+
+def test_without_a_disk_the_host_keeps_what_is_pinned() -> None:
+    bench = Bench(disk=0, host=40)
+    pinned = bench.chain(0, 6)
+    bench.serve(pinned)
+    bench.cache.pin("system", pinned, bench.clock.now_s + 3600)
+    bench.scan(400)
+    assert bench.serve(pinned) == 6
+
+
+def test_what_is_pinned_before_it_is_computed_is_kept_from_then_on() -> None:
+    bench = Bench()
+    pinned = bench.chain(0, 5)
+    bench.cache.pin("later", pinned, bench.clock.now_s + 3600)
+    bench.scan(40)
+    bench.serve(pinned)
+    bench.scan(400)
+    assert bench.serve(pinned) == 5
+
+
+def test_pins_may_not_fill_the_device() -> None:
+    """A request that needs every block of the device gets it, and the pin is served from below."""
+    bench = Bench(device=8)
+    pinned = bench.chain(0, 6)
+    bench.serve(pinned)
+    bench.cache.pin("system", pinned, bench.clock.now_s + 3600)
+    bench.serve(bench.chain(900, 8))
+    assert all(bench.stands(pinned))
+    assert bench.serve(pinned) == 6
+
+
+def test_a_pin_that_ends_lets_its_blocks_go() -> None:
+    for end in ("unpin", "expire"):
+        bench = Bench()
+        pinned = bench.chain(0, 6)
+        bench.serve(pinned)
+        bench.cache.pin("system", pinned, bench.clock.now_s + 100)
+        bench.scan(100)
+        if end == "unpin":
+            assert bench.cache.unpin("system")
+            assert not bench.cache.unpin("system")
+        else:
+            bench.settle(101)
+        assert bench.cache.pins() == []
+        bench.scan(400)
+        assert not any(bench.stands(pinned)), end
+        bench.cache.residency.check()
+
+
+def test_pins_hold_after_a_restart(tmp_path: Path) -> None:
+    bench = Bench(folder=tmp_path)
+    pinned = bench.chain(0, 6)
+    bench.serve(pinned)
+    pin = bench.cache.pin("system", pinned, bench.clock.now_s + 3600, "the house's prompt")
+    bench.mover.run(10)
+    assert bench.cache.saved().result(0) is None
+    bench.settle()
+    again = Bench(folder=tmp_path, tier=bench.tier)
+    assert again.cache.pins() == [pin]
+    again.scan(400)
+    assert again.serve(pinned) == 6
+
+
+def test_a_pin_that_ended_while_the_server_was_down_is_gone(tmp_path: Path) -> None:
+    bench = Bench(folder=tmp_path)
+    pin = bench.cache.pin("system", bench.chain(0, 2), bench.clock.now_s + 10)
+    save_pins(tmp_path, [pin])
+    late = Bench(folder=tmp_path)
+    assert late.cache.pins() == [pin]
+    late.settle(11)
+    assert late.cache.pins() == []
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"format": 9, "pins": []}'])
+def test_a_damaged_file_of_pins_has_none_and_stops_nothing(tmp_path: Path, damage: bytes) -> None:
+    save_pins(tmp_path, [Pin(name="p", keys=(PrefixKey(b"k" * 16),), until_s=9e9)])
+    assert len(load_pins(tmp_path)) == 1
+    (tmp_path / PINS_NAME).write_bytes(damage)
+    assert load_pins(tmp_path) == []
+    assert Bench(folder=tmp_path).cache.pins() == []
+
+
+def test_what_cannot_be_pinned_is_said() -> None:
+    bench = Bench()
+    late = bench.clock.now_s + 10
+    with pytest.raises(PinError, match="16 pinned blocks, and 15 may be"):
+        bench.cache.pin("much", bench.chain(0, 16), late)
+    with pytest.raises(PinError, match="shorter than one block"):
+        bench.cache.pin("none", bench.chain(0, 0), late)
+    with pytest.raises(PinError, match="end in the past"):
+        bench.cache.pin("past", bench.chain(0, 2), bench.clock.now_s)
+    with pytest.raises(PinError, match="name its root"):
+        bench.cache.pin("unknown", [PrefixKey(b"k" * 16)], late)
+    layout = CacheSettings(device_bytes=8 * LAYOUT.nbytes, host_bytes=0)
+    with pytest.raises(PinError, match=r"set cache\.host_bytes"):
+        TieredCache(LAYOUT, layout).pin("p", bench.chain(0, 1), 9e12)
+
+
+def test_a_prefix_is_found_by_its_last_block_in_memory_and_on_disk() -> None:
+    bench = Bench()
+    chain = bench.chain(0, 6)
+    bench.serve(chain)
+    assert bench.cache.prefix_of(chain.keys[3]).result(0) == (ROOT, chain.keys[:4])
+    bench.scan(20)
+    later = bench.cache.prefix_of(chain.keys[5])
+    bench.mover.run(10)
+    assert later.result(0) == (ROOT, chain.keys)
+    missing = bench.cache.prefix_of(PrefixKey(b"?" * 16))
+    bench.mover.run(10)
+    assert missing.result(0)[1] == []
+
+
+def test_evict_takes_blocks_from_every_tier_but_pinned_ones() -> None:
+    bench = Bench()
+    pinned, other = bench.chain(0, 3), bench.chain(500, 3)
+    bench.serve(pinned)
+    bench.serve(other)
+    bench.cache.pin("p", pinned, bench.clock.now_s + 100)
+    bench.settle()
+    told = bench.cache.evict([*pinned.keys, *other.keys])
+    bench.mover.run(10)
+    assert sum(told.result(0).values()) >= 3
+    assert (bench.stands(pinned), bench.stands(other)) == ([True] * 3, [False] * 3)
+    bench.cache.residency.check()
+
+
+def test_a_tier_gives_up_what_nobody_used_for_its_idle_limit() -> None:
+    upkeep = UpkeepSettings(device_idle_s=10, host_idle_s=60)
+    bench = Bench(device=20, host=40, upkeep=upkeep)
+    chain, used = bench.chain(0, 4), bench.chain(500, 4)
+    bench.serve(chain)
+    bench.serve(used)
+    bench.settle(8)
+    bench.serve(used)
+    bench.settle(5)
+    blocks = [bench.cache.index.get(key) for key in chain.keys]
+    assert all(b is not None and b.slot is None and b.frame is not None for b in blocks)
+    assert all(bench.cache.index.get(key).slot is not None for key in used.keys)  # type: ignore[union-attr]
+    bench.settle(61)
+    assert not any(bench.cache.index.get(key) for key in chain.keys)
+    assert bench.tier.held(chain.keys) == [True] * 4
+    assert bench.serve(chain) == 4
+    bench.cache.residency.check()
