@@ -30,7 +30,10 @@ class Page:
     key: str
 
 
-PAGES: Final = (Page("/admin", "Overview", "o"),)
+PAGES: Final = (
+    Page("/admin", "Overview", "o"),
+    Page("/admin/cache", "Cache", "c"),
+)
 
 _templates = Environment(
     loader=FileSystemLoader(Path(__file__).parent / "templates"),

@@ -4,15 +4,35 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, Depends, Request
 
-from api.admin import assets, blocks, events, login, money_routes, pages_overview, stats
+from api.admin import (
+    assets,
+    blocks,
+    events,
+    login,
+    money_routes,
+    pages_cache,
+    pages_overview,
+    stats,
+)
 from api.admin.parts import AdminParts
+
+AREAS = (
+    assets.router,
+    blocks.router,
+    events.router,
+    login.router,
+    money_routes.router,
+    pages_cache.router,
+    pages_overview.router,
+    stats.router,
+)
 
 
 def admin_router(parts: AdminParts) -> APIRouter:
     """The routes under `/admin`, over `parts`; for `create_app(routers=...)`."""
     router = APIRouter(dependencies=[Depends(_carry(parts))])
-    for area in (assets, login, stats, events, blocks, money_routes, pages_overview):
-        router.include_router(area.router)
+    for area in AREAS:
+        router.include_router(area)
     return router
 
 

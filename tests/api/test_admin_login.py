@@ -9,6 +9,7 @@ import pytest
 
 from api.admin.headers import POLICY
 from api.admin.login_guard import PER_ADDRESS
+from api.admin.pages import PAGES
 from api.admin.parts import AdminParts
 from api.admin.testing import OPERATOR_TOKEN, fake_parts
 from tests.api.test_admin_access import admin_client, code_of
@@ -213,8 +214,8 @@ async def test_every_answer_forbids_foreign_and_inline_code(
 async def test_pages_hold_no_inline_script_and_no_style(client: httpx.AsyncClient) -> None:
     login = (await client.get("/admin/login")).text
     await log_in(client)
-    page = (await client.get("/admin", headers=PERSON)).text
-    for text in (login, page):
+    pages = [(await client.get(page.path, headers=PERSON)).text for page in PAGES]
+    for text in (login, *pages):
         assert [] == re.findall(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", text)
         assert [] == re.findall(r"(?:src|href)=\"(?!/|#)", text)
 

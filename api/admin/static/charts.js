@@ -4,6 +4,7 @@
 (() => {
   const sync = uPlot.sync("page");
   const CODES = { 2: "good", 3: "p95", 4: "warn", 5: "bad" };
+  const BINARY = Array.from({ length: 50 }, (_, power) => 2 ** power); // bytes are marked in these
   const probe = document.createElement("i");
 
   // The colour that a class of the style sheet stands for, in the theme of now.
@@ -40,14 +41,14 @@
     // A query that stands for several series brings its lines with the first answer.
     adopt(names) {
       const known = new Set(this.lines.map(([, , query]) => query));
-      const wild = this.plan.series.filter(([label]) => !label).map(([, kind, query]) => [kind, query.replace("s:", ":")]);
       let grown = false;
-      for (const name of names) {
-        for (const [kind, pattern] of wild) {
-          const [before, after] = pattern.split("*");
-          if (known.has(name) || !name.startsWith(before) || !name.endsWith(after || "")) continue;
-          const label = name.slice(before.length, after ? -after.length : undefined);
-          this.lines.push([label, kind === "code" ? CODES[label[0]] || "computed" : label, name]);
+      for (const [label, kind, query] of this.plan.series) {
+        if (label) continue;
+        const [before, after] = query.replace("s:", ":").split("*");
+        for (const name of names) {
+          if (known.has(name) || !name.startsWith(before) || !name.endsWith(after)) continue;
+          const found = name.slice(before.length, name.length - after.length);
+          this.lines.push([found, kind === "code" ? CODES[found[0]] || "computed" : found, name]);
           known.add(name);
           grown = true;
         }
@@ -112,8 +113,8 @@
           y: { range: (plot, low, high) => [Math.min(0, low || 0), high > 0 ? high * 1.08 : 1] },
         },
         axes: [
-          { ...axis, space: 70, values: [[3600 * 24, "{DD} {MMM}", null, null, null, null, null, null, 1], [3600, "{HH}:{mm}", "\n{DD} {MMM}", null, null, null, null, null, 1], [60, "{HH}:{mm}", null, null, null, null, null, null, 1], [1, "{HH}:{mm}:{ss}", null, null, null, null, null, null, 1]] },
-          { ...axis, size: 62, space: 30, values: (plot, ticks) => ticks.map((tick) => cachesvc.format(tick, this.plan.unit)) },
+          { ...axis, size: 22, gap: 6, space: 70, values: [[3600 * 24, "{DD} {MMM}", null, null, null, null, null, null, 1], [3600, "{HH}:{mm}", null, null, null, null, null, null, 1], [60, "{HH}:{mm}", null, null, null, null, null, null, 1], [1, "{HH}:{mm}:{ss}", null, null, null, null, null, null, 1]] },
+          { ...axis, size: 62, space: 30, ...(this.plan.unit.startsWith("B") ? { incrs: BINARY } : {}), values: (plot, ticks) => ticks.map((tick) => cachesvc.tick(tick, this.plan.unit)) },
         ],
         series: [{}, ...this.lines.map(([label, name]) => ({
           label,

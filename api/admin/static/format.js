@@ -39,8 +39,11 @@ window.cachesvc = window.cachesvc || {};
       case "%": return (100 * value).toFixed(1) + " %";
       case "x": return digits(Number(value.toPrecision(3))) + " ×";
       case "money": return value === 0 ? "0" : digits(Number(value.toPrecision(3)));
-      case "/s": return scaled(Number(value.toPrecision(3)), 1000, COUNT) + " /s";
+      case "/s": return scaled(Number(value.toPrecision(3)), 1000, COUNT) + "/s";
       default: return scaled(Number(value.toPrecision(3)), 1000, COUNT);
     }
   };
+
+  // The same beside an axis, without zeros at the end.
+  cachesvc.tick = (value, unit) => cachesvc.format(value, unit).replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
 })();

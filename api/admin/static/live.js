@@ -10,7 +10,7 @@
   const pause = document.getElementById("pause");
   const choices = [...document.querySelectorAll("input[name=window]")];
   const series = [...new Set(charts.flatMap((chart) => chart.queries))];
-  const over = [...new Set([...outputs.map((o) => o.dataset.over), ...fills.flatMap((f) => [f.dataset.fill, f.dataset.of]), ...empties.map((e) => e.dataset.empty)])];
+  const over = [...new Set([...outputs.flatMap((o) => (o.dataset.per ? [o.dataset.over, o.dataset.per] : [o.dataset.over])), ...fills.flatMap((f) => [f.dataset.fill, f.dataset.of]), ...empties.map((e) => e.dataset.empty)])];
 
   const POLL_S = 2; // no oftener than this, and no oftener than new points come
   let window_s = 900;
@@ -49,10 +49,16 @@
     }
   }
 
+  function valueOf(output, values) {
+    const { over: name, per, scale } = output.dataset;
+    const value = values[name];
+    if (value === null || value === undefined || (per && !values[per])) return null;
+    return (value * (scale || 1)) / (per ? values[per] : 1);
+  }
+
   function tell(values) {
     for (const output of outputs) {
-      const value = values[output.dataset.over];
-      const text = cachesvc.format(value === null || value === undefined ? null : value * (output.dataset.scale || 1), output.dataset.unit);
+      const text = cachesvc.format(valueOf(output, values), output.dataset.unit);
       if (output.textContent !== text) output.textContent = text;
     }
     for (const fill of fills) {

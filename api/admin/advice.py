@@ -1,0 +1,86 @@
+"""What more cache would be worth: from the measured curve, the measured traffic and the rate card.
+
+A tier's hits are those of the curve between the capacity above it and its own; each hit token is
+worth what a miss costs more than a hit in that tier. Pure; amounts are 1e-12 currency units.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from billing.prices import Rates
+from tiers.tier import TierName
+from tiers.working_set import MissRatioCurve
+
+GIB = 1 << 30
+MONTH_S = 30 * 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A tier as the curve sees it: how many blocks it holds, and what one takes of it."""
+
+    tier: TierName
+    blocks: float
+    block_bytes: float  # on disk, what compression leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What one more GiB of a tier would do in a month of traffic like the measured one."""
+
+    tier: TierName
+    hit_rate_gain: float  # of all prompt tokens, over all tiers
+    tokens: float  # that would be hits and are misses now
+    worth: int  # 1e-12 currency units
+
+
+def hit_rate(curve: MissRatioCurve, blocks: float) -> float:
+    """The curve at any capacity: straight between its points, from nothing at no capacity."""
+    if not curve.capacities or blocks <= 0:
+        return 0.0
+    above = bisect_right(curve.capacities, blocks)
+    if above == len(curve.capacities):
+        return curve.hit_rates[-1]
+    low = (0.0, 0.0) if above == 0 else (curve.capacities[above - 1], curve.hit_rates[above - 1])
+    high = (curve.capacities[above], curve.hit_rates[above])
+    return low[1] + (high[1] - low[1]) * (blocks - low[0]) / (high[0] - low[0])
+
+
+def advise(
+    curve: MissRatioCurve,
+    levels: Sequence[Level],
+    rates: Rates,
+    tokens_per_month: float,
+    *,
+    extra_bytes: int = GIB,
+) -> list[Advice]:
+    """One piece of advice for each tier, hottest first. `levels` are all tiers, hottest first."""
+    now_rate, now_worth = _month(curve, levels, rates, tokens_per_month)
+    told = []
+    for number, level in enumerate(levels):
+        larger = replace(level, blocks=level.blocks + extra_bytes / level.block_bytes)
+        then = [*levels[:number], larger, *levels[number + 1 :]]
+        rate, worth = _month(curve, then, rates, tokens_per_month)
+        gain = max(0.0, rate - now_rate)
+        told.append(Advice(level.tier, gain, gain * tokens_per_month, max(0, worth - now_worth)))
+    return told
+
+
+def _month(
+    curve: MissRatioCurve, levels: Sequence[Level], rates: Rates, tokens: float
+) -> tuple[float, int]:
+    """The hit rate over all tiers, and what a month's hits cost less than misses would."""
+    prices = {
+        TierName.DEVICE: rates.hit_device,
+        TierName.HOST: rates.hit_host,
+        TierName.DISK: rates.hit_disk,
+        TierName.REMOTE: rates.hit_remote,
+    }
+    blocks, reached, worth = 0.0, 0.0, 0.0
+    for level in levels:
+        blocks += level.blocks
+        rate = hit_rate(curve, blocks)
+        worth += (rate - reached) * tokens * (rates.miss - prices[level.tier])
+        reached = rate
+    return reached, round(worth)
