@@ -9,6 +9,7 @@ ApiError
 ├── ModelNotFound
 ├── RequestNotFound           the journal does not remember it, or it is another tenant's
 ├── RecordNotFound            an admin route names a tenant, key or request that is not there
+├── BlockNotFound            no tier holds it any more
 ├── MissingKey                no API key where one is needed
 ├── LoginNeeded               an admin route, and nobody is logged in
 ├── CsrfFailed                a change from a page that does not prove it is ours
@@ -81,6 +82,10 @@ class RecordNotFound(ApiError):
     """No tenant, key, card or request of that name."""
 
 
+class BlockNotFound(ApiError):
+    """No tier holds a block of this key, or not the prefix that leads to it."""
+
+
 class MissingKey(ApiError):
     """The route needs an API key and none came."""
 
@@ -128,6 +133,7 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     ModelNotFound: Row(404, "invalid_request_error", "model_not_found"),
     RequestNotFound: Row(404, "invalid_request_error", "request_not_found"),
     RecordNotFound: Row(404, "invalid_request_error", "not_found"),
+    BlockNotFound: Row(404, "invalid_request_error", "block_not_found"),
     MissingKey: Row(401, "invalid_request_error", "missing_api_key"),
     LoginNeeded: Row(401, "invalid_request_error", "login_needed"),
     CsrfFailed: Row(403, "permission_error", "csrf_failed"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -338,6 +339,25 @@ class JournalSection(Section):
     )
 
 
+def _price(text: str) -> str:
+    if text and not re.fullmatch(r"\d{1,9}(\.\d{1,6})?", text):
+        raise ValueError(f"{text!r} is no price; write a decimal such as 0.08")
+    return text
+
+
+Price = Annotated[str, AfterValidator(_price)]
+
+
+class CostsSection(Section):
+    """What memory and disk cost the operator, to weigh it against what they save."""
+
+    device_gib_month: Price = Field(
+        "", description="A GiB of device memory a month, in the rate card's currency"
+    )
+    host_gib_month: Price = Field("", description="A GiB of host memory a month")
+    disk_gib_month: Price = Field("", description="A GiB of disk a month")
+
+
 class Settings(BaseSettings):
     """All sections."""
 
@@ -354,6 +374,7 @@ class Settings(BaseSettings):
     events: EventsSection = Field(default_factory=EventsSection)
     admin: AdminSettings = Field(default_factory=AdminSettings)
     journal: JournalSection = Field(default_factory=JournalSection)
+    costs: CostsSection = Field(default_factory=CostsSection)
     log: LogSettings = Field(default_factory=LogSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
 

@@ -5,7 +5,7 @@ The composition root makes one per server and runs `keep_history` while it serve
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,13 @@ from api.admin.books import Books
 from api.admin.parts import AdminParts, BlockReader
 from api.admin.passwords import Passwords
 from api.admin.sessions import Admin, Sessions
-from cachesvc.config import Settings
+from api.explorer import Explorer
+from api.journal import Journal
+from billing.money import parse_amount
+from cachesvc.config import CostsSection, Settings
 from cachesvc.history import History
 from cachesvc.live import new_token, reachable
+from cachesvc.money import limit_settings
 from cachesvc.snapshot import Sources, snapshot
 from tiers.histogram import Spread
 
@@ -48,6 +52,9 @@ class Dashboard:
         books: Books,
         sources: Sources,
         latencies: Callable[[], Mapping[str, Spread]],
+        journal: Journal,
+        explorer: Explorer,
+        decode: Callable[[Sequence[int]], str],
         blocks: BlockReader | None = None,
     ) -> None:
         admin = settings.admin
@@ -65,6 +72,11 @@ class Dashboard:
             stats=self.stats,
             history=self.history,
             books=books,
+            journal=journal,
+            explorer=explorer,
+            decode=decode,
+            limits=limit_settings(settings.limits),
+            gib_month=_gib_month(settings.costs),
             blocks=blocks,
         )
 
@@ -84,3 +96,13 @@ class Dashboard:
         while True:
             self.history.sample()
             await asyncio.sleep(SAMPLE_S)
+
+
+def _gib_month(costs: CostsSection) -> dict[str, int]:
+    """Units that a GiB of each tier costs a month, of the tiers with a price."""
+    told = {
+        "device": costs.device_gib_month,
+        "host": costs.host_gib_month,
+        "disk": costs.disk_gib_month,
+    }
+    return {tier: parse_amount(text) for tier, text in told.items() if text}

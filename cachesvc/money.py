@@ -195,7 +195,8 @@ def read_secret(data_dir: Path) -> bytes:
     return fresh
 
 
-def _limits(section: LimitsSection) -> RateLimits:
+def limit_settings(section: LimitsSection) -> LimitSettings:
+    """The quotas of tenants and keys as the settings have them."""
     tenant = Quota(
         requests=section.tenant_requests or None,
         miss_tokens=section.tenant_miss_tokens or None,
@@ -210,9 +211,14 @@ def _limits(section: LimitsSection) -> RateLimits:
     )
     tenants = {name: _quota(table) for name, table in section.tenants.items()}
     keys = {name: _quota(table) for name, table in section.keys.items()}
-    if {tenant, key, *tenants.values(), *keys.values()} == {Quota()}:
+    return LimitSettings(tenant=tenant, key=key, tenants=tenants, keys=keys)
+
+
+def _limits(section: LimitsSection) -> RateLimits:
+    limits = limit_settings(section)
+    quotas = {limits.tenant, limits.key, *limits.tenants.values(), *limits.keys.values()}
+    if quotas == {Quota()}:
         return NoLimits()
-    limits = LimitSettings(tenant=tenant, key=key, tenants=tenants, keys=keys)
     try:
         return open_limits(limits, section.url)
     except (ConfigurationError, ImportError, ValueError) as error:

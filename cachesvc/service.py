@@ -27,8 +27,10 @@ from api.bridge import OutputBridge
 from api.collaborators import Collaborators, Readiness, ServedModel, WireSettings
 from api.encoders import EncoderPool
 from api.event_feeds import Feeds
+from api.explorer import Explorer
 from api.journal import Journal, JournalSettings
 from api.metering import Meter
+from api.owners import Owners
 from api.structured import GrammarDesk
 from billing.errors import BillingError
 from cachesvc import core
@@ -46,6 +48,7 @@ from cachesvc.scopes import note_scopes
 from cachesvc.snapshot import Sources
 from engine.models import LoadedModel
 from engine.request import StepOutput
+from tiers.disk import DiskTier
 from tiers.disk_directory import is_locked, read_holder
 from tiers.errors import DirectoryLocked
 from tiers.events import EventStream
@@ -152,6 +155,9 @@ class Service:
             ),
             latencies=self.latencies.spreads,
             blocks=partial(read_blocks, self.core.engine.call),
+            journal=self.journal,
+            explorer=self._explorer(),
+            decode=loaded.tokenizer.decode,
         )
         self._encoders = EncoderPool(NUM_ENCODERS)
         self._feeds = Feeds(stream)
@@ -274,6 +280,19 @@ class Service:
         self.bridge.deliver(outputs)
         self.metrics.observe_outputs(outputs)
         self.latencies.observe(outputs)
+
+    def _explorer(self) -> Explorer:
+        disk, accounts = self.core.cache.disk, self._money.accounts
+        return Explorer(
+            self.core.engine.call,
+            Owners(
+                self._models(),
+                self._money.salts,
+                lambda: [tenant.tenant for tenant in accounts.tenants()],
+            ),
+            disk.view if isinstance(disk, DiskTier) else None,
+            block_bytes=self.core.layout.nbytes,
+        )
 
     def _models(self) -> Mapping[str, ServedModel]:
         loaded, engine = self.core.loaded, self.core.engine

@@ -170,6 +170,11 @@ class TieredCache:
         )
 
     @property
+    def disk(self) -> Tier | None:
+        """The disk tier, for its own view of what it holds."""
+        return self._disk
+
+    @property
     def stream(self) -> EventStream:
         """What happens to blocks, for who subscribes."""
         return self.residency.chronicle.stream

@@ -15,6 +15,7 @@ from starlette.responses import HTMLResponse, Response
 from api.admin.access import session_of
 from api.admin.assets import ASSETS
 from api.admin.sessions import Admin
+from api.admin.words import FILTERS
 from api.errors import Answer
 
 THEMES: Final = ("light", "dark")
@@ -33,6 +34,12 @@ class Page:
 PAGES: Final = (
     Page("/admin", "Overview", "o"),
     Page("/admin/cache", "Cache", "c"),
+    Page("/admin/explorer", "Prefixes", "x"),
+    Page("/admin/requests", "Requests", "r"),
+    Page("/admin/money", "Money", "m"),
+    Page("/admin/tenants", "Tenants", "n"),
+    Page("/admin/keys", "Keys", "k"),
+    Page("/admin/audit", "Audit log", "a"),
 )
 
 _templates = Environment(
@@ -43,6 +50,7 @@ _templates = Environment(
     lstrip_blocks=True,
 )
 _templates.globals["asset"] = ASSETS.url
+_templates.filters.update(FILTERS)
 
 
 def render(request: Request, template: str, admin: Admin | None, **values: Any) -> HTMLResponse:

@@ -20,6 +20,9 @@ from tiers.live_blocks import LiveBlock
 
 if TYPE_CHECKING:
     from api.admin.books import Books
+    from api.explorer import Explorer
+    from api.journal import Journal
+    from api.limits import LimitSettings
 
 
 class KeyRing(Protocol):
@@ -82,6 +85,11 @@ class AdminParts:
     operator_token: str  # opens everything; the command line of this machine reads it from a file
     record: Trail
     stats: Callable[[], Mapping[str, Any]]  # a JSON snapshot of the whole server
+    journal: "Journal | None" = None  # of the latest requests
+    explorer: "Explorer | None" = None  # looks into all tiers
+    decode: Callable[[Sequence[int]], str] | None = None  # token ids to text
+    limits: "LimitSettings | None" = None  # of requests and tokens a minute
+    gib_month: Mapping[str, int] = field(default_factory=dict)  # a tier's price, in units
     currency: Callable[[], str] = lambda: ""  # of the rate card in force
     history: History | None = None
     books: "Books | None" = None  # accounts and ledger

@@ -10,8 +10,13 @@ from api.admin import (
     events,
     login,
     money_routes,
+    pages_audit,
     pages_cache,
+    pages_explorer,
+    pages_money,
     pages_overview,
+    pages_requests,
+    pages_tenants,
     stats,
 )
 from api.admin.parts import AdminParts
@@ -22,8 +27,13 @@ AREAS = (
     events.router,
     login.router,
     money_routes.router,
+    pages_audit.router,
     pages_cache.router,
+    pages_explorer.router,
+    pages_money.router,
     pages_overview.router,
+    pages_requests.router,
+    pages_tenants.router,
     stats.router,
 )
 

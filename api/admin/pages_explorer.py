@@ -1,0 +1,197 @@
+"""The prefix explorer under /admin/explorer: all tiers as one tree, one block, what to do to it.
+
+Every change asks for a reason, is done by `api.explorer`, and leaves an audit entry. Tokens are
+decoded only when an admin asks, which leaves one too.
+"""
+
+import asyncio
+import time
+from array import array
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Form, Query, Request
+from starlette.responses import RedirectResponse, Response
+
+from api.admin.access import MayChange, MayRead
+from api.admin.pages import render
+from api.admin.parts import parts_of
+from api.admin.prefix_rows import Costs, rows_of
+from api.admin.sessions import Admin, Role
+from api.errors import InvalidRequest, Unsupported
+from api.explorer import Explorer
+from tiers.keys import PrefixKey
+from tiers.tree import TreeQuery, tree_json
+
+router = APIRouter(tags=["admin: cache"])
+
+KEY_BYTES = 16
+DEPTH = 12
+IDLE = {"": 0, "1m": 60, "1h": 3600, "1d": 86_400, "7d": 7 * 86_400}
+DONE = {
+    "pinned": "Pinned. It stays in at least one tier until the pin ends.",
+    "unpinned": "Unpinned. It may be evicted again.",
+    "evicted": "Evicted.",
+    "purged": "Purged.",
+}
+Text = Annotated[str, Form(max_length=500)]
+Filter = Annotated[str, Query(max_length=128)]
+
+
+@router.get("/admin/api/cache/tree")
+async def tree(
+    request: Request,
+    _: MayRead,
+    tenant: Filter = "",
+    below: Filter = "",
+    depth: Annotated[int, Query(ge=1, le=64)] = 8,
+) -> dict[str, Any]:
+    """The prefixes of all tiers as a tree; those of a tenant, or `below` a block's key."""
+    roots = (key_of(below),) if below else ()
+    grown = await explorer_of(request).tree(TreeQuery(roots=roots, depth=depth), tenant)
+    told = tree_json(grown.tree)
+    for scope, root in zip(told["scopes"], grown.tree.roots, strict=True):
+        owner = grown.owners.get(root.last) if root.last is not None else None
+        scope["owner"] = owner.label if owner is not None else None
+        scope["model"] = owner.model if owner is not None else None
+    return told | {"cut": grown.cut}
+
+
+@router.get("/admin/explorer", include_in_schema=False)
+async def page(
+    request: Request,
+    admin: MayRead,
+    q: Filter = "",
+    tenant: Filter = "",
+    below: Filter = "",
+    idle: Filter = "",
+    done: Filter = "",
+) -> Response:
+    """The tree, or the block that a search names."""
+    explorer = explorer_of(request)
+    found: list[PrefixKey] = []
+    if q.strip():
+        found = await explorer.find(_hex(q))
+        if len(found) == 1:
+            return RedirectResponse(f"/admin/explorer/{found[0].hex()}", 303)
+    roots = (key_of(below),) if below else ()
+    grown = await explorer.tree(TreeQuery(roots=roots, depth=DEPTH), tenant)
+    costs = Costs.of(parts_of(request), explorer.block_bytes)
+    return render(
+        request,
+        "explorer.html",
+        admin,
+        scopes=rows_of(grown, costs, min_idle_s=IDLE.get(idle, 0)),
+        names=sorted({owner.name for owner in grown.owners.values()}),
+        num_blocks=grown.tree.num_blocks,
+        num_seen=grown.tree.num_seen,
+        cut=grown.cut,
+        pins=[],
+        now_s=time.time(),
+        can_keep=False,
+        q=q,
+        found=found,
+        tenant=tenant,
+        below=below,
+        idle=idle,
+        choices=IDLE,
+        may_change=admin.role is Role.ADMIN,
+        done=DONE.get(done, ""),
+    )
+
+
+@router.get("/admin/explorer/{key}", include_in_schema=False)
+async def block_page(request: Request, key: str, admin: MayRead, done: Filter = "") -> Response:
+    return await _show(request, admin, key_of(key), done=DONE.get(done, ""))
+
+
+@router.post("/admin/explorer/{key}/text", include_in_schema=False)
+async def text_page(request: Request, key: str, admin: MayChange) -> Response:
+    """The block's tokens as text. Leaves an audit entry."""
+    decode = parts_of(request).decode
+    if decode is None:
+        raise Unsupported("This server has no tokenizer to read blocks with.")
+    detail, _ = await explorer_of(request).block(key_of(key))
+    await _audit(request, admin, "block.read", key, "")
+    return await _show(request, admin, detail.key, text=decode(array("i", detail.tokens)))
+
+
+def explorer_of(request: Request) -> Explorer:
+    """Raises Unsupported where the server has no cache to look into."""
+    explorer = parts_of(request).explorer
+    if explorer is None:
+        raise Unsupported("This server has no cache that can be looked into.")
+    return explorer
+
+
+def key_of(text: str) -> PrefixKey:
+    """A whole key, in hex."""
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise InvalidRequest(f"{text[:64]!r} is no key; a key is {2 * KEY_BYTES} hex digits")
+    return PrefixKey(key)
+
+
+async def _show(
+    request: Request,
+    admin: Admin,
+    key: PrefixKey,
+    *,
+    text: str | None = None,
+    wrong: str = "",
+    done: str = "",
+) -> Response:
+    explorer, parts = explorer_of(request), parts_of(request)
+    detail, owner = await explorer.block(key)
+    below = await explorer.tree(TreeQuery(roots=(key,), depth=DEPTH))
+    costs = Costs.of(parts, explorer.block_bytes)
+    return render(
+        request,
+        "block.html",
+        admin,
+        detail=detail,
+        owner=owner,
+        block_bytes=explorer.block_bytes,
+        scopes=rows_of(below, costs),
+        num_below=below.tree.num_seen,
+        pins=[],
+        now_s=time.time(),
+        can_keep=False,
+        text=text,
+        can_decode=parts.decode is not None,
+        may_change=admin.role is Role.ADMIN,
+        wrong=wrong,
+        done=done,
+    )
+
+
+def _hex(text: str) -> str:
+    digits = text.strip().lower()
+    if not digits or len(digits) > 2 * KEY_BYTES or set(digits) - set("0123456789abcdef"):
+        raise InvalidRequest(f"{text[:64]!r} is no beginning of a key; a key is hex digits")
+    return digits
+
+
+def _why(why: str) -> str:
+    if not why.strip():
+        raise InvalidRequest("Say why; the audit log keeps it. Nothing was changed.")
+    return why.strip()
+
+
+def _hours(text: str) -> float:
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = 0.0
+    if not 0 < hours <= 24 * 366:
+        raise InvalidRequest(f"{text!r} is no number of hours from 0 to {24 * 366}")
+    return hours
+
+
+async def _audit(
+    request: Request, admin: Admin, action: str, subject: str, why: str, after: Any = None
+) -> None:
+    record = parts_of(request).record
+    await asyncio.to_thread(record, action, subject, by=admin.name, after=after, reason=why)
