@@ -10,7 +10,7 @@ from starlette.responses import Response
 from api.admission import check_size, deliver, request_context, scope_for
 from api.context import authorised, read_body, story_of, wire_of
 from api.generation import Delta, Job, Served
-from api.logprobs import chat_logprobs
+from api.logprobs import chat_logprobs, prompt_logprobs
 from api.models import find_model
 from api.schemas import ChatBody, parse, sampling_params
 from api.structured import source_asked
@@ -111,7 +111,11 @@ class ChatFormat:
 
     def body(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
         choices = [self._choice(number, one) for number, one in enumerate(self._gathered)]
-        return self._object("chat.completion", choices) | closing(served, bill, asked)
+        answer = self._object("chat.completion", choices) | closing(served, bill, asked)
+        if self._job.params.prompt_logprobs is not None:
+            told = served.prompt_logprobs[0]
+            answer["prompt_logprobs"] = prompt_logprobs(self._job.model.tokenizer, told)
+        return answer
 
     def _choice(self, number: int, gathered: _Gathered) -> dict[str, Any]:
         told = chat_logprobs(self._job.model.tokenizer, gathered.logprobs)

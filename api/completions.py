@@ -11,9 +11,8 @@ from starlette.responses import Response
 from api.admission import check_size, deliver, request_context, scope_for
 from api.collaborators import Collaborators, ServedModel
 from api.context import authorised, read_body, story_of, wire_of
-from api.errors import Unsupported
 from api.generation import Delta, Job, Served
-from api.logprobs import text_logprobs
+from api.logprobs import prompt_logprobs, text_logprobs
 from api.models import find_model
 from api.schemas import CompletionBody, parse, sampling_params
 from api.structured import source_asked
@@ -56,7 +55,9 @@ async def completions(request: Request) -> Response:
         context=request_context(request, principal, raw),
     )
     echoes = _echoes(model, body, given, prompts)
-    wire_format = CompletionFormat(job, echoes, body.wants_usage_chunk)
+    wire_format = CompletionFormat(
+        job, echoes, body.wants_usage_chunk, prompt_logprobs=body.prompt_logprobs is not None
+    )
     return await deliver(request, principal, job, body, wire_format, raw)
 
 
@@ -83,11 +84,6 @@ def _echoes(
     """The text that goes before each prompt's answers; empty strings without `echo`."""
     if not body.echo:
         return ["" for _ in prompts]
-    if body.logprobs is not None:
-        raise Unsupported(
-            "logprobs of an echoed prompt are not served; leave out echo or logprobs.",
-            param="logprobs",
-        )
     decode = model.tokenizer.decode
     return [
         text if isinstance(text, str) else decode(tokens)
@@ -98,8 +94,11 @@ def _echoes(
 class CompletionFormat:
     """Text completion objects of one answer; see `api.stream.WireFormat`."""
 
-    def __init__(self, job: Job, echoes: list[str], usage_follows: bool) -> None:
+    def __init__(
+        self, job: Job, echoes: list[str], usage_follows: bool, *, prompt_logprobs: bool = False
+    ) -> None:
         self._job = job
+        self._prompt_logprobs = prompt_logprobs
         self._echoes = [echo for echo in echoes for _ in range(job.params.n)]
         self._usage_follows = usage_follows
         self._head = {
@@ -136,15 +135,19 @@ class CompletionFormat:
         self._finishes[delta.choice] = delta.finish or self._finishes[delta.choice]
 
     def body(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
-        choices = [
+        choices: list[dict[str, Any]] = [
             {
                 "index": number,
                 "text": "".join(texts),
-                "logprobs": self._whole_logprobs(number),
+                "logprobs": self._whole_logprobs(number, served),
                 "finish_reason": self._finishes[number],
             }
             for number, texts in enumerate(self._texts)
         ]
+        if self._prompt_logprobs:
+            for number, choice in enumerate(choices):
+                told = served.prompt_logprobs[number // self._job.params.n]
+                choice["prompt_logprobs"] = prompt_logprobs(self._job.model.tokenizer, told)
         return self._head | {"choices": choices} | closing(served, bill, asked)
 
     def _told(self, delta: Delta) -> dict[str, Any] | None:
@@ -156,11 +159,16 @@ class CompletionFormat:
         self._offsets[delta.choice] += sum(map(len, told["tokens"]))
         return told
 
-    def _whole_logprobs(self, number: int) -> dict[str, Any] | None:
+    def _whole_logprobs(self, number: int, served: Served) -> dict[str, Any] | None:
+        """Of the answer's tokens; with `echo` the prompt's go before them."""
         if self._job.params.logprobs is None:
             return None
-        tokenizer = self._job.model.tokenizer
-        return text_logprobs(tokenizer, self._logprobs[number], self._offsets[number])
+        tokenizer, answer = self._job.model.tokenizer, self._logprobs[number]
+        if not self._echoes[number]:
+            return text_logprobs(tokenizer, answer, self._offsets[number])
+        prompt = number // self._job.params.n
+        whole = [*served.prompt_logprobs[prompt], *answer]
+        return text_logprobs(tokenizer, whole, 0, first=self._job.prompts[prompt][0])
 
     def _chunk(
         self, number: int, text: str, told: dict[str, Any] | None, finish: FinishReason | None

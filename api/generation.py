@@ -60,7 +60,8 @@ class Job:
     @property
     def max_output(self) -> int:
         """The most output tokens that all choices together may have."""
-        return (self.params.max_tokens or self.model.max_context) * self.num_choices
+        limit = self.params.max_tokens
+        return (self.model.max_context if limit is None else limit) * self.num_choices
 
     @property
     def prompt_tokens(self) -> int:
@@ -136,6 +137,7 @@ class _Part:
     counts: TokenCounts | None = None
     timeline: Timeline = field(default_factory=Timeline)
     lookup: Lookup | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     over: bool = False
 
     @property
@@ -154,6 +156,7 @@ class Served:
     error: str | None = None
     lookups: tuple[Lookup, ...] = ()  # of the prompts that were admitted
     finishes: tuple[FinishReason | None, ...] = ()  # of the choices
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # by prompt, where asked for
     jumped_tokens: int = 0  # decode steps that a grammar's forced tokens saved
 
 
@@ -244,6 +247,7 @@ class Generation:
             self._error,
             lookups=tuple(part.lookup for part in parts if part.lookup is not None),
             finishes=tuple(choice.finish for part in parts for choice in part.choices),
+            prompt_logprobs=tuple(part.prompt_logprobs for part in parts),
             jumped_tokens=self._jumped_tokens,
         )
 
@@ -293,6 +297,7 @@ class Generation:
     def _note(self, part: _Part, output: StepOutput) -> None:
         part.counts = output.counts
         part.timeline = output.timeline
+        part.prompt_logprobs = part.prompt_logprobs or output.prompt_logprobs
         part.lookup = part.lookup or output.lookup
         part.over = part.over or output.last
         self._jumped_tokens += output.num_jumped

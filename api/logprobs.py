@@ -22,23 +22,50 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> dict[
 
 
 def text_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], offset: int
+    tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], offset: int, *, first: int | None = None
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion; `offset` is where the first token's text begins."""
+    """`choices[].logprobs` of a completion; `offset` is where the first token's text begins.
+
+    `first` is an echoed prompt's first token, of which nothing tells how likely it was.
+    """
     names = [_name(tokenizer, told.token) for told in tokens]
+    values: list[float | None] = [_finite(told.logprob) for told in tokens]
+    tops: list[dict[str, float] | None] = [
+        {_name(tokenizer, token): _finite(value) for token, value in told.top} for told in tokens
+    ]
+    if first is not None:
+        names, values, tops = [_name(tokenizer, first), *names], [None, *values], [None, *tops]
     offsets = []
     for name in names:
         offsets.append(offset)
         offset += len(name)
     return {
         "tokens": names,
-        "token_logprobs": [_finite(told.logprob) for told in tokens],
-        "top_logprobs": [
-            {_name(tokenizer, token): _finite(value) for token, value in told.top}
-            for told in tokens
-        ],
+        "token_logprobs": values,
+        "top_logprobs": tops,
         "text_offset": offsets,
     }
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]
+) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` as vLLM has it: None for the first token, then by token id."""
+    entries: list[dict[str, Any] | None] = [None]
+    for told in tokens:
+        ranked = [(token, value, rank) for rank, (token, value) in enumerate(told.top, 1)]
+        ranked.append((told.token, told.logprob, told.rank))
+        entries.append(
+            {
+                str(token): {
+                    "logprob": _finite(value),
+                    "rank": rank,
+                    "decoded_token": _name(tokenizer, token),
+                }
+                for token, value, rank in ranked
+            }
+        )
+    return entries
 
 
 def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:

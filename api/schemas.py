@@ -107,6 +107,7 @@ class GenerationBody(Body):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -141,6 +142,15 @@ class GenerationBody(Body):
 
     def refuse_unserved(self) -> None:
         """Raises Unsupported for known fields that would change the answer."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise Unsupported(
+                "prompt_logprobs are not served in streams; leave out stream.",
+                param="prompt_logprobs",
+            )
+
+    @property
+    def prompt_logprobs_asked(self) -> int | None:
+        return self.prompt_logprobs
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -189,6 +199,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0 computes the prompt alone
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
@@ -219,6 +230,12 @@ class CompletionBody(GenerationBody):
 
     def refuse_unserved(self) -> None:
         super().refuse_unserved()
+        if self.echo and self.logprobs is not None and self.stream:
+            raise Unsupported(
+                "logprobs of an echoed prompt are not served in streams; leave out echo, logprobs "
+                "or stream.",
+                param="logprobs",
+            )
         if self.suffix:
             raise Unsupported("suffix is not served; put all text before the gap.", param="suffix")
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -226,6 +243,13 @@ class CompletionBody(GenerationBody):
                 "best_of other than n is not served; ask for n choices and pick one.",
                 param="best_of",
             )
+
+    @property
+    def prompt_logprobs_asked(self) -> int | None:
+        """By the field of that name, or by `echo` with `logprobs`."""
+        echoed = self.logprobs if self.echo else None
+        given = [count for count in (echoed, self.prompt_logprobs) if count is not None]
+        return max(given, default=None)
 
 
 class TokenizeBody(Body):
@@ -267,7 +291,6 @@ def sampling_params(
     *,
     max_tokens: int,
     logprobs: int | None,
-    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """The engine's parameters. Stop strings stay with the text side, which finds them."""
     given: dict[str, Any] = {
@@ -283,7 +306,7 @@ def sampling_params(
         "frequency_penalty": body.frequency_penalty,
         "repetition_penalty": body.repetition_penalty,
         "logprobs": logprobs,
-        "prompt_logprobs": prompt_logprobs,
+        "prompt_logprobs": body.prompt_logprobs_asked,
     }
     return SamplingParams(
         max_tokens=max_tokens,

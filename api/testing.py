@@ -180,12 +180,13 @@ class ScriptedEngine:
             return []
         if script.fail_after is not None and run.place >= script.fail_after:
             return [self._end(run, FinishReason.ERROR, "the device is on fire")]
-        limit = min(request.params.max_tokens or len(run.answer), len(run.answer) + 1)
+        wanted = request.params.max_tokens
+        limit = min(len(run.answer) if wanted is None else wanted, len(run.answer) + 1)
         tokens = [*run.answer, EOS][run.place : min(run.place + script.tokens_per_step, limit)]
         run.place += len(tokens)
         finish = None
         if run.place == limit:
-            finish = FinishReason.STOP if tokens[-1] == EOS else FinishReason.LENGTH
+            finish = FinishReason.STOP if EOS in tokens else FinishReason.LENGTH
         return list(self._outputs(run, tokens, finish))
 
     def _outputs(
@@ -231,10 +232,18 @@ class ScriptedEngine:
             finish=finish,
             logprobs=logprobs if request.params.logprobs is not None else (),
             miss_reasons={} if told or not admitted else reasons,
+            prompt_logprobs=_prompt_logprobs(request) if not told else (),
             timeline=Timeline(request.arrival_ns, now, now, now, now) if admitted else Timeline(),
             error=error,
             last=last,
         )
+
+
+def _prompt_logprobs(request: Request) -> tuple[TokenLogprob, ...]:
+    wanted = request.params.prompt_logprobs
+    if wanted is None:
+        return ()
+    return tuple(TokenLogprob(t, -0.25, ((t, -0.25),)[:wanted], 1) for t in request.tokens[1:])
 
 
 class CountingCharge:

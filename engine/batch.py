@@ -31,6 +31,8 @@ class Span:
     num_prompt_tokens: int = 0
     adapter: str | None = None  # the name of a LoRA adapter; None is the base model
     allowed: NDArray[np.int32] | None = None  # [ceil(vocabulary / 32)] bits: what may come next
+    targets: NDArray[np.int32] | None = None  # [K] prompt tokens after the first K positions,
+    # whose log-probabilities are asked for, with the `params.prompt_logprobs` most likely ones
     write_kv: bool = True  # False: the KV of these positions already stands; only logits are asked
 
 
@@ -41,6 +43,7 @@ class Sampled:
     sequence_id: int
     token: int | None
     logprob: TokenLogprob | None = None
+    targets: tuple[TokenLogprob, ...] = ()  # of the span's targets
 
 
 @dataclass(slots=True)

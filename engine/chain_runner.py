@@ -14,6 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from engine.batch import Batch, Sampled, Span
+from engine.request import TokenLogprob
 from engine.structure import GrammarState
 from tiers.block import BlockLayout
 
@@ -49,6 +50,7 @@ class ChainRunner:
 
     def _span(self, span: Span) -> Sampled:
         value = self._read(span, span.start - 1) if span.start else SEED
+        told: list[TokenLogprob] = []
         for offset, token in enumerate(span.tokens):
             value = advance(value, int(token))
             position = span.start + offset
@@ -57,10 +59,12 @@ class ChainRunner:
                 self.computed += 1
             elif self._read(span, position) != value:
                 raise WrongKv(f"position {position} of sequence {span.sequence_id}")
-        if not span.sample:
-            return Sampled(span.sequence_id, None)
-        token = choose(value, self._vocab_size, span.params.seed, span.allowed)
-        return Sampled(span.sequence_id, token)
+            if span.targets is not None and offset < len(span.targets):
+                told.append(TokenLogprob(int(span.targets[offset]), float(value)))
+        token = None
+        if span.sample:
+            token = choose(value, self._vocab_size, span.params.seed, span.allowed)
+        return Sampled(span.sequence_id, token, targets=tuple(told))
 
     def _row(self, span: Span, position: int) -> NDArray[np.int32]:
         slot = span.block_table[position // self._block_size]

@@ -286,16 +286,17 @@ class Engine:
     def _take_in(self, span: Span, result: Sampled, outputs: list[StepOutput]) -> None:
         sequence = self._sequences[span.sequence_id]
         self._scheduler.computed(sequence, span)
+        sequence.prompt_logprobs += result.targets
         if result.token is None:
+            if span.start + len(span.tokens) == sequence.num_tokens:
+                self._end_unsampled(sequence, outputs)
             return
         group = self._groups[sequence.request.request_id]
         now_ns = self._clock_ns()
         if sequence.state is SequenceState.PREFILL:
             sequence.state = SequenceState.DECODE
             sequence.first_token_ns = sequence.first_token_ns or now_ns
-            for twin in group.due_twins(sequence, self._new_id):
-                self._sequences[twin.sequence_id] = twin
-                self._scheduler.fork(sequence, twin)
+            self._fork_due(group, sequence)
         tokens, finish, error = self._append(sequence, result.token)
         self._generated += len(tokens)
         self._jumped += len(tokens) - 1
@@ -305,6 +306,24 @@ class Engine:
         outputs.append(group.output(sequence, result, now_ns, tokens=tokens, error=error))
         if group.done:
             self._close_group(group)
+
+    def _fork_due(self, group: Group, sequence: Sequence) -> list[Sequence]:
+        """The other samples of a prompt that stands."""
+        twins = list(group.due_twins(sequence, self._new_id))
+        for twin in twins:
+            self._sequences[twin.sequence_id] = twin
+            self._scheduler.fork(sequence, twin)
+        return twins
+
+    def _end_unsampled(self, sequence: Sequence, outputs: list[StepOutput]) -> None:
+        """The prompt stands, and nothing was to be generated."""
+        group = self._groups[sequence.request.request_id]
+        now_ns = time.monotonic_ns()
+        for one in [sequence, *self._fork_due(group, sequence)]:
+            one.first_token_ns = one.first_token_ns or now_ns
+            self._end(one, FinishReason.LENGTH)
+            outputs.append(group.output(one, None, now_ns))
+        self._close_group(group)
 
     def _append(
         self, sequence: Sequence, token: int

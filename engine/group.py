@@ -64,11 +64,13 @@ class Group:
     ) -> StepOutput:
         """What this step made for a sequence: `tokens`, of which `result` chose the first."""
         told, self._told_reasons = self._told_reasons, True
+        prompt_logprobs = tuple(sequence.prompt_logprobs) if not told else ()
         return StepOutput(
             request_id=self.request.request_id,
             index=sequence.index,
             tokens=tuple(tokens),
             counts=self._counts(sequence),
+            prompt_logprobs=prompt_logprobs,
             num_jumped=max(0, len(tokens) - 1),
             finish=sequence.finish,
             logprobs=(result.logprob,) if result is not None and result.logprob else (),
@@ -87,8 +89,9 @@ class Group:
 
     def _make(self, sequence_id: int, index: int, chain: Chain) -> Sequence:
         params, grammar = self.request.params, self.request.grammar
-        if params.seed is not None and index:
-            params = replace(params, seed=seed_of(params.seed, index))
+        if index:  # the first one tells of the prompt
+            seed = seed_of(params.seed, index) if params.seed is not None else None
+            params = replace(params, seed=seed, prompt_logprobs=None)
         sequence = Sequence(
             sequence_id=sequence_id,
             index=index,

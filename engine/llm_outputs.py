@@ -71,12 +71,14 @@ class RequestOutput:
     """The answer to one prompt. `prompt` is None where token ids were given.
 
     `hit_tokens` says by tier how many prompt tokens came from the cache; they sum to
-    `num_cached_tokens`. `num_jumped_tokens` counts the decode steps saved by structured output.
+    `num_cached_tokens`. `prompt_logprobs` is None unless asked for, and its first entry always.
+    `num_jumped_tokens` counts the decode steps saved by structured output.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprob | None] | None
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     hit_tokens: Mapping[str, int]
@@ -124,6 +126,7 @@ class PendingRequest:
         self._prompt = prompt
         self._counts = TokenCounts(prompt=len(request.tokens))
         self._num_jumped = 0
+        self._prompt_logprobs: list[TokenLogprob | None] = [None]  # nothing says the first token
         stop = request.params.stop
         self._samples = [
             _Sample(IncrementalDetokenizer(tokenizer, stop)) for _ in range(request.params.n)
@@ -141,15 +144,17 @@ class PendingRequest:
         self.done = output.last
         self._counts = output.counts
         self._num_jumped += output.num_jumped
+        self._prompt_logprobs += output.prompt_logprobs
         return self._samples[output.index].take(output)
 
     def result(self) -> RequestOutput:
         """The answer; only once `done`."""
-        counts = self._counts
+        counts, asked = self._counts, self.request.params.prompt_logprobs
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self._prompt,
             prompt_token_ids=list(self.request.tokens),
+            prompt_logprobs=self._prompt_logprobs if asked is not None else None,
             outputs=[self._completion(index) for index in range(len(self._samples))],
             num_cached_tokens=counts.hit,
             hit_tokens={
@@ -179,7 +184,7 @@ class PendingRequest:
         if sample.detokenizer.stop_string is not None:
             return sample.detokenizer.stop_string
         stopped = sample.finish is FinishReason.STOP
-        last = sample.tokens[-1]
+        last = sample.tokens[-1] if sample.tokens else None
         return last if stopped and last in self.request.params.stop_token_ids else None
 
 
@@ -195,6 +200,6 @@ def _metrics(samples: Seq[_Sample]) -> RequestMetrics:
         queue_s=(first.admitted_ns - first.arrival_ns) / 1e9,
         load_s=(first.loaded_ns - first.admitted_ns) / 1e9,
         prefill_s=(first.first_token_ns - first.loaded_ns) / 1e9,
-        time_per_output_token_s=decode_ns / steps / 1e9 if steps else None,
+        time_per_output_token_s=decode_ns / steps / 1e9 if steps > 0 else None,
         total_s=(end_ns - first.arrival_ns) / 1e9,
     )

@@ -26,7 +26,9 @@ class SamplingParams:
     """How tokens are chosen. Ranges are checked by `engine.sampler.check_params`.
 
     `temperature` 0 is greedy. `top_k` 0 means all. `max_tokens` None means up to the context.
-    `logprobs` None returns none, n returns the chosen token's and the n most likely ones'.
+    `logprobs` None returns none, n returns the chosen token's and the n most likely ones';
+    `prompt_logprobs` does the same for the prompt's tokens, all of which are computed then.
+    `max_tokens` 0 computes the prompt and generates nothing.
     """
 
     n: int = 1
@@ -131,6 +133,7 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0  # 1 for the most likely token; 0 where it was not asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,4 +157,5 @@ class StepOutput:
     timeline: Timeline = field(default_factory=Timeline)
     error: str | None = None
     last: bool = False  # no further output of this request will come, in any of its sequences
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of all prompt tokens but the first, once
     num_jumped: int = 0  # of `tokens`, those that a grammar forced and no step was spent on

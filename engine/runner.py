@@ -6,6 +6,8 @@ positions that choose a token.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,11 @@ from engine.attention_cpu import CpuAttention
 from engine.batch import Batch, Sampled, Span
 from engine.models import LoadedModel
 from engine.packing import MIN_ROWS
-from engine.request import SamplingParams
-from engine.sampler import Sampler
+from engine.request import SamplingParams, TokenLogprob
+from engine.sampler import Sampler, target_logprobs
 from tiers.block import DTYPES
+
+LOGITS_BYTES = 32 << 20  # of one piece of the prompt logits
 
 
 def pick_attention(pool: torch.Tensor, dtype: torch.dtype) -> PagedAttention:
@@ -52,6 +56,7 @@ class Runner:
         self._model: Any = loaded.model
         self._adapters = loaded.adapters
         self._max_context = loaded.max_context
+        self._vocab_size = loaded.vocab_size
         self._device = torch.device(loaded.device)
         self._attention = attention or pick_attention(pool, DTYPES[loaded.dtype])
         self._sampler = Sampler(loaded.eos_token_ids)
@@ -62,10 +67,17 @@ class Runner:
         spans = batch.spans
         if not spans:
             return []
-        logits = self._forward(spans)
+        logits, told = self._forward(spans)
         sampling = [span for span in spans if span.sample]
-        sampled = iter(self._sampler.sample(logits, sampling) if logits is not None else ())
-        return [next(sampled) if span.sample else Sampled(span.sequence_id, None) for span in spans]
+        chosen = iter(self._sampler.sample(logits, sampling) if logits is not None else ())
+        sampled = [next(chosen) if s.sample else Sampled(s.sequence_id, None) for s in spans]
+        if not told:
+            return sampled
+        told_iter = iter(told)
+        return [
+            replace(one, targets=tuple(islice(told_iter, _num_targets(span))))
+            for span, one in zip(spans, sampled, strict=True)
+        ]
 
     def warm_up(self) -> None:
         """Do once what would make the first request slow: first touches of memory and kernels.
@@ -83,8 +95,9 @@ class Runner:
         """Drop what was derived for this sequence; its blocks may be given to others."""
         self._attention.forget(sequence_id)
 
-    def _forward(self, spans: Sequence[Span]) -> torch.Tensor | None:
-        """Logits [number of sampling spans, vocabulary] in float32, None where there are none."""
+    def _forward(self, spans: Sequence[Span]) -> tuple[torch.Tensor | None, list[TokenLogprob]]:
+        """Logits [number of sampling spans, vocabulary] in float32, None where there are none, and
+        the log-probabilities of all spans' targets."""
         lengths = [len(span.tokens) for span in spans]
         ends = np.cumsum(lengths)
         wanted = [int(end) - 1 for end, span in zip(ends, spans, strict=True) if span.sample]
@@ -97,9 +110,12 @@ class Runner:
             "paged": self._attention,
         }
         logits: torch.Tensor | None = None
+        told: list[TokenLogprob] = []
         self._attention.begin(spans)
         self._adapters.begin(spans, arguments["input_ids"].shape[1])
-        if wanted:
+        if any(span.targets is not None for span in spans):
+            told, logits = self._heads(spans, ends - lengths, wanted, arguments)
+        elif wanted:
             rows = _at_least(MIN_ROWS, np.array(wanted))
             keep = torch.from_numpy(rows).to(self._device)
             output = self._model(logits_to_keep=keep, **arguments)
@@ -108,12 +124,54 @@ class Runner:
             self._model.base_model(**arguments)
         self._attention.finish()
         self._adapters.finish()
+        return logits, told
+
+    def _heads(
+        self,
+        spans: Sequence[Span],
+        starts: NDArray[Any],
+        wanted: list[int],
+        arguments: dict[str, Any],
+    ) -> tuple[list[TokenLogprob], torch.Tensor | None]:
+        """The layers once, then the head over all targets' rows, a few rows at a time: the logits
+        of a whole prompt would be gigabytes. Returns as `_forward`, the other way round."""
+        rows: list[int] = []
+        targets: list[int] = []
+        counts: list[int] = []
+        for span, start in zip(spans, starts, strict=True):
+            if span.targets is not None:
+                rows += range(start, start + len(span.targets))
+                targets += span.targets.tolist()
+                counts += [span.params.prompt_logprobs or 0] * len(span.targets)
+        states = self._model.base_model(**arguments)
+        told: list[TokenLogprob] = []
+        step = max(MIN_ROWS, LOGITS_BYTES // (4 * self._vocab_size))
+        for at in range(0, len(rows), step):
+            logits = self._head(states, rows[at : at + step], arguments)
+            told += target_logprobs(logits, targets[at : at + step], counts[at : at + step])
+        return told, self._head(states, wanted, arguments) if wanted else None
+
+    def _head(self, states: Any, rows: list[int], arguments: dict[str, Any]) -> torch.Tensor:
+        """Logits [len(rows), vocabulary] from the layers' output, as the model itself makes them:
+        whatever it does after its layers (scaling, capping), its own forward does."""
+        base = self._model.base_model
+        base.forward = lambda *_, **__: states
+        try:
+            keep = torch.from_numpy(_at_least(MIN_ROWS, np.array(rows))).to(self._device)
+            output = self._model(logits_to_keep=keep, **arguments)
+        finally:
+            del base.forward
+        logits: torch.Tensor = output.logits[0, : len(rows)].float()
         return logits
 
     def _row(self, parts: Sequence[NDArray[Any]]) -> torch.Tensor:
         """The parts one after another as [1, T], int64, on the device."""
         joined = _at_least(MIN_ROWS, np.concatenate(parts).astype(np.int64))
         return torch.from_numpy(joined).to(self._device)[None]
+
+
+def _num_targets(span: Span) -> int:
+    return len(span.targets) if span.targets is not None else 0
 
 
 def _at_least(count: int, values: NDArray[Any]) -> NDArray[Any]:

@@ -47,8 +47,8 @@ def _check_counts(params: SamplingParams) -> None:
         if getattr(params, field) < low:
             raise _out_of_range(field, getattr(params, field), f"at least {low}")
     if params.max_tokens is not None:
-        if params.max_tokens < 1:
-            raise _out_of_range("max_tokens", params.max_tokens, "at least 1")
+        if params.max_tokens < 0:
+            raise _out_of_range("max_tokens", params.max_tokens, "at least 0")
         if params.min_tokens > params.max_tokens:
             raise _out_of_range(
                 "min_tokens", params.min_tokens, f"at most max_tokens ({params.max_tokens})"
@@ -246,6 +246,24 @@ def _invert(weights: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
     targets = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None]
     found = torch.searchsorted(mass, targets * mass[:, -1:], right=True)[:, 0]
     return found.clamp_max(weights.shape[1] - 1)
+
+
+def target_logprobs(
+    logits: torch.Tensor, targets: Sequence[int], wanted: Sequence[int]
+) -> list[TokenLogprob]:
+    """Row by row the target's log-probability and rank, and the `wanted` most likely tokens'.
+
+    logits: [R, vocabulary], float32.
+    """
+    logprobs = torch.log_softmax(logits, -1)
+    chosen = logprobs.gather(1, torch.tensor(targets, device=logits.device)[:, None])
+    ranks = ((logprobs > chosen).sum(1) + 1).tolist()
+    values, tokens = (part.tolist() for part in torch.topk(logprobs, max(wanted)))
+    told = []
+    for row, (target, count) in enumerate(zip(targets, wanted, strict=True)):
+        top = tuple(zip(tokens[row][:count], values[row][:count], strict=True))
+        told.append(TokenLogprob(target, float(chosen[row, 0]), top, ranks[row]))
+    return told
 
 
 def _logprob(logits: torch.Tensor, token: int, wanted: int | None) -> TokenLogprob | None:

@@ -114,7 +114,7 @@ class Scheduler:
             self._make_room(batch, sequence, end)
         except OutOfBlocks:
             return 0  # the sequence itself was the one to give way
-        sample = end == sequence.num_tokens
+        sample = end == sequence.num_tokens and sequence.params.max_tokens != 0
         params, grammar = sequence.params, sequence.grammar
         batch.spans.append(
             Span(
@@ -129,6 +129,7 @@ class Scheduler:
                 num_prompt_tokens=sequence.num_prompt,
                 adapter=sequence.request.adapter,
                 allowed=grammar.allowed if sample and grammar is not None else None,
+                targets=sequence.targets(start, end),
                 write_kv=end > sequence.num_standing,
             )
         )
@@ -192,6 +193,8 @@ class Scheduler:
         self._cache.release(sequence.chain, sequence.blocks, sequence.num_standing)
         sequence.block_table = []
         sequence.num_standing = 0
+        if not sequence.reads_cache:
+            sequence.prompt_logprobs.clear()  # computed again, from the beginning
 
     # Waiting sequences.
 
@@ -205,9 +208,10 @@ class Scheduler:
             if sequence.ticket is None:
                 if len(holders) >= self._settings.max_tickets:
                     continue
-                sequence.ticket = self._cache.open(sequence.chain)
+                sequence.ticket = self._open(sequence)
                 sequence.admitted_ns = sequence.admitted_ns or now_ns
-            progress = self._cache.advance(sequence.ticket)
+            reads = sequence.reads_cache
+            progress = self._cache.advance(sequence.ticket) if reads else Progress.READY
             sequence.follows = progress is Progress.WAITING
             if sequence.follows:
                 holders.discard(sequence)
@@ -220,7 +224,7 @@ class Scheduler:
                 if not self.running and self._revoke_ticket(but=sequence):
                     continue
                 return
-            tail = self._cache.find_tail(sequence.ticket)
+            tail = self._cache.find_tail(sequence.ticket) if reads else None
             if tail is not None and tail.case is TailCase.WAIT:
                 sequence.follows = True
                 holders.discard(sequence)
@@ -229,10 +233,16 @@ class Scheduler:
             self._begin(sequence, tail)
             yield sequence
 
+    def _open(self, sequence: Sequence) -> Ticket:
+        """A ticket for what stands of its prefix, or for nothing where it may not be read."""
+        if sequence.reads_cache:
+            return self._cache.open(sequence.chain)
+        return Ticket(sequence.chain, stop=MissReason.DISABLED, probed=True)
+
     def _num_cached(self, sequence: Sequence) -> int:
         if sequence.ticket is not None:
             return len(sequence.ticket.blocks) * self._block_size
-        return self._cache.peek(sequence.chain)
+        return self._cache.peek(sequence.chain) if sequence.reads_cache else 0
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether its blocks, and one to generate into, fit beside those of who runs already."""
@@ -314,7 +324,8 @@ class Scheduler:
             num_prompt=num_prompt,
             block_size=size,
         )
-        if number * size + num_rows >= num_prompt - 1 or sequence.chain.private:
+        unread = sequence.chain.private or not sequence.reads_cache
+        if number * size + num_rows >= num_prompt - 1 or unread:
             return Lookup(runs, ticket.stop, size)
         return Lookup(runs, ticket.stop, size, self._cache.explain(sequence.chain, number, tail))
 

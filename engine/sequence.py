@@ -10,7 +10,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.request import FinishReason, Lookup, Request, SamplingParams, TokenCounts
+from engine.request import FinishReason, Lookup, Request, SamplingParams, TokenCounts, TokenLogprob
 from engine.structure import GrammarState
 from tiers.chain import Chain
 from tiers.errors import MissReason
@@ -49,6 +49,7 @@ class Sequence:
     blocks: list[Block] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     num_standing: int = 0
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_done: int = 0  # prompt tokens that were served or computed, at the furthest
     ticket: Ticket | None = None
     follows: bool = False  # its ticket waits for what another sequence computes
@@ -62,6 +63,20 @@ class Sequence:
     loaded_ns: int = 0
     first_token_ns: int = 0
     num_preemptions: int = 0
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether blocks may be taken as they are: not while their logits are asked for."""
+        return self.params.prompt_logprobs is None or (
+            len(self.prompt_logprobs) == self.num_prompt - 1
+        )
+
+    def targets(self, start: int, end: int) -> NDArray[np.int32] | None:
+        """The prompt tokens after positions `[start, end)` whose log-probabilities are due."""
+        last = min(end, self.num_prompt - 1)
+        if self.reads_cache or last <= start:
+            return None
+        return self.span_tokens(start + 1, last + 1)
 
     @property
     def num_tokens(self) -> int:

@@ -87,3 +87,31 @@ async def test_a_stream_echoes_first_and_keeps_offsets(
     echoed = {"model": "bytes", "prompt": "pq", "stream": True, "echo": True}
     first, *_ = events((await client.post(TEXT, json=echoed)).text)
     assert "pq" == first["choices"][0]["text"]
+
+
+async def test_an_echoed_prompt_has_its_logprobs(
+    house: FakeHouse, client: httpx.AsyncClient
+) -> None:
+    """As evaluation harnesses ask for a text's likelihood; with `max_tokens` 0 nothing else."""
+    for limit, text in ((0, "abc"), (2, "abcab")):
+        body = {"model": "bytes", "prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": limit}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        [choice] = answer["choices"]
+        assert (text, "length") == (choice["text"], choice["finish_reason"])
+        told = choice["logprobs"]
+        assert list(text) == told["tokens"]
+        assert [None, -0.25, -0.25] == told["token_logprobs"][:3]
+        assert [None, {"b": -0.25}, {"c": -0.25}] == told["top_logprobs"][:3]
+        assert list(range(len(text))) == told["text_offset"]
+        assert limit == answer["usage"]["completion_tokens"]
+
+
+async def test_prompt_logprobs_come_as_vllm_has_them(client: httpx.AsyncClient) -> None:
+    body = {"model": "bytes", "prompt": ["ab", "cd"], "prompt_logprobs": 1, "n": 2}
+    answer = (await client.post("/v1/completions", json=body)).json()
+    entry = {"logprob": -0.25, "rank": 1, "decoded_token": "d"}
+    assert [None, {"100": entry}] == answer["choices"][3]["prompt_logprobs"]
+    chat = {"model": "bytes", "messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 0}
+    answer = (await client.post("/v1/chat/completions", json=chat)).json()
+    assert None is answer["prompt_logprobs"][0]
+    assert answer["usage"]["prompt_tokens"] == len(answer["prompt_logprobs"])

@@ -74,7 +74,7 @@ CASES = [
     (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format", None),
     (CHAT, chat(guided_regex="a+"), 400, "guided_regex", "unsupported_parameter"),
     (CHAT, chat(tool_choice="required"), 400, "tool_choice", "unsupported_parameter"),
-    (TEXT, text(echo=True, logprobs=1), 400, "logprobs", "unsupported_parameter"),
+    (TEXT, text(echo=True, logprobs=1, stream=True), 400, "logprobs", "unsupported_parameter"),
     (CHAT, chat(cachesvc={"share": "nobody's"}), 403, "cachesvc.share", "insufficient_scope"),
     (TEXT, {"model": "bytes"}, 400, "prompt", None),
     (TEXT, text(prompt=""), 400, "prompt", None),

@@ -257,6 +257,29 @@ def test_the_parse_helper_reads_a_pydantic_model(real_server: str) -> None:
 
 
 @pytest.mark.e2e
+def test_a_harness_finds_the_likelier_ending(real_server: str) -> None:
+    """The sum of an ending's log-probabilities, from a request that generates nothing."""
+    context = "The capital of France is"
+    with openai.OpenAI(base_url=f"{real_server}/v1", api_key="none", max_retries=0) as client:
+        answer = client.completions.create(
+            model="smollm2-135m",
+            prompt=[f"{context} Paris", f"{context} Tuesday"],
+            max_tokens=0,
+            echo=True,
+            logprobs=1,
+        )
+    scores = []
+    for choice in answer.choices:
+        told = choice.logprobs
+        assert told is not None and told.text_offset is not None
+        ending = [n for n, offset in enumerate(told.text_offset) if offset >= len(context)]
+        scores.append(sum(told.token_logprobs[n] for n in ending))
+        assert None is told.token_logprobs[0]
+    assert scores[0] > scores[1]
+    assert answer.usage is not None and 0 == answer.usage.completion_tokens
+
+
+@pytest.mark.e2e
 def test_the_default_model_answers_and_hits(real_server: str) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     with openai.OpenAI(base_url=f"{real_server}/v1", api_key="sk-any") as client:

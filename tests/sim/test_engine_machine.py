@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.chain_runner import ChainRunner, chain_layout, replay
+from engine.chain_runner import SEED, ChainRunner, advance, chain_layout, replay
 from engine.engine import Engine, EngineSettings
 from engine.group import seed_of
 from engine.queue import QueueOrder
@@ -163,10 +163,13 @@ class World:
         cache: bool = True,
         seed: int | None = None,
         grammar: RandomGrammar | None = None,
+        prompt_logprobs: int | None = None,
     ) -> None:
         if grammar is not None:
             self.grammars[name] = grammar
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, n=n, seed=seed)
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, n=n, seed=seed, prompt_logprobs=prompt_logprobs
+        )
         self.prompts[name], self.params[name] = list(prompt), params
         self.outputs[name] = []
         self.engine.submit(
@@ -227,15 +230,33 @@ class World:
                 if reason is FinishReason.ABORT or reason is None:
                     assert got == expected[: len(got)], name
                 else:
-                    stopped = expected[-1] == EOS
+                    stopped = bool(expected) and expected[-1] == EOS
                     assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH), name
                     assert got == expected, name
+            self._check_prompt_logprobs(name)
             counts = outputs[-1].counts
             assert counts.hit + counts.miss == counts.prompt
             billed = {replace(o.counts, output=0) for o in outputs if o.tokens}
             assert len(billed) <= 1, "hits and misses changed after the first admission"
             assert sum(outputs[0].miss_reasons.values()) in (0, outputs[0].counts.miss)
             _check_lookup(outputs[0])
+
+    def _check_prompt_logprobs(self, name: str) -> None:
+        """They are told once, of every prompt token but the first, from the true prefix."""
+        told = [one for output in self.outputs[name] for one in output.prompt_logprobs]
+        if self.params[name].prompt_logprobs is None:
+            assert not told
+            return
+        prompt, values = self.prompts[name], []
+        for token in prompt[:-1]:
+            values.append(advance(values[-1] if values else SEED, token))
+        expected = list(zip(prompt[1:], values, strict=True))
+        got = [(one.token, one.logprob) for one in told]
+        if self.outputs[name][-1].finish is FinishReason.ABORT:
+            assert got == expected[: len(got)]
+        else:
+            assert got == expected
+        assert self.outputs[name][-1].counts.hit == 0
 
     def settle(self) -> None:
         """Let everything under way end."""
@@ -320,7 +341,8 @@ def _drive(world: World, chance: random.Random, num_requests: int) -> None:
                 world.submit(
                     f"r{sent}",
                     prompt,
-                    max_tokens=chance.randrange(1, 12),
+                    max_tokens=chance.choice((0, *range(1, 12))),
+                    prompt_logprobs=0 if chance.random() < 0.15 else None,
                     grammar=RandomGrammar(sent % 7) if chance.random() < 0.3 else None,
                     n=chance.choice((1, 1, 1, 3)),
                     tenant=chance.choice((b"", b"", b"other")),

@@ -40,7 +40,7 @@ def rows(count: int, seed: int = 0) -> torch.Tensor:
         ("top_k", -1),
         ("min_p", -0.1),
         ("n", 0),
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("min_tokens", -1),
         ("presence_penalty", 2.5),
         ("frequency_penalty", -2.5),
