@@ -17,7 +17,7 @@ from api.context import FIT_NAME, Story, story_of, wire_of
 from api.errors import InvalidRequest
 from api.generation import Generation, Job
 from api.idempotency import Claim, claim, replayed
-from api.journal import Journal
+from api.journal import Journal, Trail
 from api.limits import Permit
 from api.metering import Charge
 from api.schemas import GenerationBody
@@ -57,6 +57,10 @@ def request_context(request: Request, principal: Principal, raw: bytes) -> Reque
         fingerprint=fingerprint,
         is_retry=retries.isdigit() and int(retries) > 0,
     )
+
+
+def trail_of(request: Request) -> Trail:
+    return Trail(request.url.path, request.headers.get("traceparent", "")[:256])
 
 
 def asked_for(request: Request, body: GenerationBody) -> Asked:
@@ -102,7 +106,14 @@ async def deliver(
         return await _admitted(request, principal, job, body, wire_format, claimed)
     except BaseException as error:
         stream = bool(body.stream)
-        wire.journal.refuse(job, principal, error, client_id=story.client_id, stream=stream)
+        wire.journal.refuse(
+            job,
+            principal,
+            error,
+            client_id=story.client_id,
+            stream=stream,
+            trail=trail_of(request),
+        )
         if claimed is not None:
             await claimed.close()
         raise
@@ -130,7 +141,14 @@ async def _admitted(
             job = replace(job, grammar=await compiled(wire, job.source))
         charge = await wire.meter.admit(principal, job)
         generation = await _submitted(wire, job, charge)
-        wire.journal.begin(job, principal, generation, client_id=story.client_id, stream=stream)
+        wire.journal.begin(
+            job,
+            principal,
+            generation,
+            client_id=story.client_id,
+            stream=stream,
+            trail=trail_of(request),
+        )
     except BaseException:
         await permit.close(EMPTY)
         raise

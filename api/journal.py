@@ -55,6 +55,17 @@ class Failure:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Trail:
+    """How the request came: its route, and the W3C trace context that the client sent, if any."""
+
+    route: str = ""
+    trace_parent: str = ""
+
+
+NO_TRAIL = Trail()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """One request. `served` and `bill` are None of a refused one, `bill` of a running one."""
@@ -72,6 +83,7 @@ class Record:
     scope: PrefixKey  # the root of its prefixes
     arrived_s: float  # Unix time
     state: State
+    trail: Trail = NO_TRAIL
     prompts: "tuple[array[int], ...]" = ()  # token ids, only where the operator keeps them
     served: Served | None = None
     bill: Bill | None = None
@@ -97,7 +109,9 @@ class Journal:
         settings: JournalSettings | None = None,
         *,
         clock_s: Callable[[], float] = time.time,
+        on_end: Callable[[Record], None] = lambda record: None,
     ) -> None:
+        self.on_end = on_end  # told of each request that finished or was refused
         self.settings = settings or JournalSettings()
         self._clock_s = clock_s
         self._running: dict[str, tuple[Record, Generation]] = {}
@@ -120,18 +134,26 @@ class Journal:
         *,
         client_id: str,
         stream: bool,
+        trail: Trail = NO_TRAIL,
     ) -> None:
         """The engine has taken the request."""
-        record = self._record(job, principal, client_id, stream, State.RUNNING)
+        record = self._record(job, principal, client_id, stream, State.RUNNING, trail)
         self._running[job.request_id] = record, generation
 
     def refuse(
-        self, job: Job, principal: Principal, error: BaseException, *, client_id: str, stream: bool
+        self,
+        job: Job,
+        principal: Principal,
+        error: BaseException,
+        *,
+        client_id: str,
+        stream: bool,
+        trail: Trail = NO_TRAIL,
     ) -> None:
         """A limit, the balance or the engine has turned the request away."""
         if not isinstance(error, Exception):
             return  # the client left, or the server stops: nobody was refused
-        record = self._record(job, principal, client_id, stream, State.REFUSED)
+        record = self._record(job, principal, client_id, stream, State.REFUSED, trail)
         self._keep(replace(record, failure=_failure(error), ended_s=self._clock_s()))
 
     def settle(self, request_id: str, delivered: "Delivered") -> None:
@@ -171,7 +193,13 @@ class Journal:
         yield from reversed(list(self._ended.values()))
 
     def _record(
-        self, job: Job, principal: Principal, client_id: str, stream: bool, state: State
+        self,
+        job: Job,
+        principal: Principal,
+        client_id: str,
+        stream: bool,
+        state: State,
+        trail: Trail,
     ) -> Record:
         return Record(
             request_id=job.request_id,
@@ -187,6 +215,7 @@ class Journal:
             scope=job.scope.root(),
             arrived_s=self._clock_s(),
             state=state,
+            trail=trail,
             prompts=job.prompts if self.settings.keep_prompts else (),
         )
 
@@ -197,6 +226,7 @@ class Journal:
         while len(self._ended) > settings.max_requests or self._nbytes > settings.max_bytes:
             oldest = self._ended.pop(next(iter(self._ended)))
             self._nbytes -= oldest.nbytes
+        self.on_end(record)
 
 
 def _live(record: Record, generation: Generation) -> Record:

@@ -297,6 +297,18 @@ class EventsSection(Section):
     zmq_keep: int = Field(10_000, ge=1, description="Batches kept for replay")
 
 
+class TracingSection(Section):
+    """OpenTelemetry traces of requests, over OTLP/HTTP; needs the extra `otel`."""
+
+    endpoint: str = Field(
+        "", description="Collector, such as http://127.0.0.1:4318; empty sends no traces"
+    )
+    sample: float = Field(
+        1.0, ge=0, le=1, description="Share of requests traced; a client's own decision wins"
+    )
+    service_name: str = Field("cachesvc", description="Name of this service in traces")
+
+
 class AdminSettings(Section):
     """The dashboard at /admin."""
 
@@ -372,6 +384,7 @@ class Settings(BaseSettings):
     billing: BillingSettings = Field(default_factory=BillingSettings)
     limits: LimitsSection = Field(default_factory=LimitsSection)
     events: EventsSection = Field(default_factory=EventsSection)
+    tracing: TracingSection = Field(default_factory=TracingSection)
     admin: AdminSettings = Field(default_factory=AdminSettings)
     journal: JournalSection = Field(default_factory=JournalSection)
     costs: CostsSection = Field(default_factory=CostsSection)

@@ -46,6 +46,7 @@ from cachesvc.metrics import Metrics
 from cachesvc.money import Money, open_money
 from cachesvc.scopes import note_scopes
 from cachesvc.snapshot import Sources
+from cachesvc.tracing import open_tracer
 from engine.models import LoadedModel
 from engine.request import StepOutput
 from tiers.disk import DiskTier
@@ -123,7 +124,9 @@ class Service:
         self._violations = {"blocks": 0, "ledger": 0}
         self._closing = False
         self.bridge = OutputBridge()
-        self.journal = Journal(_journal_settings(settings.journal))
+        self._tracer = open_tracer(settings.tracing)
+        on_end = self._tracer.trace if self._tracer is not None else lambda record: None
+        self.journal = Journal(_journal_settings(settings.journal), on_end=on_end)
         self.core = core.build(
             loaded,
             kv_dtype=settings.model.kv_dtype,
@@ -223,6 +226,8 @@ class Service:
         unsaved = self.core.close()
         self._encoders.shutdown()
         self._grammars.close()
+        if self._tracer is not None:
+            self._tracer.close()
         elapsed_s = time.monotonic() - started
         logger.info(f"stopped; the tiers were flushed in {elapsed_s:.1f} s, {unsaved} blocks lost")
 

@@ -1,0 +1,182 @@
+"""OpenTelemetry traces of requests: one span for each, and under it where its time went.
+
+    chat smollm2-135m ├─ queue ─┤├─ load ─┤├─ prefill ─┤├─ decode ─┤
+
+Attributes have the names of OpenTelemetry's conventions for generative AI (`gen_ai.*`); what they
+have no name for begins with `cachesvc.`. Nothing of a prompt or an answer goes in. Spans are made
+from the journal's record when a request has ended, on the event loop, some 0.3 ms each, and sent by
+a thread of the exporter's. Needs the extra `otel`; nothing else imports opentelemetry.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from api.journal import Record, State
+from billing.usage import Usage
+from cachesvc.config import ConfigError, TracingSection
+from engine.request import Timeline
+
+logger = logging.getLogger(__name__)
+
+CHAT_ROUTES = ("/v1/chat/completions", "/chat/completions")
+PROVIDER = "cachesvc"
+CLOSE_MS = 3_000  # for the last spans to be sent at a stop
+
+Attributes = dict[str, Any]
+
+
+def open_tracer(settings: TracingSection) -> "RequestTracer | None":
+    """A tracer where the settings name a collector. Raises ConfigError without the extra."""
+    if not settings.endpoint:
+        return None
+    if not settings.endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"tracing.endpoint = {settings.endpoint!r}: write the collector's OTLP/HTTP address, "
+            "such as http://127.0.0.1:4318"
+        )
+    try:
+        return RequestTracer(settings)
+    except ImportError as error:
+        raise ConfigError(
+            f"tracing.endpoint needs the extra `otel` ({error.name} is not installed): "
+            "pip install 'cachesvc[otel]', or leave it empty"
+        ) from None
+
+
+class RequestTracer:
+    """Turns records into spans. `trace` on the event loop, `close` on any thread."""
+
+    def __init__(
+        self, settings: TracingSection, *, offset_ns: Callable[[], int] | None = None
+    ) -> None:
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._otel = trace
+        self._extract = TraceContextTextMapPropagator().extract
+        self._provider = TracerProvider(
+            sampler=ParentBasedTraceIdRatio(settings.sample),
+            resource=Resource.create({"service.name": settings.service_name}),
+            shutdown_on_exit=False,
+        )
+        exporter = OTLPSpanExporter(endpoint=settings.endpoint.rstrip("/") + "/v1/traces")
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("cachesvc")
+        self._offset_ns = offset_ns or _offset_ns
+
+    def trace(self, record: Record) -> None:
+        """Send the spans of a request that has ended."""
+        offset_ns = self._offset_ns()
+        timeline = record.served.timeline if record.served is not None else Timeline()
+        ended_ns = round((record.ended_s or time.time()) * 1e9)
+        began_ns = (
+            timeline.arrival_ns + offset_ns
+            if timeline.arrival_ns
+            else (round(record.arrived_s * 1e9))
+        )
+        span = self._tracer.start_span(
+            f"{operation(record)} {record.model}",
+            context=self._extract({"traceparent": record.trail.trace_parent}),
+            kind=self._otel.SpanKind.SERVER,
+            attributes=attributes(record),
+            start_time=began_ns,
+        )
+        if not span.is_recording():
+            return
+        if record.failure is not None:
+            span.set_status(self._otel.StatusCode.ERROR, record.failure.message)
+        below = self._otel.set_span_in_context(span)
+        for name, start_ns, end_ns, told in phases(record, timeline):
+            child = self._tracer.start_span(
+                name, context=below, attributes=told, start_time=start_ns + offset_ns
+            )
+            child.end(end_ns + offset_ns)
+        span.end(max(began_ns, ended_ns))
+
+    def close(self) -> None:
+        """Send what waits, within CLOSE_MS."""
+        self._provider.force_flush(CLOSE_MS)
+        self._provider.shutdown()
+
+
+def operation(record: Record) -> str:
+    return "chat" if record.trail.route in CHAT_ROUTES else "text_completion"
+
+
+def attributes(record: Record) -> Attributes:
+    """What the request's own span says."""
+    told: Attributes = {
+        "gen_ai.operation.name": operation(record),
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": record.model,
+        "gen_ai.response.model": record.model,
+        "gen_ai.response.id": record.request_id,
+        "gen_ai.request.stream": record.stream,
+        "gen_ai.request.choice.count": record.num_choices,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "http.route": record.trail.route,
+        "cachesvc.tenant": record.tenant,
+    }
+    if record.session:
+        told["gen_ai.conversation.id"] = record.session
+    if record.served is not None:
+        told |= _usage(record.served.usage)
+        told["cachesvc.outcome"] = str(record.served.outcome)
+        told["gen_ai.response.finish_reasons"] = [
+            str(finish) for finish in record.served.finishes if finish is not None
+        ]
+        for reason, tokens in record.served.miss_reasons.items():
+            told[f"cachesvc.miss.{reason}"] = tokens
+    if record.bill is not None and record.bill.cost is not None:
+        told["cachesvc.cost"] = f"{record.bill.cost} {record.bill.currency}"
+    if record.failure is not None:
+        told["error.type"] = record.failure.code or record.failure.type
+    if record.state is State.REFUSED:
+        told["cachesvc.outcome"] = "refused"
+    return told
+
+
+def phases(record: Record, timeline: Timeline) -> list[tuple[str, int, int, Mapping[str, Any]]]:
+    """(name, start, end, attributes) of what was reached, by the monotonic clock in ns."""
+    usage = record.served.usage if record.served is not None else None
+    load = _hits(usage) if usage is not None else {}
+    decode = {"gen_ai.usage.output_tokens": usage.output} if usage is not None else {}
+    prefill = {"cachesvc.computed_tokens": usage.miss} if usage is not None else {}
+    when = timeline
+    spans: list[tuple[str, int, int, Mapping[str, Any]]] = [
+        ("queue", when.arrival_ns, when.admitted_ns, {}),
+        ("load", when.admitted_ns, when.loaded_ns, load),
+        ("prefill", when.loaded_ns, when.first_token_ns, prefill),
+        ("decode", when.first_token_ns, when.last_token_ns, decode),
+    ]
+    return [span for span in spans if span[1] and span[2] >= span[1]]
+
+
+def _usage(usage: Usage) -> Attributes:
+    return {
+        "gen_ai.usage.output_tokens": usage.output,
+        "gen_ai.usage.cache_read.input_tokens": usage.hit,
+        **_hits(usage),
+        "cachesvc.computed_tokens": usage.miss,
+    }
+
+
+def _hits(usage: Usage) -> Attributes:
+    return {
+        "cachesvc.hit_tokens.device": usage.hit_device,
+        "cachesvc.hit_tokens.host": usage.hit_host,
+        "cachesvc.hit_tokens.disk": usage.hit_disk,
+        "cachesvc.hit_tokens.remote": usage.hit_remote,
+    }
+
+
+def _offset_ns() -> int:
+    """What turns the monotonic clock, by which requests are timed, into time of day."""
+    return time.time_ns() - time.monotonic_ns()

@@ -1,0 +1,179 @@
+"""Traces of requests as a collector receives them: over OTLP/HTTP, decoded from protobuf."""
+
+import threading
+from collections.abc import AsyncIterator, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from api.journal import Journal
+from api.testing import FakeHouse, Script, fake_house
+from cachesvc.config import ConfigError, TracingSection
+from cachesvc.tracing import RequestTracer, open_tracer
+from engine.errors import QueueFull
+from tests.api.conftest import running
+from tiers.errors import MissReason
+
+pytestmark = pytest.mark.anyio
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+class Collector:
+    """A receiver of OTLP/HTTP on a free port."""
+
+    def __init__(self) -> None:
+        self.spans: dict[str, Span] = {}
+        self.resources: list[dict[str, Any]] = []
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                assert "/v1/traces" == self.path
+                assert "application/x-protobuf" == self.headers["Content-Type"]
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                collector.take(ExportTraceServiceRequest.FromString(body))
+                answer = ExportTraceServiceResponse().SerializeToString()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def take(self, request: ExportTraceServiceRequest) -> None:
+        for resource in request.resource_spans:
+            self.resources.append(told(resource.resource.attributes))
+            for scope in resource.scope_spans:
+                self.spans |= {span.name: span for span in scope.spans}
+
+
+def told(attributes: Any) -> dict[str, Any]:
+    found = {}
+    for pair in attributes:
+        kind = pair.value.WhichOneof("value")
+        value = getattr(pair.value, kind)
+        if kind == "array_value":
+            value = [each.string_value for each in value.values]
+        found[pair.key] = value
+    return found
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    thread = threading.Thread(target=collector.server.serve_forever)
+    thread.start()
+    yield collector
+    collector.server.shutdown()
+    thread.join()
+    collector.server.server_close()
+
+
+@pytest.fixture
+def tracer(collector: Collector) -> Iterator[RequestTracer]:
+    tracer = open_tracer(TracingSection(endpoint=collector.url, service_name="shop"))
+    assert tracer is not None
+    yield tracer
+    tracer.close()
+
+
+@pytest.fixture
+async def house(tracer: RequestTracer) -> FakeHouse:
+    return fake_house(journal=Journal(on_end=tracer.trace))
+
+
+@pytest.fixture
+async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
+    async with running(house) as (_, client):
+        yield client
+
+
+async def chat(client: httpx.AsyncClient, **headers: str) -> httpx.Response:
+    body = {"model": "bytes", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+    body["model"] = (await client.get("/v1/models")).json()["data"][0]["id"]
+    return await client.post("/v1/chat/completions", json=body, headers=headers)
+
+
+async def test_a_request_is_a_span_with_its_phases_below(
+    house: FakeHouse, client: httpx.AsyncClient, tracer: RequestTracer, collector: Collector
+) -> None:
+    house.engine.script = Script(
+        answer="abc", hits={"hit_host": 4, "hit_device": 2}, reasons={MissReason.ABSENT: 10}
+    )
+    answer = await chat(client, traceparent=f"00-{TRACE}-{PARENT}-01", **{"x-session-id": "s1"})
+    assert 200 == answer.status_code
+    tracer.close()
+    usage = answer.json()["usage"]
+    (root,) = [span for name, span in collector.spans.items() if name.startswith("chat ")]
+    assert (TRACE, PARENT) == (root.trace_id.hex(), root.parent_span_id.hex())
+    assert Span.SPAN_KIND_SERVER == root.kind
+    expected = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "cachesvc",
+        "gen_ai.request.model": answer.json()["model"],
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        "gen_ai.usage.cache_read.input_tokens": 6,
+        "gen_ai.conversation.id": "s1",
+        "gen_ai.response.finish_reasons": ["length"],
+        "cachesvc.hit_tokens.host": 4,
+        "cachesvc.computed_tokens": usage["prompt_tokens"] - 6,
+        "cachesvc.outcome": "finished",
+        "cachesvc.tenant": "default",
+    }
+    attributes = told(root.attributes)
+    assert expected == {name: attributes.get(name) for name in expected}
+    assert "shop" == collector.resources[0]["service.name"]
+    children = [collector.spans[name] for name in ("queue", "load", "prefill", "decode")]
+    assert {root.span_id} == {child.parent_span_id for child in children}
+    times = [each for child in children for each in (child.start_time_unix_nano,)]
+    assert sorted(times) == times
+    assert root.start_time_unix_nano <= times[0]
+    assert children[-1].end_time_unix_nano <= root.end_time_unix_nano
+    assert not [each for each in attributes.values() if "hello" in str(each)]
+
+
+async def test_a_refused_request_is_a_span_with_the_error(
+    house: FakeHouse, client: httpx.AsyncClient, tracer: RequestTracer, collector: Collector
+) -> None:
+    house.engine.script = Script(refuse=QueueFull("7 requests are in flight"))
+    assert 503 == (await chat(client)).status_code
+    tracer.close()
+    (root,) = collector.spans.values()
+    assert Status.STATUS_CODE_ERROR == root.status.code
+    attributes = told(root.attributes)
+    assert "overloaded" == attributes["error.type"]
+    assert "refused" == attributes["cachesvc.outcome"]
+
+
+async def test_a_client_that_does_not_sample_is_not_traced(
+    client: httpx.AsyncClient, tracer: RequestTracer, collector: Collector
+) -> None:
+    assert 200 == (await chat(client, traceparent=f"00-{TRACE}-{PARENT}-00")).status_code
+    assert 200 == (await chat(client, traceparent="nonsense")).status_code
+    tracer.close()
+    roots = [span for name, span in collector.spans.items() if name.startswith("chat ")]
+    assert [b""] == [span.parent_span_id for span in roots]
+
+
+def test_without_an_endpoint_nothing_is_made_and_a_wrong_one_is_said() -> None:
+    assert open_tracer(TracingSection()) is None
+    with pytest.raises(ConfigError, match="write the collector"):
+        open_tracer(TracingSection(endpoint="collector:4317"))
+
+
+def test_a_missing_extra_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"pip install 'cachesvc\[otel\]'"):
+        open_tracer(TracingSection(endpoint="http://127.0.0.1:1"))
