@@ -49,6 +49,7 @@ class Period:
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0))
     amount: int = 0
     saved: int = 0
+    part: str = ""  # the model, project or key, where periods are split by one
 
     def add(self, row: Row) -> None:
         self.requests += row["requests"]
@@ -66,9 +67,11 @@ class Period:
         return self.hit + self.tokens["miss"]
 
     def as_json(self) -> dict[str, Any]:
+        split = {"part": self.part} if self.part else {}
         return {
             "tenant": self.tenant,
             "period": self.period,
+            **split,
             "currency": self.currency,
             "requests": self.requests,
             "prompt_tokens": self.prompt,
@@ -98,11 +101,18 @@ def total(store: LedgerStore, tenant: str | None = None) -> list[Period]:
     return _periods(store, tenant, 0, lambda day: "all")
 
 
-def by_session(store: LedgerStore, tenant: str | None = None, *, limit: int = 100) -> list[Period]:
-    """One period for each named session, the latest first."""
+def by_session(
+    store: LedgerStore,
+    tenant: str | None = None,
+    *,
+    limit: int = 100,
+    from_ns: int = 0,
+    to_ns: int = 2**63 - 1,
+) -> list[Period]:
+    """One period for each named session that was used last in a span of time, the latest first."""
     with store.reading() as connection:
         currencies = {n: a.currency for n, a in store_reports.all_accounts(connection).items()}
-        rows = store_reports.sessions(connection, tenant, limit)
+        rows = store_reports.sessions(connection, tenant, limit, from_ns, to_ns)
     periods = []
     for row in rows:
         period = Period(row["tenant"], row["session"], currencies[row["tenant"]])

@@ -122,9 +122,13 @@ def daily(
     return [joined(dict(row)) for row in found]
 
 
-def sessions(connection: Connection, tenant: str | None, limit: int) -> list[Row]:
-    """Rollups by session, the latest first."""
-    query = select(usage_sessions).order_by(usage_sessions.c.last_ns.desc()).limit(limit)
+def sessions(
+    connection: Connection, tenant: str | None, limit: int, from_ns: int = 0, to_ns: int = 2**63 - 1
+) -> list[Row]:
+    """Rollups by session, the latest first; those whose last request is in a span of time."""
+    last_ns = usage_sessions.c.last_ns
+    query = select(usage_sessions).order_by(last_ns.desc()).limit(limit)
+    query = query.where((last_ns >= from_ns) & (last_ns < to_ns))
     if tenant is not None:
         query = query.where(usage_sessions.c.tenant == tenant)
     return [joined(dict(row)) for row in connection.execute(query).mappings()]

@@ -1,10 +1,12 @@
 """`cachesvc usage`: tokens by class, what they cost and what hits saved; invoices and exports."""
 
-from datetime import UTC, datetime
+from collections.abc import Callable
+from datetime import UTC, date, datetime, timedelta, tzinfo
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import typer
 
@@ -14,6 +16,7 @@ from billing.entries import Entry
 from billing.money import format_units
 from billing.receipts import ReceiptSigner, receipt_for
 from billing.statements import Period
+from billing.usage_report import Query, Split, Unit, report
 from cachesvc.cli.books import Books, DatabaseUrl, DataDir, TenantOption, books
 from cachesvc.cli.render import AsJson, note, percent, print_json, print_table
 
@@ -34,42 +37,178 @@ def usage(
             _show(statements.total(open_books.store, tenant), json)
 
 
+Since = Annotated[
+    str | None, typer.Option(help="First day: 2026-11-01, today, yesterday, or 7d for a week back")
+]
+Until = Annotated[str | None, typer.Option(help="Last day, written alike")]
+Breakdown = Annotated[Split | None, typer.Option(help="Split each period by model, project or key")]
+Timezone = Annotated[
+    str, typer.Option(help="Where days begin: UTC, local, or a name such as Asia/Shanghai")
+]
+
+
 @app.command()
 def daily(
     tenant: TenantOption = None,
-    days: Annotated[int, typer.Option(min=1, help="How many days back")] = 31,
+    since: Since = None,
+    until: Until = None,
+    breakdown: Breakdown = None,
+    timezone: Timezone = "UTC",
+    days: Annotated[int, typer.Option(min=1, help="How many days back, without --since")] = 31,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Usage by day (UTC)."""
+    """Usage by day."""
+    query = span(tenant, since or f"{days - 1}d", until, breakdown, timezone)
     with books(data_dir, database) as open_books:
-        _show(statements.by_day(open_books.store, tenant, days=days), json)
+        _show(report(open_books.store, query, Unit.DAY), json)
 
 
 @app.command()
 def monthly(
     tenant: TenantOption = None,
+    since: Since = None,
+    until: Until = None,
+    breakdown: Breakdown = None,
+    timezone: Timezone = "UTC",
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Usage by month (UTC)."""
+    """Usage by month."""
+    query = span(tenant, since, until, breakdown, timezone)
     with books(data_dir, database) as open_books:
-        _show(statements.by_month(open_books.store, tenant), json)
+        _show(report(open_books.store, query, Unit.MONTH), json)
 
 
 @app.command()
 def session(
     tenant: TenantOption = None,
+    since: Since = None,
+    until: Until = None,
+    timezone: Timezone = "UTC",
     limit: Annotated[int, typer.Option(min=1, help="At most so many, the latest first")] = 50,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Usage by the session that requests name."""
+    """Usage by the session that requests name; a session counts on the day it was used last."""
+    query = span(tenant, since, until, None, timezone)
+    from_ns, to_ns = query.bounds_ns()
     with books(data_dir, database) as open_books:
-        _show(statements.by_session(open_books.store, tenant, limit=limit), json)
+        found = statements.by_session(
+            open_books.store, tenant, limit=limit, from_ns=from_ns, to_ns=to_ns
+        )
+        _show(found, json)
+
+
+@app.command()
+def statusline(
+    tenant: TenantOption = None,
+    timezone: Timezone = "local",
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+    json: AsJson = False,
+) -> None:
+    """Today and this month in one line, for a prompt or a status bar."""
+    zone = zone_of(timezone)
+    today = datetime.now(zone).date()
+    query = Query(tenant=tenant, since=today.replace(day=1), until=today, zone=zone)
+    with books(data_dir, database) as open_books:
+        found = report(open_books.store, query, Unit.DAY)
+    of_today = [period for period in found if period.period == today.isoformat()]
+    if json:
+        print_json({"today": _sums(of_today), "month": _sums(found)})
+        return
+    day = sum(period.requests for period in of_today)
+    hit, prompt = sum(p.hit for p in of_today), sum(p.prompt for p in of_today)
+    parts = [f"today {_amounts(of_today)}", f"{day} requests", f"hit {percent(hit, prompt)}"]
+    typer.echo(" | ".join([*parts, f"saved {_savings(of_today)}", f"month {_amounts(found)}"]))
+
+
+def span(
+    tenant: str | None,
+    since: str | None,
+    until: str | None,
+    breakdown: Split | None,
+    timezone: str,
+) -> Query:
+    """The query that the options ask for; ends the command for a day or zone that is none."""
+    zone = zone_of(timezone)
+    today = datetime.now(zone).date()
+    first = _day(since, today, "--since") if since else None
+    last = _day(until, today, "--until") if until else None
+    if first and last and last < first:
+        raise typer.BadParameter(f"{last} is before --since {first}", param_hint="--until")
+    return Query(tenant=tenant, since=first, until=last, zone=zone, split=breakdown)
+
+
+def zone_of(name: str) -> tzinfo:
+    if name.upper() == "UTC":
+        return UTC
+    if name == "local":
+        return datetime.now().astimezone().tzinfo or UTC
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError):
+        raise typer.BadParameter(
+            f"{name!r} is no time zone; write UTC, local, or a name such as Asia/Shanghai",
+            param_hint="--timezone",
+        ) from None
+
+
+def _day(text: str, today: date, option: str) -> date:
+    back = {"today": 0, "yesterday": 1}.get(text)
+    if back is None and text.endswith("d") and text[:-1].isdigit():
+        back = int(text[:-1])
+    if back is not None:
+        return today - timedelta(days=back)
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is no day; write it like 2026-11-01, today, yesterday or 7d",
+            param_hint=option,
+        ) from None
+
+
+def _sums(periods: list[Period]) -> list[dict[str, object]]:
+    """One document a currency."""
+    return [
+        {
+            "currency": currency,
+            "requests": sum(period.requests for period in mine),
+            "prompt_tokens": sum(period.prompt for period in mine),
+            "hit_tokens": sum(period.hit for period in mine),
+            "output_tokens": sum(period.tokens["output"] for period in mine),
+            "amount": format_units(sum(period.amount for period in mine)),
+            "saved": format_units(sum(period.saved for period in mine)),
+        }
+        for currency, mine in _by_currency(periods).items()
+    ]
+
+
+def _by_currency(periods: list[Period]) -> dict[str, list[Period]]:
+    found: dict[str, list[Period]] = {}
+    for period in periods:
+        found.setdefault(period.currency, []).append(period)
+    return found
+
+
+def _amounts(periods: list[Period]) -> str:
+    return _money(periods, lambda period: period.amount)
+
+
+def _savings(periods: list[Period]) -> str:
+    return _money(periods, lambda period: period.saved)
+
+
+def _money(periods: list[Period], of: Callable[[Period], int]) -> str:
+    sums = {currency: sum(map(of, mine)) for currency, mine in _by_currency(periods).items()}
+    return (
+        " + ".join(f"{format_units(units)} {currency}" for currency, units in sums.items()) or "0"
+    )
 
 
 class InvoiceFormat(StrEnum):
@@ -152,14 +291,16 @@ def _show(periods: list[Period], json: bool) -> None:
     if json:
         print_json([period.as_json() for period in periods])
         return
-    columns = ("tenant", "period", "requests", "prompt", "hit", "hit rate", "device", "host")
+    split = any(period.part for period in periods)
+    columns = ("requests", "prompt", "hit", "hit rate", "device", "host")
     more = ("disk", "miss", "output", "cost", "saved")
     print_table(
-        (*columns, *more),
+        ("tenant", "period", *(("of",) if split else ()), *columns, *more),
         [
             (
                 period.tenant,
                 period.period,
+                *((period.part,) if split else ()),
                 period.requests,
                 period.prompt,
                 period.hit,
@@ -174,7 +315,7 @@ def _show(periods: list[Period], json: bool) -> None:
             )
             for period in periods
         ],
-        right=(*columns[2:], *more),
+        right=(*columns, *more),
     )
     if not periods:
         note("nothing was used yet")

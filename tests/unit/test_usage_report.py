@@ -1,0 +1,141 @@
+"""Usage over a span of days, in a time zone, split by part; and the status line."""
+
+import json
+from datetime import UTC, date, datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+from typer.testing import CliRunner
+
+from billing.errors import UnknownTenant
+from billing.prices import NS
+from billing.store import LedgerStore, open_store
+from billing.testing import START_NS, ManualClock, running_ledger
+from billing.usage import Usage
+from billing.usage_report import Query, Split, Unit, report
+from cachesvc.cli import app
+
+HOUR = 3600
+FIRST = date(2025, 1, 1)
+# (hours after 2025-01-01T00:00Z, project, key)
+CHARGES = [(1, "web", "k1"), (23, "web", "k2"), (25, "", "k1"), (24 * 40, "batch", "k1")]
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ledger with four requests of 100 tokens each, over two months."""
+    path = tmp_path_factory.mktemp("data")
+    clock = ManualClock()
+    with running_ledger(f"sqlite:///{path / 'ledger.sqlite3'}", clock=clock) as house:
+        house.fund(10**15)
+        for number, (hours, project, key) in enumerate(CHARGES):
+            clock.now_ns = START_NS + hours * HOUR * NS
+            about = {"project": project, "key_id": key, "session": f"s{number % 2}"}
+            house.charge(f"r{number}", Usage(hit_host=60, miss=40, output=5), **about)
+    return path
+
+
+@pytest.fixture
+def store(data_dir: Path) -> Any:
+    opened = open_store(f"sqlite:///{data_dir / 'ledger.sqlite3'}")
+    yield opened
+    opened.close()
+
+
+def told(store: LedgerStore, unit: Unit = Unit.DAY, **query: Any) -> list[tuple[str, str, int]]:
+    found = report(store, Query(**query), unit)
+    return [(period.period, period.part, period.requests) for period in found]
+
+
+def test_days_and_months_in_utc(store: LedgerStore) -> None:
+    assert [("2025-01-01", "", 2), ("2025-01-02", "", 1), ("2025-02-10", "", 1)] == told(store)
+    assert [("2025-01", "", 3), ("2025-02", "", 1)] == told(store, Unit.MONTH)
+
+
+def test_days_begin_where_the_zone_says(store: LedgerStore) -> None:
+    """23:00 UTC is the next morning in Shanghai, and 01:00 UTC the evening before in New York."""
+    shanghai = told(store, zone=ZoneInfo("Asia/Shanghai"))
+    assert [("2025-01-01", "", 1), ("2025-01-02", "", 2), ("2025-02-10", "", 1)] == shanghai
+    assert ("2024-12-31", "", 1) == told(store, zone=ZoneInfo("America/New_York"))[0]
+
+
+@pytest.mark.parametrize("zone", [UTC, timezone(timedelta(0))], ids=["rollups", "entries"])
+def test_rollups_and_entries_say_the_same(store: LedgerStore, zone: Any) -> None:
+    for split in (None, *Split):
+        expected = report(store, Query(split=split), Unit.DAY)
+        assert expected == report(store, Query(split=split, zone=zone), Unit.DAY)
+
+
+@pytest.mark.parametrize("zone", [UTC, timezone(timedelta(hours=9))])
+def test_a_span_has_both_its_ends(store: LedgerStore, zone: Any) -> None:
+    second = FIRST + timedelta(days=1)
+    inside = [day for day, _, _ in told(store, since=second, until=second, zone=zone)]
+    assert [second.isoformat()] == inside
+    assert [] == told(store, since=date(2025, 3, 1), zone=zone)
+
+
+def test_periods_are_split_by_part(store: LedgerStore) -> None:
+    january = {"until": date(2025, 1, 31)}
+    by_key = told(store, Unit.MONTH, split=Split.KEY, **january)
+    assert [("2025-01", "k1", 2), ("2025-01", "k2", 1)] == by_key
+    by_project = told(store, Unit.MONTH, split=Split.PROJECT, **january)
+    assert [("2025-01", "-", 1), ("2025-01", "web", 2)] == by_project
+
+
+def test_sums_of_a_split_are_the_whole(store: LedgerStore) -> None:
+    whole = report(store, Query(), Unit.MONTH)
+    for split in Split:
+        parts = report(store, Query(split=split), Unit.MONTH)
+        assert sum(p.amount for p in whole) == sum(p.amount for p in parts)
+        assert sum(p.saved for p in whole) == sum(p.saved for p in parts)
+
+
+def test_an_unknown_tenant_is_said(store: LedgerStore) -> None:
+    with pytest.raises(UnknownTenant, match="cachesvc tenants list"):
+        report(store, Query(tenant="nobody"), Unit.DAY)
+
+
+def call(data_dir: Path, *arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["usage", *arguments, "--data-dir", str(data_dir)])
+    assert code == result.exit_code, result.output
+    return result.output
+
+
+def test_the_command_takes_spans_zones_and_splits(data_dir: Path) -> None:
+    flags = ("--since", "2025-01-01", "--until", "2025-01-31", "--timezone", "Asia/Shanghai")
+    days = json.loads(call(data_dir, "daily", *flags, "--json"))
+    assert [("2025-01-01", 1), ("2025-01-02", 2)] == [(d["period"], d["requests"]) for d in days]
+    split = json.loads(call(data_dir, "monthly", *flags, "--breakdown", "key", "--json"))
+    assert ["k1", "k2"] == [period["part"] for period in split]
+    assert "k2" in call(data_dir, "monthly", *flags, "--breakdown", "key")
+
+
+def test_sessions_are_chosen_by_their_last_day(data_dir: Path) -> None:
+    flags = ("--since", "2025-01-02", "--until", "2025-01-02", "--json")
+    assert ["s0"] == [each["period"] for each in json.loads(call(data_dir, "session", *flags))]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--since", "2025-13-01"), "write it like 2026-11-01, today"),
+        (("--timezone", "Mars/Olympus"), "is no time zone"),
+        (("--since", "2025-02-01", "--until", "2025-01-01"), "is before --since"),
+    ],
+)
+def test_a_span_that_is_none_is_said(data_dir: Path, flags: tuple[str, ...], words: str) -> None:
+    said = " ".join(call(data_dir, "daily", *flags, code=2).replace("│", " ").split())
+    assert words in said
+
+
+def test_the_status_line_tells_today_and_the_month(tmp_path: Path) -> None:
+    now_ns = int(datetime.now(UTC).timestamp()) * NS
+    database = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
+    with running_ledger(database, clock=ManualClock(now_ns)) as house:
+        house.charge("r1", Usage(hit_host=640, miss=40, output=5))
+    line = call(tmp_path, "statusline", "--timezone", "UTC")
+    assert line.startswith("today 0.000114 CNY | 1 requests | hit 94.1 % | saved 0.000576 CNY")
+    told = json.loads(call(tmp_path, "statusline", "--timezone", "UTC", "--json"))
+    assert (1, "0.000114") == (told["today"][0]["requests"], told["month"][0]["amount"])
