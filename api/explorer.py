@@ -126,6 +126,10 @@ class Explorer:
                 self._disk_read_s = time.monotonic()
             return self._disk
 
+    def forget_disk(self) -> None:
+        """The picture of the disk is not right any more."""
+        self._disk_read_s = 0.0
+
     @staticmethod
     def _read(disk_view: Callable[[], AbstractContextManager[DiskView]]) -> DiskBlocks:
         with disk_view() as view:

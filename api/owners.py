@@ -26,7 +26,7 @@ class Owner:
 
 
 class Owners:
-    """Roots by owner; derived once each, 5 us apiece. Used by one thread at a time."""
+    """Roots by owner; derived once each, 5 us apiece. Any thread."""
 
     def __init__(
         self, models: Mapping[str, ServedModel], salts: Salts, tenants: Callable[[], Iterable[str]]

@@ -15,6 +15,7 @@ from api.admin.passwords import Passwords
 from api.admin.sessions import Admin, Sessions
 from api.explorer import Explorer
 from api.journal import Journal
+from api.keeping import Keeping
 from billing.money import parse_amount
 from cachesvc.config import CostsSection, Settings
 from cachesvc.history import History
@@ -54,6 +55,7 @@ class Dashboard:
         latencies: Callable[[], Mapping[str, Spread]],
         journal: Journal,
         explorer: Explorer,
+        keeping: Keeping,
         decode: Callable[[Sequence[int]], str],
         blocks: BlockReader | None = None,
     ) -> None:
@@ -74,6 +76,7 @@ class Dashboard:
             books=books,
             journal=journal,
             explorer=explorer,
+            keeping=keeping,
             decode=decode,
             limits=limit_settings(settings.limits),
             gib_month=_gib_month(settings.costs),

@@ -29,6 +29,7 @@ from api.encoders import EncoderPool
 from api.event_feeds import Feeds
 from api.explorer import Explorer
 from api.journal import Journal, JournalSettings
+from api.keeping import Keeping
 from api.metering import Meter
 from api.owners import Owners
 from api.structured import GrammarDesk
@@ -146,6 +147,8 @@ class Service:
             vllm_aliases=settings.metrics.vllm_aliases,
         )
         self.latencies = Latencies()
+        owners = self._owners()
+        explorer = self._explorer(owners)
         self.dashboard = Dashboard(
             settings,
             books=money.books,
@@ -159,7 +162,8 @@ class Service:
             latencies=self.latencies.spreads,
             blocks=partial(read_blocks, self.core.engine.call),
             journal=self.journal,
-            explorer=self._explorer(),
+            explorer=explorer,
+            keeping=Keeping(explorer, owners),
             decode=loaded.tokenizer.decode,
         )
         self._encoders = EncoderPool(NUM_ENCODERS)
@@ -286,17 +290,21 @@ class Service:
         self.metrics.observe_outputs(outputs)
         self.latencies.observe(outputs)
 
-    def _explorer(self) -> Explorer:
-        disk, accounts = self.core.cache.disk, self._money.accounts
+    def _explorer(self, owners: Owners) -> Explorer:
+        disk = self.core.cache.disk
         return Explorer(
             self.core.engine.call,
-            Owners(
-                self._models(),
-                self._money.salts,
-                lambda: [tenant.tenant for tenant in accounts.tenants()],
-            ),
+            owners,
             disk.view if isinstance(disk, DiskTier) else None,
             block_bytes=self.core.layout.nbytes,
+        )
+
+    def _owners(self) -> Owners:
+        accounts = self._money.accounts
+        return Owners(
+            self._models(),
+            self._money.salts,
+            lambda: [tenant.tenant for tenant in accounts.tenants()],
         )
 
     def _models(self) -> Mapping[str, ServedModel]:

@@ -1,7 +1,7 @@
-"""The prefix explorer under /admin/explorer: all tiers as one tree, one block, what to do to it.
+"""The prefix explorer under /admin/explorer: all tiers as one tree, and one block.
 
-Every change asks for a reason, is done by `api.explorer`, and leaves an audit entry. Tokens are
-decoded only when an admin asks, which leaves one too.
+What changes something is in `pages_keeping`. Tokens are decoded only when an admin asks, which
+leaves an audit entry.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from api.admin.sessions import Admin, Role
 from api.errors import InvalidRequest, Unsupported
 from api.explorer import Explorer
 from tiers.keys import PrefixKey
+from tiers.retention import Pin
 from tiers.tree import TreeQuery, tree_json
 
 router = APIRouter(tags=["admin: cache"])
@@ -85,9 +86,9 @@ async def page(
         num_blocks=grown.tree.num_blocks,
         num_seen=grown.tree.num_seen,
         cut=grown.cut,
-        pins=[],
+        pins=await _pins(request),
         now_s=time.time(),
-        can_keep=False,
+        can_keep=parts_of(request).keeping is not None,
         q=q,
         found=found,
         tenant=tenant,
@@ -101,7 +102,7 @@ async def page(
 
 @router.get("/admin/explorer/{key}", include_in_schema=False)
 async def block_page(request: Request, key: str, admin: MayRead, done: Filter = "") -> Response:
-    return await _show(request, admin, key_of(key), done=DONE.get(done, ""))
+    return await show_block(request, admin, key_of(key), done=DONE.get(done, ""))
 
 
 @router.post("/admin/explorer/{key}/text", include_in_schema=False)
@@ -112,7 +113,7 @@ async def text_page(request: Request, key: str, admin: MayChange) -> Response:
         raise Unsupported("This server has no tokenizer to read blocks with.")
     detail, _ = await explorer_of(request).block(key_of(key))
     await _audit(request, admin, "block.read", key, "")
-    return await _show(request, admin, detail.key, text=decode(array("i", detail.tokens)))
+    return await show_block(request, admin, detail.key, text=decode(array("i", detail.tokens)))
 
 
 def explorer_of(request: Request) -> Explorer:
@@ -134,7 +135,7 @@ def key_of(text: str) -> PrefixKey:
     return PrefixKey(key)
 
 
-async def _show(
+async def show_block(
     request: Request,
     admin: Admin,
     key: PrefixKey,
@@ -156,9 +157,9 @@ async def _show(
         block_bytes=explorer.block_bytes,
         scopes=rows_of(below, costs),
         num_below=below.tree.num_seen,
-        pins=[],
+        pins=[pin for pin in await _pins(request) if key in pin.keys],
         now_s=time.time(),
-        can_keep=False,
+        can_keep=parts.keeping is not None,
         text=text,
         can_decode=parts.decode is not None,
         may_change=admin.role is Role.ADMIN,
@@ -174,20 +175,9 @@ def _hex(text: str) -> str:
     return digits
 
 
-def _why(why: str) -> str:
-    if not why.strip():
-        raise InvalidRequest("Say why; the audit log keeps it. Nothing was changed.")
-    return why.strip()
-
-
-def _hours(text: str) -> float:
-    try:
-        hours = float(text)
-    except ValueError:
-        hours = 0.0
-    if not 0 < hours <= 24 * 366:
-        raise InvalidRequest(f"{text!r} is no number of hours from 0 to {24 * 366}")
-    return hours
+async def _pins(request: Request) -> list[Pin[PrefixKey]]:
+    keeping = parts_of(request).keeping
+    return await keeping.pins() if keeping is not None else []
 
 
 async def _audit(

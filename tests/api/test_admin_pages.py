@@ -1,0 +1,268 @@
+"""The pages of data over a real ledger and a real index: empty, filled, changed, refused."""
+
+import re
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import Any
+
+import httpx
+import pytest
+
+from api.admin.testing import OPERATOR_TOKEN, RecordingTrail
+from api.auth import Salts
+from api.explorer import Explorer
+from api.journal import Journal
+from api.keeping import Keeping
+from api.owners import Owners
+from api.testing import ByteTokenizer, byte_model
+from billing.money import UNITS
+from engine.chain_runner import chain_layout
+from tests.api import test_money_routes
+from tests.api.test_money_routes import House, serving
+from tests.unit.test_tree import BLOCK, add
+from tiers.cache import CacheSettings, TieredCache
+from tiers.keys import PrefixKey
+
+books_of_acme = test_money_routes.house  # the fixture
+SALTS = Salts(b"secret of the tests")
+HTML = {"accept": "text/html", "authorization": f"Bearer {OPERATOR_TOKEN}"}
+HELLO = list(b"Hello, you")
+PAGES = ("requests", "explorer", "money", "tenants", "keys", "audit")
+
+
+class Cache:
+    """A cache whose index is filled by hand, and what looks into it for the tenant `acme`."""
+
+    def __init__(self) -> None:
+        layout = chain_layout(BLOCK)
+        settings = CacheSettings(device_bytes=64 * layout.nbytes, host_bytes=64 * layout.nbytes)
+        self.tiers = TieredCache(layout, settings)
+        self.owners = Owners({"bytes": byte_model()}, SALTS, lambda: ["acme"])
+        self.explorer = Explorer(self.call, self.owners, None, block_bytes=layout.nbytes)
+
+    def call(self, function: Callable[[TieredCache], Any]) -> "Future[Any]":
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(self.tiers))
+        except Exception as error:  # noqa: BLE001  as `Engine.call` does
+            future.set_exception(error)
+        return future
+
+    def fill(self) -> PrefixKey:
+        """The key of the first block of acme's one prompt."""
+        (root,) = self.owners.roots_of("acme")
+        key = add(self.tiers.index, HELLO, root)[0].key
+        assert key is not None
+        return key
+
+
+@pytest.fixture
+def cache() -> Cache:
+    return Cache()
+
+
+@pytest.fixture
+def trail() -> RecordingTrail:
+    return RecordingTrail()
+
+
+@pytest.fixture
+async def client(
+    books_of_acme: House, cache: Cache, trail: RecordingTrail
+) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(
+        books=books_of_acme.books,
+        journal=Journal(),
+        explorer=cache.explorer,
+        keeping=Keeping(cache.explorer, cache.owners),
+        decode=ByteTokenizer().decode,
+        record=trail,
+    ) as client:
+        client.base_url = httpx.URL("http://t/admin/")
+        client.headers.update(HTML)
+        yield client
+
+
+async def text(client: httpx.AsyncClient, path: str, status: int = 200) -> str:
+    answer = await client.get(path)
+    assert status == answer.status_code, answer.text
+    return answer.text
+
+
+async def test_empty_pages_say_what_will_be_there(client: httpx.AsyncClient) -> None:
+    assert "No request yet" in await text(client, "requests")
+    assert "Nothing is cached yet" in await text(client, "explorer")
+    assert "There are no keys yet" in await text(client, "keys")
+    assert "No tenant has such a name" in await text(client, "tenants?q=nobody")
+    assert "Nothing fits" in await text(client, "audit?q=nothing-like-it")
+
+
+async def test_a_page_holds_neither_script_nor_style_of_its_own(
+    client: httpx.AsyncClient, cache: Cache
+) -> None:
+    cache.fill()
+    for name in (*PAGES, "tenants/acme"):
+        page = await text(client, name)
+        assert not re.search(r"<script(?! src=)|<style|\sstyle=|\son\w+=", page), name
+
+
+async def test_the_explorer_shows_whose_a_prefix_is(
+    client: httpx.AsyncClient, cache: Cache
+) -> None:
+    key = cache.fill().hex()
+    page = await text(client, "explorer")
+    assert "acme <small>bytes</small>" in page and key[:12] in page
+    assert key[:12] in await text(client, "explorer?tenant=acme")
+    assert "Nothing fits" in await text(client, "explorer?idle=7d")
+    assert "No key begins with" in await text(client, "explorer?q=0000000000")
+    found = await client.get(f"explorer?q={key[:10]}")
+    assert (303, f"/admin/explorer/{key}") == (found.status_code, found.headers["location"])
+    told = (await client.get("api/cache/tree")).json()
+    assert ("acme", "bytes") == (told["scopes"][0]["owner"], told["scopes"][0]["model"])
+
+
+async def test_a_blocks_text_is_shown_when_an_admin_asks_and_is_audited(
+    client: httpx.AsyncClient, cache: Cache, trail: RecordingTrail
+) -> None:
+    key = cache.fill().hex()
+    assert "He</pre>" not in await text(client, f"explorer/{key}")
+    assert [] == trail.actions
+    shown = await client.post(f"explorer/{key}/text")
+    assert "He</pre>" in shown.text
+    assert ["block.read"] == [action for action, _ in trail.actions]
+
+
+async def test_a_prefix_is_pinned_and_unpinned(
+    client: httpx.AsyncClient, cache: Cache, trail: RecordingTrail
+) -> None:
+    key = cache.fill().hex()
+    pinned = await client.post(
+        f"explorer/{key}/pin", data={"name": "system", "hours": "2", "why": "the system prompt"}
+    )
+    assert (303, f"/admin/explorer/{key}?done=pinned") == (
+        pinned.status_code,
+        pinned.headers["location"],
+    )
+    assert "Unpin system" in await text(client, "explorer")
+    assert 303 == (await client.post("explorer-pins/system/end")).status_code
+    assert [] == cache.tiers.pins()
+    assert ["cache.pin", "cache.unpin"] == [action for action, _ in trail.actions]
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"hours": "2", "why": " "}, "Say why"),
+        ({"hours": "soon", "why": "x"}, "no number of hours"),
+        ({"hours": "-1", "why": "x"}, "no number of hours"),
+        ({"hours": "nan", "why": "x"}, "no number of hours"),
+    ],
+)
+async def test_a_pin_that_cannot_be_is_refused_on_its_page(
+    client: httpx.AsyncClient, cache: Cache, trail: RecordingTrail, form: dict[str, str], words: str
+) -> None:
+    answer = await client.post(f"explorer/{cache.fill().hex()}/pin", data=form)
+    assert 200 == answer.status_code and words in answer.text
+    assert [] == trail.actions and [] == cache.tiers.pins()
+
+
+async def test_a_purge_needs_the_name_typed_again(
+    client: httpx.AsyncClient, cache: Cache, trail: RecordingTrail
+) -> None:
+    cache.fill()
+    form = {"tenant": "acme", "confirm": "acm", "why": "left us"}
+    refused = await client.post("explorer-purge", data=form)
+    assert 400 == refused.status_code and "Nothing was removed" in refused.text
+    assert [] == trail.actions and len(cache.tiers.index) > 0
+
+
+async def test_a_key_that_is_none_or_is_gone_is_told(client: httpx.AsyncClient) -> None:
+    assert "is no key" in await text(client, "explorer/xyz", 400)
+    assert "No tier holds the block" in await text(client, f"explorer/{'0' * 32}", 404)
+
+
+async def test_money_is_booked_and_the_page_says_so(
+    client: httpx.AsyncClient, books_of_acme: House
+) -> None:
+    form = {"kind": "topup", "amount": "2.50", "reference": "INV-7", "why": "paid by bank"}
+    for _ in range(2):  # a form sent twice is booked once
+        booked = await client.post("tenants/acme/deposit", data=form)
+        assert (303, "/admin/tenants/acme?done=topup") == (
+            booked.status_code,
+            booked.headers["location"],
+        )
+    page = await text(client, "tenants/acme?done=topup")
+    assert "The top-up is booked." in page and "INV-7" in page
+    assert int(12.5 * UNITS) - 204_000_000 == books_of_acme.books.accounts.tenant("acme").balance
+    assert "paid by bank" in await text(client, "audit?q=acme")
+
+
+@pytest.mark.parametrize(
+    ("path", "form", "words"),
+    [
+        ("tenants/acme/deposit", {"amount": "ten", "why": "x"}, "not an amount of money"),
+        ("tenants/acme/deposit", {"amount": "-3", "why": "x"}, "not above zero"),
+        ("tenants/acme/deposit", {"amount": "3", "why": ""}, "Say why"),
+        ("tenants/acme/limit", {"credit_limit": "lots", "why": "x"}, "not an amount of money"),
+        ("tenants", {"tenant": "a b", "why": "x"}, "is not a name"),
+        ("tenants", {"tenant": "acme", "why": "x"}, "exists"),
+        ("keys", {"tenant": "acme", "scopes": "root", "why": "x"}, "root"),
+        ("keys", {"tenant": "acme", "why": "x"}, "at least one scope"),
+        ("keys", {"tenant": "acme", "scopes": "usage", "days": "0", "why": "x"}, "number of days"),
+        ("keys", {"tenant": "nobody", "scopes": "usage", "why": "x"}, "does not exist"),
+    ],
+)
+async def test_what_cannot_be_is_said_on_the_page(
+    client: httpx.AsyncClient, path: str, form: dict[str, str], words: str
+) -> None:
+    answer = await client.post(path, data=form)
+    assert 200 == answer.status_code
+    assert re.search(f'role="alert">[^<]*{words}', answer.text), answer.text
+
+
+async def test_a_key_is_shown_once_and_revoked(
+    client: httpx.AsyncClient, books_of_acme: House
+) -> None:
+    form = {"tenant": "acme", "name": "laptop", "scopes": "inference", "days": "7", "why": "new"}
+    made = await client.post("keys", data=form)
+    key = re.search(r'<pre class="key"[^>]*>(sk-[^<]+)</pre>', made.text)
+    assert key is not None and "no-store" == made.headers["cache-control"]
+    assert "acme" == books_of_acme.books.accounts.authenticate(key[1]).tenant
+    page = await text(client, "keys")
+    assert key[1] not in page and key[1][:11] in page
+    (info,) = books_of_acme.books.accounts.keys("acme")
+    assert (
+        303 == (await client.post(f"keys/{info.key_id}/revoke", data={"why": "lost"})).status_code
+    )
+    assert "revoked" in await text(client, "keys?state=revoked")
+
+
+async def test_limits_and_states_change(client: httpx.AsyncClient, books_of_acme: House) -> None:
+    accounts = books_of_acme.books.accounts
+    await client.post("tenants/acme/limit", data={"credit_limit": "5", "why": "trusted"})
+    assert 5 * UNITS == accounts.tenant("acme").credit_limit
+    await client.post("tenants/acme/limit", data={"credit_limit": "unlimited", "why": "ours"})
+    assert accounts.tenant("acme").credit_limit is None
+    await client.post("tenants/acme/state", data={"suspended": "yes", "why": "unpaid"})
+    assert accounts.tenant("acme").suspended
+    assert "Serve it again" in await text(client, "tenants/acme")
+    await client.post("tenants/acme/state", data={"suspended": "no", "why": "paid"})
+    assert not accounts.tenant("acme").suspended
+    await client.post("tenants", data={"tenant": "beta", "credit_limit": "0", "why": "new"})
+    assert accounts.tenant("beta").prepaid
+
+
+async def test_the_money_page_proves_and_sums(client: httpx.AsyncClient) -> None:
+    page = await text(client, "money")
+    assert "It was not proved since the server started" in page
+    assert "<b>0.0002 CNY</b> charged for 1 requests" in page
+    assert "in force" in page and "standard" in page
+    assert 303 == (await client.post("money/verify")).status_code
+    assert "adds up" in await text(client, "money")
+
+
+async def test_an_unknown_tenant_or_request_is_a_page_that_says_so(
+    client: httpx.AsyncClient,
+) -> None:
+    assert "does not exist" in await text(client, "tenants/nobody", 404)
+    assert "is remembered" in await text(client, "requests/none", 404)
