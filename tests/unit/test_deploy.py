@@ -1,0 +1,177 @@
+"""What `ops/` deploys holds together: probes, volumes, time to drain, what is mounted where."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fastapi.routing import APIRoute
+
+from api import health
+from cachesvc.config import Settings, env_name, known_settings, parse_duration, parse_size
+
+ROOT = Path(__file__).parents[2]
+OPS = ROOT / "ops"
+DOCKER = OPS / "docker"
+FLUSH_S = 60.0  # `TieredCache.flush`: the longest that a stop writes memory to disk
+SETTINGS = Settings.model_validate({})
+NEEDED_S = SETTINGS.server.drain + FLUSH_S
+
+
+def kubernetes() -> dict[str, Any]:
+    documents = yaml.safe_load_all((OPS / "k8s" / "cachesvc.yaml").read_text())
+    return {document["kind"]: document for document in documents}
+
+
+@pytest.fixture(scope="module")
+def pod() -> dict[str, Any]:
+    spec: dict[str, Any] = kubernetes()["StatefulSet"]["spec"]["template"]["spec"]
+    return spec
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    return document
+
+
+def variables(container: dict[str, Any]) -> dict[str, str]:
+    return {each["name"]: each.get("value", "") for each in container["env"]}
+
+
+def test_probes_ask_routes_that_exist_on_ports_that_are_open(pod: dict[str, Any]) -> None:
+    (container,) = pod["containers"]
+    routes = {route.path for route in health.router.routes if isinstance(route, APIRoute)}
+    ports = {port["name"] for port in container["ports"]}
+    probes = {name: container[name]["httpGet"] for name in container if name.endswith("Probe")}
+    assert {"startupProbe", "livenessProbe", "readinessProbe"} == probes.keys()
+    assert routes >= {probe["path"] for probe in probes.values()}
+    assert ports >= {probe["port"] for probe in probes.values()}
+    assert "/health/ready" == probes["readinessProbe"]["path"]
+    assert [SETTINGS.server.port] == [port["containerPort"] for port in container["ports"]]
+
+
+def test_the_service_finds_its_pods() -> None:
+    found = kubernetes()
+    service, stateful = found["Service"]["spec"], found["StatefulSet"]
+    labels = stateful["spec"]["template"]["metadata"]["labels"]
+    assert service["selector"].items() <= labels.items()
+    assert stateful["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert found["Service"]["metadata"]["name"] == stateful["spec"]["serviceName"]
+
+
+def test_the_disk_tier_lies_on_a_volume_that_holds_it(pod: dict[str, Any]) -> None:
+    (container,) = pod["containers"]
+    claims = kubernetes()["StatefulSet"]["spec"]["volumeClaimTemplates"]
+    sizes = {
+        claim["metadata"]["name"]: claim["spec"]["resources"]["requests"]["storage"]
+        for claim in claims
+    }
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert set(mounts.values()) <= {*sizes, *(volume["name"] for volume in pod["volumes"])}
+    volume = mounts[variables(container)[env_name("server.data_dir")]]
+    wanted = parse_size(variables(container)[env_name("cache.disk_bytes")])
+    assert wanted < parse_size(sizes[volume] + "B"), "the ledger and models need room beside it"
+
+
+def test_variables_have_values_that_the_settings_take(pod: dict[str, Any]) -> None:
+    names = {env_name(name): name for name in known_settings()}
+    nested: dict[str, dict[str, str]] = {}
+    for variable, value in variables(pod["containers"][0]).items():
+        section, key = names[variable].split(".")
+        nested.setdefault(section, {})[key] = value
+    assert Settings.model_validate(nested).server.require_keys
+
+
+def test_a_stop_has_time_to_drain_and_to_flush(
+    pod: dict[str, Any], compose: dict[str, Any]
+) -> None:
+    assert pod["terminationGracePeriodSeconds"] > NEEDED_S
+    assert parse_duration(compose["services"]["cachesvc"]["stop_grace_period"]) > NEEDED_S
+    unit = (OPS / "systemd" / "cachesvc.service").read_text()
+    assert float(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0]) > NEEDED_S
+    assert "KillSignal=SIGTERM" in unit
+
+
+def test_the_container_runs_as_its_user_without_more_rights(pod: dict[str, Any]) -> None:
+    uid = int(re.findall(r"--uid (\d+)", (DOCKER / "Dockerfile").read_text())[0])
+    assert {uid} == {pod["securityContext"][name] for name in ("runAsUser", "fsGroup")}
+    (container,) = pod["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    writable = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {"/data", "/tmp"} == writable
+
+
+def test_the_image_copies_what_there_is_and_starts_the_console_script() -> None:
+    text = (DOCKER / "Dockerfile").read_text()
+    sources = [
+        name
+        for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE)
+        for name in line.split()[:-1]
+    ]
+    assert sources
+    assert [] == [name for name in sources if not (ROOT / name).exists()]
+    packages = {"cachesvc", "api", "engine", "billing", "tiers"}
+    assert packages <= set(sources)
+    assert 'ENTRYPOINT ["cachesvc"]' in text
+    assert 'cachesvc = "cachesvc.cli:main"' in (ROOT / "pyproject.toml").read_text()
+
+
+def mounts(compose: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for name, service in compose["services"].items():
+        for volume in service.get("volumes", ()):
+            source, target = volume.split(":")[:2]
+            yield name, source, target
+
+
+def test_compose_mounts_what_there_is(compose: dict[str, Any]) -> None:
+    folders = [source for _, source, _ in mounts(compose) if source.startswith(".")]
+    assert folders
+    assert [] == [folder for folder in folders if not (DOCKER / folder).is_dir()]
+    named = {source for _, source, _ in mounts(compose) if not source.startswith(".")}
+    assert named == set(compose["volumes"])
+    built = compose["services"]["cachesvc"]["build"]
+    assert (DOCKER / built["context"] / built["dockerfile"]).is_file()
+
+
+def test_prometheus_and_grafana_find_each_other(compose: dict[str, Any]) -> None:
+    """Targets and addresses name services of the compose file; boards name the data source."""
+    services = compose["services"]
+    scraped = yaml.safe_load((OPS / "prometheus" / "prometheus.yml").read_text())
+    (job,) = scraped["scrape_configs"]
+    host, port = job["static_configs"][0]["targets"][0].split(":")
+    assert host in services
+    assert SETTINGS.server.port == int(port)
+    provisioning = OPS / "grafana" / "provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())[
+        "datasources"
+    ]
+    assert re.fullmatch(r"http://(\w+):9090", source["url"])[1] in services  # type: ignore[index]
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "cachesvc.yaml").read_text())[
+        "providers"
+    ]
+    targets = {target for name, _, target in mounts(compose) if name == "grafana"}
+    assert {provider["options"]["path"], "/etc/grafana/provisioning"} == targets
+    for board in (OPS / "grafana" / "dashboards").glob("*.json"):
+        panels = json.loads(board.read_text())["panels"]
+        assert {source["uid"]} == {panel["datasource"]["uid"] for panel in panels}, board.name
+
+
+@pytest.mark.parametrize(
+    "board", sorted((OPS / "grafana" / "dashboards").glob("*.json")), ids=lambda path: path.stem
+)
+def test_panels_of_a_board_have_their_own_ids_and_places(board: Path) -> None:
+    panels = json.loads(board.read_text())["panels"]
+    assert len(panels) == len({panel["id"] for panel in panels})
+    cells = [
+        (x, y)
+        for panel in panels
+        for place in (panel["gridPos"],)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells)), "two panels overlap"
+    assert max(x for x, _ in cells) < 24
