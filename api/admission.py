@@ -15,9 +15,9 @@ from api.auth import Salts
 from api.collaborators import Collaborators, ServedModel
 from api.context import FIT_NAME, Story, story_of, wire_of
 from api.errors import InvalidRequest
-from api.generation import Generation, Job
+from api.generation import Generation, Job, Served
 from api.idempotency import Claim, claim, replayed
-from api.journal import Journal, Trail
+from api.journal import Trail
 from api.limits import Permit
 from api.metering import Charge
 from api.schemas import GenerationBody
@@ -27,6 +27,7 @@ from api.usage import Asked, timings_ms
 from billing.holds import RequestContext
 from billing.idempotency import Replay
 from billing.keys import Principal
+from billing.policy import Outcome
 from billing.usage import EMPTY
 from engine.sampler import check_params
 from tiers.keys import CacheScope
@@ -163,7 +164,7 @@ async def _admitted(
         headers=permit.headers,
         write_timeout_s=wire.settings.write_timeout_s,
         keepalive_s=wire.settings.keepalive_s,
-        ended=_Ending(story, permit, claimed, wire.journal),
+        ended=_Ending(story, permit, claimed, wire, job),
         keep=claimed.keep if claimed is not None else None,
     )
     return DeliveryResponse(delivery, request.app.state.deliveries)
@@ -187,12 +188,14 @@ class _Ending:
     story: Story
     permit: Permit
     claimed: Claim | None
-    journal: Journal
+    wire: Collaborators
+    job: Job
 
     async def __call__(self, delivered: Delivered) -> None:
         served, bill = delivered.served, delivered.bill
         usage = bill.usage if bill else EMPTY
-        self.journal.settle(self.story.request_id, delivered)
+        self.wire.journal.settle(self.story.request_id, delivered)
+        self._remember(served)
         await self.permit.close(usage)
         if self.claimed is not None:
             await self.claimed.close()
@@ -209,10 +212,21 @@ class _Ending:
             miss_reasons={str(why): tokens for why, tokens in served.miss_reasons.items()},
             cost=bill.cost if bill else None,
             jumped_tokens=served.jumped_tokens or None,
+            parted_at_token=served.parting.at_token if served.parting else None,
+            parted_of_tokens=served.parting.of_tokens if served.parting else None,
+            parted_by=str(served.parting.reason) if served.parting else None,
             **{f"{name}_ms": value for name, value in self._timings(delivered).items()},
         )
         if delivered.error is not None:
             self.story.add(error=type(delivered.error).__name__)
+
+    def _remember(self, served: Served) -> None:
+        """A turn's tokens, for the next turn to be compared with."""
+        conversations, turn = self.wire.conversations, self.job.turn
+        if conversations is not None and turn is not None and served.outcome is Outcome.FINISHED:
+            conversations.remember(
+                turn, self.job.prompts[0], served.transcripts, self.job.model.tokenizer
+            )
 
     def _timings(self, delivered: Delivered) -> dict[str, float | None]:
         first = delivered.first_byte_ns

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: messages in, one assistant message per choice out."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,6 +15,7 @@ from api.models import find_model
 from api.schemas import ChatBody, parse, sampling_params
 from api.structured import source_asked
 from api.text import encode_chat, room_for_answer
+from api.turns import turn_of
 from api.usage import Asked, Bill, closing
 from billing.policy import Outcome
 from engine.request import FinishReason, TokenLogprob
@@ -42,12 +43,13 @@ async def chat_completions(request: Request) -> Response:
         add_generation_prompt=body.add_generation_prompt is not False,
     )
     limit = room_for_answer(model, len(tokens), body.completion_limit, "messages")
+    scope = scope_for(wire.salts, model, principal, body.extension.share)
     job = Job(
         request_id=story.request_id,
         model=model,
         prompts=(tokens,),
         params=sampling_params(body, max_tokens=limit, logprobs=logprobs),
-        scope=scope_for(wire.salts, model, principal, body.extension.share),
+        scope=scope,
         stop=body.stop_strings,
         source=source_asked(body),
         cache=body.extension.cache is not False,
@@ -55,6 +57,11 @@ async def chat_completions(request: Request) -> Response:
         arrival_ns=story.arrival_ns,
         context=request_context(request, principal, raw),
     )
+    if wire.conversations is not None and job.cache:
+        plain = [message.for_template(number) for number, message in enumerate(body.messages)]
+        turn = turn_of(scope, plain, body.tools)
+        parting = wire.conversations.parting(turn, tokens, model.tokenizer)
+        job = replace(job, turn=turn, parting=parting)
     wire_format = ChatFormat(job, logprobs is not None, body.wants_usage_chunk)
     return await deliver(request, principal, job, body, wire_format, raw)
 

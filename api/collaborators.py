@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from api.limits import RateLimits
     from api.metering import Meter
     from api.structured import GrammarDesk
+    from api.turns import Conversations
 
 
 class EngineClient(Protocol):
@@ -127,6 +128,7 @@ class Collaborators:
     journal: "Journal"
     replays: "AnswerStore | None" = None  # None: Idempotency-Key is ignored
     grammars: "GrammarDesk | None" = None  # None: structured output is refused
+    conversations: "Conversations | None" = None  # None: nobody is told where turns part
     encoders: Executor
     balances: Callable[[str], Tenant]  # of a tenant; may read a store, called off the loop
     readiness: Callable[[], Readiness]

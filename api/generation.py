@@ -14,6 +14,7 @@ from typing import Protocol
 
 from api.bridge import OutputBridge
 from api.collaborators import Detokenizer, EngineClient, ServedModel
+from api.turns import Parting, Transcript, Turn
 from billing.holds import RequestContext
 from billing.policy import Outcome
 from billing.usage import EMPTY, Usage
@@ -52,6 +53,8 @@ class Job:
     stop: tuple[str, ...] = ()
     source: Source | None = None  # what the answer must look like
     grammar: Grammar | None = None  # `source`, compiled
+    turn: Turn | None = None  # the chat's messages, where their tokens are to be remembered
+    parting: Parting | None = None  # from what the chat's earlier turn left
     cache: bool = True
     stream: bool = False  # text is sent as it comes, else the whole answer at its end
     arrival_ns: int = 0
@@ -157,6 +160,8 @@ class Served:
     lookups: tuple[Lookup, ...] = ()  # of the prompts that were admitted
     finishes: tuple[FinishReason | None, ...] = ()  # of the choices
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # by prompt, where asked for
+    transcripts: tuple[Transcript, ...] = ()  # of the choices, where the job is a chat's turn
+    parting: Parting | None = None
     jumped_tokens: int = 0  # decode steps that a grammar's forced tokens saved
 
 
@@ -173,6 +178,8 @@ class Generation:
         self._outcome = Outcome.FINISHED
         self._error: str | None = None
         self._jumped_tokens = 0
+        num_told = job.num_choices if job.turn is not None else 0
+        self._said: list[tuple[list[str], list[int]]] = [([], []) for _ in range(num_told)]
         self._miss_reasons: Counter[MissReason] = Counter()
         n = job.params.n
         self._parts = {
@@ -248,6 +255,10 @@ class Generation:
             lookups=tuple(part.lookup for part in parts if part.lookup is not None),
             finishes=tuple(choice.finish for part in parts for choice in part.choices),
             prompt_logprobs=tuple(part.prompt_logprobs for part in parts),
+            transcripts=tuple(
+                Transcript("".join(texts), tuple(tokens)) for texts, tokens in self._said
+            ),
+            parting=self.job.parting,
             jumped_tokens=self._jumped_tokens,
         )
 
@@ -285,7 +296,15 @@ class Generation:
         if allowance == 0 and live > covered - told:
             deltas += self._end_uncovered()
         self._stop_choices()
+        if self._said:
+            self._write_down(deltas)
         return deltas
+
+    def _write_down(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            texts, tokens = self._said[delta.choice]
+            texts.append(delta.text)
+            tokens += delta.tokens
 
     def _live_tokens(self, outputs: Iterable[StepOutput]) -> int:
         return sum(

@@ -172,6 +172,12 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: list[str] | None = None
+    web_search_options: Any = None
+    store: bool | None = None
     add_generation_prompt: bool | None = None
 
     def refuse_unserved(self) -> None:
@@ -180,6 +186,16 @@ class ChatBody(GenerationBody):
             raise Unsupported(
                 "A forced tool_choice is not served; use 'auto' or 'none'.", param="tool_choice"
             )
+        for name in ("functions", "function_call"):
+            if getattr(self, name) is not None:
+                raise Unsupported(f"{name} is not served; use tools.", param=name)
+        for name in ("audio", "web_search_options"):
+            if getattr(self, name) is not None:
+                raise Unsupported(f"{name} is not served; leave it out.", param=name)
+        if set(self.modalities or ()) - {"text"}:
+            raise Unsupported("Only the modality 'text' is served.", param="modalities")
+        if self.store:
+            raise Unsupported("Answers are not stored here; leave out store.", param="store")
 
     @property
     def completion_limit(self) -> int | None:

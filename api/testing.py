@@ -23,6 +23,7 @@ from api.journal import Journal
 from api.limits import NoLimits, RateLimits
 from api.metering import Meter
 from api.structured import GrammarDesk
+from api.turns import Conversations
 from api.usage import Bill
 from billing.accounts import Tenant
 from billing.keys import Principal
@@ -367,6 +368,7 @@ def fake_house(
         journal=journal or Journal(),
         replays=replays,
         grammars=grammars,
+        conversations=Conversations(100_000),
         encoders=EncoderPool(),
         readiness=lambda: Readiness(ready=True),
         render_metrics=lambda: (b"# none\n", "text/plain; version=0.0.4"),

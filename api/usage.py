@@ -63,6 +63,10 @@ def vendor_block(served: Served, bill: Bill, asked: Asked) -> dict[str, Any] | N
     if asked.details:
         reasons = {str(reason): tokens for reason, tokens in served.miss_reasons.items() if tokens}
         block["miss_reasons"] = reasons
+        if served.parting is not None:
+            block["parted_at_token"] = served.parting.at_token
+            block["parted_of_tokens"] = served.parting.of_tokens
+            block["parted_by"] = str(served.parting.reason)
         if served.jumped_tokens:
             block["jumped_tokens"] = served.jumped_tokens
         block["timings_ms"] = timings_ms(served.timeline, served.usage.output)

@@ -132,6 +132,11 @@ class ServerSettings(Section):
     write_timeout: Duration = Field(60, description="A client that reads nothing so long has gone")
     keepalive: Duration = Field(15, description="A comment is streamed after so long a silence")
     drain: Duration = Field(30, description="At a stop, running requests may go on for so long")
+    turn_tokens: int = Field(
+        1 << 20,
+        ge=0,
+        description="Tokens of recent chat turns kept, to tell where the next turn parts; 0: none",
+    )
     groups: dict[str, list[str]] = Field(
         default_factory=dict,
         description="Sharing groups of public prompts, and their tenants; * is every tenant",

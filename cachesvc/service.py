@@ -33,6 +33,7 @@ from api.keeping import Keeping
 from api.metering import Meter
 from api.owners import Owners
 from api.structured import GrammarDesk
+from api.turns import Conversations
 from billing.errors import BillingError
 from cachesvc import core
 from cachesvc.block_reader import read_blocks
@@ -172,6 +173,7 @@ class Service:
 
     def app(self, meter: Meter) -> Asgi:
         models = self._models()
+        turn_tokens = self._settings.server.turn_tokens
         note_scopes(self._settings.server.data_dir, models.values())
         wire = Collaborators(
             engine=self.core.engine,
@@ -186,6 +188,7 @@ class Service:
             journal=self.journal,
             encoders=self._encoders,
             grammars=self._grammars,
+            conversations=Conversations(turn_tokens) if turn_tokens else None,
             readiness=self.readiness,
             render_metrics=self.metrics.render,
             settings=_wire_settings(self._settings.server),

@@ -126,6 +126,82 @@ def test_completions(server: Server, client: openai.OpenAI) -> None:
     assert "xyz" == "".join(chunk.choices[0].text for chunk in streamed)
 
 
+HONOURED_OR_IGNORED = {
+    "frequency_penalty": 0.5,
+    "logit_bias": {"65": 1},
+    "logprobs": True,
+    "max_completion_tokens": 9,
+    "max_tokens": 9,
+    "metadata": {"a": "b"},
+    "modalities": ["text"],
+    "n": 2,
+    "parallel_tool_calls": True,
+    "prediction": {"type": "content", "content": "x"},
+    "presence_penalty": 0.5,
+    "prompt_cache_key": "k",
+    "reasoning_effort": "low",
+    "response_format": {"type": "text"},
+    "safety_identifier": "s",
+    "seed": 5,
+    "service_tier": "auto",
+    "stop": ["zz"],
+    "store": False,
+    "temperature": 0.5,
+    "tool_choice": "auto",
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "top_logprobs": 1,
+    "top_p": 0.5,
+    "user": "u",
+    "verbosity": "low",
+}
+VENDORS = {
+    "cachesvc": {"details": True},
+    "ignore_eos": True,
+    "min_p": 0.1,
+    "min_tokens": 1,
+    "prompt_logprobs": 1,
+    "repetition_penalty": 1.1,
+    "stop_token_ids": [7],
+    "top_k": 5,
+    "nobody_knows_this": 1,
+}
+REFUSED = {
+    "audio": {"voice": "alloy", "format": "mp3"},
+    "function_call": "auto",
+    "functions": [{"name": "f"}],
+    "modalities": ["text", "audio"],
+    "store": True,
+    "tool_choice": "required",
+    "web_search_options": {},
+}
+
+
+def test_every_parameter_is_honoured_or_ignored(server: Server, client: openai.OpenAI) -> None:
+    """All at once, as OpenAI's client sends them; what the engine gets is what was asked for."""
+    answer = client.chat.completions.create(
+        model="bytes", messages=MESSAGES, extra_body=VENDORS, **HONOURED_OR_IGNORED
+    )
+    assert 2 == len(answer.choices)
+    params = server.house.engine.requests[-1].params
+    asked = HONOURED_OR_IGNORED | VENDORS
+    for name in (
+        *("frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p"),
+        *("top_k", "min_p", "n", "seed", "ignore_eos", "min_tokens", "prompt_logprobs"),
+    ):
+        assert asked[name] == getattr(params, name), name
+    assert {65: 1} == params.logit_bias
+    assert (9, 1, (7,)) == (params.max_tokens, params.logprobs, params.stop_token_ids)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_parameter_that_would_change_the_answer_is_refused_by_name(
+    client: openai.OpenAI, name: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="bytes", messages=MESSAGES, **{name: REFUSED[name]})
+    assert (name, "unsupported_parameter") == (refused.value.param, refused.value.code)
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert ["bytes"] == [model.id for model in client.models.list()]
     assert "bytes" == client.models.retrieve("bytes").id
@@ -277,6 +353,33 @@ def test_a_harness_finds_the_likelier_ending(real_server: str) -> None:
         assert None is told.token_logprobs[0]
     assert scores[0] > scores[1]
     assert answer.usage is not None and 0 == answer.usage.completion_tokens
+
+
+@pytest.mark.e2e
+def test_the_next_turn_of_a_chat_computes_what_is_new(real_server: str) -> None:
+    """Three turns; each computes its own tokens, and of the last answer the one never computed."""
+    messages = [{"role": "user", "content": "Name three rivers of Europe, and say where each is."}]
+    prompt = completion = 0
+    with openai.OpenAI(base_url=f"{real_server}/v1", api_key="none", max_retries=0) as client:
+        for question in ("Which of them is the longest?", "And the shortest?", "Thank you!"):
+            answer = client.chat.completions.create(
+                model="smollm2-135m",
+                messages=messages,
+                temperature=0,
+                max_tokens=40,
+                extra_body={"cachesvc": {"details": True}},
+            )
+            usage, details = answer.usage, answer.model_extra["cachesvc"]
+            assert usage is not None
+            assert "parted_at_token" not in details
+            if prompt:
+                stood = prompt + completion - 1  # the last token of an answer is not computed
+                assert usage.prompt_tokens - stood == usage.model_extra["prompt_cache_miss_tokens"]
+            prompt, completion = usage.prompt_tokens, usage.completion_tokens
+            messages += [
+                {"role": "assistant", "content": answer.choices[0].message.content},
+                {"role": "user", "content": question},
+            ]
 
 
 @pytest.mark.e2e
