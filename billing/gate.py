@@ -131,6 +131,11 @@ class Correct:
 Command = Reserve | TopUp | Settle | Reap | Deposit | Correct
 
 
+def moves_money(command: Command) -> bool:
+    """Whether a command may write an entry; a hold is no entry, and ends with its request."""
+    return not isinstance(command, Reserve | TopUp)
+
+
 @dataclass(frozen=True, slots=True)
 class Settled:
     """A request's charge as it stands. `repeated` when it had been settled before."""

@@ -2,9 +2,10 @@
 
 api calls `reserve`, `top_up`, `settle` and `void` from the event loop; each returns a
 `concurrent.futures.Future` that is done once the change is durable (await `asyncio.wrap_future`).
-The thread takes all commands that wait, up to `BATCH_LIMIT`, applies them in one transaction and
-answers them together: group commit. Between batches it sweeps ended leases and looks for new rate
-cards.
+The thread takes all commands that wait, up to `BATCH_LIMIT`, and applies them in one transaction:
+group commit. What moved money is answered once it is durable, by `billing.syncer` where the disk is
+waited for apart; the thread goes on with the next batch meanwhile. Between batches it sweeps ended
+leases and looks for new rate cards.
 
 The queue is bounded; when it is full a command fails at once with `LedgerUnavailable`. A command
 whose future was cancelled before the thread took it is not applied.
@@ -18,16 +19,28 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from billing.accounts import Accounts, Tenant
 from billing.entries import Entry, Kind
 from billing.errors import BillingError, LedgerClosed, LedgerUnavailable
-from billing.gate import Command, Correct, Deposit, Reap, Reserve, Settle, Settled, TopUp
+from billing.gate import (
+    Command,
+    Correct,
+    Deposit,
+    Reap,
+    Reserve,
+    Settle,
+    Settled,
+    TopUp,
+    moves_money,
+)
 from billing.holds import Hold, RequestContext
 from billing.policy import Outcome
 from billing.prices import NS, PinnedRate, PriceBook, RateCard
 from billing.store import LedgerStore
+from billing.syncer import Syncer
 from billing.usage import EMPTY, Usage
 
 log = logging.getLogger(__name__)
@@ -56,6 +69,7 @@ class LedgerStats:
 
 Observer = Callable[[Sequence[Entry]], None]
 _Item = tuple[Command, "Future[Any]"]
+_Answer = tuple["Future[Any]", object]  # a result, or the exception that it is
 
 
 class Ledger:
@@ -82,8 +96,10 @@ class Ledger:
         self._clock_ns = clock_ns
         self._observers = tuple(observers)
         self._default_card = default_card
-        self._queue: queue.Queue[_Item | None] = queue.Queue(QUEUE_LIMIT)
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+        self._syncer = Syncer(store)
+        self._counting = threading.Lock()  # of the counters: both threads count
         self._open = False
         self._stats = LedgerStats()
         self._leases: dict[tuple[str, str], float] = {}  # our holds: end by the monotonic clock
@@ -95,6 +111,7 @@ class Ledger:
         self.accounts.prepare(self._default_card)
         self._recover()
         self._open = True
+        self._syncer.start()
         self._thread.start()
 
     def close(self) -> None:
@@ -103,6 +120,7 @@ class Ledger:
             self._open = False
             self._queue.put(None)
             self._thread.join()
+            self._syncer.close()
 
     def stats(self) -> LedgerStats:
         return replace(self._stats, queued=self._queue.qsize())
@@ -203,9 +221,9 @@ class Ledger:
         if not self._open:
             future.set_exception(LedgerClosed("the ledger is not running"))
             return future
-        try:
-            self._queue.put_nowait((command, future))
-        except queue.Full:
+        if self._queue.qsize() < QUEUE_LIMIT:
+            self._queue.put((command, future))
+        else:
             future.set_exception(LedgerUnavailable("too many ledger commands wait; try later"))
         return future
 
@@ -236,21 +254,35 @@ class Ledger:
         return batch, False
 
     def _commit(self, batch: list[_Item]) -> None:
-        began = time.monotonic_ns()
+        """Apply a batch. What holds wait for is done then; what moved money, once it is durable."""
+        began_ns = time.monotonic_ns()
         commands = [command for command, _ in batch]
         try:
-            results, entries = self.store.apply(commands, self.book, self._clock_ns)
+            results, entries = self.store.apply(commands, self.book, self._clock_ns, sync=False)
         except Exception as error:  # the top of the thread: nothing was written, so say so to all
             log.exception("a batch of %d ledger commands failed", len(batch))
             self._count(failed_batches=1)
             self._fail(batch, error)
             return
-        self._note(commands, results, time.monotonic_ns() - began)
-        for (_, future), result in zip(batch, results, strict=True):
-            if isinstance(result, BillingError):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
+        self._note(commands, results, time.monotonic_ns() - began_ns)
+        held: list[_Answer] = []
+        moved: list[_Answer] = []
+        for (command, future), result in zip(batch, results, strict=True):
+            waits = self.store.syncs_apart and moves_money(command)
+            (moved if waits else held).append((future, result))
+        _answer(held)
+        if moved:
+            self._syncer.later(partial(self._durable, moved, entries))
+        else:
+            self._observe(entries)
+
+    def _durable(self, moved: list[_Answer], entries: list[Entry], error: Exception | None) -> None:
+        """Sync thread: a batch has reached the disk, or has not."""
+        if error is not None:
+            self._count(failed_batches=1)
+            _answer([(future, error) for future, _ in moved])
+            return
+        _answer(moved)
         self._observe(entries)
 
     def _fail(self, batch: list[_Item], error: Exception) -> None:
@@ -272,12 +304,14 @@ class Ledger:
             settled=sum(isinstance(r, Settled) and not r.repeated for r in results),
             commit_ns=took_ns,
         )
-        slowest = max(self._stats.commit_ns_max, took_ns)
-        self._stats = replace(self._stats, commit_ns_max=slowest)
+        with self._counting:
+            slowest = max(self._stats.commit_ns_max, took_ns)
+            self._stats = replace(self._stats, commit_ns_max=slowest)
 
     def _count(self, **more: int) -> None:
-        changes: dict[str, Any] = {k: getattr(self._stats, k) + n for k, n in more.items()}
-        self._stats = replace(self._stats, **changes)
+        with self._counting:
+            changes: dict[str, Any] = {k: getattr(self._stats, k) + n for k, n in more.items()}
+            self._stats = replace(self._stats, **changes)
 
     def _observe(self, entries: Sequence[Entry]) -> None:
         for observer in self._observers:
@@ -331,3 +365,11 @@ class Ledger:
             if isinstance(result, BillingError):
                 log.error("a hold cannot be settled: %s", result)
         return sum(isinstance(result, Settled) for result in results)
+
+
+def _answer(answers: Sequence[_Answer]) -> None:
+    for future, result in answers:
+        if isinstance(result, BillingError):
+            future.set_exception(result)
+        else:
+            future.set_result(result)

@@ -7,10 +7,13 @@ PostgreSQL a transaction locks the accounts it touches in order of their names, 
 race.
 """
 
+import os
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +32,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlche
 
 from billing.entries import Entry, Kind
 from billing.errors import LedgerUnavailable, StoreError
-from billing.gate import Command, Reserve, TopUp, Work, apply_all, fingerprint_of, keys_of
+from billing.gate import Command, Work, apply_all, fingerprint_of, keys_of, moves_money
 from billing.holds import StoredHold
 from billing.money import format_units
 from billing.prices import PriceBook
@@ -51,6 +54,9 @@ REVISION = "0002"
 MIGRATIONS = Path(__file__).parent / "store_migrations"
 RETRIES = 8  # of a transaction that another process made fail
 BUSY_TIMEOUT_S = 10
+CHECKPOINT_COMMANDS = 1000  # some 5,000 pages, 20 MB of log
+CHECKPOINT_ROUNDS = 4
+LANE_CHECKPOINT_PAGES = 40_000  # 160 MB: where nobody calls `checkpoint`
 
 
 def database_url(data_dir: Path) -> str:
@@ -120,12 +126,12 @@ def _begin_sqlite(connection: Connection) -> None:
     batch.
     """
     driver: Any = connection.connection.driver_connection
-    options = connection.get_execution_options()
-    if not options.get("writes"):
+    durable = connection.get_execution_options().get("durable", connection.info.get("durable"))
+    if durable is None:
         driver.execute("BEGIN")
         return
     # Entries survive a power cut. Holds need not: neither do the requests they belong to.
-    level = "FULL" if options.get("durable", True) else "NORMAL"
+    level = "FULL" if durable else "NORMAL"
     if connection.info.get("synchronous") != level:
         driver.execute(f"PRAGMA synchronous={level}")
         connection.info["synchronous"] = level
@@ -150,7 +156,7 @@ def _migrate(engine: Engine) -> None:
 
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS))
-    with engine.connect().execution_options(writes=True) as connection, connection.begin():
+    with engine.connect().execution_options(durable=True) as connection, connection.begin():
         if engine.dialect.name == "postgresql":
             connection.execute(text("SELECT pg_advisory_xact_lock(4715013)"))
         config.attributes["connection"] = connection
@@ -178,11 +184,17 @@ class LedgerStore:
         insert = postgresql.insert if engine.dialect.name == "postgresql" else sqlite.insert
         self.insert: Callable[..., Any] = insert
         self._hot = HotStatements(engine.dialect.name)
+        self._lane = threading.Lock()
+        self._lane_connection: Connection | None = None  # of `apply`, kept: opening costs a third
+        is_sqlite = engine.dialect.name == "sqlite"
+        self._wal = Path(f"{engine.url.database}-wal") if is_sqlite else None
+        self._commands_since_checkpoint = 0
         driver: Any = engine.dialect.dbapi  # the hot statements raise its errors unwrapped
         self._passing = (OperationalError, driver.OperationalError)
         self._failures = (DBAPIError, driver.Error)
 
     def close(self) -> None:
+        self._leave_lane()
         self.engine.dispose()
 
     @contextmanager
@@ -198,18 +210,54 @@ class LedgerStore:
     @contextmanager
     def writing(self, *, durable: bool = True) -> Iterator[Connection]:
         """One write transaction; commits at the end, to disk if `durable`."""
-        connection = self.engine.connect().execution_options(writes=True, durable=durable)
+        connection = self.engine.connect().execution_options(durable=durable)
         with connection, connection.begin():
             yield connection
+
+    @contextmanager
+    def _batch(self, *, durable: bool) -> Iterator[Connection]:
+        """The write transaction of one batch of commands, on the connection kept for them."""
+        with self._lane:
+            try:
+                if self._lane_connection is None:
+                    self._lane_connection = self._open_lane()
+                connection = self._lane_connection
+                connection.info["durable"] = durable
+                with connection.begin():
+                    yield connection
+            except BaseException:
+                self._leave_lane()
+                raise
+
+    def _open_lane(self) -> Connection:
+        connection = self.engine.connect()
+        if self._wal is not None:  # `checkpoint` does it, on another thread
+            driver: Any = connection.connection.driver_connection
+            driver.execute(f"PRAGMA wal_autocheckpoint={LANE_CHECKPOINT_PAGES}")
+        return connection
+
+    def _leave_lane(self) -> None:
+        """Close the kept connection, which may be broken; the next batch opens another."""
+        connection, self._lane_connection = self._lane_connection, None
+        if connection is not None:
+            connection.invalidate()
+            connection.close()
 
     def retrying(self, operation: Callable[[Connection], T], *, durable: bool = True) -> T:
         """Run `operation` in a transaction, again when another process made it fail.
 
         Raises `LedgerUnavailable` when the store cannot be written.
         """
+        return self._repeat(operation, partial(self.writing, durable=durable))
+
+    def _repeat(
+        self,
+        operation: Callable[[Connection], T],
+        transaction: Callable[[], AbstractContextManager[Connection]],
+    ) -> T:
         for attempt in range(RETRIES):
             try:
-                with self.writing(durable=durable) as connection:
+                with transaction() as connection:
                     return operation(connection)
             except self._passing as error:  # locked, deadlock, serialisation, lost connection
                 if attempt == RETRIES - 1:
@@ -219,10 +267,54 @@ class LedgerStore:
                 raise LedgerUnavailable(f"the ledger cannot be written: {_cause(error)}") from error
         raise AssertionError("unreachable")
 
+    @property
+    def syncs_apart(self) -> bool:
+        """Whether `apply` can commit without waiting for the disk, and `sync` make it durable."""
+        return self._wal is not None
+
+    def sync(self) -> None:
+        """Make durable what was committed so far: what SQLite does itself with synchronous=FULL.
+
+        Raises OSError. A commit with NORMAL has written its frames to the log and not synced it.
+        """
+        assert self._wal is not None
+        try:
+            handle = os.open(self._wal, os.O_RDONLY)
+        except FileNotFoundError:  # the last connection was closed: all is in the database, synced
+            return
+        try:
+            os.fdatasync(handle)
+        finally:
+            os.close(handle)
+
+    def checkpoint(self) -> None:
+        """Copy the log into the database, if much was written, so that it is begun anew. Beside
+        writers; a tail that came meanwhile is copied in the next rounds."""
+        if self._wal is None or self._commands_since_checkpoint < CHECKPOINT_COMMANDS:
+            return
+        self._commands_since_checkpoint = 0
+        connection = self.engine.raw_connection()
+        try:
+            cursor = connection.cursor()
+            for _ in range(CHECKPOINT_ROUNDS):
+                _, num_pages, copied = cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+                if num_pages == copied:
+                    break
+        finally:
+            connection.close()
+
     def apply(
-        self, commands: Sequence[Command], book: PriceBook, clock_ns: Callable[[], int]
+        self,
+        commands: Sequence[Command],
+        book: PriceBook,
+        clock_ns: Callable[[], int],
+        *,
+        sync: bool = True,
     ) -> tuple[list[object], list[Entry]]:
-        """Apply a batch in one transaction: a result or exception for each, and the new entries."""
+        """Apply a batch in one transaction: a result or exception for each, and the new entries.
+
+        Durable on return; with `sync=False`, where the store syncs apart, only after `sync`.
+        """
 
         def operation(connection: Connection) -> tuple[list[object], list[Entry]]:
             work = self.load(connection, commands, book, clock_ns)
@@ -230,8 +322,9 @@ class LedgerStore:
             self.write(connection, work)
             return results, work.new_entries
 
-        moves_money = not all(isinstance(command, Reserve | TopUp) for command in commands)
-        return self.retrying(operation, durable=moves_money)
+        self._commands_since_checkpoint += len(commands)
+        durable = sync and any(moves_money(command) for command in commands)
+        return self._repeat(operation, partial(self._batch, durable=durable))
 
     def load(
         self,

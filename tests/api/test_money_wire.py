@@ -287,9 +287,9 @@ async def test_the_journal_says_what_was_sent(bank: Bank, stream: bool) -> None:
 async def test_a_request_that_ends_while_its_hold_is_taken_leaves_none(bank: Bank) -> None:
     apply, go = bank.store.apply, threading.Event()
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **options: Any) -> Any:
         go.wait(5)
-        return apply(*arguments)
+        return apply(*arguments, **options)
 
     async with serving(bank) as (app, _, house):
         headers = bank.customer(UNITS)

@@ -100,10 +100,10 @@ def test_a_command_whose_waiter_gave_up_before_it_began_is_not_applied(tmp_path:
         entered, go = threading.Event(), threading.Event()
         apply = house.ledger.store.apply
 
-        def slow(*arguments: Any) -> Any:
+        def slow(*arguments: Any, **options: Any) -> Any:
             entered.set()
             go.wait()
-            return apply(*arguments)
+            return apply(*arguments, **options)
 
         house.ledger.store.apply = slow  # type: ignore[method-assign]
         pinned = house.ledger.book.at("m", house.clock(), "CNY")

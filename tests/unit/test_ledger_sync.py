@@ -1,0 +1,108 @@
+"""When the ledger waits for the disk: what moved money is told once durable, holds at once."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from billing import audit
+from billing.entries import Entry
+from billing.errors import LedgerUnavailable
+from billing.ledger import Ledger
+from billing.money import UNITS
+from billing.policy import Outcome
+from billing.store import open_store
+from billing.testing import TestLedger, running_ledger
+from billing.usage import Usage
+
+USED = Usage(miss=3, output=1)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[TestLedger]:
+    with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
+        house.fund(UNITS)
+        yield house
+        assert audit.verify(house.ledger.store).problems == []
+
+
+class Disk:
+    """Stands for the store's `sync`: lets nothing through until told, then works or fails."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._sync = ledger.store.sync
+        self.entered, self.go = threading.Event(), threading.Event()
+        self.num_syncs = 0
+        self.error: OSError | None = None
+        ledger.store.sync = self  # type: ignore[method-assign]
+
+    def __call__(self) -> None:
+        self.num_syncs += 1
+        self.entered.set()
+        assert self.go.wait(10)
+        if self.error is not None:
+            raise self.error
+        self._sync()
+
+
+def test_a_settlement_waits_for_the_disk_and_a_hold_does_not(house: TestLedger) -> None:
+    first, second = house.reserve("r1", 10**8), house.reserve("r2", 10**8)
+    disk = Disk(house.ledger)
+    settling = house.ledger.settle(first, USED, Outcome.FINISHED)
+    assert disk.entered.wait(10)
+    third = house.reserve("r3", 10**8)  # answered while the disk is waited for
+    also = house.ledger.settle(second, USED, Outcome.FINISHED)
+    last = house.ledger.settle(third, USED, Outcome.FINISHED)
+    house.reserve("r4", 1)
+    assert not any(future.done() for future in (settling, also, last))
+    disk.go.set()
+    assert [1, 2, 3, 4] == sorted(
+        [1] + [future.result(10).entry.seq for future in (settling, also, last)]
+    )
+    assert disk.num_syncs == 2, "what waited together is synced together"
+
+
+def test_a_disk_that_fails_is_said_to_those_who_wait_for_it(house: TestLedger) -> None:
+    hold = house.reserve("r1", 10**8)
+    disk = Disk(house.ledger)
+    disk.error = OSError(5, "Input/output error")
+    disk.go.set()
+    with pytest.raises(LedgerUnavailable, match="Input/output error"):
+        house.ledger.settle(hold, USED, Outcome.FINISHED).result(10)
+    assert house.ledger.stats().failed_batches == 1
+    disk.error = None
+    again = house.ledger.settle(hold, USED, Outcome.FINISHED).result(10)
+    assert again.repeated
+
+
+def test_observers_hear_of_what_is_durable_and_in_order(tmp_path: Path) -> None:
+    heard: list[Entry] = []
+    with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
+        house.ledger._observers = (heard.extend,)
+        house.fund(UNITS)
+        holds = [house.reserve(f"r{number}", 10) for number in range(20)]
+        for hold in holds:
+            house.ledger.settle(hold, USED, Outcome.FINISHED)
+    assert list(range(1, 22)) == [entry.seq for entry in heard]
+
+
+def test_the_log_is_begun_anew_beside_a_writer(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    with running_ledger(f"sqlite:///{path}") as house:
+        house.fund(UNITS)
+        sizes = []
+        for turn in range(4):
+            for number in range(300):
+                house.charge(f"{turn}-{number}", Usage(miss=1))
+            house.ledger.store._commands_since_checkpoint = 10**6
+            house.ledger.store.checkpoint()
+            sizes.append((tmp_path / "ledger.sqlite3-wal").stat().st_size)
+        assert sizes[-1] < 1.5 * sizes[0], "a log that is never begun anew grows for ever"
+
+
+def test_a_store_without_its_log_is_durable_already(tmp_path: Path) -> None:
+    store = open_store(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
+    store.close()  # the last connection copies the log into the database
+    assert not (tmp_path / "ledger.sqlite3-wal").exists()
+    store.sync()
