@@ -216,6 +216,13 @@ def gather(
     """Keys and values of positions [0, num_tokens) of one layer, each [num_tokens, Hkv, D]."""
     num_blocks = -(-num_tokens // pool.shape[3])
     table = torch.tensor(block_table[:num_blocks], device=pool.device)
+    return gather_blocks(pool, layer, table, num_tokens)
+
+
+def gather_blocks(
+    pool: torch.Tensor, layer: int, table: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, of a table that is on the device and names no more blocks than are needed."""
     blocks = pool[:, layer].index_select(0, table)  # [n, 2, block_size, Hkv, D]
     key, value = blocks.transpose(0, 1).flatten(1, 2)[:, :num_tokens]
     return key, value

@@ -1,8 +1,9 @@
 """Attention on CUDA: decode by a kernel that reads the block-first pool in place.
 
 Same contract as `attention.ReferenceAttention`. Single-token spans of a step go through one launch
-per layer; longer spans gather their prefix and use SDPA. Imported only where there is a CUDA
-device, or under Triton's interpreter in tests. Engine thread only.
+per layer; longer spans gather their prefix and use SDPA, or read it in place (`attention_varlen`)
+where torch can. Nothing here waits for the device. Imported only where there is a CUDA device, or
+under Triton's interpreter in tests. Engine thread only.
 """
 # ruff: noqa: N803  compile-time arguments are written as constants, as in Triton's own kernels
 
@@ -13,9 +14,13 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention import AttentionOptions, attend_dense, gather
+from engine.attention import AttentionOptions, attend_dense, gather_blocks
+from engine.attention_varlen import attend_varlen, can_varlen, varlen_works
 from engine.batch import Span
+from engine.hardware import upload
 
 _TILE = 64  # keys that a program looks at together
 _SPLIT_KEYS = 512  # keys that one program walks over, at least, when a sequence is split
@@ -42,7 +47,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     pool_row_stride,
     pool_head_stride,
     table_stride,
-    split_keys,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
@@ -52,14 +56,15 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """One (sequence, KV head, split): the group's queries over the split's keys.
+    """One (sequence, KV head, split): the group's queries over the split's share of the keys.
 
     Writes the unnormalised output, the maximum score and the sum of exponentials, for `_merge`.
     """
     sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
-    low = split * split_keys
-    high = tl.minimum(length, low + split_keys)
+    share = tl.cdiv(tl.cdiv(length, TILE), tl.num_programs(2)) * TILE
+    low = split * share
+    high = tl.minimum(length, low + share)
     seen_from = 0
     if HAS_WINDOW:
         seen_from = tl.maximum(0, length - window)
@@ -118,13 +123,12 @@ def decode(
     lengths: torch.Tensor,
     options: AttentionOptions,
     num_splits: int,
-    split_keys: int,
 ) -> torch.Tensor:
     """One query for each sequence over its keys in the pool, read in place.
 
     query: [S, Hq, D], last axis contiguous; pool: one layer, [num_blocks, 2, block_size, Hkv, D];
     tables: [S, max_blocks] int32; lengths: [S] int32, keys that each query sees, its own included.
-    `num_splits * split_keys` must reach the longest. Returns [S, Hq, D].
+    Each sequence's keys are cut in `num_splits`, for as many programs. Returns [S, Hq, D].
     """
     num_sequences, num_heads, dim = query.shape
     num_kv_heads = pool.shape[3]
@@ -151,7 +155,6 @@ def decode(
         pool.stride(2),
         pool.stride(3),
         tables.stride(0),
-        split_keys,
         GROUPS=groups,
         ROWS=max(_MIN_DOT, triton.next_power_of_2(groups)),
         DIM=dim,
@@ -175,12 +178,11 @@ def _merge(partial: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor) -> t
 class _Step:
     """A step's index tensors, uploaded once and used by every layer."""
 
-    long: list[tuple[Span, slice]]  # spans of several tokens, with their rows
+    long: list[tuple[Span, slice, torch.Tensor]]  # spans of several tokens, their rows, their table
     single: torch.Tensor  # [S] rows of single-token spans
     tables: torch.Tensor  # [S, max_blocks] int32
     lengths: torch.Tensor  # [S] int32
     num_splits: int
-    split_keys: int
     written: torch.Tensor  # [W] rows whose KV is written, and where to:
     blocks: torch.Tensor
     rows: torch.Tensor
@@ -191,9 +193,11 @@ class TritonAttention:
 
     def __init__(self, pool: torch.Tensor) -> None:
         self._pool = pool
+        self._varlen = varlen_works(pool)
         self._step: _Step | None = None
 
     def begin(self, spans: Sequence[Span]) -> None:
+        block_size = self._pool.shape[3]
         firsts = np.cumsum([0, *(len(span.tokens) for span in spans)]).tolist()
         long, single, lengths, tables = [], [], [], []
         written, positions, owners = [], [], []
@@ -202,30 +206,42 @@ class TritonAttention:
             if count == 1:
                 single.append(first)
                 lengths.append(span.start + 1)
-                tables.append(span.block_table[: span.start // self._pool.shape[3] + 1])
+                tables.append(span.block_table[: span.start // block_size + 1])
             else:
-                long.append((span, slice(first, first + count)))
+                whole = np.array(span.block_table[: -(-(span.start + count) // block_size)])
+                long.append((span, slice(first, first + count), self._upload(whole)))
             if span.write_kv:
                 written.append(np.arange(first, first + count))
                 positions.append(np.arange(span.start, span.start + count))
                 owners.append(np.asarray(span.block_table))
-        block_size = self._pool.shape[3]
         blocks = [o[p // block_size] for o, p in zip(owners, positions, strict=True)]
         padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
         for row, table in enumerate(tables):
             padded[row, : len(table)] = table
-        num_splits, split_keys = self._splits(len(single), max(lengths, default=1))
         self._step = _Step(
             long,
             self._upload(np.array(single, np.int64)),
             self._upload(padded),
             self._upload(np.array(lengths, np.int32)),
-            num_splits,
-            split_keys,
+            self._splits(len(single), max(lengths, default=1)),
             self._upload(_joined(written)),
             self._upload(_joined(blocks)),
             self._upload(_joined(positions) % block_size),
         )
+
+    def begin_decode(
+        self,
+        tables: torch.Tensor,
+        lengths: torch.Tensor,
+        blocks: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None:
+        """A step of one token for each of S sequences, from tensors on the device, for a graph that
+        is replayed when they were filled anew. tables: [S, max_blocks]; the others: [S]."""
+        everyone = torch.arange(len(lengths), device=lengths.device)
+        longest = tables.shape[1] * self._pool.shape[3]
+        num_splits = self._splits(len(lengths), longest)
+        self._step = _Step([], everyone, tables, lengths, num_splits, everyone, blocks, rows)
 
     def attend(
         self,
@@ -242,16 +258,12 @@ class TritonAttention:
             pool[step.blocks, 0, step.rows] = key[step.written].to(pool.dtype)
             pool[step.blocks, 1, step.rows] = value[step.written].to(pool.dtype)
         output = torch.zeros_like(query, memory_format=torch.contiguous_format)
-        for span, rows in step.long:
-            keys, values = gather(
-                self._pool, layer, span.block_table, span.start + len(span.tokens)
-            )
-            keys, values = keys.to(query.dtype), values.to(query.dtype)
-            output[rows] = attend_dense(query[rows], keys, values, span.start, options)
+        for span, rows, table in step.long:
+            output[rows] = self._attend_long(layer, span, table, query[rows], options)
         if len(step.single):
             chosen = query[step.single]
             output[step.single] = decode(
-                chosen, pool, step.tables, step.lengths, options, step.num_splits, step.split_keys
+                chosen, pool, step.tables, step.lengths, options, step.num_splits
             )
         return output
 
@@ -261,16 +273,48 @@ class TritonAttention:
     def forget(self, sequence_id: int) -> None:
         pass
 
-    def _splits(self, num_sequences: int, longest: int) -> tuple[int, int]:
-        """How many programs share a sequence, and the keys of each: enough to fill the device."""
+    def _attend_long(
+        self,
+        layer: int,
+        span: Span,
+        table: torch.Tensor,
+        query: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """One span of several tokens. query: [T, Hq, D]; returns the same."""
+        if self._varlen and can_varlen(query, self._pool, options):
+            return attend_varlen(query, self._pool[:, layer], table, span.start, options)
+        keys, values = gather_blocks(self._pool, layer, table, span.start + len(span.tokens))
+        keys, values = keys.to(query.dtype), values.to(query.dtype)
+        if options.window is None and options.softcap is None:
+            return _attend_causal(query, keys, values, options.scaling)
+        return attend_dense(query, keys, values, span.start, options)
+
+    def _splits(self, num_sequences: int, longest: int) -> int:
+        """How many programs share a sequence: enough to fill the device, each with some work."""
         programs = max(1, num_sequences * self._pool.shape[4])
-        wanted = min(-(-_PROGRAMS // programs), -(-longest // _SPLIT_KEYS))
-        split_keys = -(-longest // (wanted * _TILE)) * _TILE
-        return -(-longest // split_keys), split_keys
+        return min(-(-_PROGRAMS // programs), -(-longest // _SPLIT_KEYS))
 
     def _upload(self, values: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return tensor.to(self._pool.device, non_blocking=True)
+        return upload(values, self._pool.device)
+
+
+def _attend_causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """`attend_dense` without window and cap: told that the mask is the lower right triangle, SDPA
+    takes its flash kernel and builds none. query: [T, Hq, D]; key, value: [N, Hkv, D]."""
+    groups = query.shape[1] // key.shape[1]
+    wide_key = key.transpose(0, 1).repeat_interleave(groups, 0)  # [Hq, N, D]
+    wide_value = value.transpose(0, 1).repeat_interleave(groups, 0)
+    output = scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        wide_key[None],
+        wide_value[None],
+        attn_mask=causal_lower_right(query.shape[0], key.shape[0]),
+        scale=scaling,
+    )
+    return output[0].transpose(0, 1)
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

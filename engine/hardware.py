@@ -1,8 +1,11 @@
 """What this machine computes with. Read at start-up and by `cachesvc doctor`, on any thread."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.errors import ModelError
 
@@ -39,3 +42,15 @@ def pick_device(name: str) -> str:
 def set_threads(num_threads: int) -> None:
     """How many threads CPU arithmetic uses from now on; call before the first forward."""
     torch.set_num_threads(num_threads)
+
+
+def upload(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """An array as a tensor on the device, without waiting for the device.
+
+    To a GPU through pinned memory, which torch keeps until the copy is done: a copy from ordinary
+    memory would wait for all work queued before it.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from engine.attention import PagedAttention, ReferenceAttention
 from engine.attention_cpu import CpuAttention
 from engine.batch import Batch, Sampled, Span
+from engine.decode_graph import DecodeGraphs, cuda_graphs
+from engine.hardware import upload
 from engine.models import LoadedModel
 from engine.packing import MIN_ROWS
 from engine.request import SamplingParams, TokenLogprob
@@ -42,7 +44,8 @@ class Runner:
     """Runs the model over the pool.
 
     `pool`: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], on the model's device.
-    `attention` None picks the fastest path for the device.
+    `attention` None picks the fastest path for the device; without `graphs` a GPU's decode steps
+    are launched kernel by kernel.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class Runner:
         loaded: LoadedModel,
         pool: torch.Tensor,
         attention: PagedAttention | None = None,
+        *,
+        graphs: bool = True,
     ) -> None:
         expected = (loaded.num_layers, 2, loaded.num_kv_heads, loaded.head_dim)
         assert (*pool.shape[1:3], *pool.shape[4:]) == expected, (pool.shape, expected)
@@ -60,6 +65,12 @@ class Runner:
         self._device = torch.device(loaded.device)
         self._attention = attention or pick_attention(pool, DTYPES[loaded.dtype])
         self._sampler = Sampler(loaded.eos_token_ids)
+        self._graphs: DecodeGraphs | None = None
+        if graphs and cuda_graphs(self._device, self._attention):
+            max_blocks = -(-loaded.max_context // pool.shape[3])
+            self._graphs = DecodeGraphs(
+                self._decode_logits, self._attention, pool, min(max_blocks, len(pool))
+            )
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> list[Sampled]:
@@ -82,7 +93,7 @@ class Runner:
     def warm_up(self) -> None:
         """Do once what would make the first request slow: first touches of memory and kernels.
 
-        Call before serving; reads block 0 of the pool and writes nothing.
+        Call before serving: block 0 of the pool must be nobody's.
         """
         if isinstance(self._attention, CpuAttention):
             self._attention.warm_up(self._max_context)
@@ -90,6 +101,8 @@ class Runner:
         tokens = np.zeros(2, np.int32)
         self.step(Batch([Span(-1, tokens, 0, [0], True, params, write_kv=False)]))
         self.forget(-1)
+        if self._graphs is not None:
+            self._graphs.warm_up()
 
     def forget(self, sequence_id: int) -> None:
         """Drop what was derived for this sequence; its blocks may be given to others."""
@@ -98,6 +111,8 @@ class Runner:
     def _forward(self, spans: Sequence[Span]) -> tuple[torch.Tensor | None, list[TokenLogprob]]:
         """Logits [number of sampling spans, vocabulary] in float32, None where there are none, and
         the log-probabilities of all spans' targets."""
+        if self._graphs is not None and self._graphs.takes(spans):
+            return self._graphs.run(spans), []
         lengths = [len(span.tokens) for span in spans]
         ends = np.cumsum(lengths)
         wanted = [int(end) - 1 for end, span in zip(ends, spans, strict=True) if span.sample]
@@ -117,7 +132,7 @@ class Runner:
             told, logits = self._heads(spans, ends - lengths, wanted, arguments)
         elif wanted:
             rows = _at_least(MIN_ROWS, np.array(wanted))
-            keep = torch.from_numpy(rows).to(self._device)
+            keep = upload(rows, self._device)
             output = self._model(logits_to_keep=keep, **arguments)
             logits = output.logits[0, : len(wanted)].float()
         else:
@@ -157,17 +172,27 @@ class Runner:
         base = self._model.base_model
         base.forward = lambda *_, **__: states
         try:
-            keep = torch.from_numpy(_at_least(MIN_ROWS, np.array(rows))).to(self._device)
+            keep = upload(_at_least(MIN_ROWS, np.array(rows)), self._device)
             output = self._model(logits_to_keep=keep, **arguments)
         finally:
             del base.forward
         logits: torch.Tensor = output.logits[0, : len(rows)].float()
         return logits
 
+    def _decode_logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits [S, vocabulary] in float32 of one token each; `attention` knows whose they are."""
+        self._adapters.begin((), tokens.shape[1])
+        output = self._model(
+            input_ids=tokens, position_ids=positions, use_cache=False, paged=self._attention
+        )
+        self._adapters.finish()
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
     def _row(self, parts: Sequence[NDArray[Any]]) -> torch.Tensor:
         """The parts one after another as [1, T], int64, on the device."""
         joined = _at_least(MIN_ROWS, np.concatenate(parts).astype(np.int64))
-        return torch.from_numpy(joined).to(self._device)[None]
+        return upload(joined, self._device)[None]
 
 
 def _num_targets(span: Span) -> int:

@@ -2,7 +2,8 @@
 
 Engine thread only. On a CPU the "device" is ordinary memory and a copy is a memcpy, done when it
 returns. On CUDA copies run on their own streams; events order them against the compute stream, so
-the host never waits: a slot may be handed on as soon as its copy out was issued.
+the host never waits. Compute waits for a copy in, which it is about to read, and for a copy out
+only where the slot has a new owner: copying down ahead of need runs beside it.
 """
 
 from collections.abc import Sequence
@@ -49,9 +50,12 @@ class DevicePool:
             (num_blocks, *layout.shape), dtype=layout.torch_dtype, device=self.device
         )
         self._free = list(reversed(range(num_blocks)))
-        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        self._down: torch.cuda.Stream | None = None
+        self._up: torch.cuda.Stream | None = None
+        self._leaving: dict[int, torch.cuda.Event] = {}  # slots that are being copied out
         if self.device.type == "cuda":
-            self._streams = (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
+            self._down = torch.cuda.Stream(self.device)
+            self._up = torch.cuda.Stream(self.device)
 
     def touch(self, max_bytes: int) -> None:
         """Let the system hand over the memory of the slots that are taken first."""
@@ -64,7 +68,13 @@ class DevicePool:
 
     def take(self) -> int | None:
         """A free slot, or None; its rows are whatever its last owner left."""
-        return self._free.pop() if self._free else None
+        return self.hand_on(self._free.pop()) if self._free else None
+
+    def hand_on(self, slot: int) -> int:
+        """The slot, for a new owner: compute waits until the last one's rows are copied out."""
+        if self._leaving and (event := self._leaving.pop(slot, None)) is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+        return slot
 
     def give(self, slot: int) -> None:
         """Give a slot back; nothing may refer to it any more."""
@@ -72,38 +82,40 @@ class DevicePool:
         self._free.append(slot)
 
     def copy_out(self, slot: int, frame: Frame) -> Copy:
-        """Copy a block to a host frame; later work on the compute stream may overwrite the slot."""
-        if self._streams is None:
+        """Copy a block to a host frame. Its rows must not change until `hand_on`."""
+        if self._down is None:
             frame.tensor.copy_(self.tensor[slot])
             return DONE
-        return self._enqueue(self._streams[0], frame.tensor, self.tensor[slot])
+        copy = self._enqueue(self._down, [(frame.tensor, self.tensor[slot])])
+        self._leaving[slot] = copy
+        return Copy(copy)
 
     def copy_in(self, frames: Sequence[Frame], slots: Sequence[int]) -> Copy:
         """Copy host frames into slots; later work on the compute stream sees them."""
-        if self._streams is None:
-            for frame, slot in zip(frames, slots, strict=True):
-                self.tensor[slot].copy_(frame.tensor)
+        pairs = [
+            (self.tensor[slot], frame.tensor) for frame, slot in zip(frames, slots, strict=True)
+        ]
+        if self._up is None or self._down is None:
+            for target, source in pairs:
+                target.copy_(source)
             return DONE
-        copy = DONE
-        for frame, slot in zip(frames, slots, strict=True):
-            copy = self._enqueue(self._streams[1], self.tensor[slot], frame.tensor)
-        return copy
+        self._up.wait_stream(self._down)  # a frame may still be on its way down
+        arrived = self._enqueue(self._up, pairs)
+        torch.cuda.current_stream(self.device).wait_event(arrived)
+        return Copy(arrived)
 
     def copy_rows(self, source: int, target: int, num_rows: int) -> None:
         """Copy the first `num_rows` token rows of one slot to another, in compute order."""
         self.tensor[target, :, :, :num_rows].copy_(self.tensor[source, :, :, :num_rows])
 
     def _enqueue(
-        self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor
-    ) -> Copy:
-        compute = torch.cuda.current_stream(self.device)
-        stream.wait_stream(compute)
-        for other in self._streams or ():
-            if other is not stream:
-                stream.wait_stream(other)
+        self, stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.cuda.Event:
+        """Copy sources to targets after the work that compute has been given so far."""
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        event = torch.cuda.Event()
         with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
             event.record(stream)
-        compute.wait_event(event)
-        return Copy(event)
+        return event

@@ -190,7 +190,8 @@ class Residency:
                 return None
             self.num_device_candidates -= 1
             victim.ranked = False
-            slot = self._leave_device(victim, self._claims.cause(TierName.DEVICE, victim, tenant))
+            cause = self._claims.cause(TierName.DEVICE, victim, tenant)
+            slot = self.pool.hand_on(self._leave_device(victim, cause))
         block.slot = slot
         return slot
 

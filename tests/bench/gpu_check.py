@@ -2,27 +2,36 @@
 
     python -m tests.bench.gpu_check [--device cuda] [--json artifacts/gpu-check.json] [--small]
 
-Needs torch, triton, transformers, numpy and xxhash only. `--device cpu --small` runs the same code
-where there is no GPU. Estimates: a pinned copy runs at the bus's rate whatever asks for it, so
-promotion and demotion should reach 90 % of one plain `copy_` of the same bytes; a decode step of an
-8B-shaped bfloat16 model reads 16 GB of weights once, 3.3 ms at 4.8 TB/s.
+Needs torch, triton, transformers, numpy and xxhash only, and no model: weights are random.
+`--device cpu --small` runs the same code where there is no GPU; a test does. Estimates: a pinned
+copy runs at the bus's rate whatever asks for it, so promotion and demotion should reach 90 % of one
+plain `copy_` of the same bytes; a decode step of an 8B-shaped bfloat16 model reads 16 GB of weights
+once, 3.3 ms at 4.8 TB/s.
 """
 
 import argparse
+import contextlib
+import gc
 import json
 import statistics
 import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LlamaConfig,
+)
 
+from engine.attention_varlen import has_block_tables
 from engine.batch import Batch, Span
 from engine.models import LoadedModel, describe
 from engine.request import SamplingParams
@@ -36,14 +45,15 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 BLOCK = 64
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, default=Path("artifacts/gpu-check.json"))
     parser.add_argument("--small", action="store_true", help="small shapes, to try the code itself")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("there is no CUDA device here; --device cpu --small tries the code without one")
+    started = time.perf_counter()
     figures: dict[str, Any] = {"machine": _machine(options.device)}
     figures["parity"] = [parity(name, options.device) for name in ARCHITECTURES]
     figures["copies"] = copies(options.device, num_blocks=8 if options.small else 256)
@@ -54,6 +64,7 @@ def main() -> None:
         speed(name, config, options.device, 128 if options.small else 2048)
         for name, config in shapes.items()
     ]
+    figures["seconds"] = round(time.perf_counter() - started, 1)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(figures, indent=1) + "\n")
     print(json.dumps(figures, indent=1))
@@ -76,7 +87,10 @@ def parity(name: str, device: str) -> dict[str, Any]:
         time.sleep(0.001)
     pool.copy_in(held, [20, 21, 22, 23])
     hit = _generate(runner, 2, prompt, 64, [20, 21, 22, 23, 24, 25, 26, 27], 8)
-    return {"model": name, "same_tokens": cold == hit, "tokens": cold}
+    launched = Runner(loaded, pool.tensor, graphs=False)
+    eager = _generate(launched, 3, prompt, 0, list(range(8, 16)), 8)
+    same = {"from_host": hit == cold, "without_graphs": eager == cold}
+    return {"model": name, "same_tokens": all(same.values()), **same, "tokens": cold}
 
 
 def copies(device: str, num_blocks: int) -> dict[str, Any]:
@@ -118,6 +132,9 @@ def speed(name: str, config: LlamaConfig, device: str, num_tokens: int) -> dict[
         for n in range(batch)
     ]
     peer = _peer(model, prompts, steps)
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the peer's pool of blocks is most of the device
     loaded = describe(
         name,
         model,
@@ -128,43 +145,78 @@ def speed(name: str, config: LlamaConfig, device: str, num_tokens: int) -> dict[
     )
     per_prompt = -(-(num_tokens + steps) // BLOCK)
     pool = DevicePool(loaded.layout(BLOCK), batch * per_prompt, device)
-    runner = Runner(loaded, pool.tensor)
     tables = [list(range(n * per_prompt, (n + 1) * per_prompt)) for n in range(batch)]
-    prefill = _timed(
-        device,
-        lambda: runner.step(Batch([Span(0, prompts[0], 0, tables[0], sample=True, params=GREEDY)])),
-        rounds=3,
-    )
-    for number, prompt in enumerate(prompts):
-        runner.step(Batch([Span(number, prompt, 0, tables[number], sample=True, params=GREEDY)]))
-    started = _now(device)
-    for step in range(steps):
-        at = num_tokens + step
-        spans = [
-            Span(n, prompts[n][:1], at, tables[n], sample=True, params=GREEDY) for n in range(batch)
-        ]
-        runner.step(Batch(spans))
-    decode = (_now(device) - started) / steps
+    ours = {
+        kind: _serve(Runner(loaded, pool.tensor, graphs=graphs), prompts, tables, steps, device)
+        for kind, graphs in (("graphs", True), ("launches", False))
+    }
+    tokens = batch * (num_tokens + steps)
     return {
         "model": name,
         "prompt_tokens": num_tokens,
-        "prefill_tokens_per_s": num_tokens / prefill,
-        "decode_step_ms": decode * 1e3,
-        "decode_tokens_per_s": batch / decode,
+        "batch": batch,
+        "ours": ours,
+        "tokens_per_s": tokens / ours["graphs"]["seconds"],
         "generate_batch": peer,
     }
 
 
+def _serve(
+    runner: Runner, prompts: list[Any], tables: list[list[int]], steps: int, device: str
+) -> dict[str, float]:
+    """All prompts prefilled one by one, then decoded together."""
+    runner.warm_up()
+    length = len(prompts[0])
+    began = _now(device)
+    for number, (prompt, table) in enumerate(zip(prompts, tables, strict=True)):
+        runner.step(Batch([Span(number, prompt, 0, table, sample=True, params=GREEDY)]))
+    prefilled = _now(device)
+    for step in range(steps):
+        spans = [
+            Span(n, prompt[:1], length + step, table, sample=True, params=GREEDY)
+            for n, (prompt, table) in enumerate(zip(prompts, tables, strict=True))
+        ]
+        runner.step(Batch(spans))
+    ended = _now(device)
+    for number in range(len(prompts)):
+        runner.forget(number)
+    return {
+        "seconds": ended - began,
+        "prefill_tokens_per_s": len(prompts) * length / (prefilled - began),
+        "decode_step_ms": (ended - prefilled) / steps * 1e3,
+        "decode_tokens_per_s": len(prompts) * steps / (ended - prefilled),
+    }
+
+
 def _peer(model: Any, prompts: list[Any], steps: int) -> dict[str, Any]:
-    """transformers' continuous batching over the same prompts: all of prefill and decode."""
+    """transformers' continuous batching over the same prompts: all of prefill and decode.
+
+    It is given blocks for these prompts and no more, and warms up on others before it is timed.
+    """
     settings = GenerationConfig(max_new_tokens=steps, do_sample=False, eos_token_id=-1)
+    tokens = sum(len(prompt) + steps for prompt in prompts)
     try:
+        sizes = ContinuousBatchingConfig(
+            num_blocks=2 * len(prompts) + 2 * tokens // 256, max_batch_tokens=2048
+        )
+
+        def generate(inputs: list[list[int]]) -> None:
+            model.generate_batch(
+                inputs,
+                generation_config=settings,
+                continuous_batching_config=sizes,
+                persistent_manager=True,
+            )
+
+        generate([prompt[::-1][:32].tolist() for prompt in prompts])
         started = time.perf_counter()
-        model.generate_batch([prompt.tolist() for prompt in prompts], generation_config=settings)
+        generate([prompt.tolist() for prompt in prompts])
         seconds = time.perf_counter() - started
     except Exception as error:  # noqa: BLE001 - its absence is a figure of its own
         return {"error": repr(error)[:200]}
-    tokens = sum(len(prompt) + steps for prompt in prompts)
+    finally:
+        with contextlib.suppress(Exception):
+            model.destroy_cached_continuous_batching_manager()
     return {"seconds": seconds, "tokens_per_s": tokens / seconds}
 
 
@@ -229,12 +281,17 @@ def _now(device: str) -> float:
     return time.perf_counter()
 
 
-def _machine(device: str) -> dict[str, str]:
+def _machine(device: str) -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    return {"device": name, "torch": torch.__version__, "commit": commit.stdout.strip()}
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "varlen_block_tables": has_block_tables(),
+        "commit": commit.stdout.strip(),
+    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,161 @@
+"""Decode steps as CUDA graphs: a step of one token for each sequence, launched as a whole.
+
+A decode step of a small model is a thousand kernels of a few microseconds each, and Python takes
+longer to launch them than they run. A graph is captured once for each of a few batch sizes, over
+tensors that stay where they are; a step fills them with one copy and replays it. A batch that is
+smaller is filled up with repetitions of its first sequence, which write the same KV to the same
+rows once more. Steps that a graph cannot be are computed launch by launch. Engine thread only.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from engine.attention import PagedAttention
+from engine.batch import Span
+
+logger = logging.getLogger(__name__)
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_COLUMNS = 5  # before the table: token, position, length, block, row
+
+Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Work = Callable[[], torch.Tensor]
+
+
+class DecodeAttention(PagedAttention, Protocol):
+    """An attention whose decode step can be told by tensors alone."""
+
+    def begin_decode(
+        self,
+        tables: torch.Tensor,
+        lengths: torch.Tensor,
+        blocks: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None: ...
+
+
+def cuda_graphs(device: torch.device, attention: PagedAttention) -> bool:
+    """Whether decode steps can be graphs here."""
+    return device.type == "cuda" and hasattr(attention, "begin_decode")
+
+
+class Recorder:
+    """Records work once and hands back what replays it. On CUDA alone."""
+
+    def __init__(self) -> None:
+        self._memory = torch.cuda.graph_pool_handle()  # the graphs run one at a time: one pool
+
+    def __call__(self, work: Work) -> Work:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()  # compiles kernels, fills caches: neither may happen while recording
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            result = work()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class DecodeGraphs:
+    """`run` gives what `forward` would. A failed recording is logged and ends their use."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        attention: PagedAttention,
+        pool: torch.Tensor,
+        max_blocks: int,
+        *,
+        batch_sizes: Sequence[int] = BATCH_SIZES,
+        record: Callable[[Work], Work] | None = None,
+    ) -> None:
+        """`forward`: tokens and positions [1, S] to logits [S, vocabulary]; `max_blocks`: of the
+        longest sequence."""
+        self._forward = forward
+        self._attention = attention
+        self._block_size = pool.shape[3]
+        self._record = record or Recorder()
+        self._sizes = tuple(batch_sizes)
+        self._replays: dict[int, Work] = {}
+        shape = (self._sizes[-1], _COLUMNS + max_blocks)
+        pinned = pool.device.type == "cuda"
+        self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
+        self._device = torch.zeros(shape, dtype=torch.int32, device=pool.device)
+        self._values = self._host.numpy()
+        self._works = True
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Record every batch size. Writes to rows of block 0, which must be nobody's."""
+        for size in self._sizes:
+            self._values[:size] = 0
+            self._values[:size, 2] = 1  # one key: their own
+            self._replay(size)
+
+    def takes(self, spans: Sequence[Span]) -> bool:
+        """Whether every span is a token to decode that a graph can compute."""
+        return (
+            self._works
+            and len(spans) <= self._sizes[-1]
+            and all(
+                len(span.tokens) == 1
+                and span.sample
+                and span.write_kv
+                and span.adapter is None
+                and span.targets is None
+                for span in spans
+            )
+        )
+
+    def run(self, spans: Sequence[Span]) -> torch.Tensor:
+        """Logits [len(spans), vocabulary] in float32, to be read before the next step."""
+        size = next(size for size in self._sizes if size >= len(spans))
+        for number, span in enumerate(spans):
+            self._fill(self._values[number], span)
+        self._values[len(spans) : size] = self._values[0]
+        return self._replay(size)[: len(spans)]
+
+    def _fill(self, row: np.ndarray, span: Span) -> None:
+        number, place = divmod(span.start, self._block_size)
+        table = span.block_table[: number + 1]
+        row[:_COLUMNS] = (span.tokens[0], span.start, span.start + 1, table[number], place)
+        row[_COLUMNS : _COLUMNS + len(table)] = table
+
+    def _replay(self, size: int) -> torch.Tensor:
+        # The copy before has arrived: its step's tokens were read on the host since.
+        self._device[:size].copy_(self._host[:size], non_blocking=True)
+        if size in self._replays:
+            return self._replays[size]()
+        return self._first(size)
+
+    def _first(self, size: int) -> torch.Tensor:
+        def work() -> torch.Tensor:
+            return self._compute(self._device[:size])
+
+        try:
+            self._replays[size] = self._record(work)
+        except RuntimeError:
+            logger.warning("decode steps are not recorded as CUDA graphs", exc_info=True)
+            self._works = False
+            return work()
+        return self._replays[size]()
+
+    def _compute(self, inputs: torch.Tensor) -> torch.Tensor:
+        tokens, positions, lengths, blocks, rows = inputs[:, :_COLUMNS].t()
+        assert hasattr(self._attention, "begin_decode")
+        self._attention.begin_decode(
+            inputs[:, _COLUMNS:], lengths.contiguous(), blocks.long(), rows.long()
+        )
+        logits = self._forward(tokens.long()[None], positions.long()[None])
+        self._attention.finish()
+        return logits

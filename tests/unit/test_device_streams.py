@@ -1,0 +1,114 @@
+"""The order of copies and compute on a GPU, written down by streams that only note what they do.
+
+No GPU is needed: `DevicePool` asks torch for streams and events, and these stand in for them. What
+an event saw is everything its stream had been given, or waited for, until then.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tiers.block import BlockLayout
+from tiers.device import DevicePool
+from tiers.frames import FrameArena
+
+LAYOUT = BlockLayout(num_layers=1, block_size=2, num_kv_heads=1, head_dim=2, dtype="float32")
+
+
+class Stream:
+    """Notes which work it is behind."""
+
+    current: "Stream"
+
+    def __init__(self, *_: object) -> None:
+        self.behind: set[str] = set()
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.behind |= other.behind
+
+    def wait_event(self, event: "Event") -> None:
+        self.behind |= event.behind
+
+
+class Event:
+    """Sees what its stream is behind."""
+
+    def record(self, stream: Stream) -> None:
+        self.behind = set(stream.behind)
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> DevicePool:
+    """A pool in ordinary memory that believes in streams."""
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        before, Stream.current = Stream.current, stream
+        yield
+        Stream.current = before
+
+    Stream.current = Stream()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
+    made = DevicePool(LAYOUT, 4)
+    made._down, made._up = Stream(), Stream()  # type: ignore[assignment]
+    enqueue = made._enqueue
+
+    def noted(stream: Stream, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        event = enqueue(stream, pairs)  # type: ignore[arg-type]
+        name = "copy out" if stream is made._down else "copy in"
+        stream.behind.add(name)
+        event.behind = {*event.behind, name}  # type: ignore[attr-defined]
+        return event  # type: ignore[return-value]
+
+    monkeypatch.setattr(made, "_enqueue", noted)
+    return made
+
+
+def compute() -> set[str]:
+    return Stream.current.behind
+
+
+def test_copying_down_ahead_of_need_does_not_hold_up_compute(pool: DevicePool) -> None:
+    (frame,) = [FrameArena(LAYOUT, 1).take()]
+    assert frame is not None
+    slot, other = pool.take(), pool.take()
+    assert slot is not None and other is not None
+    compute().add("step 1")
+    pool.copy_out(slot, frame)
+    assert {"step 1"} == compute()
+    assert pool._down is not None and "step 1" in pool._down.behind  # type: ignore[attr-defined]
+    pool.give(other)
+    assert other == pool.take()
+    assert {"step 1"} == compute(), "another slot's new owner waits for nothing"
+
+
+@pytest.mark.parametrize("freed", [False, True])
+def test_a_new_owner_writes_only_after_the_last_ones_rows_are_out(
+    pool: DevicePool, freed: bool
+) -> None:
+    (frame,) = [FrameArena(LAYOUT, 1).take()]
+    assert frame is not None
+    slot = pool.take()
+    assert slot is not None
+    pool.copy_out(slot, frame)
+    if freed:
+        pool.give(slot)
+        assert slot == pool.take()
+    else:
+        assert slot == pool.hand_on(slot)
+    assert "copy out" in compute()
+
+
+def test_compute_reads_a_block_only_after_it_came_up_and_that_after_it_went_down(
+    pool: DevicePool,
+) -> None:
+    arena = FrameArena(LAYOUT, 2)
+    frames = [frame for frame in (arena.take(), arena.take()) if frame is not None]
+    pool.copy_out(0, frames[0])
+    compute().add("step 1")
+    pool.copy_in(frames, [1, 2])
+    assert {"step 1", "copy out", "copy in"} <= compute()
