@@ -97,8 +97,12 @@ def count(shard: Shard, roots: Collection[PrefixKey]) -> int:
     return sum(entry.scope in roots for rows in pages(shard) for _, entry in rows)
 
 
-def verify(shard: Shard, *, repair: bool = False) -> Verified:
+def verify(
+    shard: Shard, *, repair: bool = False, advance: Callable[[int], None] = lambda num_blocks: None
+) -> Verified:
     """Read every block as a hit would, and recompute its key; `repair` deletes what is bad.
+
+    `advance` is told how many blocks were looked at since it was told last.
 
     A block evicted meanwhile is neither good nor bad.
     """
@@ -119,6 +123,7 @@ def verify(shard: Shard, *, repair: bool = False) -> Verified:
         if repair and doomed:
             with shard.writing() as writer:
                 num_repaired += sum(writer.delete(key) for key in doomed)
+        advance(len(rows))
     problem = shard.walk()
     structure = (f"{shard.path.name}: {problem}",) if problem else ()
     return Verified(num_blocks, logical_bytes, dict(bad), num_repaired, structure)

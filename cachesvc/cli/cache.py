@@ -13,12 +13,14 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import typer
 
 from cachesvc.cli.cache_blocks import big, hot, list_blocks, show
 from cachesvc.cli.cache_change import compact, evict, export, import_, purge
 from cachesvc.cli.cache_watch import print_tiers, watch
+from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import (
     AsJson,
@@ -27,10 +29,11 @@ from cachesvc.cli.render import (
     print_json,
     print_json_line,
     print_pairs,
+    progress,
     seconds,
     size,
 )
-from cachesvc.cli.tree import tree_lines
+from cachesvc.cli.tree import owners_in, tree_from_json, tree_lines
 from cachesvc.config import disk_path
 from cachesvc.live import find_server
 from tiers.disk_ops import Verified
@@ -84,9 +87,22 @@ def tree(
     data_dir: DataDir = None,
     depth: Annotated[int, typer.Option(min=1, max=MAX_DEPTH, help="Levels below each scope")] = 6,
     children: Annotated[int, typer.Option(min=1, help="At most so many below one prefix")] = 50,
+    live: Annotated[
+        bool, typer.Option(help="All tiers of the running server, with hits, and whose they are")
+    ] = False,
+    tenant: Annotated[str, typer.Option(help="With --live: only this tenant or group")] = "",
     json: AsJson = False,
 ) -> None:
-    """Blocks as the tree of prefixes that they are."""
+    """Blocks as the tree of prefixes that they are: those on disk, or of all tiers with --live."""
+    if live:
+        asked = urlencode({"depth": depth, "tenant": tenant})
+        told = running_server(data_dir).get(f"/admin/api/cache/tree?{asked}")
+        if json:
+            print_json(told)
+            return
+        for line in tree_lines(tree_from_json(told), names=owners_in(told)):
+            typer.echo(line)
+        return
     query = TreeQuery(depth=depth, max_children=children, max_nodes=SHOWN, max_blocks=sys.maxsize)
     with _view(data_dir) as view:
         grown = view.tree(query, time.time())
@@ -107,8 +123,10 @@ def verify(
     started = time.monotonic()
     total = Verified()
     with open_shards(disk_path(existing_data_dir(data_dir)), readonly=not repair) as (_, shards):
-        for shard in shards:
-            total = total.plus(verify_shard(shard, repair=repair))
+        num_blocks = sum(shard.read_totals().num_blocks for shard in shards)
+        with progress("verifying", num_blocks) as advance:
+            for shard in shards:
+                total = total.plus(verify_shard(shard, repair=repair, advance=advance))
     elapsed_s = time.monotonic() - started
     if json:
         print_json(asdict(total) | {"sound": total.sound, "seconds": round(elapsed_s, 3)})

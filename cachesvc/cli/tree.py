@@ -1,12 +1,53 @@
 """How a tree of prefixes is drawn, whether of the disk tier or of the live index."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from cachesvc.cli.render import seconds
+from tiers.keys import PrefixKey
 from tiers.tier import TierName
 from tiers.tree import Node, Tree
 
 Label = Callable[[Node], str]
+
+
+NO_NAMES: Mapping[PrefixKey, str] = {}
+
+
+def tree_from_json(told: Mapping[str, Any]) -> Tree:
+    """The inverse of `tiers.tree.tree_json`, without token ids."""
+    roots = []
+    for scope in told["scopes"]:
+        key = _key(scope["scope"])
+        children = [_node(each) for each in scope["nodes"]]
+        roots.append(Node(key, key, children=children, left_off=scope["left_off"]))
+    return Tree(roots, told["num_blocks"], told["num_seen"])
+
+
+def owners_in(told: Mapping[str, Any]) -> dict[PrefixKey, str]:
+    """Whose each scope is, where the server says so."""
+    found = ((_key(scope["scope"]), scope.get("owner")) for scope in told["scopes"])
+    return {key: owner for key, owner in found if key is not None and owner}
+
+
+def _node(told: Mapping[str, Any]) -> Node:
+    return Node(
+        _key(told["key"]),
+        _key(told["last_key"]),
+        num_blocks=told["num_blocks"],
+        num_tokens=told["num_tokens"],
+        places=[run["place"] for run in told["runs"] for _ in range(run["num_blocks"])],
+        num_pinned=told["num_pinned"],
+        num_clean=told["num_clean"],
+        hits=told["hits"],
+        idle_s=told["idle_s"],
+        children=[_node(child) for child in told["children"]],
+        left_off=told["left_off"],
+    )
+
+
+def _key(text: str | None) -> PrefixKey | None:
+    return PrefixKey(bytes.fromhex(text)) if text else None
 
 
 def key_label(node: Node) -> str:
@@ -14,10 +55,13 @@ def key_label(node: Node) -> str:
     return node.key.hex()[:12] if node.key else "(partial)"
 
 
-def tree_lines(tree: Tree, label: Label = key_label) -> Iterator[str]:
+def tree_lines(
+    tree: Tree, label: Label = key_label, *, names: Mapping[PrefixKey, str] = NO_NAMES
+) -> Iterator[str]:
     """One line a scope, one a node, and one where something is left off."""
     for root in tree.roots:
-        yield f"scope {root.last.hex() if root.last else ''}"
+        owner = names.get(root.last) if root.last else None
+        yield f"scope {root.last.hex() if root.last else ''}" + (f" of {owner}" if owner else "")
         yield from _below(root, label, "")
     missing = tree.num_blocks - tree.num_seen
     if missing:

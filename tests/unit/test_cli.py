@@ -106,3 +106,26 @@ def test_sizes_read_well(num_bytes: int, text: str) -> None:
 )
 def test_durations_read_well(duration_s: float, text: str) -> None:
     assert text == render.seconds(duration_s)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("cachesvc ", {"serve", "top", "cache", "usage"}),
+        ("cachesvc cache ", {"stats", "hot", "big", "ls"}),
+        ("cachesvc cache ls --t", {"--tier", "--tenant"}),
+        ("cachesvc cache ls --tier ", {"device", "host", "disk"}),
+    ],
+)
+def test_a_shell_completes_commands_options_and_values(words: str, expected: set[str]) -> None:
+    told = CliRunner().invoke(
+        app,
+        [],
+        prog_name="cachesvc",
+        env={
+            "_CACHESVC_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split(" ")) - 1),
+        },
+    )
+    assert expected <= set(told.stdout.split())

@@ -25,6 +25,7 @@ from api.auth import Salts
 from api.testing import FakeHouse, fake_house
 from cachesvc.block_reader import read_blocks
 from cachesvc.cli import app
+from cachesvc.cli.tree import owners_in, tree_from_json, tree_lines
 from cachesvc.config import disk_path
 from cachesvc.live import announced
 from cachesvc.money import read_secret
@@ -36,6 +37,7 @@ from tiers.events import EventKind
 from tiers.keys import CacheScope, PrefixKey, token_bytes
 from tiers.testing import chain
 from tiers.tier import TierName
+from tiers.tree import TreeQuery, tree_json
 
 
 def call(*arguments: str) -> Result:
@@ -317,3 +319,12 @@ def test_scopes_are_remembered_by_their_digest_and_bounded(tmp_path: Path) -> No
         note_scopes(tmp_path, [replace(model, scope=scope)])
         note_scopes(tmp_path, [replace(model, scope=scope)])
     assert 2 * 200 == len(roots_of(tmp_path, "acme"))
+
+
+def test_a_tree_that_came_as_json_is_drawn_as_the_tree_itself(world: World) -> None:
+    grown = world.cache.tree(TreeQuery())
+    told = json.loads(json.dumps(tree_json(grown)))
+    assert list(tree_lines(grown)) == list(tree_lines(tree_from_json(told)))
+    told["scopes"][0]["owner"] = "acme"
+    first = next(iter(tree_lines(tree_from_json(told), names=owners_in(told))))
+    assert first.startswith("scope ") and first.endswith(" of acme")
