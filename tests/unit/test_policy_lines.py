@@ -1,0 +1,138 @@
+"""Every line of the written policy in docs/billing.md has tests that hold it, by this list."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path("docs/billing.md").read_text()
+SECTIONS = (
+    "Tokens",
+    "Before the work",
+    "Every way out",
+    "Retries",
+    "Whose money is spent",
+    "The ledger",
+)
+STORE, WIRE = "tests/contract/test_ledger_store.py", "tests/api/test_money_wire.py"
+POLICY, RETRIES = "tests/unit/test_billing_policy.py", "tests/e2e/test_openai_retries.py"
+CLAIMS, HITS = "tests/contract/test_idempotency_store.py", "tests/sim/test_billed_hits.py"
+RATING, WAYS = "tests/unit/test_billing_rating.py", "tests/api/test_ways_out.py"
+KILLS, MACHINE = "tests/crash/test_serve_kill.py", "tests/sim/test_billing_machine.py"
+ENGINE, SERVERS = "tests/sim/test_engine_machine.py", "tests/sim/test_two_servers.py"
+
+# By section: what a sentence of it begins with, and the tests that fail when it is not so.
+LINES: dict[str, list[str]] = {
+    "Every prompt token is in exactly one class": [
+        f"{RATING}::test_usage_of_the_engines_counts_adds_up_to_the_prompt",
+        "tests/e2e/test_cancel_reconcile.py::test_what_was_billed_is_what_the_engine_counted",
+    ],
+    "Hits are what was served": [
+        f"{HITS}::test_what_is_computed_again_after_a_preemption_is_neither_a_hit_nor_billed_twice"
+    ],
+    "waiting for another request": [f"{HITS}::test_waiting_for_anothers_computation_is_a_hit"],
+    "a block that was found and then failed": [
+        f"{HITS}::test_a_block_that_failed_to_load_is_a_miss"
+    ],
+    "tokens computed again after a preemption": [
+        f"{HITS}::test_what_is_computed_again_after_a_preemption_is_neither_a_hit_nor_billed_twice"
+    ],
+    "at least one token of a prompt": [
+        f"{ENGINE}::test_a_fully_cached_prompt_computes_one_token_and_writes_nothing"
+    ],
+    "Hits that together are fewer": [
+        f"{RATING}::test_hits_below_the_minimum_cost_as_misses_and_stay_hits_in_the_usage"
+    ],
+    "A hold is taken for the whole prompt": [
+        f"{WIRE}::test_an_answer_ends_where_the_money_does",
+        f"{POLICY}::test_the_price_is_that_of_the_admission",
+        f"{SERVERS}::test_two_processes_spend_one_balance_to_its_end_and_not_beyond",
+    ],
+    "A request whose hold does not fit": [
+        f"{WIRE}::test_without_balance_nothing_is_computed",
+        f"{POLICY}::test_a_refused_request_leaves_nothing",
+    ],
+    "A request that was admitted is settled exactly once": [
+        f"{POLICY}::test_every_way_out_ends_the_hold_and_leaves_one_charge",
+        f"{WIRE}::test_every_way_out_is_in_the_ledger_once",
+    ],
+    "| `finished`": [f"{WAYS}::test_finished", f"{WIRE}::test_a_charge_is_exact"],
+    "| `budget`": [f"{WIRE}::test_an_answer_ends_where_the_money_does"],
+    "| `client_gone`": [f"{WIRE}::test_a_client_that_leaves_pays_for_what_was_made"],
+    "| `failed`": [f"{WIRE}::test_a_failure_before_the_first_token_costs_nothing"],
+    "| `crashed`": [
+        f"{STORE}::test_a_restart_settles_what_the_last_run_left",
+        f"{KILLS}::test_after_kill_9_under_load_every_answer_was_paid_once",
+    ],
+    "| `lapsed`": [
+        f"{STORE}::test_a_lapsed_hold_is_settled_from_its_progress_and_the_late_word_wins"
+    ],
+    "The settlement is durable before the last bytes": [
+        f"{WAYS}::test_the_settlement_stands_before_the_last_bytes",
+        "tests/unit/test_ledger_sync.py::test_a_settlement_waits_for_the_disk_and_a_hold_does_not",
+    ],
+    "Progress is recorded with each top-up": [f"{WIRE}::test_the_journal_says_what_was_sent"],
+    "If a server thought dead comes back": [
+        f"{STORE}::test_a_late_word_that_bills_less_gives_the_difference_back"
+    ],
+    "What was used and not billed stays": [f"{POLICY}::test_what_was_not_billed_is_on_the_record"],
+    "A prepaid balance can go below zero only": [
+        f"{POLICY}::test_an_overdraft_is_at_most_what_was_made_beyond_the_hold",
+        f"{MACHINE}::test_the_ledger_does_what_the_model_says",
+    ],
+    "With `Idempotency-Key`": [
+        f"{CLAIMS}::test_an_idempotency_key_replays_conflicts_and_expires",
+        f"{WIRE}::test_a_key_gets_the_first_answer_again_and_pays_once",
+        f"{WIRE}::test_a_key_whose_request_runs_is_busy_and_one_that_failed_is_free",
+        f"{CLAIMS}::test_a_key_whose_server_died_is_free_at_once_and_its_request_pays_once",
+    ],
+    "Clients retry silently": [
+        f"{RETRIES}::test_an_answer_that_never_came_is_not_paid_when_its_retry_comes",
+        f"{RETRIES}::test_without_a_key_what_was_sent_counts_as_delivered",
+    ],
+    "Granted money first": [
+        f"{STORE}::test_granted_money_is_spent_first_and_debt_is_paid_first",
+        f"{STORE}::test_a_correction_names_its_charge_and_gives_back_no_more_than_is_left",
+    ],
+    "Entries are double entry": [
+        f"{STORE}::test_the_database_refuses_to_change_an_entry",
+        f"{STORE}::test_verify_names_the_first_entry_that_differs",
+        f"{STORE}::test_a_cut_tail_is_found_by_a_head_that_was_written_down",
+    ],
+    "SQLite": [
+        "tests/unit/test_ledger_sync.py::test_a_settlement_waits_for_the_disk_and_a_hold_does_not",
+        f"{STORE}::test_another_servers_holds_are_left_alone_until_their_lease_ends",
+    ],
+}
+
+
+def policy_lines() -> list[str]:
+    """The paragraphs, bullets and table rows of the policy's sections, each on one line."""
+    lines = []
+    for section in SECTIONS:
+        text = re.split(r"^## ", PAGE.split(f"\n## {section}\n", 1)[1], flags=re.MULTILINE)[0]
+        for part in re.split(r"\n\n|\n(?=- |\| )", text.strip()):
+            line = " ".join(part.removeprefix("- ").split())
+            if line and not line.startswith(("| ---", "| outcome")):
+                lines.append(line)
+    return lines
+
+
+@pytest.mark.parametrize("line", policy_lines())
+def test_a_line_of_the_policy_has_its_tests(line: str) -> None:
+    found = [names for start, names in LINES.items() if line.startswith(start)]
+    assert len(found) == 1, f"no test is named for: {line}"
+
+
+def test_the_tests_that_are_named_exist() -> None:
+    missing = []
+    for name in {name for names in LINES.values() for name in names}:
+        path, _, function = name.partition("::")
+        if not re.search(rf"def {function}\w*\(", Path(path).read_text()):
+            missing.append(name)
+    assert [] == missing
+
+
+def test_no_name_is_left_over() -> None:
+    lines = policy_lines()
+    assert [] == [s for s in LINES if not any(line.startswith(s) for line in lines)]
