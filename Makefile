@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test check lint format types imports bench soak gpu-check e2e docs \
-	constraints wheel clean
+	pictures constraints wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ gpu-check: ## Parity and benches on a CUDA machine with torch installed; writes 
 
 docs: $(STAMP) ## Write the reference pages in docs/ from the code
 	@$(BIN)/python -m cachesvc.reference docs
+
+pictures: $(STAMP) ## Take the dashboard's pictures in docs/images anew (five minutes)
+	$(BIN)/python -m tests.dashboard_pictures
 
 wheel: $(STAMP) ## Build the wheel into dist/
 	$(PIP) wheel -q --no-deps --no-build-isolation -w dist .

@@ -6,6 +6,7 @@ The composition root makes one per server and runs `keep_history` while it serve
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from cachesvc.live import new_token, reachable
 from cachesvc.money import limit_settings
 from cachesvc.snapshot import Sources, snapshot
 from tiers.histogram import Spread
+from tiers.traffic import TrafficReport
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class Dashboard:
         explorer: Explorer,
         keeping: Keeping,
         decode: Callable[[Sequence[int]], str],
+        working_set: Callable[[], Future[TrafficReport]] | None = None,
         blocks: BlockReader | None = None,
     ) -> None:
         admin = settings.admin
@@ -73,6 +76,7 @@ class Dashboard:
             record=books.accounts.record,
             stats=self.stats,
             history=self.history,
+            working_set=working_set,
             books=books,
             journal=journal,
             explorer=explorer,

@@ -30,7 +30,7 @@ from cachesvc.plain import numbers
 from tiers.histogram import Spread
 
 RINGS = ((1, 900), (10, 1080), (60, 1440), (600, 1008))  # seconds between samples, and how many
-MAX_POINTS = 300  # of one answer; a chart is about as many pixels wide
+MAX_POINTS = 120  # of one answer: more show noise rather than the course of things
 DIGITS = 5  # significant ones of an answer's numbers
 
 Floats = npt.NDArray[np.float64]
@@ -71,6 +71,15 @@ class _Ring:
         now_s = self.times[(self.count - 1) % self.capacity] if self.count else 0.0
         wanted = int(np.searchsorted(times, max(now_s - window_s, since_s), "right"))
         return picked[max(0, wanted - 1) :] % self.capacity
+
+    def ends(self, window_s: float) -> npt.NDArray[np.int64]:
+        """Places of the first and the latest sample of the window."""
+        held = np.arange(max(0, self.count - self.capacity), self.count)
+        if not len(held):
+            return held
+        times = self.times[held % self.capacity]
+        first = int(np.searchsorted(times, times[-1] - window_s, "left"))
+        return held[[first, -1]] % self.capacity
 
 
 class History:
@@ -120,10 +129,9 @@ class History:
 
     def over(self, series: Sequence[str], *, window_s: float) -> dict[str, float | None]:
         """Each series as one number: over the whole window, or for `value:` as it is now."""
-        ring = next((r for r in self._rings if r.step * r.capacity >= window_s), self._rings[-1])
-        picked = ring.pick(window_s, 0.0)
-        ends = picked[[0, -1]] if len(picked) else picked
-        view = _View(ring, self._columns, ends)
+        rings = (r for r in self._rings if r.step * r.capacity >= window_s or r.count < r.capacity)
+        ring = next(rings, self._rings[-1])
+        view = _View(ring, self._columns, ring.ends(window_s))
         values = {name: _told(each) for text in series for name, each in view.evaluate(text)}
         return {name: each[-1] if each else None for name, each in values.items()}
 

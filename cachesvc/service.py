@@ -51,6 +51,7 @@ from cachesvc.snapshot import Sources
 from cachesvc.tracing import open_tracer
 from engine.models import LoadedModel
 from engine.request import StepOutput
+from tiers.cache import TieredCache
 from tiers.disk import DiskTier
 from tiers.disk_directory import is_locked, read_holder
 from tiers.errors import DirectoryLocked
@@ -161,6 +162,7 @@ class Service:
                 counters=self.metrics.counters,
             ),
             latencies=self.latencies.spreads,
+            working_set=partial(self.core.engine.call, TieredCache.working_set),
             blocks=partial(read_blocks, self.core.engine.call),
             journal=self.journal,
             explorer=explorer,

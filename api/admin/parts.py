@@ -19,11 +19,14 @@ from tiers.keys import PrefixKey
 from tiers.live_blocks import LiveBlock
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from api.admin.books import Books
     from api.explorer import Explorer
     from api.journal import Journal
     from api.keeping import Keeping
     from api.limits import LimitSettings
+    from tiers.traffic import TrafficReport
 
 
 class KeyRing(Protocol):
@@ -94,6 +97,7 @@ class AdminParts:
     gib_month: Mapping[str, int] = field(default_factory=dict)  # a tier's price, in units
     currency: Callable[[], str] = lambda: ""  # of the rate card in force
     history: History | None = None
+    working_set: "Callable[[], Future[TrafficReport]] | None" = None
     books: "Books | None" = None  # accounts and ledger
     blocks: "BlockReader | None" = None  # of the tiers in memory
     login_limits: LoginLimits = field(default_factory=LoginLimits)

@@ -18,6 +18,7 @@ from api.admin import (
     pages_overview,
     pages_requests,
     pages_tenants,
+    pages_working_set,
     stats,
 )
 from api.admin.parts import AdminParts
@@ -36,6 +37,7 @@ AREAS = (
     pages_overview.router,
     pages_requests.router,
     pages_tenants.router,
+    pages_working_set.router,
     stats.router,
 )
 

@@ -19,7 +19,7 @@ window.cachesvc = window.cachesvc || {};
     document.dispatchEvent(new Event("themechange"));
   }
 
-  let went = 0; // when `g` was pressed
+  let went = -Infinity; // when `g` was pressed
 
   function onKey(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || shortcuts.open) return;
@@ -28,7 +28,7 @@ window.cachesvc = window.cachesvc || {};
     if (key === "g") { went = event.timeStamp; return; }
     if (event.timeStamp - went < 1500) {
       const link = [...document.querySelectorAll("a[data-key]")].find((a) => a.dataset.key === key);
-      went = 0;
+      went = -Infinity;
       if (link) { event.preventDefault(); link.click(); }
       return;
     }

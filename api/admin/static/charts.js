@@ -20,6 +20,13 @@
     return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   }
 
+  // Values without a neighbour, which no line would show.
+  function lonely(plot, line) {
+    const values = plot.data[line];
+    const is = (i) => (values[i] ?? null) !== null;
+    return values.map((_, i) => i).filter((i) => is(i) && !is(i - 1) && !is(i + 1));
+  }
+
   class Chart {
     constructor(figure) {
       this.figure = figure;
@@ -106,7 +113,7 @@
       this.plot = new uPlot({
         ...this.size(),
         legend: { show: false },
-        padding: [8, 10, 0, 0],
+        padding: [8, 26, 0, 0],
         cursor: { sync: { key: sync.key }, drag: { x: false, y: false }, points: { size: 6 } },
         scales: {
           x: { range: () => { const end = this.times.at(-1) || Date.now() / 1000; return [end - (this.window_s || 900), end]; } },
@@ -122,17 +129,11 @@
           fill: this.plan.stack ? () => colour(name) : undefined,
           width: this.plan.stack ? 0 : 1.5,
           spanGaps: false,
-          points: { show: this.plan.stack ? false : this.lonely.bind(this), size: 4, fill: () => colour(name) },
+          points: { show: !this.plan.stack, filter: lonely, size: 4, fill: () => colour(name) },
         }))],
         hooks: { setCursor: [(plot) => this.tell(plot.cursor.idx)] },
       }, [this.times, ...this.lines.map(() => [])], this.box);
       sync.sub(this.plot);
-    }
-
-    // Points only where a value has no neighbour that a line could lead to.
-    lonely(plot, line) {
-      const values = plot.data[line];
-      return values.every((value, i) => value === null || ((values[i - 1] ?? null) === null && (values[i + 1] ?? null) === null));
     }
 
     redraw() {

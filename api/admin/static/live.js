@@ -12,7 +12,7 @@
   const series = [...new Set(charts.flatMap((chart) => chart.queries))];
   const over = [...new Set([...outputs.flatMap((o) => (o.dataset.per ? [o.dataset.over, o.dataset.per] : [o.dataset.over])), ...fills.flatMap((f) => [f.dataset.fill, f.dataset.of]), ...empties.map((e) => e.dataset.empty)])];
 
-  const POLL_S = 2; // no oftener than this, and no oftener than new points come
+  const POLL_S = 2; // no oftener than this, and twice for each new point
   let window_s = 900;
   let held = null; // what is drawn: {step_s, times, series}
   let timer = 0;
@@ -90,7 +90,7 @@
       if (number !== asked) return;
       say("lost", "no answer, retrying");
     }
-    const wait_s = Math.max(POLL_S, held ? Math.min(held.step_s, 60) : 0);
+    const wait_s = Math.max(POLL_S, held ? Math.min(held.step_s / 2, 30) : 0);
     if (!paused() && !document.hidden) timer = setTimeout(poll, wait_s * 1000);
   }
 
