@@ -124,17 +124,21 @@ class FeedResponse(Response):
         told_missed, feed = 0, self._feed
         body = gap_event(None) if feed.subscription.gap else b": listening\n\n"
         while not feed.closed:
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-            with contextlib.suppress(TimeoutError):
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            body = b""
+            try:
                 async with asyncio.timeout(self._keepalive_s):
                     await feed.woken.wait()
+            except TimeoutError:
+                body = KEEPALIVE
             feed.woken.clear()
             events = [event for event in feed.subscription.take() if self._wanted.passes(event)]
             missed = feed.subscription.missed
-            body = gap_event(missed - told_missed) if missed > told_missed else b""
+            if missed > told_missed:
+                body += gap_event(missed - told_missed)
             told_missed = missed
             body += b"".join(block_event(event, tokens=self._wanted.tokens) for event in events)
-            body = body or KEEPALIVE
         await send({"type": "http.response.body", "body": CLOSING, "more_body": False})
 
 

@@ -87,6 +87,7 @@ class TopApp(App[None]):
         self._before: Reading | None = None
         self._reading: Reading | None = None
         self._trouble = ""
+        self._asked = False  # a reading is on its way
         self._sort = "requests"
         self._down = True
         self._wanted = ""
@@ -111,10 +112,14 @@ class TopApp(App[None]):
 
     # Reading.
 
-    @work(thread=True, exclusive=True)
     def _read(self) -> None:
-        if self.paused:
-            return
+        """Ask for a reading, unless the last one is still on its way."""
+        if not self.paused and not self._asked:
+            self._asked = True
+            self._ask()
+
+    @work(thread=True)
+    def _ask(self) -> None:
         try:
             reading = self._source.read()
         except LiveError as error:
@@ -123,12 +128,14 @@ class TopApp(App[None]):
         self.call_from_thread(self._take, reading)
 
     def _take(self, reading: Reading) -> None:
+        self._asked = False
         if self.paused:
             return
         self._before, self._reading, self._trouble = self._reading, reading, ""
         self._draw()
 
     def _lost(self, why: str) -> None:
+        self._asked = False
         self._trouble = f"{why}; trying again"
         self._draw()
 

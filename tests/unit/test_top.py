@@ -4,6 +4,7 @@ The picture in the README is this screen: the test below draws it and compares.
 """
 
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -252,6 +253,27 @@ async def test_what_must_be_known_at_once_is_on_top() -> None:
         told = text(app, "#alarm")
         assert "the engine has failed: CUDA error" in told
         assert "ledger-drift.md" in told and "the invariant ledger is broken" in told
+
+
+async def test_a_slow_server_is_asked_once_at_a_time() -> None:
+    released = threading.Event()
+
+    class Slow(Readings):
+        def read(self) -> Reading:
+            found = super().read()
+            assert released.wait(10)
+            return found
+
+    source = Slow()
+    app = quiet(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        for _ in range(5):
+            app._read()
+            await pilot.pause()
+        assert 1 == source.turn
+        released.set()
+        await read(pilot)
+        assert 2 == source.turn
 
 
 async def test_help_comes_and_goes() -> None:

@@ -1,4 +1,6 @@
-"""Boards and rules on a real Prometheus that scrapes a real server: what they ask is answered."""
+"""A real server, watched: by a real Prometheus with our boards and rules, by a router that reads
+its block events over ZeroMQ, and by a client of its event stream.
+"""
 
 import json
 import math
@@ -7,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -16,8 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import yaml
+import zmq
 
 from engine.testing import save_tiny_model
 from tests.e2e.test_serve import SCRIPT, wait_for_url
@@ -26,7 +31,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 OPS = Path(__file__).parents[2] / "ops"
 WINDOW = "10s"  # in place of Grafana's $__rate_interval
-START_S = 30
+START_S = 60
 # What a healthy server with these requests does not have: nothing to show is what these show.
 EMPTY = {"Faults", "Invariant violations"}
 SIZES = ["--device-cache", "2MiB", "--host-cache", "2MiB", "--disk-cache", "8MiB"]
@@ -85,7 +90,12 @@ def server(folder: Path) -> Iterator[str]:
             [*command, *SIZES, "--data-dir", folder / "data"],
             stdout=out,
             stderr=out,
-            env={**os.environ, "CACHESVC_CACHE__WEIGH_LOADS": "false"},
+            env={
+                **os.environ,
+                "CACHESVC_CACHE__WEIGH_LOADS": "false",
+                "CACHESVC_EVENTS__ZMQ": f"ipc://{folder}/events",
+                "CACHESVC_EVENTS__ZMQ_REPLAY": f"ipc://{folder}/replay",
+            },
         )
     try:
         yield wait_for_url(process, log)
@@ -173,6 +183,39 @@ def ask(url: str, prompt: str) -> None:
     urllib.request.urlopen(request, timeout=60).close()
 
 
+def replayed(folder: Path) -> list[dict[str, Any]]:
+    """Every event that the server has published, asked for as vLLM's subscribers do."""
+    context = zmq.Context()
+    asking = context.socket(zmq.DEALER)
+    try:
+        asking.connect(f"ipc://{folder}/replay")
+        asking.send_multipart((b"", (0).to_bytes(8, "big")))
+        events = []
+        while asking.poll(10_000):
+            _, _, payload = asking.recv_multipart()
+            if not payload:
+                return events
+            events += msgspec.msgpack.decode(payload)[1]
+        raise AssertionError("the replay does not end")
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_router_knows_how_many_blocks_each_tier_holds(watched: Prometheus, folder: Path) -> None:
+    held: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "DISK": set()}
+    for event in replayed(folder):
+        if event["type"] == "BlockStored":
+            held[event["medium"]] |= set(event["block_hashes"])
+        elif event["type"] == "BlockRemoved":
+            held[event["medium"]] -= set(event["block_hashes"])
+    for medium, tier in (("CPU", "host"), ("DISK", "disk")):
+        (blocks,) = watched.values(f'cachesvc_cache_blocks{{tier="{tier}"}}')
+        assert len(held[medium]) == blocks > 0, tier
+    # Of the device, `cachesvc_cache_blocks` counts the partly filled blocks too, which have no key.
+    (blocks,) = watched.values('cachesvc_cache_blocks{tier="device"}')
+    assert 0 < len(held["GPU"]) <= blocks
+
+
 def test_the_server_is_scraped_whole(watched: Prometheus) -> None:
     (target,) = watched.get("targets")["activeTargets"]
     assert ("up", "") == (target["health"], target["lastError"])
@@ -225,3 +268,13 @@ def test_the_shipped_scrape_configuration_is_correct() -> None:
         timeout=60,
     )
     assert checked.returncode == 0, checked.stderr
+
+
+def test_a_stop_ends_an_open_stream_of_events(watched: Prometheus, server: str) -> None:
+    """The fixture's end holds the server to a clean exit while this client still listens."""
+    stream = urllib.request.urlopen(f"{server}/v1/cache/events?kind=stored", timeout=60)
+    assert stream.readline().startswith(b": listening")
+    ask(server, "a prompt that nobody has sent before, for an event to come " * 4)
+    told = next(line for line in stream if line.startswith(b"event: "))
+    assert b"event: stored\n" == told
+    threading.Thread(target=stream.read, daemon=True).start()
