@@ -152,7 +152,10 @@ class GrammarCompiler:
         hello = json.dumps({"tokens": tokens, "end": vocabulary.end}).encode()
         if self._ask(self._child, hello, START_S) != b"+":
             self._end_child()
-            raise InvalidParameter("the grammar compiler does not start; see `cachesvc doctor`")
+            raise InvalidParameter(
+                "the process that compiles grammars does not start on this server; its operator "
+                "may see why with: python -c 'import xgrammar'"
+            )
         return self._child
 
     def _ask(
