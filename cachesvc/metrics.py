@@ -27,7 +27,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from cachesvc.metric_names import ROUTES, SPECS, VLLM_ALIASES
+from cachesvc.metric_names import ROUTES, SPECS, VLLM_ALIASES, Alias
 from cachesvc.metric_samples import Snapshots, samples
 from engine.request import FinishReason, StepOutput, TokenCounts
 from tiers.errors import MissReason
@@ -235,20 +235,34 @@ class _AliasCollector(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        names = {name.removesuffix("_total"): alias for alias, name in VLLM_ALIASES.items()}
-        for family in (family for source in self._sources for family in source.collect()):
-            if family.name in names:
-                yield self._renamed(family, names[family.name])
+        found = {family.name: family for source in self._sources for family in source.collect()}
+        for name, alias in VLLM_ALIASES.items():
+            family = found.get(alias.metric.removesuffix("_total"))
+            if family is not None:
+                below = found[alias.per] if alias.per is not None else None
+                yield self._renamed(name, alias, family, below)
 
-    def _renamed(self, family: Metric, alias: str) -> Metric:
-        """`family` under another name, summed over its own labels but a bucket's bound."""
-        sums: dict[tuple[str, str | None], float] = defaultdict(float)
-        for sample in family.samples:
-            if not sample.name.endswith("_created"):
-                suffix = sample.name.removeprefix(family.name)
-                sums[suffix, sample.labels.get("le")] += sample.value
-        renamed = Metric(alias, family.documentation, family.type)
-        for (suffix, bound), value in sums.items():
-            bucket = {} if bound is None else {"le": bound}
-            renamed.add_sample(alias + suffix, {"model_name": self._model} | bucket, value)
+    def _renamed(self, name: str, alias: Alias, family: Metric, below: Metric | None) -> Metric:
+        sums = _sums(family, alias)
+        renamed = Metric(name, family.documentation, family.type)
+        if below is not None:
+            wholes = _sums(below, alias)
+            sums = {place: value / (wholes[place] or 1.0) for place, value in sums.items()}
+        for (suffix, labels), value in sums.items():
+            renamed.add_sample(name + suffix, {"model_name": self._model, **dict(labels)}, value)
         return renamed
+
+
+def _sums(family: Metric, alias: Alias) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Values by suffix and the labels that stay: a bucket's bound, and what the alias keeps."""
+    sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+    for sample in family.samples:
+        if sample.name.endswith("_created"):
+            continue
+        if alias.where is not None and sample.labels[alias.where[0]] not in alias.where[1]:
+            continue
+        kept = [("le", sample.labels["le"])] if "le" in sample.labels else []
+        if alias.by is not None:
+            kept.append((alias.by[1], sample.labels[alias.by[0]]))
+        sums[sample.name.removeprefix(family.name), tuple(kept)] += sample.value
+    return dict(sums)

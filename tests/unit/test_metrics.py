@@ -36,7 +36,13 @@ def stats() -> EngineStats:
     transfers = Transfers(block_bytes=10)
     transfers.observe(TierName.HOST, TierName.DEVICE, 4, 0.002)
     cache = CacheStats(
-        device=TierStats(TierName.DEVICE, num_blocks=3, used_bytes=300, lives=lives.stats()),
+        device=TierStats(
+            TierName.DEVICE,
+            num_blocks=3,
+            used_bytes=300,
+            capacity_bytes=400,
+            lives=lives.stats(),
+        ),
         host=TierStats(TierName.HOST, num_blocks=5),
         disk=disk,
         events={(TierName.DEVICE, CacheEvent.EVICTED): 4},
@@ -220,5 +226,9 @@ def test_vllm_names_are_exposed_on_request_only() -> None:
     assert 2 == value(seen, "vllm:num_requests_running", model)
     assert 100 == value(seen, "vllm:prompt_tokens_total", model)
     assert 1 == value(seen, "vllm:time_to_first_token_seconds_count", model)
+    assert 100 == value(seen, "vllm:prefix_cache_queries_total", model)
+    assert 64 == value(seen, "vllm:prefix_cache_hits_total", model)
+    assert 0.75 == value(seen, "vllm:kv_cache_usage_perc", model)
+    assert 1 == value(seen, "vllm:request_success_total", {**model, "finished_reason": "stop"})
     text = seen.render()[0].decode()
     assert [] == [alias for alias in VLLM_ALIASES if alias not in text]
