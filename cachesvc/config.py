@@ -205,6 +205,28 @@ class CacheSection(Section):
     idle_ttl: Duration = Field(
         0, description="Forget blocks on disk that nobody used for so long; 0 keeps them"
     )
+    device_idle_ttl: Duration = Field(
+        0, description="Blocks that nobody used for so long leave the device; 0 keeps them"
+    )
+    host_idle_ttl: Duration = Field(
+        0, description="Blocks that nobody used for so long leave the host; 0 keeps them"
+    )
+    promotion: Literal["keep", "move", "auto"] = Field(
+        "keep", description="Whether the copy below a promoted block ages or is the first to leave"
+    )
+    pinned_share: float = Field(
+        0.25, ge=0, le=0.5, description="Most of the lowest tier that pins may take"
+    )
+    tenant_quotas: dict[str, Size] = Field(
+        default_factory=dict,
+        description="Bytes over all tiers that a tenant does not lose to others, by tenant",
+    )
+    group_quotas: dict[str, Size] = Field(
+        default_factory=dict, description="The same for sharing groups"
+    )
+    default_quota: Size = Field(
+        0, description="The same for every scope without a quota of its own; 0 gives them none"
+    )
     write_budget_bytes: Size = Field(
         0, description="Most bytes written to disk a day; 0 sets no limit"
     )

@@ -22,14 +22,16 @@ from engine.request import SamplingParams, StepOutput
 from engine.runner import Runner
 from engine.sampler import check_params
 from engine.scheduler import SchedulerSettings
-from tiers.admission import WritePolicy
+from tiers.admission import Promotion, WritePolicy
 from tiers.block import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk_open import open_disk
 from tiers.disk_settings import DiskOrder, DiskSettings
 from tiers.events import EventStream
 from tiers.keys import CacheScope
+from tiers.quota import Shares
 from tiers.tier import Tier
+from tiers.upkeep import UpkeepSettings
 
 WARM_UP_ID = -1  # of a sequence that no scheduler numbers
 
@@ -110,14 +112,21 @@ def build(
     data_dir: Path,
     on_outputs: Callable[[Sequence[StepOutput]], None],
     stream: EventStream | None = None,
+    shares: Shares | None = None,
 ) -> Core:
     """Tiers and engine for a loaded model. Raises what the tiers say of sizes and directories."""
     layout = loaded.layout(cache.block_size, None if kv_dtype == "auto" else kv_dtype)
     stream = stream or EventStream()
-    disk = _open_disk(layout, cache, data_dir, stream)
+    disk = _open_disk(layout, cache, data_dir, stream, shares)
     try:
         tiers = TieredCache(
-            layout, _cache_settings(cache), device=loaded.device, disk=disk, stream=stream
+            layout,
+            _cache_settings(cache),
+            device=loaded.device,
+            disk=disk,
+            stream=stream,
+            shares=shares,
+            pin_folder=disk_path(data_dir) if disk is not None else None,
         )
     except BaseException:
         if disk is not None:
@@ -140,12 +149,18 @@ def build(
 
 
 def _open_disk(
-    layout: BlockLayout, cache: CacheSection, data_dir: Path, stream: EventStream
+    layout: BlockLayout,
+    cache: CacheSection,
+    data_dir: Path,
+    stream: EventStream,
+    shares: Shares | None,
 ) -> Tier | None:
     if not cache.disk_bytes or not cache.host_bytes:
         return None
+    above = cache.device_bytes + cache.host_bytes
     behaviour = DiskSettings(
         order=DiskOrder(cache.disk_order),
+        moves=not Promotion(cache.promotion).keeps(above, above + cache.disk_bytes),
         idle_ttl_s=int(cache.idle_ttl) or None,
         write_budget_bytes=cache.write_budget_bytes or None,
     )
@@ -155,6 +170,7 @@ def _open_disk(
         cache.disk_bytes,
         num_shards=cache.disk_shards,
         settings=behaviour,
+        shares=shares,
         stream=stream,
     )
 
@@ -168,6 +184,12 @@ def _cache_settings(cache: CacheSection) -> CacheSettings:
         num_readers=cache.readers,
         share_tails=cache.partial_blocks,
         weigh_loads=cache.weigh_loads,
+        promotion=Promotion(cache.promotion),
+        upkeep=UpkeepSettings(
+            device_idle_s=cache.device_idle_ttl or None,
+            host_idle_s=cache.host_idle_ttl or None,
+            pinned_share=cache.pinned_share,
+        ),
     )
 
 

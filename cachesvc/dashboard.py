@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from api.admin.books import Books
-from api.admin.parts import AdminParts, BlockReader
+from api.admin.parts import AdminParts, BlockReader, CacheHands
 from api.admin.passwords import Passwords
 from api.admin.sessions import Admin, Sessions
 from api.explorer import Explorer
@@ -61,6 +61,7 @@ class Dashboard:
         decode: Callable[[Sequence[int]], str],
         working_set: Callable[[], Future[TrafficReport]] | None = None,
         blocks: BlockReader | None = None,
+        cache: CacheHands | None = None,
     ) -> None:
         admin = settings.admin
         self._sources = sources
@@ -85,6 +86,7 @@ class Dashboard:
             limits=limit_settings(settings.limits),
             gib_month=_gib_month(settings.costs),
             blocks=blocks,
+            cache=cache,
         )
 
     def stats(self) -> dict[str, Any]:

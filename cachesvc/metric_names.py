@@ -83,6 +83,17 @@ SPECS: Mapping[str, Spec] = {
     "cachesvc_cache_events_total": Spec(
         "counter", "What happened to blocks in a tier", ("tier", "event")
     ),
+    "cachesvc_pins": Spec("gauge", "Prefixes that operators pinned"),
+    "cachesvc_pinned_bytes": Spec("gauge", "Bytes of KV that are pinned, wherever they stand"),
+    "cachesvc_pinnable_bytes": Spec("gauge", "Bytes of KV that may be pinned"),
+    "cachesvc_quota_used_bytes": Spec(
+        "gauge",
+        "Bytes of a tier by the tenant or sharing group with a quota; common is all others",
+        ("tier", "group"),
+    ),
+    "cachesvc_quota_share_bytes": Spec(
+        "gauge", "Bytes of a tier that the group does not lose to others", ("tier", "group")
+    ),
     "cachesvc_evictions_total": Spec(
         "counter",
         "Blocks that left a tier: for room, a quota, their age, on request, as redundant, or by "

@@ -3,6 +3,7 @@
 Pure; called at each scrape, on the thread that scrapes.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from engine.engine import EngineStats
 from tiers.cache import CacheStats
 from tiers.histogram import Spread
 from tiers.tier import ShardStats, TierName, TierStats
+from tiers.upkeep import GroupUse
 
 _SECOND = 1e9  # nanoseconds
 
@@ -99,8 +101,26 @@ def _cache_samples(cache: CacheStats) -> Iterator[Sample]:
     yield Sample("cachesvc_prefill_tokens_per_second", (), cache.prefill_tokens_per_s)
     yield Sample("cachesvc_loads_refused_total", (), cache.loads_refused)
     yield Sample("cachesvc_collisions_total", (), cache.collisions)
+    yield Sample("cachesvc_pins", (), cache.num_pins)
+    yield Sample("cachesvc_pinned_bytes", (), cache.pinned_blocks * cache.block_bytes)
+    yield Sample("cachesvc_pinnable_bytes", (), cache.pinnable_blocks * cache.block_bytes)
+    yield from _quota_samples(cache.groups)
     yield Sample("cachesvc_event_listeners", (), cache.num_listeners)
     yield Sample("cachesvc_events_missed_total", (), cache.events_missed)
+
+
+def _quota_samples(groups: Sequence[GroupUse]) -> Iterator[Sample]:
+    """By group; scopes that have the default quota are one, for they are many."""
+    used: Counter[tuple[str, str]] = Counter()
+    share: Counter[tuple[str, str]] = Counter()
+    for use in groups:
+        name = use.group or "common"
+        labels = (str(use.tier), "default" if name.startswith("scope:") else name)
+        used[labels] += use.used_bytes
+        share[labels] += use.share_bytes
+    for labels in share:
+        yield Sample("cachesvc_quota_used_bytes", labels, used[labels])
+        yield Sample("cachesvc_quota_share_bytes", labels, share[labels])
 
 
 def _tier_samples(tier: TierStats) -> Iterator[Sample]:

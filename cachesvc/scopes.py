@@ -8,6 +8,7 @@ at the start, read by commands.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ from cachesvc.money import SECRET_NAME, read_secret
 from tiers.keys import CacheScope, PrefixKey
 
 FILE_NAME = "scopes.json"
+
+
+class Kind(StrEnum):
+    """Who can have blocks under a name."""
+
+    TENANT = "tenant"
+    GROUP = "group"
+
+
 MAX_SCOPES = 200  # of models that were served one after the other; the oldest are forgotten
 
 
@@ -33,8 +43,11 @@ def note_scopes(data_dir: Path, models: Iterable[ServedModel]) -> None:
     fresh.replace(path)
 
 
-def roots_of(data_dir: Path, tenant: str) -> Mapping[PrefixKey, str]:
-    """The roots under which blocks of a tenant or sharing group may lie, and the model of each."""
+def roots_of(data_dir: Path, name: str, *kinds: Kind) -> Mapping[PrefixKey, str]:
+    """The roots under which blocks of a tenant or sharing group may lie, and the model of each.
+
+    Without `kinds`, of both.
+    """
     if not (data_dir / SECRET_NAME).exists():
         return {}
     salts = Salts(read_secret(data_dir))
@@ -42,7 +55,8 @@ def roots_of(data_dir: Path, tenant: str) -> Mapping[PrefixKey, str]:
     for each in _read(data_dir / FILE_NAME):
         fields = {name: bytes.fromhex(value) for name, value in each["scope"].items()}
         scope = CacheScope(**fields)
-        for salt in (salts.of_tenant(tenant), salts.group_salt(tenant)):
+        for kind in kinds or Kind:
+            salt = salts.of_tenant(name) if kind is Kind.TENANT else salts.group_salt(name)
             roots[replace(scope, tenant=salt).root()] = each["model"]
     return roots
 

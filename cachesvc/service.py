@@ -37,6 +37,7 @@ from api.turns import Conversations
 from billing.errors import BillingError
 from cachesvc import core
 from cachesvc.block_reader import read_blocks
+from cachesvc.cache_operator import CacheOperator
 from cachesvc.config import ConfigError, JournalSection, ServerSettings, Settings, disk_path
 from cachesvc.dashboard import Dashboard
 from cachesvc.http import Asgi, HttpServer, Timed, bind, is_loopback
@@ -46,6 +47,7 @@ from cachesvc.live import announced
 from cachesvc.metric_samples import Snapshots
 from cachesvc.metrics import Metrics
 from cachesvc.money import Money, open_money
+from cachesvc.quotas import QuotaBook
 from cachesvc.scopes import note_scopes
 from cachesvc.snapshot import Sources
 from cachesvc.tracing import open_tracer
@@ -130,6 +132,7 @@ class Service:
         self._tracer = open_tracer(settings.tracing)
         on_end = self._tracer.trace if self._tracer is not None else lambda record: None
         self.journal = Journal(_journal_settings(settings.journal), on_end=on_end)
+        self._quotas = QuotaBook(settings.cache, settings.server.data_dir)
         self.core = core.build(
             loaded,
             kv_dtype=settings.model.kv_dtype,
@@ -138,6 +141,7 @@ class Service:
             data_dir=settings.server.data_dir,
             on_outputs=self._on_outputs,
             stream=stream,
+            shares=self._quotas.shares,
         )
         self.metrics = Metrics(
             Snapshots(
@@ -168,6 +172,12 @@ class Service:
             explorer=explorer,
             keeping=Keeping(explorer, owners),
             decode=loaded.tokenizer.decode,
+            cache=CacheOperator(
+                self.core.engine,
+                self.core.layout.block_size,
+                settings.server.data_dir,
+                money.books.signer,
+            ),
         )
         self._encoders = EncoderPool(NUM_ENCODERS)
         self._feeds = Feeds(stream)
@@ -177,6 +187,7 @@ class Service:
         models = self._models()
         turn_tokens = self._settings.server.turn_tokens
         note_scopes(self._settings.server.data_dir, models.values())
+        self._quotas.add(self._money.salts, models.values())
         wire = Collaborators(
             engine=self.core.engine,
             bridge=self.bridge,

@@ -82,6 +82,7 @@ class CacheStats:
     prefill_tokens_per_s: float = 0.0
     num_listeners: int = 0  # to the stream of block events
     events_missed: int = 0  # dropped for listeners that read too slowly
+    block_bytes: int = 0
     num_pins: int = 0
     pinned_blocks: int = 0
     pinnable_blocks: int = 0
@@ -475,6 +476,7 @@ class TieredCache:
             prefill_tokens_per_s=self.economy.prefill_tokens_per_s,
             num_listeners=self.stream.num_subscribers,
             events_missed=self.stream.num_missed,
+            block_bytes=layout.nbytes,
             num_pins=len(self._upkeep.keeper.pins()),
             pinned_blocks=self._upkeep.keeper.num_blocks,
             pinnable_blocks=self._upkeep.keeper.max_blocks,

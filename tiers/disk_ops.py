@@ -120,6 +120,7 @@ def verify(
             elif _still_there(shard, key, entry):
                 bad[why] += 1
                 doomed.append(key)
+        advance(len(rows))
         if repair and doomed:
             with shard.writing() as writer:
                 num_repaired += sum(writer.delete(key) for key in doomed)

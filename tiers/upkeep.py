@@ -3,7 +3,7 @@
 `TieredCache` owns one and hands its operators' calls on. Engine thread only.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ class GroupUse:
     """What one group has of one tier. `group` is None for all owners without a quota."""
 
     tier: TierName
-    group: Hashable
+    group: str | None
     used_bytes: int
     share_bytes: int
 
@@ -183,7 +183,7 @@ class Upkeep:
         if of_disk is not None:
             usage[TierName.DISK] = of_disk()
         return [
-            GroupUse(tier, group, used, share)
+            GroupUse(tier, group if isinstance(group, str) else None, used, share)
             for tier, groups in usage.items()
             for group, (used, share) in groups.items()
         ]

@@ -17,6 +17,8 @@ from api.admin.sessions import Admin, Sessions
 from billing.keys import Principal
 from tiers.keys import PrefixKey
 from tiers.live_blocks import LiveBlock
+from tiers.retention import Pin
+from tiers.traffic import TrafficReport
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -79,6 +81,37 @@ class BlockReader(Protocol):
     async def __call__(self, scopes: frozenset[PrefixKey] | None) -> Sequence[LiveBlock]: ...
 
 
+class CacheHands(Protocol):
+    """Changes the running cache; each call returns when all of it is done, on disk as well."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    async def pin(
+        self, name: str, scope: PrefixKey, keys: Sequence[PrefixKey], until_s: float, why: str
+    ) -> Pin[PrefixKey]:
+        """Raises PinError."""
+        ...
+
+    async def unpin(self, name: str) -> bool: ...
+
+    async def pins(self) -> Sequence[Pin[PrefixKey]]: ...
+
+    async def prefix_of(self, key: PrefixKey) -> tuple[PrefixKey, Sequence[PrefixKey]]:
+        """Scope and keys of the prefix that ends with a block; no keys where it is not whole."""
+        ...
+
+    async def evict(self, keys: Sequence[PrefixKey]) -> Mapping[str, int]:
+        """Blocks removed, by tier."""
+        ...
+
+    async def purge(self, kind: str, name: str, *, by: str, why: str) -> dict[str, Any]:
+        """The signed receipt."""
+        ...
+
+    async def working_set(self) -> TrafficReport: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminParts:
     """The collaborators of the admin routes; immutable."""
@@ -100,6 +133,7 @@ class AdminParts:
     working_set: "Callable[[], Future[TrafficReport]] | None" = None
     books: "Books | None" = None  # accounts and ledger
     blocks: "BlockReader | None" = None  # of the tiers in memory
+    cache: "CacheHands | None" = None  # to change the tiers
     login_limits: LoginLimits = field(default_factory=LoginLimits)
     login_forms: LoginForms = field(default_factory=LoginForms)
     password_checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))

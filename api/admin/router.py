@@ -7,6 +7,7 @@ from fastapi import APIRouter, Depends, Request
 from api.admin import (
     assets,
     blocks,
+    cache_routes,
     events,
     login,
     money_routes,
@@ -26,6 +27,7 @@ from api.admin.parts import AdminParts
 AREAS = (
     assets.router,
     blocks.router,
+    cache_routes.router,
     events.router,
     login.router,
     money_routes.router,

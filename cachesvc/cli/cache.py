@@ -18,7 +18,9 @@ from urllib.parse import urlencode
 import typer
 
 from cachesvc.cli.cache_blocks import big, hot, list_blocks, show
-from cachesvc.cli.cache_change import compact, evict, export, import_, purge
+from cachesvc.cli.cache_change import compact, evict, export, import_
+from cachesvc.cli.cache_keep import pin, pins, unpin
+from cachesvc.cli.cache_purge import purge
 from cachesvc.cli.cache_watch import print_tiers, watch
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir, existing_data_dir
@@ -151,6 +153,9 @@ app.command()(big)
 app.command()(hot)
 app.command()(evict)
 app.command()(purge)
+app.command()(pin)
+app.command()(unpin)
+app.command()(pins)
 app.command()(compact)
 app.command()(export)
 app.command("import")(import_)

@@ -23,7 +23,6 @@ from tiers import disk_transfer
 from tiers.disk_accounts import Entry, Removed
 from tiers.disk_compact import compact_folder
 from tiers.disk_ops import pages_by_age, remove
-from tiers.disk_ops import purge as purge_shard
 from tiers.disk_read import shard_of
 from tiers.disk_storage import StorageError
 from tiers.disk_transfer import Moved, Rule, chain_rule, import_blocks
@@ -84,31 +83,6 @@ def evict(
             gone = _sum(remove(shard, counted, at_most_bytes=share) for shard in view.shards)
         _sync(view.shards)
     _tell_removed("evicted", gone, view.path, json=json)
-
-
-def purge(
-    scope: Annotated[
-        list[str],
-        typer.Option("--scope", help="Root of a scope, or how it begins (hex); repeatable"),
-    ],
-    data_dir: DataDir = None,
-    yes: Yes = False,
-    json: AsJson = False,
-) -> None:
-    """Remove every block of a scope from the disk, until none is left. Safe beside a server."""
-    with _view(data_dir, readonly=False) as view:
-        accounts = view.accounts()
-        roots = [find_scope(accounts, start) for start in scope]
-        planned = _sum(Removed(*accounts[root]) for root in set(roots))
-        names = ", ".join(root.hex() for root in roots)
-        confirm(f"Purge {_amount(planned)} of {names} from {view.path}?", yes=yes)
-        with progress("purging", len(view.shards)) as advance:
-            gone = Removed()
-            for shard in view.shards:
-                gone = gone.plus(purge_shard(shard, roots))
-                advance(1)
-        _sync(view.shards)
-    _tell_removed("purged", gone, view.path, json=json, scopes=[root.hex() for root in roots])
 
 
 def compact(data_dir: DataDir = None, json: AsJson = False) -> None:

@@ -16,6 +16,7 @@ from tiers.errors import MissReason
 from tiers.lives import Cause, Lives
 from tiers.tier import ShardStats, TierName, TierStats
 from tiers.transfers import Transfers
+from tiers.upkeep import GroupUse
 
 MS = 1_000_000
 
@@ -48,6 +49,12 @@ def stats() -> EngineStats:
         events={(TierName.DEVICE, CacheEvent.EVICTED): 4},
         transfers=transfers.stats(),
         collisions=1,
+        groups=[
+            GroupUse(TierName.DEVICE, "tenant:acme", 7, 50),
+            GroupUse(TierName.DEVICE, "scope:00aa", 1, 10),
+            GroupUse(TierName.DEVICE, "scope:00bb", 2, 10),
+            GroupUse(TierName.DEVICE, None, 5, 30),
+        ],
     )
     return EngineStats(
         num_running=2,
@@ -203,6 +210,14 @@ def test_routes_and_bills_are_counted_in_closed_sets() -> None:
     assert 10 == value(seen, "cachesvc_billed_units_total", billed)
     assert None is value(seen, "cachesvc_billed_units_total", {"class": "miss", "currency": "CNY"})
     assert 90 == value(seen, "cachesvc_saved_units_total", {"currency": "CNY"})
+
+
+def test_scopes_with_the_default_quota_are_one_group() -> None:
+    text = metrics().render()[0].decode()
+    for group, used, share in (("tenant:acme", 7, 50), ("default", 3, 20), ("common", 5, 30)):
+        labels = f'{{group="{group}",tier="device"}}'
+        assert f"cachesvc_quota_used_bytes{labels} {used}.0" in text
+        assert f"cachesvc_quota_share_bytes{labels} {share}.0" in text
 
 
 def test_every_exposed_name_is_declared_and_every_declared_one_exposed() -> None:

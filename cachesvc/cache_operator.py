@@ -1,0 +1,94 @@
+"""What an operator does to the running cache: the admin routes' hands on the engine thread.
+
+Event loop only. Every call runs between two steps of the engine; what the disk has to do is waited
+for here, so that an answer means that it is done, durably.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from billing.receipts import ReceiptSigner
+from cachesvc.purging import Done, Order, keep_receipt, receipt
+from cachesvc.scopes import Kind, roots_of
+from engine.engine import Engine
+from tiers.cache import TieredCache
+from tiers.keys import PrefixKey
+from tiers.retention import Pin
+from tiers.traffic import TrafficReport
+
+T = TypeVar("T")
+
+
+class CacheOperator:
+    """Pins, evictions and purges on one engine; see `api.admin.parts.CacheHands`."""
+
+    def __init__(self, engine: Engine, block_size: int, data_dir: Path, signer: ReceiptSigner):
+        self._engine = engine
+        self.block_size = block_size
+        self._data_dir = data_dir
+        self._signer = signer
+
+    async def pin(
+        self, name: str, scope: PrefixKey, keys: Sequence[PrefixKey], until_s: float, why: str
+    ) -> Pin[PrefixKey]:
+        """Pin a prefix, durably. Raises PinError."""
+        pin = await self._call(lambda cache: cache.pin(name, keys, until_s, why, scope=scope))
+        await self._saved()
+        return pin
+
+    async def unpin(self, name: str) -> bool:
+        found = await self._call(lambda cache: cache.unpin(name))
+        await self._saved()
+        return found
+
+    async def pins(self) -> Sequence[Pin[PrefixKey]]:
+        return await self._call(lambda cache: cache.pins())
+
+    async def prefix_of(self, key: PrefixKey) -> tuple[PrefixKey, Sequence[PrefixKey]]:
+        """The scope and the keys of the prefix that ends with this block; no keys if not whole."""
+        return await self._done(lambda cache: cache.prefix_of(key))
+
+    async def evict(self, keys: Sequence[PrefixKey]) -> dict[str, int]:
+        """Blocks removed, by tier."""
+        removed = await self._done(lambda cache: cache.evict(keys))
+        return {str(tier): count for tier, count in removed.items()}
+
+    async def working_set(self) -> TrafficReport:
+        return await self._call(lambda cache: cache.working_set())
+
+    async def purge(self, kind: str, name: str, *, by: str, why: str) -> dict[str, Any]:
+        """Purge a tenant or group from every tier; the signed receipt, also kept as a file."""
+        started_s = time.time()
+        order = Order(kind=Kind(kind), name=name, by=by, why=why, started_s=started_s)
+        roots = await asyncio.to_thread(roots_of, self._data_dir, name, order.kind)
+        done = await self._purge(roots)
+        signed = receipt(self._signer, order, done)
+        await asyncio.to_thread(keep_receipt, self._data_dir, signed)
+        return signed
+
+    async def _purge(self, roots: Collection[PrefixKey]) -> Done:
+        purged = await self._done(lambda cache: cache.purge(roots))
+        await self._saved()
+        return Done(
+            roots=purged.roots,
+            removed={str(tier): gone for tier, gone in purged.removed.items()},
+            pins=purged.pins,
+            in_use=purged.in_use,
+            num_left=purged.num_left,
+            live=True,
+        )
+
+    async def _call(self, work: Callable[[TieredCache], T]) -> T:
+        return await asyncio.wrap_future(self._engine.call(work))
+
+    async def _done(self, work: "Callable[[TieredCache], Future[T]]") -> T:
+        """Wait for the engine to begin, then for the disk to be done."""
+        return await asyncio.wrap_future(await self._call(work))
+
+    async def _saved(self) -> None:
+        """The pins as they are now are on disk."""
+        await self._done(lambda cache: cache.saved())

@@ -1,0 +1,127 @@
+"""`cachesvc cache pin|unpin|pins`: prefixes that the cache keeps, whatever else is asked for."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cachesvc.cli.live_server import running_server
+from cachesvc.cli.options import DataDir, existing_data_dir
+from cachesvc.cli.render import AsJson, fail, print_json, print_table, seconds
+from cachesvc.config import disk_path, parse_duration
+from cachesvc.live import LiveError, find_server
+from tiers.pin_file import load_pins
+
+PinName = Annotated[str, typer.Argument(help="The pin's name")]
+Why = Annotated[str, typer.Option("--reason", help="Why; kept in the admin trail")]
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def pin(
+    name: PinName,
+    why: Why,
+    for_s: Annotated[
+        float, typer.Option("--for", parser=_duration, metavar="DURATION", help="Such as 12h or 7d")
+    ],
+    key: Annotated[
+        str | None, typer.Option(help="The last block of the prefix (hex), as `ls` shows it")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Or the text that prompts begin with, from a file")
+    ] = None,
+    system: Annotated[
+        Path | None, typer.Option(help="Or the system message that chats begin with, from a file")
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Whose prompt it is")] = None,
+    group: Annotated[str | None, typer.Option(help="Or which sharing group's")] = None,
+    model: Annotated[str | None, typer.Option(help="For which model; else the default one")] = None,
+    data_dir: DataDir = None,
+    json: AsJson = False,
+) -> None:
+    """Keep a prefix in at least one tier for a while, also over restarts of the server."""
+    body: dict[str, Any] = {"name": name, "for_s": for_s, "why": why, "key": key, "model": model}
+    body |= {"tenant": tenant, "group": group}
+    if file is not None:
+        body["prompt"] = _text(file)
+    if system is not None:
+        body["messages"] = [{"role": "system", "content": _text(system)}]
+    server = running_server(data_dir)
+    try:
+        told = server.post("/admin/api/cache/pin", body)
+    except LiveError as error:
+        fail(str(error))
+    if json:
+        print_json(told)
+    else:
+        typer.echo(
+            f"{told['num_tokens']} tokens ({told['num_blocks']} blocks) are pinned as {name} "
+            f"for {seconds(for_s)}"
+        )
+
+
+def unpin(name: PinName, why: Why, data_dir: DataDir = None, json: AsJson = False) -> None:
+    """End a pin; its blocks then leave in their turn."""
+    server = running_server(data_dir)
+    try:
+        told = server.post("/admin/api/cache/unpin", {"name": name, "why": why})
+    except LiveError as error:
+        fail(str(error))
+    if json:
+        print_json(told)
+    else:
+        typer.echo(f"{name} is pinned no more")
+
+
+def pins(data_dir: DataDir = None, json: AsJson = False) -> None:
+    """The pins in force; those on record while no server runs."""
+    path = existing_data_dir(data_dir)
+    server = find_server(path)
+    if server is not None:
+        told = server.get("/admin/api/cache/pins")
+    else:
+        told = [
+            {
+                "name": each.name,
+                "scope": each.scope.hex(),
+                "num_tokens": each.num_tokens,
+                "num_blocks": len(each.keys),
+                "key": each.keys[-1].hex(),
+                "since_s": each.since_s,
+                "until_s": each.until_s,
+                "why": each.why,
+            }
+            for each in load_pins(disk_path(path))
+        ]
+    if json:
+        print_json(told)
+        return
+    now_s = time.time()
+    print_table(
+        ("name", "tokens", "blocks", "ends in", "last block", "why"),
+        [
+            (
+                each["name"],
+                each["num_tokens"],
+                each["num_blocks"],
+                seconds(max(0.0, round(each["until_s"] - now_s))),
+                each["key"][:16],
+                each["why"],
+            )
+            for each in told
+        ],
+        right=("tokens", "blocks", "ends in"),
+    )
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"{file} cannot be read: {error}")

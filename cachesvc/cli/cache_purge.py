@@ -1,0 +1,150 @@
+"""`cachesvc cache purge`: every block of a tenant, a sharing group or a scope, with a receipt."""
+
+import time
+from collections.abc import Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from billing.receipts import ReceiptSigner
+from cachesvc.cli.books import DatabaseUrl, actor, books
+from cachesvc.cli.cache_select import find_scope, server_of
+from cachesvc.cli.options import DataDir, existing_data_dir
+from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress, size
+from cachesvc.config import disk_path
+from cachesvc.live import LiveError, find_server
+from cachesvc.purging import Order, PurgeFailed, keep_receipt, purge_stopped, receipt
+from cachesvc.scopes import Kind, roots_of
+from tiers.disk_accounts import Removed
+from tiers.disk_ops import purge as purge_shard
+from tiers.errors import TierError
+from tiers.inspect import open_shards
+from tiers.keys import PrefixKey
+
+PURGE_TIMEOUT_S = 600.0
+
+
+def purge(
+    tenant: Annotated[str | None, typer.Option(help="Every block of this tenant")] = None,
+    group: Annotated[str | None, typer.Option(help="Every block of this sharing group")] = None,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option("--scope", help="Root of a scope, or how it begins (hex); from disk alone"),
+    ] = None,
+    why: Annotated[str, typer.Option("--reason", help="Why; in the receipt and the trail")] = "",
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")] = False,
+    json: AsJson = False,
+) -> None:
+    """Remove every block of a tenant from every tier, with a signed receipt.
+
+    On a running server through the server, else from the disk. A scope goes from the disk alone.
+    """
+    path = existing_data_dir(data_dir)
+    asked = [given for given in (tenant, group, scope) if given]
+    if len(asked) != 1:
+        fail("say whose blocks: one of --tenant, --group and --scope", 2)
+    if scope:
+        _purge_scopes(path, scope, yes=yes, json=json)
+        return
+    kind, name = (Kind.TENANT, tenant) if tenant else (Kind.GROUP, group)
+    assert name is not None
+    if not why.strip():
+        fail("say why with --reason: the receipt and the admin trail keep it", 2)
+    confirm(f"Purge every block of {kind} {name} from every tier?", yes=yes)
+    signed = _purge_live(path, kind, name, why) or _purge_stopped(
+        path, kind, name, why, database_url
+    )
+    if json:
+        print_json(signed)
+    else:
+        _tell(signed, kind, name)
+
+
+def _purge_live(path: Path, kind: Kind, name: str, why: str) -> Mapping[str, Any] | None:
+    server = find_server(path)
+    if server is None:
+        holder = server_of(disk_path(path))
+        if holder is not None:
+            fail(f"{path} is held by {holder}, which does not answer; stop it and try again")
+        return None
+    body = {"kind": kind, "name": name, "why": why}
+    try:
+        told: Mapping[str, Any] = server.post(
+            "/admin/api/cache/purge", body, timeout_s=PURGE_TIMEOUT_S
+        )
+    except LiveError as error:
+        fail(str(error))
+    return told
+
+
+def _purge_stopped(
+    path: Path, kind: Kind, name: str, why: str, database_url: str | None
+) -> Mapping[str, Any]:
+    order = Order(kind=kind, name=name, by=actor(), why=why, started_s=time.time())
+    roots = roots_of(path, name, kind)
+    if not roots:
+        fail(f"no model was served from {path} yet, so nothing of {kind} {name} can be there")
+    try:
+        signed = receipt(ReceiptSigner.open(path), order, purge_stopped(path, roots))
+    except (TierError, PurgeFailed) as error:
+        fail(str(error))
+    keep_receipt(path, signed)
+    with books(path, database_url) as open_books:
+        open_books.accounts.record("cache.purge", name, by=order.by, after=signed, reason=why)
+    return signed
+
+
+def _tell(signed: Mapping[str, Any], kind: Kind, name: str) -> None:
+    for tier, gone in signed["tiers"].items():
+        typer.echo(f"{gone['blocks']} blocks ({size(gone['bytes'])}) of {kind} {name} off {tier}")
+    if signed["blocks_in_use"]:
+        typer.echo(
+            f"{signed['blocks_in_use']} of them are in use by running requests and go when these "
+            "end"
+        )
+    typer.echo(
+        f"a look at every block found none left; receipt {signed['finished_ns']} is in "
+        f"receipts/, signed with key {signed['key_id']}"
+    )
+
+
+def _purge_scopes(path: Path, starts: list[str], *, yes: bool, json: bool) -> None:
+    folder = disk_path(path)
+    with open_shards(folder, readonly=False) as (_, shards):
+        planned: dict[PrefixKey, Removed] = {}
+        for shard in shards:
+            for root, account in shard.accounts().items():
+                planned[root] = planned.get(root, Removed()).plus(Removed(*account))
+        roots = {find_scope(planned, start) for start in starts}
+        total = reduce(Removed.plus, (planned[root] for root in roots))
+        names = ", ".join(root.hex() for root in roots)
+        confirm(
+            f"Purge {total.num_blocks} blocks ({size(total.stored_bytes)}) of {names} from "
+            f"{folder}?",
+            yes=yes,
+        )
+        gone = Removed()
+        with progress("purging", len(shards)) as advance:
+            for shard in shards:
+                gone = gone.plus(purge_shard(shard, roots))
+                shard.sync()
+                advance(1)
+    server = server_of(folder)
+    if json:
+        print_json(
+            gone._asdict() | {"scopes": sorted(root.hex() for root in roots), "server": server}
+        )
+    else:
+        typer.echo(
+            f"{gone.num_blocks} blocks ({size(gone.stored_bytes)}) purged; their space is free "
+            "for new blocks"
+        )
+    if server is not None:
+        note(
+            f"a server holds this directory ({server}): blocks in its memory stay, and it may "
+            "write them to disk again; --tenant or --group purges those as well"
+        )

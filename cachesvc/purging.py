@@ -1,0 +1,116 @@
+"""`purge --tenant`: every block of a tenant or group out of every tier, with a signed receipt.
+
+On a live server its cache operator calls; on a stopped one the command line, which holds the
+folder's lock meanwhile. A receipt says what was removed, and that a look at every block found none
+left; anyone with the server's public key can prove it word for word (`billing.receipts`).
+"""
+
+import json
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from billing.receipts import ReceiptSigner
+from cachesvc.config import disk_path
+from cachesvc.scopes import Kind
+from tiers.disk_accounts import Removed
+from tiers.disk_directory import DirectoryLock
+from tiers.disk_ops import count
+from tiers.disk_ops import purge as purge_shard
+from tiers.inspect import open_shards
+from tiers.keys import PrefixKey
+from tiers.pin_file import load_pins, save_pins
+
+RECEIPTS = "receipts"  # folder of the data directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Whose blocks are to go, and who says so."""
+
+    kind: Kind
+    name: str
+    by: str
+    why: str
+    started_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """What a purge did; tiers by name."""
+
+    roots: Collection[PrefixKey]
+    removed: Mapping[str, Removed]
+    pins: Collection[str]
+    in_use: int
+    num_left: int
+    live: bool
+
+
+class PurgeFailed(Exception):
+    """Blocks were left; the message says how many."""
+
+
+def receipt(signer: ReceiptSigner, order: Order, done: Done) -> dict[str, Any]:
+    """The signed receipt. Raises PurgeFailed where blocks were left."""
+    if done.num_left:
+        raise PurgeFailed(f"{done.num_left} blocks of {order.kind} {order.name} were left")
+    told = {
+        "what": "cache.purge",
+        str(order.kind): order.name,
+        "scopes": sorted(root.hex() for root in done.roots),
+        "tiers": {
+            tier: {"blocks": gone.num_blocks, "bytes": gone.stored_bytes}
+            for tier, gone in done.removed.items()
+        },
+        "blocks_in_use": done.in_use,
+        "pins_ended": sorted(done.pins),
+        "blocks_left": 0,
+        "server": "running" if done.live else "stopped",
+        "by": order.by,
+        "why": order.why,
+        "started_ns": int(order.started_s * 1e9),
+        "finished_ns": time.time_ns(),
+    }
+    return signer.sign(told)
+
+
+def keep_receipt(data_dir: Path, signed: Mapping[str, Any]) -> Path:
+    """Write a receipt into the data directory; returns its file."""
+    folder = data_dir / RECEIPTS
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"purge-{signed['finished_ns']}.json"
+    path.write_text(json.dumps(signed, indent=1) + "\n")
+    return path
+
+
+def purge_stopped(data_dir: Path, roots: Collection[PrefixKey]) -> Done:
+    """Purge the disk of a server that does not run.
+
+    Raises DirectoryLocked where it does, ConfigurationError where there is no disk tier.
+    """
+    folder = disk_path(data_dir)
+    with open_shards(folder, readonly=False) as (_, shards):
+        lock = DirectoryLock(folder)
+        try:
+            gone = reduce(Removed.plus, (purge_shard(shard, roots) for shard in shards), Removed())
+            num_left = sum(count(shard, frozenset(roots)) for shard in shards)
+            for shard in shards:
+                shard.sync()
+            pins = load_pins(folder)
+            ended = [pin.name for pin in pins if pin.scope in roots]
+            if ended:
+                save_pins(folder, [pin for pin in pins if pin.scope not in roots])
+        finally:
+            lock.release()
+    return Done(
+        roots=roots,
+        removed={"disk": gone},
+        pins=ended,
+        in_use=0,
+        num_left=num_left,
+        live=False,
+    )

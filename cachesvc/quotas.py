@@ -1,0 +1,64 @@
+"""Quotas of tenants and sharing groups, from settings to the groups that the tiers count.
+
+The tiers know scopes alone. The server's secret and the list of served models tell whose each scope
+is; a scope of somebody without a quota of its own is one of the common ones, or with a default
+quota an owner by itself.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from api.auth import Salts
+from api.collaborators import ServedModel
+from cachesvc.config import CacheSection, ConfigError
+from cachesvc.scopes import Kind, roots_of
+from tiers.errors import ConfigurationError
+from tiers.keys import PrefixKey
+from tiers.quota import Shares
+
+
+class QuotaBook:
+    """Which owner's each scope is; read by the tiers' threads, filled before they serve."""
+
+    def __init__(self, cache: CacheSection, data_dir: Path) -> None:
+        self._names = [(Kind.TENANT, name) for name in cache.tenant_quotas]
+        self._names += [(Kind.GROUP, name) for name in cache.group_quotas]
+        self._owners: dict[Hashable, str] = {}
+        self.shares = self._shares(cache)
+        for kind, name in self._names:  # of models served earlier: their blocks are on disk
+            for root in roots_of(data_dir, name, kind):
+                self._owners[root] = label(kind, name)
+
+    def add(self, salts: Salts, models: Iterable[ServedModel]) -> None:
+        """Learn the scopes of the models that are served now."""
+        for model in models:
+            for kind, name in self._names:
+                salt = salts.of_tenant(name) if kind is Kind.TENANT else salts.group_salt(name)
+                self._owners[replace(model.scope, tenant=salt).root()] = label(kind, name)
+
+    def owner(self, root: Hashable) -> str | None:
+        """For `Shares`; a scope that nobody has a quota for is an owner by itself."""
+        known = self._owners.get(root)
+        if known is not None or not isinstance(root, bytes):
+            return known
+        return f"scope:{PrefixKey(root).hex()[:16]}"
+
+    def _shares(self, cache: CacheSection) -> Shares | None:
+        quotas: Mapping[Hashable, int] = {
+            **{label(Kind.TENANT, name): size for name, size in cache.tenant_quotas.items()},
+            **{label(Kind.GROUP, name): size for name, size in cache.group_quotas.items()},
+        }
+        if not quotas and not cache.default_quota:
+            return None
+        total = cache.device_bytes + cache.host_bytes
+        total += cache.disk_bytes if cache.host_bytes else 0
+        try:
+            return Shares(total, quotas, cache.default_quota, self.owner)
+        except ConfigurationError as error:
+            raise ConfigError(str(error)) from None
+
+
+def label(kind: Kind, name: str) -> str:
+    """An owner as metrics and JSON name it."""
+    return f"{kind}:{name}"

@@ -1,0 +1,227 @@
+"""/admin/api/cache over a running engine: pins, evictions, purges with a receipt that is proved."""
+
+import contextlib
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api.admin.parts import AdminParts
+from api.admin.router import admin_router
+from api.admin.testing import OPERATOR_TOKEN, RecordingTrail, fake_parts
+from api.app import create_app
+from api.auth import Salts
+from api.testing import FakeHouse, fake_house
+from billing.receipts import ReceiptSigner, verify_receipt
+from cachesvc.cache_operator import CacheOperator
+from cachesvc.config import disk_path
+from cachesvc.money import read_secret
+from cachesvc.purging import RECEIPTS, purge_stopped
+from cachesvc.scopes import Kind, note_scopes, roots_of
+from engine.chain_runner import ChainRunner, chain_layout
+from engine.engine import Engine, EngineSettings
+from engine.request import Request, SamplingParams, StepOutput
+from tiers.cache import CacheSettings, TieredCache
+from tiers.chain import Chain
+from tiers.disk_open import open_disk
+from tiers.keys import CacheScope
+from tiers.pin_file import load_pins
+
+pytestmark = pytest.mark.anyio
+
+BLOCK = 4
+LAYOUT = chain_layout(BLOCK)
+HEADERS = {"Authorization": f"Bearer {OPERATOR_TOKEN}", "X-Cachesvc-Actor": "ada"}
+
+
+@dataclass(slots=True)
+class Running:
+    """An engine on a disk tier of its own, and the operator's hands on it."""
+
+    data_dir: Path
+    house: FakeHouse
+    engine: Engine
+    cache: TieredCache
+    hands: CacheOperator
+    signer: ReceiptSigner
+    ended: set[str]
+
+    def scope(self, tenant: str) -> CacheScope:
+        model = next(iter(self.house.wire.models.values()))
+        return replace(model.scope, tenant=self.house.wire.salts.of_tenant(tenant))
+
+    def serve(self, name: str, tokens: list[int], tenant: str = "acme") -> Chain:
+        """Run a request to its end; the chain of its prompt."""
+        params = SamplingParams(temperature=0, max_tokens=1)
+        self.engine.submit(
+            Request(
+                request_id=name,
+                tokens=array("i", tokens),
+                params=params,
+                scope=self.scope(tenant),
+            )
+        )
+        while name not in self.ended:
+            self.engine.call(lambda cache: None).result(5)
+        return Chain(self.scope(tenant).root(), tokens, BLOCK)
+
+    def stands(self, chain: Chain) -> int:
+        """How many leading blocks a later request would find above the disk."""
+        return self.engine.call(lambda cache: cache.peek(chain) // BLOCK).result(5)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    house = fake_house(salts=Salts(read_secret(tmp_path)))
+    note_scopes(tmp_path, house.wire.models.values())
+    ended: set[str] = set()
+
+    def take(outputs: Any) -> None:
+        last: list[StepOutput] = [output for output in outputs if output.last]
+        ended.update(output.request_id for output in last)
+
+    disk = open_disk(disk_path(tmp_path), LAYOUT, 4 << 20)
+    cache = TieredCache(
+        LAYOUT,
+        CacheSettings(device_bytes=40 * LAYOUT.nbytes, host_bytes=40 * LAYOUT.nbytes),
+        disk=disk,
+        pin_folder=disk_path(tmp_path),
+    )
+    engine = Engine(ChainRunner(cache.pool.tensor), cache, EngineSettings(), take)
+    engine.start()
+    signer = ReceiptSigner.open(tmp_path)
+    hands = CacheOperator(engine, BLOCK, tmp_path, signer)
+    try:
+        yield Running(tmp_path, house, engine, cache, hands, signer, ended)
+    finally:
+        engine.close()
+        cache.close()
+        house.close()
+
+
+@pytest.fixture
+def trail() -> RecordingTrail:
+    return RecordingTrail()
+
+
+@pytest.fixture
+async def client(running: Running, trail: RecordingTrail) -> AsyncIterator[httpx.AsyncClient]:
+    parts: AdminParts = fake_parts(cache=running.hands, record=trail)
+    app = create_app(running.house.wire, routers=(admin_router(parts),))
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(app.router.lifespan_context(app))
+        transport = httpx.ASGITransport(app)
+        yield await stack.enter_async_context(
+            httpx.AsyncClient(transport=transport, base_url="http://test", headers=HEADERS)
+        )
+
+
+async def test_a_prefix_is_pinned_by_its_prompt_and_by_its_last_block(
+    client: httpx.AsyncClient, running: Running, trail: RecordingTrail
+) -> None:
+    prompt = list(range(18))
+    chain = running.serve("r1", prompt)
+    body = {"name": "house", "for_s": 60, "why": "hot", "tenant": "acme", "prompt": prompt}
+    by_prompt = (await client.post("/admin/api/cache/pin", json=body)).json()
+    key = chain.keys[3].hex()
+    body = {"name": "house2", "for_s": 60, "why": "hot", "key": key}
+    by_key = (await client.post("/admin/api/cache/pin", json=body)).json()
+    assert (by_prompt["num_tokens"], by_prompt["key"]) == (16, key)
+    assert {by_key[name] for name in ("key", "scope")} == {key, chain.root.hex()}
+    told = (await client.get("/admin/api/cache/pins")).json()
+    assert ["house", "house2"] == [pin["name"] for pin in told]
+    assert ["house", "house2"] == [pin.name for pin in load_pins(disk_path(running.data_dir))]
+    gone = await client.post("/admin/api/cache/unpin", json={"name": "house", "why": "done"})
+    assert gone.json() == {"name": "house", "pinned": False}
+    assert ["house2"] == [pin.name for pin in load_pins(disk_path(running.data_dir))]
+    assert trail.actions == [("cache.pin", "ada"), ("cache.pin", "ada"), ("cache.unpin", "ada")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "status", "says"),
+    [
+        ({"prompt": None}, 400, "one of"),
+        ({"tenant": None}, 400, "Say whose"),
+        ({"prompt": [1, 2]}, 400, "shorter than one block"),
+        ({"prompt": None, "key": "0" * 32}, 404, "no whole prefix"),
+        ({"model": "other"}, 404, "other"),
+        ({"for_s": 0}, 400, "for_s"),
+        ({"why": " "}, 400, "why"),
+    ],
+)
+async def test_what_cannot_be_pinned_is_said(
+    client: httpx.AsyncClient, changed: dict[str, Any], status: int, says: str
+) -> None:
+    body = {"name": "p", "for_s": 60, "why": "w", "tenant": "acme", "prompt": list(range(9))}
+    answer = await client.post("/admin/api/cache/pin", json=body | changed)
+    assert answer.status_code == status and says in answer.text
+    assert (await client.get("/admin/api/cache/pins")).json() == []
+    missing = await client.post("/admin/api/cache/unpin", json={"name": "p", "why": "w"})
+    assert missing.status_code == 404
+
+
+async def test_evicted_blocks_are_gone_from_every_tier(
+    client: httpx.AsyncClient, running: Running
+) -> None:
+    chain = running.serve("r1", list(range(18)))
+    running.engine.call(lambda cache: cache.flush()).result(5)
+    keys = [key.hex() for key in chain.keys]
+    answer = await client.post("/admin/api/cache/evict", json={"keys": keys, "why": "test"})
+    assert answer.json() == {"removed": {"device": 4, "host": 4, "disk": 4}}
+    assert running.stands(chain) == 0
+
+
+async def test_a_purge_leaves_nothing_and_its_receipt_proves_it(
+    client: httpx.AsyncClient, running: Running, trail: RecordingTrail
+) -> None:
+    mine, theirs = list(range(18)), list(range(20, 38))
+    chain = running.serve("r1", mine)
+    other = running.serve("r2", theirs, tenant="bolt")
+    running.engine.call(lambda cache: cache.flush()).result(5)
+    body = {"name": "p", "for_s": 60, "why": "w", "tenant": "acme", "prompt": mine}
+    await client.post("/admin/api/cache/pin", json=body)
+    order = {"name": "acme", "why": "the customer asked"}
+    signed = (await client.post("/admin/api/cache/purge", json=order)).json()
+    assert verify_receipt(signed, running.signer.public_key)
+    assert not verify_receipt(signed | {"blocks_left": 1}, running.signer.public_key)
+    assert signed["scopes"] == [chain.root.hex()]
+    assert signed["tiers"]["disk"]["blocks"] == 4
+    assert (signed["tenant"], signed["by"], signed["why"]) == ("acme", "ada", order["why"])
+    assert (signed["blocks_left"], signed["pins_ended"]) == (0, ["p"])
+    assert (running.stands(chain), running.stands(other)) == (0, 4)
+    assert load_pins(disk_path(running.data_dir)) == []
+    assert len(list((running.data_dir / RECEIPTS).iterdir())) == 1
+    assert trail.entries[-1]["after"] == signed
+
+
+async def test_the_working_set_is_told(client: httpx.AsyncClient, running: Running) -> None:
+    for number in range(3):
+        running.serve(f"r{number}", list(range(18)))
+    told = (await client.get("/admin/api/cache/working-set")).json()
+    assert told["num_uses"] == 12 and told["working_set_blocks"] == 4
+    assert [point["tier"] for point in told["tiers"]] == ["device", "host", "disk"]
+    assert told["tiers"][0]["hit_rate"] == pytest.approx(2 / 3)
+
+
+async def test_a_reader_may_look_and_not_change(
+    client: httpx.AsyncClient, running: Running
+) -> None:
+    order = {"name": "acme", "why": "w"}
+    stranger = {"Authorization": "Bearer nobody"}
+    answer = await client.post("/admin/api/cache/purge", json=order, headers=stranger)
+    assert answer.status_code == 401
+
+
+def test_a_stopped_server_is_purged_from_its_directory_alone(running: Running) -> None:
+    running.serve("r1", list(range(18)))
+    theirs = running.serve("r2", list(range(20, 38)), tenant="bolt")
+    running.engine.close()
+    running.cache.close()
+    roots = roots_of(running.data_dir, "acme", Kind.TENANT)
+    done = purge_stopped(running.data_dir, roots)
+    assert (done.removed["disk"].num_blocks, done.num_left) == (4, 0)
+    assert purge_stopped(running.data_dir, [theirs.root]).removed["disk"].num_blocks == 4

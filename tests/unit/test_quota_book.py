@@ -1,0 +1,53 @@
+"""Quotas by name: settings and served models become groups of scopes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from api.auth import Salts
+from api.testing import fake_house
+from cachesvc.config import CacheSection, ConfigError
+from cachesvc.money import read_secret
+from cachesvc.quotas import QuotaBook
+from cachesvc.scopes import note_scopes
+from tiers.quota import COMMON
+
+SIZES = {"device_bytes": 100, "host_bytes": 300, "disk_bytes": 600}
+
+
+def test_every_scope_of_a_tenant_is_in_its_group(tmp_path: Path) -> None:
+    section = CacheSection(**SIZES, tenant_quotas={"acme": 100}, group_quotas={"house": 50})
+    house = fake_house()
+    house.close()
+    salts = Salts(read_secret(tmp_path))
+    model = next(iter(house.wire.models.values()))
+    adapted = replace(model, name="adapted", scope=replace(model.scope, adapter=b"digest"))
+    book = QuotaBook(section, tmp_path)
+    assert book.shares is not None
+    book.add(salts, [model, adapted])
+    note_scopes(tmp_path, [model, adapted])
+    later = QuotaBook(section, tmp_path)  # of an earlier run, before any model is loaded
+    assert later.shares is not None
+    for shares in (book.shares, later.shares):
+        for scope in (model.scope, adapted.scope):
+            mine = replace(scope, tenant=salts.of_tenant("acme")).root()
+            groups = replace(scope, tenant=salts.group_salt("house")).root()
+            other = replace(scope, tenant=salts.of_tenant("house")).root()
+            assert shares.group(mine) == "tenant:acme"
+            assert shares.group(groups) == "group:house"
+            assert shares.group(other) is COMMON
+    assert book.shares.share("tenant:acme") == 0.1
+
+
+def test_a_scope_without_a_quota_of_its_own_gets_the_default(tmp_path: Path) -> None:
+    shares = QuotaBook(CacheSection(**SIZES, default_quota=400), tmp_path).shares
+    assert shares is not None
+    roots = [bytes([number]) * 16 for number in range(3)]
+    assert [shares.group(root) is COMMON for root in roots] == [False, False, True]
+
+
+def test_without_quotas_there_are_no_shares_and_too_many_are_refused(tmp_path: Path) -> None:
+    assert QuotaBook(CacheSection(**SIZES), tmp_path).shares is None
+    with pytest.raises(ConfigError, match="promise 1100 bytes"):
+        QuotaBook(CacheSection(**SIZES, tenant_quotas={"a": 500, "b": 600}), tmp_path)
