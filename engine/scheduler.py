@@ -200,6 +200,8 @@ class Scheduler:
 
     def _admit(self) -> Iterator[Sequence]:
         """Sequences that begin to run, one by one; the caller stops when its budget is spent."""
+        if len(self.running) >= self._settings.max_running:
+            return  # before anybody is looked up, which is most of a step's work here
         now_ns = self._clock_ns()
         holders = {s for s in self.waiting if s.ticket is not None and not s.follows}
         for sequence in self.waiting.candidates(now_ns, self._num_cached):

@@ -168,6 +168,8 @@ class TailSharing:
 
 def _common_rows(have: bytes, want: bytes) -> int:
     """How many leading tokens are the same in both."""
+    if have[:TOKEN_BYTES] != want[:TOKEN_BYTES]:
+        return 0  # what most candidates are: found before numpy is asked
     size = min(len(have), len(want))
     if have[:size] == want[:size]:
         return size // TOKEN_BYTES

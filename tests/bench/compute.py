@@ -1,6 +1,6 @@
 """The compute half alone: prefill, hits and decode on the default model, against transformers.
 
-    python -m tests.bench.compute --cache-dir DIR [--json] [--no-transformers]
+    python -m tests.bench.compute --cache-dir DIR [--json FILE] [--no-transformers]
 
 Run it on a quiet machine: a busy core makes torch's threads wait for each other. Every figure is
 the best of a few runs in one process, in milliseconds unless it says otherwise. docs/compute.md
@@ -17,16 +17,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine.batch import Batch, Span
 from engine.gguf_model import converted_folder
 from engine.models import DEFAULT_MODEL, load_model
 from engine.request import SamplingParams
 from engine.runner import Runner
+from tests.bench.gpu_check import generate_batch, serve
 
 LENGTHS = (1024, 2048, 4096)
 BLOCK, CHUNK, NEW = 64, 512, 10
+BATCH, STEPS = 8, 32
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -132,11 +134,35 @@ def transformers_figures(folder: Path, tokens: np.ndarray) -> dict[str, Any]:
     return figures
 
 
+def together(runner: Runner, model: Any) -> dict[str, Any]:
+    """Eight prompts prefilled and decoded, beside transformers' `generate` and `generate_batch`.
+
+    Tokens per second are of prompts and answers together. `generate` serves them as one batch.
+    """
+    tokens = np.random.default_rng(1).integers(100, 40_000, (BATCH, 512), dtype=np.int32)
+    prompts = list(tokens)
+    per_prompt = -(-(512 + STEPS) // BLOCK)
+    tables = [list(range(n * per_prompt, (n + 1) * per_prompt)) for n in range(BATCH)]
+    ours = serve(runner, prompts, tables, STEPS, "cpu")
+    total = BATCH * (512 + STEPS)
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    settings = GenerationConfig(max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False)
+    began = time.perf_counter()
+    with torch.inference_mode():
+        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    generate_s = time.perf_counter() - began
+    return {
+        "ours": {**ours, "tokens_per_s": total / ours["seconds"]},
+        "generate": {"seconds": generate_s, "tokens_per_s": total / generate_s},
+        "generate_batch": generate_batch(model, prompts, STEPS),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cache-dir", type=Path, required=True)
     parser.add_argument("--kv-dtype", default="bfloat16")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--no-transformers", action="store_true")
     arguments = parser.parse_args()
     loaded = load_model(DEFAULT_MODEL, device="cpu", dtype="float32", cache_dir=arguments.cache_dir)
@@ -166,7 +192,11 @@ def main() -> None:
         (folder,) = arguments.cache_dir.glob(converted_folder(Path(), b"").name + "?*")
         with torch.inference_mode():
             result["transformers"] = transformers_figures(folder, bench.tokens)
-    print(json.dumps(result, indent=None if arguments.json else 1))
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        result["eight_prompts_of_512"] = together(runner, model)
+    print(json.dumps(result, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def speed(name: str, config: LlamaConfig, device: str, num_tokens: int) -> dict[
         np.array([(31 * i + 17 * n) % config.vocab_size for i in range(num_tokens)], np.int32)
         for n in range(batch)
     ]
-    peer = _peer(model, prompts, steps)
+    peer = generate_batch(model, prompts, steps)
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()  # the peer's pool of blocks is most of the device
@@ -147,7 +147,7 @@ def speed(name: str, config: LlamaConfig, device: str, num_tokens: int) -> dict[
     pool = DevicePool(loaded.layout(BLOCK), batch * per_prompt, device)
     tables = [list(range(n * per_prompt, (n + 1) * per_prompt)) for n in range(batch)]
     ours = {
-        kind: _serve(Runner(loaded, pool.tensor, graphs=graphs), prompts, tables, steps, device)
+        kind: serve(Runner(loaded, pool.tensor, graphs=graphs), prompts, tables, steps, device)
         for kind, graphs in (("graphs", True), ("launches", False))
     }
     tokens = batch * (num_tokens + steps)
@@ -161,7 +161,7 @@ def speed(name: str, config: LlamaConfig, device: str, num_tokens: int) -> dict[
     }
 
 
-def _serve(
+def serve(
     runner: Runner, prompts: list[Any], tables: list[list[int]], steps: int, device: str
 ) -> dict[str, float]:
     """All prompts prefilled one by one, then decoded together."""
@@ -188,7 +188,7 @@ def _serve(
     }
 
 
-def _peer(model: Any, prompts: list[Any], steps: int) -> dict[str, Any]:
+def generate_batch(model: Any, prompts: list[Any], steps: int) -> dict[str, Any]:
     """transformers' continuous batching over the same prompts: all of prefill and decode.
 
     It is given blocks for these prompts and no more, and warms up on others before it is timed.

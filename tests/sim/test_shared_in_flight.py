@@ -128,6 +128,19 @@ def test_waiters_hold_up_nobody_who_has_something_to_compute() -> None:
     assert alone == beside_waiters
 
 
+def test_nobody_is_looked_up_while_no_more_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(device_blocks=100, max_running=1)
+    for number in range(4):
+        world.submit(f"r{number}", [number] * 8, max_tokens=9)
+    world.step()
+    world.step()
+    monkeypatch.setattr(world.cache, "peek", lambda chain: 1 // 0)
+    world.step()
+    monkeypatch.undo()
+    world.run()
+    world.check()
+
+
 def test_a_preempted_sequence_is_next_whatever_the_order() -> None:
     for order in QueueOrder:
         world = World(device_blocks=100, order=order, max_running=1, step_tokens=8)
