@@ -50,11 +50,15 @@ class Keeping:
         """End a pin; whether there was one."""
         return await self._explorer.on_engine(lambda cache: cache.unpin(name))
 
-    async def evict(self, key: PrefixKey) -> dict[TierName, int]:
-        """Remove a block and all that continues it from every tier, but what is in use or pinned.
+    async def evict(self, key: PrefixKey, *, whole_run: bool = False) -> dict[TierName, int]:
+        """Remove a block and all that continues it from every tier, but what is in use or pinned;
+        with `whole_run` also the blocks before it that nothing parts from.
 
         Returns how many blocks were removed by tier.
         """
+        detail, _ = await self._explorer.block(key)
+        if whole_run:
+            key = detail.trail[-detail.run]
         disk = await self._explorer.fresh_disk(0.0)
 
         def remove(cache: TieredCache) -> "Future[dict[TierName, int]]":

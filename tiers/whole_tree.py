@@ -60,7 +60,8 @@ def same_start(disk: DiskBlocks, absence: Absence, seed: int) -> tuple[int, Pref
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockDetail:
     """One block with all that is known of it. `trail` are the keys that lead to it, the first of
-    the prompt first; `complete` says that they reach back to the scope's root."""
+    the prompt first; `complete` says that they reach back to the scope's root. The last `run` of
+    them, this block included, only continue each other: nothing parts from the prefix there."""
 
     key: PrefixKey
     parent: PrefixKey
@@ -75,6 +76,7 @@ class BlockDetail:
     stored_bytes: int  # on disk; 0 where it is not there
     trail: tuple[PrefixKey, ...]
     complete: bool
+    run: int
     children: tuple[PrefixKey, ...]
 
 
@@ -161,6 +163,7 @@ class Forest:
             stored_bytes=record.stored_bytes if record is not None else 0,
             trail=tuple(trail),
             complete=self._parent(trail[0]) == block.scope,
+            run=self._run(trail),
             children=tuple(b.key for b in self.following(key) if b.key is not None),
         )
 
@@ -187,6 +190,13 @@ class Forest:
     def _parent(self, key: PrefixKey) -> PrefixKey | None:
         block: AnyBlock | None = self._index.get(key) or self._disk.by_key.get(key)
         return block.parent if block is not None else None
+
+    def _run(self, trail: list[PrefixKey]) -> int:
+        """How many blocks at the end of the trail nothing parts from."""
+        for number in range(len(trail) - 1, 0, -1):
+            if len(self.following(trail[number - 1])) > 1:
+                return len(trail) - number
+        return len(trail)
 
     def _trail(self, key: PrefixKey, scope: PrefixKey) -> list[PrefixKey]:
         trail = [key]

@@ -21,7 +21,7 @@ from api.errors import InvalidRequest, Unsupported
 from api.explorer import Explorer
 from tiers.keys import PrefixKey
 from tiers.retention import Pin
-from tiers.tree import TreeQuery, tree_json
+from tiers.tree import Node, TreeQuery, tree_json
 
 router = APIRouter(tags=["admin: cache"])
 
@@ -31,7 +31,8 @@ IDLE = {"": 0, "1m": 60, "1h": 3600, "1d": 86_400, "7d": 7 * 86_400}
 DONE = {
     "pinned": "Pinned. It stays in at least one tier until the pin ends.",
     "unpinned": "Unpinned. It may be evicted again.",
-    "evicted": "Evicted.",
+    "evicted": "Evicted. The audit log says how many blocks left each tier.",
+    "kept": "Nothing was evicted: running requests or pins hold all of it.",
     "purged": "Purged.",
 }
 Text = Annotated[str, Form(max_length=500)]
@@ -82,6 +83,7 @@ async def page(
         "explorer.html",
         admin,
         scopes=rows_of(grown, costs, min_idle_s=IDLE.get(idle, 0)),
+        left_off=any(map(_leaves_off, grown.tree.roots)) or bool(tenant or below),
         names=sorted({owner.name for owner in grown.owners.values()}),
         num_blocks=grown.tree.num_blocks,
         num_seen=grown.tree.num_seen,
@@ -173,6 +175,11 @@ def _hex(text: str) -> str:
     if not digits or len(digits) > 2 * KEY_BYTES or set(digits) - set("0123456789abcdef"):
         raise InvalidRequest(f"{text[:64]!r} is no beginning of a key; a key is hex digits")
     return digits
+
+
+def _leaves_off(node: Node) -> bool:
+    """Whether blocks that could be reached are not in the tree."""
+    return node.left_off > 0 or any(map(_leaves_off, node.children))
 
 
 async def _pins(request: Request) -> list[Pin[PrefixKey]]:

@@ -54,16 +54,19 @@ async def unpin(request: Request, name: str, admin: MayChange) -> Response:
 
 
 @router.post("/explorer/{key}/evict")
-async def evict(request: Request, key: str, admin: MayChange, why: Text = "") -> Response:
-    """Remove the block and all that continues it from every tier."""
+async def evict(
+    request: Request, key: str, admin: MayChange, what: Text = "run", why: Text = ""
+) -> Response:
+    """Remove the block, or the run that it ends, and all that continues it, from every tier."""
     try:
         reason = _why(why)
-        removed = await keeping_of(request).evict(key_of(key))
+        removed = await keeping_of(request).evict(key_of(key), whole_run=what == "run")
     except ApiError as error:
         return await show_block(request, admin, key_of(key), wrong=str(error))
     after = {str(tier): blocks for tier, blocks in removed.items()}
     await _audit(request, admin, "cache.evict", key, reason, after)
-    return RedirectResponse("/admin/explorer?done=evicted", 303)
+    done = "evicted" if any(removed.values()) else "kept"
+    return RedirectResponse(f"/admin/explorer?done={done}", 303)
 
 
 @router.post("/explorer-purge")

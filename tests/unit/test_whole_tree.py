@@ -76,8 +76,15 @@ def test_a_block_is_found_by_how_its_key_begins_and_told_whole() -> None:
     assert detail is not None
     assert ((first, second), True) == (detail.trail, detail.complete)
     assert ((TierName.DISK,), 100) == (detail.tiers, detail.stored_bytes)
+    assert 2 == detail.run
     assert [first, second] == forest.below(first, 10) and [first] == forest.below(first, 1)
     assert forest.detail(PrefixKey(b"\0" * 16)) is None
+
+
+def test_a_run_ends_where_a_prefix_parts() -> None:
+    forest = Forest(index_of([1, 2, 3, 4, 5, 6]), on_disk([1, 2, 9, 9]))
+    last = forest.detail(Chain(ROOT, [1, 2, 3, 4, 5, 6], BLOCK).keys[-1])
+    assert last is not None and (3, 2) == (len(last.trail), last.run)
 
 
 def test_a_prefix_whose_beginning_is_gone_is_not_complete() -> None:
