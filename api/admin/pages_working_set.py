@@ -38,6 +38,7 @@ async def working_set(request: Request, found: MayRead) -> Response:
         found,
         stats=parts_of(request).stats(),
         currency=parts_of(request).currency(),
+        costs_known=bool(parts_of(request).gib_month),
         min_uses=MIN_USES,
     )
 
@@ -84,6 +85,7 @@ def _told(parts: AdminParts, found: TrafficReport) -> dict[str, Any]:
                 "hit_rate_gain": each.hit_rate_gain,
                 "tokens": each.tokens,
                 "worth": format_units(each.worth),
+                "cost": _cost(parts, each.tier),
                 "compute_s": each.tokens / prefill_s if prefill_s else None,
             }
             for each in advice
@@ -104,6 +106,12 @@ def _levels(found: TrafficReport, tiers: dict[str, Any]) -> list[Level]:
         levels.append(Level(point.tier, point.capacity_blocks - above, block_bytes))
         above = point.capacity_blocks
     return levels
+
+
+def _cost(parts: AdminParts, tier: TierName) -> str | None:
+    """What a GiB of the tier costs a month, if the operator has said so (`costs.*_gib_month`)."""
+    units = parts.gib_month.get(tier)
+    return None if units is None else format_units(units)
 
 
 def _traffic(parts: AdminParts, uptime_s: float) -> tuple[float, float]:

@@ -45,7 +45,9 @@ def report() -> "Future[TrafficReport]":
 
 async def test_advice_is_priced_by_the_card_and_the_measured_traffic() -> None:
     books: Any = SimpleNamespace(accounts=SimpleNamespace(book=PriceBook((default_card(),))))
-    parts = fake_parts(stats=lambda: STATS, working_set=report, books=books)
+    parts = fake_parts(
+        stats=lambda: STATS, working_set=report, books=books, gib_month={"disk": 10**11}
+    )
     async with admin_client(parts) as client:
         told = (await client.get("/admin/api/working-set", headers=OPERATOR)).json()
     month = 2.0 * 30 * 86_400  # the fake history says two tokens a second
@@ -64,6 +66,7 @@ async def test_advice_is_priced_by_the_card_and_the_measured_traffic() -> None:
     assert month * 0.2 * 0.9e-6 == pytest.approx(float(disk["worth"]))
     assert month * 0.2 / 100 == pytest.approx(disk["compute_s"])
     assert "CNY" == told["currency"]
+    assert (None, "0.10") == (host["cost"], disk["cost"])
 
 
 async def test_without_a_card_it_is_worth_nothing_and_without_samples_refused() -> None:
