@@ -12,10 +12,12 @@ from pathlib import Path
 
 from tiers.disk_accounts import DAY_S, Account, Day, Entry
 from tiers.disk_directory import Meta, is_locked, read_holder, read_meta, shard_path
+from tiers.disk_guard import DiskGuard
 from tiers.disk_ops import Verified, pages, pages_by_age, verify
 from tiers.disk_storage import Storage, StorageError
 from tiers.errors import ConfigurationError, MissReason
 from tiers.keys import TOKEN_BYTES, PrefixKey
+from tiers.pin_file import pinned_keys
 from tiers.record import Header, unpack_header
 from tiers.shard import Shard
 from tiers.tier import TierName
@@ -220,18 +222,22 @@ class _DiskForest:
 
 @contextmanager
 def open_shards(path: Path, *, readonly: bool) -> Iterator[tuple[Meta, list[Shard]]]:
-    """The shards of a folder, opened beside whoever serves it.
+    """The shards of a folder, opened beside whoever serves it; what is pinned does not make room.
 
     Raises ConfigurationError where there is no disk tier, or none that this version reads.
     """
     meta = read_meta(path)
     if meta is None:
         raise ConfigurationError(f"there is no disk cache in {path}; check --data-dir")
+    guard = DiskGuard()
+    guard.keep(pinned_keys(path))
     shards: list[Shard] = []
     try:
         for number in range(meta.num_shards):
             folder = shard_path(path, number)
-            shards.append(Shard(folder, meta.map_bytes, storage=Storage(), readonly=readonly))
+            shards.append(
+                Shard(folder, meta.map_bytes, storage=Storage(), readonly=readonly, guard=guard)
+            )
         yield meta, shards
     except StorageError as error:
         raise ConfigurationError(f"the disk cache in {path} cannot be read: {error}") from error

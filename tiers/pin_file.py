@@ -50,6 +50,11 @@ def load_pins(folder: Path) -> list[Pin[PrefixKey]]:
         return []
 
 
+def pinned_keys(folder: Path) -> frozenset[PrefixKey]:
+    """Every block under a pin on record, also one whose time is over."""
+    return frozenset(key for pin in load_pins(folder) for key in pin.keys)
+
+
 def _record(pin: Pin[PrefixKey]) -> dict[str, object]:
     return {
         "name": pin.name,

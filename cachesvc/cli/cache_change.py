@@ -28,6 +28,7 @@ from tiers.disk_storage import StorageError
 from tiers.disk_transfer import Moved, Rule, chain_rule, import_blocks
 from tiers.inspect import DiskView, open_shards, open_view
 from tiers.keys import PrefixKey
+from tiers.pin_file import pinned_keys
 from tiers.shard import Shard
 
 STREAM = Path("-")  # standard input or output
@@ -67,6 +68,7 @@ def evict(
         ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every block")] = False,
+    pinned: Annotated[bool, typer.Option("--pinned", help="Pinned blocks as well")] = False,
     yes: Yes = False,
     json: AsJson = False,
 ) -> None:
@@ -75,6 +77,9 @@ def evict(
         fail("say what to evict: --older-than, --scope, --bytes, or --all for every block", 2)
     with _view(data_dir, readonly=False) as view:
         rule = _age_rule(_scope_rule(view, scope), older_than)
+        if not pinned:
+            kept = pinned_keys(view.path)
+            rule = _both(rule, lambda key, entry: key not in kept)
         share = None if num_bytes is None else -(-num_bytes // len(view.shards))
         planned = _sum(_planned(shard, rule, share) for shard in view.shards)
         if planned.num_blocks:

@@ -19,6 +19,8 @@ from tiers.disk_open import open_disk
 from tiers.frames import FrameArena
 from tiers.inspect import open_shards, open_view
 from tiers.keys import BlockId, CacheScope
+from tiers.pin_file import save_pins
+from tiers.retention import Pin
 from tiers.testing import chain, fill, take
 
 LAYOUT = BlockLayout(num_layers=2, block_size=64, num_kv_heads=2, head_dim=8, dtype="float32")
@@ -144,6 +146,15 @@ def test_nothing_goes_unless_confirmed(data_dir: Path, answer: str, why: str) ->
     assert why in asked.stderr
     assert f"{len(EVERY)} blocks" in asked.stderr
     assert key_set(EVERY) == keys(data_dir)
+
+
+def test_evict_leaves_what_is_pinned_unless_told(data_dir: Path) -> None:
+    pin = Pin(name="house", keys=tuple(block.key for block in THEIRS[:2]), until_s=9e9)
+    save_pins(disk_path(data_dir), [pin])
+    first = told(call("evict", data_dir, "--all", "--yes", "--json"))
+    assert told(call("evict", data_dir, "--all", "--yes", "--json"))["num_blocks"] == 0
+    assert told(call("evict", data_dir, "--all", "--pinned", "--yes", "--json"))["num_blocks"] == 2
+    assert first["num_blocks"] > 2
 
 
 def test_a_confirmed_purge_takes_the_whole_scope_and_only_it(data_dir: Path) -> None:
