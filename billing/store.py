@@ -56,6 +56,7 @@ RETRIES = 8  # of a transaction that another process made fail
 BUSY_TIMEOUT_S = 10
 CHECKPOINT_COMMANDS = 1000  # some 5,000 pages, 20 MB of log
 CHECKPOINT_ROUNDS = 4
+WAL_BYTES = 32 << 20
 LANE_CHECKPOINT_PAGES = 40_000  # 160 MB: where nobody calls `checkpoint`
 
 
@@ -231,8 +232,9 @@ class LedgerStore:
 
     def _open_lane(self) -> Connection:
         connection = self.engine.connect()
-        if self._wal is not None:  # `checkpoint` does it, on another thread
+        if self._wal is not None:
             driver: Any = connection.connection.driver_connection
+            # `checkpoint` does it, on another thread.
             driver.execute(f"PRAGMA wal_autocheckpoint={LANE_CHECKPOINT_PAGES}")
         return connection
 
@@ -286,6 +288,22 @@ class LedgerStore:
             os.fdatasync(handle)
         finally:
             os.close(handle)
+
+    def lengthen_log(self) -> None:
+        """Make the log as long as it gets between checkpoints, with zeros, which are no frames.
+
+        For a server, once at its start. A sync within a file's length waits for its data alone; one
+        that lengthens it waits for the file system's journal, and so for whoever else writes there:
+        0.14 against 0.37 ms (ext4), and many times that where others write.
+        """
+        if self._wal is None:
+            return
+        with self.writing(), self._wal.open("ab") as file:  # nobody else writes meanwhile
+            missing = WAL_BYTES - file.tell()
+            if missing > 0:
+                file.write(bytes(missing))
+                file.flush()
+                os.fsync(file.fileno())
 
     def checkpoint(self) -> None:
         """Copy the log into the database, if much was written, so that it is begun anew. Beside

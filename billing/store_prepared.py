@@ -6,6 +6,7 @@ What is compiled here is the same SQL in the same transaction; errors are the dr
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, select, update
@@ -34,9 +35,12 @@ class Prepared:
         self.sql = str(compiled)
         self.names: tuple[str, ...] = tuple(compiled.positiontup or ())
         self._columns = tuple(getattr(statement, "selected_columns", {}).keys())
-        self._wide = frozenset(
-            name for name in self.names if isinstance(compiled.binds[name].type, Wide)
-        )
+        self._values = _reader(self.names)
+        self._wide = [
+            place
+            for place, name in enumerate(self.names)
+            if isinstance(compiled.binds[name].type, Wide)
+        ]
 
     def run(self, connection: Connection, rows: Iterable[Mapping[str, Any]]) -> None:
         """Execute once for each row of parameters."""
@@ -57,9 +61,20 @@ class Prepared:
             cursor.close()
 
     def execute(self, cursor: Any, row: Mapping[str, Any]) -> None:
-        wide = self._wide
-        values = tuple(str(row[name]) if name in wide else row[name] for name in self.names)
+        values = self._values(row)
+        if self._wide:
+            texts = list(values)
+            for place in self._wide:
+                texts[place] = str(texts[place])
+            values = tuple(texts)
         cursor.execute(self.sql, values)
+
+
+def _reader(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """Takes the named values of a row, in order."""
+    if len(names) == 1:  # itemgetter would give the bare value
+        return lambda row: (row[names[0]],)
+    return itemgetter(*names) if names else lambda row: ()
 
 
 class Finder:

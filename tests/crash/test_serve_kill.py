@@ -24,7 +24,7 @@ from engine.testing import save_tiny_model
 from tests.live_clients import Answer, Incomplete, ask, question
 from tests.live_server import LiveServer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 CLIENTS = 8  # of each kind
 PAID = 1000 * UNITS

@@ -1,5 +1,6 @@
 """When the ledger waits for the disk: what moved money is told once durable, holds at once."""
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from billing.errors import LedgerUnavailable
 from billing.ledger import Ledger
 from billing.money import UNITS
 from billing.policy import Outcome
-from billing.store import open_store
+from billing.store import WAL_BYTES, open_store
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 
@@ -99,6 +100,24 @@ def test_the_log_is_begun_anew_beside_a_writer(tmp_path: Path) -> None:
             house.ledger.store.checkpoint()
             sizes.append((tmp_path / "ledger.sqlite3-wal").stat().st_size)
         assert sizes[-1] < 1.5 * sizes[0], "a log that is never begun anew grows for ever"
+
+
+def test_a_lengthened_log_is_read_like_any_other(tmp_path: Path) -> None:
+    """Zeros behind the frames are no frames, also for a process that finds them after a crash."""
+    url, crashed = f"sqlite:///{tmp_path / 'ledger.sqlite3'}", tmp_path / "crashed"
+    crashed.mkdir()
+    with running_ledger(url) as house:
+        house.ledger.store.lengthen_log()
+        assert (tmp_path / "ledger.sqlite3-wal").stat().st_size >= WAL_BYTES
+        house.fund(UNITS)
+        house.charge("r1", USED)
+        for file in tmp_path.glob("ledger.sqlite3*"):
+            if not file.name.endswith("-shm"):
+                shutil.copy(file, crashed)
+    store = open_store(f"sqlite:///{crashed / 'ledger.sqlite3'}")
+    proof = audit.verify(store)
+    assert (2, []) == (proof.num_entries, proof.problems)
+    store.close()
 
 
 def test_a_store_without_its_log_is_durable_already(tmp_path: Path) -> None:
