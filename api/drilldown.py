@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from api.journal import Record
+from api.turns import Parting, PartReason
 from api.usage import Bill, timings_ms, wire_usage
 from api.why import NOTHING, Finding, Why, why
 from billing.money import format_units, rate_per_million
@@ -54,6 +55,7 @@ def details(record: Record, findings: Mapping[int, Finding] | None = None) -> di
             str(reason): tokens
             for reason, tokens in (served.miss_reasons if served is not None else {}).items()
         },
+        "turn": _turn(served.parting) if served is not None and served.parting else None,
         "bill": _bill(record.bill) if record.bill is not None else None,
     }
 
@@ -106,6 +108,21 @@ def _prompt(lookup: Lookup, reason: Why) -> dict[str, Any]:
         "why": {"kind": reason.kind, "token": reason.token, "text": reason.text},
         "missed_key": absence.key.hex() if absence is not None and absence.key else None,
         "sibling_key": absence.sibling.hex() if absence is not None and absence.sibling else None,
+    }
+
+
+def _turn(parting: Parting) -> dict[str, Any]:
+    """Where a chat's next turn parts from the tokens that its earlier turn left, and why."""
+    written = {
+        PartReason.TEMPLATE: "the model's chat template writes the old messages differently",
+        PartReason.TOKENIZER: "the old answer is cut into other tokens than it was generated in",
+    }
+    return {
+        "at_token": parting.at_token,
+        "of_tokens": parting.of_tokens,
+        "reason": parting.reason,
+        "text": f"This chat's earlier turn left {parting.of_tokens} tokens, and only the first "
+        f"{parting.at_token} come again: {written[parting.reason]}.",
     }
 
 

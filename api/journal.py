@@ -164,7 +164,7 @@ class Journal:
             replace(
                 record,
                 state=State.FINISHED,
-                served=delivered.served,
+                served=_without_content(delivered.served),
                 bill=replace(bill, receipt=None) if bill is not None else None,
                 delivered=delivered.complete,
                 failure=_failure(delivered.error) if delivered.error is not None else None,
@@ -230,7 +230,12 @@ class Journal:
 
 
 def _live(record: Record, generation: Generation) -> Record:
-    return replace(record, served=generation.served())
+    return replace(record, served=_without_content(generation.served()))
+
+
+def _without_content(served: Served) -> Served:
+    """What a request came to, without what anybody wrote or read."""
+    return replace(served, transcripts=(), prompt_logprobs=())
 
 
 def _failure(error: Exception) -> Failure:

@@ -50,6 +50,19 @@ async def test_neither_prompt_nor_answer_is_kept(
     assert SECRET not in repr(record) and record.prompts == ()
 
 
+async def test_a_running_request_shows_nothing_that_was_said(
+    house: FakeHouse, app: FastAPI
+) -> None:
+    house.engine.script = Script(answer=SECRET * 40, step_s=0.005)
+    visit = Visit(app, CHAT, HELLO | {"stream": True}).start()
+    await visit.first_text()
+    record = next(house.wire.journal.newest())
+    assert record.state is State.RUNNING and SECRET not in repr(record)
+    visit.leave()
+    await visit.task
+    await quiet(house, app)
+
+
 async def test_prompts_are_kept_where_the_operator_says_so() -> None:
     house = fake_house(journal=Journal(JournalSettings(keep_prompts=True)))
     async with running(house) as (_, client):
