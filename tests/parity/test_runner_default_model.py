@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine.batch import Batch, Span
-from engine.models import DEFAULT_MODEL, LoadedModel, load_model
+from engine.models import DEFAULT_MODEL, LoadedModel, load_adapter, load_model
 from engine.request import SamplingParams
 from engine.runner import Runner
+from engine.testing import save_adapter
 
 pytestmark = [
     pytest.mark.slow,
@@ -106,3 +108,38 @@ def test_paris_cold_and_after_a_hit(loaded: LoadedModel) -> None:
     assert cold[-1] == EOS
     runner.forget(1)
     assert answer(runner, 2, prompt, computed=32) == cold
+
+
+def test_a_random_adapter_computes_what_it_does_in_peft(
+    loaded: LoadedModel, cache_dir: Path, tmp_path: Path
+) -> None:
+    """Logits of a prompt and greedy tokens, alone and in a step with the model's own rows."""
+    from peft import PeftModel
+
+    (folder,) = cache_dir.iterdir()
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    save_adapter(tmp_path, stock, r=16, lora_alpha=4, target_modules="all-linear")
+    peft = PeftModel.from_pretrained(stock, str(tmp_path)).eval()
+    load_adapter(loaded, "own", str(tmp_path))
+    prompt = loaded.tokenizer.encode("Whether I shall turn out to be the hero of my own life")
+    ids = torch.tensor(prompt)[None]
+    runner = Runner(loaded, torch.zeros(8, *loaded.layout(64).shape))
+    span = Span(1, np.array(prompt, np.int32), 0, [0], True, GREEDY, adapter="own")
+    base = Span(2, np.array(prompt, np.int32), 0, [1], True, GREEDY)
+    with torch.inference_mode():
+        expected = peft(input_ids=ids, use_cache=False).logits[0, -1]
+        alone = runner._forward([span])
+        mixed = runner._forward([base, span])
+        generated = peft.generate(ids, max_new_tokens=8, do_sample=False)[0, len(prompt) :]
+    assert alone is not None and mixed is not None
+    assert torch.equal(alone[0], mixed[1])
+    torch.testing.assert_close(alone[0], expected, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(mixed[0], expected, atol=0.1)
+    tokens, computed = list(prompt), 0
+    for _ in range(8):
+        fresh = np.array(tokens[computed:], np.int32)
+        one = Span(3, fresh, computed, [2], True, GREEDY, adapter="own")
+        computed = len(tokens)
+        tokens.append(runner.step(Batch([one]))[0].token or 0)
+    assert generated.tolist() == tokens[len(prompt) :]
+    loaded.adapters.remove("own")
