@@ -152,7 +152,11 @@ class Promoter:
         assert self._mover is not None
         blocks: list[Block] = []
         for number in range(start, end):
-            if residency.index.get(chain.keys[number]) is not None:
+            held = residency.index.get(chain.keys[number])
+            if held is not None:
+                # Another request brings it up or computes it. Once it stands, the disk is asked
+                # again for what follows it.
+                ticket.probed = held.identity() != chain.block_id(number)
                 break
             frame = residency.take_frame(chain.root)
             if frame is None:
