@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.admission import check_size, deliver, request_context, scope_for
+from api.contents import contents_of
 from api.context import authorised, read_body, story_of, wire_of
 from api.generation import Delta, Job, Served
 from api.logprobs import chat_logprobs, prompt_logprobs
@@ -56,6 +57,9 @@ async def chat_completions(request: Request) -> Response:
         stream=bool(body.stream),
         arrival_ns=story.arrival_ns,
         context=request_context(request, principal, raw),
+        contents=contents_of(
+            body.extension, (tokens,), allow_perceptual=wire.settings.perceptual_digests
+        ),
     )
     if wire.conversations is not None and job.cache:
         plain = [message.for_template(number) for number, message in enumerate(body.messages)]

@@ -111,6 +111,7 @@ class WireSettings:
     write_timeout_s: float = 60.0  # a client that reads nothing for so long has gone
     keepalive_s: float = 15.0  # an SSE comment after so long without an output
     inline_encode_chars: int = 2_000  # longer texts are tokenised in the thread pool
+    perceptual_digests: bool = False  # whether contents may be named approximately
     default_completion_tokens: int = 16  # /v1/completions without max_tokens, as OpenAI does
 
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from api.admission import check_size, deliver, request_context, scope_for
 from api.collaborators import Collaborators, ServedModel
+from api.contents import contents_of
 from api.context import authorised, read_body, story_of, wire_of
 from api.generation import Delta, Job, Served
 from api.logprobs import prompt_logprobs, text_logprobs
@@ -53,6 +54,9 @@ async def completions(request: Request) -> Response:
         stream=bool(body.stream),
         arrival_ns=story.arrival_ns,
         context=request_context(request, principal, raw),
+        contents=contents_of(
+            body.extension, prompts, allow_perceptual=wire.settings.perceptual_digests
+        ),
     )
     echoes = _echoes(model, body, given, prompts)
     wire_format = CompletionFormat(

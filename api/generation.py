@@ -29,6 +29,7 @@ from engine.request import (
     TokenLogprob,
 )
 from engine.structure import Grammar, Source
+from tiers.contents import Content, first_perceptual
 from tiers.errors import MissReason
 from tiers.keys import CacheScope
 
@@ -59,6 +60,7 @@ class Job:
     stream: bool = False  # text is sent as it comes, else the whole answer at its end
     arrival_ns: int = 0
     context: RequestContext = field(default_factory=RequestContext)  # for the ledger
+    contents: tuple[tuple[Content, ...], ...] = ()  # of each prompt; none where it is empty
 
     @property
     def max_output(self) -> int:
@@ -157,6 +159,7 @@ class Served:
     miss_reasons: Mapping[MissReason, int]
     timeline: Timeline  # of the first prompt
     error: str | None = None
+    approximate_tokens: int | None = None  # hits across perceptual contents; None: there were none
     lookups: tuple[Lookup, ...] = ()  # of the prompts that were admitted
     finishes: tuple[FinishReason | None, ...] = ()  # of the choices
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # by prompt, where asked for
@@ -193,8 +196,8 @@ class Generation:
         """Hands every prompt to the engine; all or none. Raises what the engine refuses with."""
         self._feed = self._bridge.open(self.job.engine_ids)
         try:
-            for engine_id, tokens in zip(self.job.engine_ids, self.job.prompts, strict=True):
-                self._engine.submit(self._request(engine_id, tokens))
+            for number, engine_id in enumerate(self.job.engine_ids):
+                self._engine.submit(self._request(engine_id, number))
         except BaseException:
             self._abort_all(FinishReason.ABORT)
             self._bridge.close(self._feed)
@@ -252,6 +255,7 @@ class Generation:
             reasons,
             first.timeline,
             self._error,
+            approximate_tokens=self._approximate_tokens(),
             lookups=tuple(part.lookup for part in parts if part.lookup is not None),
             finishes=tuple(choice.finish for part in parts for choice in part.choices),
             prompt_logprobs=tuple(part.prompt_logprobs for part in parts),
@@ -260,6 +264,17 @@ class Generation:
             ),
             parting=self.job.parting,
             jumped_tokens=self._jumped_tokens,
+        )
+
+    def _approximate_tokens(self) -> int | None:
+        """Hits from the first perceptual content on: their KV may be that of a like content."""
+        firsts = [first_perceptual(contents) for contents in self.job.contents]
+        if all(first is None for first in firsts):
+            return None
+        return sum(
+            max(0, part.counts.hit - first)
+            for part, first in zip(self._parts.values(), firsts, strict=True)
+            if first is not None and part.counts is not None
         )
 
     @property
@@ -353,15 +368,16 @@ class Generation:
             if not part.over:
                 self._engine.abort(engine_id, reason)
 
-    def _request(self, engine_id: str, tokens: "array[int]") -> Request:
+    def _request(self, engine_id: str, number: int) -> Request:
         job = self.job
         return Request(
             request_id=engine_id,
-            tokens=tokens,
+            tokens=job.prompts[number],
             params=job.params,
             scope=job.scope,
             adapter=job.model.adapter,
             grammar=job.grammar,
+            contents=job.contents[number] if job.contents else (),
             cache=job.cache,
             arrival_ns=job.arrival_ns,
         )

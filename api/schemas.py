@@ -41,6 +41,16 @@ class ResponseFormat(Body):
     json_schema: JsonSchemaFormat | None = None
 
 
+class ContentSpan(Body):
+    """Tokens of a prompt that stand for an image, a sound or other content."""
+
+    start: Annotated[int, Field(ge=0, lt=1 << 31)]
+    length: Annotated[int, Field(ge=1, lt=1 << 31)]
+    digest: Annotated[str, Field(pattern=r"^([0-9a-fA-F]{2}){1,64}$")]
+    kind: Literal["exact", "perceptual"] = "exact"
+    prompt: Annotated[int, Field(ge=0)] = 0  # which one, where a request has several
+
+
 class Extension(Body):
     """The vendor block of a request, under the key `cachesvc`."""
 
@@ -48,6 +58,7 @@ class Extension(Body):
     receipt: bool | None = None  # a signed receipt in the answer
     cache: bool | None = None  # False: neither read nor written
     share: str | None = None  # name of a sharing group that the tenant belongs to
+    contents: list[ContentSpan] | None = None  # what placeholder tokens stand for
 
 
 class TextPart(Body):

@@ -34,25 +34,32 @@ class Asked:
     receipt: bool = False
 
 
-def wire_usage(usage: Usage) -> dict[str, Any]:
-    """OpenAI's and DeepSeek's fields together. hit + miss == prompt; the tiers sum to the hits."""
+def wire_usage(usage: Usage, approximate_tokens: int | None = None) -> dict[str, Any]:
+    """OpenAI's and DeepSeek's fields together. hit + miss == prompt; the tiers sum to the hits.
+
+    `approximate_tokens` of the hits stand behind perceptual digests; None where none was sent.
+    """
     tiers = {"device": usage.hit_device, "host": usage.hit_host, "disk": usage.hit_disk}
     if usage.hit_remote:
         tiers["remote"] = usage.hit_remote
+    details: dict[str, Any] = {"cached_tokens": usage.hit, "cached_tokens_details": tiers}
+    if approximate_tokens is not None:
+        details["approximate_cached_tokens"] = min(approximate_tokens, usage.hit)
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.output,
         "total_tokens": usage.prompt + usage.output,
         "prompt_cache_hit_tokens": usage.hit,
         "prompt_cache_miss_tokens": usage.miss,
-        "prompt_tokens_details": {"cached_tokens": usage.hit, "cached_tokens_details": tiers},
+        "prompt_tokens_details": details,
     }
 
 
 def closing(served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
     """What closes an answer: `usage`, and the vendor block where there is one."""
     block = vendor_block(served, bill, asked)
-    return {"usage": wire_usage(bill.usage)} | ({"cachesvc": block} if block else {})
+    usage = wire_usage(bill.usage, served.approximate_tokens)
+    return {"usage": usage} | ({"cachesvc": block} if block else {})
 
 
 def vendor_block(served: Served, bill: Bill, asked: Asked) -> dict[str, Any] | None:

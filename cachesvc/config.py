@@ -192,6 +192,9 @@ class CacheSection(Section):
     partial_blocks: bool = Field(
         True, description="Reuse partly filled last blocks, not only full ones"
     )
+    perceptual_digests: bool = Field(
+        False, description="Serve hits across perceptual content digests, labelled approximate"
+    )
     weigh_loads: bool = Field(
         True, description="Load from disk only what loads faster than it is recomputed"
     )

@@ -204,7 +204,7 @@ class Service:
             conversations=Conversations(turn_tokens) if turn_tokens else None,
             readiness=self.readiness,
             render_metrics=self.metrics.render,
-            settings=_wire_settings(self._settings.server),
+            settings=_wire_settings(self._settings),
             feeds=self._feeds,
         )
         app = create_app(
@@ -347,12 +347,14 @@ class Service:
         return {model.name: model, **adapted}
 
 
-def _wire_settings(server: ServerSettings) -> WireSettings:
+def _wire_settings(settings: Settings) -> WireSettings:
+    server = settings.server
     return WireSettings(
         max_body_bytes=server.max_body_bytes,
         max_choices=server.max_choices,
         write_timeout_s=server.write_timeout,
         keepalive_s=server.keepalive,
+        perceptual_digests=settings.cache.perceptual_digests,
     )
 
 

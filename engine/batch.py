@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.request import SamplingParams, TokenLogprob
+from tiers.contents import Content
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class Span:
     history: NDArray[np.int32] | None = None  # [prompt + generated], where penalties need it
     num_prompt_tokens: int = 0
     adapter: str | None = None  # the name of a LoRA adapter; None is the base model
+    contents: tuple[Content, ...] = ()  # what tokens of the sequence stand for, in order
     allowed: NDArray[np.int32] | None = None  # [ceil(vocabulary / 32)] bits: what may come next
     targets: NDArray[np.int32] | None = None  # [K] prompt tokens after the first K positions,
     # whose log-probabilities are asked for, with the `params.prompt_logprobs` most likely ones

@@ -1,12 +1,13 @@
 """A runner without a model, for tests and simulations: its KV proves what it was computed from.
 
-The "KV" of position p is a 32-bit hash of the KV of position p - 1 and token p, so it depends on
-the whole prefix, and the token it samples is a function of the last KV. Any wrong, stale, torn or
-misplaced row that a step reads shows at once: as `WrongKv`, or as other tokens than `replay` says.
+The "KV" of position p is a 32-bit hash of the KV of position p - 1, token p, and what content the
+token stands for; before position 0 stands the adapter. So it depends on the whole prefix, and the
+token it samples is a function of the last KV. Any wrong, stale, torn or misplaced row that a step
+reads shows at once: as `WrongKv`, or as other tokens than `replay` says.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from engine.batch import Batch, Sampled, Span
 from engine.request import TokenLogprob
 from engine.structure import GrammarState
 from tiers.block import BlockLayout
+from tiers.contents import Content
 
 SEED = 0x5EED
 
@@ -33,9 +35,18 @@ class WrongKv(AssertionError):
 
 
 class ChainRunner:
-    """Computes hashes where a model computes KV. `computed` counts the rows written."""
+    """Computes hashes where a model computes KV. `computed` counts the rows written.
 
-    def __init__(self, pool: torch.Tensor, vocab_size: int = 50) -> None:
+    `adapters` are contents by name.
+    """
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        vocab_size: int = 50,
+        adapters: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self._adapters = adapters or {}
         self._rows = pool.view(torch.int32).numpy()  # [num_blocks, 1, 2, block_size, 1, 2]
         self._block_size = pool.shape[3]
         self._vocab_size = vocab_size
@@ -49,11 +60,12 @@ class ChainRunner:
         self.forgotten.append(sequence_id)
 
     def _span(self, span: Span) -> Sampled:
-        value = self._read(span, span.start - 1) if span.start else SEED
+        adapter = self._adapters[span.adapter] if span.adapter is not None else b""
+        value = self._read(span, span.start - 1) if span.start else before(adapter)
         told: list[TokenLogprob] = []
         for offset, token in enumerate(span.tokens):
-            value = advance(value, int(token))
             position = span.start + offset
+            value = advance(value, int(token), content_at(span.contents, position))
             if span.write_kv:
                 self._row(span, position)[...] = value
                 self.computed += 1
@@ -78,12 +90,26 @@ class ChainRunner:
         return int(row.flat[0])
 
 
-def advance(value: int, token: int) -> int:
-    """The KV after `token`, given the KV before it."""
+def before(adapter: bytes = b"") -> int:
+    """What stands before the first position: nothing but the adapter's content."""
+    return advance(SEED, 0, adapter) if adapter else SEED
+
+
+def advance(value: int, token: int, content: bytes = b"") -> int:
+    """The KV after `token`, given the KV before it and what the token stands for."""
     digest = xxhash.xxh32_intdigest(
-        value.to_bytes(4, "little", signed=True) + token.to_bytes(4, "little")
+        value.to_bytes(4, "little", signed=True) + token.to_bytes(4, "little") + content
     )
     return digest - (1 << 32) if digest >= 1 << 31 else digest
+
+
+def content_at(contents: Sequence[Content], position: int) -> bytes:
+    """Which part of which content a position stands for; empty for a word."""
+    for content in contents:
+        if content.start <= position < content.end:
+            part = (position - content.start).to_bytes(4, "little")
+            return part + content.length.to_bytes(4, "little") + content.digest
+    return b""
 
 
 def choose(
@@ -107,11 +133,13 @@ def replay(
     seed: int | None = None,
     grammar: GrammarState | None = None,
     end: int | None = None,
+    adapter: bytes = b"",
+    contents: Sequence[Content] = (),
 ) -> list[int]:
     """What a cold, lone run of the prompt generates, one token a step."""
-    value = SEED
-    for token in prompt:
-        value = advance(value, token)
+    value = before(adapter)
+    for position, token in enumerate(prompt):
+        value = advance(value, token, content_at(contents, position))
     generated = array("i")
     for _ in range(num_tokens):
         token = choose(value, vocab_size, seed, grammar.allowed if grammar else None)

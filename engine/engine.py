@@ -21,6 +21,7 @@ from engine.errors import (
     EmptyPrompt,
     EngineClosed,
     EngineFailed,
+    InvalidParameter,
     PromptTooLong,
     QueueFull,
     UnknownAdapter,
@@ -30,6 +31,7 @@ from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduler import Scheduler, SchedulerSettings
 from engine.sequence import Sequence, SequenceState
 from tiers.cache import CacheStats, TieredCache
+from tiers.contents import refusal
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +150,8 @@ class Engine:
             )
         self._settings.check_params(request.params)
         self._check_adapter(request)
+        if wrong := refusal(request.contents, num_tokens):
+            raise InvalidParameter(f"contents[{wrong[0]}] {wrong[1]}", param="contents")
         with self._lock:
             if self._failed is not None:
                 raise EngineFailed(f"the engine has failed: {self._failed}") from self._failed

@@ -12,6 +12,7 @@ from engine.batch import Sampled
 from engine.request import FinishReason, Request, StepOutput, Timeline, TokenCounts
 from engine.sequence import Sequence
 from tiers.chain import Chain
+from tiers.contents import block_contents
 from tiers.keys import PrefixKey
 
 
@@ -38,7 +39,13 @@ class Group:
         """The sequence that computes the prompt."""
         request = self.request
         root = request.scope.root() if request.cache else PrefixKey(os.urandom(16))
-        chain = Chain(root, request.tokens, self._block_size, private=not request.cache)
+        chain = Chain(
+            root,
+            request.tokens,
+            self._block_size,
+            block_contents(request.contents, self._block_size),
+            private=not request.cache,
+        )
         return self._make(sequence_id, 0, chain)
 
     def due_twins(self, first: Sequence, new_id: Callable[[], int]) -> Iterator[Sequence]:

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from engine.structure import Grammar, StructuredOutputs
 from tiers.absence import Absence
+from tiers.contents import Content
 from tiers.errors import MissReason
 from tiers.keys import CacheScope, PrefixKey
 from tiers.tier import TierName
@@ -61,6 +62,7 @@ class Request:
     scope: CacheScope
     adapter: str | None = None
     grammar: Grammar | None = None  # of `params.structured_outputs`, compiled
+    contents: tuple[Content, ...] = ()  # what placeholder tokens stand for, in order
     cache: bool = True  # False: neither read from the cache nor written to it
     arrival_ns: int = 0  # time.monotonic_ns() when the server received it
 

@@ -130,6 +130,7 @@ class Scheduler:
                 adapter=sequence.request.adapter,
                 allowed=grammar.allowed if sample and grammar is not None else None,
                 targets=sequence.targets(start, end),
+                contents=sequence.request.contents,
                 write_kv=end > sequence.num_standing,
             )
         )

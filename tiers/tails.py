@@ -135,7 +135,7 @@ class TailSharing:
     def _prune(self, parent: PrefixKey, tokens: bytes) -> bool:
         """Make room among the candidates; False where the new one would add nothing."""
         for block in self._index.children(parent):
-            if block.tokens.startswith(tokens):
+            if block.tokens.startswith(tokens) and not block.content:
                 return False
         candidates = list(self._index.partials(parent))
         if any(block.tokens.startswith(tokens) for block in candidates):

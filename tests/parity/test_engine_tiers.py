@@ -6,18 +6,20 @@ Real models, small and seeded, behind the real engine, with the real disk tier.
 import queue
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.engine import Engine, EngineSettings
-from engine.errors import UnknownAdapter
+from engine.errors import InvalidParameter, UnknownAdapter
 from engine.models import LoadedModel, load_adapter
 from engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenCounts
 from engine.runner import Runner
 from engine.scheduler import SchedulerSettings
 from engine.testing import save_tiny_adapter, tiny_model
 from tiers.cache import CacheSettings, TieredCache
+from tiers.contents import Content
 from tiers.disk_open import open_disk
 from tiers.keys import CacheScope
 
@@ -70,8 +72,9 @@ class House:
         *,
         cache: bool = True,
         adapters: Sequence[str | None] = (),
+        contents: Sequence[tuple[Content, ...]] = (),
     ) -> list[tuple[list[int], TokenCounts]]:
-        """All prompts at once, each with its adapter; the tokens and the counts of each."""
+        """All prompts at once, each with its adapter and contents; each one's tokens and counts."""
         params = SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True)
         for number, prompt in enumerate(prompts):
             adapter = adapters[number] if adapters else None
@@ -83,6 +86,7 @@ class House:
                     params=params,
                     scope=CacheScope(layout=self.cache.layout.digest(), adapter=digest),
                     adapter=adapter,
+                    contents=contents[number] if contents else (),
                     cache=cache,
                 )
             )
@@ -245,7 +249,34 @@ def test_an_adapter_hits_its_own_blocks_in_every_tier_and_nobody_elses(
     assert 0 == counts.hit
 
 
-def test_an_adapter_that_is_not_loaded_is_refused_by_name(house: Callable[..., House]) -> None:
+def test_equal_placeholders_of_other_pictures_meet_in_no_tier(
+    house: Callable[..., House],
+) -> None:
+    """Each finds its own blocks on the device, the host, the disk, and after a restart.
+
+    From the picture on: the block before it is the same for all three.
+    """
+    loaded = tiny_model("llama")
+    prompt = [5] * BLOCK + [7] * (3 * BLOCK + 4)
+    pictures = [(Content(BLOCK, 3 * BLOCK, digest * 32),) for digest in (b"c", b"d")] + [()]
+    first = house(loaded)
+    cold = first.ask([prompt] * 3, contents=pictures)
+    assert all(counts.hit <= BLOCK for _, counts in cold)
+    for to_disk, tier in ((None, "hit_device"), (False, "hit_host"), (True, "hit_disk")):
+        if to_disk is not None:
+            first.sink(to_disk=to_disk)
+        again = first.ask([prompt] * 3, contents=pictures)
+        assert [answer for answer, _ in cold] == [answer for answer, _ in again]
+        assert all(getattr(counts, tier) >= 3 * BLOCK for _, counts in again)
+    first.close()
+    second = house(loaded)
+    other = (Content(BLOCK, 3 * BLOCK, b"e" * 32),)
+    restarted = second.ask([prompt] * 2, contents=[pictures[1], other])
+    assert [4 * BLOCK, BLOCK] == [counts.hit for _, counts in restarted]
+    assert second.cache.index.collisions == 0
+
+
+def test_what_the_engine_does_not_know_is_refused_by_name(house: Callable[..., House]) -> None:
     loaded = tiny_model("llama")
     engine = house(loaded).engine
     request = Request(
@@ -255,5 +286,7 @@ def test_an_adapter_that_is_not_loaded_is_refused_by_name(house: Callable[..., H
         scope=CacheScope(),
         adapter="pirate",
     )
+    with pytest.raises(InvalidParameter, match=r"contents\[0\] covers tokens 0 to 2"):
+        engine.submit(replace(request, adapter=None, contents=(Content(0, 2, b"x"),)))
     with pytest.raises(UnknownAdapter, match=r"no adapter 'pirate' is loaded \(loaded: none\)"):
         engine.submit(request)

@@ -1,26 +1,39 @@
 """Any interleaving of requests gives each the tokens of a cold, lone run, and leaks nothing.
 
 The model is `ChainRunner`, whose KV proves the prefix it was computed from; the disk is in memory
-and slow and faulty by a seed. A failing run prints its seed.
+and slow and faulty by a seed. A failing run prints its seed. `Watched` looks at each request as it
+begins to run: what it is about to compute must not stand anywhere it could be read from.
 """
 
+import itertools
 import random
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from engine.chain_runner import SEED, ChainRunner, advance, chain_layout, replay
+from engine.batch import Batch, Sampled
+from engine.chain_runner import (
+    ChainRunner,
+    advance,
+    before,
+    chain_layout,
+    content_at,
+    replay,
+)
 from engine.engine import Engine, EngineSettings
 from engine.group import seed_of
 from engine.queue import QueueOrder
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduler import SchedulerSettings
+from engine.sequence import Sequence
 from tiers.admission import Promotion, WritePolicy
 from tiers.cache import CacheSettings, TieredCache
+from tiers.contents import Content
 from tiers.errors import MissReason
 from tiers.events import EventKind
 from tiers.index import BlockState
@@ -74,10 +87,49 @@ class RandomState:
             self.forced += [chance.randrange(50) for _ in range(chance.randrange(1, 12))]
 
 
-def _mask(tokens: Sequence[int]) -> np.ndarray:
+def _mask(tokens: Seq[int]) -> np.ndarray:
     bits = np.zeros(64, dtype=np.bool_)
     bits[list(tokens)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+ADAPTERS = {"a": b"A" * 16, "b": b"B" * 16, "twin of a": b"A" * 16}  # contents by name
+PLACEHOLDER = 49  # the token that stands for a picture
+PICTURES = (b"a cat" * 4, b"a dog" * 4)
+
+
+class Watched(ChainRunner):
+    """Checks of every sequence that begins to run that it takes all that stands of its prompt."""
+
+    def __init__(self, cache: TieredCache, sequence_of: Callable[[int], Sequence]) -> None:
+        super().__init__(cache.pool.tensor, adapters=ADAPTERS)
+        self._cache = cache
+        self._sequence_of = sequence_of
+        self._begun: set[int] = set()
+        self.num_checked = 0
+
+    def step(self, batch: Batch) -> list[Sampled]:
+        for span in batch.spans:
+            if span.sequence_id not in self._begun:
+                self._begun.add(span.sequence_id)
+                self._check(self._sequence_of(span.sequence_id))
+        return super().step(batch)
+
+    def forget(self, sequence_id: int) -> None:
+        super().forget(sequence_id)
+        self._begun.discard(sequence_id)
+
+    def _check(self, sequence: Sequence) -> None:
+        """The first block that it computes does not stand, and no other computes it now.
+
+        Blocks beyond may: behind a gap, as where a load failed, nothing is looked for.
+        """
+        if sequence.chain.private or sequence.params.prompt_logprobs is not None:
+            return  # it asked to compute the prompt
+        self.num_checked += 1
+        first = sequence.num_standing // BLOCK
+        for block in self._cache.index.match(sequence.chain)[first : first + 1]:
+            assert block in sequence.blocks, f"{block} is computed twice"
 
 
 class World:
@@ -137,7 +189,7 @@ class World:
         )
         self.events = self.cache.stream.subscribe(capacity=1_000_000)
         self.told: set[tuple[TierName, PrefixKey]] = set()
-        self.runner = ChainRunner(self.cache.pool.tensor)
+        self.runner = Watched(self.cache, lambda number: self.engine._sequences[number])
         scheduler = SchedulerSettings(
             max_running=max_running,
             step_tokens=step_tokens,
@@ -145,18 +197,20 @@ class World:
             order=order,
         )
         settings = EngineSettings(
-            scheduler=scheduler, eos_token_ids=frozenset({EOS}), jump_forward=jump_forward
+            scheduler=scheduler,
+            eos_token_ids=frozenset({EOS}),
+            jump_forward=jump_forward,
+            adapters=ADAPTERS,
         )
         self.engine = Engine(self.runner, self.cache, settings, self._take)
         self.grammars: dict[str, RandomGrammar] = {}
         self.outputs: dict[str, list[StepOutput]] = {}
-        self.prompts: dict[str, list[int]] = {}
-        self.params: dict[str, SamplingParams] = {}
+        self.requests: dict[str, Request] = {}
 
     def submit(
         self,
         name: str,
-        prompt: Sequence[int],
+        prompt: Seq[int],
         max_tokens: int = 4,
         n: int = 1,
         tenant: bytes = b"",
@@ -164,24 +218,30 @@ class World:
         seed: int | None = None,
         grammar: RandomGrammar | None = None,
         prompt_logprobs: int | None = None,
+        adapter: str | None = None,
+        contents: tuple[Content, ...] = (),
     ) -> None:
         if grammar is not None:
             self.grammars[name] = grammar
-        params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, n=n, seed=seed, prompt_logprobs=prompt_logprobs
-        )
-        self.prompts[name], self.params[name] = list(prompt), params
+        digest = ADAPTERS[adapter] if adapter is not None else b""
         self.outputs[name] = []
-        self.engine.submit(
-            Request(
-                request_id=name,
-                tokens=array("i", prompt),
-                params=params,
-                scope=CacheScope(tenant=tenant),
-                cache=cache,
-                grammar=grammar,
-            )
+        self.requests[name] = Request(
+            request_id=name,
+            tokens=array("i", prompt),
+            params=SamplingParams(
+                temperature=0,
+                max_tokens=max_tokens,
+                n=n,
+                seed=seed,
+                prompt_logprobs=prompt_logprobs,
+            ),
+            scope=CacheScope(tenant=tenant, adapter=digest),
+            adapter=adapter,
+            contents=contents,
+            cache=cache,
+            grammar=grammar,
         )
+        self.engine.submit(self.requests[name])
 
     def live(self) -> list[str]:
         return [name for name, outputs in self.outputs.items() if not _ended(outputs)]
@@ -209,22 +269,8 @@ class World:
     def check(self) -> None:
         """Every request got a cold run's tokens, or a beginning of them if it was aborted."""
         for name, outputs in self.outputs.items():
-            for index in range(self.params[name].n):
-                params = self.params[name]
-                seed = (
-                    params.seed
-                    if index == 0 or params.seed is None
-                    else seed_of(params.seed, index)
-                )
-                room = self.engine.max_tokens - len(self.prompts[name])
-                grammar = self.grammars.get(name)
-                expected = replay(
-                    self.prompts[name],
-                    min(params.max_tokens or 0, room),
-                    seed=seed,
-                    grammar=grammar.begin(0) if grammar else None,
-                    end=EOS,
-                )
+            for index in range(self.requests[name].params.n):
+                expected = self._cold(self.requests[name], index)
                 got = self.tokens(name, index)
                 reason = next((o.finish for o in outputs if o.index == index and o.finish), None)
                 if reason is FinishReason.ABORT or reason is None:
@@ -244,19 +290,38 @@ class World:
     def _check_prompt_logprobs(self, name: str) -> None:
         """They are told once, of every prompt token but the first, from the true prefix."""
         told = [one for output in self.outputs[name] for one in output.prompt_logprobs]
-        if self.params[name].prompt_logprobs is None:
+        request = self.requests[name]
+        if request.params.prompt_logprobs is None:
             assert not told
             return
-        prompt, values = self.prompts[name], []
-        for token in prompt[:-1]:
-            values.append(advance(values[-1] if values else SEED, token))
-        expected = list(zip(prompt[1:], values, strict=True))
+        prompt, values = request.tokens, [before(request.scope.adapter)]
+        for position, token in enumerate(prompt[:-1]):
+            values.append(advance(values[-1], token, content_at(request.contents, position)))
+        expected = list(zip(prompt[1:], values[1:], strict=True))
         got = [(one.token, one.logprob) for one in told]
         if self.outputs[name][-1].finish is FinishReason.ABORT:
             assert got == expected[: len(got)]
         else:
             assert got == expected
         assert self.outputs[name][-1].counts.hit == 0
+
+    def _cold(self, request: Request, index: int) -> list[int]:
+        """The tokens of a cold, lone run."""
+        params = request.params
+        seed = params.seed
+        if index and seed is not None:
+            seed = seed_of(seed, index)
+        grammar = self.grammars.get(request.request_id)
+        room = self.engine.max_tokens - len(request.tokens)
+        return replay(
+            request.tokens,
+            min(params.max_tokens or 0, room),
+            seed=seed,
+            grammar=grammar.begin(0) if grammar else None,
+            end=EOS,
+            adapter=request.scope.adapter,
+            contents=request.contents,
+        )
 
     def settle(self) -> None:
         """Let everything under way end."""
@@ -265,7 +330,7 @@ class World:
             self.mover.run(1000)
             self.cache.step()
 
-    def stands(self, keys: Sequence[PrefixKey]) -> list[bool]:
+    def stands(self, keys: Seq[PrefixKey]) -> list[bool]:
         """Whether the KV of each block is in any tier."""
         blocks = [self.cache.index.get(key) for key in keys]
         above = [block is not None and block.state is BlockState.READY for block in blocks]
@@ -294,7 +359,7 @@ class World:
         stands |= {(TierName.HOST, b.key) for b in self.cache.index if b.frame is not None}
         assert stands == self.told
 
-    def _take(self, outputs: Sequence[StepOutput]) -> None:
+    def _take(self, outputs: Seq[StepOutput]) -> None:
         for output in outputs:
             self.outputs[output.request_id].append(output)
 
@@ -319,9 +384,31 @@ def _ended(outputs: list[StepOutput]) -> bool:
     return bool(outputs) and outputs[-1].last
 
 
+def _pictures(prompt: Seq[int], chance: random.Random) -> tuple[Content, ...]:
+    """What each run of placeholders in the prompt stands for: a picture, or just itself."""
+    contents = []
+    place = 0
+    for token, run in itertools.groupby(prompt):
+        length = len(list(run))
+        picture = chance.choice((None, *PICTURES)) if token == PLACEHOLDER else None
+        if picture is not None:
+            contents.append(Content(place, length, picture))
+        place += length
+    return tuple(contents)
+
+
+def _trunk(chance: random.Random) -> list[int]:
+    """The beginning of prompts; every other one with a picture in it."""
+    words = [chance.randrange(49) for _ in range(chance.randrange(1, 30))]
+    if chance.random() < 0.5:
+        place = chance.randrange(len(words))
+        words[place:place] = [PLACEHOLDER] * chance.randrange(1, 8)
+    return words
+
+
 def _drive(world: World, chance: random.Random, num_requests: int) -> None:
     """Random arrivals over shared prefixes, cancels, and steps, until all is answered."""
-    trunk = [[chance.randrange(50) for _ in range(chance.randrange(1, 30))] for _ in range(4)]
+    trunk = [_trunk(chance) for _ in range(4)]
     sent = turns = 0
     while sent < num_requests or world.live():
         turns += 1
@@ -336,8 +423,12 @@ def _drive(world: World, chance: random.Random, num_requests: int) -> None:
                     chance.randrange(50) for _ in range(chance.choice((0, 0, 1, 3, 9)))
                 ]
                 prompt = prompt[: world.engine.max_tokens - 1]
+                adapter = chance.choice((None, None, *ADAPTERS))
+                contents = _pictures(prompt, chance)
                 if chance.random() < 0.2:
-                    trunk[chance.randrange(4)] = prompt + replay(prompt, 5)
+                    digest = ADAPTERS[adapter] if adapter else b""
+                    answer = replay(prompt, 5, adapter=digest, contents=contents)
+                    trunk[chance.randrange(4)] = prompt + answer
                 world.submit(
                     f"r{sent}",
                     prompt,
@@ -348,6 +439,8 @@ def _drive(world: World, chance: random.Random, num_requests: int) -> None:
                     tenant=chance.choice((b"", b"", b"other")),
                     cache=chance.random() > 0.1,
                     seed=chance.choice((None, None, 1, 2)),
+                    adapter=adapter,
+                    contents=contents,
                 )
                 sent += 1
         if world.live() and chance.random() < 0.05:
@@ -377,6 +470,7 @@ def test_any_interleaving_is_exact(
     _drive(world, chance, num_requests=60)
     world.check()
     world.check_idle()
+    assert world.runner.num_checked > 30
 
 
 def test_forced_tokens_change_no_answer_and_save_a_step_each() -> None:
@@ -511,6 +605,30 @@ def test_hits_come_from_each_tier_and_are_counted_there() -> None:
     world.check_idle()
 
 
+def test_prompts_that_part_are_all_served_from_the_disk_when_they_come_together() -> None:
+    """One brings the shared block up; the others wait for it, and still load what follows it."""
+    write_through = WritePolicy.WRITE_THROUGH
+    world = World(device_blocks=60, disk_blocks=500, write_policy=write_through)
+    prompts = [[1] * BLOCK + [10 + number] * (3 * BLOCK + 1) for number in range(4)]
+    for number, prompt in enumerate(prompts):
+        world.submit(f"cold{number}", prompt, max_tokens=1)
+    world.run()
+    world.check_idle()
+    for block in [*world.cache.index]:
+        if block.slot is not None:
+            world.cache.residency.evict_device(block)
+        if block.key is not None and block.frame is not None:
+            world.cache.residency.evict_host(block)
+    for number, prompt in enumerate(prompts):
+        world.submit(f"warm{number}", prompt, max_tokens=1)
+    world.run()
+    world.check()
+    world.check_idle()
+    for number in range(4):
+        assert world.counts(f"warm{number}").hit == 4 * BLOCK
+        assert world.counts(f"warm{number}").hit_disk >= 3 * BLOCK
+
+
 def test_generated_tokens_are_cached_as_well_as_prompts() -> None:
     """Turn two of a chat brings the first answer back; only what is new is computed."""
     world = World(device_blocks=100)
@@ -609,6 +727,31 @@ def test_tail_that_parts_in_the_middle_is_copied_up_to_there() -> None:
     world.run()
     world.check()
     assert world.counts("first again").miss == 1
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("max_tokens", [1, 3])
+@pytest.mark.parametrize("place", [6, 8, 9])
+def test_equal_placeholders_of_other_pictures_do_not_meet(
+    place: int, max_tokens: int, together: bool
+) -> None:
+    """In full blocks and in tails, one after another and at once; each finds its own again."""
+    prompt = [*range(place), *[PLACEHOLDER] * 8]
+    world = World(device_blocks=100)
+    for again in ("", " again"):
+        for name, picture in (("cat", PICTURES[0]), ("dog", PICTURES[1]), ("text", None)):
+            for length in (3, 8):  # with three tokens of a picture the prompt ends in a tail
+                contents = () if picture is None else (Content(place, length, picture),)
+                tokens = [*prompt[: place + length], *([7] if length == 8 else [])]
+                world.submit(f"{name}{length}{again}", tokens, max_tokens, contents=contents)
+                if not together:
+                    world.run()
+        world.run()
+    world.check()
+    world.check_idle()
+    for name in ("cat", "dog"):
+        assert world.counts(f"{name}3").hit <= place and world.counts(f"{name}8").hit <= place
+        assert world.counts(f"{name}8 again").hit_device >= (place + 8) // BLOCK * BLOCK
 
 
 def test_a_load_that_fails_is_a_miss_with_its_reason_and_the_request_succeeds() -> None:

@@ -1,0 +1,88 @@
+"""Content beyond tokens: what placeholder tokens stand for, as digests that enter the block keys.
+
+An image or a sound reaches the model as equal placeholder tokens, so tokens alone do not say what
+their KV is. Whoever computes it names the content; two blocks meet only where both tokens and
+content are equal, at the same place. Pure values, any thread.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_DIGEST_BYTES = 64  # as long as SHA-512's
+MAX_CONTENTS = 1024  # of one prompt
+
+# Rows of the block [first, end), row within the content, length of the content, whether perceptual,
+# length of the digest; the digest follows.
+_PIECE = struct.Struct("<HHII?B")
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """`length` tokens from `start` on stand for the content that `digest` names.
+
+    An exact digest is of the content's bytes; a perceptual one is equal for what looks or sounds
+    alike, so a hit across it is an approximation. The two never meet.
+    """
+
+    start: int
+    length: int
+    digest: bytes
+    perceptual: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+def refusal(contents: Sequence[Content], num_tokens: int) -> tuple[int, str] | None:
+    """What is wrong with the contents of a prompt, and with which of them; None where nothing is.
+
+    They must come in order, not overlap, and lie within the prompt.
+    """
+    end = 0
+    for number, content in enumerate(contents):
+        if number == MAX_CONTENTS:
+            return number, f"is one too many: a prompt may have {MAX_CONTENTS}"
+        if content.start < end:
+            return number, f"starts at token {content.start}, before the one ahead ends at {end}"
+        end = content.end
+        if content.length < 1 or end > num_tokens:
+            return number, (
+                f"covers tokens {content.start} to {end}, and the prompt has {num_tokens}"
+            )
+        if not 1 <= len(content.digest) <= MAX_DIGEST_BYTES:
+            return number, (
+                f"has a digest of {len(content.digest)} bytes; 1 to {MAX_DIGEST_BYTES} are served"
+            )
+    return None
+
+
+def block_contents(contents: Sequence[Content], block_size: int) -> list[bytes]:
+    """What enters the key of each block, up to the last that any content covers.
+
+    Empty for a block of text alone. The bytes say which rows stand for which part of which
+    content, so that equal bytes over equal tokens mean equal content in every row.
+    """
+    if not contents:
+        return []
+    blocks = [b""] * -(-contents[-1].end // block_size)
+    for content in contents:
+        for number in range(content.start // block_size, -(-content.end // block_size)):
+            first = max(content.start, number * block_size)
+            end = min(content.end, (number + 1) * block_size)
+            blocks[number] += _PIECE.pack(
+                first - number * block_size,
+                end - number * block_size,
+                first - content.start,
+                content.length,
+                content.perceptual,
+                len(content.digest),
+            )
+            blocks[number] += content.digest
+    return blocks
+
+
+def first_perceptual(contents: Sequence[Content]) -> int | None:
+    """From which token on KV may be that of like content instead of this one; None: nowhere."""
+    return next((content.start for content in contents if content.perceptual), None)
