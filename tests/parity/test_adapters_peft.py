@@ -137,12 +137,12 @@ def test_the_base_model_keeps_its_bits_beside_adapters(tmp_path: Path) -> None:
     table = list(range(4))
     plain = Span(1, prompt(20), 0, table, True, GREEDY)
     other = Span(2, prompt(21), 0, [8, 9], True, GREEDY, adapter="own")
-    expected = runner_of(tiny_model())._forward([plain])
-    beside = runner_of(loaded)._forward([plain, other])
+    expected, _ = runner_of(tiny_model())._forward([plain])
+    beside, _ = runner_of(loaded)._forward([plain, other])
     assert expected is not None and beside is not None
     assert torch.equal(expected[0], beside[0])
     assert not torch.allclose(expected[0], beside[1])
-    alone = runner_of(loaded)._forward([other])
+    alone, _ = runner_of(loaded)._forward([other])
     assert alone is not None and torch.equal(alone[0], beside[1])
 
 

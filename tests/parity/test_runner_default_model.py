@@ -128,8 +128,8 @@ def test_a_random_adapter_computes_what_it_does_in_peft(
     base = Span(2, np.array(prompt, np.int32), 0, [1], True, GREEDY)
     with torch.inference_mode():
         expected = peft(input_ids=ids, use_cache=False).logits[0, -1]
-        alone = runner._forward([span])
-        mixed = runner._forward([base, span])
+        alone, _ = runner._forward([span])
+        mixed, _ = runner._forward([base, span])
         generated = peft.generate(ids, max_new_tokens=8, do_sample=False)[0, len(prompt) :]
     assert alone is not None and mixed is not None
     assert torch.equal(alone[0], mixed[1])
