@@ -69,7 +69,7 @@
         { ...axis, size: 24, gap: 6, space: 80, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : cachesvc.tick(tick, "B"))) },
         { ...axis, size: 52, values: (u, ticks) => ticks.map((tick) => `${Math.round(100 * tick)} %`) },
       ],
-      series: [{}, { stroke: () => variable("--device"), width: 2, points: { show: false } }],
+      series: [{}, { stroke: () => variable("--p95"), width: 2, points: { show: false } }],
       hooks: { draw: [levels], setCursor: [tell] },
     }, [[], []], box);
     new ResizeObserver(() => plot.setSize({ width: Math.max(120, box.clientWidth), height: box.clientHeight })).observe(box);
