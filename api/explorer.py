@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from api.errors import BlockNotFound
@@ -74,7 +74,7 @@ class Explorer:
             roots = tuple(root for root in forest.scopes() if root in mine)
             if not roots:
                 return Tree([], 0, 0)
-            return forest.tree(TreeQuery(roots=roots, depth=query.depth))
+            return forest.tree(replace(query, roots=roots))
 
         return Grown(await self.on_engine(grow), owners, disk.cut)
 

@@ -27,6 +27,7 @@ router = APIRouter(tags=["admin: cache"])
 
 KEY_BYTES = 16
 DEPTH = 12
+MAX_ROWS = 100  # of a page, some 900 bytes each: a page stays under 150 KB with its files
 IDLE = {"": 0, "1m": 60, "1h": 3600, "1d": 86_400, "7d": 7 * 86_400}
 DONE = {
     "pinned": "Pinned. It stays in at least one tier until the pin ends.",
@@ -76,7 +77,8 @@ async def page(
         if len(found) == 1:
             return RedirectResponse(f"/admin/explorer/{found[0].hex()}", 303)
     roots = (key_of(below),) if below else ()
-    grown = await explorer.tree(TreeQuery(roots=roots, depth=DEPTH), tenant)
+    query = TreeQuery(roots=roots, depth=DEPTH, max_nodes=MAX_ROWS)
+    grown = await explorer.tree(query, tenant)
     costs = Costs.of(parts_of(request), explorer.block_bytes)
     return render(
         request,
@@ -148,7 +150,7 @@ async def show_block(
 ) -> Response:
     explorer, parts = explorer_of(request), parts_of(request)
     detail, owner = await explorer.block(key)
-    below = await explorer.tree(TreeQuery(roots=(key,), depth=DEPTH))
+    below = await explorer.tree(TreeQuery(roots=(key,), depth=DEPTH, max_nodes=MAX_ROWS))
     costs = Costs.of(parts, explorer.block_bytes)
     return render(
         request,

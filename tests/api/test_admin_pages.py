@@ -121,6 +121,15 @@ async def test_the_explorer_shows_whose_a_prefix_is(
     assert ("acme", "bytes") == (told["scopes"][0]["owner"], told["scopes"][0]["model"])
 
 
+async def test_a_page_of_many_prefixes_stays_small(client: httpx.AsyncClient, cache: Cache) -> None:
+    (root,) = cache.owners.roots_of("acme")
+    for number in range(400):
+        add(cache.tiers.index, [number, *HELLO], root)
+    for path in ("explorer", "explorer?tenant=acme"):
+        page = await text(client, path)
+        assert len(page) < 110_000 and "more prefixes begin here" in page
+
+
 async def test_a_blocks_text_is_shown_when_an_admin_asks_and_is_audited(
     client: httpx.AsyncClient, cache: Cache, trail: RecordingTrail
 ) -> None:
