@@ -12,6 +12,7 @@ from api.errors import ApiError
 from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, actor, books
 from cachesvc.cli.options import existing_data_dir
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
+from cachesvc.config import default_data_dir
 from cachesvc.live import LiveServer, find_server
 
 app = typer.Typer(no_args_is_help=True, help="Let people into the dashboard")
@@ -46,7 +47,8 @@ def password(
 
     It holds at once, and the name's open sessions end.
     """
-    path = existing_data_dir(data_dir)
+    path = (data_dir or default_data_dir()).expanduser()
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with books(path, database, create=True) as open_books:
         try:
             Passwords(path).set(name, _ask(), role)
