@@ -1,6 +1,6 @@
 """The compute half alone: prefill, hits and decode on the default model, against transformers.
 
-    python -m tests.bench.compute --cache-dir DIR [--json FILE] [--no-transformers]
+    python -m tests.bench.compute --cache-dir DIR [--json FILE] [--only ours|batch]
 
 Run it on a quiet machine: a busy core makes torch's threads wait for each other. Every figure is
 the best of a few runs in one process, in milliseconds unless it says otherwise. docs/compute.md
@@ -134,6 +134,23 @@ def transformers_figures(folder: Path, tokens: np.ndarray) -> dict[str, Any]:
     return figures
 
 
+def lengths(bench: Bench) -> dict[str, Any]:
+    """One sequence at a time, by the length of its prompt."""
+    return {
+        "weights_read_gb_s": bandwidth_gb_s(),
+        "ours": {
+            str(length): {
+                "cold": best_ms(lambda length=length: bench.cold(length), 2),
+                f"hit_{NEW}_new": best_ms(lambda length=length: bench.hit(length), 5),
+                "hit_whole": best_ms(lambda length=length: bench.whole(length), 5),
+                "decode": bench.decode(length),
+            }
+            for length in LENGTHS
+        },
+        "decode_step_of_8_at_512": bench.batch_decode(512, 8),
+    }
+
+
 def together(runner: Runner, model: Any) -> dict[str, Any]:
     """Eight prompts prefilled and decoded, beside transformers' `generate` and `generate_batch`.
 
@@ -163,7 +180,9 @@ def main() -> None:
     parser.add_argument("--cache-dir", type=Path, required=True)
     parser.add_argument("--kv-dtype", default="bfloat16")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument(
+        "--only", choices=("ours", "batch"), help="one sequence without the peer; or eight at once"
+    )
     arguments = parser.parse_args()
     loaded = load_model(DEFAULT_MODEL, device="cpu", dtype="float32", cache_dir=arguments.cache_dir)
     layout = loaded.layout(BLOCK, arguments.kv_dtype)
@@ -176,22 +195,14 @@ def main() -> None:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "kv_dtype": arguments.kv_dtype,
-        "weights_read_gb_s": bandwidth_gb_s(),
-        "ours": {
-            str(length): {
-                "cold": best_ms(lambda length=length: bench.cold(length), 2),
-                f"hit_{NEW}_new": best_ms(lambda length=length: bench.hit(length), 5),
-                "hit_whole": best_ms(lambda length=length: bench.whole(length), 5),
-                "decode": bench.decode(length),
-            }
-            for length in LENGTHS
-        },
-        "decode_step_of_8_at_512": bench.batch_decode(512, 8),
     }
-    if not arguments.no_transformers:
-        (folder,) = arguments.cache_dir.glob(converted_folder(Path(), b"").name + "?*")
-        with torch.inference_mode():
-            result["transformers"] = transformers_figures(folder, bench.tokens)
+    (folder,) = arguments.cache_dir.glob(converted_folder(Path(), b"").name + "?*")
+    if arguments.only != "batch":
+        result |= lengths(bench)
+        if arguments.only != "ours":
+            with torch.inference_mode():
+                result["transformers"] = transformers_figures(folder, bench.tokens)
+    if arguments.only in (None, "batch"):
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         result["eight_prompts_of_512"] = together(runner, model)
     print(json.dumps(result, indent=1))

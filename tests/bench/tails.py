@@ -3,7 +3,8 @@
     python -m tests.bench.tails --cache-dir DIR [--json FILE] [--no-model]
 
 Bookkeeping alone, a request at a time, a runner that computes nothing: prompts whose last block is
-new each time (0 % hits, 100 candidates to look through), and one prompt again and again (100 %).
+new each time (0 % hits, though as many candidates are looked through as are kept), and one prompt
+again and again (100 %).
 Then the default model: time to first token of the same, and of the next turn of a chat.
 
 Estimate: looking through 40 candidates takes 0.3 us each, so some 12 us a request; a tail is half a
@@ -45,6 +46,7 @@ class Served:
         self.first_ns = 0
         self.tokens: list[int] = []
         self.number = 0
+        self.computed = 0  # prompt tokens, for the last request
 
     def ask(self, prompt: Sequence[int], num_tokens: int = 1) -> float:
         """Microseconds from submission to the first token."""
@@ -56,10 +58,12 @@ class Served:
             params=SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True),
             scope=CacheScope(),
         )
+        before = self.engine.stats().prompt_tokens_computed
         began = time.perf_counter_ns()
         self.engine.submit(request)
         while self.engine.turn():
             pass
+        self.computed = self.engine.stats().prompt_tokens_computed - before
         return (self.first_ns - began) / 1e3
 
     def _take(self, outputs: Sequence[StepOutput]) -> None:
@@ -77,9 +81,9 @@ def tail(number: int) -> list[int]:
 
 def new_tails(served: Served, rounds: int) -> Iterator[float]:
     served.ask(head())
-    for number in range(100):
+    for number in range(min(rounds, 100)):
         served.ask(head() + tail(number))
-    for number in range(100, 100 + rounds):
+    for number in range(1000, 1000 + rounds):
         yield served.ask(head() + tail(number))
 
 
@@ -94,7 +98,7 @@ def next_turns(served: Served, rounds: int) -> Iterator[float]:
     prompt = head()
     for number in range(rounds):
         prompt += tail(number)[:10]
-        yield served.ask(prompt, num_tokens=20)
+        yield served.ask(prompt, num_tokens=8)
         prompt += served.tokens
 
 
@@ -107,39 +111,36 @@ def main() -> None:
     parser.add_argument("--no-model", action="store_true")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    figures: dict[str, Any] = {"commit": _commit(), "bookkeeping_us": {}, "model_ttft_ms": {}}
-    for name, case in CASES.items():
-        figures["bookkeeping_us"][name] = {
-            _word(share): _median(case(Served(LAYOUT, lambda _: Idle(), share=share), 500))
-            for share in (False, True)
-        }
+    figures: dict[str, Any] = {"commit": _commit()}
+    figures["bookkeeping"] = _figures(LAYOUT, lambda _: Idle(), rounds=500)
     if not options.no_model:
         if options.cache_dir is None:
             parser.error("the model needs --cache-dir")
-        loaded = load_model(DEFAULT_MODEL, device="cpu", cache_dir=options.cache_dir)
-        layout = loaded.layout(BLOCK)
-        for name, case in CASES.items():
-            figures["model_ttft_ms"][name] = {
-                _word(share): _median(
-                    case(
-                        Served(layout, lambda c: ModelRunner(loaded, c.pool.tensor), share=share),
-                        20,
-                    )
-                )
-                / 1e3
-                for share in (False, True)
-            }
+        loaded = load_model(
+            DEFAULT_MODEL, device="cpu", dtype="float32", cache_dir=options.cache_dir
+        )
+        figures["model"] = _figures(
+            loaded.layout(BLOCK), lambda cache: ModelRunner(loaded, cache.pool.tensor), rounds=6
+        )
     print(json.dumps(figures, indent=1))
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def _word(share: bool) -> str:
-    return "on" if share else "off"
-
-
-def _median(times: Iterator[float]) -> float:
-    return round(statistics.median(times), 1)
+def _figures(
+    layout: BlockLayout, make: Callable[[TieredCache], Runner], *, rounds: int
+) -> dict[str, Any]:
+    """Per case, off and on: the median time to first token, and prompt tokens computed for it."""
+    figures: dict[str, Any] = {}
+    for name, case in CASES.items():
+        for word, share in (("off", False), ("on", True)):
+            served = Served(layout, make, share=share)
+            times = list(case(served, rounds))
+            figures.setdefault(name, {})[word] = {
+                "ttft_us": round(statistics.median(times), 1),
+                "tokens_computed": served.computed,
+            }
+    return figures
 
 
 def _commit() -> str:
