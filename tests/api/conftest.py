@@ -44,7 +44,7 @@ async def running(house: FakeHouse) -> AsyncIterator[tuple[FastAPI, httpx.AsyncC
 
 async def quiet(house: FakeHouse, app: FastAPI) -> None:
     """Waits until nothing of any request is left."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while app.state.deliveries or house.wire.bridge.num_open or house.engine.num_running:
             await asyncio.sleep(0.005)
 

@@ -46,7 +46,7 @@ class Visit:
 
     async def first_text(self) -> None:
         """Waits until some of the body has come."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not self.text:
                 self.arrived.clear()
                 await self.arrived.wait()

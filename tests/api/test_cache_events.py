@@ -72,7 +72,7 @@ class Listener(Visit):
         return told
 
     async def until(self, count: int) -> list[tuple[str, dict[str, Any]]]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while len(self.events()) < count:
                 self.arrived.clear()
                 await self.arrived.wait()
@@ -85,7 +85,7 @@ class Listener(Visit):
 
     async def gone(self) -> None:
         self.leave()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await self.task
 
 
@@ -185,7 +185,7 @@ async def test_silence_is_filled_with_comments_and_a_client_that_goes_leaves_not
     house: FakeHouse, app: FastAPI
 ) -> None:
     listener = await Listener(app, "/v1/cache/events", "sk-admin").opened()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while listener.text.count(": keep-alive") < 2:
             listener.arrived.clear()
             await listener.arrived.wait()
@@ -196,7 +196,7 @@ async def test_silence_is_filled_with_comments_and_a_client_that_goes_leaves_not
 async def test_a_stop_ends_the_streams_and_refuses_new_ones(house: FakeHouse, app: FastAPI) -> None:
     listener = await Listener(app, "/v1/cache/events", "sk-admin").opened()
     house.wire.feeds.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await listener.task
     assert "event: closing" in listener.text
     late = Listener(app, "/v1/cache/events", "sk-admin").start()

@@ -285,22 +285,23 @@ async def test_the_journal_says_what_was_sent(bank: Bank, stream: bool) -> None:
 
 
 async def test_a_request_that_ends_while_its_hold_is_taken_leaves_none(bank: Bank) -> None:
-    apply, go = bank.store.apply, threading.Event()
+    apply, reached, go = bank.store.apply, threading.Event(), threading.Event()
 
     def slow(*arguments: Any, **options: Any) -> Any:
-        go.wait(5)
+        reached.set()
+        go.wait(30)
         return apply(*arguments, **options)
 
     async with serving(bank) as (app, _, house):
         headers = bank.customer(UNITS)
         bank.store.apply = slow  # type: ignore[method-assign]
         visit = Visit(app, CHAT, HELLO, **headers).start()
-        await asyncio.sleep(0.1)
+        assert await asyncio.to_thread(reached.wait, 30)
         visit.task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await visit.task
         go.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not any(entry.kind is Kind.CHARGE for entry in bank.entries):
                 await asyncio.sleep(0.01)
     assert [] == house.engine.requests
