@@ -24,6 +24,7 @@ from tiers.tree import Tree, TreeQuery
 from tiers.whole_tree import BlockDetail, DiskBlocks, Forest, read_disk, same_start
 
 DISK_FRESH_S = 5.0  # how long a picture of the disk is good enough
+MAX_BELOW = 20_000  # blocks named at once
 T = TypeVar("T")
 
 
@@ -92,6 +93,17 @@ class Explorer:
             )
         owners = await asyncio.to_thread(self._owners.by_root)
         return found, owners.get(found.scope)
+
+    async def below(self, key: PrefixKey, *, whole_run: bool = False) -> list[PrefixKey]:
+        """A block and all that continues it, the last first: the order to remove them in.
+
+        With `whole_run` also the blocks before it that nothing parts from. At most MAX_BELOW.
+        """
+        detail, _ = await self.block(key)
+        first = detail.trail[-detail.run] if whole_run else key
+        disk = await self.fresh_disk(0.0)
+        keys = await self.on_engine(lambda cache: Forest(cache.index, disk).below(first, MAX_BELOW))
+        return keys[::-1]
 
     async def finding(self, record: Record, number: int) -> Finding:
         """What else is known of why prompt `number` of a request missed; for admins alone."""

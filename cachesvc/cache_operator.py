@@ -6,15 +6,15 @@ for here, so that an answer means that it is done, durably.
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from api.explorer import Caller
 from billing.receipts import ReceiptSigner
-from cachesvc.purging import Done, Order, keep_receipt, receipt
+from cachesvc.purging import Done, Order, keep_receipt, read_receipt, receipt
 from cachesvc.scopes import Kind, roots_of
-from engine.engine import Engine
 from tiers.cache import TieredCache
 from tiers.keys import PrefixKey
 from tiers.retention import Pin
@@ -26,8 +26,8 @@ T = TypeVar("T")
 class CacheOperator:
     """Pins, evictions and purges on one engine; see `api.admin.parts.CacheHands`."""
 
-    def __init__(self, engine: Engine, block_size: int, data_dir: Path, signer: ReceiptSigner):
-        self._engine = engine
+    def __init__(self, call: Caller, block_size: int, data_dir: Path, signer: ReceiptSigner):
+        self._call_engine = call
         self.block_size = block_size
         self._data_dir = data_dir
         self._signer = signer
@@ -70,6 +70,10 @@ class CacheOperator:
         await asyncio.to_thread(keep_receipt, self._data_dir, signed)
         return signed
 
+    async def receipt(self, finished_ns: int) -> Mapping[str, Any] | None:
+        """A purge's receipt as it was kept, by the moment that the purge ended."""
+        return await asyncio.to_thread(read_receipt, self._data_dir, finished_ns)
+
     async def _purge(self, roots: Collection[PrefixKey]) -> Done:
         purged = await self._done(lambda cache: cache.purge(roots))
         await self._saved()
@@ -83,7 +87,7 @@ class CacheOperator:
         )
 
     async def _call(self, work: Callable[[TieredCache], T]) -> T:
-        return await asyncio.wrap_future(self._engine.call(work))
+        return await asyncio.wrap_future(self._call_engine(work))
 
     async def _done(self, work: "Callable[[TieredCache], Future[T]]") -> T:
         """Wait for the engine to begin, then for the disk to be done."""

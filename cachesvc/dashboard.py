@@ -16,7 +16,6 @@ from api.admin.passwords import Passwords
 from api.admin.sessions import Admin, Sessions
 from api.explorer import Explorer
 from api.journal import Journal
-from api.keeping import Keeping
 from billing.money import parse_amount
 from cachesvc.config import CostsSection, Settings
 from cachesvc.history import History
@@ -57,7 +56,6 @@ class Dashboard:
         latencies: Callable[[], Mapping[str, Spread]],
         journal: Journal,
         explorer: Explorer,
-        keeping: Keeping,
         decode: Callable[[Sequence[int]], str],
         working_set: Callable[[], Future[TrafficReport]] | None = None,
         blocks: BlockReader | None = None,
@@ -81,7 +79,6 @@ class Dashboard:
             books=books,
             journal=journal,
             explorer=explorer,
-            keeping=keeping,
             decode=decode,
             limits=limit_settings(settings.limits),
             gib_month=_gib_month(settings.costs),

@@ -29,7 +29,6 @@ from api.encoders import EncoderPool
 from api.event_feeds import Feeds
 from api.explorer import Explorer
 from api.journal import Journal, JournalSettings
-from api.keeping import Keeping
 from api.metering import Meter
 from api.owners import Owners
 from api.structured import GrammarDesk
@@ -153,8 +152,6 @@ class Service:
             vllm_aliases=settings.metrics.vllm_aliases,
         )
         self.latencies = Latencies()
-        owners = self._owners()
-        explorer = self._explorer(owners)
         self.dashboard = Dashboard(
             settings,
             books=money.books,
@@ -169,11 +166,10 @@ class Service:
             working_set=partial(self.core.engine.call, TieredCache.working_set),
             blocks=partial(read_blocks, self.core.engine.call),
             journal=self.journal,
-            explorer=explorer,
-            keeping=Keeping(explorer, owners),
+            explorer=self._explorer(),
             decode=loaded.tokenizer.decode,
             cache=CacheOperator(
-                self.core.engine,
+                self.core.engine.call,
                 self.core.layout.block_size,
                 settings.server.data_dir,
                 money.books.signer,
@@ -306,11 +302,11 @@ class Service:
         self.metrics.observe_outputs(outputs)
         self.latencies.observe(outputs)
 
-    def _explorer(self, owners: Owners) -> Explorer:
+    def _explorer(self) -> Explorer:
         disk = self.core.cache.disk
         return Explorer(
             self.core.engine.call,
-            owners,
+            self._owners(),
             disk.view if isinstance(disk, DiskTier) else None,
             block_bytes=self.core.layout.nbytes,
         )

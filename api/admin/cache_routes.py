@@ -3,23 +3,24 @@
 Every change leaves an audit entry. What an answer says was done is done, on disk as well.
 """
 
-import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 
+from api.admin import cache_changes
 from api.admin.access import MayChange, MayRead
 from api.admin.bodies import AdminBody, Name
-from api.admin.parts import AdminParts, CacheHands, parts_of
+from api.admin.cache_changes import OwnerKind, hands_of, whole_prefix
+from api.admin.parts import CacheHands
 from api.context import wire_of
-from api.errors import InvalidRequest, RecordNotFound, Unsupported
+from api.errors import InvalidRequest
 from api.models import find_model
 from api.schemas import Message
 from api.text import encode_chat, encode_prompt
-from tiers.errors import TierError
 from tiers.keys import KEY_BYTES, PrefixKey, prefix_keys, token_bytes
 from tiers.retention import Pin
 
@@ -51,22 +52,20 @@ class Eviction(AdminBody):
 
 
 class Purging(AdminBody):
-    kind: Literal["tenant", "group"] = "tenant"
+    kind: OwnerKind = "tenant"
     name: Name
 
 
 @router.get("/pins")
 async def pins(request: Request, _: MayRead) -> list[dict[str, Any]]:
     """Every pin in force."""
-    hands, _parts = _hands(request)
-    return [_told(pin) for pin in await hands.pins()]
+    return [_told(pin) for pin in await hands_of(request).pins()]
 
 
 @router.get("/working-set")
 async def working_set(request: Request, _: MayRead) -> dict[str, Any]:
     """Hit rate against capacity, estimated from what requests asked for."""
-    hands, _parts = _hands(request)
-    report = await hands.working_set()
+    report = await hands_of(request).working_set()
     return {
         "capacity_blocks": report.curve.capacities,
         "hit_rate": report.curve.hit_rates,
@@ -90,70 +89,42 @@ async def working_set(request: Request, _: MayRead) -> dict[str, Any]:
 @router.post("/pin")
 async def pin(request: Request, body: NewPin, by: MayChange) -> dict[str, Any]:
     """Keep a prefix in at least one tier; a pin of that name is replaced."""
-    hands, parts = _hands(request)
-    scope, keys = await _prefix(request, body, hands)
-    try:
-        made = await hands.pin(body.name, scope, keys, time.time() + body.for_s, body.why)
-    except TierError as error:
-        raise InvalidRequest(str(error)) from None
-    await asyncio.to_thread(
-        parts.record,
-        "cache.pin",
-        body.name,
-        by=by.name,
-        after={"scope": scope.hex(), "num_tokens": made.num_tokens, "until_s": made.until_s},
-        reason=body.why,
+    prefix = await _prefix(request, body, hands_of(request))
+    until_s = time.time() + body.for_s
+    return _told(
+        await cache_changes.pin(request, by, body.name, prefix, until_s=until_s, why=body.why)
     )
-    return _told(made)
 
 
 @router.post("/unpin")
 async def unpin(request: Request, body: OldPin, by: MayChange) -> dict[str, Any]:
     """End a pin; its blocks leave in their turn."""
-    hands, parts = _hands(request)
-    if not await hands.unpin(body.name):
-        raise RecordNotFound(f"there is no pin {body.name!r}; GET /admin/api/cache/pins lists them")
-    await asyncio.to_thread(parts.record, "cache.unpin", body.name, by=by.name, reason=body.why)
+    await cache_changes.unpin(request, by, body.name, body.why)
     return {"name": body.name, "pinned": False}
 
 
 @router.post("/evict")
 async def evict(request: Request, body: Eviction, by: MayChange) -> dict[str, Any]:
     """Remove blocks from every tier, but those that are in use or pinned."""
-    hands, parts = _hands(request)
-    removed = await hands.evict([PrefixKey(bytes.fromhex(key)) for key in body.keys])
-    subject = body.keys[0] if len(body.keys) == 1 else f"{len(body.keys)} blocks"
-    await asyncio.to_thread(
-        parts.record, "cache.evict", subject, by=by.name, after=removed, reason=body.why
-    )
-    return {"removed": removed}
+    keys = [PrefixKey(bytes.fromhex(key)) for key in body.keys]
+    return {"removed": await cache_changes.evict(request, by, keys, body.why)}
 
 
 @router.post("/purge")
 async def purge(request: Request, body: Purging, by: MayChange) -> dict[str, Any]:
     """Remove every block of a tenant or sharing group from every tier; the signed receipt."""
-    hands, parts = _hands(request)
-    signed = await hands.purge(body.kind, body.name, by=by.name, why=body.why)
-    await asyncio.to_thread(
-        parts.record, "cache.purge", body.name, by=by.name, after=signed, reason=body.why
-    )
-    return signed
+    return await cache_changes.purge(request, by, body.kind, body.name, body.why)
 
 
 async def _prefix(
     request: Request, body: NewPin, hands: CacheHands
-) -> tuple[PrefixKey, list[PrefixKey]]:
+) -> tuple[PrefixKey, Sequence[PrefixKey]]:
     """The scope's root and the keys of the full blocks of the prefix."""
     ways = [way for way in (body.key, body.prompt, body.messages) if way is not None]
     if len(ways) != 1:
         raise InvalidRequest("Say what to pin by one of `key`, `prompt` and `messages`.")
     if body.key is not None:
-        scope, keys = await hands.prefix_of(PrefixKey(bytes.fromhex(body.key)))
-        if not keys:
-            raise RecordNotFound(
-                f"no whole prefix ends with block {body.key}; see `cachesvc cache ls`"
-            )
-        return scope, list(keys)
+        return await whole_prefix(hands, PrefixKey(bytes.fromhex(body.key)))
     if (body.tenant is None) == (body.group is None):
         raise InvalidRequest("Say whose prompt it is: `tenant` or `group`.")
     wire = wire_of(request)
@@ -170,13 +141,6 @@ async def _prefix(
     )
     root = replace(model.scope, tenant=salt).root()
     return root, prefix_keys(root, token_bytes(tokens), hands.block_size)
-
-
-def _hands(request: Request) -> tuple[CacheHands, AdminParts]:
-    parts = parts_of(request)
-    if parts.cache is None:
-        raise Unsupported("this server has no cache to change")
-    return parts.cache, parts
 
 
 def _told(pin: Pin[PrefixKey]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ leaves an audit entry.
 import asyncio
 import time
 from array import array
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Form, Query, Request
@@ -34,7 +35,7 @@ DONE = {
     "unpinned": "Unpinned. It may be evicted again.",
     "evicted": "Evicted. The audit log says how many blocks left each tier.",
     "kept": "Nothing was evicted: running requests or pins hold all of it.",
-    "purged": "Purged.",
+    "purged": "Purged from every tier, and a look at all of them found nothing left.",
 }
 Text = Annotated[str, Form(max_length=500)]
 Filter = Annotated[str, Query(max_length=128)]
@@ -68,6 +69,7 @@ async def page(
     below: Filter = "",
     idle: Filter = "",
     done: Filter = "",
+    receipt: Annotated[int | None, Query(ge=0)] = None,
 ) -> Response:
     """The tree, or the block that a search names."""
     explorer = explorer_of(request)
@@ -87,12 +89,13 @@ async def page(
         scopes=rows_of(grown, costs, min_idle_s=IDLE.get(idle, 0)),
         left_off=any(map(_leaves_off, grown.tree.roots)) or bool(tenant or below),
         names=sorted({owner.name for owner in grown.owners.values()}),
+        owners=sorted({(owner.is_group, owner.name) for owner in grown.owners.values()}),
         num_blocks=grown.tree.num_blocks,
         num_seen=grown.tree.num_seen,
         cut=grown.cut,
         pins=await _pins(request),
         now_s=time.time(),
-        can_keep=parts_of(request).keeping is not None,
+        can_keep=parts_of(request).cache is not None,
         q=q,
         found=found,
         tenant=tenant,
@@ -101,6 +104,7 @@ async def page(
         choices=IDLE,
         may_change=admin.role is Role.ADMIN,
         done=DONE.get(done, ""),
+        receipt=receipt,
     )
 
 
@@ -163,7 +167,7 @@ async def show_block(
         num_below=below.tree.num_seen,
         pins=[pin for pin in await _pins(request) if key in pin.keys],
         now_s=time.time(),
-        can_keep=parts.keeping is not None,
+        can_keep=parts.cache is not None,
         text=text,
         can_decode=parts.decode is not None,
         may_change=admin.role is Role.ADMIN,
@@ -184,9 +188,9 @@ def _leaves_off(node: Node) -> bool:
     return node.left_off > 0 or any(map(_leaves_off, node.children))
 
 
-async def _pins(request: Request) -> list[Pin[PrefixKey]]:
-    keeping = parts_of(request).keeping
-    return await keeping.pins() if keeping is not None else []
+async def _pins(request: Request) -> Sequence[Pin[PrefixKey]]:
+    hands = parts_of(request).cache
+    return await hands.pins() if hands is not None else []
 
 
 async def _audit(

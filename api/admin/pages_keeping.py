@@ -3,19 +3,18 @@
 Forms that need no script. Every one asks for a reason and leaves an audit entry.
 """
 
-import asyncio
+import json
 import time
-from typing import Annotated, Any
+from typing import Annotated, cast, get_args
 
 from fastapi import APIRouter, Form, Request
 from starlette.responses import RedirectResponse, Response
 
-from api.admin.access import MayChange
-from api.admin.pages_explorer import key_of, show_block
-from api.admin.parts import parts_of
-from api.admin.sessions import Admin
-from api.errors import ApiError, InvalidRequest, Unsupported
-from api.keeping import Keeping
+from api.admin import cache_changes
+from api.admin.access import MayChange, MayRead
+from api.admin.cache_changes import OwnerKind, hands_of, whole_prefix
+from api.admin.pages_explorer import explorer_of, key_of, show_block
+from api.errors import ApiError, InvalidRequest, RecordNotFound
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 
@@ -36,20 +35,17 @@ async def pin(
     try:
         reason, until_s = _why(why), time.time() + _hours(hours) * 3600
         wanted = name.strip() or f"pin-{key[:12]}"
-        made = await keeping_of(request).pin(wanted, key_of(key), until_s, reason)
+        prefix = await whole_prefix(hands_of(request), key_of(key))
+        await cache_changes.pin(request, admin, wanted, prefix, until_s=until_s, why=reason)
     except ApiError as error:
         return await show_block(request, admin, key_of(key), wrong=str(error))
-    after = {"name": made.name, "blocks": len(made.keys), "until_s": round(until_s)}
-    await _audit(request, admin, "cache.pin", key, reason, after)
     return RedirectResponse(f"/admin/explorer/{key}?done=pinned", 303)
 
 
 @router.post("/explorer-pins/{name}/end")
 async def unpin(request: Request, name: str, admin: MayChange) -> Response:
     """End a pin by its name; the prefix may be evicted again."""
-    if not await keeping_of(request).unpin(name):
-        raise InvalidRequest(f"There is no pin '{name[:64]}'; it may have ended meanwhile.")
-    await _audit(request, admin, "cache.unpin", name, "ended on the page of prefixes")
+    await cache_changes.unpin(request, admin, name, "ended on the page of prefixes")
     return RedirectResponse("/admin/explorer?done=unpinned", 303)
 
 
@@ -60,37 +56,42 @@ async def evict(
     """Remove the block, or the run that it ends, and all that continues it, from every tier."""
     try:
         reason = _why(why)
-        removed = await keeping_of(request).evict(key_of(key), whole_run=what == "run")
+        keys = await explorer_of(request).below(key_of(key), whole_run=what == "run")
+        removed = await cache_changes.evict(request, admin, keys, reason, subject=key)
     except ApiError as error:
         return await show_block(request, admin, key_of(key), wrong=str(error))
-    after = {str(tier): blocks for tier, blocks in removed.items()}
-    await _audit(request, admin, "cache.evict", key, reason, after)
     done = "evicted" if any(removed.values()) else "kept"
     return RedirectResponse(f"/admin/explorer?done={done}", 303)
 
 
 @router.post("/explorer-purge")
 async def purge(
-    request: Request, admin: MayChange, tenant: Text = "", confirm: Text = "", why: Text = ""
+    request: Request, admin: MayChange, owner: Text = "", confirm: Text = "", why: Text = ""
 ) -> Response:
-    """Remove every block of a tenant or group, in all models, from every tier."""
-    if not tenant or confirm.strip() != tenant:
+    """Remove every block of a tenant or group (`tenant:NAME`, `group:NAME`) from every tier."""
+    kind, _, name = owner.partition(":")
+    if kind not in get_args(OwnerKind) or not name or confirm.strip() != name:
         raise InvalidRequest(
-            f"To purge, type the name '{tenant[:64]}' into the second field; it had "
+            f"To purge, type the name '{name[:64]}' into the second field; it had "
             f"'{confirm[:64]}'. Nothing was removed."
         )
-    reason = _why(why)
-    after = await keeping_of(request).purge(tenant)
-    await _audit(request, admin, "cache.purge", tenant, reason, after)
-    return RedirectResponse("/admin/explorer?done=purged", 303)
+    wanted = cast(OwnerKind, kind)
+    signed = await cache_changes.purge(request, admin, wanted, name, _why(why))
+    return RedirectResponse(f"/admin/explorer?done=purged&receipt={signed['finished_ns']}", 303)
 
 
-def keeping_of(request: Request) -> Keeping:
-    """Raises Unsupported where the server has no cache that can be changed."""
-    keeping = parts_of(request).keeping
-    if keeping is None:
-        raise Unsupported("This server has no cache that can be changed.")
-    return keeping
+@router.get("/explorer-receipts/{finished_ns}.json")
+async def receipt(request: Request, finished_ns: int, _: MayRead) -> Response:
+    """The signed receipt of a purge, as a file."""
+    signed = await hands_of(request).receipt(finished_ns)
+    if signed is None:
+        raise RecordNotFound(f"No purge that ended at {finished_ns} has a receipt here.")
+    name = f"purge-{finished_ns}.json"
+    return Response(
+        json.dumps(signed, indent=1) + "\n",
+        media_type="application/json",
+        headers={"Content-Disposition": f'attachment; filename="{name}"'},
+    )
 
 
 def _why(why: str) -> str:
@@ -107,10 +108,3 @@ def _hours(text: str) -> float:
     if not 0 < hours <= MAX_HOURS:
         raise InvalidRequest(f"'{text}' is no number of hours from 0 to {MAX_HOURS}.")
     return hours
-
-
-async def _audit(
-    request: Request, admin: Admin, action: str, subject: str, why: str, after: Any = None
-) -> None:
-    record = parts_of(request).record
-    await asyncio.to_thread(record, action, subject, by=admin.name, after=after, reason=why)

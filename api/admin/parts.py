@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from api.admin.books import Books
     from api.explorer import Explorer
     from api.journal import Journal
-    from api.keeping import Keeping
     from api.limits import LimitSettings
     from tiers.traffic import TrafficReport
 
@@ -109,6 +108,10 @@ class CacheHands(Protocol):
         """The signed receipt."""
         ...
 
+    async def receipt(self, finished_ns: int) -> Mapping[str, Any] | None:
+        """The receipt of the purge that ended at this moment, if one is kept."""
+        ...
+
     async def working_set(self) -> TrafficReport: ...
 
 
@@ -124,7 +127,6 @@ class AdminParts:
     stats: Callable[[], Mapping[str, Any]]  # a JSON snapshot of the whole server
     journal: "Journal | None" = None  # of the latest requests
     explorer: "Explorer | None" = None  # looks into all tiers
-    keeping: "Keeping | None" = None  # changes what they hold
     decode: Callable[[Sequence[int]], str] | None = None  # token ids to text
     limits: "LimitSettings | None" = None  # of requests and tokens a minute
     gib_month: Mapping[str, int] = field(default_factory=dict)  # a tier's price, in units

@@ -1,6 +1,7 @@
 """/admin/api/cache over a running engine: pins, evictions, purges with a receipt that is proved."""
 
 import contextlib
+import re
 from array import array
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from api.admin.router import admin_router
 from api.admin.testing import OPERATOR_TOKEN, RecordingTrail, fake_parts
 from api.app import create_app
 from api.auth import Salts
+from api.explorer import Explorer
+from api.owners import Owners
 from api.testing import FakeHouse, fake_house
 from billing.receipts import ReceiptSigner, verify_receipt
 from cachesvc.cache_operator import CacheOperator
@@ -27,6 +30,7 @@ from engine.engine import Engine, EngineSettings
 from engine.request import Request, SamplingParams, StepOutput
 from tiers.cache import CacheSettings, TieredCache
 from tiers.chain import Chain
+from tiers.disk import DiskTier
 from tiers.disk_open import open_disk
 from tiers.keys import CacheScope
 from tiers.pin_file import load_pins
@@ -94,7 +98,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
     engine = Engine(ChainRunner(cache.pool.tensor), cache, EngineSettings(), take)
     engine.start()
     signer = ReceiptSigner.open(tmp_path)
-    hands = CacheOperator(engine, BLOCK, tmp_path, signer)
+    hands = CacheOperator(engine.call, BLOCK, tmp_path, signer)
     try:
         yield Running(tmp_path, house, engine, cache, hands, signer, ended)
     finally:
@@ -110,7 +114,12 @@ def trail() -> RecordingTrail:
 
 @pytest.fixture
 async def client(running: Running, trail: RecordingTrail) -> AsyncIterator[httpx.AsyncClient]:
-    parts: AdminParts = fake_parts(cache=running.hands, record=trail)
+    wire = running.house.wire
+    owners = Owners(wire.models, wire.salts, lambda: ["acme", "bolt"])
+    disk = running.cache.disk
+    assert isinstance(disk, DiskTier)
+    explorer = Explorer(running.engine.call, owners, disk.view, block_bytes=LAYOUT.nbytes)
+    parts: AdminParts = fake_parts(cache=running.hands, record=trail, explorer=explorer)
     app = create_app(running.house.wire, routers=(admin_router(parts),))
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(app.router.lifespan_context(app))
@@ -196,6 +205,41 @@ async def test_a_purge_leaves_nothing_and_its_receipt_proves_it(
     assert load_pins(disk_path(running.data_dir)) == []
     assert len(list((running.data_dir / RECEIPTS).iterdir())) == 1
     assert trail.entries[-1]["after"] == signed
+
+
+async def test_the_page_pins_durably_and_evicts_what_continues_a_block(
+    client: httpx.AsyncClient, running: Running, trail: RecordingTrail
+) -> None:
+    chain = running.serve("r1", list(range(18)))
+    running.engine.call(lambda cache: cache.flush()).result(5)
+    first, last = chain.keys[0].hex(), chain.keys[3].hex()
+    form = {"name": "house", "hours": "1", "why": "hot"}
+    pinned = await client.post(f"/admin/explorer/{last}/pin", data=form)
+    assert pinned.headers["location"] == f"/admin/explorer/{last}?done=pinned"
+    (pin,) = load_pins(disk_path(running.data_dir))
+    assert (pin.name, pin.scope, pin.num_tokens) == ("house", chain.root, 16)
+    await client.post("/admin/explorer-pins/house/end")
+    assert load_pins(disk_path(running.data_dir)) == []
+    evicted = await client.post(f"/admin/explorer/{first}/evict", data={"what": "b", "why": "w"})
+    assert evicted.headers["location"] == "/admin/explorer?done=evicted"
+    assert trail.entries[-1]["after"] == {"device": 4, "host": 4, "disk": 4}
+    assert running.stands(chain) == 0
+
+
+async def test_a_purge_by_the_page_has_its_receipt_to_download(
+    client: httpx.AsyncClient, running: Running, trail: RecordingTrail
+) -> None:
+    chain = running.serve("r1", list(range(18)))
+    form = {"owner": "tenant:acme", "confirm": "acme", "why": "the customer asked"}
+    done = await client.post("/admin/explorer-purge", data=form)
+    page = await client.get(done.headers["location"])
+    (link,) = re.findall(r"/admin/explorer-receipts/\d+\.json", page.text)
+    signed = (await client.get(link)).json()
+    assert verify_receipt(signed, running.signer.public_key)
+    assert (signed["tenant"], signed["by"]) == ("acme", "ada")
+    assert trail.entries[-1]["after"] == signed
+    assert running.stands(chain) == 0
+    assert (await client.get("/admin/explorer-receipts/1.json")).status_code == 404
 
 
 async def test_the_working_set_is_told(client: httpx.AsyncClient, running: Running) -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,10 +13,11 @@ from api.admin.testing import OPERATOR_TOKEN, RecordingTrail
 from api.auth import Salts
 from api.explorer import Explorer
 from api.journal import Journal
-from api.keeping import Keeping
 from api.owners import Owners
 from api.testing import ByteTokenizer, byte_model
 from billing.money import UNITS
+from billing.receipts import ReceiptSigner
+from cachesvc.cache_operator import CacheOperator
 from engine.chain_runner import chain_layout
 from tests.api import test_money_routes
 from tests.api.test_money_routes import House, serving
@@ -68,13 +70,13 @@ def trail() -> RecordingTrail:
 
 @pytest.fixture
 async def client(
-    books_of_acme: House, cache: Cache, trail: RecordingTrail
+    books_of_acme: House, cache: Cache, trail: RecordingTrail, tmp_path: Path
 ) -> AsyncIterator[httpx.AsyncClient]:
     async with serving(
         books=books_of_acme.books,
         journal=Journal(),
         explorer=cache.explorer,
-        keeping=Keeping(cache.explorer, cache.owners),
+        cache=CacheOperator(cache.call, BLOCK, tmp_path, ReceiptSigner.open(tmp_path)),
         decode=ByteTokenizer().decode,
         record=trail,
     ) as client:
@@ -179,7 +181,7 @@ async def test_a_purge_needs_the_name_typed_again(
     client: httpx.AsyncClient, cache: Cache, trail: RecordingTrail
 ) -> None:
     cache.fill()
-    form = {"tenant": "acme", "confirm": "acm", "why": "left us"}
+    form = {"owner": "tenant:acme", "confirm": "acm", "why": "left us"}
     refused = await client.post("explorer-purge", data=form)
     assert 400 == refused.status_code and "Nothing was removed" in refused.text
     assert [] == trail.actions and len(cache.tiers.index) > 0

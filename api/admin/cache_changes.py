@@ -1,0 +1,107 @@
+"""What an admin changes in the cache, by page or by JSON: one path, so that both do the same.
+
+The hands do it, durably; then the audit entry is written. Event loop only.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from fastapi import Request
+
+from api.admin.parts import AdminParts, CacheHands, parts_of
+from api.admin.sessions import Admin
+from api.errors import InvalidRequest, RecordNotFound, Unsupported
+from tiers.errors import TierError
+from tiers.keys import PrefixKey
+from tiers.retention import Pin
+
+OwnerKind = Literal["tenant", "group"]
+
+
+def hands_of(request: Request) -> CacheHands:
+    """Raises Unsupported where the server has no cache that can be changed."""
+    hands = parts_of(request).cache
+    if hands is None:
+        raise Unsupported("this server has no cache to change")
+    return hands
+
+
+async def whole_prefix(hands: CacheHands, key: PrefixKey) -> tuple[PrefixKey, Sequence[PrefixKey]]:
+    """Scope and keys of the prefix that ends with block `key`. Raises RecordNotFound."""
+    scope, keys = await hands.prefix_of(key)
+    if not keys:
+        raise RecordNotFound(
+            f"no whole prefix ends with block {key.hex()}; see `cachesvc cache ls`"
+        )
+    return scope, keys
+
+
+async def pin(
+    request: Request,
+    by: Admin,
+    name: str,
+    prefix: tuple[PrefixKey, Sequence[PrefixKey]],
+    *,
+    until_s: float,
+    why: str,
+) -> Pin[PrefixKey]:
+    """Keep a prefix until a moment (Unix seconds); a pin of that name is replaced.
+
+    Raises InvalidRequest where the tiers refuse it: too many blocks, a moment gone by.
+    """
+    scope, keys = prefix
+    try:
+        made = await hands_of(request).pin(name, scope, keys, until_s, why)
+    except TierError as error:
+        raise InvalidRequest(str(error)) from None
+    after = {"scope": scope.hex(), "num_tokens": made.num_tokens, "until_s": made.until_s}
+    await _record(request, by, "cache.pin", name, why, after)
+    return made
+
+
+async def unpin(request: Request, by: Admin, name: str, why: str) -> None:
+    """End a pin. Raises RecordNotFound where there is none of that name."""
+    if not await hands_of(request).unpin(name):
+        raise RecordNotFound(
+            f"there is no pin {name[:64]!r}, or it has ended meanwhile; "
+            "GET /admin/api/cache/pins lists them"
+        )
+    await _record(request, by, "cache.unpin", name, why)
+
+
+async def evict(
+    request: Request, by: Admin, keys: Sequence[PrefixKey], why: str, *, subject: str = ""
+) -> Mapping[str, int]:
+    """Remove blocks from every tier, but those in use or pinned; how many were, by tier.
+
+    `subject` is what the audit entry calls them.
+    """
+    removed = await hands_of(request).evict(keys)
+    _look_again(parts_of(request))
+    told = subject or (keys[0].hex() if len(keys) == 1 else f"{len(keys)} blocks")
+    await _record(request, by, "cache.evict", told, why, removed)
+    return removed
+
+
+async def purge(
+    request: Request, by: Admin, kind: OwnerKind, name: str, why: str
+) -> dict[str, Any]:
+    """Remove every block of a tenant or group from every tier; the signed receipt."""
+    signed = await hands_of(request).purge(kind, name, by=by.name, why=why)
+    _look_again(parts_of(request))
+    await _record(request, by, "cache.purge", name, why, signed)
+    return signed
+
+
+def _look_again(parts: AdminParts) -> None:
+    """The explorer's picture of the disk is not right any more."""
+    if parts.explorer is not None:
+        parts.explorer.forget_disk()
+
+
+async def _record(
+    request: Request, by: Admin, action: str, subject: str, why: str, after: Any = None
+) -> None:
+    record = parts_of(request).record
+    await asyncio.to_thread(record, action, subject, by=by.name, after=after, reason=why)
