@@ -9,11 +9,12 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -79,6 +80,14 @@ def format_size(num_bytes: int) -> str:
         if num_bytes and num_bytes % _UNITS[unit] == 0:
             return f"{num_bytes // _UNITS[unit]}{unit}"
     return f"{num_bytes}B"
+
+
+def format_duration(seconds: float) -> str:
+    """The shortest exact form of a duration that `parse_duration` reads back."""
+    for unit in ("d", "h", "m"):
+        if seconds and seconds % _SECONDS[unit] == 0:
+            return f"{seconds / _SECONDS[unit]:.0f}{unit}"
+    return f"{seconds:.15g}s"
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
@@ -465,6 +474,15 @@ def known_settings() -> dict[str, str]:
         for section, section_type in _sections().items()
         for key, field in section_type.model_fields.items()
     }
+
+
+def parser_of(name: str) -> Callable[..., Any] | None:
+    """What reads a setting's text, or its table's values: `parse_size`, `parse_duration`, ..."""
+    section, key = name.split(".")
+    field = _sections()[section].model_fields[key]
+    inner = (getattr(part, "__metadata__", ()) for part in get_args(field.annotation))
+    metadata = [*field.metadata, *chain.from_iterable(inner)]
+    return next((each.func for each in metadata if isinstance(each, BeforeValidator)), None)
 
 
 def env_name(name: str) -> str:

@@ -7,7 +7,16 @@ from typing import Annotated, Any
 import typer
 
 from cachesvc.cli.render import AsJson, print_json, print_table
-from cachesvc.config import Setting, env_name, format_size, load_settings
+from cachesvc.config import (
+    Setting,
+    env_name,
+    format_duration,
+    format_size,
+    load_settings,
+    parse_duration,
+    parse_size,
+    parser_of,
+)
 
 app = typer.Typer(no_args_is_help=True, help="Show every setting, its value and its origin")
 
@@ -37,14 +46,17 @@ def show(
 
 def shown(name: str, value: Any) -> str:
     """A value as a person writes it; passwords in URLs are masked."""
-    if name.endswith("_bytes"):
-        return format_size(value)
-    if isinstance(value, float):
-        return f"{value:g}s"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={shown(name, each)}" for key, each in value.items()) or "-"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, dict):
-        return ", ".join(f"{key}={path}" for key, path in value.items()) or "-"
+    parser = parser_of(name)
+    if parser is parse_size:
+        return format_size(value)
+    if parser is parse_duration:
+        return format_duration(value)
+    if isinstance(value, float):
+        return f"{value:g}"
     return PASSWORD.sub(r"\1***@", str(value)) or "-"
 
 

@@ -94,7 +94,14 @@ def test_serve_refuses_what_cannot_work_before_it_loads_a_model(
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (8 << 40, "8 TiB")]
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (1020 << 20, "1020 MiB"),
+        (8 << 40, "8 TiB"),
+    ],
 )
 def test_sizes_read_well(num_bytes: int, text: str) -> None:
     assert text == render.size(num_bytes)
@@ -102,7 +109,14 @@ def test_sizes_read_well(num_bytes: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("duration_s", "text"),
-    [(0.00034, "340 µs"), (0.0123, "12.3 ms"), (4.2, "4.2 s"), (600, "10 min"), (14400, "4 h")],
+    [
+        (0.00034, "340 µs"),
+        (0.0123, "12.3 ms"),
+        (0.9999, "1000 ms"),
+        (4.2, "4.2 s"),
+        (600, "10 min"),
+        (14400, "4 h"),
+    ],
 )
 def test_durations_read_well(duration_s: float, text: str) -> None:
     assert text == render.seconds(duration_s)

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachesvc import config
-from cachesvc.config import ConfigError, format_size, load_settings, parse_duration, parse_size
+from cachesvc.cli.config import shown
+from cachesvc.config import (
+    ConfigError,
+    format_duration,
+    format_size,
+    load_settings,
+    parse_duration,
+    parse_size,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +62,31 @@ def test_a_formatted_size_reads_back_the_same(num_bytes: int) -> None:
 )
 def test_durations_are_read_with_their_unit(text: str, seconds: float) -> None:
     assert seconds == parse_duration(text)
+
+
+@given(st.one_of(st.integers(0, 10**9), st.integers(0, 10**6).map(lambda ms: ms / 1000)))
+def test_a_formatted_duration_reads_back_the_same(seconds: float) -> None:
+    assert seconds == parse_duration(format_duration(seconds))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("admin.session", 43200.0, "12h"),
+        ("server.drain", 1.5, "1.5s"),
+        ("cache.idle_ttl", 0.0, "0s"),
+        ("cache.pinned_share", 0.25, "0.25"),
+        ("tracing.sample", 1.0, "1"),
+        ("journal.bytes", 16 << 20, "16MiB"),
+        ("cache.default_quota", 1 << 30, "1GiB"),
+        ("cache.tenant_quotas", {"acme": 64 << 20}, "acme=64MiB"),
+        ("server.require_keys", True, "true"),
+        ("engine.max_running", 64, "64"),
+    ],
+)
+def test_a_setting_is_shown_in_its_unit(name: str, value: object, text: str) -> None:
+    """Also where the name does not tell the unit; a share is no duration."""
+    assert text == shown(name, value)
 
 
 def test_flags_win_over_environment_over_file_over_default(
