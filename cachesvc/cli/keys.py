@@ -25,7 +25,8 @@ def create(
     project: Annotated[str, typer.Option(help="Project that its usage is booked to")] = "",
     name: Annotated[str, typer.Option(help="A name to recognise it by")] = "",
     scopes: Annotated[
-        str, typer.Option(help=f"Comma-separated: {', '.join(Scope)}")
+        str,
+        typer.Option("--scopes", "--scope", help=f"Comma-separated: {', '.join(Scope)}"),
     ] = "inference,usage",
     expires_in: Annotated[
         str | None, typer.Option(help="How long it is valid, such as 12h or 90d")

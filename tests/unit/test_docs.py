@@ -49,8 +49,17 @@ def test_the_readme_names_every_folder_of_the_house() -> None:
     assert [] == [folder for folder in FOLDERS if f"{folder}/" not in readme]
 
 
-def test_the_readme_uses_only_options_that_exist() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    commands = pages()["commands.md"]
-    used = re.findall(r"cachesvc [a-z]+[^\n`]*?(--[a-z-]+)", readme)
-    assert [] == [flag for flag in used if f"`{flag}`" not in commands]
+def test_options_of_commands_are_named_as_they_are() -> None:
+    """In every document, and in what the server and the commands tell people to run."""
+    options = {
+        path: set(re.findall(r"`(--[a-z-]+)`", text))
+        for path, text in re.findall(
+            r"^## cachesvc ([a-z ]+)$(.*?)(?=^## |\Z)", pages()["commands.md"], re.M | re.S
+        )
+    }
+    sources = (path for folder in ("api", "cachesvc") for path in (ROOT / folder).rglob("*.py"))
+    for path in (*DOCUMENTS, *sources):
+        for words in re.findall(r"cachesvc ([a-z][^\n`#]*)", path.read_text(encoding="utf-8")):
+            names = [name for name in options if f"{words} ".startswith(f"{name} ")]
+            for flag in re.findall(r"(?<!\S)--[a-z-]+", words) if names else ():
+                assert flag in {*options[max(names, key=len)], "--help"}, f"{path}: {words}"
