@@ -37,6 +37,18 @@ async def whole_prefix(hands: CacheHands, key: PrefixKey) -> tuple[PrefixKey, Se
     return scope, keys
 
 
+async def must_exist(request: Request, tenant: str) -> None:
+    """A name mistyped must not end in a pin that serves nobody, or a receipt that proves nothing.
+
+    Raises RecordNotFound.
+    """
+    books = parts_of(request).books
+    if books is None:
+        return
+    if await asyncio.to_thread(books.accounts.find_tenant, tenant) is None:
+        raise RecordNotFound(f"no tenant is named {tenant!r}; see `cachesvc tenants list`")
+
+
 async def pin(
     request: Request,
     by: Admin,
@@ -64,8 +76,7 @@ async def unpin(request: Request, by: Admin, name: str, why: str) -> None:
     """End a pin. Raises RecordNotFound where there is none of that name."""
     if not await hands_of(request).unpin(name):
         raise RecordNotFound(
-            f"there is no pin {name[:64]!r}, or it has ended meanwhile; "
-            "GET /admin/api/cache/pins lists them"
+            f"there is no pin {name[:64]!r}, or it has ended meanwhile; see `cachesvc cache pins`"
         )
     await _record(request, by, "cache.unpin", name, why)
 
@@ -87,7 +98,12 @@ async def evict(
 async def purge(
     request: Request, by: Admin, kind: OwnerKind, name: str, why: str
 ) -> dict[str, Any]:
-    """Remove every block of a tenant or group from every tier; the signed receipt."""
+    """Remove every block of a tenant or group from every tier; the signed receipt.
+
+    Raises RecordNotFound where there is no such tenant.
+    """
+    if kind == "tenant":
+        await must_exist(request, name)
     signed = await hands_of(request).purge(kind, name, by=by.name, why=why)
     _look_again(parts_of(request))
     await _record(request, by, "cache.purge", name, why, signed)

@@ -14,7 +14,7 @@ from pydantic import Field
 from api.admin import cache_changes
 from api.admin.access import MayChange, MayRead
 from api.admin.bodies import AdminBody, Name
-from api.admin.cache_changes import OwnerKind, hands_of, whole_prefix
+from api.admin.cache_changes import OwnerKind, hands_of, must_exist, whole_prefix
 from api.admin.parts import CacheHands
 from api.context import wire_of
 from api.errors import InvalidRequest
@@ -127,6 +127,8 @@ async def _prefix(
         return await whole_prefix(hands, PrefixKey(bytes.fromhex(body.key)))
     if (body.tenant is None) == (body.group is None):
         raise InvalidRequest("Say whose prompt it is: `tenant` or `group`.")
+    if body.tenant is not None:
+        await must_exist(request, body.tenant)
     wire = wire_of(request)
     model = find_model(wire.models, body.model or next(iter(wire.models)))
     if body.messages is not None:

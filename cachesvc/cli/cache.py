@@ -27,6 +27,7 @@ from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import (
     AsJson,
     fail,
+    note,
     percent,
     print_json,
     print_json_line,
@@ -113,6 +114,8 @@ def tree(
         return
     for line in tree_lines(grown):
         typer.echo(line)
+    if not grown.num_blocks:
+        note("no block is on disk; --live draws what the running server holds in memory")
 
 
 @app.command()

@@ -296,7 +296,7 @@ def _on_disk(path: Path, key: str, *, missing_ok: bool) -> dict[str, Any]:
         children = [child.key.hex() for child in view.children().get(block.key, [])]
     return block_json(block) | {
         "tiers": ["disk"],
-        "depth": len(chain),
+        "depth": len(chain) - 1,
         "complete": chain[0].parent == chain[0].scope,
         "children": children,
         "checksum": f"{block.checksum:016x}",

@@ -46,6 +46,10 @@ def pin(
     json: AsJson = False,
 ) -> None:
     """Keep a prefix in at least one tier for a while, also over restarts of the server."""
+    if sum(given is not None for given in (key, file, system)) != 1:
+        fail("say what to pin by one of --key, --file and --system", 2)
+    if key is None and (tenant is None) == (group is None):
+        fail("say whose prompt it is: --tenant or --group", 2)
     body: dict[str, Any] = {"name": name, "for_s": for_s, "why": why, "key": key, "model": model}
     body |= {"tenant": tenant, "group": group}
     if file is not None:

@@ -88,12 +88,14 @@ def _purge_stopped(
     roots = roots_of(path, name, kind)
     if not roots:
         fail(f"no model was served from {path} yet, so nothing of {kind} {name} can be there")
-    try:
-        signed = receipt(ReceiptSigner.open(path), order, purge_stopped(path, roots))
-    except (TierError, PurgeFailed) as error:
-        fail(str(error))
-    keep_receipt(path, signed)
     with books(path, database_url) as open_books:
+        if kind is Kind.TENANT and open_books.accounts.find_tenant(name) is None:
+            fail(f"no tenant is named {name!r}; see `cachesvc tenants list`")
+        try:
+            signed = receipt(ReceiptSigner.open(path), order, purge_stopped(path, roots))
+        except (TierError, PurgeFailed) as error:
+            fail(str(error))
+        keep_receipt(path, signed)
         open_books.accounts.record("cache.purge", name, by=order.by, after=signed, reason=why)
     return signed
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from api.admin.books import Books
 from api.admin.parts import AdminParts
 from api.admin.router import admin_router
 from api.admin.testing import OPERATOR_TOKEN, RecordingTrail, fake_parts
@@ -19,7 +20,10 @@ from api.auth import Salts
 from api.explorer import Explorer
 from api.owners import Owners
 from api.testing import FakeHouse, fake_house
+from billing.prover import Prover
 from billing.receipts import ReceiptSigner, verify_receipt
+from billing.store import database_url
+from billing.testing import running_ledger
 from cachesvc.cache_operator import CacheOperator
 from cachesvc.config import disk_path
 from cachesvc.money import read_secret
@@ -249,6 +253,34 @@ async def test_the_working_set_is_told(client: httpx.AsyncClient, running: Runni
     assert told["num_uses"] == 12 and told["working_set_blocks"] == 4
     assert [point["tier"] for point in told["tiers"]] == ["device", "host", "disk"]
     assert told["tiers"][0]["hit_rate"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("purge", {"name": "amce", "why": "w"}),
+        ("pin", {"name": "p", "for_s": 60, "why": "w", "tenant": "amce", "prompt": [1] * 8}),
+    ],
+)
+async def test_a_tenant_that_does_not_exist_is_neither_purged_nor_pinned_for(
+    running: Running, trail: RecordingTrail, route: str, body: dict[str, Any]
+) -> None:
+    """A name mistyped must not get a receipt that says that nothing of it is left."""
+    with running_ledger(database_url(running.data_dir)) as ledger:
+        store = ledger.accounts.store
+        books = Books(store, ledger.accounts, ledger.ledger, Prover(store), running.signer)
+        parts = fake_parts(cache=running.hands, record=trail, books=books)
+        transport = httpx.ASGITransport(
+            create_app(running.house.wire, routers=(admin_router(parts),))
+        )
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://test", headers=HEADERS
+        ) as client:
+            answer = await client.post(f"/admin/api/cache/{route}", json=body)
+            assert answer.status_code == 404
+            assert "no tenant is named 'amce'" in answer.json()["error"]["message"]
+            right = {key: "acme" if value == "amce" else value for key, value in body.items()}
+            assert (await client.post(f"/admin/api/cache/{route}", json=right)).is_success
 
 
 async def test_a_reader_may_look_and_not_change(

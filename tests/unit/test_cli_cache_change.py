@@ -10,8 +10,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from api.auth import Salts
+from api.testing import fake_house
+from billing.store import database_url
+from billing.testing import running_ledger
 from cachesvc.cli import app
 from cachesvc.config import disk_path
+from cachesvc.money import read_secret
+from cachesvc.purging import RECEIPTS
+from cachesvc.scopes import note_scopes
 from tiers.block import BlockLayout
 from tiers.disk import DiskTier
 from tiers.disk_directory import DirectoryLock
@@ -168,6 +175,35 @@ def test_purge_of_an_unknown_scope_says_so(data_dir: Path) -> None:
     failed = call("purge", data_dir, "--scope", "0" * 32, "--yes")
     assert 1 == failed.exit_code
     assert "no scope's root begins with" in failed.stderr
+
+
+def test_a_tenant_that_does_not_exist_is_not_purged(data_dir: Path) -> None:
+    """A name mistyped must not get a receipt that says that nothing of it is left."""
+    house = fake_house(salts=Salts(read_secret(data_dir)))
+    note_scopes(data_dir, house.wire.models.values())
+    house.close()
+    with running_ledger(database_url(data_dir)):  # makes the tenant acme
+        pass
+    failed = call("purge", data_dir, "--tenant", "amce", "--reason", "left", "--yes")
+    assert (1, True) == (failed.exit_code, "no tenant is named 'amce'" in failed.stderr)
+    assert not (data_dir / RECEIPTS).exists()
+    done = call("purge", data_dir, "--tenant", "acme", "--reason", "left", "--yes", "--json")
+    assert "acme" == told(done)["tenant"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "one of --key, --file and --system"),
+        (("--key", "ab", "--file", "x"), "one of --key, --file and --system"),
+        (("--file", "x"), "--tenant or --group"),
+    ],
+)
+def test_a_pin_that_is_not_clear_is_asked_for_by_options(
+    data_dir: Path, flags: tuple[str, ...], message: str
+) -> None:
+    failed = call("pin", data_dir, "house", "--reason", "hot", "--for", "1h", *flags)
+    assert (2, True) == (failed.exit_code, message in failed.stderr)
 
 
 def test_a_purge_beside_a_server_says_what_it_cannot_reach(data_dir: Path) -> None:
