@@ -14,6 +14,7 @@ SPLIT = 10**9  # amounts are stored as hi * SPLIT + lo, so that SQL adds them wi
 DAY_NS = 86_400 * 10**9
 DAILY_KEY = ("tenant", "day", "project", "key_id", "model", "card", "version", "window_name")
 SESSION_KEY = ("tenant", "session")
+STORED = {"storage_token_hours"}
 COUNTERS = ("requests", *CLASSES, "amount_hi", "amount_lo", "saved_hi", "saved_lo")
 
 Row = dict[str, Any]
@@ -77,8 +78,9 @@ def _sorted(rows: dict[tuple[Any, ...], Row]) -> list[Row]:
 
 
 def _add(row: Row, entry: Entry, details: dict[str, Any]) -> None:
-    row["requests"] += 1
-    for name, count in details.get("usage", {}).items():
+    usage = details.get("usage", {})
+    row["requests"] += usage.keys() != STORED  # an hour of a pin is no request
+    for name, count in usage.items():
         row[name] += count
     row["amount"] -= entry.amount
     row["saved"] += int(details["saved"])

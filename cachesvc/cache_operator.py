@@ -15,9 +15,10 @@ from api.explorer import Caller
 from billing.receipts import ReceiptSigner
 from cachesvc.purging import Done, Order, keep_receipt, read_receipt, receipt
 from cachesvc.scopes import Kind, roots_of
+from cachesvc.storage_meter import Storage
 from tiers.cache import TieredCache
 from tiers.keys import PrefixKey
-from tiers.retention import Pin
+from tiers.retention import Pin, PinError
 from tiers.traffic import TrafficReport
 
 T = TypeVar("T")
@@ -26,22 +27,35 @@ T = TypeVar("T")
 class CacheOperator:
     """Pins, evictions and purges on one engine; see `api.admin.parts.CacheHands`."""
 
-    def __init__(self, call: Caller, block_size: int, data_dir: Path, signer: ReceiptSigner):
+    def __init__(
+        self,
+        call: Caller,
+        block_size: int,
+        data_dir: Path,
+        signer: ReceiptSigner,
+        storage: Storage | None = None,
+    ) -> None:
         self._call_engine = call
         self.block_size = block_size
         self._data_dir = data_dir
         self._signer = signer
+        self._storage = storage
 
     async def pin(
         self, name: str, scope: PrefixKey, keys: Sequence[PrefixKey], until_s: float, why: str
     ) -> Pin[PrefixKey]:
-        """Pin a prefix, durably. Raises PinError."""
+        """Pin a prefix, durably. Raises PinError, also where its first hour is not paid for."""
+        await self._settle_storage()
         pin = await self._call(lambda cache: cache.pin(name, keys, until_s, why, scope=scope))
         await self._saved()
+        if name in await self._settle_storage():
+            raise PinError(f"the tenant's balance does not cover an hour of the pin {name!r}")
         return pin
 
     async def unpin(self, name: str) -> bool:
+        await self._settle_storage()
         found = await self._call(lambda cache: cache.unpin(name))
+        self._forget([name])
         await self._saved()
         return found
 
@@ -75,7 +89,9 @@ class CacheOperator:
         return await asyncio.to_thread(read_receipt, self._data_dir, finished_ns)
 
     async def _purge(self, roots: Collection[PrefixKey]) -> Done:
+        await self._settle_storage()
         purged = await self._done(lambda cache: cache.purge(roots))
+        self._forget(purged.pins)
         await self._saved()
         return Done(
             roots=purged.roots,
@@ -92,6 +108,15 @@ class CacheOperator:
     async def _done(self, work: "Callable[[TieredCache], Future[T]]") -> T:
         """Wait for the engine to begin, then for the disk to be done."""
         return await asyncio.wrap_future(await self._call(work))
+
+    async def _settle_storage(self) -> Collection[str]:
+        """Charge the pins' hours that have begun; the names of pins released unpaid."""
+        return await self._storage.settle() if self._storage is not None else ()
+
+    def _forget(self, names: Collection[str]) -> None:
+        if self._storage is not None:
+            for name in names:
+                self._storage.forget(name)
 
     async def _saved(self) -> None:
         """The pins as they are now are on disk."""

@@ -15,6 +15,7 @@ from typing import Any
 from api.auth import Salts
 from api.collaborators import ServedModel
 from cachesvc.money import SECRET_NAME, read_secret
+from cachesvc.storage_meter import Payer
 from tiers.keys import CacheScope, PrefixKey
 
 FILE_NAME = "scopes.json"
@@ -59,6 +60,15 @@ def roots_of(data_dir: Path, name: str, *kinds: Kind) -> Mapping[PrefixKey, str]
             salt = salts.of_tenant(name) if kind is Kind.TENANT else salts.group_salt(name)
             roots[replace(scope, tenant=salt).root()] = each["model"]
     return roots
+
+
+def payers(data_dir: Path, tenants: Iterable[str]) -> dict[PrefixKey, Payer]:
+    """Who pays for what is kept in a scope; a sharing group's scopes are nobody's."""
+    return {
+        root: Payer(tenant, model)
+        for tenant in tenants
+        for root, model in roots_of(data_dir, tenant, Kind.TENANT).items()
+    }
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -47,8 +47,9 @@ from cachesvc.metric_samples import Snapshots
 from cachesvc.metrics import Metrics
 from cachesvc.money import Money, open_money
 from cachesvc.quotas import QuotaBook
-from cachesvc.scopes import note_scopes
+from cachesvc.scopes import note_scopes, payers
 from cachesvc.snapshot import Sources
+from cachesvc.storage_meter import StorageMeter
 from cachesvc.tracing import open_tracer
 from engine.models import LoadedModel
 from engine.request import StepOutput
@@ -57,6 +58,7 @@ from tiers.disk import DiskTier
 from tiers.disk_directory import is_locked, read_holder
 from tiers.errors import DirectoryLocked
 from tiers.events import EventStream
+from tiers.pin_file import load_pins
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +154,7 @@ class Service:
             vllm_aliases=settings.metrics.vllm_aliases,
         )
         self.latencies = Latencies()
+        self._storage = self._storage_meter()
         self.dashboard = Dashboard(
             settings,
             books=money.books,
@@ -173,6 +176,7 @@ class Service:
                 self.core.layout.block_size,
                 settings.server.data_dir,
                 money.books.signer,
+                self._storage,
             ),
         )
         self._encoders = EncoderPool(NUM_ENCODERS)
@@ -259,6 +263,7 @@ class Service:
         tasks = [
             asyncio.create_task(self._count_blocks()),
             asyncio.create_task(self._watch_money()),
+            asyncio.create_task(self._storage.run()),
             asyncio.create_task(self.dashboard.keep_history()),
         ]
         try:
@@ -309,6 +314,17 @@ class Service:
             self._owners(),
             disk.view if isinstance(disk, DiskTier) else None,
             block_bytes=self.core.layout.nbytes,
+        )
+
+    def _storage_meter(self) -> StorageMeter:
+        """Begins with the pins on record: also those whose time was over before this start."""
+        data_dir, books = self._settings.server.data_dir, self._money.books
+        return StorageMeter(
+            self.core.engine.call,
+            books.ledger,
+            lambda: payers(data_dir, [each.tenant for each in books.accounts.tenants()]),
+            books.accounts.record,
+            pins=load_pins(disk_path(data_dir)),
         )
 
     def _owners(self) -> Owners:

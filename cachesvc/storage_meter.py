@@ -1,0 +1,244 @@
+"""Charges for pinned prefixes: each started hour of a pin, once, where the rate card sells storage.
+
+An hour is charged when it begins, at the card and window of that instant, under a request id made
+of the pin's name, its beginning and the hour's number: the ledger takes one charge for each, so
+that a restart finds what was charged and charges what was missed. Event loop only; the operator's
+hands settle before and after they change a pin, `run` settles in between.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil, floor
+from typing import NamedTuple, Protocol, TypeVar
+
+from api.admin.parts import Trail
+from api.explorer import Caller
+from api.metering import durable
+from billing.errors import (
+    BillingError,
+    DuplicateRequest,
+    InsufficientBalance,
+    NoPrice,
+    TenantSuspended,
+)
+from billing.gate import SYSTEM
+from billing.holds import Hold, RequestContext
+from billing.ledger import Ledger
+from billing.policy import PRESUMED, Outcome
+from billing.prices import NS
+from billing.rating import rate
+from billing.store_reports import find_request
+from billing.usage import Usage
+from tiers.cache import TieredCache
+from tiers.keys import PrefixKey
+from tiers.retention import Pin
+
+logger = logging.getLogger(__name__)
+
+HOUR_S = 3600
+LOOK_S = 60.0  # the longest between two looks: clocks jump, and a ledger may be away
+T = TypeVar("T")
+
+
+class Payer(NamedTuple):
+    """Who pays for a scope's pins, and whose price it is."""
+
+    tenant: str
+    model: str
+
+
+Payers = Callable[[], Mapping[PrefixKey, Payer]]
+
+
+class Storage(Protocol):
+    """What the operator's hands need of it."""
+
+    async def settle(self) -> Collection[str]:
+        """Charge every hour that has begun; the names of pins that were released unpaid."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """A pin was ended before its time; its hours until now were settled."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Hour:
+    """One hour of one pin, to be charged to a tenant."""
+
+    hold: Hold
+    usage: Usage
+    begins_s: float
+
+    @property
+    def amount(self) -> int:
+        return rate(self.usage, self.hold.pinned).amount
+
+
+class StorageMeter:
+    """Owns which hours of which pins are settled. `pins` are those of an earlier run's file, also
+    ended ones, whose last hours may be open."""
+
+    def __init__(
+        self,
+        call: Caller,
+        ledger: Ledger,
+        payers: Payers,
+        record: Trail,
+        *,
+        pins: Iterable[Pin[PrefixKey]] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`payers` reads the accounts, off the event loop."""
+        self._call = call
+        self._ledger = ledger
+        self._payers = payers
+        self._record = record
+        self._clock = clock
+        self._known = {pin_id(pin): pin for pin in pins}
+        self._next: dict[str, int] = {}  # by pin: the first hour that is not settled
+        self._of_scope: Mapping[PrefixKey, Payer] = {}
+        self._settling = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Settle whenever an hour begins, until cancelled."""
+        while True:
+            try:
+                await self.settle()
+            except BillingError:
+                logger.exception("storage of pins cannot be charged now; it will be")
+            await asyncio.sleep(self._until_next_s())
+
+    async def settle(self) -> Collection[str]:
+        """See `Storage`. Raises BillingError where the ledger fails; what is open stays so."""
+        async with self._settling:
+            pins = await self._look()
+            unpaid = [pin for pin in pins if not await self._charge(pin)]
+            for pin in unpaid:
+                await self._release(pin)
+            return [pin.name for pin in unpaid]
+
+    def forget(self, name: str) -> None:
+        for known in [known for known, pin in self._known.items() if pin.name == name]:
+            self._drop(known)
+
+    async def _look(self) -> list[Pin[PrefixKey]]:
+        """Pins with hours that may be open. One that ended before its time was settled then."""
+        standing = {pin_id(pin): pin for pin in await self._on_engine(lambda cache: cache.pins())}
+        self._known |= standing
+        for known, pin in list(self._known.items()):
+            if known not in standing and pin.until_s > self._clock():
+                self._drop(known)
+        pins = list(self._known.values())
+        if any(pin.scope not in self._of_scope for pin in pins):
+            self._of_scope = await asyncio.to_thread(self._payers)
+        return pins
+
+    async def _charge(self, pin: Pin[PrefixKey]) -> bool:
+        """Settle the hours of a pin that have begun; whether the one that runs is paid for."""
+        known, now_s = pin_id(pin), self._clock()
+        payer = self._of_scope.get(pin.scope)
+        begun = hours_begun(pin, now_s)
+        if payer is not None and begun > self._next.get(known, 0):
+            first = self._next.get(known, 0)
+            due = await asyncio.to_thread(self._due, pin, payer, range(first, begun))
+            for hour in due:
+                runs = now_s < min(hour.begins_s + HOUR_S, pin.until_s)
+                if not await self._post(hour, prepaid=runs):
+                    return False
+        self._next[known] = begun
+        if pin.until_s <= now_s:
+            self._drop(known)
+        return True
+
+    def _due(self, pin: Pin[PrefixKey], payer: Payer, numbers: range) -> list[Hour]:
+        """The hours of `numbers` that are sold and not charged, in order; looks from the last
+        back to one that was charged, as they are charged in order. A worker thread."""
+        tenant = self._ledger.accounts.find_tenant(payer.tenant)
+        if tenant is None:
+            return []
+        due: list[Hour] = []
+        with self._ledger.store.reading() as connection:
+            for number in reversed(numbers):
+                hour = self._hour(pin, payer, tenant.currency, number)
+                if hour is None:
+                    continue
+                charged = find_request(connection, *hour.hold.key)
+                if charged is not None and charged.details["outcome"] not in PRESUMED:
+                    break
+                due.append(hour)
+        return due[::-1]
+
+    def _hour(self, pin: Pin[PrefixKey], payer: Payer, currency: str, number: int) -> Hour | None:
+        """An hour of a pin; None where its card sells no storage."""
+        begins_s = pin.since_s + number * HOUR_S
+        admitted_ns = int(begins_s * NS)
+        try:
+            pinned = self._ledger.book.at(payer.model, admitted_ns, currency)
+        except NoPrice:
+            return None
+        if not pinned.rates.storage:
+            return None
+        context = RequestContext(admitted_ns=admitted_ns)
+        hold = Hold(payer.tenant, f"{pin_id(pin)}:{number}", pinned, context)
+        return Hour(hold, Usage(storage_token_hours=pin.num_tokens), begins_s)
+
+    async def _post(self, hour: Hour, *, prepaid: bool) -> bool:
+        """Charge an hour; False where the balance does not cover one that runs.
+
+        One that is over was kept already: what the balance lacks for it is owed.
+        """
+        hold = hour.hold
+        if prepaid:
+            try:
+                await durable(
+                    self._ledger.reserve(
+                        hold.tenant, hold.request_id, hour.amount, hold.pinned, context=hold.context
+                    )
+                )
+            except DuplicateRequest:
+                pass  # reserved before a crash; to be settled all the same
+            except (InsufficientBalance, TenantSuspended) as error:
+                logger.warning(f"an hour of a pin is not paid for: {error}")
+                return False
+        await durable(self._ledger.settle(hold, hour.usage, Outcome.FINISHED))
+        return True
+
+    async def _release(self, pin: Pin[PrefixKey]) -> None:
+        """End a pin that nobody pays for, durably, and write it into the audit."""
+        await self._on_engine(lambda cache: cache.unpin(pin.name))
+        self._drop(pin_id(pin))
+        await asyncio.wrap_future(await self._on_engine(lambda cache: cache.saved()))
+        payer = self._of_scope[pin.scope]
+        reason = f"tenant {payer.tenant!r} is suspended or its balance covers no further hour"
+        after = {"tenant": payer.tenant, "num_tokens": pin.num_tokens, "until_s": pin.until_s}
+        await asyncio.to_thread(
+            self._record, "cache.unpin", pin.name, by=SYSTEM, after=after, reason=reason
+        )
+
+    def _drop(self, known: str) -> None:
+        self._known.pop(known, None)
+        self._next.pop(known, None)
+
+    def _until_next_s(self) -> float:
+        """Until the next hour of a pin begins, at most LOOK_S."""
+        now_s = self._clock()
+        begin = (pin.since_s + hours_begun(pin, now_s) * HOUR_S for pin in self._known.values())
+        return max(0.0, min([LOOK_S, *(at_s - now_s for at_s in begin)]))
+
+    async def _on_engine(self, function: Callable[[TieredCache], T]) -> T:
+        return await asyncio.wrap_future(self._call(function))
+
+
+def pin_id(pin: Pin[PrefixKey]) -> str:
+    """Names this pinning for ever: a prefix that is pinned anew under a name begins anew."""
+    return f"pin:{pin.name}:{round(pin.since_s * 1000)}"
+
+
+def hours_begun(pin: Pin[PrefixKey], now_s: float) -> int:
+    """How many hours of a pin have begun; one that would begin as it ends does not."""
+    until_now = floor((now_s - pin.since_s) / HOUR_S) + 1
+    return max(0, min(until_now, ceil((pin.until_s - pin.since_s) / HOUR_S)))

@@ -1,0 +1,257 @@
+"""Hours of pins are charged once each: over restarts, crashes, ends, and empty balances."""
+
+import random
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.admin.testing import RecordingTrail
+from billing.audit import verify
+from billing.cards import parse_card
+from billing.prices import NS
+from billing.store_reports import stream_entries
+from billing.testing import ManualClock, TestLedger, running_ledger
+from cachesvc.cache_operator import CacheOperator
+from cachesvc.storage_meter import HOUR_S, Payer, StorageMeter, hours_begun
+from engine.chain_runner import chain_layout
+from tiers.cache import CacheSettings, TieredCache
+from tiers.keys import CacheScope, PrefixKey, prefix_keys, token_bytes
+from tiers.memory import MemoryTier, SteppedMover
+from tiers.pin_file import load_pins
+from tiers.retention import Pin, PinError
+
+pytestmark = pytest.mark.anyio
+
+BLOCK = 4
+LAYOUT = chain_layout(BLOCK)
+ROOT = CacheScope(tenant=b"acme").root()
+GROUP = CacheScope(tenant=b"group").root()
+RATE = 1_000_000  # units for a token-hour: 1 CNY per million
+PRICED = """
+[card]
+name = "stored"
+version = "1"
+valid_from = "2024-12-31T00:00:00Z"
+currency = "CNY"
+[[model]]
+match = "*"
+hit = "0.1"
+miss = "1"
+output = "2"
+storage = "1"
+"""
+
+
+class Life:
+    """One life of a server over a folder: a cache with pins, a meter, and the hands on both."""
+
+    def __init__(self, folder: Path, money: TestLedger) -> None:
+        self.clock, self.trail = money.clock, RecordingTrail()
+        tier = MemoryTier(64, block_bytes=LAYOUT.nbytes)
+        self.mover = SteppedMover(tier)
+        self.tiers = TieredCache(
+            LAYOUT,
+            CacheSettings(
+                device_bytes=8 * LAYOUT.nbytes,
+                host_bytes=64 * LAYOUT.nbytes,
+            ),
+            disk=tier,
+            mover=self.mover,
+            pin_folder=folder,
+            wall_clock=self.now_s,
+        )
+        self.meter = StorageMeter(
+            self.call,
+            money.ledger,
+            lambda: {ROOT: Payer("acme", "model")},
+            self.trail,
+            pins=load_pins(folder),
+            clock=self.now_s,
+        )
+        signer: Any = None
+        self.hands = CacheOperator(self.call, BLOCK, folder, signer, self.meter)
+
+    def now_s(self) -> float:
+        return self.clock() / NS
+
+    def call(self, function: Callable[[TieredCache], Any]) -> "Future[Any]":
+        future: Future[Any] = Future()
+        future.set_result(function(self.tiers))
+        self.mover.run(100)
+        return future
+
+    async def pin(
+        self, name: str, num_blocks: int, hours: float, scope: PrefixKey = ROOT
+    ) -> Pin[PrefixKey]:
+        keys = prefix_keys(scope, token_bytes(range(num_blocks * BLOCK)), BLOCK)
+        return await self.hands.pin(name, scope, keys, self.now_s() + hours * HOUR_S, "hot")
+
+    async def wait(self, seconds: int) -> None:
+        """Time passes; the cache ends pins whose time is over, the meter looks."""
+        self.clock.advance(seconds)
+        self.call(lambda cache: cache.step())
+        await self.meter.settle()
+
+    def names(self) -> list[str]:
+        return sorted(pin.name for pin in self.tiers.pins())
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/ledger.db"
+
+
+def apply(money: TestLedger, text: str = PRICED) -> None:
+    money.accounts.apply_card(parse_card(text), by="test")
+
+
+def charges(money: TestLedger) -> dict[str, int]:
+    """Units by request id, with their corrections; the ledger proves."""
+    proof = verify(money.ledger.store)
+    assert proof.ok, proof.problems
+    with money.ledger.store.reading() as connection:
+        entries = list(stream_entries(connection, "acme"))
+    sums: dict[str, int] = {}
+    for entry in entries:
+        if entry.request_id.removeprefix("late:").startswith("pin:"):
+            name = entry.request_id.removeprefix("late:")
+            sums[name] = sums.get(name, 0) + entry.amounts.get("revenue", 0)
+    return sums
+
+
+def total(pins: Iterable[tuple[Pin[PrefixKey], float]]) -> int:
+    """What started hours until a moment come to."""
+    return sum(pin.num_tokens * hours_begun(pin, end_s) * RATE for pin, end_s in pins)
+
+
+async def test_each_started_hour_is_charged_when_it_begins(tmp_path: Path, url: str) -> None:
+    with running_ledger(url) as money:
+        apply(money)
+        money.fund(10**12)
+        life = Life(tmp_path, money)
+        pin = await life.pin("system", 3, hours=2.5)
+        assert [12 * RATE] == list(charges(money).values())
+        for seconds, hours in ((3599, 1), (1, 2), (3600, 3), (1800, 3), (7200, 3)):
+            await life.wait(seconds)
+            assert [12 * RATE] * hours == list(charges(money).values())
+        assert life.names() == [] and len(charges(money)) == 3
+        first = next(iter(charges(money)))
+        assert first == f"pin:system:{round(pin.since_s * 1000)}:0"
+
+
+async def test_a_card_without_storage_charges_nothing(tmp_path: Path, url: str) -> None:
+    with running_ledger(url) as money:
+        life = Life(tmp_path, money)
+        await life.pin("system", 3, hours=9)
+        await life.wait(2 * HOUR_S)
+        assert charges(money) == {} and life.names() == ["system"]
+
+
+async def test_a_groups_pin_is_charged_to_nobody(tmp_path: Path, url: str) -> None:
+    with running_ledger(url) as money:
+        apply(money)
+        life = Life(tmp_path, money)
+        await life.pin("shared", 3, hours=9, scope=GROUP)
+        await life.wait(2 * HOUR_S)
+        assert charges(money) == {} and life.names() == ["shared"]
+
+
+async def test_a_pin_that_the_balance_does_not_cover_is_released_and_audited(
+    tmp_path: Path, url: str
+) -> None:
+    with running_ledger(url) as money:
+        apply(money)
+        money.accounts.set_credit_limit("acme", 0, by="test")
+        money.fund(2 * 12 * RATE)
+        life = Life(tmp_path, money)
+        await life.pin("system", 3, hours=9)
+        await life.wait(HOUR_S)
+        assert life.names() == ["system"]
+        await life.wait(HOUR_S)
+        assert life.names() == [] and load_pins(tmp_path) == []
+        assert len(charges(money)) == 2 and money.accounts.tenant("acme").balance == 0
+        assert [("cache.unpin", "system")] == life.trail.actions
+        assert "covers no further hour" in life.trail.entries[0]["reason"]
+        with pytest.raises(PinError, match="does not cover"):
+            await life.pin("again", 3, hours=9)
+        assert life.names() == []
+
+
+async def test_hours_while_the_server_was_down_are_owed(tmp_path: Path, url: str) -> None:
+    with running_ledger(url) as money:
+        apply(money)
+        money.accounts.set_credit_limit("acme", 0, by="test")
+        money.fund(12 * RATE)
+        await Life(tmp_path, money).pin("system", 3, hours=2.5)
+        money.clock.advance(4 * HOUR_S)
+        life = Life(tmp_path, money)
+        await life.meter.settle()
+        assert len(charges(money)) == 3
+        assert money.accounts.tenant("acme").owed == 2 * 12 * RATE
+
+
+async def test_a_crash_between_hold_and_charge_loses_no_hour(tmp_path: Path, url: str) -> None:
+    clock = ManualClock()
+    with running_ledger(url, clock=clock) as money:
+        apply(money)
+        money.fund(10**12)
+        life = Life(tmp_path, money)
+        settle = money.ledger.settle
+        money.ledger.settle = _die  # type: ignore[method-assign, assignment]
+        with pytest.raises(ConnectionError):
+            await life.pin("system", 3, hours=2.5)
+        money.ledger.settle = settle  # type: ignore[method-assign]
+        assert money.accounts.tenant("acme").held == 12 * RATE
+    with running_ledger(url, clock=clock) as money:
+        assert money.accounts.tenant("acme").held == 0
+        for _ in range(2):
+            await Life(tmp_path, money).meter.settle()
+            assert sum(charges(money).values()) == 12 * RATE
+
+
+def _die(*_: object, **__: object) -> None:
+    raise ConnectionError("killed")
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_the_sum_is_tokens_times_hours_times_rate_whatever_the_restarts(
+    tmp_path: Path, url: str, seed: int
+) -> None:
+    """Pins come, go, end and are replaced at random; the server is killed and started at random."""
+    chance, clock = random.Random(seed), ManualClock()
+    ended: list[tuple[Pin[PrefixKey], float]] = []
+    for number in range(8):
+        with running_ledger(url, clock=clock) as money:
+            if not number:
+                apply(money)
+                money.fund(10**15)
+            life = Life(tmp_path, money)
+            await life.meter.settle()
+            for _ in range(chance.randrange(6)):
+                before = {pin.name: pin for pin in life.tiers.pins()}
+                name = chance.choice("abc")
+                if chance.random() < 0.3:
+                    await life.hands.unpin(name)
+                elif chance.random() < 0.6:
+                    await life.pin(name, chance.randint(1, 4), chance.uniform(0.1, 6))
+                after = {(pin.name, pin.since_s): pin for pin in life.tiers.pins()}
+                gone = [p for p in before.values() if (p.name, p.since_s) not in after]
+                ended += [(pin, life.now_s()) for pin in gone]
+                still = list(after.values())
+                await life.wait(chance.randrange(3 * HOUR_S))
+                left = {(pin.name, pin.since_s) for pin in life.tiers.pins()}
+                ended += [(p, p.until_s) for p in still if (p.name, p.since_s) not in left]
+            standing = [(pin, life.now_s()) for pin in life.tiers.pins()]
+            assert sum(charges(money).values()) == total(ended + standing)
+        clock.advance(chance.randrange(4 * HOUR_S))
+        still = [pin for pin, _ in standing]
+        ended += [(pin, pin.until_s) for pin in still if pin.until_s <= clock() / NS]
+    with running_ledger(url, clock=clock) as money:
+        for _ in range(2):
+            life = Life(tmp_path, money)
+            await life.meter.settle()
+            standing = [(pin, life.now_s()) for pin in life.tiers.pins()]
+            assert sum(charges(money).values()) == total(ended + standing)
