@@ -49,6 +49,12 @@ def test_the_readme_names_every_folder_of_the_house() -> None:
     assert [] == [folder for folder in FOLDERS if f"{folder}/" not in readme]
 
 
+def test_the_readme_leads_to_every_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pages_there = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    assert set() == {page for page in pages_there if page not in readme}
+
+
 def test_options_of_commands_are_named_as_they_are() -> None:
     """In every document, and in what the server and the commands tell people to run."""
     options = {
