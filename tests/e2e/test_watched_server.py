@@ -32,8 +32,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 OPS = Path(__file__).parents[2] / "ops"
 WINDOW = "10s"  # in place of Grafana's $__rate_interval
 START_S = 60
-# What a healthy server with these requests does not have: nothing to show is what these show.
-EMPTY = {"Faults", "Invariant violations"}
+# What a healthy server with these requests and no quota does not have: these panels show nothing.
+EMPTY = {"Faults", "Invariant violations", "Quotas"}
 SIZES = ["--device-cache", "2MiB", "--host-cache", "2MiB", "--disk-cache", "8MiB"]
 
 
