@@ -1,22 +1,29 @@
 """Rewriting a shard: to give space back, or to fit a smaller capacity. Needs the folder's lock.
 
-The newest blocks are copied, newest first, into a new shard beside the old one; its file then takes
-the old one's place by one rename. Until then both lie on the disk. Killed at any moment, either the
-old or the new file stands, whole.
+Pinned blocks are copied first, then the others, newest first, into a new shard beside the old one;
+its file then takes the old one's place by one rename. Until then both lie on the disk. Killed at
+any moment, either the old or the new file stands, whole.
 """
 
 import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiers.disk_accounts import Entry
 from tiers.disk_directory import DirectoryLock, read_meta, shard_path
 from tiers.disk_storage import Storage
 from tiers.disk_transfer import make_record, proven, read_record
 from tiers.errors import ConfigurationError, MissReason
+from tiers.keys import PrefixKey
+from tiers.pin_file import keys_in_force
 from tiers.shard import Shard
+from tiers.shard_writer import Writer
 
 ROWS = 16
 NEW_SUFFIX = ".new"
+Row = tuple[PrefixKey, Entry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +36,9 @@ class Compacted:
     file_bytes: int
 
 
-def compact_folder(root: Path, storage: Storage | None = None) -> list[Compacted]:
+def compact_folder(
+    root: Path, storage: Storage | None = None, clock: Callable[[], float] = time.time
+) -> list[Compacted]:
     """Rewrite every shard of a folder that no server holds.
 
     Raises DirectoryLocked; ConfigurationError where there is no tier; OSError for lack of room.
@@ -39,16 +48,24 @@ def compact_folder(root: Path, storage: Storage | None = None) -> list[Compacted
         raise ConfigurationError(f"there is no disk cache in {root}; check --data-dir")
     lock = DirectoryLock(root)
     try:
+        pinned = keys_in_force(root, clock())
+        size = meta.map_bytes
         return [
-            compact(shard_path(root, number), meta.map_bytes, meta.map_bytes, storage or Storage())
+            compact(shard_path(root, number), size, size, storage or Storage(), pinned)
             for number in range(meta.num_shards)
         ]
     finally:
         lock.release()
 
 
-def compact(path: Path, old_map_bytes: int, map_bytes: int, storage: Storage) -> Compacted:
-    """Rewrite the shard in `path` under a map of `map_bytes`.
+def compact(
+    path: Path,
+    old_map_bytes: int,
+    map_bytes: int,
+    storage: Storage,
+    pinned: Sequence[PrefixKey] = (),
+) -> Compacted:
+    """Rewrite the shard in `path` under a map of `map_bytes`, which drops `pinned` blocks last.
 
     Raises OSError where the disk has no room for the copy.
     """
@@ -63,7 +80,7 @@ def compact(path: Path, old_map_bytes: int, map_bytes: int, storage: Storage) ->
         new.mkdir()
         target = Shard(new, map_bytes, storage=storage)
         try:
-            num_kept = copy_newest(source, target)
+            num_kept = copy_blocks(source, target, pinned)
             target.sync()
             after = target.file_bytes()
         finally:
@@ -75,28 +92,50 @@ def compact(path: Path, old_map_bytes: int, map_bytes: int, storage: Storage) ->
     return Compacted(num_kept, num_blocks - num_kept, before, after)
 
 
-def copy_newest(source: Shard, target: Shard) -> int:
-    """Copy blocks, newest first, until `target` is as full as it may be; returns how many."""
-    num_copied, before = 0, 0
-    full = False
-    while not full and (rows := source.by_age(before, ROWS, newest_first=True)):
-        before = rows[-1][1].place.sequence
+def copy_blocks(source: Shard, target: Shard, pinned: Sequence[PrefixKey]) -> int:
+    """Copy blocks until `target` is as full as it may be: those that are pinned, as they are given,
+    then the others, newest first. Returns how many."""
+    newest = source.by_age(0, 1, newest_first=True)
+    num_copied = 0
+    if newest:
         with target.writing() as writer:
-            writer.keep_sequences(rows[0][1].place.sequence)
-            for key, entry in rows:
-                data = read_record(source, key, entry)
-                header = proven(data, key)
-                if isinstance(header, MissReason):
-                    continue
-                full = not writer.has_room(len(data))
-                if full:
-                    break
-                record = make_record(bytes(data), header)
-                writer.put(record, entry.place.sequence, entry.place.used_s)
-                num_copied += 1
+            writer.keep_sequences(newest[0][1].place.sequence)
+    for rows in _in_order(source, pinned):
+        with target.writing() as writer:
+            copied, full = _copy(source, writer, rows)
+        num_copied += copied
+        if full:
+            break
     with target.writing() as writer:
         writer.inherit(source.totals, source.days())
     return num_copied
+
+
+def _in_order(source: Shard, pinned: Sequence[PrefixKey]) -> Iterator[list[Row]]:
+    """What to copy, up to ROWS at a time, each block once."""
+    first = dict.fromkeys(pinned)
+    held = [(key, entry) for key in first for entry in source.find([key])]
+    for start in range(0, len(held), ROWS):
+        yield held[start : start + ROWS]
+    before = 0
+    while rows := source.by_age(before, ROWS, newest_first=True):
+        before = rows[-1][1].place.sequence
+        yield [row for row in rows if row[0] not in first]
+
+
+def _copy(source: Shard, writer: Writer, rows: list[Row]) -> tuple[int, bool]:
+    """Copy what is sound of `rows`: how many, and whether there was no room for one."""
+    num_copied = 0
+    for key, entry in rows:
+        data = read_record(source, key, entry)
+        header = proven(data, key)
+        if isinstance(header, MissReason):
+            continue
+        if not writer.has_room(len(data)):
+            return num_copied, True
+        writer.put(make_record(bytes(data), header), entry.place.sequence, entry.place.used_s)
+        num_copied += 1
+    return num_copied, False
 
 
 def swap_files(old: Path, new: Path) -> None:

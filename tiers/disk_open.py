@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,8 @@ from tiers.disk_storage import NotAnEnvironment, Storage, StorageError
 from tiers.disk_walk import claimed_bytes
 from tiers.errors import ConfigurationError, MissReason
 from tiers.events import EventStream
+from tiers.keys import PrefixKey
+from tiers.pin_file import keys_in_force
 from tiers.quota import Quotas, Shares
 from tiers.shard import Shard, ShardDamaged
 from tiers.shard_writer import reserve_pages
@@ -99,8 +101,11 @@ def open_disk(
             chronicle.opened(shard.totals.num_blocks)
             return shard
 
+        pinned = keys_in_force(root, clock())
         slots = [
-            _open_slot(shard_path(root, number), map_bytes, meta, storage, open_shard, faults)
+            _open_slot(
+                shard_path(root, number), map_bytes, meta, storage, open_shard, faults, pinned
+            )
             for number in range(num_shards)
         ]
         num_blocks = meta.num_blocks if meta else 0
@@ -169,10 +174,13 @@ def _open_slot(
     storage: Storage,
     open_shard: Callable[[Path], Shard],
     faults: Counter[MissReason],
+    pinned: Sequence[PrefixKey],
 ) -> ShardSlot:
     """One shard, walked first where its pages may be torn, and emptied where it cannot be used."""
     why = (
-        _unusable(path, map_bytes, meta, storage) if meta and (path / "data.mdb").exists() else None
+        _unusable(path, map_bytes, meta, storage, pinned)
+        if meta and (path / "data.mdb").exists()
+        else None
     )
     if why is None:
         try:
@@ -185,7 +193,9 @@ def _open_slot(
     return ShardSlot(path, partial(open_shard, path))
 
 
-def _unusable(path: Path, map_bytes: int, meta: Meta, storage: Storage) -> str | None:
+def _unusable(
+    path: Path, map_bytes: int, meta: Meta, storage: Storage, pinned: Sequence[PrefixKey]
+) -> str | None:
     """Why this standing shard must be dropped; None where it can be opened."""
     file_bytes = (path / "data.mdb").stat().st_size
     power_cut = not meta.clean and meta.boot != boot_id()
@@ -194,17 +204,19 @@ def _unusable(path: Path, map_bytes: int, meta: Meta, storage: Storage) -> str |
         if why is not None:
             return why
     if file_bytes > map_bytes:
-        return _shrink(path, map_bytes, meta, storage)
+        return _shrink(path, map_bytes, meta, storage, pinned)
     return None
 
 
-def _shrink(path: Path, map_bytes: int, meta: Meta, storage: Storage) -> str | None:
+def _shrink(
+    path: Path, map_bytes: int, meta: Meta, storage: Storage, pinned: Sequence[PrefixKey]
+) -> str | None:
     """Rewrite a shard whose capacity was lowered; why it could not be."""
     logger.warning(
         f"disk cache: the capacity was lowered; {path} is rewritten to {map_bytes} bytes"
     )
     try:
-        done = compact(path, meta.map_bytes, map_bytes, storage)
+        done = compact(path, meta.map_bytes, map_bytes, storage, pinned)
     except StorageError as error:
         return str(error)
     logger.warning(f"disk cache: {done.num_kept} blocks of {path} kept, {done.num_dropped} dropped")

@@ -9,12 +9,15 @@ the same: blocks of which every write failed, when the memory above has to go to
 they are counted as lost. Engine thread only; times are Unix seconds.
 """
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 
 from tiers.index import Block, BlockState
 from tiers.keys import PrefixKey
 from tiers.residency import Residency
 from tiers.retention import Pin, PinError, Pins
+
+logger = logging.getLogger(__name__)
 
 TICK_S = 1.0  # how often expiries are looked at, and blocks that are still to be written
 
@@ -48,7 +51,10 @@ class Keeper:
         """Put pins of an earlier run in force again, as far as they are allowed now."""
         for pin in pins:
             if pin.until_s > self._clock():
-                self._pins.put(pin)
+                try:
+                    self._pins.put(pin)
+                except PinError as error:  # the tier or its pinned share was made smaller
+                    logger.warning(f"the pin {pin.name!r} is not in force any more: {error}")
         self._keep_below(self._pins.keys())
 
     def pins(self) -> list[Pin[PrefixKey]]:

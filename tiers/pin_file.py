@@ -55,6 +55,12 @@ def pinned_keys(folder: Path) -> frozenset[PrefixKey]:
     return frozenset(key for pin in load_pins(folder) for key in pin.keys)
 
 
+def keys_in_force(folder: Path, now_s: float) -> list[PrefixKey]:
+    """Every block under a pin that is in force, once, a prefix from its first block on."""
+    pins = [pin for pin in load_pins(folder) if pin.until_s > now_s]
+    return list(dict.fromkeys(key for pin in pins for key in pin.keys))
+
+
 def _record(pin: Pin[PrefixKey]) -> dict[str, object]:
     return {
         "name": pin.name,

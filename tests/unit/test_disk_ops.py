@@ -23,7 +23,9 @@ from tiers.disk_transfer import chain_rule, export, import_blocks
 from tiers.errors import ConfigurationError, MissReason
 from tiers.frames import FrameArena
 from tiers.inspect import open_shards, open_view
-from tiers.keys import BlockId, CacheScope
+from tiers.keys import BlockId, CacheScope, PrefixKey
+from tiers.pin_file import save_pins
+from tiers.retention import Pin
 from tiers.shard import Shard
 from tiers.testing import SCOPE, chain, fill, holds, take, wipe
 from tiers.tier import Loaded
@@ -135,6 +137,7 @@ def test_accounts_are_kept_by_scope(tier: DiskTier) -> None:
 
 BESIDE = """
 import sys
+import time
 from pathlib import Path
 from tiers.disk_compact import compact_folder
 from tiers.disk_ops import remove
@@ -399,6 +402,33 @@ def test_a_lowered_capacity_keeps_the_newest(tmp_path: Path) -> None:
     assert not stats.faults
     assert load(tier, blocks(99)) == 4
     assert tier.probe(blocks(0)) == 0
+    tier.close()
+
+
+def test_a_lowered_capacity_drops_others_before_pinned_blocks(tmp_path: Path) -> None:
+    tier = opened(tmp_path, capacity_bytes=4 << 20)
+    for seed in range(100):
+        store(tier, blocks(seed))
+    tier.close()
+    kept, over = ([PrefixKey(block.key) for block in blocks(seed)] for seed in (0, 1))
+    now_s = 1_000_000.0
+    save_pins(
+        tmp_path,
+        [
+            Pin(name="system", keys=tuple(kept), until_s=now_s + 3600),
+            Pin(name="last year", keys=tuple(over), until_s=now_s - 1),
+        ],
+    )
+    tier = opened(tmp_path, lambda: now_s, capacity_bytes=CAPACITY)
+    stats = tier.stats()
+    assert stats.used_bytes <= CAPACITY and stats.num_blocks > 60
+    assert load(tier, blocks(0)) == 4
+    assert load(tier, blocks(99)) == 4
+    assert (tier.probe(blocks(1)), tier.probe(blocks(2))) == (0, 0)
+    with tier.view() as view:
+        assert view.verify().sound
+    store(tier, blocks(200))
+    assert load(tier, blocks(200)) == 4
     tier.close()
 
 

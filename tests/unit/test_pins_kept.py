@@ -97,6 +97,17 @@ class Bench:
         ]
 
 
+def test_a_pin_that_a_smaller_tier_has_no_room_for_does_not_stop_the_start(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(folder=tmp_path)
+    for name, first in (("small", 0), ("large", 500)):
+        bench.cache.pin(name, bench.chain(first, 6), bench.clock.now_s + 3600)
+    bench.settle()
+    assert ["small", "large"] == [pin.name for pin in load_pins(tmp_path)]
+    assert ["small"] == [pin.name for pin in Bench(folder=tmp_path, disk=40).cache.pins()]
+
+
 def test_a_pinned_prefix_outlives_a_scan_of_many_capacities() -> None:
     bench = Bench()
     pinned, other = bench.chain(0, 6), bench.chain(500, 6)
