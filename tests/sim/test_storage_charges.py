@@ -12,7 +12,7 @@ from api.admin.testing import RecordingTrail
 from billing.audit import verify
 from billing.cards import parse_card
 from billing.prices import NS
-from billing.store_reports import stream_entries
+from billing.store_reports import daily, stream_entries
 from billing.testing import ManualClock, TestLedger, running_ledger
 from cachesvc.cache_operator import CacheOperator
 from cachesvc.storage_meter import HOUR_S, Payer, StorageMeter, hours_begun
@@ -138,6 +138,9 @@ async def test_each_started_hour_is_charged_when_it_begins(tmp_path: Path, url: 
             await life.wait(seconds)
             assert [12 * RATE] * hours == list(charges(money).values())
         assert life.names() == [] and len(charges(money)) == 3
+        with money.ledger.store.reading() as connection:
+            (day,) = daily(connection, "acme")
+        assert (0, 3 * 12) == (day["requests"], day["storage_token_hours"])
         first = next(iter(charges(money)))
         assert first == f"pin:system:{round(pin.since_s * 1000)}:0"
 
