@@ -369,6 +369,8 @@ class TieredCache:
                 self.index.remove(block)
             if number == num_full and not chain.private:
                 self._tails.offer(chain, number, block, num_tokens)
+            elif number >= num_full and block.writer is chain:
+                self._tails.withdraw(block)  # announced, and never computed: nobody is to wait
             self.residency.unpin(block, use)
         blocks.clear()
 

@@ -89,7 +89,14 @@ def print_pairs(pairs: Mapping[str, object]) -> None:
     """Print names and values below each other."""
     width = max(map(len, pairs), default=0)
     for name, value in pairs.items():
-        typer.echo(f"{name:<{width}}  {value}")
+        typer.echo(f"{name:<{width}}  {_plain(value)}")
+
+
+def _plain(value: object) -> object:
+    """Words for what Python would print as True, False and None."""
+    if value is None:
+        return "-"
+    return ("no", "yes")[value] if isinstance(value, bool) else value
 
 
 def size(num_bytes: float) -> str:

@@ -65,6 +65,23 @@ def test_one_waiter_takes_over_from_a_cancelled_producer_and_the_others_wait_for
     assert unique_tokens(5) == world.runner.computed
 
 
+def test_nobody_waits_for_the_tail_of_a_prompt_that_was_cancelled_before_it() -> None:
+    """The partly filled last block is announced with the others, and is taken back with them."""
+    world = World(device_blocks=100, step_tokens=8)
+    prompt = [*PREFIX, 41]
+    world.submit("producer", prompt, max_tokens=1)
+    take_over(world)
+    assert 0 < world.runner.computed < len(PREFIX)
+    world.engine.abort("producer")
+    world.submit("other", PREFIX, max_tokens=1)
+    world.run()
+    world.submit("next", prompt, max_tokens=1)
+    world.run()
+    world.check()
+    world.check_idle()
+    assert FinishReason.LENGTH == finish_of(world, "next")
+
+
 def test_the_last_of_many_producers_still_finishes() -> None:
     """Whoever computes is cancelled in the middle, until one is left."""
     world = halfway(num_waiters=3)
