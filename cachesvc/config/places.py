@@ -1,0 +1,26 @@
+"""Where a server keeps its files: the data directory that commands take, and what lies in it."""
+
+import os
+from pathlib import Path
+
+
+def data_home() -> Path:
+    """Where a user's programs keep data: `$XDG_DATA_HOME`, or `~/.local/share`."""
+    home = os.environ.get("XDG_DATA_HOME")
+    return Path(home) if home else Path.home() / ".local" / "share"
+
+
+def default_data_dir() -> Path:
+    """The data directory of commands that are given none."""
+    chosen = os.environ.get("CACHESVC_SERVER__DATA_DIR")
+    return Path(chosen).expanduser() if chosen else data_home() / "cachesvc"
+
+
+def disk_path(data_dir: Path) -> Path:
+    """Where the disk tier of a data directory lies."""
+    return data_dir / "disk"
+
+
+def models_path(data_dir: Path) -> Path:
+    """Where prepared models of a data directory lie."""
+    return data_dir / "models"

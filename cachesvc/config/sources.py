@@ -1,0 +1,124 @@
+"""Settings as they are read: flags over the environment over the file over the defaults.
+
+One rule names every variable: `server.port` is `CACHESVC_SERVER__PORT`. Values keep their origin.
+Called once, by a command, before any thread starts.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_settings import EnvSettingsSource, SettingsError
+
+from cachesvc.config.settings import ENV_PREFIX, Settings, env_name, known_settings
+
+ENV_CONFIG = "CACHESVC_CONFIG"  # names the file, as --config does
+
+
+class ConfigError(Exception):
+    """A setting that cannot be used; the message names it, its origin, and what would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting as `cachesvc config show` prints it."""
+
+    name: str
+    value: Any
+    origin: str  # default, flag, env VARIABLE, or the file's path
+    help: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSettings:
+    """The settings in force and, by name, where each that is no default came from."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+    def rows(self) -> Iterator[Setting]:
+        for name, help_text in known_settings().items():
+            section, key = name.split(".")
+            value = getattr(getattr(self.settings, section), key)
+            yield Setting(name, value, self.origins.get(name, "default"), help_text)
+
+
+def load_settings(
+    flags: Mapping[str, Any] | None = None, config_file: Path | None = None
+) -> LoadedSettings:
+    """Settings from `flags` (by name; None means not given), the environment and the file.
+
+    Raises ConfigError for an unknown key, an unreadable file and a value that does not do.
+    """
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    path = config_file or (Path(os.environ[ENV_CONFIG]) if os.environ.get(ENV_CONFIG) else None)
+    layers = [_file_layer(path)] if path else []
+    layers.append(_env_layer())
+    layers.append({name: (value, "flag") for name, value in given.items()})
+    merged = {name: entry for layer in layers for name, entry in layer.items()}
+    nested: dict[str, dict[str, Any]] = {}
+    for name, (value, _) in merged.items():
+        section, key = name.split(".")
+        nested.setdefault(section, {})[key] = value
+    origins = {name: origin for name, (_, origin) in merged.items()}
+    try:
+        return LoadedSettings(Settings.model_validate(nested), origins)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, origins)) from None
+
+
+_Layer = dict[str, tuple[Any, str]]
+
+
+def _file_layer(path: Path) -> _Layer:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config file {path} is no TOML: {error}") from None
+    layer: _Layer = {}
+    for section, table in tables.items():
+        if not isinstance(table, dict) or section not in Settings.model_fields:
+            raise ConfigError(_unknown(section, str(path), Settings.model_fields))
+        for key, value in table.items():
+            name = f"{section}.{key}"
+            if name not in known_settings():
+                raise ConfigError(_unknown(name, str(path), known_settings()))
+            layer[name] = (value, str(path))
+    return layer
+
+
+def _env_layer() -> _Layer:
+    names = {env_name(name): name for name in known_settings()}
+    for variable in os.environ:
+        if variable.startswith(ENV_PREFIX) and variable not in {*names, ENV_CONFIG}:
+            raise ConfigError(_unknown(variable, "the environment", names))
+    try:
+        values = EnvSettingsSource(Settings)()
+    except SettingsError as error:
+        raise ConfigError(f"{error}: a setting of several values is written as JSON") from None
+    return {
+        f"{section}.{key}": (value, f"env {env_name(f'{section}.{key}')}")
+        for section, table in values.items()
+        for key, value in table.items()
+    }
+
+
+def _unknown(name: str, origin: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}?" if near else "`cachesvc config show` lists them all"
+    return f"unknown setting {name} in {origin}; {hint}"
+
+
+def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"][:2]))
+    inside = "".join(f"{part}: " for part in first["loc"][2:])  # of a value that is a table
+    message = inside + first["msg"].removeprefix("Value error, ")
+    return f"{name} = {first['input']!r} (from {origins.get(name, 'default')}): {message}"
