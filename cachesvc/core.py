@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cachesvc.config import CacheSection, EngineSection, ModelSettings, disk_path, models_path
+from cachesvc.config import CacheSection, EngineSection, ModelSection, disk_path, models_path
 from engine.batch import Batch, Span
 from engine.detokenizer import IncrementalDetokenizer
 from engine.engine import Engine, EngineSettings
@@ -84,7 +84,7 @@ class Core:
         return IncrementalDetokenizer(self.loaded.tokenizer, stop)
 
 
-def load(settings: ModelSettings, data_dir: Path, progress: Progress | None = None) -> LoadedModel:
+def load(settings: ModelSection, data_dir: Path, progress: Progress | None = None) -> LoadedModel:
     """Load the model and its adapters. Raises ModelError, with the reason, for what cannot be
     served."""
     if settings.threads:

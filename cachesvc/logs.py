@@ -12,7 +12,7 @@ from typing import TextIO
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from cachesvc.config import LogFormat, LogSettings
+from cachesvc.config import LogFormat, LogSection
 
 KEY_PATTERN = re.compile(r"\b(sk-[A-Za-z0-9]{2,8})[A-Za-z0-9_-]{8,}")
 QUIET = (
@@ -27,7 +27,7 @@ QUIET = (
 )
 
 
-def configure(settings: LogSettings, stream: TextIO | None = None) -> None:
+def configure(settings: LogSection, stream: TextIO | None = None) -> None:
     """Send every logger's lines to `stream` (standard error) in the chosen form."""
     out = stream or sys.stderr
     as_json = settings.format is LogFormat.JSON or (

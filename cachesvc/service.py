@@ -37,7 +37,7 @@ from billing.errors import BillingError
 from cachesvc import core
 from cachesvc.block_reader import read_blocks
 from cachesvc.cache_operator import CacheOperator
-from cachesvc.config import ConfigError, JournalSection, ServerSettings, Settings, disk_path
+from cachesvc.config import ConfigError, JournalSection, ServerSection, Settings, disk_path
 from cachesvc.dashboard import Dashboard
 from cachesvc.http import Asgi, HttpServer, Timed, bind, is_loopback
 from cachesvc.kv_events import published
@@ -109,7 +109,7 @@ def make_data_dir(path: Path) -> None:
         )
 
 
-def check_address(server: ServerSettings, *, requires_keys: bool) -> None:
+def check_address(server: ServerSection, *, requires_keys: bool) -> None:
     """A server that anybody may use must not be reachable by everybody. Raises ConfigError."""
     if requires_keys or is_loopback(server.host):
         return

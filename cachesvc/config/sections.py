@@ -25,7 +25,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
-class ServerSettings(Section):
+class ServerSection(Section):
     """Where the server listens and what it lets in."""
 
     host: str = Field(
@@ -55,7 +55,7 @@ class ServerSettings(Section):
     )
 
 
-class ModelSettings(Section):
+class ModelSection(Section):
     """What is served, and in which arithmetic."""
 
     name: str = Field(
@@ -170,7 +170,7 @@ class EngineSection(Section):
     )
 
 
-class BillingSettings(Section):
+class BillingSection(Section):
     """Prices and the ledger."""
 
     database_url: str = Field(
@@ -251,7 +251,7 @@ class TracingSection(Section):
     service_name: str = Field("cachesvc", description="Name of this service in traces")
 
 
-class AdminSettings(Section):
+class AdminSection(Section):
     """The dashboard at /admin."""
 
     session: Duration = Field(12 * 3600, description="A login to the dashboard ends after so long")
@@ -264,7 +264,7 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
-class LogSettings(Section):
+class LogSection(Section):
     """What the log says and how."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
@@ -275,7 +275,7 @@ class LogSettings(Section):
     )
 
 
-class MetricsSettings(Section):
+class MetricsSection(Section):
     """What /metrics exposes."""
 
     vllm_aliases: bool = Field(

@@ -8,19 +8,19 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from cachesvc.config.sections import (
-    AdminSettings,
-    BillingSettings,
+    AdminSection,
+    BillingSection,
     CacheSection,
     CostsSection,
     EngineSection,
     EventsSection,
     JournalSection,
     LimitsSection,
-    LogSettings,
-    MetricsSettings,
-    ModelSettings,
+    LogSection,
+    MetricsSection,
+    ModelSection,
     Section,
-    ServerSettings,
+    ServerSection,
     TracingSection,
 )
 
@@ -35,19 +35,19 @@ class Settings(BaseSettings):
         frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_nested_delimiter=ENV_DELIMITER
     )
 
-    server: ServerSettings = Field(default_factory=ServerSettings)
-    model: ModelSettings = Field(default_factory=ModelSettings)
+    server: ServerSection = Field(default_factory=ServerSection)
+    model: ModelSection = Field(default_factory=ModelSection)
     cache: CacheSection = Field(default_factory=CacheSection)
     engine: EngineSection = Field(default_factory=EngineSection)
-    billing: BillingSettings = Field(default_factory=BillingSettings)
+    billing: BillingSection = Field(default_factory=BillingSection)
     limits: LimitsSection = Field(default_factory=LimitsSection)
     events: EventsSection = Field(default_factory=EventsSection)
     tracing: TracingSection = Field(default_factory=TracingSection)
-    admin: AdminSettings = Field(default_factory=AdminSettings)
+    admin: AdminSection = Field(default_factory=AdminSection)
     journal: JournalSection = Field(default_factory=JournalSection)
     costs: CostsSection = Field(default_factory=CostsSection)
-    log: LogSettings = Field(default_factory=LogSettings)
-    metrics: MetricsSettings = Field(default_factory=MetricsSettings)
+    log: LogSection = Field(default_factory=LogSection)
+    metrics: MetricsSection = Field(default_factory=MetricsSection)
 
     @classmethod
     def settings_customise_sources(

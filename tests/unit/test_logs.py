@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from cachesvc.config import LogFormat, LogSettings
+from cachesvc.config import LogFormat, LogSection
 from cachesvc.logs import configure
 
 KEY = "sk-live1234abcdefghijklmnopqrstuv"
@@ -14,7 +14,7 @@ KEY = "sk-live1234abcdefghijklmnopqrstuv"
 
 def written(log_format: LogFormat, *, level: str = "info") -> io.StringIO:
     out = io.StringIO()
-    configure(LogSettings(format=log_format, level=level), out)
+    configure(LogSection(format=log_format, level=level), out)
     return out
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cachesvc.config import ConfigError, ServerSettings, disk_path
+from cachesvc.config import ConfigError, ServerSection, disk_path
 from cachesvc.http import Timed, bind, is_loopback
 from cachesvc.money import read_secret
 from cachesvc.service import check_address, make_data_dir
@@ -34,10 +34,10 @@ def test_only_addresses_of_this_machine_are_loopback(host: str, loopback: bool) 
 
 
 def test_an_open_server_is_refused_any_other_address() -> None:
-    check_address(ServerSettings(host="127.0.0.1"), requires_keys=False)
-    check_address(ServerSettings(host="0.0.0.0"), requires_keys=True)
+    check_address(ServerSection(host="127.0.0.1"), requires_keys=False)
+    check_address(ServerSection(host="0.0.0.0"), requires_keys=True)
     with pytest.raises(ConfigError, match="--require-keys"):
-        check_address(ServerSettings(host="0.0.0.0"), requires_keys=False)
+        check_address(ServerSection(host="0.0.0.0"), requires_keys=False)
 
 
 def test_a_port_in_use_is_said_at_once() -> None:
