@@ -15,6 +15,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import structlog
 
+pytest_plugins = ["tests.databases"]
+
 _connect = socket.socket.connect
 _LOOPBACK = ("127.", "localhost", "::1")
 

@@ -41,7 +41,7 @@ from billing.store_prepared import Prepared
 from billing.store_schema import metadata
 from billing.testing import ManualClock
 from billing.usage import EMPTY, Usage
-from tests.postgres_server import fresh_database, postgres_server
+from tests.postgres_server import fresh_database
 
 LEASE_S = 60
 AMOUNT = st.integers(0, 3_000_000)
@@ -376,15 +376,9 @@ def test_the_ledger_does_what_the_model_says(tmp_path: Path, examples: int) -> N
     check(SqliteFiles(tmp_path), examples=examples, steps=40)
 
 
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[str]:
-    with postgres_server() as url, fresh_database(url) as database:
-        yield database
-
-
 @pytest.mark.postgres
 @pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1800)
 def test_two_servers_on_postgresql_do_what_the_model_says(postgres: str, examples: int) -> None:
-    with closing(PostgresDatabase(postgres)) as database:
+    with fresh_database(postgres) as url, closing(PostgresDatabase(url)) as database:
         check(database, examples=examples, steps=40)

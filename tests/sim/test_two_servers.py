@@ -10,9 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
-
-import pytest
 
 from billing import audit, store_reports
 from billing.accounts import Accounts
@@ -20,7 +17,6 @@ from billing.entries import Kind
 from billing.policy import PRESUMED
 from billing.store import LedgerStore, open_store
 from billing.testing import running_ledger
-from tests.postgres_server import fresh_database, postgres_server
 
 HOLD = 5_000_000  # three misses and one output under the launch card
 COST = 5_000_000
@@ -64,21 +60,6 @@ for thread in threads: thread.join()
 ledger.close()
 store.close()
 """
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[str]:
-    with postgres_server() as url:
-        yield url
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
-    else:
-        with fresh_database(request.getfixturevalue("postgres")) as database:
-            yield database
 
 
 def start(url: str, owner: str, run: str, turns: int) -> "subprocess.Popen[str]":
