@@ -114,14 +114,26 @@ async def test_the_places_of_a_killed_server_come_back_with_its_leases(url: str)
         assert ACME == await alive.enter("c", {ACME: 1}), "a running request lost its place"
 
 
-async def test_a_redis_that_goes_away_lets_requests_in(tmp_path: Path) -> None:
+async def test_a_redis_that_goes_away_lets_requests_in(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quota = Quota(requests=2, concurrency=1)
     with redis_server(tmp_path) as url:
-        limits = open_limits(LimitSettings(tenant=Quota(requests=1, concurrency=1)), url)
+        limits = open_limits(LimitSettings(tenant=quota), url)
         first = await limits.admit(PRINCIPAL)
-    second = await limits.admit(PRINCIPAL)
-    await first.close(EMPTY)
-    await second.close(Usage(miss=3))
+        assert "1" == first.headers["x-ratelimit-remaining-requests"]
+        with pytest.raises(RateLimited, match="1 requests running"):
+            await limits.admit(PRINCIPAL)
+    assert [] == caplog.messages
+    let_in = [await limits.admit(PRINCIPAL) for _ in range(3)]
+    assert [{}, {}, {}] == [permit.headers for permit in let_in], "a limit was told, and not kept"
+    assert 3 == sum("limits of concurrency are off" in line for line in caplog.messages)
+    assert 3 == sum("rate limits are off" in line for line in caplog.messages)
+    caplog.clear()
+    for permit in (first, *let_in):
+        await permit.close(Usage(miss=3))
     await limits.close()
+    assert 1 == sum("a place comes back in 30.0 s only" in line for line in caplog.messages)
 
 
 async def test_a_whole_request_under_shared_limits(url: str) -> None:

@@ -184,10 +184,11 @@ def test_new_requests_appear_by_themselves(browser: Browser, used: Served) -> No
     visitor = Visitor(browser, used)
     page = visitor.log_in()
     page.goto("/admin/requests")
-    newest = page.locator("tbody th a").first.get_attribute("href")
-    used.ask("And now?")
-    page.wait_for_function(
-        "before => document.querySelector('tbody th a').getAttribute('href') !== before",
-        arg=newest,
-    )
+    links = page.locator("tbody th a")
+    newest = links.first.get_attribute("href")
+    page.evaluate("window.opened = 'once'")
+    asked = used.ask("And now?")["id"].removeprefix("chatcmpl-")
+    expect(links.first).to_have_attribute("href", f"/admin/requests/{asked}", timeout=15_000)
+    assert newest == links.nth(1).get_attribute("href"), "an older request lost its place"
+    assert "once" == page.evaluate("window.opened"), "the whole page was loaded again"
     visitor.close()

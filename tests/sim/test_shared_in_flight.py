@@ -8,6 +8,7 @@ from engine.queue import QueueOrder
 from engine.request import FinishReason
 from engine.sequence import Sequence
 from tests.sim.test_engine_machine import BLOCK, World
+from tiers.chain import Chain
 from tiers.residency import CacheEvent
 from tiers.tier import TierName
 
@@ -151,9 +152,11 @@ def test_nobody_is_looked_up_while_no_more_may_run(monkeypatch: pytest.MonkeyPat
         world.submit(f"r{number}", [number] * 8, max_tokens=9)
     world.step()
     world.step()
-    monkeypatch.setattr(world.cache, "peek", lambda chain: 1 // 0)
+    looked_up: list[Chain] = []
+    monkeypatch.setattr(world.cache, "peek", lambda chain: looked_up.append(chain) or 0)
     world.step()
     monkeypatch.undo()
+    assert [] == looked_up
     world.run()
     world.check()
 
