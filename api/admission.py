@@ -6,6 +6,7 @@ Job ─► permit (limits) ─► charge (hold) ─► Generation.submit ─► 
 """
 
 import hashlib
+import re
 from dataclasses import dataclass, replace
 
 from fastapi import Request
@@ -49,14 +50,14 @@ def request_context(request: Request, principal: Principal, raw: bytes) -> Reque
     """
     asked = f"{principal.tenant}\0{principal.key_id}\0{request.url.path}\0".encode()
     fingerprint = hashlib.blake2b(asked + raw, digest_size=16).hexdigest()
-    retries = request.headers.get("x-stainless-retry-count", "0")
+    retries = request.headers.get("x-stainless-retry-count", "")
     session = request.headers.get("x-session-id", "")
     return RequestContext(
         project=principal.project,
         key_id=principal.key_id,
         session=session if FIT_NAME.fullmatch(session) else "",
         fingerprint=fingerprint,
-        is_retry=retries.isdigit() and int(retries) > 0,
+        is_retry=re.fullmatch(r"0*[1-9][0-9]*", retries) is not None,
     )
 
 

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from api import balance, cache_events, chat, completions, health, models, requests, tokenize
 from api.admin.headers import AdminHeaders
 from api.admin.pages import refusal_page
+from api.body_bound import BodyBound
 from api.collaborators import Collaborators
 from api.context import Story
 from api.errors import ApiError, NotJson, answer_to, is_expected
@@ -39,7 +40,13 @@ def create_app(
     wire: Collaborators, *, routers: Sequence[APIRouter] = (), version: str = "0"
 ) -> FastAPI:
     """The ASGI app. `routers` are further routes (the admin pages), mounted after the API's own."""
-    app = FastAPI(title="cachesvc", description=DESCRIPTION, version=version, lifespan=_lifespan)
+    app = FastAPI(
+        title="cachesvc",
+        description=DESCRIPTION,
+        version=version,
+        lifespan=_lifespan,
+        redirect_slashes=False,  # to a URL made of the Host header: http behind a TLS proxy
+    )
     app.state.wire = wire
     app.state.deliveries = set()
     for area in (chat, completions, models, tokenize, balance, cache_events, requests, health):
@@ -49,6 +56,7 @@ def create_app(
     for kind in (ApiError, EngineError, BillingError, HTTPException):
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(RequestValidationError, _refuse)
+    app.add_middleware(BodyBound, max_bytes=wire.settings.max_body_bytes)
     app.add_middleware(AdminHeaders)
     app.add_middleware(Storyteller)
     return app
@@ -69,6 +77,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 async def _answer(request: Request, error: Exception) -> Response:
     """Every refusal in OpenAI's shape, or as a page where a person looks at `/admin`."""
+    if isinstance(error, HTTPException) and isinstance(error.__cause__, ApiError):
+        error = error.__cause__  # FastAPI's own 400 for what stopped it from reading the body
     answer = answer_to(error)
     story: Story = request.state.story
     story.add(error=type(error).__name__, param=answer.param)

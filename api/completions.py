@@ -11,7 +11,7 @@ from starlette.responses import Response
 from api.admission import check_size, deliver, request_context, scope_for
 from api.collaborators import Collaborators, ServedModel
 from api.contents import contents_of
-from api.context import authorised, read_body, story_of, wire_of
+from api.context import authorised, story_of, wire_of
 from api.generation import Delta, Job, Served
 from api.logprobs import prompt_logprobs, text_logprobs
 from api.models import find_model
@@ -31,7 +31,7 @@ async def completions(request: Request) -> Response:
     """Answers as JSON, or as server-sent events with `stream`."""
     wire, story = wire_of(request), story_of(request)
     principal = await authorised(request)
-    raw = await read_body(request)
+    raw = await request.body()
     body = parse(raw, CompletionBody)
     body.refuse_unserved()
     model = find_model(wire.models, body.model)

@@ -1,4 +1,4 @@
-"""What every route does first: find its collaborators, know the principal, read the body in bounds.
+"""What every route does first: find its collaborators, and know the principal.
 
 `Story` gathers what the request's one log line says; the outermost middleware opens it and writes
 it, and every hand on the way adds its part. Nothing of a prompt, an answer or a key goes in.
@@ -13,7 +13,7 @@ from fastapi import Request
 
 from api.auth import require
 from api.collaborators import Collaborators
-from api.errors import BodyTooLarge
+from api.errors import InvalidRequest
 from billing.keys import Principal, Scope
 
 FIT_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")  # what of a client's own names is kept
@@ -44,33 +44,20 @@ def story_of(request: Request) -> Story:
     return cast(Story, request.state.story)
 
 
+def single_header(request: Request, name: str) -> str | None:
+    """A header that decides who pays or what is replayed: it must not be open to two readings."""
+    values = request.headers.getlist(name)
+    if len(values) > 1:
+        raise InvalidRequest(f"The header {name} was sent {len(values)} times; send it once.")
+    return values[0] if values else None
+
+
 async def authorised(request: Request, scope: Scope = Scope.INFERENCE) -> Principal:
     """The principal, who may do `scope`. Raises MissingKey, MissingScope, UnknownKey."""
     gatekeeper = wire_of(request).gatekeeper
-    principal = await gatekeeper.identify(request.headers.get("authorization"))
+    principal = await gatekeeper.identify(single_header(request, "Authorization"))
     story_of(request).add(
         tenant=principal.tenant, project=principal.project or None, key_id=principal.key_id or None
     )
     require(principal, scope)
     return principal
-
-
-async def read_body(request: Request) -> bytes:
-    """The whole body, at most `max_body_bytes`; a longer one is refused as soon as it is known."""
-    limit = wire_of(request).settings.max_body_bytes
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise _too_large(limit)
-    received = bytearray()
-    async for piece in request.stream():
-        received += piece
-        if len(received) > limit:
-            raise _too_large(limit)
-    return bytes(received)
-
-
-def _too_large(limit: int) -> BodyTooLarge:
-    return BodyTooLarge(
-        f"The body is larger than {limit} bytes; send less, or raise api.max_body_bytes.",
-        headers={"Connection": "close"},
-    )

@@ -13,7 +13,7 @@ from typing import Protocol
 from fastapi import Request
 from starlette.responses import Response
 
-from api.context import FIT_NAME
+from api.context import FIT_NAME, single_header
 from api.errors import InvalidRequest
 from api.stream import EVENT_STREAM
 from billing.errors import BillingError
@@ -81,7 +81,7 @@ async def claim(
 
     Raises InvalidRequest, IdempotencyConflict or IdempotencyBusy.
     """
-    key = request.headers.get(HEADER)
+    key = single_header(request, HEADER)
     if key is None or store is None:
         return None
     if not FIT_NAME.fullmatch(key):

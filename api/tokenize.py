@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from api.collaborators import Collaborators, ServedModel
-from api.context import authorised, read_body, wire_of
+from api.context import authorised, wire_of
 from api.errors import InvalidRequest
 from api.models import find_model
 from api.schemas import DetokenizeBody, TokenizeBody, parse
@@ -20,7 +20,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     """Ids and their count of `prompt` (or `text`), or of `messages` under the chat template."""
     await authorised(request)
     wire = wire_of(request)
-    body = parse(await read_body(request), TokenizeBody)
+    body = parse(await request.body(), TokenizeBody)
     model = _model(wire, body.model)
     text = body.prompt if body.prompt is not None else body.text
     if (text is None) == (body.messages is None):
@@ -49,7 +49,7 @@ async def detokenize(request: Request) -> dict[str, Any]:
     """The text of `tokens`."""
     await authorised(request)
     wire = wire_of(request)
-    body = parse(await read_body(request), DetokenizeBody)
+    body = parse(await request.body(), DetokenizeBody)
     model = _model(wire, body.model)
     if body.tokens and (highest := max(body.tokens)) >= model.vocab_size:
         raise InvalidRequest(

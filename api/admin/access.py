@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 from api.admin.parts import parts_of
 from api.admin.sessions import Admin, Role, Session
 from api.auth import bearer_token
-from api.context import FIT_NAME, story_of
+from api.context import FIT_NAME, single_header, story_of
 from api.errors import CsrfFailed, LoginNeeded, MissingScope
 from billing.keys import Scope
 
@@ -30,7 +30,7 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 async def reader(request: Request) -> Admin:
     """Who asks. Raises LoginNeeded, CsrfFailed, and UnknownKey and kin for a bad key."""
-    token = bearer_token(request.headers.get("authorization"))
+    token = bearer_token(single_header(request, "Authorization"))
     found = await _by_bearer(request, token) if token else await _by_cookie(request)
     story_of(request).add(admin=found.name)
     return found

@@ -11,6 +11,7 @@ router = APIRouter(include_in_schema=False)
 
 
 @router.get("/admin")
+@router.get("/admin/")
 async def overview(request: Request, found: MayRead) -> Response:
     parts = parts_of(request)
     stats = parts.stats()

@@ -1,0 +1,97 @@
+"""What HTTP allows and clients get wrong: long bodies, headers said twice, odd paths."""
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from api.admin.router import admin_router
+from api.admin.testing import OPERATOR_TOKEN, fake_parts
+from api.app import create_app
+from api.collaborators import WireSettings
+from api.testing import FakeHouse, fake_house
+
+CHAT = "/v1/chat/completions"
+HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+BOUND = 1000
+
+
+@pytest.fixture
+def house() -> FakeHouse:
+    return fake_house(settings=WireSettings(max_body_bytes=BOUND))
+
+
+@pytest.fixture
+async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(house.wire, routers=(admin_router(fake_parts()),))
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+    ):
+        yield client
+    house.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [(path, "application/json") for path in (CHAT, "/tokenize", "/admin/api/tenants")]
+    + [("/admin/login", "application/x-www-form-urlencoded")],
+)
+async def test_no_route_reads_a_body_beyond_the_bound(
+    client: httpx.AsyncClient, path: str, kind: str
+) -> None:
+    """Nor do those whose body FastAPI reads, before anybody has asked who sends it."""
+    num_read = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal num_read
+        while num_read < 100 * BOUND:
+            num_read += 100
+            yield b"y" * 100
+
+    headers = {"content-type": kind, "host": "test", "origin": "http://test"}
+    for content in (b"x" * (BOUND + 1), endless()):
+        answer = await client.post(path, content=content, headers=headers)
+        assert (413, "request_too_large") == (answer.status_code, answer.json()["error"]["code"])
+        assert "server.max_body_bytes" in answer.json()["error"]["message"]
+        assert "close" == answer.headers["connection"]
+    assert BOUND < num_read <= BOUND + 200
+
+
+@pytest.mark.parametrize("name", ["Authorization", "Idempotency-Key"])
+async def test_a_header_that_decides_who_pays_is_read_one_way_only(
+    house: FakeHouse, client: httpx.AsyncClient, name: str
+) -> None:
+    twice = [(name, "Bearer one"), (name.lower(), "Bearer two")]
+    answer = await client.post(CHAT, json=HELLO, headers=twice)
+    assert (400, "invalid_value") == (answer.status_code, answer.json()["error"]["code"])
+    assert f"{name} was sent 2 times" in answer.json()["error"]["message"]
+    assert [] == house.engine.requests
+
+
+async def test_nor_does_an_admin_route_choose_among_two_tokens(client: httpx.AsyncClient) -> None:
+    twice = [("authorization", f"Bearer {OPERATOR_TOKEN}"), ("authorization", "Bearer other")]
+    assert 400 == (await client.get("/admin/api/tenants", headers=twice)).status_code
+
+
+@pytest.mark.parametrize(
+    ("count", "is_retry"),
+    [("1", True), ("02", True), ("9" * 5000, True)]
+    + [(count, False) for count in ("0", "00", "", "-1", "1.5", "\xb2", "1 2")],
+)
+async def test_what_a_client_says_of_its_retries_never_fails_a_request(
+    house: FakeHouse, client: httpx.AsyncClient, count: str, is_retry: bool
+) -> None:
+    headers = {"x-stainless-retry-count": count.encode("latin-1")}
+    answer = await client.post(CHAT, json=HELLO, headers=headers)
+    assert 200 == answer.status_code
+    assert is_retry is house.meter.last.job.context.is_retry
+
+
+async def test_a_path_with_a_slash_too_many_does_not_exist(client: httpx.AsyncClient) -> None:
+    """A redirect would name the Host header's host, and send a prompt there in plain text."""
+    answer = await client.post(f"{CHAT}/", json=HELLO)
+    assert (404, "not_found") == (answer.status_code, answer.json()["error"]["code"])
+    page = await client.get("/admin/", headers={"accept": "text/html"})
+    assert (303, "/admin/login?next=/admin/") == (page.status_code, page.headers["location"])
