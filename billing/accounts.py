@@ -342,14 +342,19 @@ class Accounts:
 
     # -- prices ------------------------------------------------------------------------------------
 
-    def apply_card(self, card: RateCard, *, by: str, reason: str = "") -> PriceBook:
-        """Add a card to the book for good. Raises `CardConflict`; lint it before
-        (`billing.lint`).
+    def apply_card(self, card: RateCard, *, by: str, reason: str = "") -> bool:
+        """Add a card to the book for good; False where it was added before, word for word.
+
+        Raises `CardConflict`; lint it before (`billing.lint`).
         """
+        is_new = True
 
         def write(connection: Connection) -> None:
-            cards = [parse_card(row["text"]) for row in rows.card_rows(connection)]
-            PriceBook(tuple(cards)).with_card(card)
+            nonlocal is_new
+            book = PriceBook(tuple(parse_card(row["text"]) for row in rows.card_rows(connection)))
+            is_new = book.with_card(card) is not book
+            if not is_new:
+                return
             values = {
                 "name": card.name,
                 "version": card.version,
@@ -363,7 +368,7 @@ class Accounts:
             self._trail(connection, by, "prices.apply", subject, None, values, reason)
 
         self._change(write)
-        return self.book
+        return is_new
 
     # -- the trail ---------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Nothing rounds but rendering; no binary fraction enters.
 """
 
 import re
-from decimal import ROUND_HALF_EVEN, Context, Decimal
+from decimal import ROUND_HALF_EVEN, Context, Decimal, Inexact, InvalidOperation, Overflow
 
 from billing.errors import InvalidAmount
 
@@ -18,6 +18,7 @@ _AMOUNT = re.compile(r"[+-]?\d{1,26}(\.\d{1,40})?")
 _CURRENCY = re.compile(r"[A-Z]{3}")
 # Wide enough for any amount here; every use is exact or quantizes half-even on purpose.
 _CONTEXT = Context(prec=80, rounding=ROUND_HALF_EVEN)
+_EXACT = Context(prec=80, traps=[Inexact, InvalidOperation, Overflow])
 
 
 def parse_amount(text: str) -> int:
@@ -61,10 +62,13 @@ def round_half_even(units: int, places: int) -> int:
 
 def units_per_token(rate: Decimal, field: str) -> int:
     """Units one token costs at `rate` per million tokens. Raises `InvalidAmount` when not whole."""
-    units = _CONTEXT.multiply(rate, Decimal(UNITS // TOKENS_PER_RATE))
-    if not units.is_finite() or units != units.to_integral_value():
-        raise InvalidAmount(f"{field} = {rate} has more than six decimal places per million tokens")
-    whole: int = int(units)
+    try:
+        units = _EXACT.multiply(rate, Decimal(UNITS // TOKENS_PER_RATE))
+        whole: int = int(units.to_integral_exact(context=_EXACT))
+    except ArithmeticError:
+        raise InvalidAmount(
+            f"{field} = {rate} has more than six decimal places per million tokens"
+        ) from None
     return whole
 
 

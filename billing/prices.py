@@ -16,6 +16,7 @@ from zoneinfo import ZoneInfo
 from billing.errors import CardConflict, NoPrice
 
 NS = 10**9
+_STEP_NS = 1800 * NS  # clocks change at whole or half hours of UTC
 STANDARD = "standard"  # the window outside all named windows
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
@@ -94,6 +95,12 @@ class ModelPrice:
         return not self.pattern.endswith("*"), len(self.pattern)
 
 
+def most_specific(prices: Iterable[ModelPrice], model: str) -> ModelPrice | None:
+    """The price whose pattern says most about `model`, of those that match it."""
+    matching = [price for price in prices if price.matches(model)]
+    return max(matching, key=lambda price: price.weight, default=None)
+
+
 class RateRef(NamedTuple):
     """What an entry stores of its price; enough to find the same rates again."""
 
@@ -148,23 +155,24 @@ class RateCard:
         """When the open window changes next and to which, within nine days; None: it does not."""
         local = datetime.fromtimestamp(instant_ns // NS, UTC).astimezone(self.zone)
         edges = {
-            edge
+            int(edge.replace(tzinfo=self.zone, fold=fold).timestamp()) * NS
             for window in self.windows
             for ahead in range(9)
             for span in window.spans(local.date() + timedelta(days=ahead), self.holidays)
             for edge in span
+            for fold in (0, 1)
         }
+        begun_ns = instant_ns // _STEP_NS * _STEP_NS
+        steps = range(begun_ns, begun_ns + 9 * 86_400 * NS, _STEP_NS)  # where clocks are changed
         now = self.window_at(instant_ns)
-        for edge in sorted(edges):
-            at_ns = int(edge.replace(tzinfo=self.zone).timestamp()) * NS
+        for at_ns in sorted({*edges, *steps} if edges else ()):
             if at_ns > instant_ns and self.window_at(at_ns) != now:
                 return at_ns, self.window_at(at_ns)
         return None
 
     def price_of(self, model: str) -> ModelPrice | None:
         """The most specific price that matches `model`."""
-        matching = [price for price in self.models if price.matches(model)]
-        return max(matching, key=lambda price: price.weight, default=None)
+        return most_specific(self.models, model)
 
     def pin(self, model: str, window: str) -> PinnedRate:
         """The rate of a model in a named window. Raises `NoPrice`."""
@@ -229,14 +237,17 @@ class PriceBook:
         return self.card(ref.card, ref.version).pin(ref.model, ref.window)
 
     def with_card(self, card: RateCard) -> "PriceBook":
-        """This book and one more card. Raises `CardConflict` when its version or instant is
-        taken.
+        """This book and one more card; this very book when it has that card, word for word.
+
+        Raises `CardConflict` when the card's version or instant is taken.
         """
         for other in self.cards:
+            if other.text == card.text:
+                return self
             if (other.name, other.version) == (card.name, card.version):
                 raise CardConflict(
-                    f"rate card {card.name} {card.version} was applied already and never changes; "
-                    "give the new one another version"
+                    f"rate card {card.name} {card.version} was applied already, with another text, "
+                    "and never changes; give the new one another version"
                 )
             if (other.currency, other.valid_from_ns) == (card.currency, card.valid_from_ns):
                 raise CardConflict(

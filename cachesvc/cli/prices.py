@@ -60,8 +60,8 @@ def show(
         print_json([card_document(found) for found in cards])
         return
     for found in cards:
-        since = datetime.fromtimestamp(found.valid_from_ns // NS, UTC).isoformat()
-        title = f"{found.name} {found.version}, {found.currency} per million, from {since}"
+        title = f"{found.name} {found.version}, {found.currency} per million, from "
+        title += _instant(found)
         print_table(("model", "window", *RATES, *EXTRAS), _rows(found), title=title, right=RATES)
 
 
@@ -99,8 +99,10 @@ def apply(
     if _errors(found):
         fail(f"{new.name} {new.version} was not applied")
     with books(data_dir, database, create=True) as open_books:
-        open_books.accounts.apply_card(new, by=actor(), reason=reason)
-        note(f"{new.name} {new.version} is applied")
+        if open_books.accounts.apply_card(new, by=actor(), reason=reason):
+            note(f"{new.name} {new.version} is applied, in force from {_instant(new)}")
+        else:
+            note(f"{new.name} {new.version} was applied before, word for word: nothing changed")
 
 
 @app.command()
@@ -120,6 +122,10 @@ def _card(name_or_path: str) -> RateCard:
         return find_card(name_or_path)
     except BillingError as error:
         fail(str(error))
+
+
+def _instant(card: RateCard) -> str:
+    return datetime.fromtimestamp(card.valid_from_ns // NS, UTC).isoformat()
 
 
 def _errors(findings: list[Finding]) -> bool:

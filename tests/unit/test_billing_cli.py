@@ -96,8 +96,11 @@ def test_a_card_is_linted_planned_and_applied(shell: Shell, tmp_path: Path) -> N
     assert runner.invoke(app, ["prices", "lint", str(good)]).exit_code == 0
     assert runner.invoke(app, ["prices", "lint", str(bad)]).exit_code == 1
     shell("prices", "apply", str(bad), code=1)
-    shell("prices", "apply", str(good))
-    shell("prices", "apply", str(good), code=1)
+    assert "in force from 2020-01-01" in shell("prices", "apply", str(good))
+    assert "nothing changed" in shell("prices", "apply", str(good))
+    good.write_text(CARD + MODEL.replace("miss=2", "miss=3"))
+    assert "another version" in shell("prices", "apply", str(good), code=1)
+    assert len([t for t in shell.json("ledger", "trail") if t["action"] == "prices.apply"]) == 2
     assert [card["version"] for card in shell.json("prices", "show")] == ["2024-08-02", "9"]
     changes = runner.invoke(app, ["prices", "diff", "deepseek-launch", str(good), "--json"])
     assert {c["field"] for c in json.loads(changes.output)} >= {"version", "* standard miss"}

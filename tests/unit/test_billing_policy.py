@@ -41,6 +41,7 @@ def test_what_is_billed_after_and_before_the_first_token(outcome: Outcome) -> No
 
 def test_the_docs_have_a_line_for_every_outcome() -> None:
     text = Path("docs/billing.md").read_text()
+    text = text.partition("## Every way out")[2].partition("\n## ")[0]
     documented = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     assert documented == {outcome.value for outcome in Outcome}
 

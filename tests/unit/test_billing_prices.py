@@ -26,6 +26,9 @@ output = "2"
 """
 
 
+WINDOW = '[[window]]\nname = "w"\nstart = "00:30"\nend = "08:30"\n'
+
+
 def card(version="1", valid_from="2024-01-01T00:00:00Z", zone="UTC", more="", rates=""):  # type: ignore[no-untyped-def]
     return parse_card(
         BASE.format(version=version, valid_from=valid_from, zone=zone, more=more, rates=rates)
@@ -54,10 +57,26 @@ def test_bare_decimals_are_read_exactly() -> None:
         ({"version": ""}, "needs 'version'"),
         ({"more": "minimum_cached = 1"}, "did you mean 'minimum_cached_tokens'"),
         ({"rates": "hit_dsk = 1"}, "did you mean 'hit_disk'"),
-        ({"rates": "storage = -1"}, "zero or more"),
-        ({"rates": "storage = nan"}, "zero or more"),
+        ({"rates": "storage = -1"}, "line 14: .* from zero"),
+        ({"rates": "storage = nan"}, "from zero"),
+        ({"rates": "storage = 1e1000000"}, "from zero to 1,000,000,000"),
+        ({"rates": "storage = 1000000000.1"}, "from zero to 1,000,000,000"),
+        ({"rates": "storage = " + "9" * 5000}, "not TOML"),
         ({"rates": "storage = 0.0000001"}, "six decimal places"),
+        ({"rates": "storage = 0.1" + "0" * 99 + "1"}, "six decimal places"),
         ({"rates": "storage = true"}, "not a price"),
+        ({"rates": "[[cost]]\nmatch='*'\nhit=0\nmiss=0\noutput=0\nfoo=1"}, "line 19: .*'foo'"),
+        ({"rates": "\n".join(2 * ["[[cost]]\nmatch='*'\nhit=0\nmiss=0\noutput=0"])}, "same match"),
+        ({"valid_from": "9999-01-01T00:00:00Z"}, "line 5: .*between the years 1678 and 2262"),
+        ({"valid_from": "0001-01-01T00:00:00", "zone": "Asia/Shanghai"}, "between the years"),
+        ({"zone": "Europe"}, "line 7: .*'Europe'"),
+        ({"zone": "a" * 5000}, "not known"),
+        ({"version": "1\\n2"}, "do not print"),
+        ({"more": WINDOW + 'days = [["mon"]]'}, "line 12: days"),
+        ({"more": WINDOW.replace("00:30", "00:30+08:00")}, "in the card's time_zone"),
+        ({"more": WINDOW.replace("08:30", "24:00")}, "from 00:00 to 23:59"),
+        ({"more": WINDOW.replace('"w"', '"miss"')}, "cannot be named 'miss'"),
+        ({"more": WINDOW, "rates": "[model.w]\nmis = 3"}, "line 19: .*did you mean 'miss'"),
     ],
 )
 def test_a_card_that_cannot_be_read_names_the_field(
@@ -120,6 +139,7 @@ def test_an_applied_version_and_its_instant_are_taken() -> None:
         book.with_card(card("1", "2026-01-01T00:00:00Z"))
     with pytest.raises(CardConflict, match="same instant"):
         book.with_card(card("2"))
+    assert book.with_card(card()) is book
     assert len(book.with_card(card("2", "2026-01-01T00:00:00Z")).cards) == 2
 
 
@@ -165,6 +185,29 @@ def test_a_window_follows_wall_clocks_through_summer_time() -> None:
     assert night.window_at(ns("2025-01-01T04:30:00+00:00")) == "night"  # 05:30 in winter
 
 
+@pytest.mark.parametrize(
+    ("instant", "name", "following"),
+    [
+        # On 30 March 2025 Berlin's clocks go from 02:00 to 03:00: half of the window is left.
+        ("2025-03-30T00:59:59+00:00", "standard", ("2025-03-30T01:00:00+00:00", "early")),
+        ("2025-03-30T01:00:00+00:00", "early", ("2025-03-30T01:30:00+00:00", "standard")),
+        # On 26 October they go from 03:00 back to 02:00: the clock shows 02:30 twice.
+        ("2025-10-26T00:29:59+00:00", "standard", ("2025-10-26T00:30:00+00:00", "early")),
+        ("2025-10-26T00:30:00+00:00", "early", ("2025-10-26T01:00:00+00:00", "standard")),
+        ("2025-10-26T01:00:00+00:00", "standard", ("2025-10-26T01:30:00+00:00", "early")),
+        ("2025-10-26T01:30:00+00:00", "early", ("2025-10-26T02:30:00+00:00", "standard")),
+    ],
+)
+def test_a_window_is_open_while_the_clock_on_the_wall_says_so(
+    instant: str, name: str, following: tuple[str, str]
+) -> None:
+    """Where clocks are changed a window is shorter, or is open twice; the next change is told."""
+    early = '[[window]]\nname = "early"\nstart = "02:30"\nend = "03:30"\n'
+    berlin = card(zone="Europe/Berlin", more=early)
+    assert name == berlin.window_at(ns(instant))
+    assert (ns(following[0]), following[1]) == berlin.next_window(ns(instant))
+
+
 def test_days_and_holidays_open_and_close_windows() -> None:
     shipped = find_card("peak-off-peak")
     assert shipped.window_at(ns("2025-04-30T12:00:00+08:00")) == "standard"  # a Wednesday
@@ -177,12 +220,47 @@ def rules(priced) -> set[str]:  # type: ignore[no-untyped-def]
     return {finding.rule for finding in lint(priced)}
 
 
-def test_lint_finds_cards_that_can_be_gamed() -> None:
-    assert "pin-below-miss" in rules(card(rates="storage = 0.5"))
-    assert "pin-below-miss" not in rules(card(rates="storage = 0.9"))
-    assert "hit-above-miss" in rules(card(rates="hit_disk = 1.1"))
-    assert "cold-below-hot" in rules(card(rates="hit_device = 0.2"))
-    assert "free-hits" in rules(card(rates="hit_device = 0"))
+DAY = WINDOW.replace("00:30", "09:00").replace("08:30", "18:00")
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes"),
+    [
+        ("pin-below-miss", {"rates": "storage = 0.5"}),
+        (
+            "pin-across-windows",
+            {"more": DAY, "rates": "storage = 0.9\n[model.w]\nstorage = 2\nmiss=2"},
+        ),
+        ("pin-across-windows", {"more": DAY, "rates": "[model.w]\nstorage = 2"}),
+        ("hit-above-miss", {"rates": "hit_disk = 1.1"}),
+        ("cold-below-hot", {"rates": "hit_device = 0.2"}),
+        ("cold-below-hot", {"rates": "hit_remote = 0.01"}),
+        ("free-hits", {"rates": "hit_device = 0\ncache_write = 0.5"}),
+        ("write-never-pays", {"rates": "cache_write = 1"}),
+        ("free", {"rates": "storage = 0"}),
+        ("large-minimum", {"more": "minimum_cached_tokens = 5000"}),
+        ("no-default", {"rates": "", "match": "a*"}),
+    ],
+)
+def test_lint_finds_cards_that_can_be_gamed(rule: str, changes: dict[str, str]) -> None:
+    pattern = changes.pop("match", "*")
+    assert rule in rules(parse_card(card(**changes).text.replace('"*"', f'"{pattern}"')))
+
+
+def test_lint_finds_prompts_and_output_that_are_free() -> None:
+    text = card().text
+    assert "free" not in rules(card(rates="storage = 0.9"))
+    assert "free" in rules(parse_card(text.replace("hit = 0.1\nmiss = 1", "hit = 0\nmiss = 0")))
+    assert "free" in rules(parse_card(text.replace('"2"', '"0"')))
+
+
+def test_what_cannot_be_gamed_is_not_refused() -> None:
+    assert (
+        rules(card(rates="storage = 0.9\ncache_write = 0.2\nhit_disk = 0.2\nhit_remote = 0.3"))
+        == set()
+    )
+    same = "storage = 2\n[model.w]\nmiss = 2\nhit = 0.2"
+    assert rules(card(more=DAY, rates=same)) == set()
 
 
 def test_lint_finds_cards_that_lose_money() -> None:
@@ -193,6 +271,25 @@ def test_lint_finds_cards_that_lose_money() -> None:
         "output",
     }
     assert all(f.level is Level.ERROR for f in found)
+
+
+@pytest.mark.parametrize(
+    ("price", "cost", "found"), [("*", "big*", True), ("big*", "*", True), ("small", "big*", False)]
+)
+def test_lint_finds_the_models_that_a_price_and_a_cost_share(
+    price: str, cost: str, found: bool
+) -> None:
+    paid = f'[[cost]]\nmatch = "{cost}"\nhit = 0\nmiss = 5\noutput = 0\n'
+    text = card(rates=paid).text.replace('match = "*"', f'match = "{price}"', 1)
+    assert found == ("below-cost" in rules(parse_card(text)))
+
+
+def test_lint_finds_windows_that_overlap_on_a_holiday() -> None:
+    """New Year's Day of 2028 is a Saturday."""
+    night = NIGHT + 'holidays = "all_day"\n'
+    weekend = DAY + 'days = ["sat", "sun"]\n'
+    assert "windows-overlap" not in rules(card(more=night + weekend))
+    assert "windows-overlap" in rules(card(more="holidays = [2028-01-01]\n" + night + weekend))
 
 
 def test_lint_finds_windows_that_overlap() -> None:
