@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from billing import policy
+from billing.commands import Command, Correct, Deposit, Key, Reap, Reserve, Settle, TopUp
 from billing.entries import (
     ACCOUNTS,
     TENANT_ACCOUNTS,
@@ -32,15 +33,22 @@ from billing.errors import (
     UnknownHold,
     UnknownTenant,
 )
-from billing.holds import Hold, StoredHold, decode_request, encode_request, request_body
+from billing.holds import (
+    Hold,
+    StoredHold,
+    answered,
+    decode_request,
+    encode_request,
+    is_answered,
+    request_body,
+)
 from billing.money import format_units
-from billing.policy import PRESUMED, Outcome
+from billing.policy import PRESUMED
 from billing.prices import PriceBook
 from billing.rating import Charge, rate
 from billing.usage import Usage
 
 SYSTEM = "system"  # who posts what no person decided
-Key = tuple[str, str]  # tenant, request id
 
 
 @dataclass(slots=True)
@@ -68,75 +76,6 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve:
-    hold: Hold
-    amount: int
-    expires_ns: int
-    owner: str
-    boot: str
-
-
-@dataclass(frozen=True, slots=True)
-class TopUp:
-    """Raises the hold by `amount` (zero only renews), and records progress if given."""
-
-    hold: Hold
-    amount: int
-    expires_ns: int
-    usage: Usage | None
-
-
-@dataclass(frozen=True, slots=True)
-class Settle:
-    hold: Hold
-    usage: Usage
-    outcome: Outcome
-    delivered: bool  # False only if no byte of the answer reached the client
-
-
-@dataclass(frozen=True, slots=True)
-class Reap:
-    """Settles a hold that nobody will settle, from its recorded progress."""
-
-    tenant: str
-    request_id: str
-    outcome: Outcome
-    expired_at_ns: int | None  # do nothing if it was renewed past this; None reaps regardless
-
-
-@dataclass(frozen=True, slots=True)
-class Deposit:
-    """A grant or a top-up of the balance; `reference` makes it happen once."""
-
-    tenant: str
-    kind: Kind
-    reference: str
-    amount: int
-    by: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Correct:
-    """Gives back `amount` of a request's charge, or all that is left of it."""
-
-    tenant: str
-    request_id: str
-    reference: str
-    amount: int | None
-    by: str
-    reason: str
-
-
-Command = Reserve | TopUp | Settle | Reap | Deposit | Correct
-
-
-def moves_money(command: Command) -> bool:
-    """Whether a command may write an entry; a hold is no entry, and ends with its request."""
-    return not isinstance(command, Reserve | TopUp)
-
-
-@dataclass(frozen=True, slots=True)
 class Settled:
     """A request's charge as it stands. `repeated` when it had been settled before."""
 
@@ -144,29 +83,6 @@ class Settled:
     charge: Charge
     usage: Usage
     repeated: bool = False
-
-
-def keys_of(command: Command) -> list[Key]:
-    """The (tenant, request id) pairs whose holds and entries a command needs."""
-    match command:
-        case Reserve(hold) | TopUp(hold):
-            return [hold.key]
-        case Settle(hold):
-            return [hold.key]
-        case Reap(tenant, request_id):
-            return [(tenant, request_id)]
-        case Deposit(tenant, _, reference):
-            return [(tenant, reference)]
-        case Correct(tenant, request_id, reference):
-            return [(tenant, request_id), (tenant, reference)]
-
-
-def fingerprint_of(command: Command) -> Key | None:
-    """The (tenant, fingerprint) whose undelivered answers a command forgives."""
-    if isinstance(command, Settle) and command.hold.context.is_retry:
-        fingerprint = command.hold.context.fingerprint
-        return (command.hold.tenant, fingerprint) if fingerprint else None
-    return None
 
 
 @dataclass(slots=True)
@@ -187,7 +103,7 @@ class Work:
     dropped_holds: set[Key] = field(default_factory=set)
     decisions: list[tuple[Entry, int]] = field(default_factory=list)  # an admin's, and worth before
     touched: set[str] = field(default_factory=set)  # tenants whose account row changes
-    put_undelivered: list[tuple[str, str, str]] = field(default_factory=list)
+    put_undelivered: set[tuple[Key, str]] = field(default_factory=set)  # fingerprint, request id
     dropped_undelivered: set[Key] = field(default_factory=set)
 
     def account(self, tenant: str) -> Account:
@@ -342,14 +258,16 @@ def _settle(work: Work, command: Settle) -> Settled:
     }
     if usage != command.usage:
         body["unbilled"] = command.usage.record()
+    stored = work.holds.get(hold.key)
     work.drop_hold(hold.key)
     entry = work.post(account, Kind.CHARGE, hold.request_id, spend(account, charge.amount), body)
-    _note_delivery(work, command, entry)
+    _note_delivery(work, command, entry, answered=stored is not None and is_answered(stored))
     return Settled(entry, charge, usage)
 
 
 def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
-    """A second settlement changes nothing, unless the first was presumed by sweeper or recovery."""
+    """A second settlement changes nothing, unless the first was presumed by sweeper or recovery,
+    or says that the answer was lost after all."""
     hold, details = command.hold, charged.details
     work.drop_hold(hold.key)
     was = Usage.from_record(details.get("usage", {}))
@@ -372,6 +290,8 @@ def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
         work.post(account, Kind.CORRECTION, f"late:{hold.request_id}", postings, body)
         was = usage
         _note_delivery(work, command, charged)
+    elif not command.delivered:
+        _note_delivery(work, command, charged)
     return Settled(charged, rate(was, hold.pinned), was, repeated=True)
 
 
@@ -381,26 +301,41 @@ def _may_amend(work: Work, charged: Entry, command: Settle) -> bool:
     return presumed and not work.corrections.get((charged.tenant, charged.seq))
 
 
-def _note_delivery(work: Work, command: Settle, entry: Entry) -> None:
+def _note_delivery(work: Work, command: Settle, entry: Entry, *, answered: bool = False) -> None:
     """Remember an answer that never arrived; a retry that arrives pays instead of it, not as
-    well.
+    well, whichever of the two is settled first.
     """
     context = command.hold.context
     if not context.fingerprint or command.outcome in PRESUMED:
         return
-    if not command.delivered and entry.amount:
-        row = (entry.tenant, context.fingerprint, entry.request_id)
-        work.put_undelivered.append(row)
-    elif command.delivered and context.is_retry:
-        key = (entry.tenant, context.fingerprint)
-        for other in work.undelivered.pop(key, ()):
-            if not sum(taken_by(work, other).values()):
-                continue  # it cost nothing, or was given back by an admin
-            reference = f"retry:{other.request_id}"
-            reason = "the answer was not delivered, and its retry was"
-            forgive = Correct(other.tenant, other.request_id, reference, None, SYSTEM, reason)
-            give_back(work, other, forgive)
+    key = (entry.tenant, context.fingerprint)
+    if command.delivered and context.is_retry:
+        _forgive(work, [other for other in work.undelivered.pop(key, ()) if other != entry])
+        work.put_undelivered = {row for row in work.put_undelivered if row[0] != key}
         work.dropped_undelivered.add(key)
+        _tell_running(work, key)
+    elif not command.delivered and answered:
+        _forgive(work, [entry])
+    elif not command.delivered and _cost(work, entry):
+        work.put_undelivered.add((key, entry.request_id))
+        work.undelivered.setdefault(key, []).append(entry)  # a retry may be in the same batch
+
+
+def _forgive(work: Work, lost: Iterable[Entry]) -> None:
+    """Give back charges of answers that were lost, whose retry arrived."""
+    reason = "the answer was not delivered, and its retry was"
+    for entry in lost:
+        if _cost(work, entry):  # else it was free, or was given back by an admin
+            reference = f"retry:{entry.request_id}"
+            command = Correct(entry.tenant, entry.request_id, reference, None, SYSTEM, reason)
+            give_back(work, entry, command)
+
+
+def _tell_running(work: Work, fingerprint: Key) -> None:
+    """Mark the requests that a retry was delivered for while they still run."""
+    for hold in list(work.holds.values()):
+        if (hold.tenant, decode_request(hold.body)[1].fingerprint) == fingerprint:
+            work.put_hold(answered(hold))
 
 
 def _reap(work: Work, command: Reap) -> Settled | None:
@@ -467,6 +402,11 @@ def taken_by(work: Work, charged: Entry) -> dict[str, int]:
             if name in taken:
                 taken[name] -= units
     return taken
+
+
+def _cost(work: Work, charged: Entry) -> int:
+    """What is left of a charge."""
+    return sum(taken_by(work, charged).values())
 
 
 def _correct(work: Work, command: Correct) -> Entry:

@@ -2,7 +2,7 @@
 store.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -100,3 +100,12 @@ def decode_request(body: str) -> tuple[RateRef, RequestContext]:
 def rate_ref(data: dict[str, Any]) -> RateRef:
     """The rate reference in an entry's body."""
     return RateRef(data["card"], data["version"], data["model"], data["window"])
+
+
+def answered(hold: StoredHold) -> StoredHold:
+    """The hold of a request whose client has had its answer from a retry meanwhile."""
+    return replace(hold, body=canonical(orjson.loads(hold.body) | {"answered": True}))
+
+
+def is_answered(hold: StoredHold) -> bool:
+    return "answered" in orjson.loads(hold.body)

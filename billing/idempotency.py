@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from billing import store_idempotency as rows
+from billing import store_undelivered
 from billing.errors import IdempotencyBusy, IdempotencyConflict
 from billing.prices import NS
 from billing.store import Connection, LedgerStore
@@ -87,14 +88,7 @@ class Idempotency:
                     return standing
                 lost = standing or lost
             if lost and fingerprint:
-                rows.note_lost(
-                    self._store,
-                    connection,
-                    tenant=tenant,
-                    fingerprint=fingerprint,
-                    request_id=lost,
-                    at_ns=now_ns,
-                )
+                store_undelivered.note(connection, (tenant, fingerprint), lost, now_ns)
             return Claimed(lost)
 
         return self._store.retrying(operation)

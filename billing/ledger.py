@@ -23,19 +23,19 @@ from functools import partial
 from typing import Any, cast
 
 from billing.accounts import Accounts, Tenant
-from billing.entries import Entry, Kind
-from billing.errors import BillingError, LedgerClosed, LedgerUnavailable
-from billing.gate import (
+from billing.commands import (
     Command,
     Correct,
     Deposit,
     Reap,
     Reserve,
     Settle,
-    Settled,
     TopUp,
     moves_money,
 )
+from billing.entries import Entry, Kind
+from billing.errors import BillingError, LedgerClosed, LedgerUnavailable
+from billing.gate import Settled
 from billing.holds import Hold, RequestContext
 from billing.policy import Outcome
 from billing.prices import NS, PinnedRate, PriceBook, RateCard

@@ -30,20 +30,18 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
 
+from billing import store_undelivered
+from billing.commands import Command, fingerprint_of, keys_of, moves_money
 from billing.entries import Entry, Kind
 from billing.errors import LedgerUnavailable, StoreError
-from billing.gate import Command, Work, apply_all, fingerprint_of, keys_of, moves_money
+from billing.gate import Work, apply_all
 from billing.holds import StoredHold
 from billing.money import format_units
 from billing.prices import PriceBook
 from billing.rollups import rollups
 from billing.store_prepared import HotStatements
 from billing.store_rows import account_row, entry_row, hold_row, read_account, read_entry, read_hold
-from billing.store_schema import (
-    entries,
-    holds,
-    undelivered,
-)
+from billing.store_schema import entries, holds
 from billing.store_trail import add_trail
 
 __all__ = ["Connection", "LedgerStore", "database_url", "open_store"]
@@ -363,7 +361,9 @@ class LedgerStore:
             work.entries.setdefault((entry.tenant, entry.request_id), []).append(entry)
         retried = {key for command in commands if (key := fingerprint_of(command))}
         for fingerprint in retried:
-            work.undelivered[fingerprint] = _find_undelivered(connection, fingerprint)
+            work.undelivered[fingerprint] = store_undelivered.charges(connection, fingerprint)
+            for hold in store_undelivered.running(connection, fingerprint):
+                work.holds.setdefault(hold.key, hold)
         standing = [entry for found in work.entries.values() for entry in found]
         forgiven = [entry for found in work.undelivered.values() for entry in found]
         for entry in (*standing, *forgiven):
@@ -393,36 +393,18 @@ class LedgerStore:
         if work.touched:
             moved = [account_row(work.accounts[tenant]) for tenant in sorted(work.touched)]
             self._hot.move_accounts.run(connection, moved)
-        self._write_undelivered(connection, work)
+        for fingerprint in work.dropped_undelivered:
+            store_undelivered.forget(connection, fingerprint)
+        for fingerprint, request_id in work.put_undelivered:
+            store_undelivered.note(connection, fingerprint, request_id, work.now_ns)
         for entry, before in work.decisions:
             _write_decision(connection, entry, before)
-
-    def _write_undelivered(self, connection: Connection, work: Work) -> None:
-        for tenant, fingerprint, request_id in work.put_undelivered:
-            values = {"tenant": tenant, "fingerprint": fingerprint, "request_id": request_id}
-            connection.execute(undelivered.insert(), values | {"at_ns": work.now_ns})
-        for tenant, fingerprint in work.dropped_undelivered:
-            gone = (undelivered.c.tenant == tenant) & (undelivered.c.fingerprint == fingerprint)
-            connection.execute(undelivered.delete().where(gone))
 
 
 def find_corrections(connection: Connection, charged: Entry) -> list[Entry]:
     """The entries that correct a charge."""
     query = select(entries).where(
         (entries.c.tenant == charged.tenant) & (entries.c.corrects == charged.seq)
-    )
-    return [read_entry(row) for row in connection.execute(query).mappings()]
-
-
-def _find_undelivered(connection: Connection, key: tuple[str, str]) -> list[Entry]:
-    tenant, fingerprint = key
-    wanted = select(undelivered.c.request_id).where(
-        (undelivered.c.tenant == tenant) & (undelivered.c.fingerprint == fingerprint)
-    )
-    query = select(entries).where(
-        (entries.c.tenant == tenant)
-        & entries.c.request_id.in_(wanted)
-        & (entries.c.kind == Kind.CHARGE)
     )
     return [read_entry(row) for row in connection.execute(query).mappings()]
 

@@ -6,7 +6,7 @@ from sqlalchemy import Connection, delete, select, update
 from sqlalchemy.engine import RowMapping
 
 from billing.store import LedgerStore
-from billing.store_schema import holds, idempotency, undelivered
+from billing.store_schema import holds, idempotency
 
 
 def insert(
@@ -62,22 +62,6 @@ def remove(connection: Connection, tenant: str, key: str, request_id: str) -> bo
 
 def purge(connection: Connection, now_ns: int) -> None:
     connection.execute(delete(idempotency).where(idempotency.c.expires_ns <= now_ns))
-
-
-def note_lost(
-    store: LedgerStore,
-    connection: Connection,
-    *,
-    tenant: str,
-    fingerprint: str,
-    request_id: str,
-    at_ns: int,
-) -> None:
-    """The answer of this request is gone: who asks again for the same pays once."""
-    statement = store.insert(undelivered).values(
-        tenant=tenant, fingerprint=fingerprint, request_id=request_id, at_ns=at_ns
-    )
-    connection.execute(statement.on_conflict_do_nothing())
 
 
 def is_held(connection: Connection, tenant: str, request_id: str) -> bool:

@@ -14,8 +14,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.postgresql import psycopg
 from sqlalchemy.dialects.sqlite import pysqlite
 
+from billing.commands import Key
 from billing.entries import ACCOUNTS
-from billing.gate import Key
 from billing.rollups import COUNTERS, DAILY_KEY, SESSION_KEY
 from billing.store_schema import Wide, accounts, entries, holds, usage_daily, usage_sessions
 

@@ -29,9 +29,10 @@ from sqlalchemy import text
 from billing import audit
 from billing.accounts import Accounts
 from billing.cards import parse_card
+from billing.commands import Command, Correct, Deposit, Reap, Reserve, Settle, TopUp
 from billing.entries import Kind
 from billing.errors import InsufficientBalance, LedgerUnavailable
-from billing.gate import Command, Correct, Deposit, Reap, Reserve, Settle, Settled, TopUp
+from billing.gate import Settled
 from billing.holds import Hold, RequestContext
 from billing.policy import PRESUMED, Outcome, billable
 from billing.prices import NS
