@@ -79,10 +79,9 @@ class Delivery:
     _status: int = 200
     _first_byte_ns: int = 0
 
-    @property
-    def _lost(self) -> bool:
-        """The client went away before the first byte."""
-        return self._gone and not self._first_byte_ns
+    def _lost(self, outcome: Outcome) -> bool:
+        """No byte of the answer has reached the client, and none will."""
+        return not self._first_byte_ns and (self._gone or outcome is Outcome.FAILED)
 
     def client_gone(self) -> None:
         self._gone = True
@@ -98,7 +97,7 @@ class Delivery:
             self.generation.fail("the server failed while it read the answer")
         served = self.generation.served()
         try:
-            bill = await self.charge.settle(served, delivered=not self._lost)
+            bill = await self.charge.settle(served, delivered=not self._lost(served.outcome))
             if error is None and served.outcome is Outcome.FAILED:
                 error = GenerationFailed(f"The engine ended this request: {served.error}.")
             if error is None:

@@ -269,7 +269,7 @@ class CountingCharge:
         self.num_settled += 1
         self.served, self.delivered = served, delivered
         return Bill(
-            billable(served.usage, served.outcome),
+            billable(served.usage, served.outcome, delivered=delivered),
             currency="CNY",
             cost="0.000012",
             saved="0.000004",

@@ -245,7 +245,7 @@ def _top_up(work: Work, command: TopUp) -> int:
 
 
 def _settle(work: Work, command: Settle) -> Settled:
-    hold, usage = command.hold, policy.billable(command.usage, command.outcome)
+    hold, usage = command.hold, _billable(command)
     account = work.account(hold.tenant)
     charged = work.entry(*hold.key, Kind.CHARGE)
     if charged is not None:
@@ -265,13 +265,17 @@ def _settle(work: Work, command: Settle) -> Settled:
     return Settled(entry, charge, usage)
 
 
+def _billable(command: Settle) -> Usage:
+    return policy.billable(command.usage, command.outcome, delivered=command.delivered)
+
+
 def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
     """A second settlement changes nothing, unless the first was presumed by sweeper or recovery,
     or says that the answer was lost after all."""
     hold, details = command.hold, charged.details
     work.drop_hold(hold.key)
     was = Usage.from_record(details.get("usage", {}))
-    usage = policy.billable(command.usage, command.outcome)
+    usage = _billable(command)
     corrections = work.corrections.get((charged.tenant, charged.seq), [])
     late = next((entry for entry in corrections if "card" in entry.details), None)
     if late is not None:

@@ -23,8 +23,11 @@ class Outcome(StrEnum):
 PRESUMED = frozenset({Outcome.CRASHED, Outcome.LAPSED})
 
 
-def billable(usage: Usage, outcome: Outcome) -> Usage:
-    """The part of `usage` that is billed when a request ends so."""
+def billable(usage: Usage, outcome: Outcome, *, delivered: bool = True) -> Usage:
+    """The part of `usage` that is billed when a request ends so.
+
+    `delivered` is False only if no byte of the answer reached the client.
+    """
     if outcome in (Outcome.FINISHED, Outcome.BUDGET, Outcome.CLIENT_GONE):
         return usage
-    return usage if usage.output else EMPTY  # failed before the first token: nothing
+    return usage if usage.output and delivered else EMPTY  # failed before anything was sent

@@ -212,6 +212,17 @@ async def test_many_at_once_never_overdraw(bank: Bank) -> None:
     assert billed == bank.spent(paid)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_costs_what_had_been_sent(bank: Bank, stream: bool) -> None:
+    """Of an answer that goes out whole, nothing: its client got a 500, and will ask again."""
+    async with serving(bank) as (_, client, house):
+        headers = bank.customer(UNITS)
+        house.engine.script = Script(answer="z" * 99, fail_after=3, step_s=0.02)
+        answer = await client.post(CHAT, json=HELLO | {"stream": stream}, headers=headers)
+        assert (200 if stream else 500) == answer.status_code
+    assert (PROMPT_TOKENS * MISS + 3 * OUTPUT if stream else 0) == bank.spent(UNITS)
+
+
 async def test_a_failure_before_the_first_token_costs_nothing(bank: Bank) -> None:
     async with serving(bank) as (_, client, house):
         headers = bank.customer(UNITS)

@@ -222,7 +222,7 @@ class LedgerMachine(RuleBasedStateMachine):
         command = Settle(request.hold, usage, outcome, delivered)
         result = self.apply(request.server, command, die_at)
         assert isinstance(result, Settled)
-        self._charged(request, billable(usage, outcome), outcome, delivered)
+        self._charged(request, billable(usage, outcome, delivered=delivered), outcome, delivered)
         again = self.apply(1 - request.server, command)
         assert isinstance(again, Settled) and again.repeated
 

@@ -39,6 +39,13 @@ def test_what_is_billed_after_and_before_the_first_token(outcome: Outcome) -> No
     assert billable(PROMPT_ONLY, outcome) == before
 
 
+def test_a_failure_that_sent_nothing_costs_nothing(house: TestLedger) -> None:
+    """Such as an answer that goes out whole: its tokens were made, and the client got a 500."""
+    hold = house.reserve("r1", 10**10)
+    entry = house.ledger.settle(hold, WHOLE, Outcome.FAILED, delivered=False).result().entry
+    assert (entry.amount, entry.details["unbilled"]) == (0, WHOLE.record())
+
+
 def test_the_docs_have_a_line_for_every_outcome() -> None:
     text = Path("docs/billing.md").read_text()
     text = text.partition("## Every way out")[2].partition("\n## ")[0]
