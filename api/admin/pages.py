@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, Response
 
 from api.admin.access import session_of
 from api.admin.assets import ASSETS
-from api.admin.sessions import Admin
+from api.admin.sessions import Admin, Role
 from api.admin.words import FILTERS
 from api.errors import Answer
 
@@ -61,6 +61,7 @@ def render(request: Request, template: str, admin: Admin | None, **values: Any) 
     return HTMLResponse(
         _templates.get_template(template).render(
             admin=admin,
+            may_change=admin is not None and admin.role is Role.ADMIN,
             csrf_token=session.csrf_token if session is not None else "",
             pages=PAGES,
             path=request.url.path,

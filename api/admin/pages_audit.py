@@ -1,19 +1,17 @@
 """The audit log under /admin/audit: who changed what, how it was and is, and why."""
 
-from typing import Annotated
-
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.admin.access import MayRead
 from api.admin.books import books_of
+from api.admin.forms import Before, Filter
 from api.admin.pages import render
 from billing.documents import trail_document
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 
 PAGE = 50
-Filter = Annotated[str, Query(max_length=128)]
 
 
 @router.get("/audit")
@@ -23,7 +21,7 @@ def page(
     actor: Filter = "",
     action: Filter = "",
     q: Filter = "",
-    before: Annotated[int | None, Query(ge=1)] = None,
+    before: Before = None,
 ) -> Response:
     """The newest first; `before` is the number of the oldest entry that was seen already."""
     accounts = books_of(request).accounts

@@ -10,14 +10,15 @@ from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Form, Query, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import RedirectResponse, Response
 
 from api.admin.access import MayChange, MayRead
+from api.admin.forms import Filter
 from api.admin.pages import render
 from api.admin.parts import parts_of
 from api.admin.prefix_rows import Costs, rows_of
-from api.admin.sessions import Admin, Role
+from api.admin.sessions import Admin
 from api.errors import InvalidRequest, Unsupported
 from api.explorer import Explorer
 from tiers.keys import PrefixKey
@@ -37,8 +38,6 @@ DONE = {
     "kept": "Nothing was evicted: running requests or pins hold all of it.",
     "purged": "Purged from every tier, and a look at all of them found nothing left.",
 }
-Text = Annotated[str, Form(max_length=500)]
-Filter = Annotated[str, Query(max_length=128)]
 
 
 @router.get("/admin/api/cache/tree")
@@ -102,7 +101,6 @@ async def page(
         below=below,
         idle=idle,
         choices=IDLE,
-        may_change=admin.role is Role.ADMIN,
         done=DONE.get(done, ""),
         receipt=receipt,
     )
@@ -170,7 +168,6 @@ async def show_block(
         can_keep=parts.cache is not None,
         text=text,
         can_decode=parts.decode is not None,
-        may_change=admin.role is Role.ADMIN,
         wrong=wrong,
         done=done,
     )

@@ -13,13 +13,13 @@ from starlette.responses import RedirectResponse, Response
 from api.admin import cache_changes
 from api.admin.access import MayChange, MayRead
 from api.admin.cache_changes import OwnerKind, hands_of, whole_prefix
+from api.admin.forms import Text, reason_in
 from api.admin.pages_explorer import explorer_of, key_of, show_block
 from api.errors import ApiError, InvalidRequest, RecordNotFound
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 
 MAX_HOURS = 24 * 366
-Text = Annotated[str, Form(max_length=500)]
 
 
 @router.post("/explorer/{key}/pin")
@@ -33,7 +33,7 @@ async def pin(
 ) -> Response:
     """Keep the prefix that ends with this block."""
     try:
-        reason, until_s = _why(why), time.time() + _hours(hours) * 3600
+        reason, until_s = reason_in(why), time.time() + _hours(hours) * 3600
         wanted = name.strip() or f"pin-{key[:12]}"
         prefix = await whole_prefix(hands_of(request), key_of(key))
         await cache_changes.pin(request, admin, wanted, prefix, until_s=until_s, why=reason)
@@ -55,7 +55,7 @@ async def evict(
 ) -> Response:
     """Remove the block, or the run that it ends, and all that continues it, from every tier."""
     try:
-        reason = _why(why)
+        reason = reason_in(why)
         keys = await explorer_of(request).below(key_of(key), whole_run=what == "run")
         removed = await cache_changes.evict(request, admin, keys, reason, subject=key)
     except ApiError as error:
@@ -76,7 +76,7 @@ async def purge(
             f"'{confirm[:64]}'. Nothing was removed."
         )
     wanted = cast(OwnerKind, kind)
-    signed = await cache_changes.purge(request, admin, wanted, name, _why(why))
+    signed = await cache_changes.purge(request, admin, wanted, name, reason_in(why))
     return RedirectResponse(f"/admin/explorer?done=purged&receipt={signed['finished_ns']}", 303)
 
 
@@ -92,12 +92,6 @@ async def receipt(request: Request, finished_ns: int, _: MayRead) -> Response:
         media_type="application/json",
         headers={"Content-Disposition": f'attachment; filename="{name}"'},
     )
-
-
-def _why(why: str) -> str:
-    if not why.strip():
-        raise InvalidRequest("Say why; the audit log keeps it. Nothing was changed.")
-    return why.strip()
 
 
 def _hours(text: str) -> float:

@@ -9,9 +9,10 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from api.admin.access import MayChange, MayRead
+from api.admin.forms import Filter
 from api.admin.pages import render
 from api.admin.parts import parts_of
-from api.admin.sessions import Admin, Role
+from api.admin.sessions import Admin
 from api.drilldown import details, summary
 from api.errors import RequestNotFound, Unsupported
 from api.journal import Journal, Record
@@ -20,7 +21,6 @@ from api.why import Finding, why
 router = APIRouter(tags=["admin: requests"])
 
 PAGE = 50
-Filter = Annotated[str, Query(max_length=128)]
 
 
 @router.get("/admin/api/requests")
@@ -153,7 +153,6 @@ async def _show(
         ended_s=record.ended_s,
         spans=_spans(told["timings_ms"]),
         has_prompts=bool(record.prompts),
-        may_change=admin.role is Role.ADMIN,
         texts=texts,
     )
 

@@ -1,4 +1,4 @@
-"""Tenants and their keys: pages under /admin/tenants and /admin/keys.
+"""Tenants, what they have and what they did: pages under /admin/tenants.
 
 The same operations as the JSON routes of `account_routes`, as forms for people. Plain functions:
 the server runs them on its thread pool, for they read and write the ledger's database.
@@ -7,31 +7,27 @@ the server runs them on its thread pool, for they read and write the ledger's da
 import secrets
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Form, Query, Request
+from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
 from api.admin.access import MayChange, MayRead
 from api.admin.books import Books, books_of, found
+from api.admin.forms import Before, Filter, Text, reason_in, tried
 from api.admin.pages import render
 from api.admin.parts import parts_of
-from api.admin.sessions import Admin, Role
-from api.errors import ApiError, InvalidRequest
+from api.admin.sessions import Admin
+from api.errors import InvalidRequest
 from billing import statements, store_reports
 from billing.accounts import Tenant
 from billing.documents import entry_document, key_document
-from billing.errors import BillingError
-from billing.keys import Scope
 from billing.money import parse_amount, parse_positive
-from billing.prices import NS
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 
 ENTRIES = 25  # of a tenant's ledger on one page
 DAYS = 31
-DAY_S = 86_400
-MAX_KEY_DAYS = 3660
 DONE = {
     "created": "The tenant was created.",
     "topup": "The top-up is booked.",
@@ -39,10 +35,7 @@ DONE = {
     "limit": "The credit limit is changed.",
     "suspend": "The tenant is suspended: new requests are refused.",
     "resume": "The tenant is served again.",
-    "revoked": "The key is revoked, from now on.",
 }
-Text = Annotated[str, Form(max_length=500)]
-Filter = Annotated[str, Query(max_length=128)]
 
 
 @router.get("/tenants")
@@ -65,10 +58,10 @@ def create_tenant(
             currency.strip() or books.accounts.book.cards[-1].currency,
             credit_limit=_limit(credit_limit),
             by=admin.name,
-            reason=_why(why),
+            reason=reason_in(why),
         )
 
-    wrong = _tried(request, create)
+    wrong = tried(request, create)
     if wrong:
         return _tenants(request, admin, wrong=wrong)
     return RedirectResponse(f"/admin/tenants/{tenant.strip()}?done=created", 303)
@@ -79,7 +72,7 @@ def tenant_page(
     request: Request,
     tenant: str,
     admin: MayRead,
-    before: Annotated[int | None, Query(ge=1)] = None,
+    before: Before = None,
     done: Filter = "",
 ) -> Response:
     return _tenant(request, admin, tenant, before=before, done=done)
@@ -100,7 +93,7 @@ def deposit(
     def book(books: Books) -> None:
         if kind not in ("topup", "grant"):
             raise InvalidRequest("kind is neither 'topup' nor 'grant'")
-        units, reason = parse_positive(amount), _why(why)
+        units, reason = parse_positive(amount), reason_in(why)
         post: Any = books.ledger.grant if kind == "grant" else books.ledger.deposit
         named = reference.strip() or f"{kind}_{secrets.token_hex(8)}"
         post(tenant, units, reference=named, by=admin.name, reason=reason).result()
@@ -113,7 +106,7 @@ def limit(
     request: Request, tenant: str, admin: MayChange, credit_limit: Text = "", why: Text = ""
 ) -> Response:
     def change(books: Books) -> None:
-        units, reason = _limit(credit_limit), _why(why)
+        units, reason = _limit(credit_limit), reason_in(why)
         books.accounts.set_credit_limit(tenant, units, by=admin.name, reason=reason)
 
     return _after(request, admin, tenant, change, "limit")
@@ -127,55 +120,9 @@ def set_state(
     stop = suspended == "yes"
 
     def change(books: Books) -> None:
-        books.accounts.set_suspended(tenant, stop, by=admin.name, reason=_why(why))
+        books.accounts.set_suspended(tenant, stop, by=admin.name, reason=reason_in(why))
 
     return _after(request, admin, tenant, change, "suspend" if stop else "resume")
-
-
-@router.get("/keys")
-def keys_page(
-    request: Request, admin: MayRead, tenant: Filter = "", state: Filter = "", done: Filter = ""
-) -> Response:
-    return _keys(request, admin, tenant=tenant, state=state, done=done)
-
-
-@router.post("/keys")
-def create_key(
-    request: Request,
-    admin: MayChange,
-    tenant: Text = "",
-    name: Text = "",
-    scopes: Annotated[list[str] | None, Form()] = None,
-    days: Text = "",
-    why: Text = "",
-) -> Response:
-    """A new key, which this answer shows and nothing ever shows again."""
-    made: list[str] = []
-
-    def create(books: Books) -> None:
-        key, _ = books.accounts.create_key(
-            tenant,
-            name=name.strip(),
-            scopes=_scopes(scopes or []),
-            expires_ns=_expiry_ns(days),
-            by=admin.name,
-            reason=_why(why),
-        )
-        made.append(key)
-
-    wrong = _tried(request, create)
-    return _keys(request, admin, tenant=tenant, wrong=wrong, key=made[0] if made else "")
-
-
-@router.post("/keys/{key_id}/revoke")
-def revoke_key(request: Request, key_id: str, admin: MayChange, why: Text = "") -> Response:
-    def revoke(books: Books) -> None:
-        books.accounts.revoke_key(key_id, by=admin.name, reason=_why(why))
-
-    wrong = _tried(request, revoke)
-    if wrong:
-        return _keys(request, admin, wrong=wrong)
-    return RedirectResponse("/admin/keys?done=revoked", 303)
 
 
 def _tenants(
@@ -191,7 +138,6 @@ def _tenants(
         tenants=[(each, used.get(each.tenant)) for each in tenants],
         currency=books.accounts.book.cards[-1].currency,
         q=q,
-        may_change=admin.role is Role.ADMIN,
         wrong=wrong,
         done=DONE.get(done, ""),
     )
@@ -225,59 +171,19 @@ def _tenant(
         days=statements.by_day(books.store, name, days=DAYS),
         months=statements.by_month(books.store, name),
         quota=_quota(request, name),
-        may_change=admin.role is Role.ADMIN,
         wrong=wrong,
         done=DONE.get(done, ""),
     )
-
-
-def _keys(
-    request: Request,
-    admin: Admin,
-    *,
-    tenant: str = "",
-    state: str = "",
-    wrong: str = "",
-    done: str = "",
-    key: str = "",
-) -> Response:
-    books, now_ns = books_of(request), time.time_ns()
-    keys = [key_document(info, now_ns) for info in books.accounts.keys(tenant or None)]
-    answer = render(
-        request,
-        "keys.html",
-        admin,
-        keys=[each for each in keys if state in ("", each["state"])],
-        tenants=[each.tenant for each in books.accounts.tenants()],
-        scopes=list(Scope),
-        tenant=tenant,
-        state=state,
-        key=key,
-        may_change=admin.role is Role.ADMIN,
-        wrong=wrong,
-        done=DONE.get(done, ""),
-    )
-    answer.headers["Cache-Control"] = "no-store"
-    return answer
 
 
 def _after(
     request: Request, admin: Admin, tenant: str, change: Callable[[Books], None], done: str
 ) -> Response:
     """Back to the tenant's page: changed, or with what was wrong."""
-    wrong = _tried(request, change)
+    wrong = tried(request, change)
     if wrong:
         return _tenant(request, admin, tenant, wrong=wrong)
     return RedirectResponse(f"/admin/tenants/{tenant}?done={done}", 303)
-
-
-def _tried(request: Request, change: Callable[[Books], None]) -> str:
-    """Does it; returns what was wrong, or an empty text."""
-    try:
-        change(books_of(request))
-    except (ApiError, BillingError) as error:
-        return str(error)
-    return ""
 
 
 def _state(tenant: Tenant) -> str:
@@ -294,27 +200,3 @@ def _quota(request: Request, tenant: str) -> Any:
 
 def _limit(text: str) -> int | None:
     return None if text.strip().lower() in ("", "unlimited") else parse_amount(text)
-
-
-def _scopes(names: list[str]) -> frozenset[Scope]:
-    try:
-        chosen = frozenset(map(Scope, names))
-    except ValueError as error:
-        raise InvalidRequest(f"{error}; use {', '.join(Scope)}") from None
-    if not chosen:
-        raise InvalidRequest("Choose at least one scope: what the key may do.")
-    return chosen
-
-
-def _expiry_ns(days: str) -> int | None:
-    if not days.strip():
-        return None
-    if not days.strip().isdigit() or not 0 < int(days) <= MAX_KEY_DAYS:
-        raise InvalidRequest(f"{days!r} is no number of days from 1 to {MAX_KEY_DAYS}")
-    return time.time_ns() + int(days) * DAY_S * NS
-
-
-def _why(why: str) -> str:
-    if not why.strip():
-        raise InvalidRequest("Say why; the audit log keeps it. Nothing was changed.")
-    return why.strip()

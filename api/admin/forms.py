@@ -1,0 +1,30 @@
+"""What forms and filters of the pages bring: bounded text, a reason, and a change to try."""
+
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import Form, Query, Request
+
+from api.admin.books import Books, books_of
+from api.errors import ApiError, InvalidRequest
+from billing.errors import BillingError
+
+Text = Annotated[str, Form(max_length=500)]
+Filter = Annotated[str, Query(max_length=128)]
+Before = Annotated[int | None, Query(ge=1)]  # the number of the oldest entry that was seen already
+
+
+def reason_in(why: str) -> str:
+    """Why a change is made. Raises InvalidRequest for none."""
+    if not why.strip():
+        raise InvalidRequest("Say why; the audit log keeps it. Nothing was changed.")
+    return why.strip()
+
+
+def tried(request: Request, change: Callable[[Books], None]) -> str:
+    """Changes the books; returns what was wrong, or an empty text. Blocks."""
+    try:
+        change(books_of(request))
+    except (ApiError, BillingError) as error:
+        return str(error)
+    return ""
