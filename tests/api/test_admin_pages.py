@@ -220,6 +220,7 @@ async def test_money_is_booked_and_the_page_says_so(
         ("keys", {"tenant": "acme", "scopes": "root", "why": "x"}, "root"),
         ("keys", {"tenant": "acme", "why": "x"}, "at least one scope"),
         ("keys", {"tenant": "acme", "scopes": "usage", "days": "0", "why": "x"}, "number of days"),
+        ("keys", {"tenant": "acme", "scopes": "usage", "days": "²", "why": "x"}, "number of days"),
         ("keys", {"tenant": "nobody", "scopes": "usage", "why": "x"}, "does not exist"),
     ],
 )
