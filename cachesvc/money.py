@@ -34,7 +34,7 @@ from billing.rating import rate
 from billing.receipts import ReceiptSigner, describe
 from billing.store import database_url, open_store
 from billing.usage import Usage
-from cachesvc.config import ConfigError, LimitsSection, QuotaTable, Settings
+from cachesvc.config import ConfigError, LimitsSection, QuotaTable, Settings, format_duration
 from cachesvc.metric_samples import MoneyStats
 
 logger = logging.getLogger(__name__)
@@ -133,8 +133,9 @@ class Bills:
 def open_money(settings: Settings) -> Money:
     """Open the ledger of a data directory, or of `billing.database_url`.
 
-    Raises StoreError, and ConfigError for a first card that cannot be used.
+    Raises StoreError, and ConfigError for a lease or a first card that cannot be used.
     """
+    lease_s = _lease_s(settings)
     data_dir = settings.server.data_dir
     first_card = _first_card(settings.billing.first_card)
     store = open_store(settings.billing.database_url or database_url(data_dir))
@@ -159,9 +160,29 @@ def open_money(settings: Settings) -> Money:
         limits=_limits(settings.limits),
         replays=Idempotency(store, owner=settings.billing.server_name),
         required=required,
-        lease_s=max(1, round(settings.billing.hold_lease)),
+        lease_s=lease_s,
         slice_tokens=settings.billing.slice_tokens,
     )
+
+
+def _lease_s(settings: Settings) -> int:
+    """Seconds of a hold's lease. Raises ConfigError where a live request may outlast one.
+
+    A request renews its hold when a quarter of the lease is over, but not while a client that reads
+    nothing is waited for, nor within a silence of the engine.
+    """
+    lease_s, server = settings.billing.hold_lease, settings.server
+    for name, silence_s in (
+        ("write_timeout", server.write_timeout),
+        ("keepalive", server.keepalive),
+    ):
+        if lease_s < 2 * silence_s:
+            raise ConfigError(
+                f"billing.hold_lease is {format_duration(lease_s)}; make it at least twice "
+                f"server.{name}, which is {format_duration(silence_s)}, or a hold may end while "
+                "its request runs"
+            )
+    return max(1, round(lease_s))
 
 
 def _first_card(name_or_path: str) -> RateCard | None:

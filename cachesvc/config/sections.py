@@ -41,8 +41,12 @@ class ServerSection(Section):
     )
     max_body_bytes: Size = Field(16 << 20, description="Largest request body")
     max_choices: int = Field(64, ge=1, description="Most answers of one request: prompts times n")
-    write_timeout: Duration = Field(60, description="A client that reads nothing so long has gone")
-    keepalive: Duration = Field(15, description="A comment is streamed after so long a silence")
+    write_timeout: Duration = Field(
+        60, gt=0, description="A client that reads nothing so long has gone"
+    )
+    keepalive: Duration = Field(
+        15, gt=0, description="A comment is streamed after so long a silence"
+    )
     drain: Duration = Field(30, description="At a stop, running requests may go on for so long")
     turn_tokens: int = Field(
         1 << 20,
@@ -185,7 +189,9 @@ class BillingSection(Section):
         256, ge=1, description="Output tokens that a hold pays for at a time, by answer"
     )
     hold_lease: Duration = Field(
-        120, description="A hold ends so long after its request went silent"
+        120,
+        description="A hold ends so long after its request went silent; at least twice "
+        "server.write_timeout and server.keepalive",
     )
     server_name: str = Field(
         "server", description="Names this server in its holds; each on one database needs its own"

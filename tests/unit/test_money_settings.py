@@ -51,9 +51,22 @@ def test_a_first_card_that_does_not_do_stops_the_start(tmp_path: Path) -> None:
 
 
 def test_slices_and_leases_are_those_of_the_settings(tmp_path: Path) -> None:
-    with money_of(tmp_path, billing__slice_tokens=7, billing__hold_lease=33.0) as money:
+    with money_of(tmp_path, billing__slice_tokens=7, billing__hold_lease=130.0) as money:
         meter = money.start(lambda *_: None)
-        assert (7, 33) == (meter._slice_tokens, meter._lease_s)
+        assert (7, 130) == (meter._slice_tokens, meter._lease_s)
+
+
+@pytest.mark.parametrize("silence", ["write_timeout", "keepalive"])
+def test_a_lease_outlasts_what_a_live_request_may_wait(tmp_path: Path, silence: str) -> None:
+    """A client that reads nothing for a while, or a long queue, must not end a hold."""
+    settings = {"server.data_dir": str(tmp_path), f"server.{silence}": "70s"}
+    with pytest.raises(ConfigError, match=f"at least twice server.{silence}, which is 70s"):
+        open_money(load_settings(settings).settings)
+    open_money(
+        load_settings(settings | {"billing.hold_lease": "140s"}).settings
+    ).books.store.close()
+    with pytest.raises(ConfigError, match=silence):
+        load_settings({f"server.{silence}": 0})
 
 
 def test_quotas_of_one_tenant_and_one_key(tmp_path: Path) -> None:
