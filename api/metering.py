@@ -49,6 +49,10 @@ class Charge(Protocol):
         """
         ...
 
+    async def lost(self, served: Served) -> None:
+        """After `settle`: no byte of the answer reached the client after all."""
+        ...
+
     async def void(self) -> None:
         """Releases the hold; nothing was served."""
         ...
@@ -166,6 +170,10 @@ class LedgerCharge:
             lines=charge.lines,
             receipt=partial(self._receipts, settled) if self._receipts else None,
         )
+
+    async def lost(self, served: Served) -> None:
+        usage, outcome = served.usage, served.outcome
+        await durable(self._ledger.settle(self._hold, usage, outcome, delivered=False))
 
     async def void(self) -> None:
         await self._let_slice_end()

@@ -80,8 +80,11 @@ class Delivery:
     _first_byte_ns: int = 0
 
     def _lost(self, outcome: Outcome) -> bool:
-        """No byte of the answer has reached the client, and none will."""
-        return not self._first_byte_ns and (self._gone or outcome is Outcome.FAILED)
+        """No byte of the answer has reached the client, and none will, for it has gone and has no
+        key by which to ask for the answer again."""
+        is_kept = self.keep is not None and outcome in (Outcome.FINISHED, Outcome.BUDGET)
+        gone = self._gone and not is_kept
+        return not self._first_byte_ns and (gone or outcome is Outcome.FAILED)
 
     def client_gone(self) -> None:
         self._gone = True
@@ -97,11 +100,16 @@ class Delivery:
             self.generation.fail("the server failed while it read the answer")
         served = self.generation.served()
         try:
-            bill = await self.charge.settle(served, delivered=not self._lost(served.outcome))
+            delivered = not self._lost(served.outcome)
+            bill = await self.charge.settle(served, delivered=delivered)
             if error is None and served.outcome is Outcome.FAILED:
                 error = GenerationFailed(f"The engine ended this request: {served.error}.")
             if error is None:
                 await self._send_end(send, tail, served, bill)
+                if delivered and self._lost(
+                    served.outcome
+                ):  # it left while the settlement was waited for
+                    await self.charge.lost(served)
         except Exception as failure:  # noqa: BLE001  the ledger did not take it, or a bug
             error = error or failure
         if error is not None:

@@ -277,6 +277,10 @@ class CountingCharge:
             receipt=lambda: {"request_id": self.job.request_id},
         )
 
+    async def lost(self, served: Served) -> None:
+        assert served == self.served
+        self.delivered = False
+
     async def void(self) -> None:
         self.num_voided += 1
 

@@ -264,6 +264,38 @@ async def test_a_silent_retry_of_an_undelivered_answer_pays_once(bank: Bank) -> 
     assert PROMPT_TOKENS * MISS + 3 * OUTPUT == bank.spent(UNITS)
 
 
+async def test_an_answer_lost_while_its_settlement_is_waited_for_is_not_paid_twice(
+    bank: Bank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process holds the database; the client gives up meanwhile, and asks again."""
+    locked, sync = threading.Event(), bank.store.sync
+
+    def wait_and_sync() -> None:
+        assert locked.wait(10)
+        sync()
+
+    monkeypatch.setattr(bank.store, "sync", wait_and_sync)
+    async with serving(bank) as (app, client, house):
+        locked.set()
+        headers = bank.customer(UNITS)
+        locked.clear()
+        house.engine.script = Script(answer="zz")
+        visit = Visit(app, CHAT, HELLO, **headers).start()
+        async with asyncio.timeout(10):
+            while bank.accounts.tenant("acme").seq < 2:  # committed, and not yet on the disk
+                await asyncio.sleep(0.01)
+        visit.leave()
+        await asyncio.sleep(0.05)
+        locked.set()
+        await visit.task
+        assert "" == visit.text
+        retry = headers | {"x-stainless-retry-count": "1"}
+        answer = await client.post(CHAT, content=json.dumps(HELLO), headers=retry)
+        assert 200 == answer.status_code
+        await quiet(house, app)
+    assert PROMPT_TOKENS * MISS + 3 * OUTPUT == bank.spent(UNITS)
+
+
 async def test_the_lease_of_a_silent_request_is_renewed(tmp_path: Path) -> None:
     """A request that waits longer than a lease keeps its hold."""
     bank = Bank(tmp_path, lease_s=1, settings=WireSettings(keepalive_s=0.1))
