@@ -211,10 +211,9 @@ class Scheduler:
             if sequence.ticket is None:
                 if len(holders) >= self._settings.max_tickets:
                     continue
-                sequence.ticket = self._open(sequence)
+                sequence.ticket = self._cache.open(sequence.chain, reads=sequence.reads_cache)
                 sequence.admitted_ns = sequence.admitted_ns or now_ns
-            reads = sequence.reads_cache
-            progress = self._cache.advance(sequence.ticket) if reads else Progress.READY
+            progress = self._cache.advance(sequence.ticket)
             sequence.follows = progress is Progress.WAITING
             if sequence.follows:
                 holders.discard(sequence)
@@ -227,7 +226,7 @@ class Scheduler:
                 if not self.running and self._revoke_ticket(but=sequence):
                     continue
                 return
-            tail = self._cache.find_tail(sequence.ticket) if reads else None
+            tail = self._cache.find_tail(sequence.ticket)
             if tail is not None and tail.case is TailCase.WAIT:
                 sequence.follows = True
                 holders.discard(sequence)
@@ -235,12 +234,6 @@ class Scheduler:
             holders.discard(sequence)
             self._begin(sequence, tail)
             yield sequence
-
-    def _open(self, sequence: Sequence) -> Ticket:
-        """A ticket for what stands of its prefix, or for nothing where it may not be read."""
-        if sequence.reads_cache:
-            return self._cache.open(sequence.chain)
-        return Ticket(sequence.chain, stop=MissReason.DISABLED, probed=True)
 
     def _num_cached(self, sequence: Sequence) -> int:
         if sequence.ticket is not None:
@@ -267,7 +260,8 @@ class Scheduler:
                 sequence.blocks.append(block)
                 num_rows = tail.num_rows
         sequence.num_standing = len(ticket.blocks) * self._block_size + num_rows
-        sequence.prompt_done = min(sequence.num_standing, sequence.num_prompt)
+        served = min(sequence.num_standing, sequence.num_prompt - 1)
+        sequence.prompt_done = max(sequence.prompt_done, served)
         sequence.block_table = [b.slot for b in sequence.blocks if b.slot is not None]
         if sequence.counts is None:
             source = tail.source if tail is not None and num_rows else None
@@ -327,8 +321,7 @@ class Scheduler:
             num_prompt=num_prompt,
             block_size=size,
         )
-        unread = sequence.chain.private or not sequence.reads_cache
-        if number * size + num_rows >= num_prompt - 1 or unread:
+        if number * size + num_rows >= num_prompt - 1 or not ticket.reads:
             return Lookup(runs, ticket.stop, size)
         return Lookup(runs, ticket.stop, size, self._cache.explain(sequence.chain, number, tail))
 
@@ -352,11 +345,11 @@ class Scheduler:
         """The step computed this span: its KV stands, and the blocks it filled are committed."""
         end = span.start + len(span.tokens)
         self.prompt_tokens_computed += max(0, min(end, sequence.num_prompt) - span.start)
+        sequence.prompt_done = max(sequence.prompt_done, min(end, sequence.num_prompt))
         first = sequence.num_standing // self._block_size
         if end <= sequence.num_standing:
             return
         sequence.num_standing = end
-        sequence.prompt_done = max(sequence.prompt_done, min(end, sequence.num_prompt))
         for number in range(first, end // self._block_size):
             block = self._cache.commit(sequence.chain, number, sequence.blocks[number])
             sequence.blocks[number] = block

@@ -36,7 +36,7 @@ from tiers.quota import Quotas, Shares
 from tiers.ranking import rank_device, rank_host
 from tiers.residency import Residency
 from tiers.retention import Pin
-from tiers.tails import Tail, TailSharing
+from tiers.tails import Tail, TailCase, TailSharing
 from tiers.tier import Tier, TierName, TierStats
 from tiers.traffic import TrafficReport
 from tiers.transfers import Lane, TransferStats
@@ -212,18 +212,21 @@ class TieredCache:
         """How many leading tokens stand above the disk now; pins nothing."""
         return len(self.index.match(chain)) * self.layout.block_size
 
-    def open(self, chain: Chain) -> Ticket:
-        """Claim what stands of the chain's prefix and ask the disk for the rest."""
+    def open(self, chain: Chain, *, reads: bool = True) -> Ticket:
+        """Claim what stands of the chain's prefix and ask the disk for the rest.
+
+        What is private, or is not to be read, gets a ticket for nothing.
+        """
         if chain.root in self._upkeep.barred:
             chain.private = True
-        if chain.private:
-            return Ticket(chain, stop=MissReason.DISABLED, probed=True)
+        if chain.private or not reads:
+            return Ticket(chain, reads=False, stop=MissReason.DISABLED)
         self._upkeep.traffic.asked(chain.keys)
         return self._promoter.open(chain)
 
     def advance(self, ticket: Ticket) -> Progress:
         """Take the ticket one step further; its blocks are all on the device when READY."""
-        return Progress.READY if ticket.chain.private else self._promoter.advance(ticket)
+        return self._promoter.advance(ticket) if ticket.reads else Progress.READY
 
     def close_ticket(self, ticket: Ticket) -> None:
         self._promoter.close(ticket, self._use(len(ticket.chain.keys), ticket.chain))
@@ -237,17 +240,17 @@ class TieredCache:
 
     def find_tail(self, ticket: Ticket) -> Tail | None:
         """A block that begins as the tokens after the ticket's last block do; see `tails`."""
-        if ticket.chain.private or len(ticket.blocks) == ticket.chain.num_blocks:
+        if not ticket.reads or len(ticket.blocks) == ticket.chain.num_blocks:
             return None
         return self._tails.find(ticket.chain, len(ticket.blocks))
 
     def adopt_tail(self, tail: Tail, chain: Chain, number: int) -> Block | None:
         """Pin or copy what `find_tail` found, as block `number` of a sequence; None: no room.
 
-        A block that the sequence will append to is announced to others as being computed.
+        A block of which the prompt needs further rows is announced as being computed.
         """
         block = self._tails.adopt(tail, chain)
-        if block is not None and block.writer is chain:
+        if block is not None and tail.case is not TailCase.SHARE:
             self._tails.withdraw(block)
             self._announce(chain, number, block)
         return block
@@ -319,14 +322,14 @@ class TieredCache:
         or one that was there already with the same identity."""
         if chain.private:
             return block
-        block.writer = None
+        self._tails.withdraw(block)
         identity = chain.block_id(number)
         held = self.index.get(identity.key)
         if held is block or held is None:
             if held is None:
-                self._tails.withdraw(block)
                 self.index.add(block, identity, number)
                 self._upkeep.traffic.made(identity.key)
+            block.writer = None
             block.state = BlockState.READY
             self.residency.chronicle.came(block, TierName.DEVICE)
             self._demoter.committed(block)
@@ -341,7 +344,7 @@ class TieredCache:
 
     def _merge(self, block: Block, held: Block) -> Block:
         """Keep the block that the index has, and free the duplicate."""
-        self._tails.withdraw(block)
+        block.writer = None
         if held.slot is None:
             self.residency.move_slot(block, held)
             self.residency.chronicle.came(held, TierName.DEVICE)
@@ -359,18 +362,16 @@ class TieredCache:
         """A sequence is done with its blocks; the KV of its first `num_tokens` tokens stands.
 
         Full blocks stay and may be hit; the partly filled last one is offered where tails are
-        shared; blocks that were not filled are forgotten. Empties `blocks`.
+        shared; what was announced beyond is forgotten. Empties `blocks`.
         """
         use = self._use(len(blocks), chain)
         num_full = num_tokens // self.layout.block_size
         for number in range(len(blocks) - 1, -1, -1):
             block = blocks[number]
-            if block.key is not None and block.state is BlockState.COMPUTING and number >= num_full:
-                self.index.remove(block)
-            if number == num_full and not chain.private:
+            if number >= num_full and block.writer is chain:
+                if block.key is not None:
+                    self.index.remove(block)  # announced, and not filled: nobody is to wait for it
                 self._tails.offer(chain, number, block, num_tokens)
-            elif number >= num_full and block.writer is chain:
-                self._tails.withdraw(block)  # announced, and never computed: nobody is to wait
             self.residency.unpin(block, use)
         blocks.clear()
 

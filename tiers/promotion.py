@@ -34,9 +34,11 @@ class Ticket:
     """One request's claim on its cached prefix. Invariant: each of `blocks` is pinned once by it.
 
     `blocks[i]` is block i of the chain, served from `sources[i]`; `stop` says why there is no more.
+    One that does not read is for a prompt of which nothing may be taken as it stands.
     """
 
     chain: Chain
+    reads: bool = True
     blocks: list[Block] = field(default_factory=list)
     sources: list[TierName] = field(default_factory=list)
     stop: MissReason = MissReason.ABSENT

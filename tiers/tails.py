@@ -112,17 +112,14 @@ class TailSharing:
             self._index.add_partial(block, chain.root, chain.parent(number), chain.tail)
 
     def offer(self, chain: Chain, number: int, block: Block, num_tokens: int) -> None:
-        """The block's writer is done with it: its filled rows may be reused."""
-        if block.writer is not chain:
-            return
+        """The block's writer, this chain, is done with it: its filled rows may be reused."""
         block.writer = None
+        self.withdraw(block)
         data = chain.chunks[number] if number < len(chain.chunks) else chain.tail
         rows = num_tokens - number * chain.block_size
-        tokens = data[: rows * TOKEN_BYTES]
-        parent = chain.parent(number)
-        self.withdraw(block)
-        if not self._enabled or not tokens or chain.content(number):
+        if not self._enabled or chain.private or rows <= 0 or chain.content(number):
             return
+        tokens, parent = data[: rows * TOKEN_BYTES], chain.parent(number)
         if self._prune(parent, tokens):
             block.state = BlockState.READY
             self._index.add_partial(block, chain.root, parent, tokens)

@@ -3,7 +3,7 @@
 from billing.cards import default_card
 from billing.rating import rate
 from billing.usage import Usage
-from tests.sim.test_engine_machine import World
+from tests.sim.world import World
 
 HIT, MISS, OUTPUT = 100_000, 1_000_000, 2_000_000
 
@@ -41,6 +41,26 @@ def test_what_is_computed_again_after_a_preemption_is_neither_a_hit_nor_billed_t
         assert 20 * MISS + 10 * OUTPUT == price
         told = {(o.counts.hit_device, o.counts.miss) for o in world.outputs[f"r{number}"]}
         assert {(0, 20)} == told, "the counts changed after the first admission"
+
+
+def test_who_leaves_while_preempted_is_billed_the_whole_prompt_that_was_computed() -> None:
+    """The prompt is computed again when it goes on; until then it counts as it was served."""
+    world = World(device_blocks=14, host_blocks=0, step_tokens=8)
+    world.submit("leaves", [*range(17)], max_tokens=10)
+    while len(world.tokens("leaves")) < 2:
+        world.step()
+    scheduler = world.engine._scheduler
+    (running,) = scheduler.running
+    scheduler._preempt(running)
+    for block in [*world.cache.index]:
+        world.cache.residency.forget_everywhere(block)
+    while not running.num_standing:
+        world.step()
+    assert 0 < running.num_standing < 17
+    world.engine.abort("leaves")
+    world.run()
+    assert Usage(miss=17, output=2) == billed(world, "leaves")[0]
+    world.check()
 
 
 def test_a_block_that_failed_to_load_is_a_miss() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.request import Lookup
-from tests.sim.test_engine_machine import BLOCK, World
+from tests.sim.world import BLOCK, World
 from tiers.absence import MARK_BYTES, marks_of
 from tiers.departures import Departures
 from tiers.errors import MissReason

@@ -5,29 +5,18 @@ tenant within its share loses nothing to another's scan, and after a purge nothi
 """
 
 import random
-from collections.abc import Callable
-from concurrent.futures import Future
 
 import pytest
 
-from engine.chain_runner import replay
 from engine.request import FinishReason
-from tests.sim.test_engine_machine import BLOCK, World
+from tests.sim.life import Life, root_of
+from tests.sim.world import BLOCK, World
 from tiers.admission import Promotion, WritePolicy
 from tiers.chain import Chain
 from tiers.chronicle import CacheEvent
-from tiers.keys import CacheScope, PrefixKey
 from tiers.policy import PolicyName
-from tiers.purge import Purged
-from tiers.retention import PinError
 from tiers.tier import TierName
 from tiers.upkeep import UpkeepSettings
-
-TENANTS = (b"", b"other", b"third")
-
-
-def root_of(tenant: bytes) -> PrefixKey:
-    return CacheScope(tenant=tenant).root()
 
 
 def check_quotas(world: World) -> None:
@@ -38,88 +27,6 @@ def check_quotas(world: World) -> None:
         uses = [use.used_bytes for use in stats.groups if use.tier is tier.name]
         held = tier.num_blocks * world.cache.layout.nbytes
         assert not uses or sum(uses) == held, tier.name
-
-
-class Life:
-    """Random arrivals over shared prefixes with an operator at work beside them."""
-
-    def __init__(self, world: World, chance: random.Random) -> None:
-        self.world = world
-        self.chance = chance
-        self.trunks = {tenant: [self._prompt(1, 30) for _ in range(3)] for tenant in TENANTS}
-        self.purges: list[Future[Purged]] = []
-        self.pinned: dict[str, list[PrefixKey]] = {}
-        self.stood: set[PrefixKey] = set()  # pinned blocks that were seen in a tier
-        self.num_sent = 0
-
-    def run(self, num_requests: int, acts: tuple[Callable[[], None], ...]) -> None:
-        turns = 0
-        world, chance = self.world, self.chance
-        while self.num_sent < num_requests or world.live():
-            turns += 1
-            assert turns < 20_000, f"stuck: {world.live()} {world.engine.stats()}"
-            if self.num_sent < num_requests and chance.random() < 0.4:
-                self._send()
-            if world.live() and chance.random() < 0.03:
-                world.engine.abort(chance.choice(world.live()))
-            if acts and chance.random() < 0.1:
-                chance.choice(acts)()
-            world.now_s += chance.random()
-            if not world.engine.turn() or chance.random() < 0.3:
-                world.mover.run(chance.randrange(3))
-            self._check_pins()
-        world.settle()
-
-    def pin(self) -> None:
-        tenant = self.chance.choice(TENANTS)
-        chain = Chain(root_of(tenant), self.chance.choice(self.trunks[tenant]), BLOCK)
-        name, until_s = self.chance.choice("abc"), self.world.now_s + self.chance.randrange(5, 60)
-        try:
-            self.world.cache.pin(name, chain, until_s)
-        except PinError:
-            return
-
-    def unpin(self) -> None:
-        self.world.cache.unpin(self.chance.choice("abc"))
-
-    def evict(self) -> None:
-        tenant = self.chance.choice(TENANTS)
-        chain = Chain(root_of(tenant), self.chance.choice(self.trunks[tenant]), BLOCK)
-        self.world.cache.evict(chain.keys)
-
-    def purge(self) -> None:
-        self.purges.append(self.world.cache.purge([root_of(self.chance.choice(TENANTS))]))
-
-    def _check_pins(self) -> None:
-        """A pinned block that stood in a tier stands in one for as long as it is pinned."""
-        pinned = {key for pin in self.world.cache.pins() for key in pin.keys}
-        self.stood &= pinned
-        standing = self.world.stands(list(pinned))
-        now = {key for key, stands in zip(pinned, standing, strict=True) if stands}
-        assert self.stood <= now, "a pinned block was lost"
-        self.stood = now
-
-    def _prompt(self, least: int, most: int) -> list[int]:
-        return [self.chance.randrange(50) for _ in range(self.chance.randrange(least, most))]
-
-    def _send(self) -> None:
-        chance, world = self.chance, self.world
-        tenant = chance.choice(TENANTS)
-        base = chance.choice(self.trunks[tenant])
-        prompt = (base[: chance.randrange(1, len(base) + 1)] + self._prompt(0, 9) or [1])[
-            : world.engine.max_tokens - 1
-        ]
-        if chance.random() < 0.2:
-            self.trunks[tenant][chance.randrange(3)] = prompt + replay(prompt, 5)
-        world.submit(
-            f"r{self.num_sent}",
-            prompt,
-            max_tokens=chance.randrange(1, 12),
-            n=chance.choice((1, 1, 3)),
-            tenant=tenant,
-            seed=chance.choice((None, 1)),
-        )
-        self.num_sent += 1
 
 
 @pytest.mark.parametrize("promotion", list(Promotion))
@@ -144,7 +51,19 @@ def test_any_interleaving_with_an_operator_is_exact(
         ),
     )
     life = Life(world, chance)
-    life.run(60, (life.pin, life.pin, life.pin, life.unpin, life.evict, life.purge))
+    life.run(
+        60,
+        (
+            life.break_step,
+            life.trouble_disk,
+            life.pin,
+            life.pin,
+            life.pin,
+            life.unpin,
+            life.evict,
+            life.purge,
+        ),
+    )
     world.check()
     world.check_idle()
     check_quotas(world)
@@ -218,6 +137,22 @@ def test_what_a_purged_tenant_is_running_ends_well_and_is_kept_nowhere() -> None
     world.submit("again", prompt, max_tokens=2, tenant=b"acme")
     world.run()
     assert world.counts("again").hit == len(prompt) - 1
+
+
+def test_a_prompt_that_is_scored_while_its_tenant_is_purged_is_kept_nowhere() -> None:
+    """It reads no cached block, and may not leave any either."""
+    world = World(device_blocks=60)
+    world.submit("before", list(range(30)), max_tokens=1, tenant=b"acme")
+    world.run()
+    done = world.cache.purge([root_of(b"acme")])
+    world.submit("scored", list(range(30)), max_tokens=1, tenant=b"acme", prompt_logprobs=0)
+    world.engine.turn()
+    world.run()
+    world.settle()
+    assert 0 == done.result(0).num_left
+    assert 0 == sum(block.scope == root_of(b"acme") for block in world.cache.index)
+    world.check()
+    world.check_idle()
 
 
 def test_a_purge_waits_for_loads_and_stores_under_way() -> None:

@@ -3,11 +3,11 @@
 import pytest
 
 from engine.batch import Batch, Sampled
-from engine.chain_runner import ChainRunner
+from engine.chain_runner import ChainRunner, replay
 from engine.queue import QueueOrder
 from engine.request import FinishReason
 from engine.sequence import Sequence
-from tests.sim.test_engine_machine import BLOCK, World
+from tests.sim.world import BLOCK, World
 from tiers.chain import Chain
 from tiers.residency import CacheEvent
 from tiers.tier import TierName
@@ -220,6 +220,40 @@ def test_a_filled_block_that_others_still_share_keeps_its_slot() -> None:
     world.submit("crowd", [48] * 8 * BLOCK, max_tokens=1)
     world.run()
     world.submit("again", [*prompt, *world.tokens("twin")], max_tokens=4)
+    world.run()
+    world.check()
+    world.check_idle()
+
+
+def test_a_row_that_one_sample_filled_is_not_written_by_another() -> None:
+    """Somebody else computes the block that it became, so each sample keeps to its own copy."""
+    world = World(device_blocks=100)
+    prompt = list(range(2 * BLOCK + 3))
+    answer = replay(prompt, 1, seed=1)
+    world.submit("samples", prompt, max_tokens=6, n=2, seed=1)
+    world.step()
+    world.submit("next", [*prompt, *answer, 48, 49, 48, 49, 48], max_tokens=1)
+    world.run()
+    world.check()
+    world.check_idle()
+    assert world.tokens("samples", 0) != world.tokens("samples", 1)
+
+
+def test_nobody_waits_for_a_tail_that_was_copied_from_the_host() -> None:
+    """It stands as it comes: there is nothing to compute."""
+    world = World(device_blocks=12, host_blocks=200)
+    prompt = list(range(2 * BLOCK + 1))
+    world.submit("before", prompt, max_tokens=4)
+    world.run()
+    world.submit("flood", [48] * 10 * BLOCK, max_tokens=1)
+    world.run()
+    (tail,) = (b for b in world.cache.index if b.tokens[0] == 2 * BLOCK)
+    assert tail.slot is None and tail.frame is not None
+    world.submit("long", prompt, max_tokens=12)
+    world.submit("short", prompt, max_tokens=1)
+    world.step()
+    world.step()
+    assert ["long"] == world.live()
     world.run()
     world.check()
     world.check_idle()

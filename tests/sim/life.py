@@ -1,0 +1,204 @@
+"""What happens in a `World`: requests that share beginnings and ends, cancels, faults, operators.
+
+Each prompt is a trunk and some words, or an earlier prompt again, or the next turn of one. Cancels
+come in every phase of a request, and who was cancelled is often asked for again at once.
+"""
+
+import itertools
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from typing import Any
+
+from engine.chain_runner import replay
+from tests.sim.world import ADAPTERS, BLOCK, PICTURES, PLACEHOLDER, RandomGrammar, World
+from tiers.chain import Chain
+from tiers.contents import Content
+from tiers.keys import CacheScope, PrefixKey
+from tiers.purge import Purged
+from tiers.retention import PinError
+
+TENANTS = (b"", b"other", b"third")
+MAX_TURNS = 600  # that any request may take, whoever comes and goes beside it
+
+
+def root_of(tenant: bytes) -> PrefixKey:
+    return CacheScope(tenant=tenant).root()
+
+
+class Life:
+    """One run. `acts` are what an operator or an accident does now and then.
+
+    A `plain` life has requests that generate one token and read and write the cache alone.
+    """
+
+    def __init__(self, world: World, chance: random.Random, *, plain: bool = False) -> None:
+        self.world = world
+        self.chance = chance
+        self.plain = plain
+        self.trunks = {tenant: [self._trunk() for _ in range(3)] for tenant in TENANTS}
+        self.sent: list[dict[str, Any]] = []  # what each request was asked with
+        self.cancelled: Counter[str] = Counter()  # by phase
+        self.purges: list[Future[Purged]] = []
+        self.stood: set[PrefixKey] = set()  # pinned blocks that were seen in a tier
+
+    def run(self, num_requests: int, acts: Seq[Callable[[], None]] = ()) -> None:
+        world, chance = self.world, self.chance
+        while len(self.sent) < num_requests or world.live():
+            if len(self.sent) < num_requests and chance.random() < 0.4:
+                for _ in range(chance.choice((1, 1, 2, 4))):
+                    self._send()
+            if world.live() and chance.random() < 0.06:
+                self._cancel()
+            if acts and chance.random() < 0.1:
+                chance.choice(acts)()
+            world.now_s += chance.random()
+            if not world.turn() or chance.random() < 0.3:
+                world.mover.run(chance.randrange(3))
+            self._check_pins()
+            assert max(world.turns.values(), default=0) <= MAX_TURNS, world.turns
+        world.settle()
+
+    # What may happen beside requests.
+
+    def pin(self) -> None:
+        tenant = self.chance.choice(TENANTS)
+        chain = Chain(root_of(tenant), self.chance.choice(self.trunks[tenant]), BLOCK)
+        name, until_s = self.chance.choice("abc"), self.world.now_s + self.chance.randrange(5, 60)
+        try:
+            self.world.cache.pin(name, chain, until_s)
+        except PinError:
+            return
+
+    def unpin(self) -> None:
+        self.world.cache.unpin(self.chance.choice("abc"))
+
+    def evict(self) -> None:
+        tenant = self.chance.choice(TENANTS)
+        chain = Chain(root_of(tenant), self.chance.choice(self.trunks[tenant]), BLOCK)
+        self.world.cache.evict(chain.keys)
+
+    def purge(self) -> None:
+        self.purges.append(self.world.cache.purge([root_of(self.chance.choice(TENANTS))]))
+
+    def break_step(self) -> None:
+        """Now and then: the next step fails, and whoever runs in it."""
+        self.world.runner.broken = self.chance.random() < 0.2
+
+    def trouble_disk(self) -> None:
+        """From now on the disk fails always, now and then, or never."""
+        self.world.tier.fault_rate = self.chance.choice((0.0, 0.0, 0.3, 1.0))
+
+    # Requests.
+
+    def _send(self) -> None:
+        kind = self.chance.random()
+        if self.sent and kind < 0.25:
+            self._again(self.chance.randrange(max(0, len(self.sent) - 12), len(self.sent)))
+        elif self.sent and kind < 0.4:
+            self._next_turn(self.chance.randrange(len(self.sent)))
+        else:
+            tenant = self.chance.choice(TENANTS)
+            trunk = self.chance.choice(self.trunks[tenant])
+            if self.chance.random() < 0.5:
+                trunk = trunk[: self.chance.randrange(1, len(trunk) + 1)]
+            self._submit(tenant, trunk + self._words(self.chance.choice((0, 0, 1, 3, 9))))
+
+    def _again(self, number: int) -> None:
+        """An earlier prompt; at times another tenant's, or for another adapter."""
+        before = dict(self.sent[number])
+        if self.chance.random() < 0.1:
+            before["tenant"] = self.chance.choice(TENANTS)
+        if self.chance.random() < 0.1 and not self.plain:
+            before["adapter"] = self.chance.choice((None, *ADAPTERS))
+        self._submit(**before)
+
+    def _next_turn(self, number: int) -> None:
+        before = dict(self.sent[number])
+        answer = self.world.tokens(f"r{number}")
+        before["prompt"] = [*before["prompt"], *answer, *self._words(self.chance.randrange(1, 6))]
+        self._submit(**before)
+
+    def _submit(
+        self,
+        tenant: bytes,
+        prompt: list[int],
+        adapter: str | None = None,
+        contents: tuple[Content, ...] | None = None,
+    ) -> None:
+        chance, world = self.chance, self.world
+        name, prompt = f"r{len(self.sent)}", prompt[: world.engine.max_tokens - 1]
+        if contents is None and not self.plain:
+            adapter = chance.choice((None, None, *ADAPTERS))
+            contents = _pictures(prompt, chance)
+        contents = tuple(one for one in contents or () if one.end <= len(prompt))
+        asked = {"tenant": tenant, "prompt": prompt, "adapter": adapter, "contents": contents}
+        self.sent.append(asked)
+        if self.plain:
+            world.submit(name, prompt, max_tokens=1, tenant=tenant)
+            return
+        if chance.random() < 0.1:  # what will be answered is asked for before it is
+            digest = ADAPTERS[adapter] if adapter else b""
+            answer = replay(prompt, 5, adapter=digest, contents=contents)
+            self.trunks[tenant][chance.randrange(3)] = prompt + answer
+        world.submit(
+            name,
+            **asked,
+            max_tokens=chance.choice((0, *range(1, 12))),
+            prompt_logprobs=0 if chance.random() < 0.1 else None,
+            grammar=RandomGrammar(len(self.sent) % 7) if chance.random() < 0.3 else None,
+            n=chance.choice((1, 1, 1, 3)),
+            cache=chance.random() > 0.1,
+            seed=chance.choice((None, None, 1, 2)),
+        )
+
+    def _cancel(self) -> None:
+        """Somebody leaves, from whichever phase; often the same prompt comes again."""
+        world, chance = self.world, self.chance
+        phases: dict[str, list[str]] = defaultdict(list)
+        for name in world.live():
+            phases[world.phase(name)].append(name)
+        phase = chance.choice(sorted(phases))
+        name = chance.choice(phases[phase])
+        self.cancelled[phase] += 1
+        one = phase == "decode" and chance.random() < 0.3
+        world.engine.abort(name, index=0 if one else None)
+        for _ in range(chance.choice((0, 1, 1, 2))):
+            self._again(int(name[1:]))
+
+    def _check_pins(self) -> None:
+        """A pinned block that stood in a tier stands in one for as long as it is pinned."""
+        pinned = {key for pin in self.world.cache.pins() for key in pin.keys}
+        self.stood &= pinned
+        if not pinned:
+            return
+        standing = self.world.stands(list(pinned))
+        now = {key for key, stands in zip(pinned, standing, strict=True) if stands}
+        assert self.stood <= now, "a pinned block was lost"
+        self.stood = now
+
+    def _words(self, count: int) -> list[int]:
+        return [self.chance.randrange(50) for _ in range(count)]
+
+    def _trunk(self) -> list[int]:
+        """The beginning of prompts; every other one with a picture in it."""
+        words = [self.chance.randrange(49) for _ in range(self.chance.randrange(1, 30))]
+        if self.chance.random() < 0.5:
+            place = self.chance.randrange(len(words))
+            words[place:place] = [PLACEHOLDER] * self.chance.randrange(1, 8)
+        return words
+
+
+def _pictures(prompt: Seq[int], chance: random.Random) -> tuple[Content, ...]:
+    """What each run of placeholders in the prompt stands for: a picture, or just itself."""
+    contents = []
+    place = 0
+    for token, run in itertools.groupby(prompt):
+        length = len(list(run))
+        picture = chance.choice((None, *PICTURES)) if token == PLACEHOLDER else None
+        if picture is not None:
+            contents.append(Content(place, length, picture))
+        place += length
+    return tuple(contents)

@@ -1,0 +1,540 @@
+"""An engine in simulated time, driven turn by turn, and the oracle of what it may answer.
+
+The model is `ChainRunner`, whose KV proves the prefix it was computed from; the disk is in memory
+and slow and faulty by a seed; copies between device and host arrive late. `World.turn` holds after
+every turn that each pin has its owner, that what is announced is being computed, and that nobody
+waits for what nobody does. `tests.sim.life` draws what happens in it.
+"""
+
+import random
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from engine.batch import Batch, Sampled, Span
+from engine.chain_runner import (
+    ChainRunner,
+    advance,
+    before,
+    chain_layout,
+    content_at,
+    replay,
+)
+from engine.engine import Engine, EngineSettings
+from engine.group import seed_of
+from engine.queue import QueueOrder
+from engine.request import FinishReason, Request, SamplingParams, StepOutput
+from engine.scheduler import SchedulerSettings
+from engine.sequence import Sequence, SequenceState
+from tiers.admission import Promotion, WritePolicy
+from tiers.cache import CacheSettings, TieredCache
+from tiers.contents import Content
+from tiers.device import Copy, DevicePool
+from tiers.events import EventKind
+from tiers.frames import Frame
+from tiers.index import Block, BlockState
+from tiers.keys import CacheScope, PrefixKey
+from tiers.memory import MemoryTier, SteppedMover
+from tiers.quota import Shares
+from tiers.tier import TierName
+from tiers.upkeep import UpkeepSettings
+
+BLOCK = 4
+MAX_IDLE = 5  # turns in a row in which nothing moves, and somebody waits
+EOS = 50  # beyond the tokens that the model chooses by itself; a grammar may allow it
+
+
+class RandomGrammar:
+    """Allows and forces tokens by a seed and the tokens before; `engine.structure.Grammar`."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def begin(self, min_tokens: int) -> "RandomState":
+        return RandomState(self.seed)
+
+
+class RandomState:
+    """A run of forced tokens, or a choice that may include the end, then the next."""
+
+    def __init__(self, seed: int) -> None:
+        self.forced: deque[int] = deque()
+        self.stuck: str | None = None
+        self._taken = [seed]
+        self._look_ahead()
+
+    @property
+    def allowed(self) -> np.ndarray:
+        return _mask([self.forced[0]] if self.forced else self._choice)
+
+    def accept(self, token: int) -> None:
+        if self.forced:
+            assert token == self.forced.popleft()
+        else:
+            assert token in self._choice
+        self._taken.append(token)
+        if not self.forced:
+            self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        chance = random.Random(repr(self._taken))
+        self._choice = chance.sample(range(50), 3) + [EOS] * (chance.random() < 0.1)
+        if chance.random() < 0.4:
+            self.forced += [chance.randrange(50) for _ in range(chance.randrange(1, 12))]
+
+
+def _mask(tokens: Seq[int]) -> np.ndarray:
+    bits = np.zeros(64, dtype=np.bool_)
+    bits[list(tokens)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+CUT = (FinishReason.ABORT, FinishReason.ERROR)
+ADAPTERS = {"a": b"A" * 16, "b": b"B" * 16, "twin of a": b"A" * 16}  # contents by name
+PLACEHOLDER = 49  # the token that stands for a picture
+PICTURES = (b"a cat" * 4, b"a dog" * 4)
+
+
+class Watched(ChainRunner):
+    """Checks of every sequence that begins to run that it takes all that stands of its prompt.
+
+    `rows` counts how often each row of KV was computed that others may read: by scope, position
+    and what it proves. `prompt_tokens` counts by request what its first sequence computed of its
+    prompt; each further one computes the last token again. With `broken` set the next step fails
+    halfway.
+    """
+
+    def __init__(self, cache: TieredCache, sequence_of: Callable[[int], Sequence]) -> None:
+        super().__init__(cache.pool.tensor, adapters=ADAPTERS)
+        self._cache = cache
+        self._sequence_of = sequence_of
+        self._begun: set[int] = set()
+        self._proofs: dict[int, list[int]] = {}  # what each row of a running sequence must hold
+        self.num_checked = 0
+        self.rows: Counter[tuple[PrefixKey, int, int]] = Counter()
+        self.prompt_tokens: Counter[str] = Counter()
+        self.wrong: AssertionError | None = None  # the engine takes it for a failure of the step
+        self.broken = False
+
+    def step(self, batch: Batch) -> list[Sampled]:
+        try:
+            return self._step(batch)
+        except AssertionError as error:
+            self.wrong = error
+            raise
+
+    def _step(self, batch: Batch) -> list[Sampled]:
+        for span in batch.spans:
+            if span.sequence_id not in self._begun:
+                self._begun.add(span.sequence_id)
+                self._check(self._sequence_of(span.sequence_id))
+        if self.broken:
+            self.broken = False
+            super().step(Batch(batch.spans[::2]))
+            raise RuntimeError("out of memory")
+        sampled = super().step(batch)
+        for span in batch.spans:
+            self._prove(span, self._sequence_of(span.sequence_id))
+            self._note(span, self._sequence_of(span.sequence_id))
+        return sampled
+
+    def _prove(self, span: Span, sequence: Sequence) -> None:
+        """Every row that attention read or wrote is the KV of the sequence's own prefix."""
+        proofs = self._proofs.setdefault(span.sequence_id, [])
+        end = span.start + len(span.tokens)
+        for position in range(len(proofs), end):
+            before_it = proofs[-1] if proofs else before(sequence.request.scope.adapter)
+            content = content_at(span.contents, position)
+            proofs.append(advance(before_it, sequence.tokens[position], content))
+        table = np.array(span.block_table[: -(-end // BLOCK)])
+        rows = self._rows[table].transpose(0, 3, 1, 2, 4, 5).reshape(len(table) * BLOCK, -1)[:end]
+        wrong = np.flatnonzero((rows != np.array(proofs[:end])[:, None]).any(axis=1))
+        assert not len(wrong), f"rows {wrong} of {sequence.request.request_id} are not its own"
+
+    def _note(self, span: Span, sequence: Sequence) -> None:
+        end = span.start + len(span.tokens)
+        if sequence.index == 0:
+            num_prompt = max(0, min(end, sequence.num_prompt) - span.start)
+            self.prompt_tokens[sequence.request.request_id] += num_prompt
+        if span.write_kv and not sequence.chain.private:
+            for position in range(span.start, end):
+                row = sequence.chain.root, position, self._read(span, position)
+                self.rows[row] += 1
+
+    def forget(self, sequence_id: int) -> None:
+        super().forget(sequence_id)
+        self._begun.discard(sequence_id)
+        self._proofs.pop(sequence_id, None)
+
+    def _check(self, sequence: Sequence) -> None:
+        """The first block that it computes does not stand, and no other computes it now.
+
+        Blocks beyond may: behind a gap, as where a load failed, nothing is looked for.
+        """
+        if sequence.chain.private or sequence.params.prompt_logprobs is not None:
+            return  # it asked to compute the prompt
+        self.num_checked += 1
+        first = sequence.num_standing // BLOCK
+        for block in self._cache.index.match(sequence.chain)[first : first + 1]:
+            assert block in sequence.blocks, f"{block} is computed twice"
+
+
+class LateCopy(Copy):
+    """A copy whose bytes are there when it was asked after `patience` times, or in stream order."""
+
+    def __init__(self, patience: int, arrive: Callable[[], object]) -> None:
+        super().__init__()
+        self._patience = patience
+        self._arrive: Callable[[], object] | None = arrive
+
+    def done(self) -> bool:
+        self._patience -= 1
+        if self._patience < 0:
+            self.arrive()
+        return self._arrive is None
+
+    def arrive(self) -> None:
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
+
+
+class LateCopies:
+    """Lets a pool's copies take their time, as streams do; frames hold noise until then."""
+
+    def __init__(self, pool: DevicePool, chance: random.Random) -> None:
+        self._pool = pool
+        self._chance = chance
+        self._down: dict[int, LateCopy] = {}  # the last one to each frame
+        self._copy_in = pool.copy_in
+        pool.copy_out = self._out  # type: ignore[method-assign]
+        pool.copy_in = self._in  # type: ignore[method-assign]
+
+    def _out(self, slot: int, frame: Frame) -> Copy:
+        rows = self._pool.tensor[slot].clone()
+        frame.tensor.view(torch.int32).fill_(0x0BAD)
+        late = LateCopy(self._chance.randrange(3), lambda: frame.tensor.copy_(rows))
+        self._down[frame.number] = late
+        return late
+
+    def _in(self, frames: Seq[Frame], slots: Seq[int]) -> Copy:
+        for frame in frames:
+            if frame.number in self._down:
+                self._down[frame.number].arrive()
+        self._copy_in(frames, slots)
+        return LateCopy(self._chance.randrange(3), lambda: None)
+
+
+class World:
+    """An engine without a thread, driven step by step, and what it has answered."""
+
+    def __init__(
+        self,
+        *,
+        device_blocks: int = 24,
+        host_blocks: int = 32,
+        disk_blocks: int = 200,
+        fault_rate: float = 0.0,
+        seed: int = 0,
+        share_tails: bool = True,
+        write_policy: WritePolicy = WritePolicy.ON_EVICT,
+        order: QueueOrder = QueueOrder.CACHED_FIRST,
+        max_running: int = 6,
+        step_tokens: int = 16,
+        policy: str = "lru",
+        jump_forward: bool = True,
+        promotion: Promotion = Promotion.KEEP,
+        quotas: dict[PrefixKey, float] | None = None,
+        late_copies: bool = False,
+        upkeep: UpkeepSettings | None = None,
+    ) -> None:
+        """`quotas` are parts of every tier, by scope."""
+        layout = chain_layout(BLOCK)
+        self.now_s = 1_000_000.0
+        shares = None
+        if quotas is not None:
+            shares = Shares(1_000_000, {root: int(1e6 * part) for root, part in quotas.items()})
+        tier = MemoryTier(
+            disk_blocks,
+            fault_rate=fault_rate,
+            seed=seed,
+            block_bytes=layout.nbytes,
+            shares=shares,
+        )
+        self.tier = tier
+        self.mover = SteppedMover(tier, seed=seed)
+        self.cache = TieredCache(
+            layout,
+            CacheSettings(
+                device_bytes=device_blocks * layout.nbytes,
+                host_bytes=host_blocks * layout.nbytes,
+                share_tails=share_tails,
+                write_policy=write_policy,
+                weigh_loads=False,
+                policy=policy,
+                promotion=promotion,
+                upkeep=upkeep or UpkeepSettings(),
+            ),
+            disk=tier,
+            mover=self.mover,
+            shares=shares,
+            clock=lambda: self.now_s,
+            wall_clock=lambda: self.now_s,
+        )
+        if late_copies:
+            LateCopies(self.cache.pool, random.Random(seed))
+        self.events = self.cache.stream.subscribe(capacity=1_000_000)
+        self.told: set[tuple[TierName, PrefixKey]] = set()
+        self.runner = Watched(self.cache, lambda number: self.engine._sequences[number])
+        scheduler = SchedulerSettings(
+            max_running=max_running,
+            step_tokens=step_tokens,
+            mixed_step_tokens=step_tokens // 2,
+            order=order,
+        )
+        settings = EngineSettings(
+            scheduler=scheduler,
+            eos_token_ids=frozenset({EOS}),
+            jump_forward=jump_forward,
+            adapters=ADAPTERS,
+        )
+        self.engine = Engine(self.runner, self.cache, settings, self._take)
+        self.grammars: dict[str, RandomGrammar] = {}
+        self.outputs: dict[str, list[StepOutput]] = {}
+        self.requests: dict[str, Request] = {}
+        self.num_turns = 0
+        self.turns: dict[str, int] = {}  # how many each request has taken so far
+        self._idle = 0
+
+    def submit(
+        self,
+        name: str,
+        prompt: Seq[int],
+        max_tokens: int = 4,
+        n: int = 1,
+        tenant: bytes = b"",
+        cache: bool = True,
+        seed: int | None = None,
+        grammar: RandomGrammar | None = None,
+        prompt_logprobs: int | None = None,
+        adapter: str | None = None,
+        contents: tuple[Content, ...] = (),
+    ) -> None:
+        if grammar is not None:
+            self.grammars[name] = grammar
+        digest = ADAPTERS[adapter] if adapter is not None else b""
+        self.outputs[name] = []
+        self.turns[name] = 0
+        self.requests[name] = Request(
+            request_id=name,
+            tokens=array("i", prompt),
+            params=SamplingParams(
+                temperature=0,
+                max_tokens=max_tokens,
+                n=n,
+                seed=seed,
+                prompt_logprobs=prompt_logprobs,
+            ),
+            scope=CacheScope(tenant=tenant, adapter=digest),
+            adapter=adapter,
+            contents=contents,
+            cache=cache,
+            grammar=grammar,
+        )
+        self.engine.submit(self.requests[name])
+
+    def live(self) -> list[str]:
+        return [name for name, outputs in self.outputs.items() if not _ended(outputs)]
+
+    def turn(self) -> bool:
+        """One turn of the engine; whether it computed anything."""
+        computed = self.engine.turn()
+        if self.runner.wrong is not None:
+            raise self.runner.wrong
+        live = self.live()
+        for name in live:
+            self.turns[name] += 1
+        self._idle = 0 if computed or not live or self.cache.is_moving else self._idle + 1
+        assert self._idle < MAX_IDLE, f"{live} wait for ever"
+        self.check_claims()
+        return computed
+
+    def step(self) -> None:
+        """One turn, with every job of the disk done before it."""
+        self.mover.run(100)
+        self.turn()
+
+    def phase(self, name: str) -> str:
+        """Where a live request is on its way."""
+        group = self.engine._groups.get(name)
+        if group is None:
+            return "sent"
+        sequence = group.sequences[0]
+        if sequence.follows:
+            return "follows"
+        if sequence.state is SequenceState.PREFILL and not sequence.prompt_done:
+            return "admitted"
+        return str(sequence.state)
+
+    def run(self, max_turns: int = 5000) -> None:
+        """Step until every request has ended."""
+        turns = 0
+        while self.live():
+            turns += 1
+            assert turns < max_turns, f"stuck: {self.live()} {self.engine.stats()}"
+            if not self.turn():
+                self.mover.run(2)
+
+    def tokens(self, name: str, index: int = 0) -> list[int]:
+        return [t for o in self.outputs[name] if o.index == index for t in o.tokens]
+
+    def counts(self, name: str):  # type: ignore[no-untyped-def]
+        return self.outputs[name][-1].counts
+
+    def check(self) -> None:
+        """Every request got a cold run's tokens, or a beginning of them if it was aborted."""
+        for name, outputs in self.outputs.items():
+            for index in range(self.requests[name].params.n):
+                expected = self._cold(self.requests[name], index)
+                got = self.tokens(name, index)
+                reason = next((o.finish for o in outputs if o.index == index and o.finish), None)
+                if reason in (FinishReason.ABORT, FinishReason.ERROR, None):
+                    assert got == expected[: len(got)], name
+                else:
+                    stopped = bool(expected) and expected[-1] == EOS
+                    assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH), name
+                    assert got == expected, name
+            self._check_prompt_logprobs(name)
+            counts = outputs[-1].counts
+            if outputs[-1].finish not in CUT or any(output.tokens for output in outputs):
+                assert counts.prompt == len(self.requests[name].tokens)
+            if not self.engine.stats().num_preemptions:
+                assert counts.miss == self.runner.prompt_tokens[name], name
+            billed = {replace(o.counts, output=0) for o in outputs if o.tokens}
+            assert len(billed) <= 1, "hits and misses changed after the first admission"
+            assert sum(outputs[0].miss_reasons.values()) in (0, outputs[0].counts.miss)
+            _check_lookup(outputs[0])
+
+    def _check_prompt_logprobs(self, name: str) -> None:
+        """They are told once, of every prompt token but the first, from the true prefix."""
+        told = [one for output in self.outputs[name] for one in output.prompt_logprobs]
+        request = self.requests[name]
+        if request.params.prompt_logprobs is None:
+            assert not told
+            return
+        prompt, values = request.tokens, [before(request.scope.adapter)]
+        for position, token in enumerate(prompt[:-1]):
+            values.append(advance(values[-1], token, content_at(request.contents, position)))
+        expected = list(zip(prompt[1:], values[1:], strict=True))
+        got = [(one.token, one.logprob) for one in told]
+        if self.outputs[name][-1].finish in CUT:
+            assert got == expected[: len(got)]
+        else:
+            assert got == expected
+        assert self.outputs[name][-1].counts.hit == 0
+
+    def _cold(self, request: Request, index: int) -> list[int]:
+        """The tokens of a cold, lone run."""
+        params = request.params
+        seed = params.seed
+        if index and seed is not None:
+            seed = seed_of(seed, index)
+        grammar = self.grammars.get(request.request_id)
+        room = self.engine.max_tokens - len(request.tokens)
+        return replay(
+            request.tokens,
+            min(params.max_tokens or 0, room),
+            seed=seed,
+            grammar=grammar.begin(0) if grammar else None,
+            end=EOS,
+            adapter=request.scope.adapter,
+            contents=request.contents,
+        )
+
+    def settle(self) -> None:
+        """Let everything under way end."""
+        self.cache.step()
+        while self.cache.is_moving or self.cache.residency._copies:
+            self.mover.run(1000)
+            self.cache.step()
+
+    def stands(self, keys: Seq[PrefixKey]) -> list[bool]:
+        """Whether the KV of each block is in any tier."""
+        blocks = [self.cache.index.get(key) for key in keys]
+        above = [block is not None and block.state is BlockState.READY for block in blocks]
+        return [a or b for a, b in zip(above, self.tier.held(keys), strict=True)]
+
+    def check_claims(self) -> None:
+        """Pins are those of tickets and sequences, and each announced block has who makes it."""
+        scheduler = self.engine._scheduler
+        pins: Counter[Block] = Counter()
+        writers = set()
+        for sequence in scheduler.running:
+            pins.update(sequence.blocks)
+            writers.add(sequence.chain)
+        for sequence in scheduler.waiting:
+            if sequence.ticket is not None:
+                pins.update(sequence.ticket.blocks)
+        loading = {block for _, blocks in self.cache._promoter._loads for block in blocks}
+        for block in self._blocks():
+            assert block.pins == pins[block], f"{block} has {pins[block]} owners"
+            if block.state is BlockState.COMPUTING:
+                assert block.writer in writers, f"nobody computes {block}"
+            assert block.state is not BlockState.LOADING or block in loading, block
+
+    def _blocks(self) -> list[Block]:
+        return [*self.cache.index, *self.cache.index.iter_partials()]
+
+    def check_idle(self) -> None:
+        """Nothing is in use, slots and frames are conserved, and nothing moves any more."""
+        self.settle()
+        assert not self.engine._scheduler.has_work
+        for block in self._blocks():
+            assert block.pins == 0 and block.busy == 0, block
+        assert not self.engine._groups and not self.engine._sequences
+        assert not self.engine._submitted and not self.runner._begun
+        self.cache.residency.check()
+        self.check_events()
+
+    def check_events(self) -> None:
+        """Who applies the events knows exactly what stands where."""
+        for event in self.events.take():
+            assert event.key is not None
+            place = (event.tier, event.key)
+            if event.kind is EventKind.REMOVED:
+                self.told.remove(place)
+            else:
+                assert place not in self.told, f"{event} was there already"
+                self.told.add(place)
+        stands = {(TierName.DEVICE, b.key) for b in self.cache.index if b.slot is not None}
+        stands |= {(TierName.HOST, b.key) for b in self.cache.index if b.frame is not None}
+        assert stands == self.told
+
+    def _take(self, outputs: Seq[StepOutput]) -> None:
+        for output in outputs:
+            self.outputs[output.request_id].append(output)
+
+
+def _check_lookup(told: StepOutput) -> None:
+    """The runs lie end to end and sum to the counts, class by class."""
+    if told.lookup is None or told.finish in CUT:
+        return
+    place, by_source = 0, dict.fromkeys([*TierName, None], 0)
+    for run in told.lookup.runs:
+        assert run.start == place and run.num_tokens > 0, told.lookup
+        place += run.num_tokens
+        by_source[run.source] += run.num_tokens
+    counts = told.counts
+    assert place == counts.prompt and by_source[None] == counts.miss
+    assert by_source[TierName.DEVICE] == counts.hit_device
+    assert by_source[TierName.HOST] == counts.hit_host
+    assert by_source[TierName.DISK] == counts.hit_disk
+
+
+def _ended(outputs: list[StepOutput]) -> bool:
+    return bool(outputs) and outputs[-1].last
