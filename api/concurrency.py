@@ -7,16 +7,15 @@ themselves. A store that does not answer lets requests in. Event loop only.
 """
 
 import asyncio
-import logging
 import secrets
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
+from api.outage import Outage
+
 if TYPE_CHECKING:
     from redis.asyncio import ConnectionPool
-
-logger = logging.getLogger(__name__)
 
 LEASE_S = 30.0
 RENEWALS_PER_LEASE = 3
@@ -99,7 +98,9 @@ class LocalPlaces:
 class RedisPlaces:
     """Counted in Redis, for all servers that share it."""
 
-    def __init__(self, pool: "ConnectionPool", *, lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self, pool: "ConnectionPool", *, lease_s: float = LEASE_S, outage: Outage | None = None
+    ) -> None:
         from redis.asyncio import Redis
         from redis.exceptions import RedisError
 
@@ -108,18 +109,19 @@ class RedisPlaces:
         self._enter = self._client.register_script(_ENTER)
         self._renew = self._client.register_script(_RENEW)
         self._lease_s = lease_s
+        self._outage = outage or Outage()
         self._server = secrets.token_hex(4)
         self._members: dict[str, tuple[str, ...]] = {}  # our running requests' sets
         self._renewing: asyncio.Task[None] | None = None
 
     async def enter(self, member: str, wanted: Mapping[Holder, int]) -> Holder | None:
-        if not wanted:
+        if not wanted or self._outage.lasts:
             return None
         name, sets = self._name(member), tuple(map(_set_of, wanted))
         try:
             full = cast(int, await self._enter(sets, [name, self._lease_s, *wanted.values()]))
         except self._errors as error:
-            logger.warning("limits of concurrency are off: their store fails: %s", error)
+            self._outage.begin(error)
             return None
         if full:
             return list(wanted)[full - 1]
@@ -129,13 +131,16 @@ class RedisPlaces:
         return None
 
     async def leave(self, member: str) -> None:
+        """Where the store does not answer, the place comes back with its lease."""
         name = self._name(member)
         sets = self._members.pop(name, ())
+        if self._outage.lasts:
+            return
         try:
             for key in sets:
                 await self._client.zrem(key, name)
         except self._errors as error:
-            logger.warning("a place comes back in %s s only: %s", self._lease_s, error)
+            self._outage.begin(error)
 
     async def close(self) -> None:
         if self._renewing is not None:
@@ -157,7 +162,7 @@ class RedisPlaces:
             try:
                 await self._renew(keys, [self._lease_s, *members])
             except self._errors as error:
-                logger.warning("places were not renewed: %s", error)
+                self._outage.begin(error)
 
 
 def _set_of(holder: Holder) -> str:

@@ -9,7 +9,6 @@ A store that does not answer lets requests in: limits protect the machine, the l
 money.
 """
 
-import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,15 +23,15 @@ from limits.storage import storage_from_string
 
 from api.concurrency import Holder, LocalPlaces, Places, RedisPlaces
 from api.errors import RateLimited
+from api.outage import Outage
 from billing.keys import Principal
 from billing.usage import Usage
 
 if TYPE_CHECKING:
     from redis.asyncio import ConnectionPool
 
-logger = logging.getLogger(__name__)
-
 CONCURRENCY_RETRY_S = 1  # nobody knows when a place gets free
+STORE_TIMEOUT_S = 0.5  # a Redis nearby answers in a millisecond; one that does not is an outage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +122,13 @@ class WindowLimits:
         storage: Storage,
         places: Places | None = None,
         pool: "ConnectionPool | None" = None,
+        outage: Outage | None = None,
     ) -> None:
         self._settings = settings
         self._limiter = FixedWindowRateLimiter(storage)
         self._places = places or LocalPlaces()
         self._pool = pool
+        self._outage = outage or Outage()
 
     async def admit(self, principal: Principal) -> Permit:
         quotas = list(self._quotas(principal))
@@ -159,6 +160,8 @@ class WindowLimits:
 
     async def _enter(self, windows: Sequence[_Window]) -> list[_Reading]:
         """Readings after this request was booked. Raises RateLimited if any window is used up."""
+        if self._outage.lasts:
+            return []
         try:
             before = [await self._read(window) for window in windows]
             used_up = [reading for reading in before if reading.remaining <= 0]
@@ -170,7 +173,7 @@ class WindowLimits:
                     raise _refusal(reading, before)  # another took the last one meanwhile
             return [await self._read(window) for window in windows]
         except StorageError as error:
-            logger.warning("rate limits are off: their store fails: %s", error.storage_error)
+            self._outage.begin(error.storage_error)
             return []
 
     async def _read(self, window: _Window) -> _Reading:
@@ -182,10 +185,12 @@ class WindowLimits:
         return await self._limiter.hit(window.item, *window.holder)
 
     async def _hit(self, window: _Window, cost: int) -> None:
+        if self._outage.lasts:
+            return
         try:
             await self._limiter.hit(window.item, *window.holder, cost=cost)
         except StorageError as error:
-            logger.warning("%s tokens were not booked: %s", cost, error.storage_error)
+            self._outage.begin(error.storage_error)
 
     def _quotas(self, principal: Principal) -> Iterator[tuple[Holder, Quota]]:
         settings = self._settings
@@ -227,9 +232,11 @@ def open_limits(settings: LimitSettings, url: str) -> WindowLimits:
         return WindowLimits(settings, open_storage(url))
     from redis.asyncio import ConnectionPool
 
-    pool = ConnectionPool.from_url(url)
+    timeouts = {"socket_timeout": STORE_TIMEOUT_S, "socket_connect_timeout": STORE_TIMEOUT_S}
+    pool = ConnectionPool.from_url(url, **timeouts)
     storage = open_storage(url, connection_pool=pool)
-    return WindowLimits(settings, storage, RedisPlaces(pool), pool)
+    outage = Outage()
+    return WindowLimits(settings, storage, RedisPlaces(pool, outage=outage), pool, outage)
 
 
 def open_storage(url: str, **options: Any) -> Storage:
@@ -255,11 +262,12 @@ def _windows(holder: Holder, quota: Quota) -> Iterator[_Window]:
 
 def _refusal(worst: _Reading, readings: Sequence[_Reading]) -> RateLimited:
     window, wait_s = worst.window, max(1, round(worst.reset_s + 0.5))
+    hint = " Prompt tokens served from the cache do not count." if window.what == "tokens" else ""
     words = {"tokens": "cache-miss tokens", "output-tokens": "output tokens"}
     what = words.get(window.what, window.what)
     return RateLimited(
         f"This {window.holder.kind} has used its {window.item.amount} {what} of this minute; "
-        f"retry in {wait_s} s. Prompt tokens served from the cache do not count.",
+        f"retry in {wait_s} s.{hint}",
         headers={"Retry-After": str(wait_s), **_headers(readings)},
     )
 

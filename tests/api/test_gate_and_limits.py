@@ -12,6 +12,7 @@ from limits.errors import StorageError
 from api.auth import OpenGate, Salts, bearer_token
 from api.errors import MissingScope, RateLimited
 from api.limits import LimitSettings, Quota, WindowLimits, open_storage
+from api.outage import Outage
 from api.testing import FakeHouse, Script, fake_house
 from billing.keys import Principal, Scope
 from billing.usage import EMPTY, Usage
@@ -171,6 +172,31 @@ async def test_a_store_that_fails_lets_requests_in() -> None:
         await permit.close(Usage(miss=5))
         admitted += 1
     assert 3 == admitted, "a quota of one request held although its store was gone"
+
+
+async def test_a_store_that_fails_is_asked_again_after_a_while() -> None:
+    class Failing(MemoryStorage):
+        num_asked = 0
+
+        async def get(self, key: str) -> int:
+            self.num_asked += 1
+            raise StorageError(OSError("redis is gone"))
+
+    storage, now_s = Failing(), 0.0
+    outage = Outage(clock_s=lambda: now_s)
+    limits = WindowLimits(LimitSettings(tenant=Quota(requests=1)), storage, outage=outage)
+    for asked, now_s in ((1, 0.0), (1, 2.9), (2, 3.0), (2, 5.9), (3, 6.0)):
+        await (await limits.admit(ACME)).close(EMPTY)
+        assert asked == storage.num_asked, f"at {now_s} s"
+
+
+async def test_only_who_ran_out_of_misses_is_told_that_hits_do_not_count() -> None:
+    for quota, told in ((Quota(requests=1), False), (Quota(miss_tokens=1), True)):
+        limits = WindowLimits(LimitSettings(tenant=quota), MemoryStorage())
+        await (await limits.admit(ACME)).close(Usage(miss=1))
+        with pytest.raises(RateLimited) as refused:
+            await limits.admit(ACME)
+        assert told is ("served from the cache do not count" in str(refused.value))
 
 
 async def test_memory_and_redis_are_named_by_url() -> None:
