@@ -106,9 +106,7 @@ class Delivery:
                 error = GenerationFailed(f"The engine ended this request: {served.error}.")
             if error is None:
                 await self._send_end(send, tail, served, bill)
-                if delivered and self._lost(
-                    served.outcome
-                ):  # it left while the settlement was waited for
+                if delivered and self._lost(served.outcome):  # it left while we settled
                     await self.charge.lost(served)
         except Exception as failure:  # noqa: BLE001  the ledger did not take it, or a bug
             error = error or failure

@@ -279,6 +279,8 @@ class Ledger:
     def _durable(self, moved: list[_Answer], entries: list[Entry], error: Exception | None) -> None:
         """Sync thread: a batch has reached the disk, or has not."""
         if error is not None:
+            names = [f"{entry.tenant}/{entry.request_id}" for entry in entries]
+            log.error("not known to be on the disk, correct what stands: %s", ", ".join(names))
             self._count(failed_batches=1)
             _answer([(future, error) for future, _ in moved])
             return

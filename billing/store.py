@@ -7,7 +7,6 @@ PostgreSQL a transaction locks the accounts it touches in order of their names, 
 race.
 """
 
-import os
 import sqlite3
 import threading
 import time
@@ -39,6 +38,7 @@ from billing.holds import StoredHold
 from billing.money import format_units
 from billing.prices import PriceBook
 from billing.rollups import rollups
+from billing.store_log import WriteAheadLog
 from billing.store_prepared import HotStatements
 from billing.store_rows import account_row, entry_row, hold_row, read_account, read_entry, read_hold
 from billing.store_schema import entries, holds
@@ -54,7 +54,6 @@ RETRIES = 8  # of a transaction that another process made fail
 BUSY_TIMEOUT_S = 10
 CHECKPOINT_COMMANDS = 1000  # some 5,000 pages, 20 MB of log
 CHECKPOINT_ROUNDS = 4
-WAL_BYTES = 32 << 20
 LANE_CHECKPOINT_PAGES = 40_000  # 160 MB: where nobody calls `checkpoint`
 
 
@@ -186,7 +185,7 @@ class LedgerStore:
         self._lane = threading.Lock()
         self._lane_connection: Connection | None = None  # of `apply`, kept: opening costs a third
         is_sqlite = engine.dialect.name == "sqlite"
-        self._wal = Path(f"{engine.url.database}-wal") if is_sqlite else None
+        self._log = WriteAheadLog(Path(str(engine.url.database))) if is_sqlite else None
         self._commands_since_checkpoint = 0
         driver: Any = engine.dialect.dbapi  # the hot statements raise its errors unwrapped
         self._passing = (OperationalError, driver.OperationalError)
@@ -195,6 +194,8 @@ class LedgerStore:
     def close(self) -> None:
         self._leave_lane()
         self.engine.dispose()
+        if self._log is not None:
+            self._log.close()
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -230,7 +231,7 @@ class LedgerStore:
 
     def _open_lane(self) -> Connection:
         connection = self.engine.connect()
-        if self._wal is not None:
+        if self._log is not None:
             driver: Any = connection.connection.driver_connection
             # `checkpoint` does it, on another thread.
             driver.execute(f"PRAGMA wal_autocheckpoint={LANE_CHECKPOINT_PAGES}")
@@ -256,10 +257,14 @@ class LedgerStore:
         transaction: Callable[[], AbstractContextManager[Connection]],
     ) -> T:
         for attempt in range(RETRIES):
+            if self._log is not None:
+                self._log.check()
             try:
                 with transaction() as connection:
                     return operation(connection)
             except self._passing as error:  # locked, deadlock, serialisation, lost connection
+                if self._log is not None:
+                    self._log.note(error)
                 if attempt == RETRIES - 1:
                     raise LedgerUnavailable(f"the ledger is busy: {_cause(error)}") from error
                 time.sleep(0.002 * 2**attempt)
@@ -270,43 +275,37 @@ class LedgerStore:
     @property
     def syncs_apart(self) -> bool:
         """Whether `apply` can commit without waiting for the disk, and `sync` make it durable."""
-        return self._wal is not None
+        return self._log is not None
 
     def sync(self) -> None:
-        """Make durable what was committed so far: what SQLite does itself with synchronous=FULL.
+        """Make durable what was committed so far. Raises OSError or `LedgerUnavailable`."""
+        assert self._log is not None
+        self._log.sync()
 
-        Raises OSError. A commit with NORMAL has written its frames to the log and not synced it.
-        """
-        assert self._wal is not None
-        try:
-            handle = os.open(self._wal, os.O_RDONLY)
-        except FileNotFoundError:  # the last connection was closed: all is in the database, synced
-            return
-        try:
-            os.fdatasync(handle)
-        finally:
-            os.close(handle)
+    @property
+    def unsynced(self) -> bool:
+        """Whether `sync` would have anything to do."""
+        return self._log is not None and self._log.unsynced
 
-    def lengthen_log(self) -> None:
-        """Make the log as long as it gets between checkpoints, with zeros, which are no frames.
+    @property
+    def failed(self) -> str:
+        """Why nothing can be written until a restart; empty while all is well."""
+        return self._log.failed if self._log is not None else ""
 
-        For a server, once at its start. A sync within a file's length waits for its data alone; one
-        that lengthens it waits for the file system's journal, and so for whoever else writes there:
-        0.14 against 0.37 ms (ext4), and many times that where others write.
-        """
-        if self._wal is None:
-            return
-        with self.writing(), self._wal.open("ab") as file:  # nobody else writes meanwhile
-            missing = WAL_BYTES - file.tell()
-            if missing > 0:
-                file.write(bytes(missing))
-                file.flush()
-                os.fsync(file.fileno())
+    def renew_log(self) -> None:
+        """For a server, once at its start: see `WriteAheadLog.renew`."""
+        if self._log is not None:
+            with self.writing():  # nobody else writes meanwhile
+                self._log.renew()
 
     def checkpoint(self) -> None:
         """Copy the log into the database, if much was written, so that it is begun anew. Beside
         writers; a tail that came meanwhile is copied in the next rounds."""
-        if self._wal is None or self._commands_since_checkpoint < CHECKPOINT_COMMANDS:
+        if (
+            self._log is None
+            or self._log.failed
+            or self._commands_since_checkpoint < CHECKPOINT_COMMANDS
+        ):
             return
         self._commands_since_checkpoint = 0
         connection = self.engine.raw_connection()
@@ -316,6 +315,9 @@ class LedgerStore:
                 _, num_pages, copied = cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
                 if num_pages == copied:
                     break
+        except sqlite3.Error as error:
+            self._log.note(error)
+            raise
         finally:
             connection.close()
 
@@ -340,7 +342,10 @@ class LedgerStore:
 
         self._commands_since_checkpoint += len(commands)
         durable = sync and any(moves_money(command) for command in commands)
-        return self._repeat(operation, partial(self._batch, durable=durable))
+        applied = self._repeat(operation, partial(self._batch, durable=durable))
+        if self._log is not None and not durable:
+            self._log.unsynced = True
+        return applied
 
     def load(
         self,

@@ -2,7 +2,8 @@
 
 The ledger thread commits without waiting for the disk and hands over what moved money; this thread
 syncs the log and then says `done`, in order, one sync for all that waits. So holds never wait for
-the disk, nor does the next batch. Where the store's own commit is durable nothing comes here.
+the disk, nor does the next batch; they reach it with the next sync, within a second. Where the
+store's own commit is durable nothing comes here.
 
 Copying the log into the database (a checkpoint) is slow and happens on a second thread.
 """
@@ -18,6 +19,7 @@ from billing.store import LedgerStore
 log = logging.getLogger(__name__)
 
 CHECKPOINT_S = 0.5  # how often the log is looked at
+UNSYNCED_S = 0.5  # the longest that holds and progress wait for a sync where no money moves
 
 Done = Callable[[Exception | None], None]  # told None once durable, else what went wrong
 
@@ -51,20 +53,30 @@ class Syncer:
     def _sync(self) -> None:
         running = True
         while running:
-            batch = [self._waiting.get()]
-            while not self._waiting.empty():
-                batch.append(self._waiting.get())
+            batch = self._next_batch()
             waiting = [done for done in batch if done is not None]
             running = len(waiting) == len(batch)
-            error = self._sync_once() if waiting else None
+            error = self._sync_once() if waiting or self._store.unsynced else None
             for done in waiting:
                 done(error)
+
+    def _next_batch(self) -> list[Done | None]:
+        """All that waits; nothing, where nothing came for a while."""
+        batch: list[Done | None] = []
+        try:
+            batch.append(self._waiting.get(timeout=UNSYNCED_S))
+            while True:
+                batch.append(self._waiting.get_nowait())
+        except queue.Empty:
+            return batch
 
     def _sync_once(self) -> Exception | None:
         try:
             self._store.sync()
-        except OSError as error:
+        except Exception as error:  # the top of the thread: told to all that wait
             log.exception("the ledger's log cannot be synced")
+            if isinstance(error, LedgerUnavailable):
+                return error
             return LedgerUnavailable(f"the ledger cannot be written: {error}")
         return None
 

@@ -71,7 +71,7 @@ class Money:
     def start(self, observe_bill: ObserveBill) -> LedgerMeter:
         """Settle what an earlier run left, take commands; `observe_bill` hears of every charge."""
         self.bills.observe = observe_bill
-        self.books.store.lengthen_log()
+        self.books.store.renew_log()
         self.books.ledger.start()
         return LedgerMeter(
             self.books.ledger,

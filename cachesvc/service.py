@@ -257,6 +257,8 @@ class Service:
             return Readiness(False, "the server is shutting down")
         if stats.failed:
             return Readiness(False, f"the engine has failed: {stats.failed}")
+        if broken := self._money.books.store.failed:
+            return Readiness(False, f"the ledger is closed: {broken}")
         return Readiness(True, "", {"running": stats.num_running, "waiting": stats.num_waiting})
 
     async def _serve(self, http: "HttpServer", listener: socket.socket) -> None:

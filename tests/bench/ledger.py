@@ -58,7 +58,7 @@ def main() -> None:
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         store = open_store(database_url(Path(folder)))
-        store.lengthen_log()
+        store.renew_log()
         ledger = Ledger(store, Accounts(store))
         ledger.start()
         ledger.accounts.create_tenant("acme", "CNY", by="bench")

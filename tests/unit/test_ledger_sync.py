@@ -1,6 +1,8 @@
 """When the ledger waits for the disk: what moved money is told once durable, holds at once."""
 
+import os
 import shutil
+import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +12,10 @@ import pytest
 from billing import audit
 from billing.entries import Entry
 from billing.errors import LedgerUnavailable
-from billing.ledger import Ledger
 from billing.money import UNITS
 from billing.policy import Outcome
-from billing.store import WAL_BYTES, open_store
+from billing.store import open_store
+from billing.store_log import WAL_BYTES
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 
@@ -29,27 +31,29 @@ def house(tmp_path: Path) -> Iterator[TestLedger]:
 
 
 class Disk:
-    """Stands for the store's `sync`: lets nothing through until told, then works or fails."""
+    """Stands for `fdatasync`: lets nothing through until told, then works or fails."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._sync = ledger.store.sync
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._sync = os.fdatasync
         self.entered, self.go = threading.Event(), threading.Event()
         self.num_syncs = 0
         self.error: OSError | None = None
-        ledger.store.sync = self  # type: ignore[method-assign]
+        monkeypatch.setattr(os, "fdatasync", self)
 
-    def __call__(self) -> None:
+    def __call__(self, handle: int) -> None:
         self.num_syncs += 1
         self.entered.set()
         assert self.go.wait(10)
         if self.error is not None:
             raise self.error
-        self._sync()
+        self._sync(handle)
 
 
-def test_a_settlement_waits_for_the_disk_and_a_hold_does_not(house: TestLedger) -> None:
+def test_a_settlement_waits_for_the_disk_and_a_hold_does_not(
+    house: TestLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = house.reserve("r1", 10**8), house.reserve("r2", 10**8)
-    disk = Disk(house.ledger)
+    disk = Disk(monkeypatch)
     settling = house.ledger.settle(first, USED, Outcome.FINISHED)
     assert disk.entered.wait(10)
     third = house.reserve("r3", 10**8)  # answered while the disk is waited for
@@ -64,17 +68,74 @@ def test_a_settlement_waits_for_the_disk_and_a_hold_does_not(house: TestLedger) 
     assert disk.num_syncs == 2, "what waited together is synced together"
 
 
-def test_a_disk_that_fails_is_said_to_those_who_wait_for_it(house: TestLedger) -> None:
-    hold = house.reserve("r1", 10**8)
-    disk = Disk(house.ledger)
-    disk.error = OSError(5, "Input/output error")
+def test_after_a_disk_has_failed_once_nothing_is_written_until_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel forgets what it could not write: the next sync would succeed, with a gap."""
+    url = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
+    with running_ledger(url) as house:
+        house.fund(UNITS)
+        hold = house.reserve("r1", 10**8)
+        disk = Disk(monkeypatch)
+        disk.error = OSError(5, "Input/output error")
+        disk.go.set()
+        with pytest.raises(LedgerUnavailable, match="Input/output error"):
+            house.ledger.settle(hold, USED, Outcome.FINISHED).result(10)
+        disk.error = None
+        for asked in (
+            house.ledger.settle(hold, USED, Outcome.FINISHED),
+            house.ledger.deposit("acme", 1, reference="d", by="test"),
+        ):
+            with pytest.raises(LedgerUnavailable, match="restart the server"):
+                asked.result(10)
+        with pytest.raises(LedgerUnavailable, match="restart the server"):
+            house.accounts.set_suspended("acme", True, by="test")
+        assert "failed to write" in house.ledger.store.failed
+    with running_ledger(url) as house:
+        house.ledger.store.renew_log()
+        assert house.ledger.settle(hold, USED, Outcome.FINISHED).result(10).repeated
+        assert audit.verify(house.ledger.store).problems == []
+
+
+def test_a_sync_of_sqlites_own_that_fails_closes_the_ledger_too(
+    house: TestLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(house.ledger.store, "write", fail)
+        with pytest.raises(LedgerUnavailable, match="failed to write"):
+            house.reserve("r1", 1)
+    with pytest.raises(LedgerUnavailable, match="restart the server"):
+        house.reserve("r2", 1)
+
+
+def test_what_holds_wrote_is_synced_without_money_moving(
+    house: TestLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
     disk.go.set()
-    with pytest.raises(LedgerUnavailable, match="Input/output error"):
-        house.ledger.settle(hold, USED, Outcome.FINISHED).result(10)
-    assert house.ledger.stats().failed_batches == 1
-    disk.error = None
-    again = house.ledger.settle(hold, USED, Outcome.FINISHED).result(10)
-    assert again.repeated
+    house.reserve("r1", 1)
+    assert house.ledger.store.unsynced
+    assert disk.entered.wait(10)
+
+
+def test_a_database_that_is_removed_or_replaced_is_not_written_on(tmp_path: Path) -> None:
+    """What is written to a file without a name is gone with the process."""
+    path = tmp_path / "ledger.sqlite3"
+    with running_ledger(f"sqlite:///{path}") as house:
+        house.fund(UNITS)
+        hold = house.reserve("r1", 10**8)
+        for file in tmp_path.glob("ledger.sqlite3*"):
+            file.unlink()
+        with pytest.raises(LedgerUnavailable, match="removed or replaced"):
+            house.ledger.settle(hold, USED, Outcome.FINISHED).result(10)
+        with pytest.raises(LedgerUnavailable, match="restart the server"):
+            house.reserve("r2", 1)
 
 
 def test_observers_hear_of_what_is_durable_and_in_order(tmp_path: Path) -> None:
@@ -107,7 +168,7 @@ def test_a_lengthened_log_is_read_like_any_other(tmp_path: Path) -> None:
     url, crashed = f"sqlite:///{tmp_path / 'ledger.sqlite3'}", tmp_path / "crashed"
     crashed.mkdir()
     with running_ledger(url) as house:
-        house.ledger.store.lengthen_log()
+        house.ledger.store.renew_log()
         assert (tmp_path / "ledger.sqlite3-wal").stat().st_size >= WAL_BYTES
         house.fund(UNITS)
         house.charge("r1", USED)
