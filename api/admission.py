@@ -14,10 +14,10 @@ from starlette.responses import Response
 
 from api.auth import Salts
 from api.collaborators import Collaborators, ServedModel
-from api.context import FIT_NAME, Story, story_of, wire_of
+from api.context import FIT_NAME, Story, single_header, story_of, wire_of
 from api.errors import InvalidRequest
 from api.generation import Generation, Job, Served
-from api.idempotency import Claim, claim, replayed
+from api.idempotency import IDEMPOTENCY_KEY, Claim, claim, replayed
 from api.journal import Trail
 from api.limits import Permit
 from api.metering import Charge
@@ -45,10 +45,12 @@ def scope_for(
 def request_context(request: Request, principal: Principal, raw: bytes) -> RequestContext:
     """Who asked, and for what, as the ledger keeps it.
 
-    The fingerprint tells a client library's silent retry of the same request from a new one: such
-    a retry says x-stainless-retry-count, and carries the same body under the same key.
+    The fingerprint tells a retry of the same request from a new one: the same body under the same
+    API key, and under the same Idempotency-Key or else by a client library that says
+    x-stainless-retry-count.
     """
-    asked = f"{principal.tenant}\0{principal.key_id}\0{request.url.path}\0".encode()
+    name = single_header(request, IDEMPOTENCY_KEY)
+    asked = f"{principal.tenant}\0{principal.key_id}\0{request.url.path}\0{name}\0".encode()
     fingerprint = hashlib.blake2b(asked + raw, digest_size=16).hexdigest()
     retries = request.headers.get("x-stainless-retry-count", "")
     session = request.headers.get("x-session-id", "")
@@ -57,7 +59,7 @@ def request_context(request: Request, principal: Principal, raw: bytes) -> Reque
         key_id=principal.key_id,
         session=session if FIT_NAME.fullmatch(session) else "",
         fingerprint=fingerprint,
-        is_retry=re.fullmatch(r"0*[1-9][0-9]*", retries) is not None,
+        is_retry=name is not None or re.fullmatch(r"0*[1-9][0-9]*", retries) is not None,
     )
 
 
@@ -99,8 +101,6 @@ async def deliver(
     wire, story = wire_of(request), story_of(request)
     fingerprint = job.context.fingerprint
     claimed = await claim(wire.replays, request, principal, raw, job.request_id, fingerprint)
-    if isinstance(claimed, Claim) and claimed.is_retry:
-        job = replace(job, context=replace(job.context, is_retry=True))
     if isinstance(claimed, Replay):
         story.add(replay_of=claimed.request_id)
         return replayed(claimed, stream=bool(body.stream))

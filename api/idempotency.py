@@ -22,7 +22,7 @@ from billing.keys import Principal
 
 logger = logging.getLogger(__name__)
 
-HEADER = "Idempotency-Key"
+IDEMPOTENCY_KEY = "Idempotency-Key"
 REPLAYED = "Idempotent-Replayed"
 
 
@@ -42,16 +42,12 @@ class AnswerStore(Protocol):
 
 @dataclass(slots=True)
 class Claim:
-    """One request's hold on its key. Ends kept or abandoned.
-
-    `is_retry` says that a server died over the first request of this key.
-    """
+    """One request's hold on its key. Ends kept or abandoned."""
 
     store: AnswerStore
     tenant: str
     key: str
     request_id: str
-    is_retry: bool = False
     kept: bool = False
 
     async def keep(self, answer: bytes) -> None:
@@ -81,18 +77,18 @@ async def claim(
 
     Raises InvalidRequest, IdempotencyConflict or IdempotencyBusy.
     """
-    key = single_header(request, HEADER)
+    key = single_header(request, IDEMPOTENCY_KEY)
     if key is None or store is None:
         return None
     if not FIT_NAME.fullmatch(key):
-        raise InvalidRequest(f"{HEADER} must be 1 to 128 letters, digits or . _ : @ -.")
+        raise InvalidRequest(f"{IDEMPOTENCY_KEY} must be 1 to 128 letters, digits or . _ : @ -.")
     body = request.url.path.encode() + b"\0" + raw
     begun = await asyncio.to_thread(
         store.begin, principal.tenant, key, body, request_id, fingerprint=fingerprint
     )
     if isinstance(begun, Replay):
         return begun
-    return Claim(store, principal.tenant, key, request_id, is_retry=begun.lost is not None)
+    return Claim(store, principal.tenant, key, request_id)
 
 
 def replayed(replay: Replay, *, stream: bool) -> Response:

@@ -16,7 +16,8 @@ from billing.usage import EMPTY, Usage
 class RequestContext:
     """Who asked, for statements and retries. Texts may be empty.
 
-    `fingerprint` digests key and body; `is_retry` says that the client named this a silent retry.
+    `fingerprint` digests key and body; `is_retry` says that the client may have asked for the same
+    before, and pays once.
     """
 
     project: str = ""

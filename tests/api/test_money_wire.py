@@ -296,6 +296,29 @@ async def test_an_answer_lost_while_its_settlement_is_waited_for_is_not_paid_twi
     assert PROMPT_TOKENS * MISS + 3 * OUTPUT == bank.spent(UNITS)
 
 
+async def test_a_key_pays_once_for_an_answer_that_was_lost(bank: Bank) -> None:
+    """Whatever client asks again; and another key asks for another answer, of the same body."""
+    async with serving(bank) as (app, client, house):
+        headers = bank.customer(UNITS)
+        raw, charged = json.dumps(HELLO), []
+        for key in ("order-1", "order-2"):
+            house.engine.script = Script(answer="z" * 1000, step_s=0.002)
+            visit = Visit(app, CHAT, HELLO, **headers, **{"idempotency-key": key}).start()
+            await asyncio.sleep(0.05)
+            visit.leave()
+            await visit.task
+            await quiet(house, app)
+            charged.append(bank.spent(UNITS))
+        assert 0 < charged[0] < charged[1]
+        house.engine.script = Script(answer="zz")
+        for key in ("order-1", "order-1"):  # the second is a replay
+            again = headers | {"idempotency-key": key}
+            assert 200 == (await client.post(CHAT, content=raw, headers=again)).status_code
+        await quiet(house, app)
+    paid = PROMPT_TOKENS * MISS + 3 * OUTPUT
+    assert paid + charged[1] - charged[0] == bank.spent(UNITS)
+
+
 async def test_the_lease_of_a_silent_request_is_renewed(tmp_path: Path) -> None:
     """A request that waits longer than a lease keeps its hold."""
     bank = Bank(tmp_path, lease_s=1, settings=WireSettings(keepalive_s=0.1))
