@@ -20,6 +20,7 @@ BillingError
 ├── IdempotencyConflict    the same key with another body (409)
 ├── IdempotencyBusy        the first request of this key still runs (409, retry)
 ├── LedgerUnavailable      the store cannot be written; the gate fails closed (503)
+│   └── Unwritable         the database refuses these very rows, and would again
 ├── LedgerClosed           an operation on a ledger that is not running
 └── StoreError             a database that cannot be opened; says what to do
 """
@@ -122,6 +123,11 @@ class IdempotencyBusy(BillingError):
 
 class LedgerUnavailable(BillingError):
     """The ledger cannot be written now; nothing was charged or held."""
+
+
+class Unwritable(LedgerUnavailable):
+    """The database refuses what one of the commands would write; the others of its batch are
+    applied without it."""
 
 
 class LedgerClosed(BillingError):

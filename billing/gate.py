@@ -29,6 +29,7 @@ from billing.errors import (
     DuplicateRequest,
     InsufficientBalance,
     InvalidAmount,
+    InvalidName,
     TenantSuspended,
     UnknownHold,
     UnknownTenant,
@@ -49,6 +50,7 @@ from billing.rating import Charge, rate
 from billing.usage import Usage
 
 SYSTEM = "system"  # who posts what no person decided
+OWN_REFERENCES = ("late:", "retry:")  # of the corrections that it makes itself
 
 
 @dataclass(slots=True)
@@ -201,6 +203,17 @@ def _take(account: Account, amount: int) -> None:
 def _reserve(work: Work, command: Reserve) -> Hold:
     hold = command.hold
     account = work.account(hold.tenant)
+    held = StoredHold(
+        tenant=hold.tenant,
+        request_id=hold.request_id,
+        amount=command.amount,
+        expires_ns=command.expires_ns,
+        owner=command.owner,
+        boot=command.boot,
+        body=encode_request(hold),
+    )
+    if work.holds.get(hold.key) == held:  # committed by a try that did not hear of it
+        return hold
     if hold.key in work.holds or work.entry(*hold.key, Kind.CHARGE):
         raise DuplicateRequest(f"request {hold.request_id!r} was reserved already")
     if account.suspended:
@@ -211,17 +224,7 @@ def _reserve(work: Work, command: Reserve) -> Hold:
             f"{account.currency}; apply a rate card in {account.currency}"
         )
     _take(account, command.amount)
-    work.put_hold(
-        StoredHold(
-            tenant=hold.tenant,
-            request_id=hold.request_id,
-            amount=command.amount,
-            expires_ns=command.expires_ns,
-            owner=command.owner,
-            boot=command.boot,
-            body=encode_request(hold),
-        )
-    )
+    work.put_hold(held)
     return hold
 
 
@@ -417,6 +420,8 @@ def _correct(work: Work, command: Correct) -> Entry:
     standing = work.entry(command.tenant, command.reference, Kind.CORRECTION)
     if standing is not None:
         return standing
+    if command.reference.startswith(OWN_REFERENCES):
+        raise InvalidName(f"reference {command.reference!r} begins as the ledger's own do")
     charged = work.entry(command.tenant, command.request_id, Kind.CHARGE)
     if charged is None:
         raise UnknownHold(

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -34,7 +35,13 @@ from billing.commands import (
     moves_money,
 )
 from billing.entries import Entry, Kind
-from billing.errors import BillingError, LedgerClosed, LedgerUnavailable
+from billing.errors import (
+    BillingError,
+    DuplicateRequest,
+    LedgerClosed,
+    LedgerUnavailable,
+    Unwritable,
+)
 from billing.gate import Settled
 from billing.holds import Hold, RequestContext
 from billing.policy import Outcome
@@ -110,9 +117,9 @@ class Ledger:
         """Settle what an earlier run left behind, then take commands."""
         self.accounts.prepare(self._default_card)
         self._recover()
-        self._open = True
         self._syncer.start()
         self._thread.start()
+        self._open = True
 
     def close(self) -> None:
         """Finish what is queued, then stop. Later commands fail with `LedgerClosed`."""
@@ -120,6 +127,7 @@ class Ledger:
             self._open = False
             self._queue.put(None)
             self._thread.join()
+            self._refuse_rest()
             self._syncer.close()
 
     def stats(self) -> LedgerStats:
@@ -225,7 +233,17 @@ class Ledger:
             self._queue.put((command, future))
         else:
             future.set_exception(LedgerUnavailable("too many ledger commands wait; try later"))
+        if not self._thread.is_alive():  # it was closed meanwhile
+            self._refuse_rest()
         return future
+
+    def _refuse_rest(self) -> None:
+        """Answer what came too late for the thread to take."""
+        with suppress(queue.Empty):
+            while True:
+                item = self._queue.get_nowait()
+                if item is not None and item[1].set_running_or_notify_cancel():
+                    item[1].set_exception(LedgerClosed("the ledger was closed"))
 
     def _run(self) -> None:
         swept = time.monotonic()
@@ -259,10 +277,8 @@ class Ledger:
         commands = [command for command, _ in batch]
         try:
             results, entries = self.store.apply(commands, self.book, self._clock_ns, sync=False)
-        except Exception as error:  # the top of the thread: nothing was written, so say so to all
-            log.exception("a batch of %d ledger commands failed", len(batch))
-            self._count(failed_batches=1)
-            self._fail(batch, error)
+        except Exception as error:  # noqa: BLE001  the top of the thread: nothing was written
+            self._not_written(batch, error)
             return
         self._note(commands, results, time.monotonic_ns() - began_ns)
         held: list[_Answer] = []
@@ -287,6 +303,17 @@ class Ledger:
         _answer(moved)
         self._observe(entries)
 
+    def _not_written(self, batch: list[_Item], error: Exception) -> None:
+        """Say so to all; or, where it is the fault of one of them, to that one alone."""
+        passing = isinstance(error, LedgerUnavailable) and not isinstance(error, Unwritable)
+        if len(batch) > 1 and not passing:
+            for item in batch:
+                self._commit([item])
+            return
+        log.error("a batch of %d ledger commands failed", len(batch), exc_info=error)
+        self._count(failed_batches=1)
+        self._fail(batch, error)
+
     def _fail(self, batch: list[_Item], error: Exception) -> None:
         if not isinstance(error, BillingError):
             cause, error = error, LedgerUnavailable(f"the ledger failed: {error}")
@@ -297,7 +324,8 @@ class Ledger:
     def _note(self, commands: list[Command], results: list[object], took_ns: int) -> None:
         for command, result in zip(commands, results, strict=True):
             over = isinstance(command, Settle)
-            if isinstance(command, Reserve | Settle) and (over or isinstance(result, BillingError)):
+            refused = isinstance(result, BillingError) and not isinstance(result, DuplicateRequest)
+            if isinstance(command, Reserve | Settle) and (over or refused):
                 self._leases.pop(command.hold.key, None)
         self._count(
             batches=1,
@@ -354,8 +382,9 @@ class Ledger:
             for mine in [hold.boot == self._boot]
             if (self._leases.get(hold.key, 0.0) <= now if mine else hold.expires_ns <= now_ns)
         ]
-        for reap in ended:
-            self._leases.pop((reap.tenant, reap.request_id), None)
+        for key, ends in list(self._leases.items()):  # of what was never held, too
+            if ends <= now:
+                self._leases.pop(key, None)
         return self._reap(ended) if ended else 0
 
     def _reap(self, commands: list[Reap]) -> int:

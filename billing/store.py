@@ -32,7 +32,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlche
 from billing import store_undelivered
 from billing.commands import Command, fingerprint_of, keys_of, moves_money
 from billing.entries import Entry, Kind
-from billing.errors import LedgerUnavailable, StoreError
+from billing.errors import LedgerUnavailable, StoreError, Unwritable
 from billing.gate import Work, apply_all
 from billing.holds import StoredHold
 from billing.money import format_units
@@ -269,7 +269,7 @@ class LedgerStore:
                     raise LedgerUnavailable(f"the ledger is busy: {_cause(error)}") from error
                 time.sleep(0.002 * 2**attempt)
             except self._failures as error:
-                raise LedgerUnavailable(f"the ledger cannot be written: {_cause(error)}") from error
+                raise Unwritable(f"the ledger cannot be written: {_cause(error)}") from error
         raise AssertionError("unreachable")
 
     @property

@@ -1,0 +1,123 @@
+"""One command's fault stays its own, and what is said twice is done once."""
+
+import time
+from concurrent.futures import Future
+
+import pytest
+from sqlalchemy import text
+
+from billing.commands import Reserve
+from billing.errors import DuplicateRequest, InvalidName, LedgerClosed, LedgerUnavailable
+from billing.gate import Settled
+from billing.holds import Hold
+from billing.money import UNITS
+from billing.policy import Outcome
+from billing.prices import NS
+from billing.testing import TestLedger, running_ledger
+from billing.usage import Usage
+
+USAGE = Usage(hit_disk=900, miss=100, output=7)  # launch card: 204,000,000 units
+PRICE = 204_000_000
+
+
+def test_what_cannot_be_encoded_fails_alone(house: TestLedger) -> None:
+    house.fund(UNITS)
+    pinned = house.ledger.book.at("model", house.clock(), "CNY")
+    hold = house.reserve("r1", UNITS // 4)
+    with house.ledger.store._lane:  # all three in one batch
+        futures: list[Future[Settled] | Future[Hold]] = [
+            house.ledger.settle(hold, USAGE, Outcome.FINISHED),
+            house.ledger.reserve("acme", "\ud800", 1, pinned),
+            house.ledger.reserve("acme", "r3", 1, pinned),
+        ]
+    assert isinstance(futures[0].result(10), Settled)
+    assert futures[1].exception(10) is not None
+    assert futures[2].exception(10) is None
+
+
+def test_rows_that_stand_already_fail_alone(house: TestLedger) -> None:
+    """A projection that somebody wrote by hand makes the database refuse an entry."""
+    house.fund(UNITS)
+    first, second = house.reserve("r1", 10), house.reserve("r2", 10)
+    house.accounts.create_tenant("other", "CNY", by="test")
+    other = house.reserve("o1", 0, tenant="other")
+    with house.ledger.store.writing() as connection:
+        connection.execute(text("UPDATE accounts SET seq = 0 WHERE tenant = 'acme'"))
+    with house.ledger.store._lane:
+        settling = [
+            house.ledger.settle(hold, Usage(), Outcome.FINISHED) for hold in (first, other, second)
+        ]
+    with pytest.raises(LedgerUnavailable, match=r"(?i)unique"):
+        settling[0].result(10)
+    assert settling[1].result(10).entry.tenant == "other"
+    with house.ledger.store.writing() as connection:
+        connection.execute(text("UPDATE accounts SET seq = 1 WHERE tenant = 'acme'"))
+    for hold in (first, second):
+        house.ledger.settle(hold, Usage(), Outcome.FINISHED).result(10)
+
+
+def test_a_hold_that_was_taken_by_a_try_that_did_not_hear_of_it_is_the_same(
+    house: TestLedger,
+) -> None:
+    """The connection broke between the commit and its answer."""
+    house.fund(100)
+    pinned = house.ledger.book.at("model", house.clock(), "CNY")
+    hold = Hold("acme", "r1", pinned)
+    asked = Reserve(hold, 60, house.clock() + 60 * NS, "server", house.ledger._boot)
+    for _ in range(2):
+        results, _ = house.ledger.store.apply([asked], house.ledger.book, house.clock)
+        assert results == [hold]
+    assert house.ledger.balance("acme").held == 60
+    with pytest.raises(DuplicateRequest):
+        house.reserve("r1", 60)
+    house.ledger.void(hold).result()
+
+
+def test_a_request_id_that_is_taken_does_not_end_the_request_that_has_it(house: TestLedger) -> None:
+    house.fund(100)
+    hold = house.reserve("r1", 60)
+    with pytest.raises(DuplicateRequest):
+        house.reserve("r1", 1)
+    assert house.ledger.sweep() == 0
+    assert house.ledger.top_up(hold, 1).result() == 61
+    house.ledger.void(hold).result()
+
+
+def test_no_lease_is_remembered_of_what_was_never_held(house: TestLedger) -> None:
+    pinned = house.ledger.book.at("model", house.clock(), "CNY")
+    with house.ledger.store._lane:
+        asked = [house.ledger.reserve("acme", f"r{i}", 0, pinned, ttl_s=0) for i in range(9)]
+        for future in asked[1:]:
+            future.cancel()
+    asked[0].result(10)
+    assert house.ledger.sweep() == 1
+    assert house.ledger._leases == {}
+
+
+def test_an_admins_reference_is_not_one_of_the_ledgers_own(house: TestLedger) -> None:
+    house.fund(UNITS)
+    house.charge("r1", USAGE)
+    for reference in ("late:r1", "retry:r1"):
+        with pytest.raises(InvalidName, match="the ledger's own"):
+            house.ledger.correct("acme", "r1", reference=reference, by="ops", reason="").result()
+
+
+def test_nobody_waits_for_a_ledger_that_was_closed(url: str) -> None:
+    with running_ledger(url) as house:
+        pinned = house.ledger.book.at("model", house.clock(), "CNY")
+        house.ledger.close()
+        house.ledger._open = True  # who looked the moment before
+        with pytest.raises(LedgerClosed):
+            house.ledger.reserve("acme", "r1", 0, pinned).result(10)
+        house.ledger._open = False
+
+
+def test_a_hold_lives_no_longer_than_its_lease_and_a_sweep(house: TestLedger) -> None:
+    """By the ledger's own thread, with nobody asking."""
+    house.fund(100)
+    house.reserve("r1", 60, ttl_s=1)
+    deadline = time.monotonic() + 10
+    while house.ledger.balance("acme").held:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert house.ledger.stats().swept == 1
