@@ -163,6 +163,7 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     billing_errors.CardConflict: Row(409, "invalid_request_error", "rate_card_conflict"),
     billing_errors.UnknownHold: Row(404, "invalid_request_error", "not_found"),
     billing_errors.InvalidName: Row(400, "invalid_request_error", "invalid_value"),
+    billing_errors.InvalidSpan: Row(400, "invalid_request_error", "invalid_value"),
     billing_errors.AlreadyExists: Row(409, "invalid_request_error", "already_exists"),
     billing_errors.DuplicateRequest: Row(409, "invalid_request_error", "duplicate_request"),
     billing_errors.IdempotencyConflict: Row(409, "invalid_request_error", "idempotency_key_reused"),

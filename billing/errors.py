@@ -3,6 +3,7 @@
 BillingError
 ├── InvalidAmount          money that is not a decimal, has too many places, or is not positive
 ├── InvalidUsage           token counts that are negative or do not add up
+├── InvalidSpan            days that are none, or end before they begin
 ├── PriceError             a rate card that cannot be read or used; names the field
 │   ├── NoPrice            no card is in force for this model, instant and currency
 │   └── CardConflict       an applied version is immutable, or the order of versions would change
@@ -36,6 +37,10 @@ class InvalidAmount(BillingError):
 
 class InvalidUsage(BillingError):
     """Token counts that cannot be: negative, not whole, or not adding up to the prompt."""
+
+
+class InvalidSpan(BillingError):
+    """A day or span of days that is none; the message says how to write one."""
 
 
 class PriceError(BillingError):

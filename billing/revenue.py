@@ -12,9 +12,9 @@ from datetime import UTC, date, datetime, timedelta
 from billing import store_reports
 from billing.prices import PriceBook, RateRef
 from billing.rollups import Row
-from billing.statements import Period
 from billing.store import LedgerStore
 from billing.usage import CLASSES
+from billing.usage_report import Period
 
 BELOW_MINIMUM = "below_minimum"  # hits too short to be priced as such
 REVENUE_CLASSES = (*CLASSES, BELOW_MINIMUM)

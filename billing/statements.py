@@ -1,31 +1,38 @@
-"""What a tenant used and owes: by day, month and session, and a month's invoice. Read-only.
+"""A tenant's month as an invoice: JSON, CSV, and a page to print. Read-only.
 
-Everything is read from the rollups and the few entries that are no charge, so a statement over a
-million charges reads some hundred rows. Times are UTC. Exact amounts stay exact; an invoice's lines
-are rounded half-even to the currency's places and the residue of the rounding is shown.
+Read from the rollups, the few entries that are no charge, and, where the month begins in another
+zone than UTC, the charges of the two UTC days that its borders cut; an invoice over a million
+charges reads some hundred rows. Lines are rounded half-even to the currency's places, and what the
+rounding left is shown, so that every column adds up to the last unit.
 """
 
-import csv
 import io
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, date, datetime, timedelta
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta, tzinfo
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from billing import store_accounts, store_reports
 from billing.cards import parse_card
+from billing.csv_text import safe_writer
 from billing.entries import Entry, Kind
-from billing.errors import BillingError, UnknownTenant
+from billing.errors import InvalidSpan, UnknownTenant
 from billing.money import format_units, rate_per_million, round_half_even
 from billing.prices import PriceBook, RateRef
-from billing.rollups import DAY_NS, Row
+from billing.rollups import Row
 from billing.store import LedgerStore
-from billing.usage import CLASSES, HIT_CLASSES
+from billing.time_zones import zone_name
+from billing.usage_report import FIRST_DAY, LAST_DAY, Period, Query, Unit, charged
 
-_EPOCH = date(1970, 1, 1)
-_PLACES = {"JPY": 0, "KRW": 0, "VND": 0, "CLP": 0, "KWD": 3, "BHD": 3, "JOD": 3}
+# Digits after the point, ISO 4217 (table A.1), where they are not two.
+_PLACES = {
+    0: "BIF CLP DJF GNF ISK JPY KMF KRW PYG RWF UGX UYI VND VUV XAF XOF XPF",
+    3: "BHD IQD JOD KWD LYD OMR TND",
+    4: "CLF UYW",
+}
 _LABELS = {
     "hit_device": "Prompt, hit in device memory",
     "hit_host": "Prompt, hit in host memory",
@@ -36,104 +43,6 @@ _LABELS = {
     "cache_write": "Written to the cache",
     "storage_token_hours": "Pinned, token-hours",
 }
-
-
-@dataclass(slots=True)
-class Period:
-    """Sums over the charges of one tenant in one period (`2026-11-21`, `2026-11` or a session)."""
-
-    tenant: str
-    period: str
-    currency: str
-    requests: int = 0
-    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0))
-    amount: int = 0
-    saved: int = 0
-    part: str = ""  # the model, project or key, where periods are split by one
-
-    def add(self, row: Row) -> None:
-        self.requests += row["requests"]
-        self.amount += row["amount"]
-        self.saved += row["saved"]
-        for name in CLASSES:
-            self.tokens[name] += row[name]
-
-    @property
-    def hit(self) -> int:
-        return sum(self.tokens[name] for name in HIT_CLASSES)
-
-    @property
-    def prompt(self) -> int:
-        return self.hit + self.tokens["miss"]
-
-    def as_json(self) -> dict[str, Any]:
-        split = {"part": self.part} if self.part else {}
-        return {
-            "tenant": self.tenant,
-            "period": self.period,
-            **split,
-            "currency": self.currency,
-            "requests": self.requests,
-            "prompt_tokens": self.prompt,
-            "hit_tokens": self.hit,
-            **{f"{name}_tokens" if name in _TOKENS else name: n for name, n in self.tokens.items()},
-            "amount": format_units(self.amount),
-            "saved": format_units(self.saved),
-        }
-
-
-_TOKENS = {*HIT_CLASSES, "miss", "output", "cache_write"}
-
-
-def by_day(store: LedgerStore, tenant: str | None = None, *, days: int = 31) -> list[Period]:
-    """One period for each tenant and day, of the last `days` days, oldest first."""
-    today = (datetime.now(UTC).date() - _EPOCH).days
-    return _periods(store, tenant, today - days + 1, lambda day: day.isoformat())
-
-
-def by_month(store: LedgerStore, tenant: str | None = None) -> list[Period]:
-    """One period for each tenant and month, oldest first."""
-    return _periods(store, tenant, 0, lambda day: day.strftime("%Y-%m"))
-
-
-def total(store: LedgerStore, tenant: str | None = None) -> list[Period]:
-    """One period for each tenant, of all time."""
-    return _periods(store, tenant, 0, lambda day: "all")
-
-
-def by_session(
-    store: LedgerStore,
-    tenant: str | None = None,
-    *,
-    limit: int = 100,
-    from_ns: int = 0,
-    to_ns: int = 2**63 - 1,
-) -> list[Period]:
-    """One period for each named session that was used last in a span of time, the latest first."""
-    with store.reading() as connection:
-        currencies = {n: a.currency for n, a in store_reports.all_accounts(connection).items()}
-        rows = store_reports.sessions(connection, tenant, limit, from_ns, to_ns)
-    periods = []
-    for row in rows:
-        period = Period(row["tenant"], row["session"], currencies[row["tenant"]])
-        period.add(row)
-        periods.append(period)
-    return periods
-
-
-def _periods(store: LedgerStore, tenant: str | None, from_day: int, name_of: Any) -> list[Period]:
-    with store.reading() as connection:
-        currencies = {n: a.currency for n, a in store_reports.all_accounts(connection).items()}
-        rows = store_reports.daily(connection, tenant, from_day)
-    if tenant is not None and tenant not in currencies:
-        raise UnknownTenant(f"tenant {tenant!r} does not exist; see `cachesvc tenants list`")
-    periods: dict[tuple[str, str], Period] = {}
-    for row in rows:
-        name = name_of(_EPOCH + timedelta(days=row["day"]))
-        key = (row["tenant"], name)
-        period = periods.setdefault(key, Period(*key, currencies[row["tenant"]]))
-        period.add(row)
-    return list(periods.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,23 +74,49 @@ class Movement:
 
 @dataclass(frozen=True, slots=True)
 class Invoice:
-    """A tenant's month. `exact` is the sum of the exact lines, `total` what is asked for;
-    `residue` is `exact` less the sum of the rounded lines, so that everything adds up in sight."""
+    """A tenant's month. The rounded lines, `residue`, less `corrected`, and `rounding` sum to
+    `total`; `exact` is the sum of the exact lines, of which `total` is what is asked for.
+    """
 
     tenant: str
     month: str
+    zone: str
+    first: date
+    last: date
+    is_over: bool  # whether the month has ended; until then more may come
     currency: str
     places: int
     lines: tuple[InvoiceLine, ...]
     movements: tuple[Movement, ...]
     requests: int
     exact: int
-    total: int
-    residue: int
     saved: int
     corrected: int
     opening: int
-    closing: int
+
+    @property
+    def rounded(self) -> int:
+        return sum(line.rounded for line in self.lines)
+
+    @property
+    def residue(self) -> int:
+        return self.exact - self.rounded
+
+    @property
+    def total(self) -> int:
+        return round_half_even(self.exact - self.corrected, self.places)
+
+    @property
+    def rounding(self) -> int:
+        return self.total - (self.exact - self.corrected)
+
+    @property
+    def closing(self) -> int:
+        return self.opening + sum(movement.amount for movement in self.movements) - self.exact
+
+    def moved(self, kind: Kind) -> int:
+        """What the movements of a kind sum to."""
+        return sum(movement.amount for movement in self.movements if movement.kind == kind)
 
     def money(self, units: int) -> str:
         return format_units(units)
@@ -190,9 +125,15 @@ class Invoice:
         return format_units(units, self.places)
 
 
-def invoice(store: LedgerStore, tenant: str, month: str) -> Invoice:
-    """The invoice of a month such as "2026-11". Raises `UnknownTenant` or `BillingError`."""
-    first, after = month_span(month)
+def invoice(store: LedgerStore, tenant: str, month: str, zone: tzinfo = UTC) -> Invoice:
+    """The invoice of a month such as "2026-11", from the first midnight to the last in `zone`.
+
+    Raises `UnknownTenant` or `InvalidSpan`.
+    """
+    first, last = month_days(month)
+    query = Query(tenant=tenant, since=first, until=last, zone=zone)
+    earlier = Query(tenant=tenant, until=first - timedelta(days=1), zone=zone)
+    from_ns, to_ns = query.bounds_ns()
     with store.reading() as connection:
         account = store_reports.all_accounts(connection).get(tenant)
         if account is None:
@@ -200,42 +141,43 @@ def invoice(store: LedgerStore, tenant: str, month: str) -> Invoice:
         book = PriceBook(
             tuple(parse_card(row["text"]) for row in store_accounts.card_rows(connection))
         )
-        earlier = store_reports.daily(connection, tenant, 0, first)
-        rows = store_reports.daily(connection, tenant, first, after)
-        rare = store_reports.rare_entries(connection, tenant, 0, after * DAY_NS)
-    places = _PLACES.get(account.currency, 2)
-    lines = _lines(rows, book, places)
-    now = [entry for entry in rare if entry.at_ns >= first * DAY_NS]
-    before = [entry for entry in rare if entry.at_ns < first * DAY_NS]
-    exact = sum(row["amount"] for row in rows)
-    opening = sum(e.amount for e in before) - sum(row["amount"] for row in earlier)
-    corrected = sum(entry.amount for entry in now if entry.kind is Kind.CORRECTION)
+        before = sum(row["amount"] for _, row in charged(connection, earlier, Unit.ALL))
+        rows = [row for _, row in charged(connection, query, Unit.ALL)]
+        rare = store_reports.rare_entries(connection, tenant, 0, to_ns)
+    places = _places(account.currency)
+    now = [entry for entry in rare if entry.at_ns >= from_ns]
     return Invoice(
         tenant=tenant,
-        month=month,
+        month=first.strftime("%Y-%m"),
+        zone=zone_name(zone),
+        first=first,
+        last=last,
+        is_over=to_ns <= time.time_ns(),
         currency=account.currency,
         places=places,
-        lines=lines,
-        movements=tuple(_movement(entry) for entry in now),
+        lines=_lines(rows, book, places),
+        movements=tuple(_movement(entry, zone) for entry in now),
         requests=sum(row["requests"] for row in rows),
-        exact=exact,
-        total=round_half_even(exact - corrected, places),
-        residue=exact - sum(line.rounded for line in lines),
+        exact=sum(row["amount"] for row in rows),
         saved=sum(row["saved"] for row in rows),
-        corrected=corrected,
-        opening=opening,
-        closing=opening + sum(entry.amount for entry in now) - exact,
+        corrected=sum(entry.amount for entry in now if entry.kind is Kind.CORRECTION),
+        opening=sum(entry.amount for entry in rare if entry.at_ns < from_ns) - before,
     )
 
 
-def month_span(month: str) -> tuple[int, int]:
-    """First day of a month and of the next, as days since the epoch."""
+def _places(currency: str) -> int:
+    return next((places for places, codes in _PLACES.items() if currency in codes.split()), 2)
+
+
+def month_days(month: str) -> tuple[date, date]:
+    """The first and the last day of a month."""
     try:
         first = datetime.strptime(month, "%Y-%m").replace(tzinfo=UTC).date()
     except ValueError:
-        raise BillingError(f"{month!r} is not a month such as 2026-11") from None
-    after = (first + timedelta(days=32)).replace(day=1)
-    return (first - _EPOCH).days, (after - _EPOCH).days
+        raise InvalidSpan(f"{month!r} is not a month such as 2026-11") from None
+    if not FIRST_DAY <= first <= LAST_DAY:
+        raise InvalidSpan(f"{month!r} is not between {FIRST_DAY:%Y-%m} and {LAST_DAY:%Y-%m}")
+    return first, (first + timedelta(days=31)).replace(day=1) - timedelta(days=1)
 
 
 def _lines(rows: Sequence[Row], book: PriceBook, places: int) -> tuple[InvoiceLine, ...]:
@@ -270,8 +212,8 @@ def _line(ref: RateRef, *rest: Any) -> InvoiceLine:
     return InvoiceLine(ref.model, ref.card, ref.version, ref.window, *rest)
 
 
-def _movement(entry: Entry) -> Movement:
-    at = datetime.fromtimestamp(entry.at_ns // 10**9, UTC).isoformat()
+def _movement(entry: Entry, zone: tzinfo) -> Movement:
+    at = datetime.fromtimestamp(entry.at_ns // 10**9, zone).isoformat()
     reason = entry.details.get("reason", "")
     return Movement(at, entry.kind.value, entry.request_id, entry.amount, reason)
 
@@ -282,6 +224,8 @@ def invoice_json(invoice: Invoice) -> dict[str, Any]:
     return {
         "tenant": invoice.tenant,
         "month": invoice.month,
+        "timezone": invoice.zone,
+        "is_over": invoice.is_over,
         "currency": invoice.currency,
         "requests": invoice.requests,
         "lines": [
@@ -310,6 +254,7 @@ def invoice_json(invoice: Invoice) -> dict[str, Any]:
         "exact": money(invoice.exact),
         "corrected": money(invoice.corrected),
         "residue": money(invoice.residue),
+        "rounding": money(invoice.rounding),
         "total": invoice.printed(invoice.total),
         "saved_against_no_cache": money(invoice.saved),
         "opening_balance": money(invoice.opening),
@@ -317,28 +262,49 @@ def invoice_json(invoice: Invoice) -> dict[str, Any]:
     }
 
 
+CSV_COLUMNS = (
+    *("tenant", "month", "timezone", "currency", "model", "rate_card", "window", "class"),
+    *("tokens", "per_million", "amount", "rounded"),
+)
+
+
 def invoice_csv(invoice: Invoice) -> str:
-    """The invoice's lines as CSV, with the residue as the last line, so that the column adds up."""
+    """The invoice as CSV. `amount` adds up to what is exact, corrections included; `rounded`, with
+    the rows of what rounding left, to the total.
+    """
+    money = invoice.money
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(
-        (
-            *("tenant", "month", "currency", "model", "rate_card", "window", "class", "tokens"),
-            *("per_million", "amount", "rounded"),
-        )
-    )
-    head = (invoice.tenant, invoice.month, invoice.currency)
+    write = safe_writer(out)
+    write(CSV_COLUMNS)
+    head = (invoice.tenant, invoice.month, invoice.zone, invoice.currency)
     for line in invoice.lines:
         card = f"{line.card} {line.version}"
         what = (line.model, card, line.window, line.name, line.tokens, line.rate)
-        writer.writerow((*head, *what, invoice.money(line.amount), invoice.printed(line.rounded)))
-    writer.writerow((*head, "", "", "", "residue", "", "", "", invoice.money(invoice.residue)))
+        write((*head, *what, money(line.amount), invoice.printed(line.rounded)))
+    rest = {
+        "residue": ("", money(invoice.residue)),
+        "corrections": (money(-invoice.corrected), money(-invoice.corrected)),
+        "rounding": ("", money(invoice.rounding)),
+    }
+    for name, amounts in rest.items():
+        write((*head, "", "", "", name, "", "", *amounts))
     return out.getvalue()
 
 
 def invoice_html(invoice: Invoice) -> str:
     """A page to print."""
     environment = Environment(
-        loader=PackageLoader("billing"), autoescape=select_autoescape(), trim_blocks=True
+        loader=PackageLoader("billing"),
+        autoescape=select_autoescape(),
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return environment.get_template("invoice.html").render(invoice=invoice)
+    environment.filters["grouped"] = _grouped
+    made = datetime.now(UTC).date()
+    return environment.get_template("invoice.html").render(invoice=invoice, made=made, kinds=Kind)
+
+
+def _grouped(number: str | int) -> str:
+    """A decimal with its thousands apart."""
+    whole, point, places = str(number).partition(".")
+    return f"{int(whole):,}{point}{places}" if whole.strip("-0") else f"{whole}{point}{places}"

@@ -42,6 +42,32 @@ def stream_entries(
         yield Entry(tenant_, seq, kinds.get(kind, kind), *rest)
 
 
+def charges_between(
+    connection: Connection, tenant: str, from_ns: int, to_ns: int
+) -> Iterator[Entry]:
+    """The charges of a tenant with `from_ns <= at_ns < to_ns`; reads no others."""
+    first = _first_seq(connection, tenant, from_ns)
+    for entry in stream_entries(connection, tenant, after=first - 1):
+        if entry.at_ns >= to_ns:
+            return
+        if entry.kind is Kind.CHARGE:
+            yield entry
+
+
+def _first_seq(connection: Connection, tenant: str, at_ns: int) -> int:
+    """The number of a tenant's first entry at or after an instant: a chain's times never go back,
+    so it is found by halving.
+    """
+    mine = entries.c.tenant == tenant
+    low, high = 1, (connection.scalar(select(func.max(entries.c.seq)).where(mine)) or 0) + 1
+    while low < high:
+        middle = (low + high) // 2
+        query = select(entries.c.at_ns).where(mine & (entries.c.seq >= middle))
+        found = connection.scalar(query.order_by(entries.c.seq).limit(1))
+        low, high = (low, middle) if found is None or found >= at_ns else (middle + 1, high)
+    return low
+
+
 def corrected_seqs(connection: Connection) -> set[tuple[str, int]]:
     """The charges that any correction names."""
     query = select(entries.c.tenant, entries.c.corrects).where(entries.c.corrects.is_not(None))

@@ -1,5 +1,7 @@
-"""Finds time zones by name, for rate cards and reports. Pure."""
+"""Time zones by name, and the one of this machine, for rate cards and reports. Any thread."""
 
+import time
+from datetime import UTC, datetime, timedelta, tzinfo
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from billing.errors import InvalidName
@@ -13,3 +15,30 @@ def find_zone(name: str) -> ZoneInfo:
         raise InvalidName(
             f"{name!r} is no time zone; write UTC or a name such as Asia/Shanghai"
         ) from None
+
+
+def zone_name(zone: tzinfo) -> str:
+    """What a report says of its zone."""
+    return getattr(zone, "key", None) or str(zone)
+
+
+class LocalZone(tzinfo):
+    """The machine's own time, summer and winter; an offset taken now would shift half the year."""
+
+    def utcoffset(self, moment: datetime | None) -> timedelta:
+        assert moment is not None
+        stamp = time.mktime(moment.replace(tzinfo=None).timetuple())
+        return timedelta(seconds=time.localtime(stamp).tm_gmtoff)
+
+    def dst(self, moment: datetime | None) -> None:
+        return None
+
+    def tzname(self, moment: datetime | None) -> str:
+        return "local"
+
+    def fromutc(self, moment: datetime) -> datetime:
+        stamp = moment.replace(tzinfo=UTC).timestamp()
+        return moment + timedelta(seconds=time.localtime(stamp).tm_gmtoff)
+
+    def __str__(self) -> str:
+        return "local"

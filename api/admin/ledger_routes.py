@@ -15,7 +15,7 @@ from api.admin.account_routes import OfTenant
 from api.admin.bodies import Correction
 from api.admin.books import Books, books_of, found
 from api.errors import RecordNotFound
-from billing import plan, statements, store_reports
+from billing import plan, statements, store_reports, usage_report
 from billing.documents import (
     Document,
     entry_document,
@@ -29,6 +29,8 @@ from billing.money import parse_positive
 from billing.prices import NS
 from billing.prover import Proved
 from billing.receipts import receipt_for
+from billing.time_zones import find_zone
+from billing.usage_report import Period, Split, Unit, parse_query
 
 router = APIRouter(prefix="/admin/api", tags=["admin: ledger"])
 
@@ -36,6 +38,12 @@ MOST_ROWS = 1000
 
 Limit = Annotated[int, Query(ge=1, le=MOST_ROWS, description="At most so many, newest first")]
 Days = Annotated[int, Query(ge=1, le=3660, description="How many days back")]
+Since = Annotated[
+    str | None, Query(description="First day: 2026-11-01, today, yesterday, or 7d for a week back")
+]
+Until = Annotated[str | None, Query(description="Last day, written alike")]
+Timezone = Annotated[str, Query(description="Where days begin, such as Asia/Shanghai")]
+Breakdown = Annotated[Split | None, Query(description="Split by model, project or key")]
 Month = Annotated[str, Path(pattern=r"^\d{4}-(0[1-9]|1[0-2])$", description="Such as 2026-11")]
 
 
@@ -43,29 +51,62 @@ Month = Annotated[str, Path(pattern=r"^\d{4}-(0[1-9]|1[0-2])$", description="Suc
 def usage(request: Request, _: MayRead, tenant: OfTenant = None) -> list[Document]:
     """All usage, by tenant."""
     with found():
-        return _periods(statements.total(books_of(request).store, tenant))
+        return _periods(usage_report.total(books_of(request).store, tenant))
 
 
 @router.get("/usage/daily")
-def daily(request: Request, _: MayRead, tenant: OfTenant = None, days: Days = 31) -> list[Document]:
-    """Usage by tenant and day (UTC), oldest first."""
+def daily(
+    request: Request,
+    _: MayRead,
+    tenant: OfTenant = None,
+    since: Since = None,
+    until: Until = None,
+    timezone: Timezone = "UTC",
+    breakdown: Breakdown = None,
+    days: Days = 31,
+) -> list[Document]:
+    """Usage by tenant and day, oldest first; `days` back where `since` is not given."""
+    query = parse_query(
+        tenant=tenant,
+        since=since or f"{days - 1}d",
+        until=until,
+        zone=timezone,
+        split=breakdown,
+    )
     with found():
-        return _periods(statements.by_day(books_of(request).store, tenant, days=days))
+        return _periods(usage_report.report(books_of(request).store, query, Unit.DAY))
 
 
 @router.get("/usage/monthly")
-def monthly(request: Request, _: MayRead, tenant: OfTenant = None) -> list[Document]:
-    """Usage by tenant and month (UTC), oldest first."""
+def monthly(
+    request: Request,
+    _: MayRead,
+    tenant: OfTenant = None,
+    since: Since = None,
+    until: Until = None,
+    timezone: Timezone = "UTC",
+    breakdown: Breakdown = None,
+) -> list[Document]:
+    """Usage by tenant and month, oldest first."""
+    query = parse_query(tenant=tenant, since=since, until=until, zone=timezone, split=breakdown)
     with found():
-        return _periods(statements.by_month(books_of(request).store, tenant))
+        return _periods(usage_report.report(books_of(request).store, query, Unit.MONTH))
 
 
 @router.get("/usage/session")
 def session(
-    request: Request, _: MayRead, tenant: OfTenant = None, limit: Limit = 50
+    request: Request,
+    _: MayRead,
+    tenant: OfTenant = None,
+    since: Since = None,
+    until: Until = None,
+    timezone: Timezone = "UTC",
+    limit: Limit = 50,
 ) -> list[Document]:
     """Usage by the session that requests name, the latest first."""
-    return _periods(statements.by_session(books_of(request).store, tenant, limit=limit))
+    query = parse_query(tenant=tenant, since=since, until=until, zone=timezone)
+    with found():
+        return _periods(usage_report.by_session(books_of(request).store, query, limit=limit))
 
 
 @router.get("/usage/invoice/{tenant}/{month}", response_model=None)
@@ -75,10 +116,11 @@ def invoice(
     month: Month,
     _: MayRead,
     form: Annotated[Literal["json", "csv", "html"], Query(alias="format")] = "json",
+    timezone: Timezone = "UTC",
 ) -> Document | Response:
     """A tenant's month, as JSON, CSV or a page for a printer."""
     with found():
-        made = statements.invoice(books_of(request).store, tenant, month)
+        made = statements.invoice(books_of(request).store, tenant, month, find_zone(timezone))
     if form == "csv":
         return Response(statements.invoice_csv(made), media_type="text/csv")
     if form == "html":
@@ -203,7 +245,7 @@ def _entries(books: Books, tenant: str, request_id: str) -> list[Entry]:
         return store_reports.request_entries(connection, tenant, request_id)
 
 
-def _periods(periods: list[statements.Period]) -> list[Document]:
+def _periods(periods: list[Period]) -> list[Document]:
     return [period.as_json() for period in periods]
 
 

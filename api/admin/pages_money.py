@@ -12,7 +12,7 @@ from starlette.responses import RedirectResponse, Response
 from api.admin.access import MayRead
 from api.admin.books import Books, books_of
 from api.admin.pages import render
-from billing import statements, store_reports
+from billing import store_reports, usage_report
 from billing.documents import RATES, card_document, hold_document, proof_document
 from billing.prices import RateCard
 from billing.revenue import REVENUE_CLASSES, Revenue, ranked, revenue
@@ -41,7 +41,7 @@ def page(request: Request, admin: MayRead) -> Response:
         peak=max((max(day.charged, day.saved) for day in days), default=0),
         month=_sums(days),
         tenants=books.accounts.tenants(),
-        ranked=ranked(statements.total(books.store)),
+        ranked=ranked(usage_report.total(books.store)),
         holds=sorted(holds, key=lambda hold: -float(hold["age_s"]))[:MAX_HOLDS],
         num_holds=len(holds),
         proof=None if proved is None else proof_document(proved.proof, proved.took_s),

@@ -19,10 +19,11 @@ from api.admin.pages import render
 from api.admin.parts import parts_of
 from api.admin.sessions import Admin
 from api.errors import InvalidRequest
-from billing import statements, store_reports
+from billing import store_reports, usage_report
 from billing.accounts import Tenant
 from billing.documents import entry_document, key_document
 from billing.money import parse_amount, parse_positive
+from billing.usage_report import Unit, parse_query, report
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 
@@ -129,7 +130,7 @@ def _tenants(
     request: Request, admin: Admin, *, q: str = "", wrong: str = "", done: str = ""
 ) -> Response:
     books = books_of(request)
-    used = {period.tenant: period for period in statements.total(books.store)}
+    used = {period.tenant: period for period in usage_report.total(books.store)}
     tenants = [each for each in books.accounts.tenants() if q.strip() in each.tenant]
     return render(
         request,
@@ -168,8 +169,8 @@ def _tenant(
         entries=[entry_document(entry) for entry in entries[:ENTRIES]],
         older=entries[ENTRIES - 1].seq if len(entries) > ENTRIES else None,
         newest=before is None,
-        days=statements.by_day(books.store, name, days=DAYS),
-        months=statements.by_month(books.store, name),
+        days=report(books.store, parse_query(tenant=name, since=f"{DAYS - 1}d"), Unit.DAY),
+        months=report(books.store, parse_query(tenant=name), Unit.MONTH),
         quota=_quota(request, name),
         wrong=wrong,
         done=DONE.get(done, ""),

@@ -62,7 +62,7 @@ def show_heads(data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
         proof = audit.verify(open_books.store)
         if not proof.ok:
             fail(f"the ledger does not prove: {proof.problems[0]}")
-        print_json({t: {"entry": seq, "hash": h} for t, (seq, h) in proof.heads.items()})
+        print_json({t: {"entry": seq, "hash": h} for t, (seq, h) in proof.heads.items() if seq})
 
 
 @app.command()

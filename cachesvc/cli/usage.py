@@ -1,22 +1,22 @@
 """`cachesvc usage`: tokens by class, what they cost and what hits saved; invoices and exports."""
 
 from collections.abc import Callable
-from datetime import UTC, date, datetime, timedelta, tzinfo
+from datetime import datetime, tzinfo
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import typer
 
 from billing import export as exports
-from billing import statements
+from billing import statements, usage_report
 from billing.entries import Entry
+from billing.errors import InvalidName, InvalidSpan
 from billing.money import format_units
 from billing.receipts import ReceiptSigner, receipt_for
-from billing.statements import Period
-from billing.usage_report import Query, Split, Unit, report
+from billing.time_zones import LocalZone, find_zone
+from billing.usage_report import Period, Query, Split, Unit, parse_query, report
 from cachesvc.cli.books import Books, DatabaseUrl, DataDir, TenantOption, books
 from cachesvc.cli.render import AsJson, note, percent, print_json, print_table
 
@@ -34,7 +34,7 @@ def usage(
     """Without a command: all usage, by tenant."""
     if context.invoked_subcommand is None:
         with books(data_dir, database) as open_books:
-            _show(statements.total(open_books.store, tenant), json)
+            _show(usage_report.total(open_books.store, tenant), json)
 
 
 Since = Annotated[
@@ -95,12 +95,8 @@ def session(
 ) -> None:
     """Usage by the session that requests name; a session counts on the day it was used last."""
     query = span(tenant, since, until, None, timezone)
-    from_ns, to_ns = query.bounds_ns()
     with books(data_dir, database) as open_books:
-        found = statements.by_session(
-            open_books.store, tenant, limit=limit, from_ns=from_ns, to_ns=to_ns
-        )
-        _show(found, json)
+        _show(usage_report.by_session(open_books.store, query, limit=limit), json)
 
 
 @app.command()
@@ -135,42 +131,19 @@ def span(
     timezone: str,
 ) -> Query:
     """The query that the options ask for; ends the command for a day or zone that is none."""
-    zone = zone_of(timezone)
-    today = datetime.now(zone).date()
-    first = _day(since, today, "--since") if since else None
-    last = _day(until, today, "--until") if until else None
-    if first and last and last < first:
-        raise typer.BadParameter(f"{last} is before --since {first}", param_hint="--until")
-    return Query(tenant=tenant, since=first, until=last, zone=zone, split=breakdown)
+    try:
+        return parse_query(
+            tenant=tenant, since=since, until=until, zone=zone_of(timezone), split=breakdown
+        )
+    except InvalidSpan as error:
+        raise typer.BadParameter(str(error), param_hint="--since, --until") from None
 
 
 def zone_of(name: str) -> tzinfo:
-    if name.upper() == "UTC":
-        return UTC
-    if name == "local":
-        return datetime.now().astimezone().tzinfo or UTC
     try:
-        return ZoneInfo(name)
-    except (ZoneInfoNotFoundError, ValueError):
-        raise typer.BadParameter(
-            f"{name!r} is no time zone; write UTC, local, or a name such as Asia/Shanghai",
-            param_hint="--timezone",
-        ) from None
-
-
-def _day(text: str, today: date, option: str) -> date:
-    back = {"today": 0, "yesterday": 1}.get(text)
-    if back is None and text.endswith("d") and text[:-1].isdigit():
-        back = int(text[:-1])
-    if back is not None:
-        return today - timedelta(days=back)
-    try:
-        return date.fromisoformat(text)
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is no day; write it like 2026-11-01, today, yesterday or 7d",
-            param_hint=option,
-        ) from None
+        return LocalZone() if name == "local" else find_zone(name)
+    except InvalidName as error:
+        raise typer.BadParameter(f"{error}, or local", param_hint="--timezone") from None
 
 
 def _sums(periods: list[Period]) -> list[dict[str, object]]:
@@ -224,13 +197,15 @@ def invoice(
     form: Annotated[InvoiceFormat, typer.Option("--format", help="How to print it")] = (
         InvoiceFormat.JSON
     ),
+    timezone: Timezone = "UTC",
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
     """Print a tenant's month as JSON, CSV or a page for a printer."""
+    zone = zone_of(timezone)
     with books(data_dir, database) as open_books:
-        month = month or datetime.now(UTC).strftime("%Y-%m")
-        found = statements.invoice(open_books.store, tenant, month)
+        month = month or datetime.now(zone).strftime("%Y-%m")
+        found = statements.invoice(open_books.store, tenant, month, zone)
         if form is InvoiceFormat.JSON:
             print_json(statements.invoice_json(found))
         elif form is InvoiceFormat.CSV:

@@ -115,6 +115,8 @@ async def refused(answer: httpx.Response) -> tuple[int, str, str | None]:
     return answer.status_code, error["code"], error["param"]
 
 
+SPAN = "since=yesterday&until=today&timezone=Asia/Shanghai"
+FLAGS = ["--since", "yesterday", "--until", "today", "--timezone", "Asia/Shanghai"]
 READS = [
     ("/tenants", ["tenants", "list"]),
     ("/balance/acme", ["balance", "show", "acme"]),
@@ -124,6 +126,9 @@ READS = [
     ("/usage/daily", ["usage", "daily"]),
     ("/usage/monthly?tenant=acme", ["usage", "monthly", "--tenant", "acme"]),
     ("/usage/session", ["usage", "session"]),
+    (f"/usage/daily?{SPAN}&breakdown=key", ["usage", "daily", *FLAGS, "--breakdown", "key"]),
+    (f"/usage/monthly?{SPAN}", ["usage", "monthly", *FLAGS]),
+    (f"/usage/session?{SPAN}", ["usage", "session", *FLAGS]),
     ("/ledger/rerate", ["ledger", "rerate", "--dry-run"]),
     ("/audit", ["ledger", "trail"]),
 ]
@@ -329,8 +334,21 @@ async def test_invoices_and_receipts(client: httpx.AsyncClient, house: House) ->
     page = await client.get(f"{path}?format=html")
     assert ("text/html; charset=utf-8", True) == (page.headers["content-type"], "acme" in page.text)
     assert "hit_disk" in (await client.get(f"{path}?format=csv")).text
+    elsewhere = await ok(await client.get(f"{path}?timezone=Pacific/Auckland"))
+    assert "Pacific/Auckland" == elsewhere["timezone"]
     receipt = await ok(await client.get("/receipts/acme/r1"))
     assert verify_receipt(receipt, house.books.signer.public_key)
+
+
+@pytest.mark.parametrize(
+    "query", ["since=soon", "until=9999-12-31", "since=today&until=yesterday", "timezone=Europe"]
+)
+async def test_a_span_that_is_none_is_a_400(client: httpx.AsyncClient, query: str) -> None:
+    for path in ("daily", "monthly", "session"):
+        answer = await refused(await client.get(f"/usage/{path}?{query}"))
+        assert (400, "invalid_value", None) == answer
+    answer = await refused(await client.get("/usage/session?tenant=nobody"))
+    assert (404, "not_found", None) == answer
 
 
 async def test_a_reader_looks_and_changes_nothing(house: House) -> None:

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from billing import audit, export, statements
+from billing import audit, export, statements, usage_report
 from billing.entries import Entry, Kind
 from billing.errors import (
     AlreadyExists,
@@ -215,7 +215,7 @@ def test_amounts_beyond_64_bits_stay_exact(house: TestLedger) -> None:
     house.fund(huge)
     house.charge("r1", Usage(miss=10**15, output=1))
     assert house.ledger.balance("acme").topup == huge - 10**21 - 2_000_000
-    assert statements.total(house.ledger.store, "acme")[0].amount == 10**21 + 2_000_000
+    assert usage_report.total(house.ledger.store, "acme")[0].amount == 10**21 + 2_000_000
 
 
 @pytest.mark.parametrize("statement", ["UPDATE entries SET body = ''", "DELETE FROM entries"])
@@ -431,11 +431,13 @@ def test_an_invoice_adds_up_and_shows_its_residue(house: TestLedger) -> None:
     assert month.closing == house.ledger.balance("acme").balance
     february = statements.invoice(house.ledger.store, "acme", "2025-02")
     assert (february.lines, february.opening) == ((), month.closing)
-    assert statements.by_session(house.ledger.store)[0].requests == 2
-    assert statements.by_month(house.ledger.store)[0].period == "2025-01"
+    whole = usage_report.Query()
+    assert usage_report.by_session(house.ledger.store, whole)[0].requests == 2
+    months = usage_report.report(house.ledger.store, whole, usage_report.Unit.MONTH)
+    assert months[0].period == "2025-01"
     page = statements.invoice_html(month)
     assert "Invoice" in page and month.money(month.residue) in page
-    assert statements.invoice_csv(month).count("\n") == 1 + len(month.lines) + 1
+    assert statements.invoice_csv(month).count("\n") == 1 + len(month.lines) + 3
 
 
 @pytest.mark.parametrize("size", [1, 2, 512])

@@ -1,6 +1,7 @@
 """Usage over a span of days, in a time zone, split by part; and the status line."""
 
 import json
+import time
 from datetime import UTC, date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,24 @@ from zoneinfo import ZoneInfo
 import pytest
 from typer.testing import CliRunner
 
+from billing import store_reports
 from billing.errors import UnknownTenant
 from billing.prices import NS
+from billing.rollups import DAY_NS
 from billing.store import LedgerStore, open_store
 from billing.testing import START_NS, ManualClock, running_ledger
+from billing.time_zones import LocalZone
 from billing.usage import Usage
-from billing.usage_report import Query, Split, Unit, report
+from billing.usage_report import (
+    FIRST_DAY,
+    Query,
+    Split,
+    Unit,
+    by_session,
+    midnight_ns,
+    parse_query,
+    report,
+)
 from cachesvc.cli import app
 
 HOUR = 3600
@@ -61,11 +74,65 @@ def test_days_begin_where_the_zone_says(store: LedgerStore) -> None:
     assert ("2024-12-31", "", 1) == told(store, zone=ZoneInfo("America/New_York"))[0]
 
 
-@pytest.mark.parametrize("zone", [UTC, timezone(timedelta(0))], ids=["rollups", "entries"])
-def test_rollups_and_entries_say_the_same(store: LedgerStore, zone: Any) -> None:
+@pytest.mark.parametrize("unit", Unit)
+def test_rollups_and_entries_say_the_same(store: LedgerStore, unit: Unit) -> None:
+    """No charge lies in the minute by which the second zone is off: its days are cut, not other."""
+    a_minute_off = timezone(timedelta(minutes=1))
     for split in (None, *Split):
-        expected = report(store, Query(split=split), Unit.DAY)
-        assert expected == report(store, Query(split=split, zone=zone), Unit.DAY)
+        expected = report(store, Query(split=split), unit)
+        assert expected == report(store, Query(split=split, zone=a_minute_off), unit)
+
+
+def test_only_the_days_that_a_border_cuts_are_read_from_their_charges(
+    store: LedgerStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[int, int]] = []
+    real = store_reports.charges_between
+
+    def noting(connection: Any, tenant: str, from_ns: int, to_ns: int) -> Any:
+        read.append((from_ns // DAY_NS, (to_ns - 1) // DAY_NS))
+        return real(connection, tenant, from_ns, to_ns)
+
+    monkeypatch.setattr(store_reports, "charges_between", noting)
+    told(store, Unit.MONTH)
+    assert [] == read
+    months = told(store, Unit.MONTH, zone=timezone(timedelta(hours=2)))
+    assert [("2025-01", "", 3), ("2025-02", "", 1)] == months
+    assert [] == read  # no charge lies in the days that the months' borders cut
+    told(store, Unit.MONTH, zone=timezone(timedelta(hours=-2)))
+    first = START_NS // DAY_NS
+    assert [(first, first)] == read
+
+
+def test_an_hour_of_a_pin_is_no_request_in_any_zone(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
+    with running_ledger(url) as house:
+        house.charge("r1", Usage(miss=40, output=5))
+        house.charge("pin:doc:0:0", Usage(storage_token_hours=64))
+        for zone in (UTC, ZoneInfo("Asia/Shanghai")):
+            found = report(house.ledger.store, Query(zone=zone), Unit.DAY)
+            assert [1] == [period.requests for period in found]
+            assert 64 == found[0].tokens["storage_token_hours"]
+
+
+@pytest.mark.parametrize("text", ["9" * 400 + "d", "999999d"])
+def test_days_without_end_reach_back_to_the_first(text: str) -> None:
+    assert FIRST_DAY == parse_query(since=text).since
+
+
+def test_the_local_zone_knows_summer_and_winter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        berlin, local = ZoneInfo("Europe/Berlin"), LocalZone()
+        for day in (date(2025, 1, 1), date(2025, 3, 30), date(2025, 7, 1), date(2025, 10, 26)):
+            assert midnight_ns(day, berlin) == midnight_ns(day, local)
+            noon = midnight_ns(day, berlin) // NS + 12 * HOUR
+            zones = [datetime.fromtimestamp(noon, zone).isoformat() for zone in (berlin, local)]
+            assert zones[0] == zones[1]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 @pytest.mark.parametrize("zone", [UTC, timezone(timedelta(hours=9))])
@@ -95,6 +162,8 @@ def test_sums_of_a_split_are_the_whole(store: LedgerStore) -> None:
 def test_an_unknown_tenant_is_said(store: LedgerStore) -> None:
     with pytest.raises(UnknownTenant, match="cachesvc tenants list"):
         report(store, Query(tenant="nobody"), Unit.DAY)
+    with pytest.raises(UnknownTenant, match="cachesvc tenants list"):
+        by_session(store, Query(tenant="nobody"))
 
 
 def call(data_dir: Path, *arguments: str, code: int = 0) -> str:
@@ -122,7 +191,10 @@ def test_sessions_are_chosen_by_their_last_day(data_dir: Path) -> None:
     [
         (("--since", "2025-13-01"), "write it like 2026-11-01, today"),
         (("--timezone", "Mars/Olympus"), "is no time zone"),
-        (("--since", "2025-02-01", "--until", "2025-01-01"), "is before --since"),
+        (("--since", "2025-02-01", "--until", "2025-01-01"), "is before the first"),
+        (("--since", "1600-01-01"), "is not between 1970-01-01"),
+        (("--until", "9999-12-31"), "is not between 1970-01-01"),
+        (("--timezone", "Europe"), "is no time zone"),
     ],
 )
 def test_a_span_that_is_none_is_said(data_dir: Path, flags: tuple[str, ...], words: str) -> None:
