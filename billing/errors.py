@@ -23,6 +23,7 @@ BillingError
 ├── LedgerUnavailable      the store cannot be written; the gate fails closed (503)
 │   └── Unwritable         the database refuses these very rows, and would again
 ├── LedgerClosed           an operation on a ledger that is not running
+├── ReceiptKeyError        a signing key that cannot be used; says what to do
 └── StoreError             a database that cannot be opened; says what to do
 """
 
@@ -137,6 +138,10 @@ class Unwritable(LedgerUnavailable):
 
 class LedgerClosed(BillingError):
     """The ledger is not running."""
+
+
+class ReceiptKeyError(BillingError):
+    """The file of the key that signs receipts holds no such key."""
 
 
 class StoreError(BillingError):

@@ -6,7 +6,6 @@ forge one, which a keyed hash cannot give. The private key is a file of the data
 """
 
 import base64
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from billing import store_reports
+from billing import secret_file, store_reports
 from billing.entries import Entry
-from billing.errors import BillingError
+from billing.errors import BillingError, ReceiptKeyError
 from billing.holds import rate_ref
 from billing.money import format_units, rate_per_million
 from billing.prices import PriceBook
@@ -37,16 +36,19 @@ class ReceiptSigner:
 
     @classmethod
     def open(cls, data_dir: Path) -> "ReceiptSigner":
-        """The key of a data directory; made on first use, readable by its owner only."""
+        """The key of a data directory; made on first use. Raises `ReceiptKeyError`."""
         path = data_dir / KEY_FILE
+        held = secret_file.read_or_make(
+            path, lambda: Ed25519PrivateKey.generate().private_bytes_raw()
+        )
         try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            pass
-        else:
-            with os.fdopen(handle, "wb") as file:
-                file.write(Ed25519PrivateKey.generate().private_bytes_raw())
-        return cls(Ed25519PrivateKey.from_private_bytes(path.read_bytes()))
+            return cls(Ed25519PrivateKey.from_private_bytes(held))
+        except ValueError:
+            raise ReceiptKeyError(
+                f"{path} does not hold an Ed25519 private key of 32 bytes; restore it from a copy, "
+                "or remove it: a new one is made, and earlier receipts are checked against the "
+                "public key that was published for them"
+            ) from None
 
     @property
     def key_id(self) -> str:

@@ -5,10 +5,10 @@ and `audit` read the store and are called off the event loop.
 """
 
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from api.admin.books import Books
 from api.auth import KeyGate, Salts
 from api.limits import LimitSettings, NoLimits, Quota, RateLimits, open_limits
 from api.metering import LedgerMeter
-from billing import store_reports
+from billing import secret_file, store_reports
 from billing.accounts import Accounts
 from billing.cards import find_card
 from billing.entries import Entry, Kind
@@ -133,36 +133,42 @@ class Bills:
 def open_money(settings: Settings) -> Money:
     """Open the ledger of a data directory, or of `billing.database_url`.
 
-    Raises StoreError, and ConfigError for a lease or a first card that cannot be used.
+    Raises StoreError, and ConfigError for a lease, a first card or a quota's store that cannot be
+    used; then nothing is left open.
     """
     lease_s = _lease_s(settings)
     data_dir = settings.server.data_dir
     first_card = _first_card(settings.billing.first_card)
-    store = open_store(settings.billing.database_url or database_url(data_dir))
-    accounts = Accounts(store)
-    bills = Bills(accounts)
-    ledger = Ledger(
-        store,
-        accounts,
-        owner=settings.billing.server_name,
-        default_card=first_card,
-        observers=(bills,),
-    )
-    required = settings.server.require_keys
-    return Money(
-        books=Books(store, accounts, ledger, Prover(store), ReceiptSigner.open(data_dir)),
-        bills=bills,
-        gatekeeper=KeyGate(accounts, required=required),
-        salts=Salts(
-            read_secret(data_dir),
-            {name: frozenset(tenants) for name, tenants in settings.server.groups.items()},
-        ),
-        limits=_limits(settings.limits),
-        replays=Idempotency(store, owner=settings.billing.server_name),
-        required=required,
-        lease_s=lease_s,
-        slice_tokens=settings.billing.slice_tokens,
-    )
+    limits = _limits(settings.limits)
+    with ExitStack() as opened:
+        store = open_store(settings.billing.database_url or database_url(data_dir))
+        opened.callback(store.close)
+        accounts = Accounts(store)
+        bills = Bills(accounts)
+        ledger = Ledger(
+            store,
+            accounts,
+            owner=settings.billing.server_name,
+            default_card=first_card,
+            observers=(bills,),
+        )
+        required = settings.server.require_keys
+        money = Money(
+            books=Books(store, accounts, ledger, Prover(store), ReceiptSigner.open(data_dir)),
+            bills=bills,
+            gatekeeper=KeyGate(accounts, required=required),
+            salts=Salts(
+                read_secret(data_dir),
+                {name: frozenset(tenants) for name, tenants in settings.server.groups.items()},
+            ),
+            limits=limits,
+            replays=Idempotency(store, owner=settings.billing.server_name),
+            required=required,
+            lease_s=lease_s,
+            slice_tokens=settings.billing.slice_tokens,
+        )
+        opened.pop_all()  # from here on `Money.close` closes it
+        return money
 
 
 def _lease_s(settings: Settings) -> int:
@@ -199,22 +205,23 @@ def _first_card(name_or_path: str) -> RateCard | None:
 def read_secret(data_dir: Path) -> bytes:
     """The server's secret, from which tenants' salts come; made at the first start.
 
-    Blocks on disk are found again only under the secret that they were stored under.
+    Blocks on disk are found again only under the secret that they were stored under. Raises
+    ConfigError for a file that does not hold one.
     """
     path = data_dir / SECRET_NAME
+    held = secret_file.read_or_make(
+        path, lambda: f"{secrets.token_hex(SECRET_BYTES)}\n".encode("ascii")
+    )
     try:
-        return bytes.fromhex(path.read_text().strip())
-    except FileNotFoundError:
-        pass
-    fresh = secrets.token_bytes(SECRET_BYTES)
-    temporary = path.with_name(f"{SECRET_NAME}.{os.getpid()}")
-    temporary.touch(mode=0o600)
-    temporary.write_text(fresh.hex() + "\n")
-    try:
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return fresh
+        secret = bytes.fromhex(held.decode("ascii").strip())
+    except ValueError:
+        secret = b""
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(
+            f"{path} does not hold {SECRET_BYTES} bytes in hex; restore it from a copy, or remove "
+            "it: a new one is made, under which nothing that is on disk now is found"
+        )
+    return secret
 
 
 def limit_settings(section: LimitsSection) -> LimitSettings:

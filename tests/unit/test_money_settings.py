@@ -11,7 +11,7 @@ import pytest
 
 from api.limits import Quota
 from billing.cards import shipped_cards
-from billing.errors import PriceError
+from billing.errors import PriceError, ReceiptKeyError
 from billing.ledger import Ledger
 from billing.policy import Outcome
 from billing.testing import running_ledger
@@ -88,6 +88,19 @@ def test_a_wrong_url_of_the_limits_is_said_at_the_start(tmp_path: Path, url: str
     )
     with pytest.raises(ConfigError, match=r"limits\.url"):
         open_money(with_quota.settings)
+
+
+@pytest.mark.parametrize("held", [b"", b"00ff", b"no hex\xff"])
+@pytest.mark.parametrize("name", ["secret", "receipt_key"])
+def test_a_broken_secret_is_named_and_leaves_nothing_open(
+    tmp_path: Path, name: str, held: bytes
+) -> None:
+    (tmp_path / name).write_bytes(held)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises((ConfigError, ReceiptKeyError), match=f"{tmp_path / name}.*remove it"):
+        open_money(load_settings({"server.data_dir": tmp_path}).settings)
+    assert before == len(list(Path("/proc/self/fd").iterdir()))
+    assert held == (tmp_path / name).read_bytes()
 
 
 def test_a_charge_of_nothing_is_observed_like_any_other(tmp_path: Path) -> None:
