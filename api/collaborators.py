@@ -46,6 +46,9 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def max_token_bytes(self) -> int: ...
+
+    @property
     def has_chat_template(self) -> bool: ...
 
     def encode(self, text: str) -> "array[int]": ...
@@ -92,6 +95,15 @@ class ServedModel:
     created: int = 0  # Unix seconds
     owned_by: str = "cachesvc"
 
+    @property
+    def max_chars(self) -> int:
+        """A longer text has more tokens than the context, whatever it says.
+
+        A token stands for as many bytes of the text as tokenizers see; where they compose it first
+        (Unicode's NFC), up to four characters have become one.
+        """
+        return 4 * self.tokenizer.max_token_bytes * self.max_context
+
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
@@ -106,7 +118,7 @@ class Readiness:
 class WireSettings:
     """Bounds of the wire. Sizes in bytes, times in seconds."""
 
-    max_body_bytes: int = 16 * 1024 * 1024
+    max_body_bytes: int = 4 << 20
     max_choices: int = 64  # prompts times n of one request
     write_timeout_s: float = 60.0  # a client that reads nothing for so long has gone
     keepalive_s: float = 15.0  # an SSE comment after so long without an output

@@ -19,7 +19,7 @@ def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
     except KeyError:
         served = ", ".join(f"'{known}'" for known in models)
         raise ModelNotFound(
-            f"The model '{name}' is not served here; served: {served}.", param="model"
+            f"The model '{name[:80]}' is not served here; served: {served}.", param="model"
         ) from None
 
 

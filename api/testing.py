@@ -51,6 +51,7 @@ class ByteTokenizer:
     """Every UTF-8 byte is a token; the chat template is `role: content` a line. 256 ends."""
 
     vocab_size = VOCAB_SIZE
+    max_token_bytes = 1
     has_chat_template = True
     special_token_ids = frozenset({EOS})
 

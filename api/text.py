@@ -2,17 +2,24 @@
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+
+import orjson
 
 from api.collaborators import Collaborators, ServedModel
 from api.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from api.schemas import Message
+from engine.structure import check_document
 
 Made = TypeVar("Made")
 
+MESSAGE_CHARS = 50  # a template takes as long for a message as the tokenizer for so many
+
 
 async def encode_text(wire: Collaborators, model: ServedModel, text: str) -> "array[int]":
+    """Raises ContextLengthExceeded for a text that is too long before it is looked at."""
+    _check_length(model, len(text), "prompt")
     return await _encode(wire, len(text), lambda: model.tokenizer.encode(text))
 
 
@@ -24,17 +31,25 @@ async def encode_chat(
     tools: Sequence[dict[str, Any]] | None = None,
     add_generation_prompt: bool = True,
 ) -> "array[int]":
-    """The chat as the model's template writes it. Raises Unsupported where there is none."""
+    """The chat as the model's template writes it.
+
+    Raises Unsupported where there is none, InvalidParameter for tools nested without measure, and
+    ContextLengthExceeded as `encode_text`.
+    """
     if not model.tokenizer.has_chat_template:
         raise Unsupported(
             f"The model '{model.name}' has no chat template; use /v1/completions.",
             param="messages",
         )
     plain = [message.for_template(number) for number, message in enumerate(messages)]
-    size = sum(len(message["content"]) for message in plain)
+    check_document(tools, "tools")
+    for number, message in enumerate(plain):
+        check_document(message.get("tool_calls"), f"messages[{number}].tool_calls")
+    size = sum(map(_size, plain)) + (len(orjson.dumps(tools)) if tools else 0)
+    _check_length(model, size, "messages")
     return await _encode(
         wire,
-        size,
+        size + MESSAGE_CHARS * len(plain),
         lambda: model.tokenizer.chat(
             plain, add_generation_prompt=add_generation_prompt, tools=tools or None
         ),
@@ -75,6 +90,20 @@ def room_for_answer(
             param=param,
         )
     return room if max_tokens is None else max_tokens
+
+
+def _size(message: Mapping[str, Any]) -> int:
+    """Characters that a template may write of a message."""
+    return sum(len(v) if isinstance(v, str) else len(orjson.dumps(v)) for v in message.values())
+
+
+def _check_length(model: ServedModel, num_chars: int, param: str) -> None:
+    if num_chars > model.max_chars:
+        raise ContextLengthExceeded(
+            f"This model's context is {model.max_context} tokens; the prompt has {num_chars} "
+            f"characters, and more than {model.max_chars} never fit. Shorten the prompt.",
+            param=param,
+        )
 
 
 async def _encode(wire: Collaborators, size: int, work: Callable[[], Made]) -> Made:

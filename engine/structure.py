@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from engine.errors import InvalidParameter
 
 MAX_SOURCE_BYTES = 64 * 1024  # of a schema, an expression or a grammar; compiling takes longer
-MAX_DEPTH = 100  # of a schema's nesting; xgrammar's parser recurses
+MAX_DEPTH = 100  # of a document's nesting; parsers and templates recurse
+MAX_VALUES = MAX_SOURCE_BYTES  # in a document; each takes a byte at least
 
 
 class SourceKind(StrEnum):
@@ -100,15 +101,34 @@ def source_of(asked: StructuredOutputs, field: str = "structured_outputs") -> So
     [name] = given
     path = f"{field}.{name}" if field == "structured_outputs" else field
     made: Source = _MAKERS[name](getattr(asked, name), path)
-    if len(made.text.encode("utf-8", errors="replace")) > MAX_SOURCE_BYTES:
-        raise InvalidParameter(
-            f"{path} is longer than {MAX_SOURCE_BYTES} bytes; give a smaller one", param=path
-        )
+    _check_size(made.text, path)
     return made
+
+
+def check_document(document: object, path: str) -> None:
+    """Raises InvalidParameter for one of more than MAX_VALUES values, or deeper than MAX_DEPTH.
+
+    Counted a level at a time and without recursion, since the document is a stranger's.
+    """
+    depth, num_values, level = 0, 0, [document] if document is not None else []
+    while level:
+        depth, num_values = depth + 1, num_values + len(level)
+        if depth > MAX_DEPTH:
+            raise InvalidParameter(f"{path} is nested deeper than {MAX_DEPTH} levels", param=path)
+        if num_values > MAX_VALUES:
+            raise InvalidParameter(f"{path} has more than {MAX_VALUES} values", param=path)
+        inner: list[object] = []
+        for one in level:
+            if isinstance(one, Mapping):
+                inner += one.values()
+            elif isinstance(one, list | tuple):
+                inner += one
+        level = inner
 
 
 def _from_json(schema: object, path: str) -> Source:
     if isinstance(schema, str):
+        _check_size(schema, path)
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
@@ -117,10 +137,16 @@ def _from_json(schema: object, path: str) -> Source:
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, Mapping):
         raise InvalidParameter(f"{path} must be a JSON schema, which is an object", param=path)
-    if _depth(schema) > MAX_DEPTH:
-        raise InvalidParameter(f"{path} is nested deeper than {MAX_DEPTH} levels", param=path)
+    check_document(schema, path)
     # The order of properties is the order they are generated in, so keys are not sorted.
     return Source(SourceKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False), path)
+
+
+def _check_size(text: str, path: str) -> None:
+    if len(text.encode("utf-8", errors="replace")) > MAX_SOURCE_BYTES:
+        raise InvalidParameter(
+            f"{path} is longer than {MAX_SOURCE_BYTES} bytes; give a smaller one", param=path
+        )
 
 
 def _from_text(kind: SourceKind, given: object, path: str) -> Source:
@@ -130,6 +156,8 @@ def _from_text(kind: SourceKind, given: object, path: str) -> Source:
 
 
 def _from_choice(given: object, path: str) -> Source:
+    if isinstance(given, list):
+        check_document(given, path)
     if (
         not isinstance(given, Sequence)
         or isinstance(given, str)
@@ -148,17 +176,3 @@ _MAKERS: Mapping[str, Any] = {
     "grammar": lambda given, path: _from_text(SourceKind.EBNF, given, path),
     "json_object": lambda given, path: Source(SourceKind.JSON_OBJECT, "{}", path),
 }
-
-
-def _depth(document: object) -> int:
-    """Levels of nesting; counted without recursion, since the document is a stranger's."""
-    depth, level = 0, [document]
-    while level and depth <= MAX_DEPTH:
-        inner: list[object] = []
-        for one in level:
-            if isinstance(one, Mapping):
-                inner += one.values()
-            elif isinstance(one, list | tuple):
-                inner += one
-        depth, level = depth + 1, inner
-    return depth

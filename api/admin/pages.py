@@ -7,6 +7,7 @@ script and no style, which the content security policy would refuse.
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 from fastapi import Request
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -84,7 +85,7 @@ def refusal_page(request: Request, answer: Answer) -> Response | None:
     if "text/html" not in request.headers.get("accept", ""):
         return None
     if needs_login and request.method == "GET":
-        target = f"/admin/login?next={request.url.path}"
+        target = f"/admin/login?next={quote(request.url.path)}"
         return Response(status_code=303, headers={"Location": target})
     page = render(request, "refusal.html", None, answer=answer)
     page.status_code = answer.status

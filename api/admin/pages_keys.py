@@ -115,6 +115,6 @@ def _scopes(names: list[str]) -> frozenset[Scope]:
 def _expiry_ns(days: str) -> int | None:
     if not days.strip():
         return None
-    if not days.strip().isdecimal() or not 0 < int(days) <= MAX_DAYS:
+    if not days.strip().isdecimal() or len(days) > 9 or not 0 < int(days) <= MAX_DAYS:
         raise InvalidRequest(f"{days!r} is no number of days from 1 to {MAX_DAYS}")
     return time.time_ns() + int(days) * DAY_S * NS

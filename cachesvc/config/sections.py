@@ -39,7 +39,10 @@ class ServerSection(Section):
     require_keys: bool = Field(
         False, description="Answer only requests with an API key; implied once a key exists"
     )
-    max_body_bytes: Size = Field(16 << 20, description="Largest request body")
+    max_body_bytes: Size = Field(
+        4 << 20,
+        description="Largest request body; reading one of brackets alone takes 60 ns a byte",
+    )
     max_choices: int = Field(64, ge=1, description="Most answers of one request: prompts times n")
     write_timeout: Duration = Field(
         60, gt=0, description="A client that reads nothing so long has gone"

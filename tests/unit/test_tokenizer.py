@@ -1,5 +1,8 @@
 """Text to ids and back, chat templates, and tokenizers rebuilt from GGUF fields."""
 
+import threading
+import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -135,3 +138,22 @@ def test_gguf_control_tokens_are_special() -> None:
 def test_gguf_tokenizer_of_another_kind_is_refused_with_its_name() -> None:
     with pytest.raises(ModelError, match="pre-tokenizer tekken"):
         build_tokenizer(gguf_fields("tekken"))
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    """Holding the interpreter's lock, they stood still for nearly all of it."""
+    seen, done = [time.monotonic()], threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.001):
+            seen.append(time.monotonic())
+
+    other = threading.Thread(target=look)
+    other.start()
+    began = time.monotonic()
+    TOKENIZER.encode("a stranger's long text, " * 40_000)
+    took = time.monotonic() - began
+    done.set()
+    other.join()
+    seen.append(time.monotonic())
+    assert max(after - before for before, after in pairwise(seen)) < 0.7 * took
