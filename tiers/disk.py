@@ -110,12 +110,12 @@ class DiskTier:
         return self._counts.take_dropped()
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
-        """Forget these blocks; returns how many were held."""
+        """Forget these blocks, but those to `keep`; returns how many were held."""
         self._check_open()
         return self._writer.discard(keys)
 
     def keep(self, keys: Collection[PrefixKey]) -> None:
-        """From now on never drop these for room or for age."""
+        """From now on drop these neither for room nor for age nor when asked to."""
         self._guard.keep(frozenset(keys))
 
     def demoted(self, keys: Sequence[PrefixKey]) -> None:

@@ -79,10 +79,11 @@ class BlockWriter:
                 first = self._write(number, run)
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
-        """Forget these blocks; returns how many were held."""
+        """Forget these blocks, but those to keep; returns how many were held."""
         num_held = 0
+        doomed = [key for key in keys if not self._guard.keeps(key)]
         for number in range(len(self._slots)):
-            mine = [key for key in keys if shard_of(key, len(self._slots)) == number]
+            mine = [key for key in doomed if shard_of(key, len(self._slots)) == number]
             if not mine:
                 continue
             with self._guarded(number, "discarding from"), self.transaction(number) as writer:

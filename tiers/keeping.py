@@ -5,8 +5,9 @@
     lowest tier is the host   not evicted from there; a device block finds a frame there first
 
 A pinned block that stands nowhere yet is kept from the moment it is computed. What may be lost all
-the same: blocks of which every write failed, when the memory above has to go to a running request;
-they are counted as lost. Engine thread only; times are Unix seconds.
+the same: blocks that could not be written yet, since the disk fails or is behind, when the memory
+above has to go to a running request; they are counted as lost. Engine thread only; times are Unix
+seconds.
 """
 
 import logging

@@ -122,7 +122,7 @@ class MemoryTier:
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
         with self._opened():
-            return len(self._take_out(keys))
+            return len(self._take_out([key for key in keys if not self._guard.keeps(key)]))
 
     def keep(self, keys: Collection[PrefixKey]) -> None:
         self._guard.keep(frozenset(keys))
@@ -209,6 +209,10 @@ class SteppedMover(Mover):
             return False
         self._jobs.append(job)
         return True
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self._jobs)
 
     @property
     def store_room(self) -> int:

@@ -82,11 +82,12 @@ class Tier(Protocol):
         ...
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
-        """Forget these blocks; returns how many were held."""
+        """Forget these blocks, but those to `keep`; returns how many were held."""
         ...
 
     def keep(self, keys: Collection[PrefixKey]) -> None:
-        """From now on never drop these for room or for age. Any thread; returns at once."""
+        """From now on drop these neither for room nor for age nor when asked to. Any thread;
+        returns at once."""
         ...
 
     def demoted(self, keys: Sequence[PrefixKey]) -> None:

@@ -146,10 +146,9 @@ class Upkeep:
                     removed[TierName.HOST] += 1
                 self._residency.forget_everywhere(block)
         loose = [key for key in keys if self._residency.index.get(key) is None]
-        loose = [key for key in loose if key not in self._residency.kept_keys]
 
         def discard(tier: Tier) -> dict[TierName, int]:
-            return removed | {TierName.DISK: tier.discard(loose)}
+            return removed | {TierName.DISK: tier.discard(loose)}  # but what is pinned by then
 
         return self._send(discard, removed)
 

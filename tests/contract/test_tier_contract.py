@@ -104,6 +104,15 @@ def test_storing_again_writes_nothing(tier: Tier, frames: list[Frame]) -> None:
     assert holds(frames[4], ids[0], frames[-1])
 
 
+def test_what_is_to_be_kept_is_not_discarded(tier: Tier, frames: list[Frame]) -> None:
+    ids = stored(tier, frames, 3)
+    tier.keep([ids[0].key])
+    assert 2 == tier.discard([block.key for block in ids])
+    tier.keep([])
+    assert [True, False, False] == tier.held([block.key for block in ids])
+    assert 1 == tier.discard([block.key for block in ids])
+
+
 def test_discard_says_how_many_were_held(tier: Tier, frames: list[Frame]) -> None:
     ids = stored(tier, frames, 3)
     absent = blocks(2, seed=9)

@@ -5,6 +5,7 @@ seed.
 """
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -41,6 +42,36 @@ def test_any_interleaving_is_exact(
     world.check()
     world.check_idle()
     assert world.runner.num_checked > 30
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_token_is_computed_once_whoever_leaves(seed: int) -> None:
+    """With room for all and one token to generate, no row that others may read is made twice."""
+    chance = random.Random(seed * 6607)
+    world = World(
+        device_blocks=2000,
+        seed=seed,
+        max_running=(1, 2, 6, 12)[seed],
+        step_tokens=chance.choice((4, 8, 16)),
+        late_copies=seed == 3,
+    )
+    life = Life(world, chance, plain=True)
+    life.run(100)
+    world.check()
+    world.check_idle()
+    assert {1} == set(world.runner.rows.values())
+    assert life.cancelled
+
+
+def test_requests_are_cancelled_in_every_phase() -> None:
+    """What the lives here draw: without it they would prove less than they say."""
+    cancelled: Counter[str] = Counter()
+    for seed in range(5):
+        life = Life(World(seed=seed, step_tokens=8), random.Random(seed))
+        life.run(60)
+        cancelled += life.cancelled
+    phases = {"sent", "waiting", "follows", "loading", "prefill", "decode"}
+    assert phases == set(cancelled)
 
 
 def test_forced_tokens_change_no_answer_and_save_a_step_each() -> None:

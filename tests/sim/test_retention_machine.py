@@ -139,6 +139,19 @@ def test_what_a_purged_tenant_is_running_ends_well_and_is_kept_nowhere() -> None
     assert world.counts("again").hit == len(prompt) - 1
 
 
+def test_what_is_pinned_after_an_evict_and_before_the_disk_heard_of_it_stays() -> None:
+    world = World(device_blocks=60, write_policy=WritePolicy.WRITE_THROUGH)
+    world.submit("before", list(range(9)), max_tokens=1, tenant=b"acme")
+    world.run()
+    world.settle()
+    chain = Chain(root_of(b"acme"), list(range(8)), BLOCK)
+    evicted = world.cache.evict(chain.keys)
+    world.cache.pin("a", chain, world.now_s + 60)
+    world.mover.run(10)
+    assert 0 == evicted.result(0)[TierName.DISK]
+    assert [True, True] == world.stands(chain.keys)
+
+
 def test_a_prompt_that_is_scored_while_its_tenant_is_purged_is_kept_nowhere() -> None:
     """It reads no cached block, and may not leave any either."""
     world = World(device_blocks=60)

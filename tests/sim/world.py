@@ -30,7 +30,7 @@ from engine.group import seed_of
 from engine.queue import QueueOrder
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduler import SchedulerSettings
-from engine.sequence import Sequence, SequenceState
+from engine.sequence import Sequence
 from tiers.admission import Promotion, WritePolicy
 from tiers.cache import CacheSettings, TieredCache
 from tiers.contents import Content
@@ -359,7 +359,7 @@ class World:
         live = self.live()
         for name in live:
             self.turns[name] += 1
-        self._idle = 0 if computed or not live or self.cache.is_moving else self._idle + 1
+        self._idle = 0 if computed or not live or self.mover.num_jobs else self._idle + 1
         assert self._idle < MAX_IDLE, f"{live} wait for ever"
         self.check_claims()
         return computed
@@ -377,8 +377,6 @@ class World:
         sequence = group.sequences[0]
         if sequence.follows:
             return "follows"
-        if sequence.state is SequenceState.PREFILL and not sequence.prompt_done:
-            return "admitted"
         return str(sequence.state)
 
     def run(self, max_turns: int = 5000) -> None:
