@@ -12,58 +12,29 @@ hangs on it.
                 the accounts in their order; what was saved is as said
     corrected   a correction names a charge and gives back no more than is left of it
     projected   account rows and rollups are what the entries and holds sum to
-    trailed     the admin trail is chained without a gap
+    readable    every row says something
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from billing import store_accounts, store_reports, store_trail
+from billing import store_accounts, store_reports
+from billing.audit_trail import TRAIL, check_trail, trail_head
 from billing.cards import card_digest, parse_card
 from billing.entries import ACCOUNTS, TENANT_ACCOUNTS, Entry, Kind, digest, genesis, parse_postings
 from billing.errors import BillingError
 from billing.gate import Account, pay_in, refund, spend
-from billing.holds import rate_ref
+from billing.holds import StoredHold, decode_request, rate_ref
 from billing.money import format_units
-from billing.prices import PinnedRate, PriceBook, RateRef
+from billing.prices import PinnedRate, PriceBook, RateCard, RateRef
+from billing.proof import UNREADABLE, Head, Problem, Proof, readable
 from billing.rating import rate
 from billing.rollups import DAILY_KEY, Rollups, Row
 from billing.store import Connection, LedgerStore
 from billing.usage import Usage
 
 Progress = Callable[[int], None]  # called with the number of entries checked
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """The first thing that differs in a tenant's chain, or in a projection (`seq` 0)."""
-
-    tenant: str
-    seq: int
-    invariant: str
-    message: str
-    request_id: str = ""
-
-    def __str__(self) -> str:
-        where = f"entry {self.seq} of tenant {self.tenant!r}" if self.seq else self.tenant
-        request = f" (request {self.request_id!r})" if self.request_id else ""
-        return f"{where}{request} is not {self.invariant}: {self.message}"
-
-
-@dataclass(slots=True)
-class Proof:
-    """What `verify` found. `heads` are (number, hash) by tenant, to keep elsewhere and compare."""
-
-    num_entries: int = 0
-    num_tenants: int = 0
-    problems: list[Problem] = field(default_factory=list)
-    heads: dict[str, tuple[int, str]] = field(default_factory=dict)
-    revenue: dict[str, int] = field(default_factory=dict)  # by currency
-
-    @property
-    def ok(self) -> bool:
-        return not self.problems
 
 
 class _Differs(Exception):
@@ -75,7 +46,7 @@ class _Differs(Exception):
 def verify(
     store: LedgerStore,
     *,
-    heads: dict[str, tuple[int, str]] | None = None,
+    heads: dict[str, Head] | None = None,
     progress: Progress | None = None,
 ) -> Proof:
     """Recompute every hash, charge, balance and rollup. `heads` kept elsewhere prove that no tail
@@ -83,7 +54,7 @@ def verify(
     with store.reading() as connection:
         proof = Proof()
         book = _book(connection, proof)
-        replay = Replay(book, store_reports.corrected_seqs(connection), heads or {})
+        replay = Replay(book, store_reports.correction_rows(connection), heads or {})
         for entry in store_reports.stream_entries(connection):
             replay.take(entry)
             proof.num_entries += 1
@@ -91,14 +62,17 @@ def verify(
                 progress(proof.num_entries)
         proof.problems += replay.problems.values()
         proof.problems += _missing_heads(replay, heads or {})
+        proof.problems += readable("holds", lambda: _check_holds(book, connection))
         broken = set(replay.problems)
-        stored = store_reports.all_accounts(connection)
-        proof.problems += _compare_accounts(replay, stored, connection, broken)
+        proof.problems += readable("accounts", lambda: _compare_accounts(replay, connection))
         if not broken:
-            proof.problems += _compare_rollups(replay.rollups, connection)
-        proof.problems += _check_trail(connection)
-        proof.num_tenants = len(stored)
+            rollups = replay.rollups
+            proof.problems += readable("usage", lambda: _compare_rollups(rollups, connection))
+        known = (heads or {}).get(TRAIL)
+        proof.problems += readable(TRAIL, lambda: check_trail(connection, known))
+        proof.num_tenants = len(replay.accounts)
         proof.heads = {name: (a.seq, a.head.hex()) for name, a in replay.accounts.items()}
+        proof.heads[TRAIL] = trail_head(connection)
         for account in replay.accounts.values():
             total = proof.revenue.get(account.currency, 0)
             proof.revenue[account.currency] = total + account.balances["revenue"]
@@ -114,7 +88,8 @@ def rebuild(store: LedgerStore) -> Proof:
     def operation(connection: Connection) -> None:
         stored = store_reports.all_accounts(connection, lock=True)
         proof = Proof()
-        replay = Replay(_book(connection, proof), store_reports.corrected_seqs(connection), {})
+        corrections = store_reports.correction_rows(connection)
+        replay = Replay(_book(connection, proof), corrections, {})
         for entry in store_reports.stream_entries(connection):
             replay.take(entry)
         for problem in (*proof.problems, *replay.problems.values()):
@@ -136,14 +111,15 @@ class Replay:
     def __init__(
         self,
         book: PriceBook,
-        corrected: set[tuple[str, int]],
-        heads: dict[str, tuple[int, str]],
+        corrections: dict[tuple[str, int], int],
+        heads: dict[str, Head],
     ) -> None:
         self.book = book
         self.accounts: dict[str, Account] = {}
         self.problems: dict[str, Problem] = {}
         self.rollups = Rollups()
-        self._corrected = corrected
+        self._corrections = corrections
+        self._corrected = {(tenant, seq) for (tenant, _), seq in corrections.items()}
         self._heads = heads
         self._charges: dict[tuple[str, int], dict[str, int]] = {}  # what is left of corrected ones
         self._amounts: dict[tuple[str, int], int] = {}
@@ -164,7 +140,7 @@ class Replay:
             self._check(entry)
         except _Differs as differs:
             self._report(entry, differs.invariant, str(differs))
-        except (BillingError, ValueError, KeyError, TypeError) as error:
+        except UNREADABLE as error:
             self._report(entry, "readable", f"{type(error).__name__}: {error}")
 
     def _report(self, entry: Entry, invariant: str, message: str) -> None:
@@ -197,13 +173,18 @@ class Replay:
         if entry.currency != account.currency:
             raise _Differs("balanced", f"its currency is {entry.currency}")
         postings = parse_postings(entry.postings)
-        self._check_kind(entry, account, postings)
+        details = entry.details
+        self._check_kind(entry, account, postings, details)
+        copy = self._corrections.get((entry.tenant, entry.seq))
+        if copy != (details["corrects"] if entry.kind == Kind.CORRECTION else None):
+            raise _Differs("corrected", f"it is found by {copy} as what it corrects")
         account.head, account.seq, account.at_ns = head, entry.seq, entry.at_ns
         for name, units in postings.items():
             account.balances[name] += units
 
-    def _check_kind(self, entry: Entry, account: Account, postings: dict[str, int]) -> None:
-        details = entry.details
+    def _check_kind(
+        self, entry: Entry, account: Account, postings: dict[str, int], details: dict[str, Any]
+    ) -> None:
         if entry.kind == Kind.CHARGE:
             self._check_charge(entry, account, postings, details)
         elif entry.kind == Kind.CORRECTION:
@@ -279,30 +260,34 @@ def _same(invariant: str, found: dict[str, int], expected: dict[str, int]) -> No
 
 def _book(connection: Connection, proof: Proof) -> PriceBook:
     """The applied cards; a card whose text is not what was applied is a problem of its own."""
-    cards = []
+    cards: list[RateCard] = []
     for row in store_accounts.card_rows(connection):
-        card = parse_card(row["text"])
-        cards.append(card)
-        if card_digest(card) != row["digest"] or (card.name, card.version) != (
-            row["name"],
-            row["version"],
-        ):
-            name = f"rate card {row['name']} {row['version']}"
-            proof.problems.append(Problem(name, 0, "rated", "its text was changed"))
+        name = f"rate card {row['name']} {row['version']}"
+        proof.problems += readable(name, partial(_read_card, row, name, cards))
     return PriceBook(tuple(cards))
 
 
-def _missing_heads(replay: Replay, heads: dict[str, tuple[int, str]]) -> Iterator[Problem]:
+def _read_card(row: Any, name: str, cards: list[RateCard]) -> Iterator[Problem]:
+    card = parse_card(row["text"])
+    cards.append(card)
+    said = (row["digest"], row["name"], row["version"])
+    if (card_digest(card), card.name, card.version) != said:
+        yield Problem(name, 0, "rated", "its text was changed")
+
+
+def _missing_heads(replay: Replay, heads: dict[str, Head]) -> Iterator[Problem]:
     for tenant, (seq, _) in heads.items():
+        if tenant == TRAIL:
+            continue
         account = replay.accounts.get(tenant)
         ends = account.seq if account else 0
         if tenant not in replay.problems and ends < seq:
             yield Problem(tenant, seq, "gapless", f"it was written down, and now {ends} is last")
 
 
-def _compare_accounts(
-    replay: Replay, stored: dict[str, Account], connection: Connection, broken: set[str]
-) -> Iterator[Problem]:
+def _compare_accounts(replay: Replay, connection: Connection) -> Iterator[Problem]:
+    broken = replay.problems.keys()
+    stored = store_reports.all_accounts(connection)
     held = store_reports.held_by_tenant(connection)
     for tenant in sorted(replay.accounts.keys() - stored.keys() - broken):
         yield Problem(tenant, 0, "projected", "it has entries and no account")
@@ -311,6 +296,7 @@ def _compare_accounts(
         proven = replay.account(tenant, row.currency)
         facts = [
             ("seq", row.seq, proven.seq),
+            ("at_ns", row.at_ns, proven.at_ns),
             ("head", row.head.hex(), proven.head.hex()),
             ("currency", row.currency, proven.currency),
             ("held", row.held, held.get(tenant, 0)),
@@ -321,6 +307,19 @@ def _compare_accounts(
                 message = f"{name} is {found}, and the entries and holds make {expected}"
                 yield Problem(f"account {tenant!r}", 0, "projected", message)
                 break
+
+
+def _check_holds(book: PriceBook, connection: Connection) -> Iterator[Problem]:
+    """Each says enough to be settled by."""
+    for hold in store_reports.hold_list(connection):
+        name = f"hold {hold.request_id!r} of tenant {hold.tenant!r}"
+        yield from readable(name, partial(_check_hold, hold, book))
+
+
+def _check_hold(hold: StoredHold, book: PriceBook) -> Iterable[Problem]:
+    ref, _ = decode_request(hold.body)
+    book.pinned(ref)
+    return ()
 
 
 def _compare_rollups(rollups: Rollups, connection: Connection) -> Iterator[Problem]:
@@ -344,13 +343,3 @@ def _differences(
             where = "/".join(map(str, key))
             yield Problem(f"{table} {where}", 0, "projected", "it is not the sum of its charges")
             return
-
-
-def _check_trail(connection: Connection) -> Iterator[Problem]:
-    head, last = store_trail.TRAIL_GENESIS, 0
-    for row in store_trail.trail_rows(connection):
-        head = store_trail.trail_hash(head, row)
-        if row["seq"] != last + 1 or row["hash"] != head:
-            yield Problem(f"trail entry {row['seq']}", 0, "trailed", "it differs from its hash")
-            return
-        last = row["seq"]

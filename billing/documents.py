@@ -9,7 +9,6 @@ from typing import Any
 import orjson
 
 from billing.accounts import KeyInfo, Tenant
-from billing.audit import Proof
 from billing.entries import Entry
 from billing.holds import StoredHold, decode_request
 from billing.keys import Scope
@@ -17,6 +16,7 @@ from billing.lint import Finding
 from billing.money import format_units, rate_per_million
 from billing.plan import Plan
 from billing.prices import NS, RateCard, Rates
+from billing.proof import Proof
 
 RATES = ("hit_device", "hit_host", "hit_disk", "hit_remote", "miss", "output")
 EXTRAS = ("cache_write", "storage")

@@ -388,9 +388,16 @@ class Ledger:
         return self._reap(ended) if ended else 0
 
     def _reap(self, commands: list[Reap]) -> int:
-        results, entries = self.store.apply(
-            cast(list[Command], commands), self.book, self._clock_ns
-        )
+        """Settles these holds; one that cannot be read keeps no other from its end."""
+        try:
+            results, entries = self.store.apply(
+                cast(list[Command], commands), self.book, self._clock_ns
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            if len(commands) > 1:
+                return sum(self._reap([command]) for command in commands)
+            log.error("a hold cannot be read: %s", commands[0], exc_info=error)
+            return 0
         self._observe(entries)
         for result in results:
             if isinstance(result, BillingError):

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 
 from billing import audit
+from billing.proof import Proof
 from billing.store import LedgerStore
 
 
@@ -16,7 +17,7 @@ from billing.store import LedgerStore
 class Proved:
     """A proof, when it was begun, and what it took."""
 
-    proof: audit.Proof
+    proof: Proof
     at_ns: int
     took_s: float
 

@@ -68,10 +68,11 @@ def _first_seq(connection: Connection, tenant: str, at_ns: int) -> int:
     return low
 
 
-def corrected_seqs(connection: Connection) -> set[tuple[str, int]]:
-    """The charges that any correction names."""
-    query = select(entries.c.tenant, entries.c.corrects).where(entries.c.corrects.is_not(None))
-    return {(tenant, seq) for tenant, seq in connection.execute(query)}
+def correction_rows(connection: Connection) -> dict[tuple[str, int], int]:
+    """By tenant and number of a correction, the number of the charge that it is found by."""
+    query = select(entries.c.tenant, entries.c.seq, entries.c.corrects)
+    found = connection.execute(query.where(entries.c.corrects.is_not(None)))
+    return {(tenant, seq): corrects for tenant, seq, corrects in found}
 
 
 def find_request(connection: Connection, tenant: str, request_id: str) -> Entry | None:
@@ -98,7 +99,7 @@ def last_entries(
     query = select(entries).where(entries.c.tenant == tenant).order_by(entries.c.seq.desc())
     if before is not None:
         query = query.where(entries.c.seq < before)
-    return [read_entry(row) for row in connection.execute(query.limit(limit)).mappings()]
+    return [read_entry(row) for row in connection.execute(query.limit(limit)).mappings().all()]
 
 
 def rare_entries(
@@ -111,14 +112,14 @@ def rare_entries(
         .where((entries.c.at_ns >= from_ns) & (entries.c.at_ns < to_ns))
         .order_by(entries.c.seq)
     )
-    return [read_entry(row) for row in connection.execute(query).mappings()]
+    return [read_entry(row) for row in connection.execute(query).mappings().all()]
 
 
 def all_accounts(connection: Connection, *, lock: bool = False) -> dict[str, Account]:
     query = select(accounts).order_by(accounts.c.tenant)
     if lock:
         query = query.with_for_update()
-    return {row["tenant"]: read_account(row) for row in connection.execute(query).mappings()}
+    return {row["tenant"]: read_account(row) for row in connection.execute(query).mappings().all()}
 
 
 def held_by_tenant(connection: Connection) -> dict[str, int]:
@@ -133,7 +134,7 @@ def hold_list(connection: Connection, tenant: str | None = None) -> list[StoredH
     query = select(holds).order_by(holds.c.tenant, holds.c.request_id)
     if tenant is not None:
         query = query.where(holds.c.tenant == tenant)
-    return [read_hold(row) for row in connection.execute(query).mappings()]
+    return [read_hold(row) for row in connection.execute(query).mappings().all()]
 
 
 def daily(
@@ -144,7 +145,7 @@ def daily(
     if tenant is not None:
         query = query.where(usage_daily.c.tenant == tenant)
     order = (usage_daily.c.tenant, usage_daily.c.day, usage_daily.c.model, usage_daily.c.version)
-    found = connection.execute(query.order_by(*order)).mappings()
+    found = connection.execute(query.order_by(*order)).mappings().all()
     return [joined(dict(row)) for row in found]
 
 
@@ -157,11 +158,13 @@ def sessions(
     query = query.where((last_ns >= from_ns) & (last_ns < to_ns))
     if tenant is not None:
         query = query.where(usage_sessions.c.tenant == tenant)
-    return [joined(dict(row)) for row in connection.execute(query).mappings()]
+    return [joined(dict(row)) for row in connection.execute(query).mappings().all()]
 
 
 def all_sessions(connection: Connection) -> list[Row]:
-    return [joined(dict(row)) for row in connection.execute(select(usage_sessions)).mappings()]
+    return [
+        joined(dict(row)) for row in connection.execute(select(usage_sessions)).mappings().all()
+    ]
 
 
 def num_entries(connection: Connection) -> int:

@@ -29,11 +29,9 @@ def add_trail(
 ) -> None:
     """Append to the admin trail: who did what to whom, and how it was and is. Chained by hash."""
     lock_trail(connection)
-    query = select(trail.c.seq, trail.c.hash).order_by(trail.c.seq.desc()).limit(1)
-    last = connection.execute(query).first()
-    seq, head = (last.seq + 1, last.hash) if last else (1, TRAIL_GENESIS)
+    last, head = last_hash(connection)
     values = {
-        "seq": seq,
+        "seq": last + 1,
         "at_ns": at_ns,
         "actor": actor,
         "action": action,
@@ -43,6 +41,13 @@ def add_trail(
         "reason": reason,
     }
     connection.execute(trail.insert().values(values | {"hash": trail_hash(head, values)}))
+
+
+def last_hash(connection: Connection) -> tuple[int, bytes]:
+    """Number and hash of the last row; 0 where there is none."""
+    query = select(trail.c.seq, trail.c.hash).order_by(trail.c.seq.desc()).limit(1)
+    last = connection.execute(query).first()
+    return (last.seq, last.hash) if last else (0, TRAIL_GENESIS)
 
 
 def trail_hash(before: bytes, values: Any) -> bytes:

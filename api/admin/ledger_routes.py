@@ -16,6 +16,7 @@ from api.admin.bodies import Correction
 from api.admin.books import Books, books_of, found
 from api.errors import RecordNotFound
 from billing import plan, statements, store_reports, usage_report
+from billing.audit_trail import TRAIL, trail_head
 from billing.documents import (
     Document,
     entry_document,
@@ -168,14 +169,15 @@ def verify(request: Request, _: MayRead) -> Document | None:
 
 @router.get("/ledger/heads")
 def heads(request: Request, _: MayRead) -> Document:
-    """The last hash of each tenant, to keep where nobody can change it."""
+    """The last hash of each tenant and of the admin trail, to keep where nobody can change it."""
     with books_of(request).store.reading() as connection:
         accounts = store_reports.all_accounts(connection)
+        last, head = trail_head(connection)
     return {
         name: {"entry": account.seq, "hash": account.head.hex()}
         for name, account in accounts.items()
         if account.seq
-    }
+    } | {TRAIL: {"entry": last, "hash": head}}
 
 
 @router.get("/ledger/entries/{tenant}")

@@ -57,7 +57,7 @@ def verify(
 
 @app.command("heads")
 def show_heads(data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Print the last hash of each tenant, to keep where nobody can change it."""
+    """Print the last hash of each tenant and of the trail, to keep where nobody can change it."""
     with books(data_dir, database) as open_books:
         proof = audit.verify(open_books.store)
         if not proof.ok:

@@ -19,6 +19,7 @@ from billing import audit, store_reports
 from billing.entries import Entry, Kind
 from billing.money import UNITS
 from billing.policy import Outcome
+from billing.proof import Problem
 from billing.store import LedgerStore
 from engine.testing import save_tiny_model
 from tests.live_clients import Answer, Incomplete, ask, question
@@ -91,7 +92,7 @@ class Load:
         await asyncio.to_thread(self.server.stop)
 
 
-def prove(server: LiveServer) -> list[audit.Problem]:
+def prove(server: LiveServer) -> list[Problem]:
     store = server.store()
     try:
         return audit.verify(store).problems
