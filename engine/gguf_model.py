@@ -9,7 +9,8 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoModelForCausalLM
+from transformers import modeling_gguf_pytorch_utils as modeling_gguf
 
 from engine.errors import ModelError
 
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 
+DEQUANTISING = "dequantising the weights"
 FORMAT = "v1"  # of the folder below; raise it when `convert` writes something else
 CONTROL_TOKEN, USER_TOKEN = 3, 4  # values of `tokenizer.ggml.token_type`
 
@@ -65,10 +68,11 @@ def convert(path: Path, folder: Path, progress: Progress) -> None:
         progress("reading the GGUF file", 0.0)
         fields = _read_fields(path)
         tokenizer = build_tokenizer(fields)
-        progress("dequantising the weights", 0.1)
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32
-        )
+        progress(DEQUANTISING, 0.1)
+        with _counting(progress, 0.1, 0.7):
+            model = AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=torch.float32
+            )
         progress("writing safetensors", 0.7)
         _save_model(model, fields, partial)
         progress("writing the tokenizer", 0.95)
@@ -77,6 +81,22 @@ def convert(path: Path, folder: Path, progress: Progress) -> None:
         progress("ready", 1.0)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _counting(progress: Progress, start: float, end: float) -> Iterator[None]:
+    """Tell the tensors that transformers dequantises, where it would draw a bar of its own."""
+
+    def count(tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
+        for number, tensor in enumerate(tensors):
+            progress(DEQUANTISING, start + (end - start) * number / len(tensors))
+            yield tensor
+
+    bar, modeling_gguf.tqdm = modeling_gguf.tqdm, count
+    try:
+        yield
+    finally:
+        modeling_gguf.tqdm = bar
 
 
 def build_tokenizer(fields: Mapping[str, Any]) -> FastTokenizer:

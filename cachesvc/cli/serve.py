@@ -1,11 +1,13 @@
 """`cachesvc serve`: one command from nothing to an answer."""
 
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -84,6 +86,7 @@ def serve(
     configure(settings.log)
     with _progress() as report:
         run(settings, progress=report, on_ready=partial(_announce, settings))
+    _leave()
 
 
 def _adapters(given: list[str]) -> dict[str, str]:
@@ -120,6 +123,18 @@ def _announce(settings: Settings, url: str, link: str) -> None:
         console.print(f"Dashboard (this link logs in once): {link}", soft_wrap=True)
     else:
         logger.info(f"dashboard at {url}/admin; `cachesvc admin link` prints a link that logs in")
+
+
+def _leave() -> NoReturn:
+    """End the process now that all is closed and written.
+
+    Python would first take torch and all that came with it apart, object by object: 5.9 s after
+    Ctrl-C instead of 0.7 s, on two busy cores (`py-spy dump --native` shows `gc_collect_main`).
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @contextmanager

@@ -110,6 +110,9 @@ def test_hits_come_from_the_device_then_after_a_restart_from_disk(data_dir: Path
         assert text_of(cold) == text_of(again)
         process.send_signal(signal.SIGTERM)
         assert 0 == process.wait(60)
+    log = (data_dir / "serve.log").read_text()
+    assert "it/s]" not in log, "a library drew a progress bar into the log"
+    assert "stopped; the tiers were flushed" in log.splitlines()[-1]
 
     kept = told("cache", "stats", "--data-dir", data_dir)
     assert kept["clean"]
