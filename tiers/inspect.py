@@ -55,7 +55,7 @@ class DiskSummary:
     path: Path
     format: int
     num_shards: int
-    capacity_bytes: int  # of the maps
+    map_bytes: int  # what the files may grow to
     file_bytes: int
     num_blocks: int
     stored_bytes: int
@@ -99,7 +99,7 @@ class DiskView:
             path=self.path,
             format=self.meta.format,
             num_shards=len(self.shards),
-            capacity_bytes=sum(shard.map_bytes for shard in self.shards),
+            map_bytes=sum(shard.map_bytes for shard in self.shards),
             file_bytes=sum(shard.file_bytes() for shard in self.shards),
             num_blocks=sum(total.num_blocks for total in totals),
             stored_bytes=sum(total.stored_bytes for total in totals),

@@ -1,5 +1,6 @@
 """Blocks above the disk, and tokens as text: for `cachesvc cache ls|hot|show`."""
 
+from dataclasses import replace
 from heapq import nlargest
 from typing import Annotated, Any
 
@@ -7,11 +8,12 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 
 from api.admin.access import MayRead
+from api.admin.cache_changes import must_be_known
 from api.admin.parts import parts_of
-from api.cache_events import scopes_of_tenant
+from api.collaborators import Collaborators
 from api.context import wire_of
 from api.errors import InvalidRequest, Unsupported
-from tiers.keys import token_ids
+from tiers.keys import PrefixKey, token_ids
 from tiers.live_blocks import LiveBlock
 from tiers.tier import TierName
 
@@ -33,12 +35,15 @@ async def blocks(
 ) -> dict[str, Any]:
     """Blocks in device and host memory, those with the most hits first.
 
+    `tenant` is a tenant or a sharing group.
     `key` is how a key begins, `idle_s` the least time unused, `tokens` adds token ids.
     """
     read = parts_of(request).blocks
     if read is None:
         raise Unsupported("this server has no tiers to look into")
-    found = await read(scopes_of_tenant(wire_of(request), tenant) if tenant else None)
+    if tenant:
+        await must_be_known(request, tenant)
+    found = await read(_scopes_of(wire_of(request), tenant) if tenant else None)
     wanted = [
         block
         for block in found
@@ -51,6 +56,14 @@ async def blocks(
         "num_blocks": len(wanted),
         "blocks": [block_json(block, tokens=tokens) for block in shown],
     }
+
+
+def _scopes_of(wire: Collaborators, name: str) -> frozenset[PrefixKey]:
+    """The roots of a tenant and of a sharing group of this name."""
+    salts = (wire.salts.of_tenant(name), wire.salts.group_salt(name))
+    return frozenset(
+        replace(model.scope, tenant=salt).root() for model in wire.models.values() for salt in salts
+    )
 
 
 class Tokens(BaseModel):

@@ -11,6 +11,7 @@ from fastapi import Request
 
 from api.admin.parts import AdminParts, CacheHands, parts_of
 from api.admin.sessions import Admin
+from api.context import wire_of
 from api.errors import InvalidRequest, RecordNotFound, Unsupported
 from tiers.errors import TierError
 from tiers.keys import PrefixKey
@@ -47,6 +48,20 @@ async def must_exist(request: Request, tenant: str) -> None:
         return
     if await asyncio.to_thread(books.accounts.find_tenant, tenant) is None:
         raise RecordNotFound(f"no tenant is named {tenant!r}; see `cachesvc tenants list`")
+
+
+async def must_be_known(request: Request, name: str) -> None:
+    """A tenant or sharing group. A name mistyped has no blocks, which looks like a cold cache.
+
+    Raises RecordNotFound.
+    """
+    books = parts_of(request).books
+    if books is None or name in wire_of(request).salts.groups:
+        return
+    if await asyncio.to_thread(books.accounts.find_tenant, name) is None:
+        raise RecordNotFound(
+            f"no tenant or sharing group is named {name[:64]!r}; see `cachesvc tenants list`"
+        )
 
 
 async def pin(

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import RedirectResponse, Response
 
 from api.admin.access import MayChange, MayRead
+from api.admin.cache_changes import must_be_known
 from api.admin.forms import Filter
 from api.admin.pages import render
 from api.admin.parts import parts_of
@@ -49,6 +50,8 @@ async def tree(
     depth: Annotated[int, Query(ge=1, le=64)] = 8,
 ) -> dict[str, Any]:
     """The prefixes of all tiers as a tree; those of a tenant, or `below` a block's key."""
+    if tenant:
+        await must_be_known(request, tenant)
     roots = (key_of(below),) if below else ()
     grown = await explorer_of(request).tree(TreeQuery(roots=roots, depth=depth), tenant)
     told = tree_json(grown.tree)

@@ -28,6 +28,7 @@ from cachesvc.cli.render import (
     AsJson,
     fail,
     note,
+    number_of,
     percent,
     print_json,
     print_json_line,
@@ -97,6 +98,8 @@ def tree(
     json: AsJson = False,
 ) -> None:
     """Blocks as the tree of prefixes that they are: those on disk, or of all tiers with --live."""
+    if tenant and not live:
+        fail("--tenant asks the running server, which knows whose blocks are whose: add --live", 2)
     if live:
         asked = urlencode({"depth": depth, "tenant": tenant})
         told = running_server(data_dir).get(f"/admin/api/cache/tree?{asked}")
@@ -137,11 +140,11 @@ def verify(
         print_json(asdict(total) | {"sound": total.sound, "seconds": round(elapsed_s, 3)})
     else:
         typer.echo(
-            f"{total.num_blocks} blocks ({size(total.logical_bytes)} of KV) are as they were "
-            f"written; checked in {seconds(elapsed_s)}"
+            f"{number_of(total.num_blocks, 'block')} ({size(total.logical_bytes)} of KV) "
+            f"as they were written; checked in {seconds(elapsed_s)}"
         )
-        for reason, count in total.bad.items():
-            typer.echo(f"{count} blocks are bad: {reason}")
+        for reason, num_bad in total.bad.items():
+            typer.echo(f"{number_of(num_bad, 'bad block')}: {reason}")
         for problem in total.structure:
             typer.echo(problem)
         if total.num_repaired:
@@ -179,13 +182,13 @@ def _summary_pairs(summary: DiskSummary) -> dict[str, object]:
         "directory": summary.path,
         "server": summary.server or "none running",
         "blocks": summary.num_blocks,
-        "files": f"{size(summary.file_bytes)} of {size(summary.capacity_bytes)} "
-        f"({percent(summary.file_bytes, summary.capacity_bytes)})",
+        "files": f"{size(summary.file_bytes)} of {size(summary.map_bytes)} "
+        f"({percent(summary.file_bytes, summary.map_bytes)})",
         "KV": f"{size(summary.logical_bytes)}, stored as {size(summary.stored_bytes)} "
         f"(ratio {summary.ratio:.2f})",
         "scopes": summary.num_scopes,
         "shards": summary.num_shards,
-        "ever stored": f"{summary.num_stored} blocks, {size(summary.written_bytes)}",
-        "ever evicted": f"{summary.num_evicted} blocks",
+        "ever stored": f"{number_of(summary.num_stored, 'block')}, {size(summary.written_bytes)}",
+        "ever evicted": number_of(summary.num_evicted, "block"),
         "closed": "cleanly" if summary.clean else "still open, or not cleanly",
     }

@@ -217,7 +217,13 @@ def _is_number(text: str) -> bool:
 
 
 def _scope_filter(path: Path, tenant: str | None, start: str | None) -> Callable[[PrefixKey], bool]:
-    """Whether a scope is asked for; ends the command for a tenant whose scopes are not known."""
+    """Whether a scope is asked for; ends the command for a tenant that is not known, or its scopes.
+
+    Who is known, the running server says; without one a name mistyped has no blocks.
+    """
+    server = find_server(path) if tenant else None
+    if server is not None:
+        server.get(f"/admin/api/blocks?{urlencode({'tenant': tenant, 'limit': 1})}")
     roots = roots_of(path, tenant) if tenant is not None else None
     if roots is not None and not roots:
         fail(
@@ -334,6 +340,8 @@ def _print_disk(blocks: Sequence[BlockInfo]) -> None:
     now_s = time.time()
     columns = ("key", "parent", "tokens", "stored", "ratio", "written", "used")
     print_table(columns, [_disk_row(block, now_s) for block in blocks], right=columns[2:])
+    if not blocks:
+        note("no block on disk is like that")
 
 
 def _disk_row(block: BlockInfo, now_s: float) -> tuple[object, ...]:

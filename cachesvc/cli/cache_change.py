@@ -17,7 +17,7 @@ import typer
 
 from cachesvc.cli.cache_select import find_block, find_scope, server_of
 from cachesvc.cli.options import DataDir, existing_data_dir
-from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress, size
+from cachesvc.cli.render import AsJson, confirm, fail, note, number_of, print_json, progress, size
 from cachesvc.config import disk_path, parse_duration, parse_size
 from tiers import disk_transfer
 from tiers.disk_accounts import Entry, Removed
@@ -113,7 +113,7 @@ def compact(data_dir: DataDir = None, json: AsJson = False) -> None:
         print_json(told)
         return
     typer.echo(
-        f"{told['num_kept']} blocks kept, {told['num_dropped']} dropped; "
+        f"{number_of(told['num_kept'], 'block')} kept, {told['num_dropped']} dropped; "
         f"files {size(told['file_bytes_before'])} -> {size(told['file_bytes'])}"
     )
 
@@ -148,7 +148,8 @@ def export(
         print_json(_moved_json(moved, file))
     else:
         note(
-            f"{moved.num_blocks} blocks ({size(moved.nbytes)}) exported to {_name(file, 'output')}"
+            f"{number_of(moved.num_blocks, 'block')} ({size(moved.nbytes)}) exported to "
+            f"{_name(file, 'output')}"
         )
     if moved.bad:
         fail(f"{_bad(moved)} left out; `cachesvc cache verify --repair` removes such blocks")
@@ -175,7 +176,7 @@ def import_(
         print_json(_moved_json(moved, file) | {"server": server_of(view.path)})
     else:
         typer.echo(
-            f"{moved.num_blocks} blocks ({size(moved.nbytes)}) imported, "
+            f"{number_of(moved.num_blocks, 'block')} ({size(moved.nbytes)}) imported, "
             f"{moved.num_held} were there already"
         )
     if moved.bad:
@@ -289,7 +290,7 @@ def _sum(parts: Iterator[Removed]) -> Removed:
 
 
 def _amount(removed: Removed) -> str:
-    return f"{removed.num_blocks} blocks ({size(removed.stored_bytes)})"
+    return f"{number_of(removed.num_blocks, 'block')} ({size(removed.stored_bytes)})"
 
 
 def _tell_removed(verb: str, gone: Removed, path: Path, *, json: bool, **more: Any) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir, existing_data_dir
-from cachesvc.cli.render import AsJson, fail, print_json, print_table, seconds
+from cachesvc.cli.render import AsJson, fail, number_of, print_json, print_table, seconds
 from cachesvc.config import disk_path, parse_duration
 from cachesvc.live import LiveError, find_server
 from tiers.pin_file import load_pins
@@ -64,10 +64,9 @@ def pin(
     if json:
         print_json(told)
     else:
-        typer.echo(
-            f"{told['num_tokens']} tokens ({told['num_blocks']} blocks) are pinned as {name} "
-            f"for {seconds(for_s)}"
-        )
+        tokens = number_of(told["num_tokens"], "token")
+        blocks = number_of(told["num_blocks"], "block")
+        typer.echo(f"{tokens} ({blocks}) pinned as {name} for {seconds(for_s)}")
 
 
 def unpin(name: PinName, why: Why, data_dir: DataDir = None, json: AsJson = False) -> None:

@@ -12,7 +12,7 @@ from billing.receipts import ReceiptSigner
 from cachesvc.cli.books import DatabaseUrl, actor, books
 from cachesvc.cli.cache_select import find_scope, server_of
 from cachesvc.cli.options import DataDir, existing_data_dir
-from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress, size
+from cachesvc.cli.render import AsJson, confirm, fail, note, number_of, print_json, progress, size
 from cachesvc.config import disk_path
 from cachesvc.live import LiveError, find_server
 from cachesvc.purging import Order, PurgeFailed, keep_receipt, purge_stopped, receipt
@@ -102,7 +102,8 @@ def _purge_stopped(
 
 def _tell(signed: Mapping[str, Any], kind: Kind, name: str) -> None:
     for tier, gone in signed["tiers"].items():
-        typer.echo(f"{gone['blocks']} blocks ({size(gone['bytes'])}) of {kind} {name} off {tier}")
+        blocks = number_of(gone["blocks"], "block")
+        typer.echo(f"{blocks} ({size(gone['bytes'])}) of {kind} {name} off {tier}")
     if signed["blocks_in_use"]:
         typer.echo(
             f"{signed['blocks_in_use']} of them are in use by running requests and go when these "
@@ -125,8 +126,8 @@ def _purge_scopes(path: Path, starts: list[str], *, yes: bool, json: bool) -> No
         total = reduce(Removed.plus, (planned[root] for root in roots))
         names = ", ".join(root.hex() for root in roots)
         confirm(
-            f"Purge {total.num_blocks} blocks ({size(total.stored_bytes)}) of {names} from "
-            f"{folder}?",
+            f"Purge {number_of(total.num_blocks, 'block')} ({size(total.stored_bytes)}) of {names} "
+            f"from {folder}?",
             yes=yes,
         )
         gone = Removed()
@@ -142,8 +143,8 @@ def _purge_scopes(path: Path, starts: list[str], *, yes: bool, json: bool) -> No
         )
     else:
         typer.echo(
-            f"{gone.num_blocks} blocks ({size(gone.stored_bytes)}) purged; their space is free "
-            "for new blocks"
+            f"{number_of(gone.num_blocks, 'block')} ({size(gone.stored_bytes)}) purged; "
+            "their space is free for new blocks"
         )
     if server is not None:
         note(

@@ -22,7 +22,7 @@ from billing.money import format_units, parse_positive
 from billing.prices import NS
 from cachesvc.cli.books import Books, DatabaseUrl, DataDir, TenantOption, actor, books
 from cachesvc.cli.prices import print_plan
-from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
+from cachesvc.cli.render import AsJson, fail, note, number_of, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Prove and correct the ledger")
 
@@ -48,7 +48,8 @@ def verify(
         for problem in proof.problems:
             typer.echo(f"DIFFERS  {problem}")
         verdict = "proved" if proof.ok else "NOT proved"
-        note(f"{verdict}: {proof.num_entries} entries of {proof.num_tenants} tenants")
+        entries = number_of(proof.num_entries, "entry", "entries")
+        note(f"{verdict}: {entries} of {number_of(proof.num_tenants, 'tenant')}")
         for currency, units in proof.revenue.items():
             note(f"revenue {format_units(units)} {currency}")
     if not proof.ok:
@@ -101,7 +102,7 @@ def rebuild(data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Derive balances and statements again from the entries. Changes no entry."""
     with books(data_dir, database) as open_books:
         proof = audit.rebuild(open_books.store)
-        note(f"rebuilt from {proof.num_entries} entries")
+        note(f"rebuilt from {number_of(proof.num_entries, 'entry', 'entries')}")
 
 
 @app.command()

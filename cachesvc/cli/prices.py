@@ -23,7 +23,7 @@ from billing.lint import Finding, Level, lint
 from billing.money import format_units
 from billing.prices import NS, RateCard
 from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, TenantOption, actor, books
-from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
+from cachesvc.cli.render import AsJson, fail, note, number_of, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Lint, show, plan and apply rate cards")
 
@@ -164,4 +164,4 @@ def print_plan(plan: plans.Plan) -> None:
         ],
         right=columns[2:6],
     )
-    note(f"{plan.num_differing} requests would cost otherwise")
+    note(f"{number_of(plan.num_differing, 'request')} would cost otherwise")

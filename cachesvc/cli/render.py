@@ -124,6 +124,11 @@ def _digits(number: float) -> str:
     return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
 
 
+def number_of(number: int, one: str, many: str = "") -> str:
+    """`1 block`, `2 blocks`; `many` where an s does not make the plural."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from cachesvc.cli.render import seconds
+from cachesvc.cli.render import number_of, seconds
 from tiers.keys import PrefixKey
 from tiers.tier import TierName
 from tiers.tree import Node, Tree
@@ -65,8 +65,8 @@ def tree_lines(
         yield from _below(root, label, "")
     missing = tree.num_blocks - tree.num_seen
     if missing:
-        plural = "s" if missing > 1 else ""
-        yield f"{missing} block{plural} not shown: left off above, or a block before them is gone"
+        blocks = number_of(missing, "block")
+        yield f"{blocks} not shown: left off above, or a block before them is gone"
 
 
 def _below(node: Node, label: Label, indent: str) -> Iterator[str]:
@@ -80,8 +80,7 @@ def _below(node: Node, label: Label, indent: str) -> Iterator[str]:
 
 def told(node: Node) -> str:
     """`34 blocks, 2176 tokens`, and of the live index where they are and who uses them."""
-    plural = "s" if node.num_blocks > 1 else ""
-    parts = [f"{node.num_blocks} block{plural}", f"{node.num_tokens} tokens"]
+    parts = [number_of(node.num_blocks, "block"), number_of(node.num_tokens, "token")]
     if node.runs == [(TierName.DISK, node.num_blocks)]:
         return ", ".join(parts)
     if len(node.runs) == 1:
@@ -89,7 +88,7 @@ def told(node: Node) -> str:
     else:
         parts.append(" ".join(f"{place} {count}" for place, count in node.runs))
     if node.hits:
-        parts.append(f"{node.hits} hit{'s' if node.hits > 1 else ''}")
+        parts.append(number_of(node.hits, "hit"))
     if node.num_pinned:
         parts.append(f"{node.num_pinned} in use")
     if node.idle_s >= 1:

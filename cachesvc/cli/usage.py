@@ -18,7 +18,7 @@ from billing.receipts import ReceiptSigner, receipt_for
 from billing.time_zones import LocalZone, find_zone
 from billing.usage_report import Period, Query, Split, Unit, parse_query, report
 from cachesvc.cli.books import Books, DatabaseUrl, DataDir, TenantOption, books
-from cachesvc.cli.render import AsJson, note, percent, print_json, print_table
+from cachesvc.cli.render import AsJson, note, number_of, percent, print_json, print_table
 
 app = typer.Typer(help="Tokens by class, what they cost and what hits saved")
 
@@ -119,7 +119,11 @@ def statusline(
         return
     day = sum(period.requests for period in of_today)
     hit, prompt = sum(p.hit for p in of_today), sum(p.prompt for p in of_today)
-    parts = [f"today {_amounts(of_today)}", f"{day} requests", f"hit {percent(hit, prompt)}"]
+    parts = [
+        f"today {_amounts(of_today)}",
+        number_of(day, "request"),
+        f"hit {percent(hit, prompt)}",
+    ]
     typer.echo(" | ".join([*parts, f"saved {_savings(of_today)}", f"month {_amounts(found)}"]))
 
 
@@ -250,7 +254,7 @@ def export(
         sink = partial(_append, open_books, to, form)
         position = name or f"{form}:{to.resolve()}"
         sent = exports.drain(open_books.store, position, sink)
-        note(f"{sent} entries written to {to}")
+        note(f"{number_of(sent, 'entry', 'entries')} written to {to}")
 
 
 def _append(open_books: Books, to: Path, form: ExportFormat, entries: list[Entry]) -> None:

@@ -127,7 +127,7 @@ def test_verify_names_a_bad_block_fails_and_repairs_it(data_dir: Path, ids: list
 
     verified = call("verify", "--data-dir", str(data_dir))
     assert 1 == verified.exit_code
-    assert "1 blocks are bad: checksum" in verified.stdout
+    assert "1 bad block: checksum" in verified.stdout
     assert "--repair" in verified.stderr
     assert 0 == call("verify", "--data-dir", str(data_dir), "--repair").exit_code
     assert 0 == call("verify", "--data-dir", str(data_dir)).exit_code

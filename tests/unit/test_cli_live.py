@@ -17,12 +17,19 @@ import structlog
 import uvicorn
 from typer.testing import CliRunner, Result
 
+from api.admin.books import Books
 from api.admin.parts import AdminParts
 from api.admin.router import admin_router
 from api.admin.testing import OPERATOR_TOKEN, fake_parts
 from api.app import create_app
 from api.auth import Salts
+from api.explorer import Explorer
+from api.owners import Owners
 from api.testing import FakeHouse, fake_house
+from billing.prover import Prover
+from billing.receipts import ReceiptSigner
+from billing.store import database_url
+from billing.testing import running_ledger
 from cachesvc.block_reader import read_blocks
 from cachesvc.cli import app
 from cachesvc.cli.tree import owners_in, tree_from_json, tree_lines
@@ -131,19 +138,31 @@ def world() -> World:
 
 
 @pytest.fixture
-def server(data_dir: Path, world: World) -> Iterator[Running]:
-    async def blocks(scopes: frozenset[PrefixKey] | None) -> Any:
-        def run(function: Any) -> Any:
-            future = world.engine.call(function)
-            world.engine.turn()
-            return future
+def books(data_dir: Path) -> Iterator[Books]:
+    """The accounts of the tenant acme alone."""
+    with running_ledger(database_url(data_dir)) as house:
+        store = house.accounts.store
+        signer = ReceiptSigner.open(data_dir)
+        yield Books(store, house.accounts, house.ledger, Prover(store), signer)
 
+
+@pytest.fixture
+def server(data_dir: Path, world: World, books: Books) -> Iterator[Running]:
+    def run(function: Any) -> Any:
+        future = world.engine.call(function)
+        world.engine.turn()
+        return future
+
+    async def blocks(scopes: frozenset[PrefixKey] | None) -> Any:
         return await read_blocks(run, scopes)
 
     # The server runs in this process, whose standard output the commands under test have.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    house = fake_house(salts=Salts(read_secret(data_dir)))
-    parts = replace(fake_parts(), stats=Growing(), blocks=blocks)
+    salts = Salts(read_secret(data_dir), {"handbook": frozenset({"acme"})})
+    house = fake_house(salts=salts)
+    owners = Owners(house.wire.models, salts, lambda: ["acme"])
+    explorer = Explorer(run, owners, None, block_bytes=1)
+    parts = replace(fake_parts(), stats=Growing(), blocks=blocks, books=books, explorer=explorer)
     with Running(data_dir, parts, house) as running:
         yield running
 
@@ -260,6 +279,26 @@ def test_ls_finds_a_tenants_blocks_on_disk_without_a_server(data_dir: Path) -> N
     failed = call(*flags, "acme")
     assert 1 == failed.exit_code
     assert "does not know the scopes of its models yet" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("ls",), ("ls", "--tier", "device"), ("hot",), ("big",), ("tree", "--live")],
+)
+def test_a_tenant_that_the_server_does_not_know_is_named(
+    server: Running, command: tuple[str, ...]
+) -> None:
+    flags = ("cache", *command, "--data-dir", str(server.data_dir), "--tenant")
+    failed = call(*flags, "amce")
+    assert 1 == failed.exit_code
+    assert "no tenant or sharing group is named 'amce'" in str(failed.exception)
+    for known in ("acme", "handbook"):
+        assert 0 == call(*flags, known).exit_code
+
+
+def test_the_tree_on_disk_knows_no_tenants(data_dir: Path) -> None:
+    failed = call("cache", "tree", "--tenant", "acme", "--data-dir", str(data_dir))
+    assert (2, True) == (failed.exit_code, "add --live" in failed.stderr)
 
 
 def test_ls_by_age_takes_durations(data_dir: Path) -> None:
