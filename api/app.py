@@ -29,6 +29,8 @@ from engine.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
+AREAS = (chat, completions, models, tokenize, balance, cache_events, requests, health)
+SEND_JSON = "The body is no JSON object; send one, as application/json."
 DRAIN_S = 30.0  # deliveries that outlive their connections settle within this at shutdown
 DESCRIPTION = (
     "OpenAI-compatible completions over a tiered context cache. Prompt tokens served from the "
@@ -49,7 +51,7 @@ def create_app(
     )
     app.state.wire = wire
     app.state.deliveries = set()
-    for area in (chat, completions, models, tokenize, balance, cache_events, requests, health):
+    for area in AREAS:
         app.include_router(area.router)
     for router in routers:
         app.include_router(router)
@@ -77,8 +79,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 async def _answer(request: Request, error: Exception) -> Response:
     """Every refusal in OpenAI's shape, or as a page where a person looks at `/admin`."""
-    if isinstance(error, HTTPException) and isinstance(error.__cause__, ApiError):
-        error = error.__cause__  # FastAPI's own 400 for what stopped it from reading the body
+    if isinstance(error, HTTPException) and isinstance(error.__cause__, Exception):
+        # FastAPI's own 400: something stopped it from reading the body.
+        cause = error.__cause__
+        error = cause if isinstance(cause, ApiError) else NotJson(SEND_JSON)
     answer = answer_to(error)
     story: Story = request.state.story
     story.add(error=type(error).__name__, param=answer.param)
@@ -93,6 +97,6 @@ async def _refuse(request: Request, error: Exception) -> Response:
     """A body, query or path of an admin route that does not fit, in the same shape."""
     assert isinstance(error, RequestValidationError), error
     found = [dict(one) | {"loc": one["loc"][1:] or one["loc"]} for one in error.errors()]
-    if found[0]["type"] == "json_invalid":
-        return await _answer(request, NotJson("The body is not valid JSON; send one JSON object."))
+    if found[0]["type"] == "json_invalid" or found[0]["loc"] == ("body",):
+        return await _answer(request, NotJson(SEND_JSON))
     return await _answer(request, refusal(found))

@@ -5,7 +5,6 @@ memory: all keys are kept by digest, and read again when another process changed
 are single transactions; they are rare and may block.
 """
 
-import re
 import secrets
 import threading
 import time
@@ -20,7 +19,7 @@ from billing.cards import card_digest, default_card, parse_card
 from billing.errors import (
     AlreadyExists,
     CardConflict,
-    InvalidName,
+    InvalidAmount,
     KeyExpired,
     KeyRevoked,
     UnknownKey,
@@ -36,15 +35,14 @@ from billing.keys import (
     new_key,
     parse_scopes,
 )
-from billing.money import check_currency
+from billing.money import check_currency, format_units
+from billing.names import check_name, check_text
 from billing.prices import PriceBook, RateCard
 from billing.store import Connection, LedgerStore
 
 OPEN_TENANT = "default"  # whom requests belong to while no keys are configured
 REFRESH_S = 0.5  # how soon a change made by another process is seen
 MISS_REFRESH_S = 0.05  # the soonest an unknown key makes us look again
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +213,7 @@ class Accounts:
         """A new tenant: prepaid (limit 0), postpaid up to a limit, or unlimited (None)."""
         check_name(tenant, "tenant")
         check_currency(currency)
+        _check_limit(credit_limit)
 
         def write(connection: Connection) -> None:
             if not rows.insert_tenant(connection, tenant, currency, credit_limit, self._clock_ns()):
@@ -229,6 +228,7 @@ class Accounts:
         self, tenant: str, credit_limit: int | None, *, by: str, reason: str = ""
     ) -> Tenant:
         """Make a tenant prepaid (0), postpaid up to a limit, or unlimited (None)."""
+        _check_limit(credit_limit)
         return self._alter(tenant, by, reason, "tenant.limit", credit_limit=credit_limit)
 
     def set_suspended(self, tenant: str, suspended: bool, *, by: str, reason: str = "") -> Tenant:
@@ -259,6 +259,11 @@ class Accounts:
         with self.store.reading() as connection:
             row = rows.tenant_row(connection, tenant)
         return None if row is None else _tenant(row)
+
+    def expect(self, tenant: str | None) -> None:
+        """Raises `UnknownTenant` where a list is asked of one that does not exist; None is all."""
+        if tenant is not None:
+            self.tenant(tenant)
 
     def tenants(self) -> list[Tenant]:
         with self.store.reading() as connection:
@@ -296,6 +301,7 @@ class Accounts:
     ) -> tuple[str, KeyInfo]:
         """A new key and its description. The key itself is not kept and cannot be shown again."""
         self.tenant(tenant)
+        check_text(name, "name of the key")
         if project and project not in self.projects(tenant):
             raise UnknownTenant(f"tenant {tenant!r} has no project {project!r}; create it first")
         key = new_key()
@@ -390,6 +396,7 @@ class Accounts:
         after: Any,
         reason: str,
     ) -> None:
+        check_text(reason, "reason")
         store_trail.add_trail(
             connection,
             at_ns=self._clock_ns(),
@@ -442,14 +449,11 @@ class Accounts:
             return store_trail.trail_actions(connection)
 
 
-def check_name(name: str, what: str) -> str:
-    """A name that is safe in files, URLs and logs. Raises `InvalidName`."""
-    if not _NAME.fullmatch(name):
-        raise InvalidName(
-            f"{what} {name!r} is not a name: use up to 64 letters, digits and . _ @ -, "
-            "beginning with a letter or digit"
+def _check_limit(credit_limit: int | None) -> None:
+    if credit_limit is not None and credit_limit < 0:
+        raise InvalidAmount(
+            f"a credit limit of {format_units(credit_limit)} is below zero; 0 is prepaid"
         )
-    return name
 
 
 def _unknown(tenant: str) -> UnknownTenant:

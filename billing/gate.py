@@ -417,9 +417,6 @@ def _cost(work: Work, charged: Entry) -> int:
 
 
 def _correct(work: Work, command: Correct) -> Entry:
-    standing = work.entry(command.tenant, command.reference, Kind.CORRECTION)
-    if standing is not None:
-        return standing
     if command.reference.startswith(OWN_REFERENCES):
         raise InvalidName(f"reference {command.reference!r} begins as the ledger's own do")
     charged = work.entry(command.tenant, command.request_id, Kind.CHARGE)
@@ -427,7 +424,15 @@ def _correct(work: Work, command: Correct) -> Entry:
         raise UnknownHold(
             f"request {command.request_id!r} of tenant {command.tenant!r} was never charged"
         )
-    return give_back(work, charged, command)
+    standing = work.entry(command.tenant, command.reference, Kind.CORRECTION)
+    if standing is None:
+        return give_back(work, charged, command)
+    amount = _cost(work, charged) + standing.amount if command.amount is None else command.amount
+    if (charged.seq, amount) != (standing.details["corrects"], standing.amount):
+        raise AlreadyExists(
+            f"reference {command.reference!r} was used for another correction; use a new one"
+        )
+    return standing
 
 
 def give_back(work: Work, charged: Entry, command: Correct) -> Entry:

@@ -44,6 +44,7 @@ from billing.errors import (
 )
 from billing.gate import Settled
 from billing.holds import Hold, RequestContext
+from billing.names import check_text
 from billing.policy import Outcome
 from billing.prices import NS, PinnedRate, PriceBook, RateCard
 from billing.store import LedgerStore
@@ -201,13 +202,18 @@ class Ledger:
         self, tenant: str, amount: int, *, reference: str, by: str, reason: str = ""
     ) -> "Future[Entry]":
         """Give promotional money, once for each reference."""
-        return self._submit(Deposit(tenant, Kind.GRANT, reference, amount, by, reason))
+        return self._deposit(Deposit(tenant, Kind.GRANT, reference, amount, by, reason))
 
     def deposit(
         self, tenant: str, amount: int, *, reference: str, by: str, reason: str = ""
     ) -> "Future[Entry]":
         """Book money that was paid, once for each reference; what is owed is settled first."""
-        return self._submit(Deposit(tenant, Kind.TOPUP, reference, amount, by, reason))
+        return self._deposit(Deposit(tenant, Kind.TOPUP, reference, amount, by, reason))
+
+    def _deposit(self, command: Deposit) -> "Future[Entry]":
+        check_text(command.reference, "reference")
+        check_text(command.reason, "reason")
+        return self._submit(command)
 
     def correct(
         self,
@@ -220,6 +226,8 @@ class Ledger:
         amount: int | None = None,
     ) -> "Future[Entry]":
         """Give back a request's charge or part of it, once for each reference."""
+        check_text(reference, "reference")
+        check_text(reason, "reason")
         return self._submit(Correct(tenant, request_id, reference, amount, by, reason))
 
     # -- the thread --------------------------------------------------------------------------------

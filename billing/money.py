@@ -14,7 +14,7 @@ UNITS = 10**12  # units in one unit of the currency
 PLACES = 12
 TOKENS_PER_RATE = 10**6  # a rate is quoted for this many tokens
 
-_AMOUNT = re.compile(r"[+-]?\d{1,26}(\.\d{1,40})?")
+_AMOUNT = re.compile(r"[+-]?[0-9]{1,15}(\.[0-9]{1,40})?")
 _CURRENCY = re.compile(r"[A-Z]{3}")
 # Wide enough for any amount here; every use is exact or quantizes half-even on purpose.
 _CONTEXT = Context(prec=80, rounding=ROUND_HALF_EVEN)
@@ -25,7 +25,10 @@ def parse_amount(text: str) -> int:
     """Units of a decimal such as "12.50". Raises `InvalidAmount` on anything inexact."""
     cleaned = text.strip()
     if not _AMOUNT.fullmatch(cleaned):
-        raise InvalidAmount(f"{text!r} is not an amount of money; write a decimal such as 12.50")
+        raise InvalidAmount(
+            f"{text!r} is not an amount of money; write a decimal such as 12.50, "
+            "with at most 15 digits before the point"
+        )
     units = Decimal(cleaned).scaleb(PLACES, _CONTEXT)
     if units != units.to_integral_value():
         raise InvalidAmount(f"{text!r} has more than {PLACES} decimal places")

@@ -86,8 +86,10 @@ def create_project(request: Request, tenant: str, body: NewProject, by: MayChang
 @router.get("/keys")
 def keys(request: Request, _: MayRead, tenant: OfTenant = None) -> list[Document]:
     """Keys by their prefix, never the keys."""
-    now_ns = time.time_ns()
-    return [key_document(info, now_ns) for info in books_of(request).accounts.keys(tenant)]
+    accounts, now_ns = books_of(request).accounts, time.time_ns()
+    with found():
+        accounts.expect(tenant)
+    return [key_document(info, now_ns) for info in accounts.keys(tenant)]
 
 
 @router.post("/keys", status_code=201)

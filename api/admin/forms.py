@@ -11,12 +11,14 @@ from billing.errors import BillingError
 
 Text = Annotated[str, Form(max_length=500)]
 Filter = Annotated[str, Query(max_length=128)]
-Before = Annotated[int | None, Query(ge=1)]  # the number of the oldest entry that was seen already
+Before = Annotated[
+    int | None, Query(ge=1, lt=1 << 63)
+]  # the number of the oldest entry that was seen already
 
 
 def reason_in(why: str) -> str:
     """Why a change is made. Raises InvalidRequest for none."""
-    if not why.strip():
+    if not any(map(str.isalnum, why)):
         raise InvalidRequest("Say why; the audit log keeps it. Nothing was changed.")
     return why.strip()
 

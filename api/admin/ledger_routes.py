@@ -132,7 +132,10 @@ def invoice(
 @router.get("/holds")
 def holds(request: Request, _: MayRead, tenant: OfTenant = None) -> list[Document]:
     """What running requests have on hold, the oldest first."""
-    with books_of(request).store.reading() as connection:
+    books = books_of(request)
+    with found():
+        books.accounts.expect(tenant)
+    with books.store.reading() as connection:
         stored = store_reports.hold_list(connection, tenant)
     now_ns = time.time_ns()
     documents = [hold_document(hold, now_ns) for hold in stored]
@@ -186,7 +189,9 @@ def entries(
     tenant: str,
     _: MayRead,
     request_id: Annotated[str | None, Query(description="Its charge and what corrected it")] = None,
-    before: Annotated[int | None, Query(ge=1, description="Older than this number")] = None,
+    before: Annotated[
+        int | None, Query(ge=1, lt=1 << 63, description="Older than this number")
+    ] = None,
     limit: Limit = 50,
 ) -> list[Document]:
     """Entries of a tenant, newest first; or those of one request."""
@@ -205,6 +210,8 @@ def entries(
 def rerate(request: Request, _: MayRead, tenant: OfTenant = None, days: Days = 31) -> Document:
     """What past requests would cost under the cards as they stand now. Changes nothing."""
     books = books_of(request)
+    with found():
+        books.accounts.expect(tenant)
     since_ns = time.time_ns() - days * 86_400 * NS
     pricing = plan.under_book(books.accounts.book)
     return plan_document(plan.rerate(books.store, pricing, since_ns=since_ns, tenant=tenant))

@@ -87,16 +87,20 @@ def deposit(
     kind: Text = "topup",
     amount: Text = "",
     reference: Text = "",
+    once: Text = "",
     why: Text = "",
 ) -> Response:
-    """Book money that was paid (`topup`), or give promotional money (`grant`)."""
+    """Book money that was paid (`topup`), or give promotional money (`grant`).
+
+    `once` is the page's own reference, new each time it is shown: a double click books once.
+    """
 
     def book(books: Books) -> None:
         if kind not in ("topup", "grant"):
             raise InvalidRequest("kind is neither 'topup' nor 'grant'")
         units, reason = parse_positive(amount), reason_in(why)
         post: Any = books.ledger.grant if kind == "grant" else books.ledger.deposit
-        named = reference.strip() or f"{kind}_{secrets.token_hex(8)}"
+        named = reference.strip() or f"{kind}_{once or secrets.token_hex(8)}"
         post(tenant, units, reference=named, by=admin.name, reason=reason).result()
 
     return _after(request, admin, tenant, book, kind)
@@ -172,6 +176,7 @@ def _tenant(
         days=report(books.store, parse_query(tenant=name, since=f"{DAYS - 1}d"), Unit.DAY),
         months=report(books.store, parse_query(tenant=name), Unit.MONTH),
         quota=_quota(request, name),
+        once=secrets.token_hex(8),
         wrong=wrong,
         done=DONE.get(done, ""),
     )

@@ -16,7 +16,7 @@ from argon2.exceptions import InvalidHashError, VerificationError
 
 from api.admin.sessions import Admin, Role
 from api.errors import InvalidRequest
-from billing.accounts import check_name
+from billing.names import check_name
 
 FILE_NAME = "admins.json"
 MIN_LENGTH = 12  # NIST SP 800-63B asks for 8 where a second factor guards, 15 where none does

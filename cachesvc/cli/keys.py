@@ -63,6 +63,7 @@ def list_keys(
 ) -> None:
     """List keys by their prefix."""
     with books(data_dir, database) as open_books:
+        open_books.accounts.expect(tenant)
         found = open_books.accounts.keys(tenant)
         if json:
             print_json([_json(info) for info in found])

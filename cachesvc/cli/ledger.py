@@ -87,6 +87,7 @@ def holds(
 ) -> None:
     """List what running requests have on hold, and for how long."""
     with books(data_dir, database) as open_books:
+        open_books.accounts.expect(tenant)
         with open_books.store.reading() as connection:
             found = store_reports.hold_list(connection, tenant)
         rows = [hold_document(hold, time.time_ns()) for hold in found]
@@ -118,6 +119,7 @@ def rerate(
     if not dry_run:
         fail("entries never change: say --dry-run to compare, then `ledger correct` what is wrong")
     with books(data_dir, database) as open_books:
+        open_books.accounts.expect(tenant)
         pricing = plan.under_book(open_books.accounts.book)
         since_ns = time.time_ns() - days * 86_400 * NS
         found = plan.rerate(open_books.store, pricing, since_ns=since_ns, tenant=tenant)

@@ -208,6 +208,19 @@ async def test_money_is_booked_and_the_page_says_so(
     assert "paid by bank" in await text(client, "audit?q=acme")
 
 
+async def test_a_double_click_without_a_reference_books_once(
+    client: httpx.AsyncClient, books_of_acme: House
+) -> None:
+    accounts = books_of_acme.books.accounts
+    before = accounts.tenant("acme").balance
+    for visits in (1, 2):
+        (once,) = re.findall(r'name="once" value="(\w+)"', await text(client, "tenants/acme"))
+        form = {"kind": "grant", "amount": "1", "once": once, "why": "sorry"}
+        for _ in range(2):
+            assert 303 == (await client.post("tenants/acme/deposit", data=form)).status_code
+        assert before + visits * UNITS == accounts.tenant("acme").balance
+
+
 @pytest.mark.parametrize(
     ("path", "form", "words"),
     [

@@ -211,6 +211,26 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/balance/acme/topup", {"amount": "1", "why": "  "}, "invalid_value", "why"),
     ("/balance/acme/topup", {"amount": 1.5, **WHY}, "invalid_value", "amount"),
     ("/balance/acme/topup", {"amount": "1e3x", **WHY}, "invalid_value", None),
+    ("/balance/acme/topup", {"amount": "1", "why": "\u200b"}, "invalid_value", "why"),
+    ("/balance/acme/topup", {"amount": "1", "why": "a\0b"}, "invalid_value", None),
+    ("/balance/acme/topup", {"amount": "1", "reference": "a\nb", **WHY}, "invalid_value", None),
+    ("/tenants/acme/suspend", {"why": "\x1b[31m"}, "invalid_value", None),
+    ("/keys", {"tenant": "acme", "name": "\u202etxt", **WHY}, "invalid_value", None),
+    ("/tenants", {"tenant": "x", "credit_limit": "-5", **WHY}, "invalid_value", None),
+    ("/tenants/acme/limit", {"credit_limit": "-0.01", **WHY}, "invalid_value", None),
+    *(
+        ("/balance/acme/topup", {"amount": amount, **WHY}, "invalid_value", None)
+        for amount in (
+            "\uff11",
+            "\u0663",
+            "1,5",
+            "NaN",
+            "1e400",
+            "0",
+            "1." + "0" * 12 + "1",
+            "9" * 16,
+        )
+    ),
     ("/balance/acme/topup", {"amount": "-1", **WHY}, "invalid_value", None),
     ("/balance/acme/topup", {"amount": "1", "refrence": "x", **WHY}, "invalid_value", "refrence"),
     ("/tenants", {"tenant": "a b", **WHY}, "invalid_value", None),
@@ -236,11 +256,25 @@ async def test_what_is_no_json_and_what_is_not_there(client: httpx.AsyncClient) 
     assert (400, "invalid_json", None) == await refused(
         await client.post("/tenants", content=b"{", headers={"content-type": "application/json"})
     )
+    as_json = {"content-type": "application/json"}
+    for body in (b"", b"[]", b"\xff", b'"x"', b'{"a":' * 9000 + b"1" + b"}" * 9000):
+        answer = await client.post("/tenants", content=body, headers=as_json)
+        assert (400, "invalid_json", None) == await refused(answer), body[:9]
+    named_text = await client.post(
+        "/tenants", content=b"{}", headers={"content-type": "text/plain"}
+    )
+    assert (400, "invalid_json", None) == await refused(named_text)
+    assert "application/json" in named_text.json()["error"]["message"]
     assert (400, "invalid_value", "limit") == await refused(await client.get("/audit?limit=0"))
+    beyond = await client.get(f"/ledger/entries/acme?before={1 << 63}")
+    assert (400, "invalid_value", "before") == await refused(beyond)
     for path in ("/tenants/nobody", "/balance/nobody", "/usage?tenant=nobody",
-                 "/ledger/entries/nobody", "/receipts/acme/none"):  # fmt: skip
+                 "/ledger/entries/nobody", "/receipts/acme/none", "/keys?tenant=nobody",
+                 "/holds?tenant=nobody", "/usage/session?tenant=nobody",
+                 "/ledger/rerate?tenant=nobody"):  # fmt: skip
         assert (404, "not_found", None) == await refused(await client.get(path)), path
-    assert 400 == (await client.get("/usage/invoice/acme/2026-13")).status_code
+    for month in ("2026-13", "0000-01", "9999-12"):
+        assert 400 == (await client.get(f"/usage/invoice/acme/{month}")).status_code, month
     gone = {"tenant": "acme", "request_id": "none", **WHY}
     assert (404, "not_found", None) == await refused(
         await client.post("/ledger/correct", json=gone)
@@ -326,6 +360,26 @@ async def test_a_charge_is_found_corrected_and_proved(
     heads = await ok(await client.get("/ledger/heads"))
     assert {"entry": 3, "hash": corrected["hash"]} == heads.pop("acme")
     assert ["admin trail"] == list(heads)
+
+
+async def test_a_correction_is_made_once_for_each_reference(
+    client: httpx.AsyncClient, house: House
+) -> None:
+    """A reference that stands for another correction is refused, not answered with that one."""
+    body = {"tenant": "acme", "request_id": "r1", "amount": "0.0001", **WHY}
+    first = await ok(await client.post("/ledger/correct", json=body))
+    assert first == await ok(await client.post("/ledger/correct", json=body))
+    rest = {name: body[name] for name in body if name != "amount"}
+    for other in (body | {"amount": "0.0002"}, rest):
+        answer = await client.post("/ledger/correct", json=other)
+        assert (409, "already_exists", None) == await refused(answer)
+    last = rest | {"reference": "the rest"}
+    for _ in range(2):
+        corrected = await ok(await client.post("/ledger/correct", json=last))
+        assert ("0.000104", 10 * UNITS) == (
+            corrected["amount"],
+            house.books.accounts.tenant("acme").balance,
+        )
 
 
 async def test_invoices_and_receipts(client: httpx.AsyncClient, house: House) -> None:

@@ -11,7 +11,10 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
+from api import health
+from api.app import AREAS
 from api.auth import KeyGate
 from api.collaborators import WireSettings
 from api.metering import LedgerMeter
@@ -108,17 +111,19 @@ async def test_a_server_without_keys_serves_everyone(bank: Bank) -> None:
 async def test_once_a_key_exists_every_route_needs_one(bank: Bank) -> None:
     async with serving(bank) as (_, client, _):
         headers = bank.customer(UNITS)
-        for method, path in [
-            ("POST", CHAT),
-            ("POST", "/v1/completions"),
-            ("GET", "/v1/models"),
-            ("GET", "/v1/models/bytes"),
-            ("POST", "/tokenize"),
-            ("POST", "/detokenize"),
-            ("GET", "/user/balance"),
-        ]:
+        asked = [
+            (method, route.path)
+            for area in AREAS
+            for route in area.router.routes
+            if isinstance(route, APIRoute) and area is not health
+            for method in route.methods
+        ]
+        assert {("POST", CHAT), ("GET", "/v1/cache/events")} < set(asked)
+        for method, path in asked:
             bare = await client.request(method, path)
-            assert (401, "missing_api_key") == (bare.status_code, bare.json()["error"]["code"])
+            assert (401, "missing_api_key") == (bare.status_code, bare.json()["error"]["code"]), (
+                path
+            )
             assert "Bearer" == bare.headers["www-authenticate"]
         wrong = await client.get("/v1/models", headers={"authorization": "Bearer sk-no"})
         assert (401, "invalid_api_key") == (wrong.status_code, wrong.json()["error"]["code"])

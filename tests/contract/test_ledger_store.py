@@ -195,7 +195,10 @@ def test_a_correction_names_its_charge_and_gives_back_no_more_than_is_left(
         ).result()
 
     assert correct("c1", 4_000_000).amount == 4_000_000
-    assert correct("c1", 9).amount == 4_000_000  # said again
+    assert correct("c1", 4_000_000).amount == 4_000_000  # said again
+    for other in (9, None):
+        with pytest.raises(AlreadyExists, match="another correction"):
+            correct("c1", other)
     with pytest.raises(InvalidAmount, match="left of its charge"):
         correct("c2", PRICE)
     assert correct("c3").amount == PRICE - 4_000_000

@@ -1,0 +1,35 @@
+"""What people name and write: names that are safe in files, URLs and logs, and texts of one line.
+
+Pure. Called by `billing.accounts`, `billing.ledger` and whoever else keeps what was typed.
+"""
+
+import re
+
+from billing.errors import InvalidName
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+
+
+def check_name(name: str, what: str) -> str:
+    """A name that is safe in files, URLs and logs. Raises `InvalidName`."""
+    if not _NAME.fullmatch(name):
+        raise InvalidName(
+            f"{what} {name!r} is not a name: use up to 64 letters, digits and . _ @ -, "
+            "beginning with a letter or digit"
+        )
+    return name
+
+
+def check_text(text: str, what: str) -> str:
+    """A text of one line that says what it shows. Raises `InvalidName`.
+
+    What cannot be seen would deceive the reader of a log or a terminal: line ends, escapes, and
+    characters that turn the direction of writing. PostgreSQL keeps no NUL either.
+    """
+    hidden = next((character for character in text if not character.isprintable()), None)
+    if hidden is not None:
+        raise InvalidName(
+            f"the {what} holds the character U+{ord(hidden):04X}, which does not print; write one "
+            "line of text"
+        )
+    return text
