@@ -10,10 +10,12 @@ import uuid
 from typing import Any
 
 import structlog
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.context import FIT_NAME, Story
 from api.errors import answer_to
+from billing.policy import Outcome
 
 logger = logging.getLogger(__name__)
 story_log = structlog.get_logger("api.request")
@@ -47,6 +49,8 @@ class Storyteller:
 
         try:
             await self._app(scope, receive, name)
+        except ClientDisconnect:
+            story.add(outcome=str(Outcome.CLIENT_GONE))
         except Exception as error:
             logger.exception("request %s failed", story.request_id)
             story.add(error=type(error).__name__)

@@ -18,6 +18,8 @@ from cachesvc.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
+CLIENT_GONE = 499  # as nginx counts who went away before an answer began
+
 _Message = MutableMapping[str, Any]
 Asgi = Callable[
     [
@@ -106,7 +108,8 @@ class Timed:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started, status = time.perf_counter(), 500
+        started = time.perf_counter()
+        status: int | None = None
 
         async def watch(message: _Message) -> None:
             nonlocal status
@@ -116,6 +119,9 @@ class Timed:
 
         try:
             await self.app(scope, receive, watch)
+        except Exception:
+            status = status or 500
+            raise
         finally:
             elapsed_s = time.perf_counter() - started
-            self.metrics.observe_http(scope["path"], status, elapsed_s)
+            self.metrics.observe_http(scope["path"], status or CLIENT_GONE, elapsed_s)

@@ -23,7 +23,9 @@ class Spec(NamedTuple):
 SPECS: Mapping[str, Spec] = {
     "cachesvc_build_info": Spec("gauge", "Always 1; names the running version", ("version",)),
     "cachesvc_http_requests_total": Spec(
-        "counter", "HTTP requests answered, by route and status code", ("route", "code")
+        "counter",
+        "HTTP requests, by route and status code; 499 is a client that went before its answer",
+        ("route", "code"),
     ),
     "cachesvc_http_request_seconds": Spec(
         "histogram", "From a request's first byte in to its last byte out", ("route",), _LONG

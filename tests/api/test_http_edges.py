@@ -83,10 +83,30 @@ async def test_nor_does_an_admin_route_choose_among_two_tokens(client: httpx.Asy
 async def test_what_a_client_says_of_its_retries_never_fails_a_request(
     house: FakeHouse, client: httpx.AsyncClient, count: str, is_retry: bool
 ) -> None:
-    headers = {"x-stainless-retry-count": count.encode("latin-1")}
+    headers = {b"x-stainless-retry-count": count.encode("latin-1")}
     answer = await client.post(CHAT, json=HELLO, headers=headers)
     assert 200 == answer.status_code
     assert is_retry is house.meter.last.job.context.is_retry
+
+
+async def test_who_leaves_while_sending_is_no_error_of_ours(
+    house: FakeHouse, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    app, sent = client._transport.app, []  # type: ignore[attr-defined]
+    messages = iter([{"type": "http.request", "body": b"{", "more_body": True}])
+
+    async def receive() -> dict[str, object]:
+        return next(messages, {"type": "http.disconnect"})
+
+    async def send(message: object) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"",
+        "server": ("test", 80), "client": ("test", 1), "scheme": "http", "root_path": "",
+    }  # fmt: skip
+    await app(scope, receive, send)
+    assert ([], []) == (sent, [line for line in caplog.records if line.levelname == "ERROR"])
 
 
 async def test_a_path_with_a_slash_too_many_does_not_exist(client: httpx.AsyncClient) -> None:

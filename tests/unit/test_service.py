@@ -91,11 +91,13 @@ def test_responses_are_counted_by_their_code_also_when_they_fail() -> None:
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/broken":
             raise ZeroDivisionError
-        await send({"type": "http.response.start", "status": 204})
+        if scope["path"] != "/left":
+            await send({"type": "http.response.start", "status": 204})
 
     recorder: Any = Recorder()
     timed = Timed(answer, recorder)
     drive(timed, "/fine")
     with pytest.raises(ZeroDivisionError):
         drive(timed, "/broken")
-    assert [("/fine", 204), ("/broken", 500)] == recorder.seen
+    drive(timed, "/left")
+    assert [("/fine", 204), ("/broken", 500), ("/left", 499)] == recorder.seen
