@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 it could not be done, 2 the command line was wrong, 130 in
 """
 
 import importlib
+import os
 import sys
 from typing import Annotated, Any, NamedTuple
 
@@ -100,7 +101,12 @@ def _options(
 
 
 def main() -> None:
-    """The console script. What a user can act on is told in a sentence, without a traceback."""
+    """The console script. What a user can act on is told in a sentence, without a traceback.
+
+    What it writes is its user's alone, in a data directory that others may enter too: the ledger,
+    the tokens and the KV of prompts.
+    """
+    os.umask(0o077)
     try:
         app()
     except KeyboardInterrupt:

@@ -68,6 +68,7 @@ def examine(data_dir: Path) -> Iterator[Finding]:
     yield from check_compute(hardware)
     yield from check_disk(data_dir)
     yield check_lock(data_dir)
+    yield check_privacy(data_dir)
     yield check_clock(time.time())
     yield from check_limits(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
@@ -189,6 +190,22 @@ def check_lock(data_dir: Path) -> Finding:
         )
     closed = "was closed cleanly" if meta.clean else "was not closed cleanly; that is survived"
     return Finding("data directory", Level.OK, f"no server runs; the disk tier {closed}")
+
+
+def check_privacy(data_dir: Path) -> Finding:
+    """What other users of this machine may read: prompts, the ledger, and keys that sign."""
+    if not data_dir.exists() or not data_dir.stat().st_mode & 0o077:
+        return Finding("privacy", Level.OK, f"{data_dir} is its owner's alone")
+    shown = [each for each in data_dir.rglob("*") if each.is_file() and each.stat().st_mode & 0o077]
+    if not shown:
+        return Finding("privacy", Level.OK, f"the files in {data_dir} are their owner's alone")
+    return Finding(
+        "privacy",
+        Level.WARNING,
+        f"other users of this machine may read {len(shown)} files in {data_dir}, such as "
+        f"{shown[0].name}",
+        f"chmod -R go= {data_dir}",
+    )
 
 
 def check_clock(now_s: float) -> Finding:

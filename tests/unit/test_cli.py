@@ -1,6 +1,7 @@
 """The command line as a whole: what it lists, what it says of errors, with which exit codes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,24 @@ def test_an_error_is_one_sentence_and_exit_code_1(
     assert 1 == exited.value.code
     told = capsys.readouterr().err
     assert "error: cannot read the config file /nowhere.toml: No such file or directory\n" == told
+
+
+def test_what_a_command_writes_is_its_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o755)  # a volume that was there before
+    arguments = ["tenants", "create", "acme", "--data-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["cachesvc", *arguments])
+    before = os.umask(0o022)
+    try:
+        with pytest.raises(SystemExit) as exited:
+            main()
+    finally:
+        os.umask(before)
+    assert not exited.value.code
+    written = list(tmp_path.iterdir())
+    assert written
+    assert [] == [each.name for each in written if each.stat().st_mode & 0o077]
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

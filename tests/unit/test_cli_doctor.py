@@ -78,3 +78,17 @@ def test_a_network_file_system_is_an_error(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(doctor, "file_system", lambda path, mounts: "nfs4")
     found = {each.check: each for each in doctor.check_disk(tmp_path)}
     assert found["file system"].level is Level.ERROR
+
+
+def test_files_that_others_may_read_are_a_warning(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.sqlite3"
+    ledger.touch()
+    ledger.chmod(0o644)
+    tmp_path.chmod(0o755)
+    found = doctor.check_privacy(tmp_path)
+    assert (Level.WARNING, f"chmod -R go= {tmp_path}") == (found.level, found.fix)
+    ledger.chmod(0o600)
+    assert doctor.check_privacy(tmp_path).level is Level.OK
+    ledger.chmod(0o644)
+    tmp_path.chmod(0o700)
+    assert doctor.check_privacy(tmp_path).level is Level.OK
