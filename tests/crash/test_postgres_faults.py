@@ -1,0 +1,131 @@
+"""PostgreSQL ends connections at any moment, and commits whose answer nobody hears: every answered
+request is charged once, and nothing else is.
+"""
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from sqlalchemy import create_engine, text
+
+from billing import audit, store_reports
+from billing.entries import Kind
+from billing.errors import BillingError, LedgerUnavailable
+from billing.money import UNITS
+from billing.policy import Outcome
+from billing.testing import TestLedger, running_ledger
+from billing.usage import Usage
+from tests.postgres_server import fresh_database, postgres_server
+
+pytestmark = pytest.mark.postgres
+
+USED = Usage(miss=3, output=2)
+COST = 7_000_000
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    with postgres_server() as url:
+        yield url
+
+
+@pytest.fixture
+def url(postgres: str) -> Iterator[str]:
+    with fresh_database(postgres) as database:
+        yield database
+
+
+@pytest.fixture
+def house(url: str) -> Iterator[TestLedger]:
+    with running_ledger(url) as house:
+        house.fund(10**6 * UNITS)
+        yield house
+
+
+def ask(house: TestLedger, name: str) -> None:
+    hold = house.reserve(name, 10**7)
+    house.ledger.top_up(hold, 1, usage=Usage(miss=3, output=1)).result()
+    house.ledger.settle(hold, USED, Outcome.FINISHED).result()
+
+
+def prove(house: TestLedger, answered: list[str]) -> None:
+    """Every answered request was charged once, and no other but those that were left behind."""
+    for _ in range(5):  # what broke off before it could be settled
+        house.ledger._leases.clear()
+        house.ledger.sweep()
+    assert audit.verify(house.ledger.store).problems == []
+    with house.ledger.store.reading() as connection:
+        assert store_reports.hold_list(connection) == []
+        entries = list(store_reports.stream_entries(connection, "acme"))
+    charges = Counter(entry.request_id for entry in entries if entry.kind is Kind.CHARGE)
+    assert set(charges.values()) <= {1}
+    assert set(answered) <= charges.keys(), "an answer was free"
+    paid = {entry.request_id: -entry.amount for entry in entries if entry.kind is Kind.CHARGE}
+    assert {paid[name] for name in answered} == {COST}
+
+
+def test_a_commit_whose_answer_is_lost_is_not_done_twice(
+    house: TestLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection ends between the commit and the word of it, each third time."""
+    commit, calls = psycopg.Connection.commit, iter(range(10**9))
+
+    def commit_and_break(connection: "psycopg.Connection[object]") -> None:
+        commit(connection)
+        if threading.current_thread().name == "ledger" and next(calls) % 3 == 0:
+            connection.close()
+            raise psycopg.OperationalError("the connection is lost")
+
+    monkeypatch.setattr(psycopg.Connection, "commit", commit_and_break)
+    answered = [f"r{number}" for number in range(20)]
+    for name in answered:
+        ask(house, name)
+    assert house.ledger.balance("acme").held == 0
+    deposit = house.ledger.deposit("acme", 7, reference="d", by="test").result()
+    assert deposit.amount == 7
+    assert house.ledger.balance("acme").balance == 10**6 * UNITS - 20 * COST + 7
+    prove(house, answered)
+
+
+def test_connections_that_the_server_ends_at_random_cost_nobody_anything(
+    house: TestLedger, postgres: str
+) -> None:
+    answered: list[str] = []
+    over = threading.Event()
+
+    def client(number: int) -> None:
+        turn = 0
+        while not over.is_set():
+            turn += 1
+            try:
+                ask(house, f"{number}-{turn}")
+            except LedgerUnavailable:
+                continue
+            answered.append(f"{number}-{turn}")
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    engine = create_engine(postgres, isolation_level="AUTOCOMMIT")
+    dice = random.Random(7)
+    try:
+        with engine.connect() as connection:
+            for _ in range(30):
+                time.sleep(dice.uniform(0.005, 0.06))
+                connection.execute(
+                    text(
+                        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                        "WHERE datname LIKE 'ledger\\_%' AND pid <> pg_backend_pid()"
+                    )
+                )
+    finally:
+        engine.dispose()
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert len(answered) > 20
+    prove(house, answered)
