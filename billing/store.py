@@ -29,7 +29,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
 
-from billing import store_undelivered
+from billing import store_claim, store_undelivered
 from billing.commands import Command, fingerprint_of, keys_of, moves_money
 from billing.entries import Entry, Kind
 from billing.errors import LedgerUnavailable, StoreError, Unwritable
@@ -187,12 +187,18 @@ class LedgerStore:
         is_sqlite = engine.dialect.name == "sqlite"
         self._log = WriteAheadLog(Path(str(engine.url.database))) if is_sqlite else None
         self._commands_since_checkpoint = 0
+        self._release: Callable[[], None] = lambda: None
         driver: Any = engine.dialect.dbapi  # the hot statements raise its errors unwrapped
         self._passing = (OperationalError, driver.OperationalError)
         self._failures = (DBAPIError, driver.Error)
 
+    def claim(self, owner: str, *, wait_s: float = store_claim.WAIT_S) -> None:
+        """Hold a server's name until `close`. Raises `StoreError` where another server has it."""
+        self._release = store_claim.claim(self.engine, owner, wait_s=wait_s)
+
     def close(self) -> None:
         self._leave_lane()
+        self._release()
         self.engine.dispose()
         if self._log is not None:
             self._log.close()

@@ -143,6 +143,7 @@ def open_money(settings: Settings) -> Money:
     with ExitStack() as opened:
         store = open_store(settings.billing.database_url or database_url(data_dir))
         opened.callback(store.close)
+        store.claim(settings.billing.server_name)
         accounts = Accounts(store)
         bills = Bills(accounts)
         ledger = Ledger(

@@ -7,12 +7,19 @@ import pytest
 from sqlalchemy import text
 
 from billing.commands import Reserve
-from billing.errors import DuplicateRequest, InvalidName, LedgerClosed, LedgerUnavailable
+from billing.errors import (
+    DuplicateRequest,
+    InvalidName,
+    LedgerClosed,
+    LedgerUnavailable,
+    StoreError,
+)
 from billing.gate import Settled
 from billing.holds import Hold
 from billing.money import UNITS
 from billing.policy import Outcome
 from billing.prices import NS
+from billing.store import open_store
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 
@@ -121,3 +128,18 @@ def test_a_hold_lives_no_longer_than_its_lease_and_a_sweep(house: TestLedger) ->
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert house.ledger.stats().swept == 1
+
+
+def test_a_second_server_of_a_name_is_refused_while_the_first_runs(url: str) -> None:
+    """It would settle the first one's running requests as those of its own earlier run."""
+    first = open_store(url)
+    first.claim("one/two")
+    second = open_store(url)
+    with pytest.raises(StoreError, match=r"billing\.server_name"):
+        second.claim("one/two", wait_s=0)
+    second.claim("another", wait_s=0)
+    first.close()
+    third = open_store(url)
+    third.claim("one/two", wait_s=0)
+    for store in (second, third):
+        store.close()

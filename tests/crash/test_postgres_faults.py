@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, text
 
 from billing import audit, store_reports
 from billing.entries import Kind
-from billing.errors import BillingError, LedgerUnavailable
+from billing.errors import LedgerUnavailable
 from billing.money import UNITS
 from billing.policy import Outcome
 from billing.testing import TestLedger, running_ledger
