@@ -49,6 +49,7 @@ class Scheduler:
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._cache = cache
+        self._tables = cache.tables
         self._clock_ns = clock_ns
         self._settings = settings
         self._block_size = cache.layout.block_size
@@ -169,16 +170,16 @@ class Scheduler:
             number = standing // size
             block = blocks[number]
             if block.slot is not None and block.writer is not sequence.chain:
-                block = self._cache.own_tail(block, standing % size, sequence.chain)
+                block = self._tables.own_tail(block, standing % size, sequence.chain)
                 blocks[number] = block
                 assert block.slot is not None
                 table[number] = block.slot
         num_blocks = -(-end // size)
         while len(blocks) < num_blocks:
-            blocks.append(self._cache.new_block(sequence.chain))
+            blocks.append(self._tables.new_block(sequence.chain))
         while len(table) < num_blocks:
             block = blocks[len(table)]
-            table.append(block.slot if block.slot is not None else self._cache.provide(block))
+            table.append(block.slot if block.slot is not None else self._tables.provide(block))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Send a sequence back to waiting; what it computed stays in the cache while it can."""
@@ -191,7 +192,7 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.left.append(sequence.sequence_id)
-        self._cache.release(sequence.chain, sequence.blocks, sequence.num_standing)
+        self._tables.release(sequence.chain, sequence.blocks, sequence.num_standing)
         sequence.block_table = []
         sequence.num_standing = 0
         if not sequence.reads_cache:
@@ -255,7 +256,7 @@ class Scheduler:
         sequence.blocks = list(ticket.blocks)
         num_rows = 0
         if tail is not None:
-            block = self._cache.adopt_tail(tail, sequence.chain, len(sequence.blocks))
+            block = self._tables.adopt_tail(tail, sequence.chain, len(sequence.blocks))
             if block is not None:
                 sequence.blocks.append(block)
                 num_rows = tail.num_rows
@@ -267,7 +268,7 @@ class Scheduler:
             source = tail.source if tail is not None and num_rows else None
             self._count_hits(sequence, ticket.sources, source, num_rows, ticket.stop)
             sequence.lookup = self._look_back(sequence, ticket, tail, num_rows)
-        sequence.blocks += self._cache.plan(sequence.chain, len(sequence.blocks))
+        sequence.blocks += self._tables.plan(sequence.chain, len(sequence.blocks))
         now_ns = self._clock_ns()
         sequence.loaded_ns = sequence.loaded_ns or now_ns
         sequence.state = SequenceState.PREFILL
@@ -351,17 +352,17 @@ class Scheduler:
             return
         sequence.num_standing = end
         for number in range(first, end // self._block_size):
-            block = self._cache.commit(sequence.chain, number, sequence.blocks[number])
+            block = self._tables.commit(sequence.chain, number, sequence.blocks[number])
             sequence.blocks[number] = block
             assert block.slot is not None
             sequence.block_table[number] = block.slot
         if end % self._block_size and end == sequence.num_tokens:
-            self._cache.computed_tail(sequence.blocks[end // self._block_size])
+            self._tables.computed_tail(sequence.blocks[end // self._block_size])
 
     def fork(self, sequence: Sequence, twin: Sequence) -> None:
         """Let `twin` run on from the tokens of `sequence`, sharing the blocks of its KV."""
         num_blocks = -(-sequence.num_standing // self._block_size)
-        twin.blocks = self._cache.share(sequence.blocks[:num_blocks])
+        twin.blocks = self._tables.share(sequence.blocks[:num_blocks])
         twin.block_table = sequence.block_table[:num_blocks]
         twin.num_standing = twin.prompt_done = sequence.num_standing
         twin.counts, twin.miss_reasons = sequence.counts, sequence.miss_reasons

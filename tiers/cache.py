@@ -1,7 +1,7 @@
 """The face of the tiers: what the engine asks of the cache, in the order in which it asks.
 
-    open ─► advance ... ─► adopt ─► new_block / commit as blocks fill ─► release
-    (ticket: match, load, lift)     (a sequence's block table)          (evictable from here on)
+    open ─► advance ... ─► tables: plan ─► provide, commit as blocks fill ─► release
+    (ticket: match, load, lift)     (the blocks of a running sequence)      (evictable from here on)
 
 Engine thread only, except that `CacheStats` snapshots may be read anywhere. Nothing here waits for
 a disk. A fault below shortens what `advance` finds; it is never an exception.
@@ -22,10 +22,10 @@ from tiers.chronicle import CacheEvent
 from tiers.demotion import Demoter, DemotionSettings
 from tiers.device import DevicePool
 from tiers.economy import LoadEconomy
-from tiers.errors import ConfigurationError, MissReason, OutOfBlocks
+from tiers.errors import ConfigurationError, MissReason
 from tiers.events import EventStream
 from tiers.frames import FrameArena
-from tiers.index import Block, BlockIndex, BlockState
+from tiers.index import BlockIndex
 from tiers.keys import PrefixKey
 from tiers.live_tree import live_tree
 from tiers.mover import Mover
@@ -36,7 +36,8 @@ from tiers.quota import Quotas, Shares
 from tiers.ranking import rank_device, rank_host
 from tiers.residency import Residency
 from tiers.retention import Pin
-from tiers.tails import Tail, TailCase, TailSharing
+from tiers.tables import BlockTables
+from tiers.tails import Tail, TailSharing
 from tiers.tier import Tier, TierName, TierStats
 from tiers.traffic import TrafficReport
 from tiers.transfers import Lane, TransferStats
@@ -169,6 +170,7 @@ class TieredCache:
             clock=clock,
             wall_clock=wall_clock,
         )
+        self.tables = BlockTables(self.residency, self._tails, self._demoter, self._upkeep.traffic)
 
     @property
     def disk(self) -> Tier | None:
@@ -229,13 +231,13 @@ class TieredCache:
         return self._promoter.advance(ticket) if ticket.reads else Progress.READY
 
     def close_ticket(self, ticket: Ticket) -> None:
-        self._promoter.close(ticket, self._use(len(ticket.chain.keys), ticket.chain))
-
-    # A running sequence's blocks.
+        """Give up what the ticket has pinned; its request does not run for now."""
+        chain = ticket.chain
+        self._promoter.close(ticket, Use(time.monotonic(), len(chain.keys), chain.root))
 
     @property
     def num_allocatable(self) -> int:
-        """Blocks that `provide` could find slots for now."""
+        """Blocks that `tables.provide` could find slots for now."""
         return self.residency.num_allocatable
 
     def find_tail(self, ticket: Ticket) -> Tail | None:
@@ -243,24 +245,6 @@ class TieredCache:
         if not ticket.reads or len(ticket.blocks) == ticket.chain.num_blocks:
             return None
         return self._tails.find(ticket.chain, len(ticket.blocks))
-
-    def adopt_tail(self, tail: Tail, chain: Chain, number: int) -> Block | None:
-        """Pin or copy what `find_tail` found, as block `number` of a sequence; None: no room.
-
-        A block of which the prompt needs further rows is announced as being computed.
-        """
-        block = self._tails.adopt(tail, chain)
-        if block is not None and tail.case is not TailCase.SHARE:
-            self._tails.withdraw(block)
-            self._announce(chain, number, block)
-        return block
-
-    def own_tail(self, block: Block, num_rows: int, chain: Chain) -> Block:
-        """Before row `num_rows` of a shared block is written: claim it, or copy its rows.
-
-        Raises OutOfBlocks where a copy is needed and there is no slot.
-        """
-        return self._tails.own(block, num_rows, chain, self._use(1, chain))
 
     def explain(self, chain: Chain, number: int, tail: Tail | None) -> Absence:
         """Why block `number` of the chain was not found; `tail` is what `find_tail` said of it."""
@@ -277,103 +261,6 @@ class TieredCache:
             sibling=tail.block.key if tail is not None else None,
             marks=marks_of(wanted, self.mark_seed),
         )
-
-    def plan(self, chain: Chain, start: int) -> list[Block]:
-        """Pinned blocks for the chain's tokens from block `start` on, announced as being computed.
-
-        They have no slots yet. Another request that needs one of them waits for it.
-        """
-        blocks = [self.new_block(chain) for _ in range(start, chain.num_blocks)]
-        for number, block in enumerate(blocks, start):
-            self._announce(chain, number, block)
-        return blocks
-
-    def _announce(self, chain: Chain, number: int, block: Block) -> None:
-        block.state = BlockState.COMPUTING
-        if chain.private:
-            return
-        if number >= len(chain.keys):
-            self._tails.announce(chain, number, block)
-        elif self.index.get(chain.keys[number]) is None:
-            self.index.add(block, chain.block_id(number), number)
-
-    def new_block(self, chain: Chain) -> Block:
-        """A pinned block to be computed into, known to its sequence alone."""
-        block = Block()
-        block.writer = chain
-        block.pins = 1
-        return block
-
-    def provide(self, block: Block) -> int:
-        """Give a block that is to be computed its slot. Raises OutOfBlocks."""
-        tenant = block.writer.root if block.writer is not None else None
-        slot = self.residency.take_slot(block, tenant)
-        if slot is None:
-            raise OutOfBlocks(f"all {self.pool.num_blocks} device blocks are in use")
-        return slot
-
-    def computed_tail(self, block: Block) -> None:
-        """The rows that a prompt's last block was announced with stand now."""
-        if block.key is None and block.state is BlockState.COMPUTING:
-            block.state = BlockState.READY
-
-    def commit(self, chain: Chain, number: int, block: Block) -> Block:
-        """Block `number` of the chain is full. Returns the block to keep in the table: this one,
-        or one that was there already with the same identity."""
-        if chain.private:
-            return block
-        self._tails.withdraw(block)
-        identity = chain.block_id(number)
-        held = self.index.get(identity.key)
-        if held is block or held is None:
-            if held is None:
-                self.index.add(block, identity, number)
-                self._upkeep.traffic.made(identity.key)
-            block.writer = None
-            block.state = BlockState.READY
-            self.residency.chronicle.came(block, TierName.DEVICE)
-            self._demoter.committed(block)
-            if self.residency.entered(block):
-                self._demoter.write(block)
-            return block
-        if held.identity() != identity or held.state is not BlockState.READY:
-            return block
-        if held.slot is None and block.pins > 1:
-            return block  # others read it where it is
-        return self._merge(block, held)
-
-    def _merge(self, block: Block, held: Block) -> Block:
-        """Keep the block that the index has, and free the duplicate."""
-        block.writer = None
-        if held.slot is None:
-            self.residency.move_slot(block, held)
-            self.residency.chronicle.came(held, TierName.DEVICE)
-        self.residency.pin(held)
-        self.residency.unpin(block, block.use)
-        return held
-
-    def share(self, blocks: list[Block]) -> list[Block]:
-        """Pin a sequence's blocks once more, for another sequence with the same tokens."""
-        for block in blocks:
-            self.residency.pin(block)
-        return list(blocks)
-
-    def release(self, chain: Chain, blocks: list[Block], num_tokens: int) -> None:
-        """A sequence is done with its blocks; the KV of its first `num_tokens` tokens stands.
-
-        Full blocks stay and may be hit; the partly filled last one is offered where tails are
-        shared; what was announced beyond is forgotten. Empties `blocks`.
-        """
-        use = self._use(len(blocks), chain)
-        num_full = num_tokens // self.layout.block_size
-        for number in range(len(blocks) - 1, -1, -1):
-            block = blocks[number]
-            if number >= num_full and block.writer is chain:
-                if block.key is not None:
-                    self.index.remove(block)  # announced, and not filled: nobody is to wait for it
-                self._tails.offer(chain, number, block, num_tokens)
-            self.residency.unpin(block, use)
-        blocks.clear()
 
     # Housekeeping and observation.
 
@@ -489,10 +376,6 @@ class TieredCache:
     def tree(self, query: TreeQuery) -> Tree:
         """The blocks above the disk as a tree of prefixes, as much of it as the query bounds."""
         return live_tree(self.index, query)
-
-    def _use(self, num_blocks: int, chain: Chain | None = None) -> Use:
-        """A use at this moment; a scope has one tenant, whose habits a policy may learn."""
-        return Use(time.monotonic(), num_blocks, chain.root if chain is not None else None)
 
 
 def _capacities(device: int, host: int, disk: int) -> dict[TierName, int]:

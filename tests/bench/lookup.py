@@ -82,11 +82,11 @@ def _fill(cache: TieredCache, root: bytes, length: int) -> "array[int]":
 def _compute(cache: TieredCache, chain: Chain) -> None:
     """Stand in for a request that computed the whole chain."""
     ticket = cache.open(chain)
-    blocks = [*ticket.blocks, *cache.plan(chain, len(ticket.blocks))]
+    blocks = [*ticket.blocks, *cache.tables.plan(chain, len(ticket.blocks))]
     for number in range(len(ticket.blocks), len(blocks)):
-        cache.provide(blocks[number])
-        blocks[number] = cache.commit(chain, number, blocks[number])
-    cache.release(chain, blocks, chain.num_tokens)
+        cache.tables.provide(blocks[number])
+        blocks[number] = cache.tables.commit(chain, number, blocks[number])
+    cache.tables.release(chain, blocks, chain.num_tokens)
 
 
 def _measure(cache: TieredCache, root: bytes, prompt: "array[int]", rounds: int = 300) -> dict:  # type: ignore[type-arg]
@@ -101,7 +101,7 @@ def _measure(cache: TieredCache, root: bytes, prompt: "array[int]", rounds: int 
         taken.append(time.perf_counter_ns() - started)
         assert len(table) == len(prompt) // BLOCK_SIZE
         started = time.perf_counter_ns()
-        cache.release(chain, ticket.blocks, len(prompt))
+        cache.tables.release(chain, ticket.blocks, len(prompt))
         given.append(time.perf_counter_ns() - started)
     return {
         "prompt_tokens": len(prompt),

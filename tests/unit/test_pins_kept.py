@@ -68,12 +68,12 @@ class Bench:
         while self.cache.advance(ticket) is not Progress.READY:
             self.settle(1)
         hits = len(ticket.blocks)
-        blocks = [*ticket.blocks, *self.cache.plan(chain, hits)]
+        blocks = [*ticket.blocks, *self.cache.tables.plan(chain, hits)]
         for number in range(hits, len(blocks)):
-            self.cache.provide(blocks[number])
-            blocks[number] = self.cache.commit(chain, number, blocks[number])
+            self.cache.tables.provide(blocks[number])
+            blocks[number] = self.cache.tables.commit(chain, number, blocks[number])
         ticket.blocks.clear()
-        self.cache.release(chain, blocks, chain.num_tokens)
+        self.cache.tables.release(chain, blocks, chain.num_tokens)
         self.settle()
         return hits
 
