@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Form, Request
 from starlette.responses import RedirectResponse, Response
 
-from api.admin.access import MayChange, MayRead, cookie_name, is_secure
+from api.admin.access import MayChange, MayRead, cookie_name, is_secure, session_of
 from api.admin.pages import render
 from api.admin.parts import parts_of
 from api.admin.sessions import Admin, Role
@@ -25,6 +25,7 @@ router = APIRouter(prefix="/admin", include_in_schema=False)
 
 LINK_TTL_S = 15 * 60.0
 WRONG = "That name and password, or key, did not match. Check both and try again."
+ENDED = "Your session has ended: the server was started again, or you were away too long. Log in."
 _NEXT = re.compile(r"/admin(/[A-Za-z0-9_./-]*)?")  # where a login may lead: our own pages
 
 
@@ -36,7 +37,8 @@ async def login_page(request: Request, token: str = "", next: str = "/admin") ->
         if found is not None:
             return await _enter(request, found, "link", render(request, "entered.html", None))
         return _form(request, next, "That link was used or is too old. Log in, or make another.")
-    return _form(request, next)
+    known = session_of(request) is not None or cookie_name(request) not in request.cookies
+    return _form(request, next, "" if known else ENDED)
 
 
 @router.post("/login")

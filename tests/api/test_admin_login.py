@@ -118,6 +118,17 @@ async def test_what_does_not_match_is_refused_in_the_same_words(
     assert ["admin.login_failed"] == [action for action, _ in actions(parts)]
 
 
+async def test_a_session_that_was_lost_is_told_on_the_login_page(client: httpx.AsyncClient) -> None:
+    assert "has ended" not in (await client.get("/admin/login")).text
+    assert 303 == (await log_in(client)).status_code
+    async with admin_client(fake_parts(stats=lambda: STATS)) as restarted:
+        restarted.cookies = client.cookies
+        lost = await restarted.get("/admin", headers=PERSON, follow_redirects=True)
+        assert "Your session has ended: the server was started again" in lost.text
+        assert 303 == (await log_in(restarted)).status_code
+        assert 200 == (await restarted.get("/admin", headers=PERSON)).status_code
+
+
 async def test_an_admin_key_logs_in(parts: AdminParts, client: httpx.AsyncClient) -> None:
     assert 303 == (await log_in(client, "", "sk-admin")).status_code
     assert [("admin.login", "id-of-sk-admin")] == actions(parts)
