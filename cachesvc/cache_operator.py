@@ -77,8 +77,8 @@ class CacheOperator:
     async def purge(self, kind: str, name: str, *, by: str, why: str) -> dict[str, Any]:
         """Purge a tenant or group from every tier; the signed receipt, also kept as a file."""
         started_s = time.time()
-        order = Order(kind=Kind(kind), name=name, by=by, why=why, started_s=started_s)
-        roots = await asyncio.to_thread(roots_of, self._data_dir, name, order.kind)
+        order = Order(kind=kind, name=name, by=by, why=why, started_s=started_s)
+        roots = await asyncio.to_thread(roots_of, self._data_dir, name, Kind(kind))
         done = await self._purge(roots)
         signed = receipt(self._signer, order, done)
         await asyncio.to_thread(keep_receipt, self._data_dir, signed)

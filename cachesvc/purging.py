@@ -15,7 +15,6 @@ from typing import Any
 
 from billing.receipts import ReceiptSigner
 from cachesvc.config import disk_path
-from cachesvc.scopes import Kind
 from tiers.disk_accounts import Removed
 from tiers.disk_directory import DirectoryLock
 from tiers.disk_ops import count
@@ -31,7 +30,7 @@ RECEIPTS = "receipts"  # folder of the data directory
 class Order:
     """Whose blocks are to go, and who says so."""
 
-    kind: Kind
+    kind: str  # tenant, group or scope
     name: str
     by: str
     why: str

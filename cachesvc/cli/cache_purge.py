@@ -1,7 +1,7 @@
 """`cachesvc cache purge`: every block of a tenant, a sharing group or a scope, with a receipt."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from billing.receipts import ReceiptSigner
+from billing.store import database_url as ledger_url
 from cachesvc.cli.books import DatabaseUrl, actor, books
 from cachesvc.cli.cache_select import find_scope, server_of
 from cachesvc.cli.options import DataDir, existing_data_dir
@@ -41,19 +42,20 @@ def purge(
 ) -> None:
     """Remove every block of a tenant from every tier, with a signed receipt.
 
-    On a running server through the server, else from the disk. A scope goes from the disk alone.
+    On a running server through the server, else from the disk. A scope goes from the disk alone,
+    and beside a running server without a receipt.
     """
     path = existing_data_dir(data_dir)
     asked = [given for given in (tenant, group, scope) if given]
     if len(asked) != 1:
         fail("say whose blocks: one of --tenant, --group and --scope", 2)
+    if not why.strip():
+        fail("say why with --reason: the receipt and the admin trail keep it", 2)
     if scope:
-        _purge_scopes(path, scope, yes=yes, json=json)
+        _purge_scopes(path, scope, why, database_url, yes=yes, json=json)
         return
     kind, name = (Kind.TENANT, tenant) if tenant else (Kind.GROUP, group)
     assert name is not None
-    if not why.strip():
-        fail("say why with --reason: the receipt and the admin trail keep it", 2)
     confirm(f"Purge every block of {kind} {name} from every tier?", yes=yes)
     signed = _purge_live(path, kind, name, why) or _purge_stopped(
         path, kind, name, why, database_url
@@ -91,16 +93,22 @@ def _purge_stopped(
     with books(path, database_url) as open_books:
         if kind is Kind.TENANT and open_books.accounts.find_tenant(name) is None:
             fail(f"no tenant is named {name!r}; see `cachesvc tenants list`")
-        try:
-            signed = receipt(ReceiptSigner.open(path), order, purge_stopped(path, roots))
-        except (TierError, PurgeFailed) as error:
-            fail(str(error))
-        keep_receipt(path, signed)
+        signed = _purge_disk(path, order, roots)
         open_books.accounts.record("cache.purge", name, by=order.by, after=signed, reason=why)
     return signed
 
 
-def _tell(signed: Mapping[str, Any], kind: Kind, name: str) -> None:
+def _purge_disk(path: Path, order: Order, roots: Collection[PrefixKey]) -> Mapping[str, Any]:
+    """From the disk of a server that does not run; the receipt, which is kept there."""
+    try:
+        signed = receipt(ReceiptSigner.open(path), order, purge_stopped(path, roots))
+    except (TierError, PurgeFailed) as error:
+        fail(str(error))
+    keep_receipt(path, signed)
+    return signed
+
+
+def _tell(signed: Mapping[str, Any], kind: str, name: str) -> None:
     for tier, gone in signed["tiers"].items():
         blocks = number_of(gone["blocks"], "block")
         typer.echo(f"{blocks} ({size(gone['bytes'])}) of {kind} {name} off {tier}")
@@ -115,39 +123,62 @@ def _tell(signed: Mapping[str, Any], kind: Kind, name: str) -> None:
     )
 
 
-def _purge_scopes(path: Path, starts: list[str], *, yes: bool, json: bool) -> None:
+def _purge_scopes(
+    path: Path, starts: list[str], why: str, database_url: str | None, *, yes: bool, json: bool
+) -> None:
     folder = disk_path(path)
-    with open_shards(folder, readonly=False) as (_, shards):
-        planned: dict[PrefixKey, Removed] = {}
+    roots, total = _chosen(folder, starts)
+    names = ", ".join(sorted(root.hex() for root in roots))
+    blocks = f"{number_of(total.num_blocks, 'block')} ({size(total.stored_bytes)})"
+    confirm(f"Purge {blocks} of {names} from {folder}?", yes=yes)
+    server = server_of(folder)
+    if server is not None:
+        _purge_beside(folder, roots, server, json=json)
+        return
+    order = Order(kind="scope", name=names, by=actor(), why=why, started_s=time.time())
+    signed = _purge_disk(path, order, roots)
+    ledger = Path(ledger_url(path).removeprefix("sqlite:///"))
+    if database_url is not None or ledger.exists():  # an engine without a server keeps none
+        with books(path, database_url) as open_books:
+            open_books.accounts.record("cache.purge", names, by=order.by, after=signed, reason=why)
+    if json:
+        print_json(signed)
+    else:
+        _tell(signed, order.kind, order.name)
+
+
+def _chosen(folder: Path, starts: list[str]) -> tuple[set[PrefixKey], Removed]:
+    """The scopes that begin so, and what lies in them."""
+    planned: dict[PrefixKey, Removed] = {}
+    with open_shards(folder, readonly=True) as (_, shards):
         for shard in shards:
             for root, account in shard.accounts().items():
                 planned[root] = planned.get(root, Removed()).plus(Removed(*account))
-        roots = {find_scope(planned, start) for start in starts}
-        total = reduce(Removed.plus, (planned[root] for root in roots))
-        names = ", ".join(root.hex() for root in roots)
-        confirm(
-            f"Purge {number_of(total.num_blocks, 'block')} ({size(total.stored_bytes)}) of {names} "
-            f"from {folder}?",
-            yes=yes,
-        )
-        gone = Removed()
-        with progress("purging", len(shards)) as advance:
-            for shard in shards:
-                gone = gone.plus(purge_shard(shard, roots))
-                shard.sync()
-                advance(1)
-    server = server_of(folder)
+    roots = {find_scope(planned, start) for start in starts}
+    return roots, reduce(Removed.plus, (planned[root] for root in roots))
+
+
+def _purge_beside(folder: Path, roots: set[PrefixKey], server: str, *, json: bool) -> None:
+    """From the disk that a server holds. What is in its memory stays, so there is no receipt."""
+    gone = Removed()
+    with (
+        open_shards(folder, readonly=False) as (_, shards),
+        progress("purging", len(shards)) as advance,
+    ):
+        for shard in shards:
+            gone = gone.plus(purge_shard(shard, roots))
+            shard.sync()
+            advance(1)
     if json:
-        print_json(
-            gone._asdict() | {"scopes": sorted(root.hex() for root in roots), "server": server}
-        )
+        scopes = sorted(root.hex() for root in roots)
+        print_json(gone._asdict() | {"scopes": scopes, "server": server})
     else:
         typer.echo(
             f"{number_of(gone.num_blocks, 'block')} ({size(gone.stored_bytes)}) purged; "
             "their space is free for new blocks"
         )
-    if server is not None:
-        note(
-            f"a server holds this directory ({server}): blocks in its memory stay, and it may "
-            "write them to disk again; --tenant or --group purges those as well"
-        )
+    note(
+        f"a server holds this directory ({server}): blocks in its memory stay, and it may write "
+        "them to disk again, so there is no receipt; --tenant or --group purges those as well, and "
+        "--scope gives one once the server has stopped"
+    )

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from api.auth import Salts
 from api.testing import fake_house
+from billing.receipts import ReceiptSigner, verify_receipt
 from billing.store import database_url
 from billing.testing import running_ledger
 from cachesvc.cli import app
@@ -165,14 +166,35 @@ def test_evict_leaves_what_is_pinned_unless_told(data_dir: Path) -> None:
 
 
 def test_a_confirmed_purge_takes_the_whole_scope_and_only_it(data_dir: Path) -> None:
-    purged = call("purge", data_dir, "--scope", THEIRS[0].scope.hex()[:8], answer="y\n")
+    flags = ("--scope", THEIRS[0].scope.hex()[:8], "--reason", "left")
+    purged = call("purge", data_dir, *flags, answer="y\n")
     assert 0 == purged.exit_code
     assert f"{len(THEIRS)} blocks" in purged.stdout
     assert key_set(MINE, BRANCH) == keys(data_dir)
+    (kept,) = (data_dir / RECEIPTS).iterdir()
+    signed = json.loads(kept.read_text())
+    assert verify_receipt(signed, ReceiptSigner.open(data_dir).public_key)
+    assert (OTHER.root().hex(), "left", 0) == (
+        signed["scope"],
+        signed["why"],
+        signed["blocks_left"],
+    )
+    assert len(THEIRS) == signed["tiers"]["disk"]["blocks"]
+
+
+def test_a_purge_says_why_and_leaves_a_trail_where_there_is_a_ledger(data_dir: Path) -> None:
+    scope = ("--scope", OTHER.root().hex(), "--yes")
+    unsaid = call("purge", data_dir, *scope)
+    assert (2, True) == (unsaid.exit_code, "say why with --reason" in unsaid.stderr)
+    with running_ledger(database_url(data_dir)) as house:
+        signed = told(call("purge", data_dir, *scope, "--reason", "left", "--json"))
+        (entry,) = house.accounts.trail(1)
+        assert ("cache.purge", "left") == (entry["action"], entry["reason"])
+        assert signed == json.loads(entry["after"])
 
 
 def test_purge_of_an_unknown_scope_says_so(data_dir: Path) -> None:
-    failed = call("purge", data_dir, "--scope", "0" * 32, "--yes")
+    failed = call("purge", data_dir, "--scope", "0" * 32, "--yes", "--reason", "w")
     assert 1 == failed.exit_code
     assert "no scope's root begins with" in failed.stderr
 
@@ -210,10 +232,13 @@ def test_a_purge_beside_a_server_says_what_it_cannot_reach(data_dir: Path) -> No
     tier = opened(data_dir)
     try:
         scope = THEIRS[0].scope.hex()
-        purged = called_apart("purge", data_dir, "--scope", scope, "--yes", "--json")
+        purged = called_apart(
+            "purge", data_dir, "--scope", scope, "--yes", "--json", "--reason", "w"
+        )
         assert 0 == purged.returncode, purged.stderr
         assert "pid" in json.loads(purged.stdout)["server"]
         assert "in its memory" in purged.stderr
+        assert not (data_dir / RECEIPTS).exists(), "a receipt must not prove what memory holds"
         assert 0 == tier.probe(THEIRS)
         assert len(MINE) == tier.probe(MINE)
     finally:
@@ -291,7 +316,7 @@ def test_a_bad_block_is_left_out_of_an_export_and_said(data_dir: Path) -> None:
 
 
 def test_a_directory_without_a_disk_tier_is_named_without_a_traceback(tmp_path: Path) -> None:
-    for command in (("evict", "--all"), ("purge", "--scope", "00"), ("compact",)):
+    for command in (("evict", "--all"), ("purge", "--scope", "00", "--reason", "w"), ("compact",)):
         failed = called_apart(command[0], tmp_path, *command[1:])
         assert 1 == failed.returncode
         assert "error:" in failed.stderr
