@@ -6,7 +6,6 @@ the state belongs to the running loop. `cachesvc.service` calls this once per se
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Sequence
 
 from fastapi import APIRouter, FastAPI
@@ -21,13 +20,11 @@ from api.admin.pages import refusal_page
 from api.body_bound import BodyBound
 from api.collaborators import Collaborators
 from api.context import Story
-from api.errors import ApiError, NotJson, answer_to, is_expected
+from api.errors import ApiError, NotJson, answer_to, log_untold
 from api.schemas import refusal
 from api.storyteller import Storyteller
 from billing.errors import BillingError
 from engine.errors import EngineError
-
-logger = logging.getLogger(__name__)
 
 AREAS = (chat, completions, models, tokenize, balance, cache_events, requests, health)
 SEND_JSON = "The body is no JSON object; send one, as application/json."
@@ -86,8 +83,7 @@ async def _answer(request: Request, error: Exception) -> Response:
     answer = answer_to(error)
     story: Story = request.state.story
     story.add(error=type(error).__name__, param=answer.param)
-    if not is_expected(error):
-        logger.error("request %s failed", story.request_id, exc_info=error)
+    log_untold(story.request_id, error)
     headers = dict(answer.headers)
     page = refusal_page(request, answer)
     return page or Response(answer.encoded(), answer.status, headers, "application/json")

@@ -24,6 +24,7 @@ looked up by their class, nearest ancestor first; one that is not in the table i
 with a plain 500 that tells nothing of the inside, and logged whole.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -33,6 +34,8 @@ from starlette.exceptions import HTTPException
 
 from billing import errors as billing_errors
 from engine import errors as engine_errors
+
+logger = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
@@ -122,6 +125,7 @@ class Row:
     type: str
     code: str | None = None
     retry_after_s: int | None = None
+    told: str | None = None  # instead of the error's own words, which tell of the inside
 
 
 TABLE: Final[Mapping[type[Exception], Row]] = {
@@ -171,7 +175,11 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
         409, "invalid_request_error", "idempotency_key_busy", retry_after_s=1
     ),
     billing_errors.LedgerUnavailable: Row(
-        503, "server_error", "ledger_unavailable", retry_after_s=5
+        503,
+        "server_error",
+        "ledger_unavailable",
+        retry_after_s=5,
+        told="The ledger cannot be read or written now, so nothing is served. Try again shortly.",
     ),
     billing_errors.LedgerClosed: Row(503, "server_error", "shutting_down", retry_after_s=5),
 }
@@ -212,7 +220,7 @@ def answer_to(error: BaseException) -> Answer:
     """The answer a client gets to `error`. Anything unknown is a 500 without its message."""
     if isinstance(error, HTTPException):
         return _route_answer(error)
-    row = next((TABLE[kind] for kind in type(error).__mro__ if kind in TABLE), None)
+    row = _row(error)
     if row is None:
         return Answer(UNEXPECTED.status, UNEXPECTED_MESSAGE, UNEXPECTED.type, UNEXPECTED.code)
     headers = dict(getattr(error, "headers", {}))
@@ -221,12 +229,20 @@ def answer_to(error: BaseException) -> Answer:
     if row.status == 401:
         headers.setdefault("WWW-Authenticate", "Bearer")
     param = getattr(error, "param", None)
-    return Answer(row.status, str(error), row.type, row.code, param, headers)
+    return Answer(row.status, row.told or str(error), row.type, row.code, param, headers)
 
 
-def is_expected(error: BaseException) -> bool:
-    """Whether `error` has its row, so that a log line of one sentence says enough."""
-    return isinstance(error, HTTPException) or any(kind in TABLE for kind in type(error).__mro__)
+def log_untold(request_id: str, error: BaseException) -> None:
+    """Logs what clients are not told: a bug whole, else the words that `told` stands for."""
+    row = _row(error)
+    if row is None and not isinstance(error, HTTPException):
+        logger.error("request %s failed", request_id, exc_info=error)
+    elif row is not None and row.told:
+        logger.error("request %s failed: %s", request_id, error)
+
+
+def _row(error: BaseException) -> Row | None:
+    return next((TABLE[kind] for kind in type(error).__mro__ if kind in TABLE), None)
 
 
 def _route_answer(error: HTTPException) -> Answer:

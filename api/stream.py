@@ -21,7 +21,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.errors import Answer, GenerationFailed, answer_to
+from api.errors import Answer, GenerationFailed, answer_to, log_untold
 from api.generation import Delta, Generation, Served
 from api.metering import Charge
 from api.usage import Asked, Bill
@@ -111,6 +111,7 @@ class Delivery:
         except Exception as failure:  # noqa: BLE001  the ledger did not take it, or a bug
             error = error or failure
         if error is not None:
+            log_untold(self.generation.job.request_id, error)
             await self._send_error(send, answer_to(error))
         await self._report(served, bill, error)
 

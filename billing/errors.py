@@ -128,7 +128,7 @@ class IdempotencyBusy(BillingError):
 
 
 class LedgerUnavailable(BillingError):
-    """The ledger cannot be written now; nothing was charged or held."""
+    """The ledger cannot be read or written now; nothing was charged or held."""
 
 
 class Unwritable(LedgerUnavailable):

@@ -205,13 +205,16 @@ class LedgerStore:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A consistent read-only view."""
-        with self.engine.connect() as connection, connection.begin():
-            if self.engine.dialect.name == "postgresql":
-                connection.execute(
-                    text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-                )
-            yield connection
+        """A consistent read-only view. Raises `LedgerUnavailable` when the store cannot be read."""
+        try:
+            with self.engine.connect() as connection, connection.begin():
+                if self.engine.dialect.name == "postgresql":
+                    connection.execute(
+                        text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+                    )
+                yield connection
+        except self._passing as error:
+            raise LedgerUnavailable(f"the ledger cannot be read: {_cause(error)}") from error
 
     @contextmanager
     def writing(self, *, durable: bool = True) -> Iterator[Connection]:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from sqlalchemy import create_engine
 
 from api import health
 from api.app import AREAS
@@ -131,6 +132,29 @@ async def test_once_a_key_exists_every_route_needs_one(bank: Bank) -> None:
         assert 200 == (await client.get("/v1/models", headers=headers)).status_code
         for open_path in ("/health", "/health/ready", "/metrics"):
             assert 200 == (await client.get(open_path)).status_code
+
+
+async def test_without_its_database_the_gate_is_shut_and_says_so(
+    bank: Bank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A database that is gone for a while is no bug of ours: clients are told to come back, and
+    only the log says what is wrong with it."""
+    monkeypatch.setattr("billing.accounts.REFRESH_S", 0)
+    monkeypatch.setattr("billing.accounts.MISS_REFRESH_S", 0)
+    async with serving(bank) as (_, client, house):
+        known, unknown = bank.customer(UNITS), {"authorization": "Bearer sk-no"}
+        with monkeypatch.context() as patched:
+            patched.setattr(bank.store, "engine", create_engine("sqlite:////no/such/folder/file"))
+            for headers in (known, unknown):
+                for method, path in (("POST", CHAT), ("GET", "/user/balance")):
+                    answer = await client.request(method, path, json=HELLO, headers=headers)
+                    code = answer.json()["error"]["code"]
+                    assert (503, "ledger_unavailable") == (answer.status_code, code)
+                    assert "5" == answer.headers["retry-after"]
+                    assert "database file" not in answer.text
+                    assert "unable to open database file" in caplog.messages[-1]
+        assert 200 == (await client.post(CHAT, json=HELLO, headers=known)).status_code
+        assert 1 == len(house.engine.requests)
 
 
 async def test_keys_end_and_have_scopes(bank: Bank) -> None:

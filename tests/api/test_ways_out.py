@@ -7,6 +7,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from api.chat import ChatFormat
 from api.collaborators import WireSettings
 from api.testing import FakeHouse, Script, fake_house
 from billing.policy import Outcome
@@ -144,6 +145,24 @@ async def test_a_failure_before_the_first_token_is_a_500(
         charge = house.meter.last
         assert charge.served is not None
         assert (Outcome.FAILED, 0) == (charge.served.outcome, charge.served.usage.output)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bug_in_an_answer_is_logged_whole_and_told_to_nobody(
+    client: httpx.AsyncClient,
+    house: FakeHouse,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("inside")
+
+    monkeypatch.setattr(ChatFormat, "chunk" if stream else "absorb", broken)
+    response = await client.post(CHAT, json=HELLO | {"stream": stream})
+    assert (500, "internal_error") == (response.status_code, response.json()["error"]["code"])
+    assert "inside" not in response.text
+    assert any(record.exc_info and "inside" in str(record.exc_info[1]) for record in caplog.records)
 
 
 async def test_a_failure_in_the_middle_of_a_stream_is_an_event(
