@@ -4,6 +4,7 @@ One shape for the command line's `--json` and the admin routes. Amounts are exac
 instants are nanoseconds since 1970, `None` is unlimited.
 """
 
+from datetime import UTC, datetime
 from typing import Any
 
 import orjson
@@ -14,8 +15,8 @@ from billing.holds import StoredHold, decode_request
 from billing.keys import Scope
 from billing.lint import Finding
 from billing.money import format_units, rate_per_million
-from billing.plan import Plan
-from billing.prices import NS, RateCard, Rates
+from billing.plan import Difference, Plan
+from billing.prices import DAYS, NS, RateCard, Rates
 from billing.proof import Proof
 
 RATES = ("hit_device", "hit_host", "hit_disk", "hit_remote", "miss", "output")
@@ -74,6 +75,17 @@ def card_document(card: RateCard) -> Document:
         "valid_from_ns": card.valid_from_ns,
         "time_zone": card.zone.key,
         "minimum_cached_tokens": card.minimum_cached_tokens,
+        "windows": [
+            {
+                "name": window.name,
+                "start": window.start.isoformat("minutes"),
+                "end": window.end.isoformat("minutes"),
+                "days": [DAYS[day] for day in sorted(window.days)],
+                "holidays": window.holidays.value,
+            }
+            for window in card.windows
+        ],
+        "holidays": [day.isoformat() for day in sorted(card.holidays)],
         "models": [
             {
                 "match": price.pattern,
@@ -108,12 +120,35 @@ def _flat(card: RateCard) -> dict[str, str]:
         for window, rates in price.rates.items()
         for name in (*RATES, *EXTRAS)
     }
-    return prices | {
-        "currency": card.currency,
-        "version": card.version,
-        "minimum_cached_tokens": str(card.minimum_cached_tokens),
-        "valid_from_ns": str(card.valid_from_ns),
+    windows = {
+        f"window {window['name']}": " ".join(
+            (
+                f"{window['start']}-{window['end']}",
+                *window["days"],
+                f"holidays {window['holidays']}",
+            )
+        )
+        for window in card_document(card)["windows"]
     }
+    costs = {
+        f"cost {pattern} {name}": price_text(rates, name)
+        for pattern, rates in card.costs.items()
+        for name in (*RATES, *EXTRAS)
+    }
+    return (
+        prices
+        | windows
+        | costs
+        | {
+            "name": card.name,
+            "version": card.version,
+            "currency": card.currency,
+            "valid_from": datetime.fromtimestamp(card.valid_from_ns // NS, UTC).isoformat(),
+            "time_zone": card.zone.key,
+            "holidays": " ".join(day.isoformat() for day in sorted(card.holidays)) or "-",
+            "minimum_cached_tokens": str(card.minimum_cached_tokens),
+        }
+    )
 
 
 def finding_document(finding: Finding) -> Document:
@@ -126,21 +161,25 @@ def finding_document(finding: Finding) -> Document:
 
 
 def plan_document(plan: Plan) -> Document:
+    """A plan; `unpriced` has no price any more, charges in other currencies are only counted."""
     return {
         "requests_that_differ": plan.num_differing,
         "examples": plan.differing,
-        "rows": [
-            {
-                "tenant": row.tenant,
-                "model": row.model,
-                "currency": row.currency,
-                "requests": row.requests,
-                "charged": format_units(row.charged),
-                "planned": format_units(row.planned),
-                "change": format_units(row.change),
-            }
-            for row in plan.rows
-        ],
+        "rows": [_difference_document(row) for row in plan.rows],
+        "unpriced": [_difference_document(row) for row in plan.unpriced],
+        "charges_in_other_currencies": plan.num_other_currency,
+    }
+
+
+def _difference_document(row: Difference) -> Document:
+    return {
+        "tenant": row.tenant,
+        "model": row.model,
+        "currency": row.currency,
+        "requests": row.charges,
+        "charged": format_units(row.charged),
+        "planned": format_units(row.planned),
+        "change": format_units(row.change),
     }
 
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 
 from billing import store_reports
 from billing.entries import Kind
+from billing.errors import NoPrice
 from billing.holds import rate_ref
 from billing.prices import PinnedRate, PriceBook, RateCard
 from billing.rating import rate
 from billing.store import LedgerStore
 from billing.usage import Usage
 
-Pricing = Callable[[str, int, str], PinnedRate]  # model, admission instant, currency
+Pricing = Callable[[str, int, str], PinnedRate | None]  # model, admission instant, currency
 
 
 @dataclass(slots=True)
@@ -25,7 +26,7 @@ class Difference:
     tenant: str
     model: str
     currency: str
-    requests: int = 0
+    charges: int = 0  # requests, and started hours of pins
     charged: int = 0
     planned: int = 0
 
@@ -36,23 +37,29 @@ class Difference:
 
 @dataclass(slots=True)
 class Plan:
-    """Differences by tenant and model, and the requests that were charged otherwise (the first
-    few).
+    """Differences by tenant and model, and the first few requests that would cost otherwise.
+
+    `unpriced` are those that have no price now; charges in other currencies stay as they are.
     """
 
     rows: list[Difference] = field(default_factory=list)
+    unpriced: list[Difference] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
     num_differing: int = 0
+    num_other_currency: int = 0
 
 
 SHOWN = 20
 
 
 def under_card(card: RateCard) -> Pricing:
-    """What requests would cost if this card had been in force. Raises `NoPrice`."""
+    """What requests would cost if this card had been in force; None in other currencies.
 
-    def price(model: str, instant_ns: int, currency: str) -> PinnedRate:
-        return card.at(model, instant_ns)
+    Raises `NoPrice`.
+    """
+
+    def price(model: str, instant_ns: int, currency: str) -> PinnedRate | None:
+        return card.at(model, instant_ns) if currency == card.currency else None
 
     return price
 
@@ -66,26 +73,35 @@ def rerate(
     store: LedgerStore, pricing: Pricing, *, since_ns: int = 0, tenant: str | None = None
 ) -> Plan:
     """Rate every charge since an instant under `pricing`; changes nothing."""
-    rows: dict[tuple[str, str], Difference] = {}
     plan = Plan()
+    rows: dict[tuple[str, str], Difference] = {}
+    unpriced: dict[tuple[str, str], Difference] = {}
     with store.reading() as connection:
         for entry in store_reports.stream_entries(connection, tenant, since_ns=since_ns):
             if entry.kind is not Kind.CHARGE:
                 continue
             details = entry.details
             model = rate_ref(details).model
-            admitted_ns = details.get("admitted_ns", entry.at_ns)
-            usage = Usage.from_record(details.get("usage", {}))
-            planned = rate(usage, pricing(model, admitted_ns, entry.currency)).amount
-            row = rows.setdefault(
-                (entry.tenant, model), Difference(entry.tenant, model, entry.currency)
-            )
-            row.requests += 1
+            planned = 0
+            try:
+                pinned = pricing(model, details.get("admitted_ns", entry.at_ns), entry.currency)
+                into = rows
+            except NoPrice:
+                into = unpriced
+            else:
+                if pinned is None:
+                    plan.num_other_currency += 1
+                    continue
+                planned = rate(Usage.from_record(details.get("usage", {})), pinned).amount
+            key = (entry.tenant, model)
+            row = into.setdefault(key, Difference(*key, entry.currency))
+            row.charges += 1
             row.charged -= entry.amount
             row.planned += planned
-            if planned != -entry.amount:
+            if into is rows and planned != -entry.amount:
                 plan.num_differing += 1
                 if plan.num_differing <= SHOWN:
                     plan.differing.append(f"{entry.tenant}/{entry.request_id}")
     plan.rows = [rows[key] for key in sorted(rows)]
+    plan.unpriced = [unpriced[key] for key in sorted(unpriced)]
     return plan

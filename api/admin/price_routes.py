@@ -60,7 +60,7 @@ def plan_card(request: Request, body: PlanBody, _: MayRead) -> Document:
     """What the last days' real usage would have cost under a card. Changes nothing."""
     books = books_of(request)
     pricing = plan.under_card(_card(books, body.card))
-    since_ns = time.time_ns() - body.days * 86_400 * NS
+    since_ns = max(0, time.time_ns() - body.days * 86_400 * NS)
     return plan_document(plan.rerate(books.store, pricing, since_ns=since_ns, tenant=body.tenant))
 
 

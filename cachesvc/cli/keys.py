@@ -2,6 +2,7 @@
 
 import re
 import time
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -69,7 +70,7 @@ def list_keys(
             print_json([_json(info) for info in found])
             return
         print_table(
-            ("id", "prefix", "tenant", "project", "name", "scopes", "state"),
+            ("id", "prefix", "tenant", "project", "name", "scopes", "state", "ends"),
             [
                 (
                     info.key_id,
@@ -79,9 +80,11 @@ def list_keys(
                     info.name,
                     format_scopes(info.scopes),
                     key_state(info, time.time_ns()),
+                    _day(info.expires_ns),
                 )
                 for info in found
             ],
+            spare=("id", "project", "name"),
         )
 
 
@@ -119,6 +122,11 @@ def _expiry(text: str | None) -> int | None:
     if not found:
         raise BillingError(f"{text!r} is not a duration such as 12h or 90d")
     return time.time_ns() + int(found[1]) * _UNITS_S[found[2]] * NS
+
+
+def _day(at_ns: int | None) -> str:
+    """A day of UTC, or nothing for never."""
+    return "" if at_ns is None else datetime.fromtimestamp(at_ns // NS, UTC).strftime("%Y-%m-%d")
 
 
 def _json(info: KeyInfo) -> dict[str, Any]:

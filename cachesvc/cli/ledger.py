@@ -3,6 +3,7 @@
 import json as jsonlib
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -10,17 +11,17 @@ import typer
 
 from billing import audit, plan, store_reports
 from billing.documents import (
+    Document,
     entry_document,
     hold_document,
     plan_document,
     proof_document,
     trail_document,
 )
-from billing.entries import Entry
 from billing.errors import BillingError
 from billing.money import format_units, parse_positive
 from billing.prices import NS
-from cachesvc.cli.books import Books, DatabaseUrl, DataDir, TenantOption, actor, books
+from cachesvc.cli.books import DatabaseUrl, DataDir, TenantOption, actor, books
 from cachesvc.cli.prices import print_plan
 from cachesvc.cli.render import AsJson, fail, note, number_of, print_json, print_table
 
@@ -75,7 +76,12 @@ def show(
 ) -> None:
     """Print the charge of a request and what corrected it, as JSON."""
     with books(data_dir, database) as open_books:
-        print_json([entry_document(entry) for entry in _entries(open_books, tenant, request_id)])
+        open_books.accounts.tenant(tenant)
+        with open_books.store.reading() as connection:
+            found = store_reports.request_entries(connection, tenant, request_id)
+        if not found:
+            fail(f"request {request_id!r} of tenant {tenant!r} was never charged")
+        print_json([entry_document(entry) for entry in found])
 
 
 @app.command()
@@ -95,7 +101,12 @@ def holds(
             print_json(rows)
             return
         columns = ("tenant", "request_id", "amount", "model", "server", "age_s", "expires_in_s")
-        print_table(columns, [[row[name] for name in columns] for row in rows], right=columns[5:])
+        print_table(
+            columns,
+            [[row[name] for name in columns] for row in rows],
+            right=("amount", *columns[5:]),
+            spare=("server", "model"),
+        )
 
 
 @app.command()
@@ -121,7 +132,7 @@ def rerate(
     with books(data_dir, database) as open_books:
         open_books.accounts.expect(tenant)
         pricing = plan.under_book(open_books.accounts.book)
-        since_ns = time.time_ns() - days * 86_400 * NS
+        since_ns = max(0, time.time_ns() - days * 86_400 * NS)
         found = plan.rerate(open_books.store, pricing, since_ns=since_ns, tenant=tenant)
         if json:
             print_json(plan_document(found))
@@ -143,11 +154,17 @@ def correct(
 ) -> None:
     """Give back a charge by a new entry that names it."""
     with books(data_dir, database) as open_books:
+        open_books.accounts.expect(tenant)
         units = None if amount is None else parse_positive(amount)
         name = reference or f"correct:{request_id}"
         entry = open_books.with_ledger(
             lambda ledger: ledger.correct(
-                tenant, request_id, reference=name, by=actor(), reason=reason, amount=units
+                tenant,
+                request_id,
+                reference=name,
+                by=actor(),
+                reason=reason,
+                amount=units,
             ).result()
         )
         note(f"entry {entry.seq} gives back {format_units(entry.amount)} {entry.currency}")
@@ -166,14 +183,31 @@ def trail(
         if json:
             print_json([trail_document(row) for row in found])
             return
-        columns = ("seq", "actor", "action", "subject", "before", "after", "reason")
-        print_table(columns, [[row[name] for name in columns] for row in found])
+        for row in found:
+            print_trail(trail_document(row))
 
 
-def _entries(open_books: Books, tenant: str, request_id: str) -> list[Entry]:
-    open_books.accounts.tenant(tenant)
-    with open_books.store.reading() as connection:
-        return store_reports.request_entries(connection, tenant, request_id)
+def print_trail(row: Document) -> None:
+    """One change: when (UTC), who, what and whom; below it what was and is, and why."""
+    at = datetime.fromtimestamp(row["at_ns"] // NS, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    typer.echo(f"{row['seq']:>5}  {at}  {row['actor']}  {row['action']}  {row['subject']}")
+    before, after = (row[name] or {} for name in ("before", "after"))
+    changes = [
+        f"{name} {_word(before, name)} -> {_word(after, name)}"
+        if before
+        else f"{name} {_word(after, name)}"
+        for name in sorted(before | after)
+        if before.get(name) != after.get(name)
+    ]
+    if row["reason"]:
+        changes.append(f"why: {row['reason']}")
+    for change in changes:
+        typer.echo(f"       {change}")
+
+
+def _word(values: Document, name: str) -> str:
+    value = values.get(name)
+    return "-" if value is None else value if isinstance(value, str) else jsonlib.dumps(value)
 
 
 def _read_heads(path: Path) -> dict[str, tuple[int, str]]:
@@ -186,4 +220,4 @@ def _read_heads(path: Path) -> dict[str, tuple[int, str]]:
 
 def _progress(num_entries: int) -> None:
     if sys.stderr.isatty() and num_entries % 100_000 == 0:
-        note(f"{num_entries} entries checked")
+        note(f"{number_of(num_entries, 'entry', 'entries')} checked")

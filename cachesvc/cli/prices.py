@@ -38,7 +38,7 @@ def lint_card(card: Card, json: AsJson = False) -> None:
         print_json([finding_document(finding) for finding in found])
     else:
         _print_findings(found)
-        note("no objection" if not found else f"{len(found)} findings")
+        note("no objection" if not found else number_of(len(found), "finding"))
     if _errors(found):
         sys.exit(1)
 
@@ -62,7 +62,10 @@ def show(
     for found in cards:
         title = f"{found.name} {found.version}, {found.currency} per million, from "
         title += _instant(found)
-        print_table(("model", "window", *RATES, *EXTRAS), _rows(found), title=title, right=RATES)
+        names = [name.replace("hit_", "") for name in (*RATES, *EXTRAS)]
+        columns = ("model", "window", *names)
+        spare = ("cache_write", "storage", "remote")
+        print_table(columns, _rows(found), title=title, right=names, spare=spare)
 
 
 @app.command()
@@ -76,8 +79,9 @@ def plan(
 ) -> None:
     """What the last days' real usage would have cost under this card. Changes nothing."""
     with books(data_dir, database) as open_books:
+        open_books.accounts.expect(tenant)
         pricing = plans.under_card(find_card(card))
-        since_ns = time.time_ns() - days * 86_400 * NS
+        since_ns = max(0, time.time_ns() - days * 86_400 * NS)
         found = plans.rerate(open_books.store, pricing, since_ns=since_ns, tenant=tenant)
         if json:
             print_json(plan_document(found))
@@ -147,14 +151,14 @@ def _rows(card: RateCard) -> list[tuple[str, ...]]:
 
 def print_plan(plan: plans.Plan) -> None:
     """A plan as a table."""
-    columns = ("tenant", "model", "requests", "charged", "planned", "change", "currency")
+    columns = ("tenant", "model", "charges", "charged", "planned", "change", "currency")
     print_table(
         columns,
         [
             (
                 row.tenant,
                 row.model,
-                row.requests,
+                row.charges,
                 format_units(row.charged),
                 format_units(row.planned),
                 format_units(row.change),
@@ -164,4 +168,11 @@ def print_plan(plan: plans.Plan) -> None:
         ],
         right=columns[2:6],
     )
-    note(f"{number_of(plan.num_differing, 'request')} would cost otherwise")
+    note(f"{number_of(plan.num_differing, 'charge')} would cost otherwise")
+    for row in plan.unpriced:
+        note(
+            f"{number_of(row.charges, 'charge')} of {row.model!r} for {row.tenant!r} left out, "
+            f"{format_units(row.charged)} {row.currency}: no price; such requests would be refused"
+        )
+    if plan.num_other_currency:
+        note(f"{number_of(plan.num_other_currency, 'charge')} in other currencies left out")

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
@@ -72,17 +73,37 @@ def print_table(
     *,
     title: str | None = None,
     right: Sequence[str] = (),
+    spare: Sequence[str] = (),
 ) -> None:
-    """Print rows; the columns named in `right` hold numbers."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(_escape(str(cell)) for cell in row))
+    """Print rows; the columns named in `right` hold numbers, which are never broken.
+
+    Where the terminal is too narrow, the columns in `spare` are left out, the first of them first.
+    """
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)  # a file has no edge to fold at
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = {
+        name: max(map(cell_len, (name, *column)))
+        for name, *column in zip(columns, *cells, strict=True)
+    }
+    left_out: list[str] = []
+    for name in spare:
+        if sum(widths.values()) + 2 * (len(widths) - 1) > console.width and name in widths:
+            left_out.append(name)
+            del widths[name]
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for name, width in widths.items():
+        if name in right:
+            table.add_column(name, justify="right", no_wrap=True, min_width=width)
+        else:
+            table.add_column(name, overflow="fold")
+    for row in cells:
+        pairs = zip(columns, row, strict=True)
+        table.add_row(*(_escape(cell) for name, cell in pairs if name in widths))
     console.print(table)
+    if left_out:
+        note(f"not shown here, but in a wider window and with --json: {', '.join(left_out)}")
 
 
 def print_pairs(pairs: Mapping[str, object]) -> None:

@@ -70,6 +70,7 @@ def list_tenants(
                 for found in tenants
             ],
             right=(*columns[3:], "available"),
+            spare=("held", "granted", "topped up"),
         )
 
 

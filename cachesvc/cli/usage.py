@@ -228,6 +228,7 @@ def receipt(
     """Print the signed receipt of one request, as JSON."""
     with books(data_dir, database) as open_books:
         signer = ReceiptSigner.open(open_books.data_dir)
+        open_books.accounts.tenant(tenant)
         book = open_books.accounts.book
         print_json(receipt_for(open_books.store, book, signer, tenant, request_id))
 
@@ -271,10 +272,12 @@ def _show(periods: list[Period], json: bool) -> None:
         print_json([period.as_json() for period in periods])
         return
     split = any(period.part for period in periods)
-    columns = ("requests", "prompt", "hit", "hit rate", "device", "host")
-    more = ("disk", "miss", "output", "cost", "saved")
+    columns = (
+        *("requests", "prompt", "hit", "hit rate", "device", "host", "disk", "miss", "output"),
+        *("cost", "saved"),
+    )
     print_table(
-        ("tenant", "period", *(("of",) if split else ()), *columns, *more),
+        ("tenant", "period", *(("of",) if split else ()), *columns),
         [
             (
                 period.tenant,
@@ -294,7 +297,8 @@ def _show(periods: list[Period], json: bool) -> None:
             )
             for period in periods
         ],
-        right=(*columns, *more),
+        right=columns,
+        spare=("device", "host", "disk", "miss", "hit", "saved", "requests"),
     )
     if not periods:
-        note("nothing was used yet")
+        note("nothing was used in this time")

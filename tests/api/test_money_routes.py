@@ -295,7 +295,7 @@ async def test_a_card_is_linted_planned_compared_and_applied(
     assert ["0.000049"] == [row["change"] for row in plan["rows"]]
     compared = {"before": {"name": "deepseek-launch"}, "after": {"toml": dearer}}
     fields = {row["field"] for row in await ok(await client.post("/prices/diff", json=compared))}
-    assert {"version", "valid_from_ns", "* standard output"} == fields
+    assert {"version", "valid_from", "* standard output"} == fields
     refusal = await client.post("/prices/apply", json={"card": {"toml": gamed}, **WHY})
     assert (400, "invalid_value", None) == await refused(refusal)
     applied = await client.post("/prices/apply", json={"card": {"toml": dearer}, **WHY})

@@ -1,17 +1,20 @@
 """The commands about money, called as a user calls them."""
 
 import json
+import re
 import time
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from billing.testing import ManualClock, running_ledger
 from billing.usage import Usage
-from cachesvc.cli import app
+from cachesvc.cli import app, render
 
 CARD = '[card]\nname="c"\nversion="9"\nvalid_from=2020-01-01T00:00:00Z\ncurrency="CNY"\n'
 MODEL = '[[model]]\nmatch="*"\nhit=0.2\nmiss=2\noutput=4\n'
@@ -119,6 +122,16 @@ def test_a_card_is_linted_planned_and_applied(shell: Shell, tmp_path: Path) -> N
         (("usage", "invoice", "acme", "May"), "2026-11"),
         (("ledger", "rerate"), "--dry-run"),
         (("ledger", "correct", "acme", "r9", "--reason", "x"), "never charged"),
+        (("ledger", "show", "acme", "r9"), "never charged"),
+        *(
+            ((*command.split(), "--tenant", "nobody"), "tenant 'nobody' does not exist")
+            for command in (
+                *("usage", "usage session", "usage statusline", "keys list", "ledger holds"),
+                *("ledger rerate --dry-run", "prices plan two-tier"),
+            )
+        ),
+        (("usage", "receipt", "nobody", "r1"), "tenant 'nobody' does not exist"),
+        (("ledger", "correct", "nobody", "r1", "--reason", "x"), "tenant 'nobody' does not exist"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_sentence(
@@ -126,6 +139,38 @@ def test_what_cannot_be_done_is_said_in_one_sentence(
 ) -> None:
     shell("tenants", "create", "acme")
     assert message in " ".join(shell(*args, code=1).split())
+
+
+def test_everything_fits_80_columns(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has no room is left out and named; no number is broken."""
+    shell("tenants", "create", "acme", "--reason", "signed up")
+    shell("keys", "create", "--tenant", "acme", "--name", "laptop")
+    use(shell)
+    narrow = partial(Console, width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr(render, "Console", narrow)
+    reads = ("usage", "usage daily", "ledger trail", "ledger holds", "tenants list", "keys list")
+    for command in (*reads, "prices show", "prices plan peak-off-peak"):
+        said = shell(*command.split()).splitlines()
+        assert [] == [line for line in said if len(line.rstrip()) > 80 and "not shown" not in line]
+    usage = shell("usage").splitlines()
+    assert "0.000204 CNY" in usage[1]
+    assert "not shown here" in usage[2] and "device" in usage[2] and "cost" not in usage[2]
+
+
+def test_the_trail_says_when_what_was_and_is_and_why(shell: Shell) -> None:
+    shell("tenants", "create", "acme", "--reason", "signed up")
+    shell("balance", "topup", "acme", "12.5", "--reason", "invoice 7")
+    newest, was, why, *_ = shell("ledger", "trail").splitlines()
+    assert re.match(r" +\d+  \d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ  .*  balance.topup  acme/1$", newest)
+    assert ("balance 0.00 -> 12.50", "why: invoice 7") == (was.strip(), why.strip())
+
+
+def test_one_is_one(shell: Shell) -> None:
+    shell("tenants", "create", "acme")
+    use(shell)
+    assert "proved: 1 entry of 2 tenants" in shell("ledger", "verify")
+    assert "today" in (line := shell("usage", "statusline")) and "| 1 request |" in line
+    assert "rebuilt from 1 entry" in shell("ledger", "rebuild")
 
 
 def test_reading_where_nothing_is_says_so(shell: Shell) -> None:

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 import pytest
 
 from billing.cards import card_digest, default_card, find_card, parse_card, shipped_cards
+from billing.documents import differences
 from billing.errors import CardConflict, NoPrice, PriceError
 from billing.lint import Level, lint
 from billing.prices import NS, PriceBook, RateRef
@@ -302,3 +303,18 @@ def test_lint_finds_windows_that_overlap() -> None:
 def test_the_digest_of_a_card_is_of_its_text() -> None:
     changed = parse_card(default_card().text + "# note\n")
     assert card_digest(changed) != card_digest(default_card())
+
+
+def test_every_difference_of_two_cards_is_told() -> None:
+    before = card(zone="Asia/Shanghai", more=NIGHT, rates=NIGHT_RATE)
+    after = parse_card(
+        before.text.replace("22:00", "21:00").replace('name = "c"', 'name = "d"')
+        + "[[cost]]\nmatch = '*'\nhit = 0\nmiss = 0\noutput = 0\n"
+    )
+    found = {change["field"]: change for change in differences(before, after)}
+    assert {"name", "window night", "cost * miss"} <= found.keys()
+    days = "mon tue wed thu fri sat sun holidays as_usual"
+    assert (f"22:00-06:00 {days}", f"21:00-06:00 {days}") == (
+        found["window night"]["before"],
+        found["window night"]["after"],
+    )

@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from billing import export, plan, store_reports
-from billing.cards import find_card
-from billing.errors import BillingError, NoPrice
+from billing.cards import find_card, parse_card
+from billing.errors import BillingError
 from billing.money import UNITS, parse_amount
 from billing.receipts import KEY_FILE, ReceiptSigner, receipt_for, verify_receipt
 from billing.testing import TestLedger, running_ledger
@@ -104,5 +104,12 @@ def test_a_plan_rates_real_usage_under_another_card(house: TestLedger) -> None:
 def test_rating_history_again_under_its_own_book_changes_nothing(house: TestLedger) -> None:
     found = plan.rerate(house.ledger.store, plan.under_book(house.ledger.book))
     assert (found.num_differing, found.rows[0].change) == (0, 0)
-    with pytest.raises(NoPrice):
-        plan.rerate(house.ledger.store, lambda model, at, currency: house.ledger.book.at(model, 0))
+
+
+def test_a_plan_says_what_has_no_price_and_leaves_other_currencies(house: TestLedger) -> None:
+    nothing = plan.rerate(house.ledger.store, plan.under_card(find_card("two-tier")))
+    assert ([], [], 1) == (nothing.rows, nothing.unpriced, nothing.num_other_currency)
+    other = parse_card(find_card("deepseek-launch").text.replace('match = "*"', 'match = "big*"'))
+    found = plan.rerate(house.ledger.store, plan.under_card(other))
+    assert [("model", 214_000_000)] == [(row.model, row.charged) for row in found.unpriced]
+    assert ([], 0) == (found.rows, found.num_differing)

@@ -208,6 +208,6 @@ def test_the_status_line_tells_today_and_the_month(tmp_path: Path) -> None:
     with running_ledger(database, clock=ManualClock(now_ns)) as house:
         house.charge("r1", Usage(hit_host=640, miss=40, output=5))
     line = call(tmp_path, "statusline", "--timezone", "UTC")
-    assert line.startswith("today 0.000114 CNY | 1 requests | hit 94.1 % | saved 0.000576 CNY")
+    assert line.startswith("today 0.000114 CNY | 1 request | hit 94.1 % | saved 0.000576 CNY")
     told = json.loads(call(tmp_path, "statusline", "--timezone", "UTC", "--json"))
     assert (1, "0.000114") == (told["today"][0]["requests"], told["month"][0]["amount"])
