@@ -118,7 +118,7 @@ def _scopes(text: str) -> frozenset[Scope]:
 def _expiry(text: str | None) -> int | None:
     if text is None:
         return None
-    found = re.fullmatch(r"(\d{1,6})([smhd])", text)
+    found = re.fullmatch(r"([1-9][0-9]{0,5})([smhd])", text)
     if not found:
         raise BillingError(f"{text!r} is not a duration such as 12h or 90d")
     return time.time_ns() + int(found[1]) * _UNITS_S[found[2]] * NS

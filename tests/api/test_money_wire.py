@@ -5,6 +5,7 @@ import contextlib
 import json
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from limits.aio.storage import MemoryStorage
 from sqlalchemy import create_engine
 
 from api import health
 from api.app import AREAS
 from api.auth import KeyGate
 from api.collaborators import WireSettings
+from api.limits import LimitSettings, Quota, WindowLimits
 from api.metering import LedgerMeter
 from api.testing import FakeHouse, Script, fake_house
 from billing.accounts import Accounts
@@ -29,6 +32,7 @@ from billing.money import UNITS, format_units
 from billing.policy import Outcome
 from billing.receipts import ReceiptSigner, describe, verify_receipt
 from billing.store import database_url, open_store
+from engine.errors import QueueFull
 from tests.api.conftest import quiet, running
 from tests.api.driver import Visit
 
@@ -458,6 +462,36 @@ async def test_a_key_gets_the_first_answer_again_and_pays_once(bank: Bank, strea
         assert 400 == unfit.status_code
         assert 1 == len(house.engine.requests)
     assert PROMPT_TOKENS * MISS + 4 * OUTPUT == bank.spent(UNITS)
+
+
+async def test_a_refusal_leaves_its_key_free(bank: Bank) -> None:
+    """No money, too many requests, too much in the queue: later the same key gets its answer."""
+    bank.house = replace(
+        bank.house,
+        wire=replace(
+            bank.house.wire,
+            limits=WindowLimits(LimitSettings(tenant=Quota(concurrency=1)), MemoryStorage()),
+        ),
+    )
+    async with serving(bank) as (app, client, house):
+        headers = bank.customer(0) | {"idempotency-key": "order-1"}
+        poor = await client.post(CHAT, json=HELLO, headers=headers)
+        bank.ledger.deposit("acme", UNITS, reference="later", by="test").result()
+        house.engine.script = Script(stall=True)
+        visit = Visit(app, CHAT, HELLO, authorization=headers["authorization"]).start()
+        await asyncio.sleep(0.05)
+        crowded = await client.post(CHAT, json=HELLO, headers=headers)
+        visit.leave()
+        await visit.task
+        paid = bank.spent(UNITS)
+        house.engine.script = Script(refuse=QueueFull("full"))
+        full = await client.post(CHAT, json=HELLO, headers=headers)
+        assert [402, 429, 503] == [answer.status_code for answer in (poor, crowded, full)]
+        house.engine.script = Script(answer="abc")
+        for replay in (None, "true"):
+            answer = await client.post(CHAT, json=HELLO, headers=headers)
+            assert (200, replay) == (answer.status_code, answer.headers.get("idempotent-replayed"))
+    assert paid + PROMPT_TOKENS * MISS + 4 * OUTPUT == bank.spent(UNITS)
 
 
 async def test_a_key_whose_request_runs_is_busy_and_one_that_failed_is_free(bank: Bank) -> None:
