@@ -9,12 +9,14 @@ router = APIRouter(tags=["health"])
 
 
 @router.get("/health")
+@router.head("/health", include_in_schema=False)  # what watchers of sites ask with
 async def alive() -> dict[str, str]:
     """The process answers; nothing more is said."""
     return {"status": "ok"}
 
 
 @router.get("/health/ready")
+@router.head("/health/ready", include_in_schema=False)
 async def ready(request: Request) -> Response:
     """200 when requests can be served now, 503 with the reason when not."""
     state = wire_of(request).readiness()

@@ -81,6 +81,8 @@ async def test_alive_and_ready_are_two_questions(house: FakeHouse) -> None:
             ready.status_code,
             ready.json(),
         )
+        heads = [await client.head(path) for path in ("/health", "/health/ready")]
+        assert [200, 503] == [head.status_code for head in heads]
         metrics = await client.get("/metrics")
         assert ("# none\n", "text/plain; version=0.0.4") == (
             metrics.text,
