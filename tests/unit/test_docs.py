@@ -1,6 +1,7 @@
 """What the documents say of the code is what the code says of itself."""
 
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,17 @@ def test_links_between_documents_lead_somewhere(document: Path) -> None:
 def test_the_readme_names_every_folder_of_the_house() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [] == [folder for folder in FOLDERS if f"{folder}/" not in readme]
+
+
+@pytest.mark.parametrize("package", ["api", "engine", "billing", "tiers"])
+def test_a_packages_readme_names_its_modules(package: str) -> None:
+    """By name or by pattern (`disk*`), in its table; and none that is gone."""
+    text = (ROOT / package / "README.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`([\w*]+)`", row)]
+    modules = {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__"}
+    assert [] == [each for each in sorted(modules) if not any(fnmatch(each, n) for n in named)]
+    assert [] == [name for name in named if not any(fnmatch(each, name) for each in modules)]
 
 
 def test_the_readme_leads_to_every_page() -> None:
