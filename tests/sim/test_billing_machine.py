@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar, Protocol
 
 import pytest
@@ -29,11 +30,12 @@ from sqlalchemy import text
 from billing import audit
 from billing.accounts import Accounts
 from billing.cards import parse_card
-from billing.commands import Command, Correct, Deposit, Reap, Reserve, Settle, TopUp
+from billing.commands import Command, Correct, Deposit, Reserve, Settle, TopUp
 from billing.entries import Kind
 from billing.errors import InsufficientBalance, LedgerUnavailable
 from billing.gate import Settled
 from billing.holds import Hold, RequestContext
+from billing.ledger import Ledger
 from billing.policy import PRESUMED, Outcome, billable
 from billing.prices import NS
 from billing.rating import rate
@@ -54,6 +56,7 @@ USAGE = st.builds(
     output=st.integers(0, 2),
 )
 PICK = st.integers(0, 10**6)
+ENDS = st.sampled_from([Outcome.FINISHED, Outcome.BUDGET, Outcome.CLIENT_GONE, Outcome.FAILED])
 
 
 class Killed(BaseException):
@@ -69,6 +72,7 @@ class Open:
     held: int
     expires_ns: int
     sent: Usage = EMPTY
+    answered: bool = False  # a retry of it was delivered while it ran
 
 
 @dataclass
@@ -144,6 +148,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.accounts = Accounts(self.stores[0], clock_ns=self.clock)
         self.accounts.prepare()
         self.accounts.create_tenant("acme", "CNY", by="test")
+        self.ledgers = [
+            Ledger(store, self.accounts, owner=f"s{number}", clock_ns=self.clock)
+            for number, store in enumerate(self.stores)
+        ]
         self.model = Model()
         self.names = 0
 
@@ -157,27 +165,33 @@ class LedgerMachine(RuleBasedStateMachine):
         """Run one command; with `die_at`, its process dies before that statement and another
         retries.
         """
+        return self.apply_all(server, [command], die_at)[0]
+
+    def apply_all(self, server: int, commands: list[Command], die_at: int = 0) -> list[object]:
         store = self.stores[server]
         if die_at:
             with dying(die_at), suppress(Killed):
-                store.apply([command], self.accounts.book, self.clock)
+                store.apply(commands, self.accounts.book, self.clock)
         try:
-            return store.apply([command], self.accounts.book, self.clock)[0][0]
+            return store.apply(commands, self.accounts.book, self.clock)[0]
         except LedgerUnavailable as error:
             raise AssertionError(error) from error
 
     # -- requests ----------------------------------------------------------------------------------
 
     @rule(server=st.integers(0, 1), amount=AMOUNT, fingerprint=st.sampled_from(["", "f", "g"]),
-          retry=st.booleans())  # fmt: skip
-    def reserve(self, server: int, amount: int, fingerprint: str, retry: bool) -> None:
+          retry=st.booleans(), die_at=st.integers(0, 6))  # fmt: skip
+    def reserve(self, server: int, amount: int, fingerprint: str, retry: bool, die_at: int) -> None:
         self.names += 1
         name = f"r{self.names}"
         pinned = self.accounts.book.at("m", self.clock(), "CNY")
         context = RequestContext(fingerprint=fingerprint, is_retry=retry, admitted_ns=self.clock())
         hold = Hold("acme", name, pinned, context)
         expires_ns = self.clock() + LEASE_S * NS
-        result = self.apply(server, Reserve(hold, amount, expires_ns, f"s{server}", "b"))
+        command = Reserve(hold, amount, expires_ns, f"s{server}", "b")
+        result = self.apply(server, command, die_at)
+        if result == hold:  # said again by whoever did not hear of it
+            assert self.apply(server, command) == hold
         available = self.model.worth - self.model.held
         if amount > 0 and amount > available:
             assert isinstance(result, InsufficientBalance)
@@ -212,9 +226,8 @@ class LedgerMachine(RuleBasedStateMachine):
             request.expires_ns = max(request.expires_ns, expires_ns)
 
     @precondition(lambda self: self.model.open)
-    @rule(pick=PICK, usage=USAGE, outcome=st.sampled_from(
-        [Outcome.FINISHED, Outcome.BUDGET, Outcome.CLIENT_GONE, Outcome.FAILED]),
-        delivered=st.booleans(), die_at=st.integers(0, 12))  # fmt: skip
+    @rule(pick=PICK, usage=USAGE, outcome=ENDS,
+          delivered=st.booleans(), die_at=st.integers(0, 12))  # fmt: skip
     def settle(
         self, pick: int, usage: Usage, outcome: Outcome, delivered: bool, die_at: int
     ) -> None:
@@ -226,20 +239,44 @@ class LedgerMachine(RuleBasedStateMachine):
         again = self.apply(1 - request.server, command)
         assert isinstance(again, Settled) and again.repeated
 
+    @precondition(lambda self: len(self.model.open) > 1)
+    @rule(server=st.integers(0, 1), how=st.lists(st.tuples(USAGE, ENDS, st.booleans()),
+          min_size=2, max_size=4), order=st.randoms(use_true_random=False),
+          die_at=st.integers(0, 25))  # fmt: skip
+    def settle_together(
+        self, server: int, how: list[tuple[Usage, Outcome, bool]], order: Random, die_at: int
+    ) -> None:
+        """Several in one transaction, as a ledger that is waited for commits them."""
+        requests = order.sample(sorted(self.model.open), min(len(how), len(self.model.open)))
+        holds = [self.model.open[name].hold for name in requests]
+        commands: list[Command] = [
+            Settle(hold, *ends) for hold, ends in zip(holds, how, strict=False)
+        ]
+        results = self.apply_all(server, commands, die_at)
+        for name, result, (usage, outcome, delivered) in zip(requests, results, how, strict=False):
+            assert isinstance(result, Settled)
+            billed = billable(usage, outcome, delivered=delivered)
+            self._charged(self.model.open[name], billed, outcome, delivered)
+
     @precondition(lambda self: self.model.charges)
-    @rule(pick=PICK, usage=USAGE)
-    def settle_late(self, pick: int, usage: Usage) -> None:
+    @rule(pick=PICK, usage=USAGE, delivered=st.booleans())
+    def settle_late(self, pick: int, usage: Usage, delivered: bool) -> None:
+        """A server comes back to what was presumed, or to an answer that was lost after all."""
         names = sorted(self.model.charges)
         name = names[pick % len(names)]
         amount, outcome, hold = self.model.charges[name]
-        result = self.apply(0, Settle(hold, usage, Outcome.FINISHED, True))
+        result = self.apply(0, Settle(hold, usage, Outcome.FINISHED, delivered))
         assert isinstance(result, Settled) and result.repeated
         if outcome in PRESUMED:
             new = rate(usage, hold.pinned).amount
             self.model.beyond_holds += max(0, new - amount)
-            self.model.charges[name] = (new, Outcome.FINISHED, hold)
-            if hold.context.is_retry and hold.context.fingerprint:
+            amount = new
+            self.model.charges[name] = (amount, Outcome.FINISHED, hold)
+            if delivered and hold.context.is_retry and hold.context.fingerprint:
                 self._forgive(hold.context.fingerprint)
+        if not delivered and amount and hold.context.fingerprint:
+            lost = self.model.undelivered.setdefault(hold.context.fingerprint, [])
+            lost.extend({name} - set(lost))
 
     # -- time and death ----------------------------------------------------------------------------
 
@@ -249,24 +286,22 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(server=st.integers(0, 1))
     def sweep(self, server: int) -> None:
-        for hold in self.stores[server].all_holds():
-            if hold.expires_ns <= self.clock():
-                self._reap(server, hold.request_id, Outcome.LAPSED, self.clock())
         now_ns = self.clock()
+        due = [request for request in self.model.open.values() if request.expires_ns <= now_ns]
+        assert len(due) == self.ledgers[server].sweep()
+        self._presumed(due, Outcome.LAPSED)
         left = self.stores[server].all_holds()
         assert all(hold.expires_ns > now_ns for hold in left), "a hold outlives its lease"
 
     @rule(server=st.integers(0, 1))
     def crash_and_restart(self, server: int) -> None:
-        for hold in self.stores[server].all_holds():
-            if hold.owner == f"s{server}":
-                self._reap(server, hold.request_id, Outcome.CRASHED, None)
+        left = [request for request in self.model.open.values() if request.server == server]
+        self.ledgers[server]._recover()
+        self._presumed(left, Outcome.CRASHED)
 
-    def _reap(self, server: int, name: str, outcome: Outcome, at_ns: int | None) -> None:
-        request = self.model.open[name]
-        result = self.apply(server, Reap("acme", name, outcome, at_ns))
-        assert isinstance(result, Settled)
-        self._charged(request, billable(request.sent, outcome), outcome, True)
+    def _presumed(self, requests: list[Open], outcome: Outcome) -> None:
+        for request in requests:
+            self._charged(request, billable(request.sent, outcome), outcome, True)
 
     # -- money and prices --------------------------------------------------------------------------
 
@@ -280,13 +315,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.model.paid_in += amount
 
     @precondition(lambda self: self.model.charges)
-    @rule(pick=PICK)
-    def correct(self, pick: int) -> None:
+    @rule(pick=PICK, die_at=st.integers(0, 8))
+    def correct(self, pick: int, die_at: int) -> None:
         names = sorted(self.model.charges)
         name = names[pick % len(names)]
         hold = self.model.charges[name][2]
         command = Correct("acme", name, f"c:{name}", None, "test", "")
-        self.apply(0, command)
+        self.apply(0, command, die_at)
         self.apply(1, command)
         self.model.charges[name] = (0, Outcome.FINISHED, hold)
 
@@ -324,7 +359,9 @@ class LedgerMachine(RuleBasedStateMachine):
         fingerprint = hold.context.fingerprint
         if not fingerprint or outcome in PRESUMED:
             return
-        if not delivered and amount:
+        if not delivered and amount and request.answered:
+            self.model.charges[name] = (0, outcome, hold)
+        elif not delivered and amount:
             self.model.undelivered.setdefault(fingerprint, []).append(name)
         elif delivered and hold.context.is_retry:
             self._forgive(fingerprint)
@@ -333,6 +370,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for name in self.model.undelivered.pop(fingerprint, ()):
             _, outcome, hold = self.model.charges[name]
             self.model.charges[name] = (0, outcome, hold)
+        for request in self.model.open.values():
+            request.answered |= request.hold.context.fingerprint == fingerprint
 
 
 class dying:
