@@ -322,7 +322,7 @@ class Engine:
     def _end_unsampled(self, sequence: Sequence, outputs: list[StepOutput]) -> None:
         """The prompt stands, and nothing was to be generated."""
         group = self._groups[sequence.request.request_id]
-        now_ns = time.monotonic_ns()
+        now_ns = self._clock_ns()
         for one in [sequence, *self._fork_due(group, sequence)]:
             one.first_token_ns = one.first_token_ns or now_ns
             self._end(one, FinishReason.LENGTH)
@@ -386,15 +386,15 @@ class Engine:
     # Commands.
 
     def _add(self, request: Request) -> None:
-        if self._failed is not None:
-            self._refuse(request)
-            return
         group = Group(request, self._cache.layout.block_size)
         self._groups[request.request_id] = group
         sequence = group.first(self._new_id())
         self._sequences[sequence.sequence_id] = sequence
         self._scheduler.add(sequence)
-        if sequence.grammar is not None and sequence.grammar.stuck is not None:
+        if self._failed is not None:  # accepted just before the engine failed
+            error = f"the engine failed: {self._failed}"
+            self._abort(request.request_id, FinishReason.ERROR, error)
+        elif sequence.grammar is not None and sequence.grammar.stuck is not None:
             self._abort(request.request_id, FinishReason.ERROR, sequence.grammar.stuck)
 
     def _abort(
@@ -428,14 +428,6 @@ class Engine:
             self._abort(request_id, reason, message)
         while self._failed is not None and self._commands:
             self._commands.popleft()()
-
-    def _refuse(self, request: Request) -> None:
-        """A request that was accepted just before the engine failed."""
-        self._groups[request.request_id] = group = Group(request, self._cache.layout.block_size)
-        sequence = group.first(self._new_id())
-        self._sequences[sequence.sequence_id] = sequence
-        self._scheduler.add(sequence)
-        self._abort(request.request_id, FinishReason.ERROR, f"the engine failed: {self._failed}")
 
 
 class _Stopped(Exception):

@@ -82,8 +82,6 @@ class Scheduler:
             if sequence.chain.root in roots:
                 sequence.chain.private = True
                 self._close_ticket(sequence)
-                if sequence.state is SequenceState.LOADING:
-                    sequence.state = SequenceState.WAITING
 
     def schedule(self) -> Batch:
         """The next step's work. Empty when nobody can make progress but by waiting."""
@@ -215,13 +213,14 @@ class Scheduler:
                 sequence.ticket = self._cache.open(sequence.chain, reads=sequence.reads_cache)
                 sequence.admitted_ns = sequence.admitted_ns or now_ns
             progress = self._cache.advance(sequence.ticket)
+            loading = progress is Progress.LOADING
+            sequence.state = SequenceState.LOADING if loading else SequenceState.WAITING
             sequence.follows = progress is Progress.WAITING
             if sequence.follows:
                 holders.discard(sequence)
                 continue
             holders.add(sequence)
-            if progress is Progress.LOADING:
-                sequence.state = SequenceState.LOADING
+            if loading:
                 continue
             if progress is Progress.NO_ROOM or not self._has_room(sequence):
                 if not self.running and self._revoke_ticket(but=sequence):
@@ -331,14 +330,15 @@ class Scheduler:
         for sequence in reversed(list(self.waiting)):
             if sequence is not but and sequence.ticket is not None and sequence.ticket.blocks:
                 self._close_ticket(sequence)
-                sequence.state = SequenceState.WAITING
                 return True
         return False
 
     def _close_ticket(self, sequence: Sequence) -> None:
+        """Give back what a waiting sequence holds; it asks again when its turn comes."""
         if sequence.ticket is not None:
             self._cache.close_ticket(sequence.ticket)
             sequence.ticket = None
+            sequence.state = SequenceState.WAITING
 
     # After a step.
 

@@ -221,9 +221,15 @@ class SteppedMover(Mover):
     def run(self, num_jobs: int) -> None:
         """Do some of the jobs; a store never sees frames that a load is still to fill."""
         for _ in range(min(num_jobs, len(self._jobs))):
-            job = self._jobs.pop(self._random.randrange(len(self._jobs)))
-            if isinstance(job, LoadJob) and self._random.random() < 0.05:
-                job.fail()
-            else:
-                job.run(self._memory)
-            job.done = True
+            number = self._random.randrange(len(self._jobs))
+            fails = isinstance(self._jobs[number], LoadJob) and self._random.random() < 0.05
+            self.run_job(number, fails=fails)
+
+    def run_job(self, number: int, *, fails: bool = False) -> None:
+        """Do the job that is `number` in line."""
+        job = self._jobs.pop(number)
+        if fails:
+            job.fail()
+        else:
+            job.run(self._memory)
+        job.done = True

@@ -468,7 +468,7 @@ class Residency:
         assert len(self._kept_idle) == sum(b.kept and b.ranked and not b.pins for b in blocks)
         for block in blocks:
             stands = block.key is not None and block.state is BlockState.READY
-            assert not stands or block.kept == (block.key in self.kept_keys), f"{block} is kept?"
+            assert block.kept == (stands and block.key in self.kept_keys), f"{block} is kept?"
             where = block.slot is not None or block.frame is not None
             assert where or block.state is BlockState.COMPUTING, f"{block} stands nowhere"
 

@@ -97,7 +97,7 @@ class TailSharing:
 
     def own(self, block: Block, num_rows: int, chain: Chain, use: Use) -> Block:
         """Make row `num_rows` of the block writable; trades the caller's pin for the result's."""
-        if block.writer is None and block.key is None and block.num_tokens == num_rows:
+        if block.writer is None and block.num_tokens == num_rows:  # and so partly filled
             block.writer = chain
             return block
         copy = self._copy(block, num_rows, chain)
@@ -179,6 +179,6 @@ def _case(block: Block, rows: int, num_wanted: int) -> TailCase:
         return TailCase.WAIT
     if rows == num_wanted:
         return TailCase.SHARE
-    if rows == block.num_tokens and block.key is None and block.writer is None:
+    if rows == block.num_tokens and block.writer is None:
         return TailCase.EXTEND
     return TailCase.COPY

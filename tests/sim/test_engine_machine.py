@@ -305,6 +305,31 @@ def test_tail_shared_by_two_at_once_is_copied_before_both_append() -> None:
     assert world.counts("x").miss == world.counts("y").miss == 1
 
 
+def test_tail_of_a_block_that_is_still_loading_is_computed() -> None:
+    """Two reads bring the whole prompt up, and the second is slow; a shorter prompt ends in it."""
+    world = World(device_blocks=100, write_policy=WritePolicy.WRITE_THROUGH)
+    prompt = list(range(6 * BLOCK + 1))
+    world.submit("cold", prompt, max_tokens=1)
+    world.run()
+    world.settle()
+    for block in [*world.cache.index]:
+        if block.slot is not None:
+            world.cache.residency.evict_device(block)
+        world.cache.residency.evict_host(block)
+    world.submit("whole", prompt, max_tokens=1)
+    world.turn()
+    world.step()
+    assert 2 == world.mover.num_jobs
+    world.mover.run_job(0)
+    world.submit("part", prompt[: 4 * BLOCK + 2], max_tokens=1)
+    world.turn()
+    assert ["whole"] == world.live()
+    assert (4 * BLOCK, 2) == (world.counts("part").hit, world.counts("part").miss)
+    world.run()
+    world.check()
+    world.check_idle()
+
+
 def test_tail_whose_tokens_all_match_is_extended_in_place() -> None:
     world, prompt = _tail_world()
     used = world.cache.pool.num_free

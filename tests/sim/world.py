@@ -30,7 +30,7 @@ from engine.group import seed_of
 from engine.queue import QueueOrder
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduler import SchedulerSettings
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceState
 from tiers.admission import Promotion, WritePolicy
 from tiers.cache import CacheSettings, TieredCache
 from tiers.contents import Content
@@ -417,6 +417,8 @@ class World:
             assert len(billed) <= 1, "hits and misses changed after the first admission"
             assert sum(outputs[0].miss_reasons.values()) in (0, outputs[0].counts.miss)
             _check_lookup(outputs[0])
+            for index in range(self.requests[name].params.n):
+                _check_times([output for output in outputs if output.index == index])
 
     def _check_prompt_logprobs(self, name: str) -> None:
         """They are told once, of every prompt token but the first, from the true prefix."""
@@ -476,8 +478,11 @@ class World:
             pins.update(sequence.blocks)
             writers.add(sequence.chain)
         for sequence in scheduler.waiting:
-            if sequence.ticket is not None:
-                pins.update(sequence.ticket.blocks)
+            ticket = sequence.ticket
+            if ticket is not None:
+                pins.update(ticket.blocks)
+            if sequence.state is SequenceState.LOADING:
+                assert ticket is not None and (ticket.probe is not None or ticket.loading)
         loading = {block for _, blocks in self.cache._promoter._loads for block in blocks}
         for block in self._blocks():
             assert block.pins == pins[block], f"{block} has {pins[block]} owners"
@@ -532,6 +537,18 @@ def _check_lookup(told: StepOutput) -> None:
     assert by_source[TierName.DEVICE] == counts.hit_device
     assert by_source[TierName.HOST] == counts.hit_host
     assert by_source[TierName.DISK] == counts.hit_disk
+
+
+def _check_times(outputs: list[StepOutput]) -> None:
+    """A sequence's moments come in order, and none that was told moves; 0 is not reached."""
+    told: list[int] = []
+    for output in outputs:
+        at = output.timeline
+        begun = [at.arrival_ns, at.admitted_ns, at.loaded_ns, at.first_token_ns]
+        assert told == begun[: len(told)], "a moment that was told has moved"
+        told = [moment for moment in begun if moment]
+        assert told and told == begun[: len(told)]
+        assert sorted([*told, at.last_token_ns]) == [*told, at.last_token_ns]
 
 
 def _ended(outputs: list[StepOutput]) -> bool:

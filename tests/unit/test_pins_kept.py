@@ -40,8 +40,9 @@ class Bench:
         folder: Path | None = None,
         tier: MemoryTier | None = None,
         upkeep: UpkeepSettings | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        self.clock = Clock()
+        self.clock = clock or Clock()
         self.tier = tier or MemoryTier(disk, block_bytes=LAYOUT.nbytes)
         self.mover = SteppedMover(self.tier)
         self.cache = TieredCache(
@@ -140,6 +141,59 @@ def test_what_is_pinned_before_it_is_computed_is_kept_from_then_on() -> None:
     assert bench.serve(pinned) == 5
 
 
+def test_a_pin_that_is_renewed_has_been_there_since_it_was_first_set() -> None:
+    bench = Bench()
+    first = bench.cache.pin("system", bench.chain(0, 4), bench.clock.now_s + 100)
+    bench.settle(50)
+    renewed = bench.cache.pin("system", bench.chain(0, 4), bench.clock.now_s + 100)
+    assert first.since_s == renewed.since_s < renewed.until_s - 100
+    changed = bench.cache.pin("system", bench.chain(0, 5), bench.clock.now_s + 100)
+    assert bench.clock.now_s == changed.since_s
+
+
+def test_a_pin_does_not_hold_a_block_that_was_never_filled() -> None:
+    """Its first rows may be reused, and leave like others."""
+    bench = Bench()
+    chain = bench.chain(0, 3)
+    blocks = bench.cache.tables.plan(chain, 0)
+    bench.cache.tables.provide(blocks[0])
+    bench.cache.pin("system", chain, bench.clock.now_s + 3600)
+    bench.cache.tables.release(chain, blocks, BLOCK // 2)
+    assert 1 == bench.cache.index.num_partials
+    bench.cache.residency.check()
+
+
+def test_what_is_pinned_is_written_at_once() -> None:
+    """Not with the next look of each second."""
+    bench = Bench()
+    for first in (0, 500):
+        bench.serve(bench.chain(first, 4))
+    for name, first in (("a", 0), ("b", 500)):
+        pinned = bench.chain(first, 4)
+        bench.cache.pin(name, pinned, bench.clock.now_s + 3600)
+        bench.settle()
+        assert [True] * 4 == bench.tier.held(pinned.keys)
+
+
+def test_what_the_disk_refuses_is_offered_to_it_once_a_second() -> None:
+    bench = Bench()
+    pinned = bench.chain(0, 6)
+    bench.serve(pinned)
+    bench.tier.fault_rate = 1.0
+    bench.cache.pin("system", pinned, bench.clock.now_s + 3600)
+    bench.settle()
+    stores: list[object] = []
+    submit = bench.mover.submit
+    bench.mover.submit = lambda job: stores.append(job) or submit(job)  # type: ignore[method-assign]
+    for _ in range(100):
+        bench.settle(0.05)
+    assert 4 <= len(stores) <= 6
+    bench.tier.fault_rate = 0.0
+    bench.settle(1)
+    bench.settle(1)
+    assert [True] * 6 == bench.tier.held(pinned.keys)
+
+
 def test_pins_may_not_fill_the_device() -> None:
     """A request that needs every block of the device gets it, and the pin is served from below."""
     bench = Bench(device=8)
@@ -177,6 +231,7 @@ def test_pins_hold_after_a_restart(tmp_path: Path) -> None:
     bench.mover.run(10)
     assert bench.cache.saved().result(0) is None
     bench.settle()
+    bench.tier.keep([])  # a new process has heard of none
     again = Bench(folder=tmp_path, tier=bench.tier)
     assert again.cache.pins() == [pin]
     again.scan(400)
@@ -191,6 +246,9 @@ def test_a_pin_that_ended_while_the_server_was_down_is_gone(tmp_path: Path) -> N
     assert late.cache.pins() == [pin]
     late.settle(11)
     assert late.cache.pins() == []
+    later = Clock()
+    later.now_s += 11
+    assert Bench(folder=tmp_path, clock=later).cache.pins() == []
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"format": 9, "pins": []}'])

@@ -78,6 +78,29 @@ def test_a_quota_is_the_same_part_of_every_tier():
     assert device.policy._quotas.usage() == {"a": (10, 10), COMMON: (10, 10)}
 
 
+def test_the_default_is_promised_as_often_as_it_fits():
+    """Ten tenths are all there is, whatever floats make of them."""
+    shares = Shares(10, {}, default_bytes=1)
+    assert list(range(10)) == [shares.group(owner) for owner in range(10)]
+    assert COMMON is shares.group("late")
+    assert 1.0 == pytest.approx(sum(map(shares.share, shares.groups())))
+
+
+def test_a_victim_costs_one_look_while_its_group_is_over_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    quotas = shared(100, {"a": 10, "b": 10, "c": 10})
+    cache = Cache(quotas, 300)
+    for number in range(300):
+        cache.use("abc"[number % 3], number)
+    compared: list[object] = []
+    pressure = quotas.pressure
+    monkeypatch.setattr(quotas, "pressure", lambda group: compared.append(group) or pressure(group))
+    for _ in range(60):
+        cache.policy.victim()
+    assert 3 == len(compared)
+
+
 def test_an_owner_without_a_quota_gets_the_default_while_there_is_room_to_promise():
     cache = Cache(shared(100, {"a": 40}, default=25), 100)
     for tenant in ("b", "c", "d"):
