@@ -275,7 +275,9 @@ class LedgerStore:
                 if self._log is not None:
                     self._log.note(error)
                 if attempt == RETRIES - 1:
-                    raise LedgerUnavailable(f"the ledger is busy: {_cause(error)}") from error
+                    raise LedgerUnavailable(
+                        f"the ledger cannot be written now: {_cause(error)}"
+                    ) from error
                 time.sleep(0.002 * 2**attempt)
             except self._failures as error:
                 raise Unwritable(f"the ledger cannot be written: {_cause(error)}") from error

@@ -9,6 +9,7 @@ from billing import audit
 from billing.errors import InsufficientBalance
 from billing.money import UNITS
 from billing.policy import Outcome, billable
+from billing.prices import NS
 from billing.testing import TestLedger, running_ledger
 from billing.usage import EMPTY, Usage
 
@@ -96,3 +97,64 @@ def test_the_price_is_that_of_the_admission(house: TestLedger) -> None:
     settled = house.ledger.settle(hold, Usage(output=1), Outcome.FINISHED).result()
     assert settled.charge.amount == 2_000_000
     assert settled.entry.details["version"] == "2024-08-02"
+
+
+def test_granted_money_is_spent_before_paid_money(house: TestLedger) -> None:
+    house.ledger.grant("acme", 5_000_000, reference="g", by="test").result()
+    house.charge("r1", Usage(output=1))
+    account = house.ledger.balance("acme")
+    assert (account.granted, account.topup) == (3_000_000, UNITS)
+    house.charge("r2", Usage(output=2))
+    account = house.ledger.balance("acme")
+    assert (account.granted, account.topup) == (0, UNITS - 1_000_000)
+
+
+def test_a_correction_gives_back_paid_money_first_and_granted_money_last(house: TestLedger) -> None:
+    house.ledger.grant("acme", 5_000_000, reference="g", by="test").result()
+    house.charge("r1", Usage(output=4))  # 5 granted, 3 paid
+
+    def give_back(reference: str, amount: int) -> tuple[int, int]:
+        asked = house.ledger.correct(
+            "acme", "r1", reference=reference, by="ops", reason="", amount=amount
+        )
+        asked.result()
+        account = house.ledger.balance("acme")
+        return account.granted, account.topup
+
+    assert give_back("a", 2_000_000) == (0, UNITS - 1_000_000)
+    assert give_back("b", 2_000_000) == (1_000_000, UNITS)
+    assert give_back("c", 4_000_000) == (5_000_000, UNITS)
+
+
+def test_what_is_given_back_settles_what_is_owed_first(house: TestLedger) -> None:
+    house.accounts.set_credit_limit("acme", UNITS, by="test")
+    house.charge("r1", Usage(output=500_000))  # all that was paid
+    house.charge("r2", Usage(output=2))
+    assert house.ledger.balance("acme").owed == 4_000_000
+    correct = house.ledger.correct("acme", "r1", reference="c", by="ops", reason="", amount=10**7)
+    correct.result()
+    account = house.ledger.balance("acme")
+    assert (account.owed, account.topup) == (0, 6_000_000)
+
+
+def test_a_postpaid_tenant_owes_up_to_its_limit_and_no_more(house: TestLedger) -> None:
+    house.accounts.set_credit_limit("acme", 10**7, by="test")
+    hold = house.reserve("r1", UNITS + 10**7)
+    with pytest.raises(InsufficientBalance):
+        house.reserve("r2", 1)
+    house.ledger.settle(hold, Usage(output=500_005), Outcome.FINISHED).result()
+    account = house.ledger.balance("acme")
+    assert (account.owed, account.available) == (10**7, 0)
+    with pytest.raises(InsufficientBalance):
+        house.reserve("r3", 1)
+
+
+def test_time_goes_back_for_no_entry_and_no_lease(house: TestLedger) -> None:
+    hold = house.reserve("r1", 10)
+    (before,) = house.ledger.store.all_holds()
+    house.clock.advance(-1000)
+    house.ledger.top_up(hold, 1).result()
+    (after,) = house.ledger.store.all_holds()
+    assert before.expires_ns == after.expires_ns
+    charged = house.ledger.settle(hold, WHOLE, Outcome.FINISHED).result().entry
+    assert charged.at_ns == house.clock() + 1000 * NS
