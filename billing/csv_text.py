@@ -1,7 +1,8 @@
 """Writes CSV that a spreadsheet may open. Pure; for invoices and exports.
 
 A cell that begins like a formula is run by spreadsheets, and names and reasons come from others; it
-gets an apostrophe in front, as OWASP advises against CSV injection. Numbers stay numbers.
+gets an apostrophe in front, as OWASP advises against CSV injection. Numbers stay numbers. A row is
+one line, so that a torn one can be told.
 """
 
 import csv
@@ -23,6 +24,7 @@ def safe_writer(out: TextIO) -> Callable[[Iterable[object]], None]:
 
 
 def safe_cell(text: str) -> str:
-    """The cell, or the cell as text where it would be a formula."""
-    is_formula = text.startswith(("=", "+", "-", "@", "\t", "\r")) and not _NUMBER.fullmatch(text)
+    """The cell on one line, and as text where it would be a formula."""
+    text = " ".join(text.splitlines())
+    is_formula = text.startswith(("=", "+", "-", "@", "\t")) and not _NUMBER.fullmatch(text)
     return f"'{text}" if is_formula else text

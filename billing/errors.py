@@ -24,6 +24,7 @@ BillingError
 │   └── Unwritable         the database refuses these very rows, and would again
 ├── LedgerClosed           an operation on a ledger that is not running
 ├── ReceiptKeyError        a signing key that cannot be used; says what to do
+├── ExportError            a file that cannot be written now
 └── StoreError             a database that cannot be opened; says what to do
 """
 
@@ -142,6 +143,10 @@ class LedgerClosed(BillingError):
 
 class ReceiptKeyError(BillingError):
     """The file of the key that signs receipts holds no such key."""
+
+
+class ExportError(BillingError):
+    """An export's file cannot be written, or another export is writing it."""
 
 
 class StoreError(BillingError):

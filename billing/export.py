@@ -1,21 +1,26 @@
-"""Charges for other systems: CloudEvents as JSON lines, and FOCUS 1.0 cost rows as CSV.
+"""Entries for other systems: CloudEvents 1.0 as JSON lines, and FOCUS 1.0 cost rows as CSV.
 
 An export has a name and remembers how far it has come in each tenant's chain; the chains are the
 outbox. It advances after its sink has taken a chunk, so a crash sends a chunk again and never skips
-one: ids are stable (`tenant/number`), and the receiver drops what it has.
+one: at least once. Ids are stable (`tenant/number`), and the receiver drops what it has.
 """
 
-import csv
+import fcntl
 import io
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import orjson
 
 from billing import store_reports
+from billing.csv_text import safe_writer
 from billing.entries import Entry, Kind
+from billing.errors import ExportError
 from billing.holds import rate_ref
 from billing.money import format_units
 from billing.prices import PriceBook
@@ -59,6 +64,44 @@ def _chunk(store: LedgerStore, tenant: str, after: int) -> list[Entry]:
         return list(islice(store_reports.stream_entries(connection, tenant, after=after), CHUNK))
 
 
+@contextmanager
+def appending(path: Path) -> Iterator[BinaryIO]:
+    """A file to append whole lines to, ours alone; a line that a crash tore is cut off first.
+
+    Raises `ExportError` when it cannot be written, or another export writes it.
+    """
+    try:
+        with path.open("a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ExportError(f"another export is writing {path}; let it end") from None
+            file.truncate(_whole_lines(file))
+            yield file
+    except OSError as error:
+        raise ExportError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _whole_lines(file: BinaryIO) -> int:
+    """The length of a file up to its last newline."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - 65_536)
+        file.seek(begin)
+        newline = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        end = begin
+    return 0
+
+
+def write_durably(file: BinaryIO, data: bytes) -> None:
+    """Append; returns when the bytes are on the disk."""
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def cloud_event(entry: Entry, source: str = "cachesvc") -> dict[str, Any]:
     """An entry as a CloudEvent 1.0 in structured JSON form."""
     details = entry.details
@@ -92,20 +135,36 @@ def cloud_event_lines(entries: Iterable[Entry], source: str = "cachesvc") -> byt
 
 
 FOCUS_COLUMNS = (
-    *("BilledCost", "BillingAccountId", "BillingCurrency", "BillingPeriodEnd"),
-    *("BillingPeriodStart", "ChargeCategory", "ChargeClass", "ChargeDescription"),
-    *("ChargeFrequency", "ChargePeriodEnd", "ChargePeriodStart", "ConsumedQuantity"),
-    *("ConsumedUnit", "ContractedCost", "ContractedUnitPrice", "EffectiveCost"),
-    *("InvoiceIssuerName", "ListCost", "ListUnitPrice", "PricingQuantity", "PricingUnit"),
-    *("ProviderName", "PublisherName", "ResourceId", "ServiceCategory", "ServiceName"),
-    *("SkuId", "SkuPriceId", "SubAccountId", "x_RequestId", "x_EntryId"),
+    *("BilledCost", "BillingAccountId", "BillingAccountName", "BillingCurrency"),
+    *("BillingPeriodEnd", "BillingPeriodStart", "ChargeCategory", "ChargeClass"),
+    *("ChargeDescription", "ChargeFrequency", "ChargePeriodEnd", "ChargePeriodStart"),
+    *("ConsumedQuantity", "ConsumedUnit", "ContractedCost", "ContractedUnitPrice"),
+    *("EffectiveCost", "InvoiceIssuerName", "ListCost", "ListUnitPrice", "PricingCategory"),
+    *("PricingQuantity", "PricingUnit", "ProviderName", "PublisherName", "ResourceId"),
+    *("ServiceCategory", "ServiceName", "SkuId", "SkuPriceId", "SubAccountId", "SubAccountName"),
+    *("x_RequestId", "x_EntryId"),
 )
 
 
-def focus_rows(entries: Iterable[Entry], book: PriceBook) -> Iterator[dict[str, Any]]:
+def corrected_instants(store: LedgerStore, entries: Iterable[Entry]) -> dict[str, int]:
+    """When the charges were made that the corrections among these entries name, by correction."""
+    corrections = [entry for entry in entries if entry.kind is Kind.CORRECTION]
+    with store.reading() as connection:
+        return {
+            entry_id(entry): store_reports.instant_of(
+                connection, entry.tenant, entry.details["corrects"]
+            )
+            for entry in corrections
+        }
+
+
+def focus_rows(
+    entries: Iterable[Entry], book: PriceBook, corrected: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
     """FOCUS rows: one for each line of a charge, one for each correction. Deposits are no cost.
 
     `ListCost` is what the tokens would have cost without a cache; the rest is the price paid.
+    `corrected` is what `corrected_instants` says of these entries.
     """
     for entry in entries:
         if entry.kind is Kind.CHARGE:
@@ -116,23 +175,38 @@ def focus_rows(entries: Iterable[Entry], book: PriceBook) -> Iterator[dict[str, 
                 sku = f"{ref.model}:{line.name}"
                 yield _focus_base(entry) | _focus_line(line, uncached, sku, "/".join(ref[:2]))
         elif entry.kind is Kind.CORRECTION:
-            cost = format_units(-entry.amount)
-            yield _focus_base(entry) | {
-                "BilledCost": cost,
-                "EffectiveCost": cost,
-                "ContractedCost": cost,
-                "ListCost": cost,
-                "ChargeClass": "Correction",
-                "ChargeDescription": entry.details.get("reason", ""),
-            }
+            yield _focus_base(entry) | _focus_correction(entry, corrected[entry_id(entry)])
+
+
+def _focus_correction(entry: Entry, corrected_ns: int) -> dict[str, Any]:
+    """A `Correction` is of an earlier billing period; within the period it is an `Adjustment`."""
+    cost = format_units(-entry.amount)
+    is_earlier = _billing_period(corrected_ns) != _billing_period(entry.at_ns)
+    return {
+        "BilledCost": cost,
+        "EffectiveCost": cost,
+        "ContractedCost": cost,
+        "ListCost": cost,
+        "ChargeCategory": "Usage" if is_earlier else "Adjustment",
+        "ChargeClass": "Correction" if is_earlier else "",
+        "ChargeFrequency": "One-Time",
+        "ChargeDescription": entry.details.get("reason", ""),
+    }
+
+
+def _billing_period(at_ns: int) -> tuple[datetime, datetime]:
+    """The month of UTC that an instant lies in; the end is not in it."""
+    moment = datetime.fromtimestamp(at_ns // 10**9, UTC)
+    start = moment.replace(day=1, hour=0, minute=0, second=0)
+    return start, start.replace(year=start.year + start.month // 12, month=start.month % 12 + 1)
 
 
 def _focus_base(entry: Entry) -> dict[str, Any]:
-    moment = datetime.fromtimestamp(entry.at_ns // 10**9, UTC)
-    start = moment.replace(day=1, hour=0, minute=0, second=0)
-    end = start.replace(year=start.year + start.month // 12, month=start.month % 12 + 1)
+    start, end = _billing_period(entry.at_ns)
+    project = entry.details.get("project", "")
     return dict.fromkeys(FOCUS_COLUMNS, "") | {
         "BillingAccountId": entry.tenant,
+        "BillingAccountName": entry.tenant,
         "BillingCurrency": entry.currency,
         "BillingPeriodStart": _iso(start),
         "BillingPeriodEnd": _iso(end),
@@ -145,7 +219,8 @@ def _focus_base(entry: Entry) -> dict[str, Any]:
         "PublisherName": "cachesvc",
         "ServiceCategory": "AI and Machine Learning",
         "ServiceName": "Token inference",
-        "SubAccountId": entry.details.get("project", ""),
+        "SubAccountId": project,
+        "SubAccountName": project,
         "x_RequestId": entry.request_id,
         "x_EntryId": entry_id(entry),
     }
@@ -153,6 +228,7 @@ def _focus_base(entry: Entry) -> dict[str, Any]:
 
 def _focus_line(line: Line, uncached: int, sku: str, price_id: str) -> dict[str, Any]:
     cost, unit_price = format_units(line.amount), format_units(line.per_token)
+    unit = "Token-Hours" if line.name == "storage_token_hours" else "Tokens"
     return {
         "BilledCost": cost,
         "EffectiveCost": cost,
@@ -161,22 +237,24 @@ def _focus_line(line: Line, uncached: int, sku: str, price_id: str) -> dict[str,
         "ListCost": format_units(line.tokens * uncached),
         "ListUnitPrice": format_units(uncached),
         "ConsumedQuantity": line.tokens,
-        "ConsumedUnit": "Tokens",
+        "ConsumedUnit": unit,
         "PricingQuantity": line.tokens,
-        "PricingUnit": "Tokens",
+        "PricingCategory": "Standard",
+        "PricingUnit": unit,
         "ChargeDescription": line.name,
         "SkuId": sku,
         "SkuPriceId": f"{price_id}:{line.name}",
     }
 
 
-def focus_csv(entries: Iterable[Entry], book: PriceBook, *, header: bool = True) -> bytes:
-    """FOCUS rows as CSV bytes."""
+def focus_csv(rows: Iterable[Mapping[str, Any]], *, header: bool = True) -> bytes:
+    """FOCUS rows as CSV bytes; what is empty is null."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, FOCUS_COLUMNS, lineterminator="\n")
+    write = safe_writer(out)
     if header:
-        writer.writeheader()
-    writer.writerows(focus_rows(entries, book))
+        write(FOCUS_COLUMNS)
+    for row in rows:
+        write(row[name] for name in FOCUS_COLUMNS)
     return out.getvalue().encode()
 
 

@@ -86,6 +86,13 @@ def find_request(connection: Connection, tenant: str, request_id: str) -> Entry 
     return None if row is None else read_entry(row)
 
 
+def instant_of(connection: Connection, tenant: str, seq: int) -> int:
+    """When an entry was made."""
+    query = select(entries.c.at_ns).where((entries.c.tenant == tenant) & (entries.c.seq == seq))
+    at_ns: int = connection.execute(query).scalar_one()
+    return at_ns
+
+
 def request_entries(connection: Connection, tenant: str, request_id: str) -> list[Entry]:
     """The charge of a request, then the corrections that name it."""
     charged = find_request(connection, tenant, request_id)

@@ -1,11 +1,12 @@
 """`cachesvc usage`: tokens by class, what they cost and what hits saved; invoices and exports."""
 
+import os
 from collections.abc import Callable
 from datetime import datetime, tzinfo
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import typer
 
@@ -247,24 +248,33 @@ def export(
     name: Annotated[
         str | None, typer.Option(help="Name of this export's position  [format and file]")
     ] = None,
+    source: Annotated[
+        str, typer.Option(help="CloudEvents: this ledger's own URI, where one receiver has several")
+    ] = "cachesvc",
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Append what is new since the last export of this name; ids are stable, nothing is skipped."""
-    with books(data_dir, database) as open_books:
-        sink = partial(_append, open_books, to, form)
+    """Append what is new since the last export of this name; ids are stable, nothing is skipped.
+
+    After a crash some entries may come twice, with the same id: drop those that you have.
+    """
+    with books(data_dir, database) as open_books, exports.appending(to) as file:
+        sink = partial(_append, open_books, file, form, source)
         position = name or f"{form}:{to.resolve()}"
         sent = exports.drain(open_books.store, position, sink)
         note(f"{number_of(sent, 'entry', 'entries')} written to {to}")
 
 
-def _append(open_books: Books, to: Path, form: ExportFormat, entries: list[Entry]) -> None:
-    with to.open("ab") as file:
-        if form is ExportFormat.CLOUDEVENTS:
-            file.write(exports.cloud_event_lines(entries))
-        else:
-            first = file.tell() == 0
-            file.write(exports.focus_csv(entries, open_books.accounts.book, header=first))
+def _append(
+    open_books: Books, file: BinaryIO, form: ExportFormat, source: str, entries: list[Entry]
+) -> None:
+    if form is ExportFormat.CLOUDEVENTS:
+        data = exports.cloud_event_lines(entries, source)
+    else:
+        corrected = exports.corrected_instants(open_books.store, entries)
+        rows = exports.focus_rows(entries, open_books.accounts.book, corrected)
+        data = exports.focus_csv(rows, header=file.seek(0, os.SEEK_END) == 0)
+    exports.write_durably(file, data)
 
 
 def _show(periods: list[Period], json: bool) -> None:

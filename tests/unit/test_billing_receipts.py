@@ -1,7 +1,5 @@
-"""Receipts, exports and plans of a small ledger."""
+"""Receipts and plans of a small ledger."""
 
-import csv
-import io
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from billing import export, plan, store_reports
+from billing import plan
 from billing.cards import find_card, parse_card
 from billing.errors import BillingError
 from billing.money import UNITS, parse_amount
@@ -60,37 +58,6 @@ def test_there_is_no_receipt_of_a_request_that_was_never_settled(
         receipt_for(
             house.ledger.store, house.ledger.book, ReceiptSigner.open(tmp_path), "acme", "r9"
         )
-
-
-def _entries(house: TestLedger) -> list[object]:
-    with house.ledger.store.reading() as connection:
-        return list(store_reports.stream_entries(connection, "acme"))
-
-
-def test_cloud_events_have_what_the_specification_asks_for(house: TestLedger) -> None:
-    lines = export.cloud_event_lines(_entries(house)).splitlines()  # type: ignore[arg-type]
-    events = [orjson.loads(line) for line in lines]
-    assert [event["id"] for event in events] == ["acme/1", "acme/2"]
-    for event in events:
-        assert event["specversion"] == "1.0"
-        assert {"id", "source", "type", "time", "subject", "data"} <= event.keys()
-    assert events[1]["data"]["usage"] == USAGE.record()
-    assert events[1]["data"]["amount"] == "-0.000214"
-
-
-def test_focus_rows_add_up_to_the_charge(house: TestLedger) -> None:
-    text = export.focus_csv(_entries(house), house.ledger.book).decode()  # type: ignore[arg-type]
-    rows = list(csv.DictReader(io.StringIO(text)))
-    assert sum(parse_amount(row["BilledCost"]) for row in rows) == 214_000_000
-    assert sum(parse_amount(row["ListCost"]) for row in rows) == 1_114_000_000
-    assert {row["SubAccountId"] for row in rows} == {"web"}
-    assert rows[0]["BillingPeriodEnd"] == "2025-02-01T00:00:00Z"
-    assert [row["ChargeDescription"] for row in rows] == [
-        "hit_device",
-        "hit_disk",
-        "miss",
-        "output",
-    ]
 
 
 def test_a_plan_rates_real_usage_under_another_card(house: TestLedger) -> None:

@@ -1,0 +1,213 @@
+"""Exports: events and cost rows as their specifications ask, at least once, in whole lines."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import orjson
+import pytest
+from typer.testing import CliRunner
+
+from billing import export, store_reports
+from billing.csv_text import safe_cell
+from billing.entries import Entry
+from billing.errors import ExportError
+from billing.money import UNITS, parse_amount
+from billing.testing import TestLedger, running_ledger
+from billing.usage import Usage
+from cachesvc.cli import app
+
+USAGE = Usage(hit_device=100, hit_disk=900, miss=100, output=7)
+DAY_S = 86_400
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[TestLedger]:
+    """A deposit, a charge, an hour of a pin, and corrections within the month and after it."""
+    with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
+        house.fund(UNITS)
+        house.charge("r1", USAGE, project="web")
+        house.charge("pin:doc:0:0", Usage(storage_token_hours=64))
+        correct(house, "c1", "=1+1")
+        house.clock.advance(40 * DAY_S)
+        correct(house, "c2", "late")
+        yield house
+
+
+def correct(house: TestLedger, reference: str, reason: str) -> None:
+    about = {"reference": reference, "by": "eve", "reason": reason}
+    house.ledger.correct("acme", "r1", amount=1_000_000, **about).result()
+
+
+def entries(house: TestLedger) -> list[Entry]:
+    with house.ledger.store.reading() as connection:
+        return list(store_reports.stream_entries(connection, "acme"))
+
+
+def test_events_are_what_cloudevents_1_0_asks_for(house: TestLedger) -> None:
+    """Attributes by section 3 of the specification, members by section 3 of its JSON format."""
+    lines = export.cloud_event_lines(entries(house), "https://ledger.example/1").splitlines()
+    events = [orjson.loads(line) for line in lines]
+    assert [f"acme/{number}" for number in range(1, 6)] == [event["id"] for event in events]
+    for event in events:
+        assert all(re.fullmatch("[a-z0-9]{1,20}", name) for name in event)
+        assert all(isinstance(event[name], str) and event[name] for name in event if name != "data")
+        assert event["specversion"] == "1.0"
+        assert urlsplit(event["source"]).netloc == "ledger.example"
+        assert event["type"] in export.EVENT_TYPES.values()
+        assert datetime.fromisoformat(event["time"]).tzinfo is not None
+        assert event["datacontenttype"] == "application/json"
+        assert {"tenant", "request_id", "currency", "amount", "hash"} <= event["data"].keys()
+    assert events[1]["data"]["usage"] == USAGE.record()
+    assert events[1]["data"]["amount"] == "-0.000214"
+
+
+def focus(house: TestLedger) -> list[dict[str, str]]:
+    corrected = export.corrected_instants(house.ledger.store, entries(house))
+    rows = export.focus_rows(entries(house), house.ledger.book, corrected)
+    return list(csv.DictReader(io.StringIO(export.focus_csv(rows).decode())))
+
+
+def words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
+
+
+# FOCUS 1.0, the tables "Content constraints" of its columns: those that are mandatory, those that
+# may be null, and those that may not be null in a row of usage.
+MANDATORY = words("""BilledCost BillingAccountId BillingAccountName BillingCurrency BillingPeriodEnd
+BillingPeriodStart ChargeCategory ChargeClass ChargeDescription ChargePeriodEnd ChargePeriodStart
+ContractedCost EffectiveCost InvoiceIssuerName ListCost PricingQuantity PricingUnit ProviderName
+PublisherName ServiceCategory ServiceName""")
+NULLABLE = words("""BillingAccountName ChargeClass ChargeDescription PricingQuantity PricingUnit
+ConsumedQuantity ConsumedUnit ContractedUnitPrice ListUnitPrice PricingCategory ResourceId SkuId
+SkuPriceId SubAccountId SubAccountName""")
+OF_USAGE = words("""PricingQuantity PricingUnit PricingCategory ConsumedQuantity ConsumedUnit SkuId
+SkuPriceId ListUnitPrice ContractedUnitPrice""")
+DECIMALS = words("""BilledCost ContractedCost EffectiveCost ListCost PricingQuantity
+ConsumedQuantity ListUnitPrice ContractedUnitPrice""")
+
+
+def test_rows_are_what_focus_1_0_asks_for(house: TestLedger) -> None:
+    rows = focus(house)
+    assert MANDATORY <= rows[0].keys()
+    own = [name for name in rows[0] if name.startswith("x_")]
+    assert own == list(rows[0])[-len(own) :]
+    for row in rows:
+        empty = {name for name, value in row.items() if not value}
+        assert empty <= NULLABLE
+        assert row["ChargeCategory"] in ("Usage", "Adjustment")
+        assert row["ChargeClass"] in ("", "Correction")
+        assert row["ChargeFrequency"] in ("One-Time", "Usage-Based")
+        assert row["ServiceCategory"] == "AI and Machine Learning"
+        if row["ChargeCategory"] == "Usage" and not row["ChargeClass"]:
+            assert not empty & OF_USAGE
+        if row["ChargeCategory"] != "Usage":
+            assert not row["ConsumedQuantity"] + row["ConsumedUnit"]
+        for name in DECIMALS - empty:
+            assert re.fullmatch(r"-?\d+(\.\d+)?", row[name])
+        for name in ("BillingPeriodStart", "ChargePeriodStart"):
+            assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row[name])
+            assert row[name] < row[name.replace("Start", "End")]
+
+
+def test_focus_rows_add_up_to_what_was_charged(house: TestLedger) -> None:
+    rows = focus(house)
+    assert -house.accounts.tenant("acme").balance + UNITS == sum(
+        parse_amount(row["BilledCost"]) for row in rows
+    )
+    of_r1 = [row for row in rows if row["x_EntryId"] == "acme/2"]
+    assert 1_114_000_000 == sum(parse_amount(row["ListCost"]) for row in of_r1)
+    assert ["hit_device", "hit_disk", "miss", "output"] == [r["ChargeDescription"] for r in of_r1]
+    assert {("web", "web")} == {(row["SubAccountId"], row["SubAccountName"]) for row in of_r1}
+    assert ["Token-Hours"] == [r["PricingUnit"] for r in rows if r["x_RequestId"][:3] == "pin"]
+    assert of_r1[0]["BillingPeriodEnd"] == "2025-02-01T00:00:00Z"
+
+
+def test_a_correction_is_one_only_of_an_earlier_billing_period(house: TestLedger) -> None:
+    within, later = focus(house)[-2:]
+    assert ("Adjustment", "", "'=1+1") == (
+        within["ChargeCategory"],
+        within["ChargeClass"],
+        within["ChargeDescription"],
+    )
+    assert ("Usage", "Correction") == (later["ChargeCategory"], later["ChargeClass"])
+
+
+def told(house: TestLedger, tmp_path: Path, *flags: str, code: int = 0) -> str:
+    command = ["usage", "export", *flags, "--data-dir", str(tmp_path)]
+    result = CliRunner().invoke(app, command)
+    assert code == result.exit_code, result.output
+    return " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("length", [1, 200, 999, 10**6])
+@pytest.mark.parametrize("form", ["cloudevents", "focus"])
+def test_a_line_that_a_crash_tore_is_cut_off_and_nothing_is_skipped(
+    house: TestLedger, tmp_path: Path, form: str, length: int
+) -> None:
+    """The crash came after some bytes of a chunk and before its position was noted."""
+    out = tmp_path / "out"
+    told(house, tmp_path, "--to", str(out), "--format", form)
+    whole = out.read_bytes()
+    out.write_bytes(whole[:length])
+    told(house, tmp_path, "--to", str(out), "--format", form, "--name", "again")
+    assert out.read_bytes().endswith(b"\n")
+    if form == "focus":
+        rows = list(csv.DictReader(io.StringIO(out.read_text())))
+        ids = {row["x_EntryId"] for row in rows}
+        assert {"acme/2", "acme/3", "acme/4", "acme/5"} == ids - {"x_EntryId"}
+    else:
+        ids = {json.loads(line)["id"] for line in out.read_text().splitlines()}
+        assert {f"acme/{number}" for number in range(1, 6)} == ids
+
+
+def test_what_is_new_is_appended_and_one_export_writes_at_a_time(
+    house: TestLedger, tmp_path: Path
+) -> None:
+    out = tmp_path / "events"
+    assert "5 entries written" in told(house, tmp_path, "--to", str(out))
+    assert "0 entries written" in told(house, tmp_path, "--to", str(out))
+    house.charge("r2", USAGE)
+    with export.appending(out):
+        said = told(house, tmp_path, "--to", str(out), code=1)
+        assert f"another export is writing {out}" in said
+    assert "1 entry written" in told(house, tmp_path, "--to", str(out))
+    assert 6 == len(out.read_bytes().splitlines())
+    assert "cannot write" in told(house, tmp_path, "--to", str(tmp_path), code=1)
+
+
+def test_the_position_waits_for_the_disk(
+    house: TestLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with (
+        pytest.raises(ExportError, match="No space left"),
+        export.appending(tmp_path / "o") as file,
+    ):
+        export.drain(house.ledger.store, "o", lambda chunk: export.write_durably(file, b"x\n"))
+    with house.ledger.store.reading() as connection:
+        assert {} == store_reports.cursors(connection, "o")
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("=1+1", "'=1+1"),
+        ("@SUM(1)", "'@SUM(1)"),
+        ("-cmd", "'-cmd"),
+        ("\t=1", "'\t=1"),
+        ("-0.5", "-0.5"),
+        ("two\r\nlines", "two lines"),
+        ("plain", "plain"),
+    ],
+)
+def test_a_cell_is_one_line_and_no_formula(text: str, cell: str) -> None:
+    assert cell == safe_cell(text)
