@@ -127,14 +127,14 @@ class Accounts:
             self.refresh(MISS_REFRESH_S)
             known = self._snapshot.keys.get(digest)
             if known is None:
-                raise UnknownKey("no such API key")
+                raise UnknownKey("no such API key: copy it whole, or ask the operator for one")
         else:
             self.refresh(REFRESH_S)
             known = self._snapshot.keys.get(digest, known)
         if known.revoked_ns is not None:
-            raise KeyRevoked("this API key was revoked")
+            raise KeyRevoked("this API key was revoked; ask the operator for another")
         if known.expires_ns is not None and known.expires_ns <= self._clock_ns():
-            raise KeyExpired("this API key has expired")
+            raise KeyExpired("this API key has expired; ask the operator for another")
         return known.principal
 
     @property
@@ -218,7 +218,7 @@ class Accounts:
         def write(connection: Connection) -> None:
             if not rows.insert_tenant(connection, tenant, currency, credit_limit, self._clock_ns()):
                 raise AlreadyExists(f"tenant {tenant!r} exists already")
-            after = {"currency": currency, "credit_limit": _text(credit_limit)}
+            after = {"currency": currency} | _shown({"credit_limit": credit_limit})
             self._trail(connection, by, "tenant.create", tenant, None, after, reason)
 
         self._change(write)
@@ -241,9 +241,8 @@ class Accounts:
             if row is None:
                 raise _unknown(tenant)
             rows.change_tenant(connection, tenant, **values)
-            before = {name: _text(row[name]) for name in values}
-            after = {name: _text(value) for name, value in values.items()}
-            self._trail(connection, by, action, tenant, before, after, reason)
+            before = _shown({name: row[name] for name in values})
+            self._trail(connection, by, action, tenant, before, _shown(values), reason)
 
         self._change(write)
         return self.tenant(tenant)
@@ -462,8 +461,10 @@ def _unknown(tenant: str) -> UnknownTenant:
     )
 
 
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)
+def _shown(values: dict[str, Any]) -> dict[str, Any]:
+    """A tenant's values as the trail has them: amounts are decimals, as in every document."""
+    limit = values.get("credit_limit")
+    return values if limit is None else values | {"credit_limit": format_units(limit)}
 
 
 def _tenant(row: Any) -> Tenant:

@@ -217,7 +217,7 @@ def _reserve(work: Work, command: Reserve) -> Hold:
     if hold.key in work.holds or work.entry(*hold.key, Kind.CHARGE):
         raise DuplicateRequest(f"request {hold.request_id!r} was reserved already")
     if account.suspended:
-        raise TenantSuspended(f"tenant {hold.tenant!r} is suspended")
+        raise TenantSuspended(f"tenant {hold.tenant!r} is suspended; ask the operator why")
     if hold.pinned.currency != account.currency:
         raise CurrencyMismatch(
             f"the price is in {hold.pinned.currency}, tenant {hold.tenant!r} pays in "
