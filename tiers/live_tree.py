@@ -21,6 +21,20 @@ def place_of(block: Block) -> str:
     return LOADING if block.state is BlockState.LOADING else COMPUTING
 
 
+def seen(block: Block, now_s: float) -> Seen:
+    """The block as `tiers.tree` counts it. `now_s` is monotonic."""
+    return Seen(
+        key=block.key,
+        place=place_of(block),
+        tokens=block.tokens,
+        pinned=block.pins > 0,
+        hits=block.hits,
+        idle_s=now_s - (block.use.time_s or block.created_s),
+        clean=block.on_disk or (block.slot is not None and block.frame is not None),
+        age_s=now_s - block.created_s,
+    )
+
+
 class _IndexForest:
     def __init__(self, index: BlockIndex, now_s: float) -> None:
         self._index = index
@@ -37,14 +51,4 @@ class _IndexForest:
         return block.hits
 
     def look(self, block: Block) -> Seen:
-        on_device = block.slot is not None
-        return Seen(
-            key=block.key,
-            place=place_of(block),
-            tokens=block.tokens,
-            pinned=block.pins > 0,
-            hits=block.hits,
-            idle_s=self._now_s - (block.use.time_s or block.created_s),
-            clean=block.on_disk or (on_device and block.frame is not None),
-            age_s=self._now_s - block.created_s,
-        )
+        return seen(block, self._now_s)

@@ -14,7 +14,7 @@ from tiers.absence import Absence, marks_of
 from tiers.index import Block, BlockIndex, BlockState
 from tiers.inspect import BlockInfo, DiskView
 from tiers.keys import PrefixKey
-from tiers.live_tree import place_of
+from tiers.live_tree import seen
 from tiers.tier import TierName
 from tiers.tree import Seen, Tree, TreeQuery, grow
 
@@ -117,16 +117,7 @@ class Forest:
                 clean=False,
                 age_s=max(0.0, self._unix_s - block.written_s),
             )
-        return Seen(
-            key=block.key,
-            place=place_of(block),
-            tokens=block.tokens,
-            pinned=block.pins > 0,
-            hits=block.hits,
-            idle_s=self._now_s - (block.use.time_s or block.created_s),
-            clean=block.on_disk or (block.slot is not None and block.frame is not None),
-            age_s=self._now_s - block.created_s,
-        )
+        return seen(block, self._now_s)
 
     def tree(self, query: TreeQuery) -> Tree:
         on_disk = sum(self._index.get(key) is None for key in self._disk.by_key)

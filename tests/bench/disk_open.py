@@ -12,10 +12,8 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.bench.provenance import commit, machine
 from tiers.block import BlockLayout
 from tiers.disk import DiskTier
 from tiers.disk_open import open_disk
@@ -121,12 +120,9 @@ def main() -> None:
             shutil.rmtree(folder)
         print(json.dumps(rows[-1], indent=1), flush=True)
     if options.json:
-        git = ["git", "rev-parse", "--short", "HEAD"]
         report = {
-            "commit": subprocess.run(
-                git, capture_output=True, text=True, check=False
-            ).stdout.strip(),
-            "machine": {"cores": os.cpu_count(), "python": platform.python_version()},
+            "commit": commit(),
+            "machine": machine(),
             "rows": rows,
         }
         options.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -14,7 +14,6 @@ import contextlib
 import gc
 import json
 import statistics
-import subprocess
 import sys
 import time
 from array import array
@@ -37,6 +36,7 @@ from engine.models import LoadedModel, describe
 from engine.request import SamplingParams
 from engine.runner import Runner
 from engine.testing import ARCHITECTURES, bytes_tokenizer, tiny_model
+from tests.bench.provenance import commit
 from tiers.block import BlockLayout
 from tiers.device import DevicePool
 from tiers.frames import FrameArena
@@ -282,15 +282,12 @@ def _now(device: str) -> float:
 
 
 def _machine(device: str) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     return {
         "device": name,
         "torch": torch.__version__,
         "varlen_block_tables": has_block_tables(),
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
     }
 
 

@@ -10,9 +10,7 @@ one of ten tokens 35 to 40 (docs/compute.md), so with F = 3 C time should fall t
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import time
 from array import array
 from pathlib import Path
@@ -24,6 +22,7 @@ from engine.models import DEFAULT_MODEL, LoadedModel, load_model
 from engine.request import Request, SamplingParams, StepOutput
 from engine.runner import Runner
 from engine.structure import Grammar, StructuredOutputs, source_of
+from tests.bench.provenance import commit, machine
 from tiers.cache import CacheSettings, TieredCache
 from tiers.keys import CacheScope
 
@@ -62,7 +61,7 @@ def main() -> None:
     stepping, jumping = sides
     assert stepping.tokens == jumping.tokens, "jumping changed the answer"
     figures = {
-        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        "machine": machine(),
         "commit": commit(),
         "output_tokens": len(stepping.tokens),
         "forced_tokens": jumping.jumped_tokens,
@@ -133,13 +132,6 @@ def request(name: str, prompt: "array[int]", grammar: Grammar) -> Request:
     return Request(
         request_id=name, tokens=prompt, params=params, scope=CacheScope(), grammar=grammar
     )
-
-
-def commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

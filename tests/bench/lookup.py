@@ -15,7 +15,6 @@ step is some 30 calls a sequence, 4 us; those that wait cost nothing while no mo
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import time
@@ -27,6 +26,7 @@ from engine.batch import Batch, Sampled
 from engine.engine import Engine, EngineSettings
 from engine.request import Request, SamplingParams
 from engine.scheduler import SchedulerSettings
+from tests.bench.provenance import commit, machine
 from tiers.block import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
 from tiers.chain import Chain
@@ -60,8 +60,8 @@ def main() -> None:
     rows = [_measure(cache, root, prompt) for prompt in prompts.values()]
     steps = [_measure_steps(cache, prompts[4096], *counts) for counts in STEPS]
     figures: dict[str, Any] = {
-        "machine": f"{platform.machine()}, Python {platform.python_version()}",
-        "commit": _commit(),
+        "machine": machine(),
+        "commit": commit(),
         "resident_blocks": len(cache.index),
         "rows": rows,
         "steps": steps,
@@ -162,13 +162,6 @@ def _ask_vllm(python: Path, block_size: int) -> dict[str, Any]:
         return {"block_size": block_size, "error": done.stderr.strip().splitlines()[-1]}
     told: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return told
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -11,9 +11,6 @@ calls on a request of 20 blocks, so 5 to 8 us a block.
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.bench.provenance import commit, machine
 from tiers.admission import Promotion
 from tiers.policy import PolicyName
 from tiers.replay import MIN, TierPlan, replay
@@ -80,13 +78,6 @@ def promotions(trace: Trace) -> dict[str, dict[str, object]]:
     return found
 
 
-def commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, default=None)
@@ -109,7 +100,7 @@ def main() -> None:
     if options.json:
         report = {
             "commit": commit(),
-            "machine": {"cores": os.cpu_count(), "python": platform.python_version()},
+            "machine": machine(),
             "shares": SHARES,
             "loads": loads,
         }

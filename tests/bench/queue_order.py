@@ -11,13 +11,13 @@ queue is, since a prefix's requests come together, and so works the queue off so
 import argparse
 import json
 import statistics
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.queue import QueueOrder
 from engine.simulation import SimulatedRun, SimulatedServer, simulate
+from tests.bench.provenance import commit
 from tiers.trace import read_trace
 
 CAPACITIES = (4_000, 10_000)  # blocks of the trace, 512 tokens each
@@ -41,7 +41,7 @@ def main() -> None:
                 )
                 rows.append(_row(server, simulate(trace, server)))
                 print(*rows[-1].values(), flush=True)
-    figures = {"commit": _commit(), "trace": trace.name, "requests": len(trace.requests)}
+    figures = {"commit": commit(), "trace": trace.name, "requests": len(trace.requests)}
     if options.json:
         options.json.write_text(json.dumps({**figures, "rows": rows}, indent=1) + "\n")
 
@@ -59,13 +59,6 @@ def _row(server: SimulatedServer, run: SimulatedRun) -> dict[str, Any]:
         "passed_by_s_max": round(run.passed_by_s(), 3),
         "seconds": round(run.seconds),
     }
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ block, 32 tokens, on average, and 32 tokens are computed in about 40 ms where on
 import argparse
 import json
 import statistics
-import subprocess
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from engine.models import DEFAULT_MODEL, load_model
 from engine.request import Request, SamplingParams, StepOutput
 from engine.runner import Runner as ModelRunner
 from tests.bench.lookup import Idle
+from tests.bench.provenance import commit
 from tiers.block import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
 from tiers.keys import CacheScope
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--no-model", action="store_true")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    figures: dict[str, Any] = {"commit": _commit()}
+    figures: dict[str, Any] = {"commit": commit()}
     figures["bookkeeping"] = _figures(LAYOUT, lambda _: Idle(), rounds=500)
     if not options.no_model:
         if options.cache_dir is None:
@@ -141,13 +141,6 @@ def _figures(
                 "tokens_computed": served.computed,
             }
     return figures
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

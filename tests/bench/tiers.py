@@ -16,10 +16,8 @@ import argparse
 import json
 import mmap
 import os
-import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -36,6 +34,7 @@ import torch
 import xxhash
 import zstandard
 
+from tests.bench.provenance import commit, machine
 from tiers.block import BlockLayout
 from tiers.codec import Codec, bound
 from tiers.disk_open import open_disk
@@ -357,25 +356,6 @@ def estimates(bench: Bench, ratio: float, direct: float) -> dict[str, float]:
         "disk tier: write": 1
         / (1 / rate["codec in, 1 thread"] + 1 / (ratio * rate["raw write, direct"])),
     }
-
-
-def machine() -> dict[str, object]:
-    model = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return {
-        "cpu": model[0].split(":")[1].strip() if model else platform.processor(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
-
-
-def commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
 
 
 def main() -> None:

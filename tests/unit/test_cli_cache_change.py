@@ -20,18 +20,16 @@ from cachesvc.config import disk_path
 from cachesvc.money import read_secret
 from cachesvc.purging import RECEIPTS
 from cachesvc.scopes import note_scopes
-from tiers.block import BlockLayout
+from tests.unit.test_cli_cache import LAYOUT, store
 from tiers.disk import DiskTier
 from tiers.disk_directory import DirectoryLock
 from tiers.disk_open import open_disk
-from tiers.frames import FrameArena
 from tiers.inspect import open_shards, open_view
 from tiers.keys import BlockId, CacheScope
 from tiers.pin_file import save_pins
 from tiers.retention import Pin
-from tiers.testing import chain, fill, take
+from tiers.testing import chain
 
-LAYOUT = BlockLayout(num_layers=2, block_size=64, num_kv_heads=2, head_dim=8, dtype="float32")
 OTHER = CacheScope(weights=b"tiny", tenant=b"other")
 HOUR_S = 3600
 MINE = chain(6, block_size=LAYOUT.block_size)
@@ -66,14 +64,6 @@ def told(result: Result) -> dict[str, object]:
 
 def opened(data_dir: Path, clock: Callable[[], float] = time.time, shards: int = 1) -> DiskTier:
     return open_disk(disk_path(data_dir), LAYOUT, 64 << 20, clock=clock, num_shards=shards)
-
-
-def store(tier: DiskTier, ids: list[BlockId]) -> None:
-    arena = FrameArena(LAYOUT, len(ids))
-    frames = take(arena, len(ids))
-    for frame, block in zip(frames, ids, strict=True):
-        fill(frame, block)
-    tier.store(ids, frames)
 
 
 def keys(data_dir: Path) -> set[bytes]:
