@@ -29,6 +29,26 @@ _MIN_DOT = 16  # the fewest rows that `tl.dot` multiplies
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _scores(  # type: ignore[no-untyped-def]
+    queries, keys, live, scaling, softcap, HAS_SOFTCAP: tl.constexpr
+):
+    """[ROWS, TILE]: how much each query minds each key; minus infinity where it may not look."""
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scaling
+    if HAS_SOFTCAP:
+        scaled = scores / softcap
+        scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scaled) + 1.0))  # tanh
+    return tl.where(live[None, :], scores, float("-inf"))
+
+
+@triton.jit
+def _weights(scores, maximum):  # type: ignore[no-untyped-def]
+    """A tile's exponentials, the factor for what was summed before, and the maximum so far."""
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+    base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    return tl.exp(scores - base[:, None]), tl.exp(maximum - base), new_maximum
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _decode_kernel(  # type: ignore[no-untyped-def]
     query,
     pool,
@@ -59,6 +79,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     """One (sequence, KV head, split): the group's queries over the split's share of the keys.
 
     Writes the unnormalised output, the maximum score and the sum of exponentials, for `_merge`.
+    Four steps: which keys are its own, its queries, a loop over tiles of keys that keeps a running
+    softmax, what it found. What it calls is inlined by the compiler.
     """
     sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
@@ -94,20 +116,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         at = row[:, None] + dim[None, :]
         readable = live[:, None] & (dim < DIM)[None, :]
         keys = tl.load(at, mask=readable, other=0.0).to(queries.dtype)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scaling
-        if HAS_SOFTCAP:
-            scaled = scores / softcap
-            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scaled) + 1.0))  # tanh
-        scores = tl.where(live[None, :], scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp(scores - base[:, None])
-        shrink = tl.exp(maximum - base)
+        scores = _scores(queries, keys, live, scaling, softcap, HAS_SOFTCAP)
+        weights, shrink, maximum = _weights(scores, maximum)
         values = tl.load(at + pool_kv_stride, mask=readable, other=0.0).to(queries.dtype)
         weighted = tl.dot(weights.to(queries.dtype), values, input_precision="ieee")
         output = output * shrink[:, None] + weighted
         total = total * shrink + tl.sum(weights, 1)
-        maximum = new_maximum
     program = (sequence * tl.num_programs(1) + head) * tl.num_programs(2) + split
     tl.store(
         partial + (program * GROUPS + group[:, None]) * DIM + dim[None, :], output, mask=inside
