@@ -26,9 +26,11 @@ def create(
     project: Annotated[str, typer.Option(help="Project that its usage is booked to")] = "",
     name: Annotated[str, typer.Option(help="A name to recognise it by")] = "",
     scopes: Annotated[
-        str,
-        typer.Option("--scopes", "--scope", help=f"Comma-separated: {', '.join(Scope)}"),
-    ] = "inference,usage",
+        list[str],
+        typer.Option(
+            "--scopes", "--scope", help=f"Comma-separated, or repeated: {', '.join(Scope)}"
+        ),
+    ] = ["inference,usage"],  # noqa: B006  read only
     expires_in: Annotated[
         str | None, typer.Option(help="How long it is valid, such as 12h or 90d")
     ] = None,
@@ -43,7 +45,7 @@ def create(
             tenant,
             project=project,
             name=name,
-            scopes=_scopes(scopes),
+            scopes=_scopes(",".join(scopes)),
             expires_ns=_expiry(expires_in),
             by=actor(),
             reason=reason,

@@ -109,6 +109,12 @@ def test_a_card_is_linted_planned_and_applied(shell: Shell, tmp_path: Path) -> N
     assert {c["field"] for c in json.loads(changes.output)} >= {"version", "* standard miss"}
 
 
+def test_scopes_of_a_key_are_those_of_all_options(shell: Shell) -> None:
+    shell("tenants", "create", "acme")
+    shell("keys", "create", "--tenant", "acme", "--scope", "admin", "--scope", "inference,usage")
+    assert ["inference", "usage", "admin"] == shell.json("keys", "list")[0]["scopes"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
