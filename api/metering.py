@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -87,7 +88,8 @@ class LedgerMeter:
 
     async def admit(self, principal: Principal, job: Job) -> "LedgerCharge":
         """Pins the price of this instant and holds what the request may cost at first."""
-        pinned = self._ledger.book.at(job.model.name, self._clock_ns(), principal.currency or None)
+        now_ns = self._clock_ns()  # one instant, or the proof finds another window than the price
+        pinned = self._ledger.book.at(job.model.name, now_ns, principal.currency or None)
         slice_tokens = min(self._slice_tokens * job.num_choices, job.max_output)
         amount = hold_amount(pinned, prompt_tokens=job.prompt_tokens, output_tokens=slice_tokens)
         reserved = self._ledger.reserve(
@@ -95,7 +97,7 @@ class LedgerMeter:
             job.request_id,
             amount,
             pinned,
-            context=job.context,
+            context=replace(job.context, admitted_ns=now_ns),
             ttl_s=self._lease_s,
         )
         try:

@@ -30,6 +30,7 @@ from billing.keys import Scope
 from billing.ledger import Ledger
 from billing.money import UNITS, format_units
 from billing.policy import Outcome
+from billing.prices import NS
 from billing.receipts import ReceiptSigner, describe, verify_receipt
 from billing.store import database_url, open_store
 from engine.errors import QueueFull
@@ -200,6 +201,16 @@ async def test_a_charge_is_exact_and_the_balance_shows_it(bank: Bank) -> None:
             }
         ],
     } == balance
+
+
+async def test_the_instant_of_the_price_is_that_of_the_admission(bank: Bank) -> None:
+    """Two looks at the clock may fall into two windows of a card, and the charge into neither."""
+    instant_ns = bank.ledger._clock_ns() - 3600 * NS
+    async with serving(bank) as (_, client, house):
+        house.wire.meter._clock_ns = lambda: instant_ns
+        answer = await client.post(CHAT, json=HELLO, headers=bank.customer(UNITS))
+        assert 200 == answer.status_code
+    assert instant_ns == bank.entries[-1].details["admitted_ns"]
 
 
 async def test_without_balance_nothing_is_computed(bank: Bank) -> None:
