@@ -2,7 +2,7 @@
 
 Called by api (authentication and admin routes) and the CLI, on any thread. `authenticate` works in
 memory: all keys are kept by digest, and read again when another process changed them. Admin writes
-are single transactions; they are rare and may block.
+are rare single transactions and may block.
 """
 
 import secrets
@@ -118,9 +118,7 @@ class Accounts:
     # -- who is it ---------------------------------------------------------------------------------
 
     def authenticate(self, key: str) -> Principal:
-        """Who a key stands for, in microseconds. Raises `UnknownKey`, `KeyExpired` or
-        `KeyRevoked`.
-        """
+        """Who a key stands for. Raises `UnknownKey`, `KeyExpired` or `KeyRevoked`."""
         digest = key_digest(self._secret, key)
         known = self._snapshot.keys.get(digest)
         if known is None:
@@ -136,6 +134,13 @@ class Accounts:
         if known.expires_ns is not None and known.expires_ns <= self._clock_ns():
             raise KeyExpired("this API key has expired; ask the operator for another")
         return known.principal
+
+    def is_live(self, key_id: str) -> bool:
+        """Whether what a key opened may stay open: it was neither revoked nor has it expired."""
+        self.refresh(REFRESH_S)
+        now_ns, keys = self._clock_ns(), self._snapshot.keys.values()
+        known = (each for each in keys if each.principal.key_id == key_id and not each.revoked_ns)
+        return any((each.expires_ns or now_ns + 1) > now_ns for each in known)
 
     @property
     def requires_keys(self) -> bool:
@@ -332,8 +337,7 @@ class Accounts:
         matches = [key for key in self.keys() if key_id in (key.key_id, key.prefix)]
         if len(matches) != 1:
             raise UnknownKey(f"no API key has the id or prefix {key_id!r}")
-        found = matches[0]
-        if found.revoked_ns is not None:
+        if (found := matches[0]).revoked_ns is not None:
             return found
         now_ns = self._clock_ns()
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from api.admin.parts import parts_of
+from api.admin.parts import AdminParts, parts_of
 from api.admin.sessions import Admin, Role, Session
 from api.auth import bearer_token
 from api.context import FIT_NAME, single_header, story_of
@@ -85,8 +85,8 @@ async def _by_bearer(request: Request, token: str) -> Admin:
 
 
 async def _by_cookie(request: Request) -> Admin:
-    session = session_of(request)
-    if session is None:
+    session, parts = session_of(request), parts_of(request)
+    if session is None or not await _may_stay(parts, session):
         raise LoginNeeded(
             "Log in at /admin/login, or send 'Authorization: Bearer KEY' with a key that has the "
             "scope 'admin'."
@@ -94,6 +94,14 @@ async def _by_cookie(request: Request) -> Admin:
     if request.method not in SAFE_METHODS:
         await check_csrf(request, session.csrf_token)
     return session.admin
+
+
+async def _may_stay(parts: AdminParts, session: Session) -> bool:
+    """Whether the key that a login was made with still holds; ends the key's logins if not."""
+    if not session.key_id or await asyncio.to_thread(parts.keys.is_live, session.key_id):
+        return True
+    parts.sessions.close_all(session.admin.name)
+    return False
 
 
 async def check_csrf(request: Request, expected: str) -> None:

@@ -114,7 +114,7 @@ async def _enter(request: Request, found: Admin, how: str, answer: Response) -> 
     sessions, cookie = parts_of(request).sessions, cookie_name(request)
     sessions.close(request.cookies.get(cookie, ""))
     await _audit(request, "admin.login", found.name, found.name, how=how, role=found.role)
-    token, _ = sessions.open(found)
+    token, _ = sessions.open(found, key_id=found.name if how == "key" else "")
     answer.set_cookie(
         cookie,
         token,

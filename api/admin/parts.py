@@ -35,6 +35,8 @@ class KeyRing(Protocol):
 
     def authenticate(self, key: str) -> Principal: ...
 
+    def is_live(self, key_id: str) -> bool: ...
+
 
 class PasswordBook(Protocol):
     """Whose password it is. Slow on purpose: called off the event loop."""

@@ -35,11 +35,15 @@ class Admin:
 
 @dataclass(slots=True)
 class Session:
-    """A login. `csrf_token` must come with every request that is no GET."""
+    """A login. `csrf_token` must come with every request that is no GET.
+
+    `key_id` names the API key that it was opened with, if it was one; it ends when that key does.
+    """
 
     admin: Admin
     ends_s: float
     used_s: float
+    key_id: str = ""
     csrf_token: str = field(default_factory=lambda: secrets.token_urlsafe(TOKEN_BYTES))
 
 
@@ -65,11 +69,11 @@ class Sessions:
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()  # least recently used first
         self._links: OrderedDict[bytes, _Link] = OrderedDict()
 
-    def open(self, admin: Admin) -> tuple[str, Session]:
+    def open(self, admin: Admin, *, key_id: str = "") -> tuple[str, Session]:
         """A new session and its id, which only the browser keeps."""
         token = secrets.token_urlsafe(TOKEN_BYTES)
         now = self._clock_s()
-        session = Session(admin, now + self.lifetime_s, now)
+        session = Session(admin, now + self.lifetime_s, now, key_id)
         self._sessions[_digest(token)] = session
         while len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)

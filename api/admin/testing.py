@@ -42,6 +42,10 @@ class FixedKeys:
     """A key ring of given keys."""
 
     scopes: Mapping[str, frozenset[Scope]]
+    revoked: set[str] = field(default_factory=set)
+
+    def is_live(self, key_id: str) -> bool:
+        return key_id not in self.revoked
 
     def authenticate(self, key: str) -> Principal:
         if key not in self.scopes:

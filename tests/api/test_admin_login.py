@@ -134,6 +134,16 @@ async def test_an_admin_key_logs_in(parts: AdminParts, client: httpx.AsyncClient
     assert [("admin.login", "id-of-sk-admin")] == actions(parts)
 
 
+async def test_a_login_by_key_ends_with_the_key(
+    parts: AdminParts, client: httpx.AsyncClient
+) -> None:
+    await log_in(client, "", "sk-admin")
+    assert 200 == (await client.get("/admin/api/whoami")).status_code
+    parts.keys.revoked.add("id-of-sk-admin")  # type: ignore[attr-defined]
+    assert (401, "login_needed") == code_of(await client.get("/admin/api/whoami"))
+    assert 0 == len(parts.sessions)
+
+
 async def test_guessing_is_stopped_before_the_password_is_looked_at(
     parts: AdminParts, client: httpx.AsyncClient
 ) -> None:

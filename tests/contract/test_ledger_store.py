@@ -366,10 +366,12 @@ def test_keys_work_at_once_and_end_when_revoked_elsewhere(house: TestLedger) -> 
     principal = house.accounts.authenticate(key)
     assert (principal.tenant, principal.key_id, principal.currency) == ("acme", info.key_id, "CNY")
     assert house.accounts.requires_keys
+    assert house.accounts.is_live(info.key_id)
     other.revoke_key(info.prefix, by="test", reason="lost")
     house.accounts.refresh()
     with pytest.raises(KeyRevoked):
         house.accounts.authenticate(key)
+    assert not house.accounts.is_live(info.key_id)
     with pytest.raises(UnknownKey):
         house.accounts.authenticate("sk-guess")
     newest = house.accounts.trail(1)[0]
