@@ -223,7 +223,7 @@ class Accounts:
         def write(connection: Connection) -> None:
             if not rows.insert_tenant(connection, tenant, currency, credit_limit, self._clock_ns()):
                 raise AlreadyExists(f"tenant {tenant!r} exists already")
-            after = {"currency": currency} | _shown({"credit_limit": credit_limit})
+            after = {"currency": currency, "credit_limit": _text(credit_limit)}
             self._trail(connection, by, "tenant.create", tenant, None, after, reason)
 
         self._change(write)
@@ -246,8 +246,9 @@ class Accounts:
             if row is None:
                 raise _unknown(tenant)
             rows.change_tenant(connection, tenant, **values)
-            before = _shown({name: row[name] for name in values})
-            self._trail(connection, by, action, tenant, before, _shown(values), reason)
+            before = {name: _text(row[name]) for name in values}
+            after = {name: _text(value) for name, value in values.items()}
+            self._trail(connection, by, action, tenant, before, after, reason)
 
         self._change(write)
         return self.tenant(tenant)
@@ -465,10 +466,8 @@ def _unknown(tenant: str) -> UnknownTenant:
     )
 
 
-def _shown(values: dict[str, Any]) -> dict[str, Any]:
-    """A tenant's values as the trail has them: amounts are decimals, as in every document."""
-    limit = values.get("credit_limit")
-    return values if limit is None else values | {"credit_limit": format_units(limit)}
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
 
 
 def _tenant(row: Any) -> Tenant:

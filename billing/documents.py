@@ -237,5 +237,11 @@ def entry_document(entry: Entry) -> Document:
 
 
 def trail_document(row: dict[str, Any]) -> Document:
-    """A row of the admin trail, with what was and what is as values."""
-    return row | {name: orjson.loads(row[name]) for name in ("before", "after")}
+    """A row of the admin trail, with what was and what is as values; amounts are decimals here."""
+    values = {name: orjson.loads(row[name]) for name in ("before", "after")}
+    for value in values.values():
+        if value and value.get("credit_limit") is not None:
+            value["credit_limit"] = format_units(int(value["credit_limit"]))
+        if value and "suspended" in value:
+            value["suspended"] = value["suspended"] == "True"
+    return row | values
