@@ -2,7 +2,7 @@
 
 The commands here read, in short transactions, so that a server goes on undisturbed, and `verify`
 repairs; those that remove and move blocks are in `cache_change`, those about single blocks, also in
-a running server's memory, in `cache_blocks`.
+a running server's memory, in `cache_blocks`, those about prefixes in `cache_prefixes`.
 """
 
 import itertools
@@ -17,9 +17,10 @@ from urllib.parse import urlencode
 
 import typer
 
-from cachesvc.cli.cache_blocks import big, hot, list_blocks, show
+from cachesvc.cli.cache_blocks import hot, list_blocks, show
 from cachesvc.cli.cache_change import compact, evict, export, import_
 from cachesvc.cli.cache_keep import pin, pins, unpin
+from cachesvc.cli.cache_prefixes import big
 from cachesvc.cli.cache_purge import purge
 from cachesvc.cli.cache_watch import print_tiers, watch
 from cachesvc.cli.live_server import running_server

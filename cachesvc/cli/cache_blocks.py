@@ -1,4 +1,4 @@
-"""`cachesvc cache ls|show|big|hot`: single blocks and prefixes, on disk and in a server's memory.
+"""`cachesvc cache ls|show|hot`: single blocks, on disk and in a server's memory.
 
 The disk is read by the command itself, memory is asked for at the running server; without one only
 the disk is there to be seen.
@@ -6,7 +6,6 @@ the disk is there to be seen.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +13,12 @@ from urllib.parse import urlencode
 
 import typer
 
-from cachesvc.cli.cache_select import find_block
+from cachesvc.cli.cache_select import Limit, Tenant, find_block, scope_filter
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import (
+    KEY_DIGITS,
     AsJson,
+    ago,
     fail,
     note,
     print_json,
@@ -28,17 +29,12 @@ from cachesvc.cli.render import (
 )
 from cachesvc.config import disk_path, parse_duration
 from cachesvc.live import LiveServer, find_server
-from cachesvc.scopes import roots_of
 from tiers.codec import CodecId
 from tiers.inspect import BlockInfo, DiskView, open_view
 from tiers.keys import PrefixKey, token_ids
 from tiers.tier import TierName
 
-SHOWN = 16  # hex digits of a key
 MOST = 100_000  # blocks that a server tells of at once
-
-Tenant = Annotated[str | None, typer.Option(help="Only blocks of this tenant or sharing group")]
-Limit = Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many")]
 
 
 def list_blocks(
@@ -60,7 +56,7 @@ def list_blocks(
     """List blocks of a tier: key, parent, tokens, size and age."""
     path = existing_data_dir(data_dir)
     idle_s = _duration(older_than)
-    wanted = _scope_filter(path, tenant, scope)
+    wanted = scope_filter(path, tenant, scope)
     if tier is TierName.DISK:
         _list_disk(path, wanted, idle_s, oldest=oldest, limit=limit, json=json)
     else:
@@ -94,45 +90,6 @@ def show(
     print_pairs({name: _readable(name, value) for name, value in told.items()})
 
 
-def big(
-    data_dir: DataDir = None, tenant: Tenant = None, limit: Limit = 20, json: AsJson = False
-) -> None:
-    """The prefixes that take the most room on disk: how prompts begin, and all that follows."""
-    path = existing_data_dir(data_dir)
-    wanted = _scope_filter(path, tenant, None)
-    with open_view(disk_path(path)) as view:
-        children = view.children()
-    found = [
-        _prefix(block, children)
-        for blocks in children.values()
-        for block in blocks
-        if block.parent == block.scope and wanted(block.scope)
-    ]
-    found.sort(key=lambda prefix: -prefix.stored_bytes)
-    if json:
-        print_json([prefix.as_json() for prefix in found[:limit]])
-        return
-    now_s = time.time()
-    print_table(
-        ("prefix", "scope", "blocks", "tokens", "stored", "branches", "last used"),
-        [
-            (
-                prefix.key.hex()[:SHOWN],
-                prefix.scope.hex()[:8],
-                prefix.num_blocks,
-                prefix.num_tokens,
-                size(prefix.stored_bytes),
-                prefix.num_leaves,
-                ago(now_s - prefix.used_s),
-            )
-            for prefix in found[:limit]
-        ],
-        right=("blocks", "tokens", "stored", "branches", "last used"),
-    )
-    if len(found) > limit:
-        note(f"{limit} of {len(found)} prefixes; -n shows more")
-
-
 def hot(
     data_dir: DataDir = None, tenant: Tenant = None, limit: Limit = 20, json: AsJson = False
 ) -> None:
@@ -145,52 +102,13 @@ def hot(
         print_json(found) if json else _print_memory(found)
         return
     note("no server runs: hits are not kept on disk, so these are the blocks that were used last")
-    wanted = _scope_filter(path, tenant, None)
+    wanted = scope_filter(path, tenant, None)
     with open_view(disk_path(path)) as view:
         blocks = sorted(
             (block for block in view.blocks() if wanted(block.scope)),
             key=lambda block: (-block.used_s, -block.sequence),
         )[:limit]
     print_json(list(map(block_json, blocks))) if json else _print_disk(blocks)
-
-
-@dataclass(slots=True)
-class _Prefix:
-    """A prompt's first block, and all blocks that follow it."""
-
-    key: PrefixKey
-    scope: PrefixKey
-    num_blocks: int = 0
-    num_tokens: int = 0
-    stored_bytes: int = 0
-    num_leaves: int = 0
-    used_s: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "key": self.key.hex(),
-            "scope": self.scope.hex(),
-            "num_blocks": self.num_blocks,
-            "num_tokens": self.num_tokens,
-            "stored_bytes": self.stored_bytes,
-            "num_leaves": self.num_leaves,
-            "used_s": self.used_s,
-        }
-
-
-def _prefix(root: BlockInfo, children: Mapping[PrefixKey, Sequence[BlockInfo]]) -> _Prefix:
-    total = _Prefix(root.key, root.scope)
-    waiting = [root]
-    while waiting:
-        block = waiting.pop()
-        below = children.get(block.key, ())
-        total.num_blocks += 1
-        total.num_tokens += block.num_tokens
-        total.stored_bytes += block.stored_bytes
-        total.num_leaves += not below
-        total.used_s = max(total.used_s, block.used_s)
-        waiting += below
-    return total
 
 
 def _readable(name: str, value: Any) -> Any:
@@ -214,24 +132,6 @@ def _duration(text: str | None) -> float:
 
 def _is_number(text: str) -> bool:
     return text.replace(".", "", 1).isdigit()
-
-
-def _scope_filter(path: Path, tenant: str | None, start: str | None) -> Callable[[PrefixKey], bool]:
-    """Whether a scope is asked for; ends the command for a tenant that is not known, or its scopes.
-
-    Who is known, the running server says; without one a name mistyped has no blocks.
-    """
-    server = find_server(path) if tenant else None
-    if server is not None:
-        server.get(f"/admin/api/blocks?{urlencode({'tenant': tenant, 'limit': 1})}")
-    roots = roots_of(path, tenant) if tenant is not None else None
-    if roots is not None and not roots:
-        fail(
-            f"{path} does not know the scopes of its models yet; they are noted when a server "
-            "starts on it. Until then, choose by --scope, as `cachesvc cache tree` prints them"
-        )
-    low = (start or "").lower()
-    return lambda scope: (roots is None or scope in roots) and scope.hex().startswith(low)
 
 
 def _list_disk(
@@ -347,8 +247,8 @@ def _print_disk(blocks: Sequence[BlockInfo]) -> None:
 def _disk_row(block: BlockInfo, now_s: float) -> tuple[object, ...]:
     ratio = f"{block.logical_bytes / block.stored_bytes:.2f}" if block.stored_bytes else "-"
     return (
-        block.key.hex()[:SHOWN],
-        "(root)" if block.parent == block.scope else block.parent.hex()[:SHOWN],
+        block.key.hex()[:KEY_DIGITS],
+        "(root)" if block.parent == block.scope else block.parent.hex()[:KEY_DIGITS],
         block.num_tokens,
         size(block.stored_bytes),
         ratio,
@@ -361,8 +261,8 @@ def _print_memory(blocks: Sequence[Mapping[str, Any]]) -> None:
     columns = ("key", "parent", "scope", "tiers", "number", "tokens", "hits", "in use", "idle")
     rows = [
         (
-            block["key"][:SHOWN],
-            "(root)" if block["parent"] == block["scope"] else block["parent"][:SHOWN],
+            block["key"][:KEY_DIGITS],
+            "(root)" if block["parent"] == block["scope"] else block["parent"][:KEY_DIGITS],
             block["scope"][:8],
             " ".join(block["tiers"]),
             block["depth"],
@@ -374,7 +274,3 @@ def _print_memory(blocks: Sequence[Mapping[str, Any]]) -> None:
         for block in blocks
     ]
     print_table(columns, rows, right=columns[4:])
-
-
-def ago(age_s: float) -> str:
-    return f"{seconds(round(age_s))} ago" if age_s >= 1 else "now"

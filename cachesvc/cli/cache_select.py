@@ -1,12 +1,21 @@
-"""What commands about the disk tier share: keys and scopes written in hex, who holds the folder."""
+"""What commands about the cache choose by: keys, scopes and tenants; and who holds the folder."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlencode
+
+import typer
 
 from cachesvc.cli.render import fail
+from cachesvc.live import find_server
+from cachesvc.scopes import roots_of
 from tiers.disk_directory import is_locked, read_holder
 from tiers.inspect import BlockInfo, DiskView
 from tiers.keys import KEY_BYTES, PrefixKey
+
+Tenant = Annotated[str | None, typer.Option(help="Only blocks of this tenant or sharing group")]
+Limit = Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many")]
 
 
 def find_block(view: DiskView, start: str) -> BlockInfo:
@@ -24,6 +33,24 @@ def find_scope(scopes: Iterable[PrefixKey], start: str) -> PrefixKey:
     found = [root for root in scopes if root.hex().startswith(_low(start))]
     _exactly_one(len(found), f"scope's root begins with {start}", "`cachesvc cache tree`")
     return found[0]
+
+
+def scope_filter(path: Path, tenant: str | None, start: str | None) -> Callable[[PrefixKey], bool]:
+    """Whether a scope is asked for; ends the command for a tenant that is not known, or its scopes.
+
+    Who is known, the running server says; without one a name mistyped has no blocks.
+    """
+    server = find_server(path) if tenant else None
+    if server is not None:
+        server.get(f"/admin/api/blocks?{urlencode({'tenant': tenant, 'limit': 1})}")
+    roots = roots_of(path, tenant) if tenant is not None else None
+    if roots is not None and not roots:
+        fail(
+            f"{path} does not know the scopes of its models yet; they are noted when a server "
+            "starts on it. Until then, choose by --scope, as `cachesvc cache tree` prints them"
+        )
+    low = (start or "").lower()
+    return lambda scope: (roots is None or scope in roots) and scope.hex().startswith(low)
 
 
 def server_of(path: Path) -> str | None:

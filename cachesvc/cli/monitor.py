@@ -10,11 +10,9 @@ import typer
 
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir
-from cachesvc.cli.render import note, print_json_line, size
+from cachesvc.cli.render import KEY_DIGITS, note, print_json_line, size
 from tiers.events import EventKind
 from tiers.tier import TierName
-
-SHOWN = 16  # hex digits of a key, as `cachesvc cache ls` prints it
 
 
 def monitor(
@@ -54,9 +52,10 @@ def line(event: Mapping[str, Any]) -> str:
     when = datetime.fromtimestamp(event["time_s"]).astimezone().strftime("%H:%M:%S.%f")[:-3]
     parts = [when, f"{event['kind']:<8}", f"{event['tier']:<7}"]
     if event["key"]:
-        parts.append(event["key"][:SHOWN])
-        parent = "(root)" if event["parent"] == event["scope"] else (event["parent"] or "")[:SHOWN]
-        parts.append(f"after {parent:<{SHOWN}}")
+        parts.append(event["key"][:KEY_DIGITS])
+        is_first = event["parent"] == event["scope"]
+        parent = "(root)" if is_first else (event["parent"] or "")[:KEY_DIGITS]
+        parts.append(f"after {parent:<{KEY_DIGITS}}")
         parts.append(size(event["bytes"]))
     if event["source"]:
         parts.append(f"from {event['source']}")

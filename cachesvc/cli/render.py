@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 PIPE_WIDTH = 200
+KEY_DIGITS = 16  # of a key in hex, as tables show it
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs")]
 
@@ -138,6 +139,10 @@ def seconds(duration_s: float) -> str:
         if duration_s < bound:
             return f"{_digits(duration_s * factor)} {unit}"
     return f"{_digits(duration_s / 86400)} d"
+
+
+def ago(age_s: float) -> str:
+    return f"{seconds(round(age_s))} ago" if age_s >= 1 else "now"
 
 
 def _digits(number: float) -> str:

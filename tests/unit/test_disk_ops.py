@@ -1,4 +1,4 @@
-"""Looking into a disk tier, verifying it, moving its blocks, and keeping it within its bounds."""
+"""Looking into a disk tier, verifying it, moving its blocks, and letting them go."""
 
 import io
 import os
@@ -12,8 +12,6 @@ import pytest
 from tiers.block import BlockLayout
 from tiers.disk import DiskTier
 from tiers.disk_accounts import DAY_S
-from tiers.disk_compact import compact_folder
-from tiers.disk_directory import read_meta
 from tiers.disk_open import open_disk
 from tiers.disk_ops import remove, verify
 from tiers.disk_read import shard_of
@@ -23,10 +21,7 @@ from tiers.disk_transfer import chain_rule, export, import_blocks
 from tiers.errors import ConfigurationError, MissReason
 from tiers.frames import FrameArena
 from tiers.inspect import open_shards, open_view
-from tiers.keys import BlockId, CacheScope, PrefixKey
-from tiers.pin_file import save_pins
-from tiers.retention import Pin
-from tiers.shard import Shard
+from tiers.keys import BlockId, CacheScope
 from tiers.testing import SCOPE, chain, fill, holds, take, wipe
 from tiers.tier import Loaded
 
@@ -361,107 +356,6 @@ def test_a_prefix_is_exported_whole(tier: DiskTier) -> None:
         sent = export(view.shards, stream := io.BytesIO(), rule)
     assert sent.num_blocks == 6
     assert stream.tell() > 0
-
-
-def test_compaction_keeps_blocks_and_their_order(tmp_path: Path) -> None:
-    tier = opened(tmp_path)
-    for seed in range(40):
-        store(tier, blocks(seed))
-    for seed in range(0, 40, 2):
-        tier.discard([block.key for block in blocks(seed)])
-    tier.close()
-    with open_view(tmp_path) as view:
-        before = [info.key for info in view.blocks(oldest=True)]
-        days = view.days()
-    (done,) = compact_folder(tmp_path)
-    assert (done.num_kept, done.num_dropped) == (len(before), 0)
-    assert done.file_bytes < done.file_bytes_before
-    with open_view(tmp_path) as view:
-        assert [info.key for info in view.blocks(oldest=True)] == before
-        assert view.verify().sound
-        assert sum(day.num_stored for day in view.days().values()) == 160
-        assert sum(day.num_stored for day in days.values()) == 160
-    tier = opened(tmp_path)
-    assert load(tier, blocks(39)) == 4
-    assert store(tier, blocks(41)) == []
-    with tier.view() as view:
-        newest = [info.key for info in view.blocks(oldest=True)][-4:]
-    assert set(newest) == {block.key for block in blocks(41)}
-    tier.close()
-
-
-def test_a_lowered_capacity_keeps_the_newest(tmp_path: Path) -> None:
-    tier = opened(tmp_path, capacity_bytes=4 << 20)
-    for seed in range(100):
-        store(tier, blocks(seed))
-    tier.close()
-    tier = opened(tmp_path, capacity_bytes=CAPACITY)
-    stats = tier.stats()
-    assert stats.used_bytes <= CAPACITY
-    assert stats.num_blocks > 60
-    assert not stats.faults
-    assert load(tier, blocks(99)) == 4
-    assert tier.probe(blocks(0)) == 0
-    tier.close()
-
-
-def test_a_lowered_capacity_drops_others_before_pinned_blocks(tmp_path: Path) -> None:
-    tier = opened(tmp_path, capacity_bytes=4 << 20)
-    for seed in range(100):
-        store(tier, blocks(seed))
-    tier.close()
-    kept, over = ([PrefixKey(block.key) for block in blocks(seed)] for seed in (0, 1))
-    now_s = 1_000_000.0
-    save_pins(
-        tmp_path,
-        [
-            Pin(name="system", keys=tuple(kept), until_s=now_s + 3600),
-            Pin(name="last year", keys=tuple(over), until_s=now_s - 1),
-        ],
-    )
-    tier = opened(tmp_path, lambda: now_s, capacity_bytes=CAPACITY)
-    stats = tier.stats()
-    assert stats.used_bytes <= CAPACITY and stats.num_blocks > 60
-    assert load(tier, blocks(0)) == 4
-    assert load(tier, blocks(99)) == 4
-    assert (tier.probe(blocks(1)), tier.probe(blocks(2))) == (0, 0)
-    with tier.view() as view:
-        assert view.verify().sound
-    store(tier, blocks(200))
-    assert load(tier, blocks(200)) == 4
-    tier.close()
-
-
-def test_a_raised_capacity_is_used(tmp_path: Path) -> None:
-    tier = opened(tmp_path)
-    for seed in range(60):
-        store(tier, blocks(seed))
-    assert tier.stats().evicted > 0
-    tier.close()
-    tier = opened(tmp_path, capacity_bytes=4 * CAPACITY)
-    for seed in range(100, 160):
-        store(tier, blocks(seed))
-    assert tier.stats().evicted == 0
-    meta = read_meta(tmp_path)
-    assert meta is not None
-    assert meta.map_bytes > CAPACITY
-    tier.close()
-
-
-def test_a_reader_left_open_does_not_break_the_bound(tmp_path: Path) -> None:
-    """A stuck reader keeps freed pages from reuse: blocks are refused and counted, no byte more."""
-    tier = opened(tmp_path)
-    with tier.view() as view:
-        shard: Shard = view.shards[0]
-        with shard._reading():
-            for seed in range(120):
-                store(tier, blocks(seed))
-            assert tier.stats().used_bytes <= CAPACITY
-            assert tier.stats().faults[MissReason.NO_ROOM] > 0
-    for seed in range(200, 204):
-        store(tier, blocks(seed))
-    assert load(tier, blocks(203)) == 4
-    tier.close()
 
 
 def test_a_folder_without_a_tier_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""A disk tier within its bounds: compacted, opened with less or more, and beside a slow reader."""
+
+from pathlib import Path
+
+from tests.unit.test_disk_ops import CAPACITY, blocks, load, opened, store
+from tiers.disk_compact import compact_folder
+from tiers.disk_directory import read_meta
+from tiers.errors import MissReason
+from tiers.inspect import open_view
+from tiers.keys import PrefixKey
+from tiers.pin_file import save_pins
+from tiers.retention import Pin
+from tiers.shard import Shard
+
+
+def test_compaction_keeps_blocks_and_their_order(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    for seed in range(40):
+        store(tier, blocks(seed))
+    for seed in range(0, 40, 2):
+        tier.discard([block.key for block in blocks(seed)])
+    tier.close()
+    with open_view(tmp_path) as view:
+        before = [info.key for info in view.blocks(oldest=True)]
+        days = view.days()
+    (done,) = compact_folder(tmp_path)
+    assert (done.num_kept, done.num_dropped) == (len(before), 0)
+    assert done.file_bytes < done.file_bytes_before
+    with open_view(tmp_path) as view:
+        assert [info.key for info in view.blocks(oldest=True)] == before
+        assert view.verify().sound
+        assert sum(day.num_stored for day in view.days().values()) == 160
+        assert sum(day.num_stored for day in days.values()) == 160
+    tier = opened(tmp_path)
+    assert load(tier, blocks(39)) == 4
+    assert store(tier, blocks(41)) == []
+    with tier.view() as view:
+        newest = [info.key for info in view.blocks(oldest=True)][-4:]
+    assert set(newest) == {block.key for block in blocks(41)}
+    tier.close()
+
+
+def test_a_lowered_capacity_keeps_the_newest(tmp_path: Path) -> None:
+    tier = opened(tmp_path, capacity_bytes=4 << 20)
+    for seed in range(100):
+        store(tier, blocks(seed))
+    tier.close()
+    tier = opened(tmp_path, capacity_bytes=CAPACITY)
+    stats = tier.stats()
+    assert stats.used_bytes <= CAPACITY
+    assert stats.num_blocks > 60
+    assert not stats.faults
+    assert load(tier, blocks(99)) == 4
+    assert tier.probe(blocks(0)) == 0
+    tier.close()
+
+
+def test_a_lowered_capacity_drops_others_before_pinned_blocks(tmp_path: Path) -> None:
+    tier = opened(tmp_path, capacity_bytes=4 << 20)
+    for seed in range(100):
+        store(tier, blocks(seed))
+    tier.close()
+    kept, over = ([PrefixKey(block.key) for block in blocks(seed)] for seed in (0, 1))
+    now_s = 1_000_000.0
+    save_pins(
+        tmp_path,
+        [
+            Pin(name="system", keys=tuple(kept), until_s=now_s + 3600),
+            Pin(name="last year", keys=tuple(over), until_s=now_s - 1),
+        ],
+    )
+    tier = opened(tmp_path, lambda: now_s, capacity_bytes=CAPACITY)
+    stats = tier.stats()
+    assert stats.used_bytes <= CAPACITY and stats.num_blocks > 60
+    assert load(tier, blocks(0)) == 4
+    assert load(tier, blocks(99)) == 4
+    assert (tier.probe(blocks(1)), tier.probe(blocks(2))) == (0, 0)
+    with tier.view() as view:
+        assert view.verify().sound
+    store(tier, blocks(200))
+    assert load(tier, blocks(200)) == 4
+    tier.close()
+
+
+def test_a_raised_capacity_is_used(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    for seed in range(60):
+        store(tier, blocks(seed))
+    assert tier.stats().evicted > 0
+    tier.close()
+    tier = opened(tmp_path, capacity_bytes=4 * CAPACITY)
+    for seed in range(100, 160):
+        store(tier, blocks(seed))
+    assert tier.stats().evicted == 0
+    meta = read_meta(tmp_path)
+    assert meta is not None
+    assert meta.map_bytes > CAPACITY
+    tier.close()
+
+
+def test_a_reader_left_open_does_not_break_the_bound(tmp_path: Path) -> None:
+    """A stuck reader keeps freed pages from reuse: blocks are refused and counted, no byte more."""
+    tier = opened(tmp_path)
+    with tier.view() as view:
+        shard: Shard = view.shards[0]
+        with shard._reading():
+            for seed in range(120):
+                store(tier, blocks(seed))
+            assert tier.stats().used_bytes <= CAPACITY
+            assert tier.stats().faults[MissReason.NO_ROOM] > 0
+    for seed in range(200, 204):
+        store(tier, blocks(seed))
+    assert load(tier, blocks(203)) == 4
+    tier.close()
