@@ -14,7 +14,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api import balance, cache_events, chat, completions, health, models, requests, tokenize
+from api import (
+    balance,
+    cache_events,
+    chat,
+    completions,
+    health,
+    models,
+    receipts,
+    requests,
+    tokenize,
+)
 from api.admin.headers import AdminHeaders
 from api.admin.pages import refusal_page
 from api.body_bound import BodyBound
@@ -26,7 +36,7 @@ from api.storyteller import Storyteller
 from billing.errors import BillingError
 from engine.errors import EngineError
 
-AREAS = (chat, completions, models, tokenize, balance, cache_events, requests, health)
+AREAS = (chat, completions, models, tokenize, balance, receipts, cache_events, requests, health)
 SEND_JSON = "The body is no JSON object; send one, as application/json."
 DRAIN_S = 30.0  # deliveries that outlive their connections settle within this at shutdown
 DESCRIPTION = (

@@ -147,4 +147,5 @@ class Collaborators:
     readiness: Callable[[], Readiness]
     render_metrics: Callable[[], tuple[bytes, str]]  # body and its content type
     settings: WireSettings
+    receipt_keys: Mapping[str, str] = field(default_factory=dict)  # public keys in hex, by id
     feeds: Feeds = field(default_factory=Feeds)  # listeners to what happens to blocks

@@ -356,6 +356,7 @@ def fake_house(
     replays: AnswerStore | None = None,
     journal: Journal | None = None,
     grammars: GrammarDesk | None = None,
+    receipt_keys: Mapping[str, str] | None = None,
 ) -> FakeHouse:
     """A whole wire over a `ScriptedEngine`; pass what the test is about."""
     bridge = OutputBridge()
@@ -373,6 +374,7 @@ def fake_house(
         journal=journal or Journal(),
         replays=replays,
         grammars=grammars,
+        receipt_keys=receipt_keys or {},
         conversations=Conversations(100_000),
         encoders=EncoderPool(),
         readiness=lambda: Readiness(ready=True),

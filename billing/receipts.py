@@ -2,7 +2,8 @@
 
 Ed25519, because a customer must be able to check a receipt without holding anything that could
 forge one, which a keyed hash cannot give. The private key is a file of the data directory, mode
-0600; the public key is published (`public_key`), and each receipt names it by a short id.
+0600. Every public key that ever signed there is a line of another file and published; each receipt
+names its own by a short id, so that a new private key leaves earlier receipts provable.
 """
 
 import base64
@@ -25,14 +26,16 @@ from billing.store import LedgerStore
 from billing.usage import Usage
 
 KEY_FILE = "receipt_key"
+PUBLIC_FILE = "receipt_keys"  # one line a key: its id, and the key in hex
 
 
 class ReceiptSigner:
-    """Signs with one private key."""
+    """Signs with one private key. `published` are the public keys that ever signed, by id."""
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
         self.public_key = _raw(key.public_key())  # 32 bytes
+        self.published = {self.key_id: self.public_key.hex()}
 
     @classmethod
     def open(cls, data_dir: Path) -> "ReceiptSigner":
@@ -42,13 +45,18 @@ class ReceiptSigner:
             path, lambda: Ed25519PrivateKey.generate().private_bytes_raw()
         )
         try:
-            return cls(Ed25519PrivateKey.from_private_bytes(held))
+            signer = cls(Ed25519PrivateKey.from_private_bytes(held))
         except ValueError:
             raise ReceiptKeyError(
                 f"{path} does not hold an Ed25519 private key of 32 bytes; restore it from a copy, "
                 "or remove it: a new one is made, and earlier receipts are checked against the "
                 "public key that was published for them"
             ) from None
+        if signer.key_id not in published_keys(data_dir):
+            with (data_dir / PUBLIC_FILE).open("a") as file:
+                file.write(f"{signer.key_id} {signer.public_key.hex()}\n")
+        signer.published = published_keys(data_dir)
+        return signer
 
     @property
     def key_id(self) -> str:
@@ -59,6 +67,16 @@ class ReceiptSigner:
         named = receipt | {"key_id": self.key_id}
         signature = self._key.sign(_canonical(named))
         return named | {"signature": base64.b64encode(signature).decode()}
+
+
+def published_keys(data_dir: Path) -> dict[str, str]:
+    """Every public key that ever signed in a data directory: its id, and the key in hex."""
+    try:
+        lines = (data_dir / PUBLIC_FILE).read_text().splitlines()
+    except FileNotFoundError:
+        return {}
+    pairs = (line.split() for line in lines)
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and len(pair[1]) == 64}
 
 
 def verify_receipt(receipt: dict[str, Any], public_key: bytes) -> bool:

@@ -196,6 +196,7 @@ class Service:
             salts=self._money.salts,
             meter=meter,
             balances=self._money.accounts.tenant,
+            receipt_keys=self._money.books.signer.published,
             limits=self._money.limits,
             replays=self._money.replays,
             journal=self.journal,

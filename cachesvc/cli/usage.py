@@ -15,10 +15,10 @@ from billing import statements, usage_report
 from billing.entries import Entry
 from billing.errors import InvalidName, InvalidSpan
 from billing.money import format_units
-from billing.receipts import ReceiptSigner, receipt_for
 from billing.time_zones import LocalZone, find_zone
 from billing.usage_report import Period, Query, Split, Unit, parse_query, report
 from cachesvc.cli.books import Books, DatabaseUrl, DataDir, TenantOption, books
+from cachesvc.cli.receipts import receipt, receipt_keys, verify_receipt
 from cachesvc.cli.render import AsJson, note, number_of, percent, print_json, print_table
 
 app = typer.Typer(help="Tokens by class, what they cost and what hits saved")
@@ -37,6 +37,9 @@ def usage(
         with books(data_dir, database) as open_books:
             _show(usage_report.total(open_books.store, tenant), json)
 
+
+for command in (receipt, receipt_keys, verify_receipt):
+    app.command()(command)
 
 Since = Annotated[
     str | None, typer.Option(help="First day: 2026-11-01, today, yesterday, or 7d for a week back")
@@ -217,21 +220,6 @@ def invoice(
             typer.echo(statements.invoice_csv(found), nl=False)
         else:
             typer.echo(statements.invoice_html(found))
-
-
-@app.command()
-def receipt(
-    tenant: Annotated[str, typer.Argument(help="Name of the tenant")],
-    request_id: Annotated[str, typer.Argument(help="Id of the request")],
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-) -> None:
-    """Print the signed receipt of one request, as JSON."""
-    with books(data_dir, database) as open_books:
-        signer = ReceiptSigner.open(open_books.data_dir)
-        open_books.accounts.tenant(tenant)
-        book = open_books.accounts.book
-        print_json(receipt_for(open_books.store, book, signer, tenant, request_id))
 
 
 class ExportFormat(StrEnum):

@@ -72,6 +72,7 @@ class Bank:
             ),
             replays=Idempotency(self.store),
             balances=self.accounts.tenant,
+            receipt_keys=self.signer.published,
             settings=settings,
         )
 
@@ -446,8 +447,11 @@ async def test_a_receipt_proves_the_charge(bank: Bank) -> None:
         house.engine.script = Script(answer="abc")
         body = HELLO | {"cachesvc": {"receipt": True}}
         answer = (await client.post(CHAT, json=body, headers=headers)).json()
+        assert 401 == (await client.get("/v1/receipts/keys")).status_code
+        told = (await client.get("/v1/receipts/keys", headers=headers)).json()["keys"]
     receipt = answer["cachesvc"]["receipt"]
-    assert verify_receipt(receipt, bank.signer.public_key)
+    published = {key["key_id"]: key["public_key"] for key in told}
+    assert verify_receipt(receipt, bytes.fromhex(published[receipt["key_id"]]))
     assert format_units(PROMPT_TOKENS * MISS + 4 * OUTPUT) == receipt["amount"]
     assert not verify_receipt(receipt | {"amount": "0.00"}, bank.signer.public_key)
 

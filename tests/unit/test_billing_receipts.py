@@ -1,19 +1,30 @@
 """Receipts and plans of a small ledger."""
 
+import json
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
 import pytest
+from typer.testing import CliRunner
 
 from billing import plan
 from billing.cards import find_card, parse_card
 from billing.errors import BillingError
 from billing.money import UNITS, parse_amount
-from billing.receipts import KEY_FILE, ReceiptSigner, receipt_for, verify_receipt
+from billing.receipts import (
+    KEY_FILE,
+    ReceiptSigner,
+    published_keys,
+    receipt_for,
+    verify_receipt,
+)
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
+from cachesvc.cli import app
 
 USAGE = Usage(hit_device=100, hit_disk=900, miss=100, output=7)
 
@@ -49,6 +60,73 @@ def test_the_signing_key_is_made_once_and_kept_from_others(tmp_path: Path) -> No
     first = ReceiptSigner.open(tmp_path).public_key
     assert ReceiptSigner.open(tmp_path).public_key == first
     assert stat.S_IMODE((tmp_path / KEY_FILE).stat().st_mode) == 0o600
+
+
+def test_a_new_key_leaves_earlier_receipts_provable(house: TestLedger, tmp_path: Path) -> None:
+    """To change keys, the private one is removed: every public key stays published."""
+    store, book = house.ledger.store, house.ledger.book
+    old = ReceiptSigner.open(tmp_path)
+    receipt = receipt_for(store, book, old, "acme", "r1")
+    (tmp_path / KEY_FILE).unlink()
+    new = ReceiptSigner.open(tmp_path)
+    keys = published_keys(tmp_path)
+    assert [old.key_id, new.key_id] == list(keys)
+    assert verify_receipt(receipt, bytes.fromhex(keys[receipt["key_id"]]))
+    assert not verify_receipt(receipt, new.public_key)
+    again = receipt_for(store, book, ReceiptSigner.open(tmp_path), "acme", "r1")
+    assert new.key_id == again["key_id"]
+    assert 2 == len(published_keys(tmp_path))
+
+
+def test_no_field_at_any_depth_can_be_changed_left_out_or_added(
+    house: TestLedger, tmp_path: Path
+) -> None:
+    signer = ReceiptSigner.open(tmp_path)
+    receipt = receipt_for(house.ledger.store, house.ledger.book, signer, "acme", "r1")
+    forged = [{k: v for k, v in receipt.items() if k != name} for name in receipt]
+    forged += [receipt | {"note": "x"}, receipt | {"lines": receipt["lines"][1:]}]
+    for number, line in enumerate(receipt["lines"]):
+        for name in line:
+            lines = list(receipt["lines"])
+            lines[number] = line | {name: 1}
+            forged.append(receipt | {"lines": lines})
+    assert [] == [each for each in forged if verify_receipt(each, signer.public_key)]
+    assert not verify_receipt(receipt, signer.public_key[:31])
+
+
+def test_a_customer_checks_a_receipt_as_the_docs_say(house: TestLedger, tmp_path: Path) -> None:
+    """The snippet of docs/billing.md, with nothing of ours."""
+    page = Path("docs/billing.md").read_text()
+    snippet = page.partition("## Receipts")[2].partition("```python\n")[2].partition("```")[0]
+    signer = ReceiptSigner.open(tmp_path)
+    receipt = receipt_for(house.ledger.store, house.ledger.book, signer, "acme", "r1")
+    (tmp_path / "receipt.json").write_text(json.dumps(receipt))
+    given = [str(tmp_path / "receipt.json"), signer.public_key.hex()]
+    for changed, code in ((receipt, 0), (receipt | {"amount": "0.0"}, 1)):
+        (tmp_path / "receipt.json").write_text(json.dumps(changed))
+        ran = subprocess.run([sys.executable, "-c", snippet, *given], capture_output=True)
+        assert (code, b"InvalidSignature" in ran.stderr) == (ran.returncode, bool(code))
+
+
+def test_receipts_are_checked_from_the_command_line(house: TestLedger, tmp_path: Path) -> None:
+    def told(*args: str, code: int = 0) -> str:
+        result = CliRunner().invoke(app, ["usage", *args, "--data-dir", str(tmp_path)])
+        assert code == result.exit_code, result.output
+        return " ".join(result.output.split())
+
+    assert "no receipt was signed yet" in told("receipt-keys")
+    file = tmp_path / "r1.json"
+    file.write_text(told("receipt", "acme", "r1"))
+    (key,) = json.loads(told("receipt-keys", "--json"))
+    assert f"genuine: signed with key {key['key_id']}" in told("verify-receipt", str(file))
+    told("verify-receipt", str(file), "--public-key", key["public_key"])
+    file.write_text(file.read_text().replace("0.000214", "0.000213"))
+    assert "NOT genuine" in told("verify-receipt", str(file), code=1)
+    assert "hexadecimal" in told("verify-receipt", str(file), "--public-key", "x", code=1)
+    file.write_text('{"key_id": "00"}')
+    assert "never signed here" in told("verify-receipt", str(file), code=1)
+    file.write_text("no")
+    assert "is no receipt" in told("verify-receipt", str(file), code=1)
 
 
 def test_there_is_no_receipt_of_a_request_that_was_never_settled(
