@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from api.generation import Job, Served
 from api.usage import Bill
 from billing.errors import InsufficientBalance
-from billing.gate import Settled
+from billing.gate import SYSTEM, Settled
 from billing.holds import Hold
 from billing.keys import Principal
 from billing.ledger import DEFAULT_TTL_S, Ledger
@@ -52,6 +52,10 @@ class Charge(Protocol):
 
     async def lost(self, served: Served) -> None:
         """After `settle`: no byte of the answer reached the client after all."""
+        ...
+
+    async def give_back(self) -> None:
+        """After `settle`: the server could not send the answer."""
         ...
 
     async def void(self) -> None:
@@ -176,6 +180,15 @@ class LedgerCharge:
     async def lost(self, served: Served) -> None:
         usage, outcome = served.usage, served.outcome
         await durable(self._ledger.settle(self._hold, usage, outcome, delivered=False))
+
+    async def give_back(self) -> None:
+        hold, reason = self._hold, "the server could not send the answer"
+        name = f"failed:{hold.request_id}"
+        await durable(
+            self._ledger.correct(
+                hold.tenant, hold.request_id, reference=name, by=SYSTEM, reason=reason
+            )
+        )
 
     async def void(self) -> None:
         await self._let_slice_end()

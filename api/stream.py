@@ -105,7 +105,7 @@ class Delivery:
             if error is None and served.outcome is Outcome.FAILED:
                 error = GenerationFailed(f"The engine ended this request: {served.error}.")
             if error is None:
-                await self._send_end(send, tail, served, bill)
+                await self._end(send, tail, served, bill)
                 if delivered and self._lost(served.outcome):  # it left while we settled
                     await self.charge.lost(served)
         except Exception as failure:  # noqa: BLE001  the ledger did not take it, or a bug
@@ -148,6 +148,15 @@ class Delivery:
             for delta in deltas:
                 self.wire.absorb(delta)
         return b""
+
+    async def _end(self, send: Send, tail: bytes, served: Served, bill: Bill) -> None:
+        """Sends what ends the answer. One that we fail to write, and have not begun, is free."""
+        try:
+            await self._send_end(send, tail, served, bill)
+        except Exception:
+            if not self._first_byte_ns:
+                await self.charge.give_back()
+            raise
 
     async def _send_end(self, send: Send, tail: bytes, served: Served, bill: Bill) -> None:
         if not self.stream:

@@ -282,6 +282,9 @@ class CountingCharge:
         assert served == self.served
         self.delivered = False
 
+    async def give_back(self) -> None:
+        self.delivered = False
+
     async def void(self) -> None:
         self.num_voided += 1
 

@@ -19,10 +19,12 @@ from sqlalchemy import create_engine
 from api import health
 from api.app import AREAS
 from api.auth import KeyGate
+from api.chat import ChatFormat
 from api.collaborators import WireSettings
 from api.limits import LimitSettings, Quota, WindowLimits
 from api.metering import LedgerMeter
 from api.testing import FakeHouse, Script, fake_house
+from billing import audit
 from billing.accounts import Accounts
 from billing.entries import Entry, Kind
 from billing.idempotency import Idempotency
@@ -266,6 +268,20 @@ async def test_a_failure_costs_what_had_been_sent(bank: Bank, stream: bool) -> N
         answer = await client.post(CHAT, json=HELLO | {"stream": stream}, headers=headers)
         assert (200 if stream else 500) == answer.status_code
     assert (PROMPT_TOKENS * MISS + 3 * OUTPUT if stream else 0) == bank.spent(UNITS)
+
+
+async def test_an_answer_that_we_fail_to_write_costs_nothing(
+    bank: Bank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug that shows when the answer is settled already."""
+    monkeypatch.setattr(ChatFormat, "body", lambda *_: {"text": "\ud800"})
+    async with serving(bank) as (_, client, house):
+        headers = bank.customer(UNITS)
+        house.engine.script = Script(answer="abc")
+        answer = await client.post(CHAT, json=HELLO, headers=headers)
+        assert (500, "internal_error") == (answer.status_code, answer.json()["error"]["code"])
+    assert 0 == bank.spent(UNITS)
+    assert [] == audit.verify(bank.store).problems
 
 
 async def test_a_failure_before_the_first_token_costs_nothing(bank: Bank) -> None:
