@@ -27,7 +27,8 @@ from engine.errors import InvalidParameter
 from engine.grammar_compiler import GrammarCompiler, compiler_for
 from engine.hardware import pick_device
 from engine.llm_outputs import LoRARequest, PendingRequest, RequestOutput
-from engine.models import DEFAULT_MODEL, LoadedModel, load_adapter, load_model
+from engine.model_files import DEFAULT_MODEL
+from engine.models import LoadedModel, load_adapter, load_model
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.runner import Runner
 from engine.sampler import check_params

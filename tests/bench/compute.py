@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine.batch import Batch, Span
 from engine.gguf_model import converted_folder
-from engine.models import DEFAULT_MODEL, LoadedModel, load_adapter, load_model
+from engine.model_files import DEFAULT_MODEL
+from engine.models import LoadedModel, load_adapter, load_model
 from engine.request import SamplingParams
 from engine.runner import Runner
 from engine.testing import save_adapter

@@ -18,7 +18,8 @@ from typing import Any
 
 from engine.engine import Engine, EngineSettings
 from engine.grammar_compiler import compiler_for
-from engine.models import DEFAULT_MODEL, LoadedModel, load_model
+from engine.model_files import DEFAULT_MODEL
+from engine.models import LoadedModel, load_model
 from engine.request import Request, SamplingParams, StepOutput
 from engine.runner import Runner
 from engine.structure import Grammar, StructuredOutputs, source_of

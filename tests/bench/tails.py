@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.engine import Engine, EngineSettings, Runner
-from engine.models import DEFAULT_MODEL, load_model
+from engine.model_files import DEFAULT_MODEL
+from engine.models import load_model
 from engine.request import Request, SamplingParams, StepOutput
 from engine.runner import Runner as ModelRunner
 from tests.bench.lookup import Idle

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.batch import Batch, Span
-from engine.models import DEFAULT_MODEL, LoadedModel, load_adapter, load_model
+from engine.model_files import DEFAULT_MODEL
+from engine.models import LoadedModel, load_adapter, load_model
 from engine.request import SamplingParams
 from engine.runner import Runner
 from engine.testing import save_adapter
