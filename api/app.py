@@ -54,6 +54,8 @@ def create_app(
         description=DESCRIPTION,
         version=version,
         lifespan=_lifespan,
+        docs_url=None,  # a page of scripts from elsewhere, in the origin of the dashboard
+        redoc_url=None,
         redirect_slashes=False,  # to a URL made of the Host header: http behind a TLS proxy
     )
     app.state.wire = wire

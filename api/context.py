@@ -14,6 +14,7 @@ from fastapi import Request
 from api.auth import require
 from api.collaborators import Collaborators
 from api.errors import InvalidRequest
+from api.local import check_local
 from billing.keys import Principal, Scope
 
 FIT_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")  # what of a client's own names is kept
@@ -53,9 +54,14 @@ def single_header(request: Request, name: str) -> str | None:
 
 
 async def authorised(request: Request, scope: Scope = Scope.INFERENCE) -> Principal:
-    """The principal, who may do `scope`. Raises MissingKey, MissingScope, UnknownKey."""
+    """The principal, who may do `scope`.
+
+    Raises MissingKey, MissingScope, UnknownKey, and ForeignPage where no key is needed.
+    """
     gatekeeper = wire_of(request).gatekeeper
     principal = await gatekeeper.identify(single_header(request, "Authorization"))
+    if not principal.key_id:
+        check_local(request)
     story_of(request).add(
         tenant=principal.tenant, project=principal.project or None, key_id=principal.key_id or None
     )

@@ -13,6 +13,7 @@ ApiError
 ├── MissingKey                no API key where one is needed
 ├── LoginNeeded               an admin route, and nobody is logged in
 ├── CsrfFailed                a change from a page that does not prove it is ours
+├── ForeignPage               a web page asks a server that needs no key
 ├── MissingScope              a key that may not do this
 ├── RateLimited               carries `Retry-After` and the x-ratelimit headers
 ├── Overloaded                too much waits already; try later
@@ -101,6 +102,10 @@ class CsrfFailed(ApiError):
     """A change was asked for without the page's CSRF token."""
 
 
+class ForeignPage(ApiError):
+    """A page from elsewhere asks a server that needs no key."""
+
+
 class MissingScope(ApiError):
     """The API key is good but may not do this."""
 
@@ -141,6 +146,7 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     MissingKey: Row(401, "invalid_request_error", "missing_api_key"),
     LoginNeeded: Row(401, "invalid_request_error", "login_needed"),
     CsrfFailed: Row(403, "permission_error", "csrf_failed"),
+    ForeignPage: Row(403, "permission_error", "foreign_page"),
     MissingScope: Row(403, "permission_error", "insufficient_scope"),
     RateLimited: Row(429, "rate_limit_error", "rate_limit_exceeded"),
     Overloaded: Row(503, "server_error", "overloaded", retry_after_s=1),
@@ -248,6 +254,6 @@ def _row(error: BaseException) -> Row | None:
 def _route_answer(error: HTTPException) -> Answer:
     """Starlette's own refusals: a path or a method that does not exist."""
     code = ROUTE_CODES.get(error.status_code)
-    message = f"{error.detail}. See /docs for the routes of this server."
+    message = f"{error.detail}. See /openapi.json for the routes of this server."
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     return Answer(error.status_code, message, kind, code, None, dict(error.headers or {}))

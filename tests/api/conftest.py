@@ -29,7 +29,7 @@ async def running(house: FakeHouse) -> AsyncIterator[tuple[FastAPI, httpx.AsyncC
     try:
         async with (
             app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+            httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
         ):
             yield app, client
             await quiet(house, app)

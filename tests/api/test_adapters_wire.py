@@ -62,7 +62,7 @@ async def served(
             async with (
                 inner.router.lifespan_context(inner),
                 httpx.AsyncClient(
-                    transport=httpx.ASGITransport(app), base_url="http://test"
+                    transport=httpx.ASGITransport(app), base_url="http://localhost"
                 ) as client,
             ):
                 yield client

@@ -129,7 +129,7 @@ async def client(running: Running, trail: RecordingTrail) -> AsyncIterator[httpx
         await stack.enter_async_context(app.router.lifespan_context(app))
         transport = httpx.ASGITransport(app)
         yield await stack.enter_async_context(
-            httpx.AsyncClient(transport=transport, base_url="http://test", headers=HEADERS)
+            httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=HEADERS)
         )
 
 
@@ -274,7 +274,7 @@ async def test_a_tenant_that_does_not_exist_is_neither_purged_nor_pinned_for(
             create_app(running.house.wire, routers=(admin_router(parts),))
         )
         async with httpx.AsyncClient(
-            transport=transport, base_url="http://test", headers=HEADERS
+            transport=transport, base_url="http://localhost", headers=HEADERS
         ) as client:
             answer = await client.post(f"/admin/api/cache/{route}", json=body)
             assert answer.status_code == 404

@@ -27,7 +27,7 @@ async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
     ):
         yield client
     house.close()
@@ -50,7 +50,7 @@ async def test_no_route_reads_a_body_beyond_the_bound(
             num_read += 100
             yield b"y" * 100
 
-    headers = {"content-type": kind, "host": "test", "origin": "http://test"}
+    headers = {"content-type": kind, "host": "localhost", "origin": "http://localhost"}
     for content in (b"x" * (BOUND + 1), endless()):
         answer = await client.post(path, content=content, headers=headers)
         assert (413, "request_too_large") == (answer.status_code, answer.json()["error"]["code"])

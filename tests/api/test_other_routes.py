@@ -74,7 +74,7 @@ async def test_too_many_long_texts_are_refused_at_once() -> None:
 async def test_alive_and_ready_are_two_questions(house: FakeHouse) -> None:
     loading = replace(house.wire, readiness=lambda: Readiness(False, "the model loads", {"n": 1}))
     transport = httpx.ASGITransport(create_app(loading))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         assert 200 == (await client.get("/health")).status_code
         ready = await client.get("/health/ready")
         assert (503, {"status": "not ready", "reason": "the model loads", "n": 1}) == (
@@ -95,7 +95,7 @@ async def test_further_routers_are_mounted(house: FakeHouse) -> None:
     router = APIRouter()
     router.add_api_route("/admin/hello", lambda: {"hello": "admin"})
     transport = httpx.ASGITransport(create_app(house.wire, routers=[router]))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         assert {"hello": "admin"} == (await client.get("/admin/hello")).json()
     house.close()
 

@@ -211,6 +211,7 @@ SAID_AT_START = {
     engine_errors.AdapterError,
     engine_errors.ModelError,
     billing_errors.StoreError,
+    billing_errors.ExportError,
     billing_errors.ReceiptKeyError,
     billing_errors.CardConflict,
     billing_errors.PriceError,

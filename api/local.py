@@ -1,0 +1,55 @@
+"""Which web pages may ask a server that needs no keys: those of this machine alone.
+
+Such a server trusts whoever reaches it. A page from anywhere does, by its visitor's browser: with a
+request across origins, or under a name of its own that it has pointed at this machine (DNS
+rebinding), and then it reads the answers too, other clients' tokens at /v1/cache/events among them.
+Programs send no Origin, and say an address or localhost. Event loop only.
+"""
+
+import ipaddress
+from urllib.parse import urlsplit
+
+from fastapi import Request
+
+from api.errors import ForeignPage
+
+
+def check_local(request: Request) -> None:
+    """Raises ForeignPage."""
+    host, origin = request.headers.get("host"), request.headers.get("origin", "")
+    if host is not None and not _is_address(_name_in(f"//{host}")):
+        raise _refusal(f"was sent to {host[:80]!r}")
+    of_web = origin == "null" or origin.lower().startswith(("http:", "https:"))
+    if of_web and not _is_loopback(_name_in(origin)):
+        raise _refusal(f"comes from a page of {origin[:80]!r}")
+
+
+def _name_in(url: str) -> str:
+    """The host of a URL; empty where it cannot be read."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return _is_loopback(name)
+    return True
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def _refusal(what: str) -> ForeignPage:
+    return ForeignPage(
+        "This server needs no API key, and therefore answers only what is asked on its own "
+        f"machine; this request {what}. Ask 127.0.0.1 or localhost, or have the operator make a "
+        "key with `cachesvc keys create`."
+    )

@@ -1,0 +1,76 @@
+"""A server that needs no keys answers programs of its machine, and no page of the web."""
+
+import httpx
+import pytest
+
+from api.auth import OpenGate
+from api.testing import FakeHouse, fake_house
+from billing.keys import Principal
+from tests.api.conftest import running
+
+pytestmark = pytest.mark.anyio
+
+HELLO = {"model": "bytes", "prompt": "hi", "max_tokens": 1}
+ROUTES = [
+    ("POST", "/v1/completions"),
+    ("POST", "/tokenize"),
+    ("GET", "/v1/models"),
+    ("GET", "/user/balance"),
+    ("GET", "/v1/cache/events"),
+    ("GET", "/v1/cache/requests/x"),
+]
+
+
+def code_of(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},  # a name that it has pointed at 127.0.0.1
+        {"Host": "localhost.evil.example:8000"},
+        {"Host": "[::1"},
+        {"Host": ""},
+        {"Origin": "https://evil.example"},
+        {"Origin": "http://localhost.evil.example"},
+        {"Origin": "http://192.168.1.7"},
+        {"Origin": "null"},
+    ],
+)
+async def test_a_page_from_elsewhere_is_refused(
+    house: FakeHouse, client: httpx.AsyncClient, method: str, path: str, headers: dict[str, str]
+) -> None:
+    assert (403, "foreign_page") == code_of(await client.request(method, path, headers=headers))
+    assert [] == house.engine.requests
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "127.0.0.1:8000"},
+        {"Host": "[::1]:8000", "Origin": "http://[::1]:3000"},
+        {"Host": "10.0.0.5"},  # a port that is forwarded
+        {"Host": "app.localhost", "Origin": "https://app.localhost:8443"},
+        {"Origin": "vscode-webview://x"},  # a program's, which no page can claim
+    ],
+)
+async def test_who_is_here_is_answered(client: httpx.AsyncClient, headers: dict[str, str]) -> None:
+    assert 200 == (await client.post("/v1/completions", json=HELLO, headers=headers)).status_code
+
+
+async def test_with_a_key_the_key_decides() -> None:
+    house = fake_house(gatekeeper=OpenGate(Principal("acme", key_id="key_1")))
+    headers = {"Host": "api.example.com", "Origin": "https://app.example.com"}
+    async with running(house) as (_, client):
+        answer = await client.post("/v1/completions", json=HELLO, headers=headers)
+        assert 200 == answer.status_code
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+async def test_no_page_of_scripts_from_elsewhere_is_served(
+    client: httpx.AsyncClient, path: str
+) -> None:
+    assert 404 == (await client.get(path)).status_code
+    assert 200 == (await client.get("/openapi.json")).status_code
