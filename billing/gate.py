@@ -283,7 +283,7 @@ def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
     late = next((entry for entry in corrections if "card" in entry.details), None)
     if late is not None:
         was = Usage.from_record(late.details.get("usage", {}))
-    elif _may_amend(work, charged, command):
+    elif _may_amend(work, charged):
         account = work.account(hold.tenant)
         difference = rate(usage, hold.pinned).amount - rate(was, hold.pinned).amount
         postings = spend(account, difference) if difference > 0 else None
@@ -302,9 +302,9 @@ def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
     return Settled(charged, rate(was, hold.pinned), was, repeated=True)
 
 
-def _may_amend(work: Work, charged: Entry, command: Settle) -> bool:
+def _may_amend(work: Work, charged: Entry) -> bool:
     """A presumed charge yields to the server's own word, unless an admin corrected it meanwhile."""
-    presumed = charged.details["outcome"] in PRESUMED and command.outcome not in PRESUMED
+    presumed = charged.details["outcome"] in PRESUMED
     return presumed and not work.corrections.get((charged.tenant, charged.seq))
 
 

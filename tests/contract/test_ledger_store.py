@@ -13,6 +13,7 @@ from billing import audit, export, statements, usage_report
 from billing.entries import Entry, Kind
 from billing.errors import (
     AlreadyExists,
+    CurrencyMismatch,
     DuplicateRequest,
     InsufficientBalance,
     InvalidAmount,
@@ -93,6 +94,12 @@ def test_suspended_and_unknown_tenants_are_refused(house: TestLedger) -> None:
         house.reserve("r1", 1)
 
 
+def test_a_price_in_another_currency_is_refused(house: TestLedger) -> None:
+    house.accounts.create_tenant("yankee", "USD", by="test")
+    with pytest.raises(CurrencyMismatch, match="pays in USD"):
+        house.reserve("r1", 0, tenant="yankee")
+
+
 def test_one_refusal_leaves_the_rest_of_its_batch_alone(house: TestLedger) -> None:
     house.fund(100)
     pinned = house.ledger.book.at("model", house.clock(), "CNY")
@@ -126,6 +133,16 @@ def test_a_late_word_that_bills_less_gives_the_difference_back(house: TestLedger
     assert house.ledger.balance("acme").topup == UNITS
 
 
+def test_a_late_word_does_not_overrule_an_admin(house: TestLedger) -> None:
+    house.fund(UNITS)
+    hold = house.reserve("r1", UNITS // 2, ttl_s=0)
+    house.ledger.top_up(hold, usage=USAGE, ttl_s=0).result()
+    house.ledger.sweep()
+    house.ledger.correct("acme", "r1", reference="c", by="ops", reason="").result()
+    house.ledger.settle(hold, USAGE, Outcome.FINISHED).result()
+    assert house.ledger.balance("acme").topup == UNITS
+
+
 def test_a_jump_of_the_wall_clock_does_not_end_a_running_hold(house: TestLedger) -> None:
     house.fund(UNITS)
     house.reserve("r1", 5, ttl_s=60)
@@ -155,7 +172,7 @@ def test_another_servers_holds_are_left_alone_until_their_lease_ends(url: str) -
         with running_ledger(url, owner="two", clock=clock) as two:
             assert two.ledger.balance("acme").held == 5
             assert two.ledger.sweep() == 0
-            clock.advance(61)
+            clock.advance(60)
             assert two.ledger.sweep() == 1
             assert two.ledger.balance("acme").held == 0
 
