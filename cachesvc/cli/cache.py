@@ -179,6 +179,7 @@ def _summary_json(summary: DiskSummary) -> dict[str, Any]:
 
 
 def _summary_pairs(summary: DiskSummary) -> dict[str, object]:
+    not_closed = "no, the server has it open" if summary.server else "not cleanly"
     return {
         "directory": summary.path,
         "server": summary.server or "none running",
@@ -191,5 +192,5 @@ def _summary_pairs(summary: DiskSummary) -> dict[str, object]:
         "shards": summary.num_shards,
         "ever stored": f"{number_of(summary.num_stored, 'block')}, {size(summary.written_bytes)}",
         "ever evicted": number_of(summary.num_evicted, "block"),
-        "closed": "cleanly" if summary.clean else "still open, or not cleanly",
+        "closed": "cleanly" if summary.clean else not_closed,
     }
