@@ -7,13 +7,12 @@ from typing import Annotated
 import typer
 
 from billing.money import parse_positive
-from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, actor, books
+from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, TenantName, actor, books
 from cachesvc.cli.render import AsJson
 from cachesvc.cli.tenants import show_tenant
 
 app = typer.Typer(no_args_is_help=True, help="Show, grant and top up balances")
 
-Tenant = Annotated[str, typer.Argument(help="Name of the tenant", show_default=False)]
 Amount = Annotated[str, typer.Argument(help="Decimal amount, such as 12.50", show_default=False)]
 Reference = Annotated[
     str | None,
@@ -23,7 +22,7 @@ Reference = Annotated[
 
 @app.command()
 def show(
-    tenant: Tenant, data_dir: DataDir = None, database: DatabaseUrl = None, json: AsJson = False
+    tenant: TenantName, data_dir: DataDir = None, database: DatabaseUrl = None, json: AsJson = False
 ) -> None:
     """Show what a tenant has, owes and has on hold."""
     with books(data_dir, database) as open_books:
@@ -32,7 +31,7 @@ def show(
 
 @app.command()
 def grant(
-    tenant: Tenant,
+    tenant: TenantName,
     amount: Amount,
     reference: Reference = None,
     reason: Reason = "",
@@ -46,7 +45,7 @@ def grant(
 
 @app.command()
 def topup(
-    tenant: Tenant,
+    tenant: TenantName,
     amount: Amount,
     reference: Reference = None,
     reason: Reason = "",

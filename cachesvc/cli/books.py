@@ -30,9 +30,21 @@ DatabaseUrl = Annotated[
     ),
 ]
 Reason = Annotated[str, typer.Option(help="Why; kept in the admin trail")]
+TenantName = Annotated[str, typer.Argument(help="Name of the tenant", show_default=False)]
+RequestId = Annotated[str, typer.Argument(help="Id of the request", show_default=False)]
 TenantOption = Annotated[str | None, typer.Option("--tenant", help="Only this tenant")]
 
-__all__ = ["Books", "DataDir", "DatabaseUrl", "Reason", "TenantOption", "actor", "books"]
+__all__ = [
+    "Books",
+    "DataDir",
+    "DatabaseUrl",
+    "Reason",
+    "RequestId",
+    "TenantName",
+    "TenantOption",
+    "actor",
+    "books",
+]
 
 
 class Books:

@@ -21,7 +21,15 @@ from billing.documents import (
 from billing.errors import BillingError
 from billing.money import format_units, parse_positive
 from billing.prices import NS
-from cachesvc.cli.books import DatabaseUrl, DataDir, TenantOption, actor, books
+from cachesvc.cli.books import (
+    DatabaseUrl,
+    DataDir,
+    RequestId,
+    TenantName,
+    TenantOption,
+    actor,
+    books,
+)
 from cachesvc.cli.prices import print_plan
 from cachesvc.cli.render import AsJson, fail, note, number_of, print_json, print_table
 
@@ -69,8 +77,8 @@ def show_heads(data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
 
 @app.command()
 def show(
-    tenant: Annotated[str, typer.Argument(help="Name of the tenant")],
-    request_id: Annotated[str, typer.Argument(help="Id of the request")],
+    tenant: TenantName,
+    request_id: RequestId,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
@@ -142,8 +150,8 @@ def rerate(
 
 @app.command()
 def correct(
-    tenant: Annotated[str, typer.Argument(help="Name of the tenant")],
-    request_id: Annotated[str, typer.Argument(help="Id of the request whose charge is wrong")],
+    tenant: TenantName,
+    request_id: RequestId,
     reason: Annotated[str, typer.Option(help="Why; kept in the entry")],
     amount: Annotated[str | None, typer.Option(help="Give back so much  [all of it]")] = None,
     reference: Annotated[

@@ -9,14 +9,14 @@ import typer
 
 from billing import receipts
 from billing.receipts import ReceiptSigner, published_keys, receipt_for
-from cachesvc.cli.books import DatabaseUrl, DataDir, books
+from cachesvc.cli.books import DatabaseUrl, DataDir, RequestId, TenantName, books
 from cachesvc.cli.options import existing_data_dir
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 
 
 def receipt(
-    tenant: Annotated[str, typer.Argument(help="Name of the tenant")],
-    request_id: Annotated[str, typer.Argument(help="Id of the request")],
+    tenant: TenantName,
+    request_id: RequestId,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:

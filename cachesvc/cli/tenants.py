@@ -7,12 +7,11 @@ import typer
 from billing.accounts import Tenant
 from billing.documents import tenant_document
 from billing.money import format_units, parse_amount
-from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, actor, books, limit_text
+from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, TenantName, actor, books, limit_text
 from cachesvc.cli.render import AsJson, note, print_json, print_pairs, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Create and list tenants")
 
-Name = Annotated[str, typer.Argument(help="Name of the tenant", show_default=False)]
 Limit = Annotated[
     str | None,
     typer.Option("--postpaid", metavar="AMOUNT", help="Postpaid up to this amount, or `unlimited`"),
@@ -21,7 +20,7 @@ Limit = Annotated[
 
 @app.command()
 def create(
-    tenant: Name,
+    tenant: TenantName,
     currency: Annotated[str | None, typer.Option(help="Three capitals [card's own]")] = None,
     postpaid: Limit = None,
     reason: Reason = "",
@@ -76,7 +75,7 @@ def list_tenants(
 
 @app.command()
 def show(
-    tenant: Name, data_dir: DataDir = None, database: DatabaseUrl = None, json: AsJson = False
+    tenant: TenantName, data_dir: DataDir = None, database: DatabaseUrl = None, json: AsJson = False
 ) -> None:
     """Show one tenant."""
     with books(data_dir, database) as open_books:
@@ -85,7 +84,7 @@ def show(
 
 @app.command()
 def limit(
-    tenant: Name,
+    tenant: TenantName,
     amount: Annotated[str, typer.Argument(help="0 for prepaid, an amount, or `unlimited`")],
     reason: Reason = "",
     data_dir: DataDir = None,
@@ -102,7 +101,7 @@ def limit(
 
 @app.command()
 def suspend(
-    tenant: Name, reason: Reason = "", data_dir: DataDir = None, database: DatabaseUrl = None
+    tenant: TenantName, reason: Reason = "", data_dir: DataDir = None, database: DatabaseUrl = None
 ) -> None:
     """Refuse new requests of a tenant; running ones end as they would."""
     with books(data_dir, database) as open_books:
@@ -112,7 +111,7 @@ def suspend(
 
 @app.command()
 def resume(
-    tenant: Name, reason: Reason = "", data_dir: DataDir = None, database: DatabaseUrl = None
+    tenant: TenantName, reason: Reason = "", data_dir: DataDir = None, database: DatabaseUrl = None
 ) -> None:
     """Serve a suspended tenant again."""
     with books(data_dir, database) as open_books:
@@ -122,7 +121,7 @@ def resume(
 
 @app.command()
 def project(
-    tenant: Name,
+    tenant: TenantName,
     name: Annotated[str, typer.Argument(help="Name of the project")],
     reason: Reason = "",
     data_dir: DataDir = None,

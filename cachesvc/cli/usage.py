@@ -17,7 +17,7 @@ from billing.errors import InvalidName, InvalidSpan
 from billing.money import format_units
 from billing.time_zones import LocalZone, find_zone
 from billing.usage_report import Period, Query, Split, Unit, parse_query, report
-from cachesvc.cli.books import Books, DatabaseUrl, DataDir, TenantOption, books
+from cachesvc.cli.books import Books, DatabaseUrl, DataDir, TenantName, TenantOption, books
 from cachesvc.cli.receipts import receipt, receipt_keys, verify_receipt
 from cachesvc.cli.render import AsJson, note, number_of, percent, print_json, print_table
 
@@ -200,7 +200,7 @@ class InvoiceFormat(StrEnum):
 
 @app.command()
 def invoice(
-    tenant: Annotated[str, typer.Argument(help="Name of the tenant")],
+    tenant: TenantName,
     month: Annotated[str | None, typer.Argument(help="Such as 2026-11  [this month]")] = None,
     form: Annotated[InvoiceFormat, typer.Option("--format", help="How to print it")] = (
         InvoiceFormat.JSON
