@@ -232,6 +232,8 @@ def answer_to(error: BaseException) -> Answer:
     headers = dict(getattr(error, "headers", {}))
     if row.retry_after_s is not None:
         headers.setdefault("Retry-After", str(row.retry_after_s))
+    if row.status == 409 and row.retry_after_s is None:
+        headers.setdefault("x-should-retry", "false")  # OpenAI's clients take a 409 for a lock
     if row.status == 401:
         headers.setdefault("WWW-Authenticate", "Bearer")
     param = getattr(error, "param", None)

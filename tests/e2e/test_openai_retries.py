@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import uvicorn
@@ -154,6 +155,19 @@ def test_a_whole_answer_that_the_network_swallowed_is_there_for_its_key(house: H
     assert PRICE == house.spent()
     assert [Kind.CHARGE] == house.kinds()
     assert 1 == len(house.bank.house.engine.requests), "it was computed again"
+
+
+def test_a_key_with_another_body_is_refused_at_once(house: House) -> None:
+    """Clients would retry a 409, as if a lock could go away."""
+    headers, sent = {"Idempotency-Key": "order-1"}, []
+    house.ask(extra_headers=headers)
+    with httpx.Client(event_hooks={"request": [sent.append]}) as counted:
+        client = house.client.with_options(http_client=counted)
+        with pytest.raises(openai.ConflictError, match="another body"):
+            client.chat.completions.create(
+                model="bytes", messages=HELLO["messages"], seed=1, extra_headers=headers
+            )
+    assert 1 == len(sent)
 
 
 def test_without_a_key_what_was_sent_counts_as_delivered(house: House) -> None:
