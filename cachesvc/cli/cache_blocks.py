@@ -156,7 +156,7 @@ def _list_disk(
         print_json([block_json(block) for block in blocks])
         return
     _print_disk(blocks)
-    if len(blocks) < total:
+    if limit and len(blocks) == limit < total:
         note(f"{len(blocks)} of {total} blocks; --limit 0 lists all that match")
 
 
