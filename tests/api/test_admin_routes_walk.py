@@ -1,0 +1,111 @@
+"""Every route under /admin, as the application has them: none forgets to ask who comes."""
+
+import re
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+from api.admin.access import Admin, Role
+from api.admin.headers import POLICY
+from api.admin.parts import AdminParts
+from api.admin.router import admin_router
+from api.admin.testing import fake_parts
+from api.app import create_app
+from api.testing import fake_house
+
+pytestmark = pytest.mark.anyio
+
+COOKIE = "cachesvc_admin_8000"
+OPEN = {"/admin/login", "/admin/static/{name}"}  # to anybody: how else would they come in
+OF_READERS = {  # they ask by POST, for their body or what they cost, and change nothing
+    "/admin/logout",
+    "/admin/money/verify",
+    "/admin/api/detokenize",
+    "/admin/api/prices/show",
+    "/admin/api/prices/lint",
+    "/admin/api/prices/plan",
+    "/admin/api/prices/diff",
+    "/admin/api/ledger/verify",
+}
+
+
+def walk(router: Any) -> Iterator[APIRoute]:
+    """The routes of a router, and of those that it includes."""
+    for route in router.routes:
+        if isinstance(route, APIRoute):
+            yield route
+        elif hasattr(route, "original_router"):
+            yield from walk(route.original_router)
+
+
+def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
+    """Method and path of each."""
+    for route in walk(app):
+        if route.path.startswith("/admin"):
+            yield from ((method, route.path) for method in sorted(route.methods))
+
+
+@pytest.fixture
+def parts() -> AdminParts:
+    return fake_parts()
+
+
+@pytest.fixture
+async def app(parts: AdminParts) -> AsyncIterator[FastAPI]:
+    house = fake_house()
+    app = create_app(house.wire, routers=(admin_router(parts),))
+    async with app.router.lifespan_context(app):
+        yield app
+    house.close()
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test:8000") as client:
+        yield client
+
+
+async def code_of(
+    client: httpx.AsyncClient, method: str, path: str, headers: dict[str, str] | None = None
+) -> str:
+    url = re.sub(r"{[^}]*}", "1", path)
+    answer = await client.request(method, url, json={}, headers=headers)
+    assert POLICY == answer.headers["content-security-policy"], path
+    assert "no-store" in answer.headers["cache-control"] or path in OPEN, path
+    error = answer.json().get("error") if "json" in answer.headers.get("content-type", "") else {}
+    return str(error["code"]) if error else ""
+
+
+async def test_nothing_is_open_but_the_way_in(app: FastAPI, client: httpx.AsyncClient) -> None:
+    found = {(m, path): await code_of(client, m, path) for m, path in routes(app)}
+    assert 60 < len(found), "the walk finds the routes"
+    assert OPEN == {path for (_, path), code in found.items() if code != "login_needed"}
+
+
+async def test_every_change_asks_for_the_csrf_token(
+    app: FastAPI, client: httpx.AsyncClient, parts: AdminParts
+) -> None:
+    token, _ = parts.sessions.open(Admin("ada"))
+    client.cookies.set(COOKIE, token)
+    found = {path: await code_of(client, m, path) for m, path in routes(app) if m != "GET"}
+    assert OPEN & set(found) == {path for path, code in found.items() if code != "csrf_failed"}
+
+
+async def test_every_change_asks_for_an_admin(
+    app: FastAPI, client: httpx.AsyncClient, parts: AdminParts
+) -> None:
+    token, session = parts.sessions.open(Admin("bob", Role.READER))
+    client.cookies.set(COOKIE, token)
+    headers = {"X-CSRF-Token": session.csrf_token}
+    changing = [path for method, path in routes(app) if method != "GET" and path not in OPEN]
+    refused = {
+        path
+        for path in sorted(changing, key="/admin/logout".__eq__)  # which ends the session, last
+        if await code_of(client, "POST", path, headers) == "insufficient_scope"
+    }
+    assert OF_READERS == set(changing) - refused
