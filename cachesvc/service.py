@@ -38,6 +38,7 @@ from cachesvc import core
 from cachesvc.block_reader import read_blocks
 from cachesvc.cache_operator import CacheOperator
 from cachesvc.config import ConfigError, JournalSection, ServerSection, Settings, disk_path
+from cachesvc.connection import BoundedConnection
 from cachesvc.dashboard import Dashboard
 from cachesvc.http import Asgi, HttpServer, Timed, bind, is_loopback
 from cachesvc.kv_events import published
@@ -219,7 +220,7 @@ class Service:
         config = uvicorn.Config(
             self.app(self._money.start(self.metrics.observe_bill)),
             loop="uvloop",
-            http="httptools",
+            http=BoundedConnection,
             lifespan="on",
             log_config=None,
             access_log=False,
