@@ -1,5 +1,6 @@
 """`cachesvc tenants`: who is billed."""
 
+import time
 from typing import Annotated
 
 import typer
@@ -40,6 +41,11 @@ def create(
             reason=reason,
         )
         show_tenant(made, json)
+        if accounts.book.in_force(time.time_ns(), made.currency) is None:
+            note(
+                f"no rate card in {made.currency} is in force: its requests are refused until one "
+                "is applied with `cachesvc prices apply`"
+            )
 
 
 @app.command("list")

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from zoneinfo import ZoneInfo
 
 import pytest
 from sqlalchemy import text
@@ -451,6 +452,9 @@ def test_an_invoice_adds_up_and_shows_its_residue(house: TestLedger) -> None:
     assert month.exact == sum(line.rounded for line in month.lines) + month.residue
     assert (month.opening, month.closing) == (0, UNITS - month.exact)
     assert month.closing == house.ledger.balance("acme").balance
+    new_york = ZoneInfo("America/New_York")  # where it was the last evening of December
+    december = statements.invoice(house.ledger.store, "acme", "2024-12", new_york)
+    assert (december.lines, december.closing) == (month.lines, month.closing)
     february = statements.invoice(house.ledger.store, "acme", "2025-02")
     assert (february.lines, february.opening) == ((), month.closing)
     whole = usage_report.Query()

@@ -184,6 +184,36 @@ def test_one_is_one(shell: Shell) -> None:
     assert "rebuilt from 1 entry" in shell("ledger", "rebuild")
 
 
+def test_a_tenant_whose_currency_has_no_card_is_told(shell: Shell) -> None:
+    assert "no rate card in EUR is in force" in shell(
+        "tenants", "create", "bolt", "--currency", "EUR"
+    )
+    assert "no rate card" not in shell("tenants", "create", "acme")
+
+
+FIELDS = {
+    "tenants list": """tenant currency prepaid credit_limit suspended granted topped_up owed balance
+        held available entries""",
+    "keys list": """id prefix tenant project name scopes state created_ns expires_ns revoked_ns""",
+    "usage monthly": """tenant period currency requests prompt_tokens hit_tokens hit_device_tokens
+        hit_host_tokens hit_disk_tokens hit_remote_tokens miss_tokens output_tokens
+        cache_write_tokens storage_token_hours amount saved""",
+    "prices show": """name version currency valid_from_ns time_zone minimum_cached_tokens windows
+        holidays models""",
+    "ledger trail": "seq at_ns actor action subject before after reason",
+}
+
+
+def test_the_fields_of_json_stay(shell: Shell) -> None:
+    """Programs read them: add, but do not rename or remove."""
+    shell("tenants", "create", "acme")
+    shell("keys", "create", "--tenant", "acme")
+    use(shell)
+    for command, fields in FIELDS.items():
+        found = shell.json(*command.split())[0].keys()
+        assert set() == set(fields.split()) - found, command
+
+
 def test_reading_where_nothing_is_says_so(shell: Shell) -> None:
     assert "there is no ledger" in shell("usage", code=1)
     assert not shell.data_dir.exists()
