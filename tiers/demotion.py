@@ -114,12 +114,14 @@ class Demoter:
         residency = self._residency
         if residency.pool.num_free >= self._device_window:
             return
-        copies = self._settings.device_copies_per_step
-        for block in residency.device_policy.coldest(self._device_window):
-            if block.frame is None and block.key is not None:
-                if copies == 0 or not residency.copy_down(block):
-                    return
-                copies -= 1
+        cold = residency.device_policy.coldest(self._device_window)
+        todo = [b for b in cold if b.frame is None and b.key is not None and not b.left_host]
+        if not todo:
+            return
+        spared = set(cold)  # one's copy does not cost another's: two would take turns for ever
+        for block in todo[: self._settings.device_copies_per_step]:
+            if not residency.copy_down(block, spared):
+                return
 
     def _clean_host(self, mover: Mover) -> None:
         frames = self._residency.frames

@@ -37,8 +37,8 @@ class Block:
 
     __slots__ = (
         "busy", "content", "created_s", "depth", "device_since_s", "fault", "frame", "hits",
-        "host_held", "host_since_s", "kept", "key", "left_disk", "lent", "on_disk", "parent",
-        "pins", "ranked", "scope", "slot", "state", "tokens", "use", "writer",
+        "host_held", "host_since_s", "kept", "key", "left_disk", "left_host", "lent", "on_disk",
+        "parent", "pins", "ranked", "scope", "slot", "state", "tokens", "use", "writer",
     )  # fmt: skip
 
     def __init__(self, slot: int | None = None) -> None:
@@ -52,6 +52,7 @@ class Block:
         self.frame: Frame | None = None
         self.on_disk = False
         self.left_disk = False  # the disk had no use for it; not written again before its next use
+        self.left_host = False  # it aged there; not copied there ahead of need before its next use
         self.state = BlockState.COMPUTING
         self.pins = 0
         self.busy = 0

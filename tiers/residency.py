@@ -6,7 +6,7 @@ they share. A block is in the index exactly while it has a slot or a frame, or i
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from tiers.chronicle import CacheEvent, Chronicle
@@ -101,7 +101,7 @@ class Residency:
         hold, held = self.device_policy.hold, 0
         for block in blocks:
             block.hits += 1
-            block.left_disk = False
+            block.left_disk = block.left_host = False
             block.pins += 1
             if block.pins == 1:
                 if block.ranked:
@@ -244,10 +244,10 @@ class Residency:
 
     # Frames.
 
-    def copy_down(self, block: Block) -> bool:
-        """Copy a device block to a host frame; False where no frame can be had."""
+    def copy_down(self, block: Block, sparing: Collection[Block] = ()) -> bool:
+        """Copy a device block to a host frame; False where none can be had but from `sparing`."""
         assert block.slot is not None and block.frame is None
-        frame = self.take_frame(block.scope)
+        frame = self.take_frame(block.scope, sparing)
         if frame is None:
             return False
         started = time.perf_counter()
@@ -304,7 +304,7 @@ class Residency:
         if self.on_rest is not None:
             self.on_rest(block)
 
-    def take_frame(self, tenant: Hashable) -> Frame | None:
+    def take_frame(self, tenant: Hashable, sparing: Collection[Block] = ()) -> Frame | None:
         """A frame for a new owner, evicting a cold host block; one that costs nothing if it can."""
         if self.frames is None:
             return None
@@ -312,18 +312,20 @@ class Residency:
         if frame is not None:
             return frame
         self._claims.weigh_frame(tenant, 1)
-        block = self._host_victim()
+        block = self._host_victim(sparing)
         self._claims.weigh_frame(tenant, -1)
         if block is None:
             return None
         return self._leave_host(block, self._claims.cause(TierName.HOST, block, tenant))
 
-    def _host_victim(self) -> Block | None:
+    def _host_victim(self, sparing: Collection[Block]) -> Block | None:
         """Lent copies first; then cold blocks; then kept ones that the disk has as well."""
-        cold = self.host_policy.coldest(NUM_VICTIMS_SEEN)
+        cold = [b for b in self.host_policy.coldest(NUM_VICTIMS_SEEN) if b not in sparing]
         clean = (block for block in cold if block.on_disk or block.slot is not None)
         block = next(iter(self._lent_frames), None) or next(clean, None)
-        if block is None:
+        if block is None and sparing:
+            block = next(iter(cold), None)
+        elif block is None:
             block = self.host_policy.victim()
             if block is not None:
                 return block
@@ -341,6 +343,7 @@ class Residency:
     def _leave_host(self, block: Block, cause: Cause = Cause.ROOM) -> Frame:
         assert not block.busy
         frame = self._drop_frame(block)
+        block.left_host = cause is Cause.AGE
         self.chronicle.left(block, TierName.HOST, cause)
         if block.slot is None:
             if not block.on_disk:

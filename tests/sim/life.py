@@ -22,7 +22,7 @@ from tiers.purge import Purged
 from tiers.retention import PinError
 
 TENANTS = (b"", b"other", b"third")
-MAX_TURNS = 600  # that any request may take, whoever comes and goes beside it
+MAX_TURNS = 2000  # that any request may take, whoever comes and goes beside it
 
 
 def root_of(tenant: bytes) -> PrefixKey:
@@ -173,14 +173,16 @@ class Life:
     def _check_pins(self) -> None:
         """A pinned block that stood in a tier stands in one for as long as it is pinned.
 
-        Where the disk is behind, one may be lost to a running request; then it is counted.
+        Where the disk is behind, one may be lost to a running request; then it is counted. A purge
+        that is under way takes what is pinned meanwhile.
         """
         pinned = {key for pin in self.world.cache.pins() for key in pin.keys}
         self.stood &= pinned
         events = self.world.cache.residency.chronicle.events
         before = self.num_lost
         self.num_lost = sum(n for (_, event), n in events.items() if event is CacheEvent.LOST)
-        if not pinned:
+        if not pinned or not all(purge.done() for purge in self.purges):
+            self.stood = set()
             return
         standing = self.world.stands(list(pinned))
         now = {key for key, stands in zip(pinned, standing, strict=True) if stands}

@@ -16,6 +16,7 @@ from tiers.admission import WritePolicy
 from tiers.contents import Content
 from tiers.errors import MissReason
 from tiers.policy import PolicyName
+from tiers.tails import MAX_CANDIDATES
 
 
 @pytest.mark.parametrize("policy", [policy.value for policy in PolicyName])
@@ -41,6 +42,7 @@ def test_any_interleaving_is_exact(
     life.run(60, (life.break_step, life.trouble_disk) if seed else ())
     world.check()
     world.check_idle()
+    world.check_still()
     assert world.runner.num_checked > 30
 
 
@@ -303,6 +305,44 @@ def test_tail_shared_by_two_at_once_is_copied_before_both_append() -> None:
     world.check_idle()
     assert world.tokens("x") != world.tokens("y")
     assert world.counts("x").miss == world.counts("y").miss == 1
+
+
+def test_tail_that_stands_is_not_waited_for_while_its_request_goes_on() -> None:
+    world = World(device_blocks=100)
+    prompt = list(range(2 * BLOCK + 1))
+    world.submit("long", prompt, max_tokens=12)
+    world.submit("short", prompt, max_tokens=1)
+    for _ in range(3):
+        world.step()
+    assert ["long"] == world.live() and len(world.tokens("long")) < BLOCK
+    world.run()
+    world.check()
+
+
+def test_tail_candidates_of_one_prefix_are_few_and_none_says_what_another_does() -> None:
+    world = World(device_blocks=100)
+    prefix = list(range(2 * BLOCK))
+    for length in (1, 2, 3):
+        world.submit(f"longer {length}", [*prefix, *[40] * length], max_tokens=1)
+        world.run()
+    assert 1 == world.cache.index.num_partials
+    for number in range(2 * MAX_CANDIDATES):
+        world.submit(f"parting {number}", [*prefix, 10 + number], max_tokens=1)
+        world.run()
+    assert MAX_CANDIDATES == world.cache.index.num_partials
+    world.submit("twice", [*prefix, 49], max_tokens=2, n=2)
+    world.run()
+    assert MAX_CANDIDATES == world.cache.index.num_partials
+    partials = [block.tokens for block in world.cache.index.iter_partials()]
+    assert len(partials) == len(set(partials))
+    for max_tokens in (4, 2):  # what fills a block leaves nothing to say for its beginning
+        world.submit(f"full {max_tokens}", [*prefix, 5], max_tokens=max_tokens)
+        world.run()
+        full = [b.tokens for b in world.cache.index]
+        partials = [block.tokens for block in world.cache.index.iter_partials()]
+        assert not any(tokens.startswith(p) for p in partials for tokens in full)
+    world.check()
+    world.check_idle()
 
 
 def test_tail_of_a_block_that_is_still_loading_is_computed() -> None:

@@ -66,6 +66,7 @@ def test_any_interleaving_with_an_operator_is_exact(
     )
     world.check()
     world.check_idle()
+    world.check_still()
     check_quotas(world)
     for purge in life.purges:
         assert purge.result(0).num_left == 0

@@ -504,6 +504,19 @@ class World:
         self.cache.residency.check()
         self.check_events()
 
+    def check_still(self) -> None:
+        """Once pins and ages have run out, an engine that nobody asks does nothing."""
+        for _ in range(20):
+            self.now_s += 100
+            self.step()
+        self.settle()
+        before = self.engine.stats()
+        for _ in range(20):
+            self.now_s += 100
+            assert not self.turn() and not self.mover.num_jobs
+        assert before == self.engine.stats()
+        self.check_idle()
+
     def check_events(self) -> None:
         """Who applies the events knows exactly what stands where."""
         for event in self.events.take():

@@ -304,6 +304,19 @@ def test_evict_takes_blocks_from_every_tier_but_pinned_ones() -> None:
     bench.cache.residency.check()
 
 
+def test_what_aged_in_the_host_is_not_copied_there_again_while_nobody_uses_it() -> None:
+    """The cold end of a full device is kept clean, and an idle server still does nothing."""
+    bench = Bench(device=12, upkeep=UpkeepSettings(host_idle_s=20.0))
+    bench.scan(24)
+    for _ in range(3):
+        bench.settle(21)
+    before = bench.cache.stats()
+    assert 0 == before.host.num_blocks and 12 == before.device.num_blocks
+    for _ in range(10):
+        bench.settle(21)
+    assert before == bench.cache.stats()
+
+
 def test_a_tier_gives_up_what_nobody_used_for_its_idle_limit() -> None:
     upkeep = UpkeepSettings(device_idle_s=10, host_idle_s=60)
     bench = Bench(device=20, host=40, upkeep=upkeep)

@@ -80,12 +80,13 @@ class CostAware(Generic[K]):
         return key
 
     def coldest(self, count: int) -> list[K]:
-        """O(count log n). Parents follow only when their children have left."""
+        """O(count log n). Parents follow only when their children have left. Changes no order."""
         items: list[_Item[K]] = []
         while len(items) < count and (item := self._pop_coldest()) is not None:
             items.append(item)
         for item in items:
-            self._queue(item[2], self._entries[item[2]])
+            self._entries[item[2]].queued = True
+            heapq.heappush(self._heap, item)
         return [key for _, _, key in items]
 
     def _pop_coldest(self) -> _Item[K] | None:
