@@ -14,6 +14,7 @@ from api.admin.access import MayChange, MayRead
 from api.admin.account_routes import OfTenant
 from api.admin.bodies import Correction
 from api.admin.books import Books, books_of, found
+from api.admin.headers import with_style
 from api.errors import RecordNotFound
 from billing import plan, statements, store_reports, usage_report
 from billing.audit_trail import TRAIL, trail_head
@@ -125,7 +126,8 @@ def invoice(
     if form == "csv":
         return Response(statements.invoice_csv(made), media_type="text/csv")
     if form == "html":
-        return Response(statements.invoice_html(made), media_type="text/html")
+        page = statements.invoice_html(made)
+        return Response(page, media_type="text/html", headers=with_style(page))
     return statements.invoice_json(made)
 
 

@@ -2,7 +2,9 @@
 says the same.
 """
 
+import base64
 import contextlib
+import hashlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -395,6 +397,11 @@ async def test_invoices_and_receipts(client: httpx.AsyncClient, house: House) ->
     assert 1 == (await ok(await client.get(path)))["requests"]
     page = await client.get(f"{path}?format=html")
     assert ("text/html; charset=utf-8", True) == (page.headers["content-type"], "acme" in page.text)
+    style = page.text.partition("<style>")[2].partition("</style>")[0]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = page.headers["content-security-policy"]
+    assert f"style-src 'sha256-{digest}';" in policy
+    assert "unsafe" not in policy and "script-src" not in policy
     assert "hit_disk" in (await client.get(f"{path}?format=csv")).text
     elsewhere = await ok(await client.get(f"{path}?timezone=Pacific/Auckland"))
     assert "Pacific/Auckland" == elsewhere["timezone"]
