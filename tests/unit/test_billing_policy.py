@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from billing import audit
+from billing import audit, store_reports
+from billing.commands import Reap
 from billing.errors import InsufficientBalance
 from billing.money import UNITS
 from billing.policy import Outcome, billable
@@ -147,6 +148,36 @@ def test_a_postpaid_tenant_owes_up_to_its_limit_and_no_more(house: TestLedger) -
     assert (account.owed, account.available) == (10**7, 0)
     with pytest.raises(InsufficientBalance):
         house.reserve("r3", 1)
+
+
+def test_days_begin_at_midnight_of_utc(house: TestLedger) -> None:
+    house.clock.now_ns += 86_400 * NS - 1  # the last instant of the first of January 2025
+    house.charge("r1", Usage(output=1))
+    house.clock.now_ns += 1
+    house.charge("r2", Usage(output=1))
+    with house.ledger.store.reading() as connection:
+        days = [row["day"] for row in store_reports.daily(connection, "acme")]
+    assert days == [20_089, 20_090]  # days since 1970
+
+
+def test_a_charge_that_a_crash_left_says_so(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'crashed.sqlite3'}"
+    with running_ledger(url) as house:
+        house.reserve("r1", 0)
+    with running_ledger(url) as house, house.ledger.store.reading() as connection:
+        charged = store_reports.find_request(connection, "acme", "r1")
+    assert charged is not None and charged.details["outcome"] == Outcome.CRASHED
+
+
+def test_a_hold_that_its_server_renewed_is_not_ended_by_another(house: TestLedger) -> None:
+    hold = house.reserve("r1", 10)
+    expired_at_ns = house.clock() + 60 * NS  # as the other read it
+    house.clock.advance(50)
+    house.ledger.top_up(hold, 1).result()
+    reap = Reap("acme", "r1", Outcome.LAPSED, expired_at_ns)
+    results, _ = house.ledger.store.apply([reap], house.ledger.book, house.clock)
+    assert results == [None]
+    assert house.ledger.balance("acme").held == 11
 
 
 def test_time_goes_back_for_no_entry_and_no_lease(house: TestLedger) -> None:
