@@ -39,12 +39,13 @@ class Rollups:
             details["version"],
             details["window"],
         )
-        _add(_row(self._daily, DAILY_KEY, key), entry, details)
+        amount = entry.amount
+        _add(_row(self._daily, DAILY_KEY, key), amount, details)
         session = details.get("session")
         if session:
             row = _row(self._sessions, SESSION_KEY, (entry.tenant, session))
             row["last_ns"] = entry.at_ns
-            _add(row, entry, details)
+            _add(row, amount, details)
 
     def rows(self) -> tuple[list[Row], list[Row]]:
         """Daily and session rows in the order of their keys, amounts whole."""
@@ -77,12 +78,12 @@ def _sorted(rows: dict[tuple[Any, ...], Row]) -> list[Row]:
     return [rows[key] for key in sorted(rows)]
 
 
-def _add(row: Row, entry: Entry, details: dict[str, Any]) -> None:
+def _add(row: Row, amount: int, details: dict[str, Any]) -> None:
     usage = details.get("usage", {})
     row["requests"] += usage.keys() != STORED  # an hour of a pin is no request
     for name, count in usage.items():
         row[name] += count
-    row["amount"] -= entry.amount
+    row["amount"] -= amount
     row["saved"] += int(details["saved"])
 
 
