@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import pytest
 from sqlalchemy import text
 
-from billing.commands import Reserve
+from billing.commands import Command, Reserve, Settle
 from billing.errors import (
     DuplicateRequest,
     InvalidName,
@@ -101,6 +101,24 @@ def test_no_lease_is_remembered_of_what_was_never_held(house: TestLedger) -> Non
             future.result(10)
     house.ledger.sweep()
     assert house.ledger._leases == {}
+
+
+def test_a_batch_moves_every_account_that_it_touches(house: TestLedger) -> None:
+    house.accounts.create_tenant("other", "CNY", credit_limit=None, by="test")
+    house.fund(UNITS)
+    holds = [house.reserve("r1", PRICE), house.reserve("r1", PRICE, tenant="other")]
+    settling: list[Command] = [Settle(hold, USAGE, Outcome.FINISHED, True) for hold in holds]
+    house.ledger.store.apply(settling, house.ledger.book, house.clock)
+    accounts = [house.ledger.balance(name) for name in ("acme", "other")]
+    assert [(0, UNITS - PRICE), (0, -PRICE)] == [(it.held, it.balance) for it in accounts]
+
+
+def test_a_top_up_renews_the_lease(house: TestLedger) -> None:
+    hold = house.reserve("r1", 0, ttl_s=60)
+    before = house.ledger._leases[hold.key]
+    house.ledger.top_up(hold, ttl_s=600).result()
+    assert house.ledger._leases[hold.key] > before + 300
+    house.ledger.void(hold).result()
 
 
 def test_a_queue_that_is_full_refuses_at_once(

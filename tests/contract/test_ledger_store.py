@@ -218,7 +218,7 @@ def test_a_correction_names_its_charge_and_gives_back_no_more_than_is_left(
         with pytest.raises(AlreadyExists, match="another correction"):
             correct("c1", other)
     with pytest.raises(InvalidAmount, match="left of its charge"):
-        correct("c2", PRICE)
+        correct("c2", PRICE - 4_000_000 + 1)
     assert correct("c3").amount == PRICE - 4_000_000
     assert house.ledger.balance("acme").topup == UNITS
 
