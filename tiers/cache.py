@@ -37,7 +37,7 @@ from tiers.ranking import rank_device, rank_host
 from tiers.residency import Residency
 from tiers.retention import Pin
 from tiers.tables import BlockTables
-from tiers.tails import Tail, TailSharing
+from tiers.tails import Tail, TailCase, TailSharing
 from tiers.tier import Tier, TierName, TierStats
 from tiers.traffic import TrafficReport
 from tiers.transfers import Lane, TransferStats
@@ -252,13 +252,19 @@ class TieredCache:
         key = chain.keys[number] if number < len(chain.keys) else None
         if tail is None and not self.settings.share_tails:
             tail = self._tails.nearest(chain, number)
+        # What is extended has the new prompt's tokens by now, and had no others.
+        parted = (
+            tail is not None
+            and tail.case is not TailCase.EXTEND
+            and tail.num_rows < tail.block.num_tokens
+        )
         return Absence(
             parent=chain.parent(number),
             key=key,
             departure=self.residency.departures.find(key) if key is not None else None,
             rows=tail.num_rows if tail is not None else 0,
-            parted=tail is not None and tail.num_rows < tail.block.num_tokens,
-            sibling=tail.block.key if tail is not None else None,
+            parted=parted,
+            sibling=tail.block.key if tail is not None and parted else None,
             marks=marks_of(wanted, self.mark_seed),
         )
 

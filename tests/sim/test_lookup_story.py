@@ -54,6 +54,13 @@ def test_a_prompt_that_parts_is_told_where_and_from_whom(share_tails: bool) -> N
     assert told(lookup)[-1] == (None, BLOCK + served, len(other) - BLOCK - served)
 
 
+def test_a_prompt_that_goes_on_where_another_ended_did_not_part_from_it() -> None:
+    world = World()
+    ask(world, "a", FIRST[: BLOCK + 2])
+    absence = ask(world, "b", [*FIRST[: BLOCK + 2], *[40] * (2 * BLOCK)]).absence
+    assert absence is not None and (2, False) == (absence.rows, absence.parted)
+
+
 def test_an_evicted_block_is_told_from_one_never_seen() -> None:
     world = World(host_blocks=16, disk_blocks=4)
     ask(world, "a", FIRST)

@@ -199,24 +199,23 @@ def test_what_was_preempted_comes_back_from_below_and_is_not_computed_again() ->
 def test_a_filled_block_that_others_still_share_keeps_its_slot() -> None:
     """Its twin stands on the host alone: to merge the two would pull the slot from under them.
 
-    `first` copies the twin's rows and fills the copy with the same tokens again; `second` shares
-    the copy in the very step in which it becomes full, and then answers otherwise.
+    The first of two samples copies the twin's rows and fills the copy with the same token again,
+    in the very step in which the other begins to read it.
     """
     world = World(device_blocks=16, host_blocks=200)
-    prompt = list(range(2 * BLOCK + 2))
-    world.submit("twin", prompt, max_tokens=4)
+    prompt = list(range(2 * BLOCK + 3))
+    world.submit("twin", prompt, max_tokens=4, seed=1)
     world.run()
     for number in range(2):
         world.submit(f"flood{number}", [48 + number] * 14 * BLOCK, max_tokens=1)
         world.run()
     (twin,) = (b for b in world.cache.index if b.tokens[:4] == bytes([8, 0, 0, 0]))
     assert twin.slot is None and twin.frame is not None
-    world.submit("first", prompt, max_tokens=4)
-    while len(world.tokens("first")) < 2:
+    world.submit("samples", prompt, max_tokens=8, n=2, seed=1)
+    while len(world.tokens("samples")) < 2:
         world.step()
-    world.submit("second", prompt, max_tokens=8, seed=1)
-    world.step()
-    assert 1 == len(world.tokens("second"))
+    first, second = running(world)
+    assert first.blocks[2] is second.blocks[2] and twin.slot is None
     world.submit("crowd", [48] * 8 * BLOCK, max_tokens=1)
     world.run()
     world.submit("again", [*prompt, *world.tokens("twin")], max_tokens=4)

@@ -173,6 +173,10 @@ def test_what_is_pinned_is_written_at_once() -> None:
         bench.cache.pin(name, pinned, bench.clock.now_s + 3600)
         bench.settle()
         assert [True] * 4 == bench.tier.held(pinned.keys)
+    later = bench.chain(900, 4)  # computed under its pin
+    bench.cache.pin("c", later, bench.clock.now_s + 3600)
+    bench.serve(later)
+    assert [True] * 4 == bench.tier.held(later.keys)
 
 
 def test_what_the_disk_refuses_is_offered_to_it_once_a_second() -> None:
