@@ -17,7 +17,7 @@ from api.admin.parts import AdminParts, parts_of
 from api.admin.sessions import Admin, Role, Session
 from api.auth import bearer_token
 from api.context import FIT_NAME, single_header, story_of
-from api.errors import CsrfFailed, LoginNeeded, MissingScope
+from api.errors import CsrfFailed, InvalidRequest, LoginNeeded, MissingScope
 from billing.keys import Scope
 
 __all__ = ["Admin", "MayChange", "MayRead", "Role", "admin", "reader"]
@@ -29,7 +29,15 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 async def reader(request: Request) -> Admin:
-    """Who asks. Raises LoginNeeded, CsrfFailed, and UnknownKey and kin for a bad key."""
+    """Who asks.
+
+    Raises LoginNeeded, CsrfFailed, UnknownKey and kin for a bad key, and InvalidRequest for a NUL
+    in the address, which PostgreSQL cannot look for.
+    """
+    if "\0" in request.scope["path"] or b"%00" in request.scope["query_string"]:
+        raise InvalidRequest(
+            "The address holds a NUL (%00), which is in no name here; leave it out."
+        )
     token = bearer_token(single_header(request, "Authorization"))
     found = await _by_bearer(request, token) if token else await _by_cookie(request)
     story_of(request).add(admin=found.name)

@@ -21,6 +21,7 @@ from api.why import Finding, why
 router = APIRouter(tags=["admin: requests"])
 
 PAGE = 50
+MAX_SKIP = 1 << 31
 
 
 @router.get("/admin/api/requests")
@@ -50,7 +51,7 @@ async def page(
     q: Filter = "",
     tenant: Filter = "",
     state: Filter = "",
-    skip: Annotated[int, Query(ge=0)] = 0,
+    skip: Annotated[int, Query(ge=0, le=MAX_SKIP)] = 0,
 ) -> Response:
     """The list. A search that names one request leads to it."""
     journal = journal_of(request)

@@ -13,6 +13,7 @@ from api.errors import Unsupported
 router = APIRouter(prefix="/admin/api", tags=["admin"])
 
 MAX_SERIES = 100
+MAX_TIME_S = 1e12  # some thirty thousand years; infinity is no window
 
 
 @router.get("/whoami")
@@ -33,8 +34,8 @@ async def history(
     _: MayRead,
     series: Annotated[list[str] | None, Query(max_length=MAX_SERIES)] = None,
     over: Annotated[list[str] | None, Query(max_length=MAX_SERIES)] = None,
-    window_s: Annotated[float, Query(gt=0)] = 600.0,
-    since_s: Annotated[float, Query(ge=0)] = 0.0,
+    window_s: Annotated[float, Query(gt=0, le=MAX_TIME_S)] = 600.0,
+    since_s: Annotated[float, Query(ge=0, le=MAX_TIME_S)] = 0.0,
 ) -> Response:
     """`series` over the last `window_s` seconds, or what came after `since_s` (Unix seconds).
 

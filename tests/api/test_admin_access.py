@@ -132,6 +132,23 @@ async def test_a_reader_looks_and_changes_nothing(
     assert (403, "insufficient_scope") == code_of(answer)
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/admin/api/history?window_s=inf&series=rate:a",
+        "/admin/api/history?since_s=inf&series=rate:a",
+        "/admin/requests?skip=99999999999999999999",
+        "/admin/api/tenants/%00",
+        "/admin/api/usage/session?session=a%00",
+    ],
+)
+async def test_an_address_that_nobody_means_is_refused(
+    parts: AdminParts, client: httpx.AsyncClient, path: str
+) -> None:
+    log_in(parts, client)
+    assert (400, "invalid_value") == code_of(await client.get(path))
+
+
 async def test_a_cookie_of_another_port_or_nobody_opens_nothing(
     parts: AdminParts, client: httpx.AsyncClient
 ) -> None:
