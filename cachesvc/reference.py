@@ -28,7 +28,8 @@ where it came from.
 COMMANDS_INTRO = """# Commands
 
 Every command tells its options with `--help`; commands that read print JSON with `--json`. Exit
-codes: 0 done, 1 it could not be done, 2 the command line was wrong, 130 interrupted. Completion for
+codes: 0 done, 1 it could not be done, 2 the command line was wrong, 130 interrupted,
+143 terminated before it served. Completion for
 the shell in use: `cachesvc --install-completion`.
 """
 METRICS_INTRO = """# Metrics

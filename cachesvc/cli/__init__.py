@@ -1,13 +1,15 @@
 """The command line: `cachesvc COMMAND`. Each command is imported when it is called, so that
 `cachesvc --help` does not wait for torch.
 
-Exit codes: 0 done, 1 it could not be done, 2 the command line was wrong, 130 interrupted.
+Exit codes: 0 done, 1 it could not be done, 2 the command line was wrong, 130 interrupted,
+143 terminated before it served.
 """
 
 import importlib
 import os
+import signal
 import sys
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -107,6 +109,9 @@ def main() -> None:
     the tokens and the KV of prompts.
     """
     os.umask(0o077)
+    # The first process of a container is not ended by a signal that it does not handle, and `serve`
+    # handles its own only once it serves.
+    signal.signal(signal.SIGTERM, _end)
     try:
         app()
     except KeyboardInterrupt:
@@ -118,6 +123,11 @@ def main() -> None:
         if not isinstance(error, _user_errors()):
             raise
         fail(str(error))
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """As the signal does where it is not handled; an exception could end in whatever catches it."""
+    os._exit(128 + number)
 
 
 def _user_errors() -> tuple[type[Exception], ...]:

@@ -162,3 +162,15 @@ def test_a_shell_completes_commands_options_and_values(words: str, expected: set
         },
     )
     assert expected <= set(told.stdout.split())
+
+
+def test_a_sigterm_ends_what_handles_none_itself() -> None:
+    """As the first process of a container, `serve` went on, to be killed two minutes later."""
+    code = (
+        "import os, signal, time\n"
+        "from cachesvc import cli\n"
+        "cli.app = lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))\n"
+        "cli.main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert (143, b"", b"") == (ended.returncode, ended.stdout, ended.stderr)
