@@ -67,7 +67,7 @@ def _is_path(node: ast.AST) -> bool:
     )
 
 
-@given(st.integers(-(10**30), 10**30))
+@given(st.integers(1 - 10**27, 10**27 - 1))  # what can be said: 15 digits before the point
 def test_an_amount_survives_its_text(units: int) -> None:
     assert parse_amount(format_units(units)) == units
 
