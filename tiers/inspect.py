@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiers.disk_accounts import DAY_S, Account, Day, Entry
-from tiers.disk_directory import Meta, is_locked, read_holder, read_meta, shard_path
+from tiers.disk_directory import FORMAT, Meta, is_locked, read_holder, read_meta, shard_path
 from tiers.disk_guard import DiskGuard
 from tiers.disk_ops import Verified, pages, pages_by_age, verify
 from tiers.disk_storage import Storage, StorageError
@@ -229,6 +229,11 @@ def open_shards(path: Path, *, readonly: bool) -> Iterator[tuple[Meta, list[Shar
     meta = read_meta(path)
     if meta is None:
         raise ConfigurationError(f"there is no disk cache in {path}; check --data-dir")
+    if meta.format != FORMAT:
+        raise ConfigurationError(
+            f"the disk cache in {path} is of format {meta.format}, and this version reads "
+            f"{FORMAT}; use the version that wrote it (a server of this one drops its blocks)"
+        )
     guard = DiskGuard()
     guard.keep(pinned_keys(path))
     shards: list[Shard] = []

@@ -407,3 +407,13 @@ def test_opening_reads_no_blocks(tmp_path: Path) -> None:
         open_disk(root, LAYOUT, 4 << 20, storage=Counting()).close()
         counts.append(Counting.num)
     assert counts[0] == counts[1]
+
+
+def test_a_folder_of_another_format_is_not_looked_into(tier: DiskTier, tmp_path: Path) -> None:
+    meta = tmp_path / "disk" / "disk.json"
+    meta.write_text(meta.read_text().replace('"format": 1', '"format": 2'))
+    with (
+        pytest.raises(ConfigurationError, match="is of format 2, and this version reads 1"),
+        open_view(tmp_path / "disk"),
+    ):
+        pass
