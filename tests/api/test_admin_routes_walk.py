@@ -15,7 +15,8 @@ from api.admin.parts import AdminParts
 from api.admin.router import admin_router
 from api.admin.testing import fake_parts
 from api.app import create_app
-from api.testing import fake_house
+from api.testing import Script, fake_house
+from engine.errors import QueueFull
 
 pytestmark = pytest.mark.anyio
 
@@ -109,3 +110,26 @@ async def test_every_change_asks_for_an_admin(
         if await code_of(client, "POST", path, headers) == "insufficient_scope"
     }
     assert OF_READERS == set(changing) - refused
+
+
+@pytest.mark.parametrize("path", ["/admin/requests", "/admin/requests?state=refused"])
+async def test_a_refused_request_does_not_break_the_page_of_requests(path: str) -> None:
+    """It has no timings: whoever is refused could otherwise take the page from the admins."""
+    house = fake_house()
+    app = create_app(house.wire, routers=(admin_router(fake_parts(journal=house.wire.journal)),))
+    house.engine.script = Script(refuse=QueueFull("as many wait as may"))
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
+        body = {"model": "bytes", "prompt": "hi", "max_tokens": 1}
+        assert 503 == (await client.post("/v1/completions", json=body)).status_code
+        answer = await client.get(path, headers={"Authorization": "Bearer sk-admin"})
+        [refused] = list(house.wire.journal.newest())
+        one = await client.get(
+            f"/admin/requests/{refused.request_id}", headers={"Authorization": "Bearer sk-admin"}
+        )
+    house.close()
+    assert (200, 200) == (answer.status_code, one.status_code)
+    assert "overloaded" in answer.text
