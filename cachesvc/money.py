@@ -5,6 +5,7 @@ and `audit` read the store and are called off the event loop.
 """
 
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 SECRET_NAME = "secret"  # noqa: S105  the file's name, not the secret
 SECRET_BYTES = 32
 
+PASSWORD = re.compile(r"://[^/\s]*@")  # with its user's name, in a URL that is told to people
 ObserveBill = Callable[[str, Mapping[str, int], int], None]
 
 
@@ -252,9 +254,10 @@ def _limits(section: LimitsSection) -> RateLimits:
     try:
         return open_limits(limits, section.url)
     except (ConfigurationError, ImportError, ValueError) as error:
+        said = f"limits.url {section.url!r} cannot be used: {error}"
         raise ConfigError(
-            f"limits.url {section.url!r} cannot be used: {error}; write memory:// or "
-            'redis://HOST:PORT/DB, which needs pip install "cachesvc[redis]"'
+            PASSWORD.sub("://***@", said) + "; write memory:// or redis://HOST:PORT/DB, which "
+            'needs pip install "cachesvc[redis]"'
         ) from None
 
 

@@ -144,3 +144,11 @@ def test_a_command_whose_waiter_gave_up_before_it_began_is_not_applied(tmp_path:
         assert {"r1", "r3"} == {hold.request_id for hold in house.ledger.store.all_holds()}
         done: Future[Any] = house.ledger.settle(first.result(), EMPTY, Outcome.FAILED)
         assert not done.result().repeated
+
+
+def test_a_store_of_limits_is_refused_without_its_password(tmp_path: Path) -> None:
+    url = "rediss+wrong://user:hunter2@host:6379/0"
+    flags = {"server.data_dir": tmp_path, "limits.url": url, "limits.key_requests": 1}
+    with pytest.raises(ConfigError, match=r"limits\.url") as refused:
+        open_money(load_settings(flags).settings)
+    assert "hunter2" not in str(refused.value)
