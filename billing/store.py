@@ -377,7 +377,8 @@ class LedgerStore:
             work.entries.setdefault((entry.tenant, entry.request_id), []).append(entry)
         retried = {key for command in commands if (key := fingerprint_of(command))}
         for fingerprint in retried:
-            work.undelivered[fingerprint] = store_undelivered.charges(connection, fingerprint)
+            lost = store_undelivered.charges(connection, fingerprint, work.now_ns)
+            work.undelivered[fingerprint] = lost
             for hold in store_undelivered.running(connection, fingerprint):
                 work.holds.setdefault(hold.key, hold)
         standing = [entry for found in work.entries.values() for entry in found]

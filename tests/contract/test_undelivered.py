@@ -1,12 +1,14 @@
 """An answer that never arrived is not paid as well as its retry, in whichever order they end."""
 
 import pytest
+from sqlalchemy import select
 
 from billing.commands import Command, Settle
 from billing.holds import Hold
 from billing.idempotency import Claimed, Idempotency
 from billing.money import UNITS
 from billing.policy import Outcome
+from billing.store_schema import undelivered
 from billing.testing import TestLedger
 from billing.usage import Usage
 
@@ -109,3 +111,22 @@ def test_a_request_that_was_thought_dead_is_noted_once(house: TestLedger) -> Non
     first = house.reserve("r1", UNITS // 4, fingerprint="f")
     retry = house.reserve("r2", UNITS // 4, fingerprint="f", is_retry=True)
     assert PRICE == run(house, [lost(first)], [arrived(retry)])
+
+
+def test_a_retry_a_day_later_is_a_request_of_its_own(
+    house: TestLedger, requests: tuple[Hold, Hold]
+) -> None:
+    first, retry = requests
+    run(house, [lost(first)])
+    house.clock.advance(24 * 3600)
+    assert 2 * PRICE == run(house, [arrived(retry)])
+
+
+def test_lost_answers_are_noted_for_a_day(house: TestLedger, requests: tuple[Hold, Hold]) -> None:
+    first, retry = requests
+    run(house, [lost(first)])
+    house.clock.advance(24 * 3600)
+    run(house, [lost(retry)])
+    with house.ledger.store.reading() as connection:
+        noted = connection.execute(select(undelivered.c.request_id)).scalars().all()
+    assert noted == ["r2"]

@@ -75,6 +75,9 @@ LINES: dict[str, list[str]] = {
     "If a server thought dead comes back": [
         f"{STORE}::test_a_late_word_that_bills_less_gives_the_difference_back"
     ],
+    "An answer that the server could not write": [
+        f"{WIRE}::test_an_answer_that_we_fail_to_write_costs_nothing"
+    ],
     "What was used and not billed stays": [f"{POLICY}::test_what_was_not_billed_is_on_the_record"],
     "A prepaid balance can go below zero only": [
         f"{POLICY}::test_an_overdraft_is_at_most_what_was_made_beyond_the_hold",
@@ -89,6 +92,7 @@ LINES: dict[str, list[str]] = {
     "Clients retry silently": [
         f"{RETRIES}::test_an_answer_that_never_came_is_not_paid_when_its_retry_comes",
         f"{RETRIES}::test_without_a_key_what_was_sent_counts_as_delivered",
+        "tests/contract/test_undelivered.py::test_a_retry_a_day_later_is_a_request_of_its_own",
     ],
     "Granted money first": [
         f"{STORE}::test_granted_money_is_spent_first_and_debt_is_paid_first",
@@ -98,6 +102,9 @@ LINES: dict[str, list[str]] = {
         f"{STORE}::test_the_database_refuses_to_change_an_entry",
         f"{STORE}::test_verify_names_the_first_entry_that_differs",
         f"{STORE}::test_a_cut_tail_is_found_by_a_head_that_was_written_down",
+    ],
+    "Nothing proves what is no money yet": [
+        "tests/contract/test_audit_tampering.py::test_a_change_of_any_column_is_named"
     ],
     "SQLite": [
         "tests/unit/test_ledger_sync.py::test_a_settlement_waits_for_the_disk_and_a_hold_does_not",
