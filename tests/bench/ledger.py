@@ -9,9 +9,7 @@ SHA-256, rows) and 20 us of SQLite (three B-trees), a commit 0.2 ms shared by it
 second. Alone, a hold is three reads and two writes at 10 us each, a begin and a commit that waits
 for no disk, some 100 us of Python and two hand-offs between threads of 20 us: 0.25 ms. A settlement
 is two more writes, the rating, one more hand-off and 0.15 to 0.25 ms of fdatasync: 0.6 ms. These
-hold for a processor that is awake. One that slept between two requests begins with empty caches and
-takes several times as long, so both are measured: `asleep`, where nothing else runs on the machine,
-and `awake`, where something of the lowest priority does, as on a server that computes. Proving
+hold for a core that is awake: between requests it sleeps, and begins with empty caches. Proving
 an entry is a JSON parse, a hash and a rating, 20 us: 20 s a million. A statement reads one row a
 day, model and key: under 10 ms.
 """
@@ -19,17 +17,13 @@ day, model and key: under 10 ms.
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
-import platform
 import sqlite3
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +40,7 @@ from billing.policy import Outcome
 from billing.rating import hold_amount
 from billing.store import database_url, open_store
 from billing.usage import Usage
+from tests.bench import provenance
 
 CLIENTS = 32
 # What a request takes besides, and so how many come: 120 tokens at 2 ms make 128 requests a second,
@@ -69,20 +64,17 @@ def main() -> None:
         ledger.accounts.create_tenant("acme", "CNY", by="bench")
         ledger.deposit("acme", 10**9 * UNITS, reference="d", by="bench").result()
         results: dict[str, Any] = {
-            "commit": _commit(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "python": platform.python_version(),
+            "commit": provenance.commit(),
+            "machine": provenance.machine(),
             "load_average": os.getloadavg()[0],  # what else the machine was doing
         }
         results |= fill(ledger, options.entries)
         os.sync()  # what the filling left to write would be waited for by every commit
-        for name, cores in (("asleep", nullcontext()), ("awake", awake())):
-            with cores:
-                results[f"latency_{name}"] = {
-                    load: on_loop(latency(ledger, f"{name} {load} ", request_s))
-                    | on_loop(floor(Path(folder), request_s))
-                    for load, request_s in LOADS.items()
-                }
+        results["latency"] = {
+            load: on_loop(latency(ledger, load, request_s))
+            | on_loop(floor(Path(folder), request_s))
+            for load, request_s in LOADS.items()
+        }
         results |= prove_and_state(ledger, options.entries)
         results["bytes_per_entry"] = _size(Path(folder)) // options.entries
         ledger.close()
@@ -92,28 +84,6 @@ def main() -> None:
         options.out.write_text(json.dumps(results, indent=2) + "\n")
 
 
-@contextmanager
-def awake() -> Iterator[None]:
-    """Keeps every core from sleeping, at a priority that yields to all others at once."""
-    start = multiprocessing.get_context("spawn").Process  # this process has threads
-    spinners = [start(target=_spin, args=(core,), daemon=True) for core in os.sched_getaffinity(0)]
-    for spinner in spinners:
-        spinner.start()
-    try:
-        yield
-    finally:
-        for spinner in spinners:
-            spinner.terminate()
-            spinner.join()
-
-
-def _spin(core: int) -> None:
-    os.sched_setaffinity(0, {core})
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    while True:
-        pass
-
-
 def on_loop(work: Coroutine[Any, Any, dict[str, float]]) -> dict[str, float]:
     """On the event loop that the server runs on."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -121,7 +91,7 @@ def on_loop(work: Coroutine[Any, Any, dict[str, float]]) -> dict[str, float]:
 
 
 async def latency(
-    ledger: Ledger, prefix: str, request_s: float, rounds: int = 40
+    ledger: Ledger, load: str, request_s: float, rounds: int = 40
 ) -> dict[str, float]:
     """Milliseconds that hold and settlement add to a request, over all clients."""
     pinned = ledger.book.at("model", time.time_ns(), "CNY")
@@ -133,7 +103,7 @@ async def latency(
         await asyncio.sleep(request_s * number / CLIENTS)
         for turn in range(rounds):
             began = time.perf_counter()
-            name = f"{prefix}{number}-{turn}"
+            name = f"{load}{number}-{turn}"
             hold = await asyncio.wrap_future(ledger.reserve("acme", name, amount, pinned))
             held = time.perf_counter()
             await asyncio.sleep(request_s * (0.5 + (number * 7 + turn * 13) % 32 / 32))
@@ -227,11 +197,6 @@ def _ms(ordered: list[float], share: float) -> float:
 
 def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":
