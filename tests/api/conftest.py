@@ -7,6 +7,7 @@ engine runs nothing.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from fastapi import FastAPI
 
 from api.app import create_app
 from api.testing import FakeHouse, fake_house
+from tests.api.bank import Bank
 
 
 @pytest.fixture
@@ -42,6 +44,12 @@ async def running(house: FakeHouse) -> AsyncIterator[tuple[FastAPI, httpx.AsyncC
         house.close()
 
 
+@contextlib.asynccontextmanager
+async def serving(bank: Bank) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient, FakeHouse]]:
+    async with running(bank.house) as (app, client):
+        yield app, client, bank.house
+
+
 async def quiet(house: FakeHouse, app: FastAPI) -> None:
     """Waits until nothing of any request is left."""
     async with asyncio.timeout(30):
@@ -52,6 +60,13 @@ async def quiet(house: FakeHouse, app: FastAPI) -> None:
 @pytest.fixture
 def house() -> FakeHouse:
     return fake_house()
+
+
+@pytest.fixture
+async def bank(tmp_path: Path) -> AsyncIterator[Bank]:
+    bank = Bank(tmp_path)
+    with contextlib.closing(bank):
+        yield bank
 
 
 @pytest.fixture

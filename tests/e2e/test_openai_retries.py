@@ -23,7 +23,7 @@ from api.testing import Script
 from billing import audit
 from billing.entries import Kind
 from billing.money import UNITS
-from tests.api.test_money_wire import HELLO, MISS, OUTPUT, PROMPT_TOKENS, Bank
+from tests.api.bank import HELLO, MISS, OUTPUT, PROMPT_TOKENS, Bank
 
 ANSWER = "z" * 40
 PRICE = PROMPT_TOKENS * MISS + (len(ANSWER) + 1) * OUTPUT

@@ -13,7 +13,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from engine.chain_runner import replay
-from tests.sim.world import ADAPTERS, BLOCK, PICTURES, PLACEHOLDER, RandomGrammar, World
+from tests.sim.random_grammar import RandomGrammar
+from tests.sim.watched import ADAPTERS, BLOCK
+from tests.sim.world import PICTURES, PLACEHOLDER, World
 from tiers.chain import Chain
 from tiers.chronicle import CacheEvent
 from tiers.contents import Content

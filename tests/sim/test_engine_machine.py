@@ -11,7 +11,9 @@ import pytest
 
 from engine.request import FinishReason
 from tests.sim.life import Life
-from tests.sim.world import BLOCK, PICTURES, PLACEHOLDER, RandomGrammar, RandomState, World
+from tests.sim.random_grammar import RandomGrammar, RandomState
+from tests.sim.watched import BLOCK
+from tests.sim.world import PICTURES, PLACEHOLDER, World
 from tiers.admission import WritePolicy
 from tiers.contents import Content
 from tiers.errors import MissReason

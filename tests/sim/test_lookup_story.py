@@ -3,7 +3,8 @@
 import pytest
 
 from engine.request import Lookup
-from tests.sim.world import BLOCK, World
+from tests.sim.watched import BLOCK
+from tests.sim.world import World
 from tiers.absence import MARK_BYTES, marks_of
 from tiers.departures import Departures
 from tiers.errors import MissReason

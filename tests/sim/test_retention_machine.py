@@ -10,7 +10,8 @@ import pytest
 
 from engine.request import FinishReason
 from tests.sim.life import Life, root_of
-from tests.sim.world import BLOCK, World
+from tests.sim.watched import BLOCK
+from tests.sim.world import World
 from tiers.admission import Promotion, WritePolicy
 from tiers.chain import Chain
 from tiers.chronicle import CacheEvent

@@ -7,7 +7,8 @@ from engine.chain_runner import ChainRunner, replay
 from engine.queue import QueueOrder
 from engine.request import FinishReason
 from engine.sequence import Sequence
-from tests.sim.world import BLOCK, World
+from tests.sim.watched import BLOCK
+from tests.sim.world import World
 from tiers.chain import Chain
 from tiers.residency import CacheEvent
 from tiers.tier import TierName

@@ -8,17 +8,11 @@ waits for what nobody does. `tests.sim.life` draws what happens in it.
 
 import random
 from array import array
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-import numpy as np
-import torch
-
-from engine.batch import Batch, Sampled, Span
 from engine.chain_runner import (
-    ChainRunner,
     advance,
     before,
     chain_layout,
@@ -30,13 +24,13 @@ from engine.group import seed_of
 from engine.queue import QueueOrder
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduler import SchedulerSettings
-from engine.sequence import Sequence, SequenceState
+from engine.sequence import SequenceState
+from tests.sim.random_grammar import EOS, RandomGrammar
+from tests.sim.watched import ADAPTERS, BLOCK, LateCopies, Watched
 from tiers.admission import Promotion, WritePolicy
 from tiers.cache import CacheSettings, TieredCache
 from tiers.contents import Content
-from tiers.device import Copy, DevicePool
 from tiers.events import EventKind
-from tiers.frames import Frame
 from tiers.index import Block, BlockState
 from tiers.keys import CacheScope, PrefixKey
 from tiers.memory import MemoryTier, SteppedMover
@@ -44,190 +38,10 @@ from tiers.quota import Shares
 from tiers.tier import TierName
 from tiers.upkeep import UpkeepSettings
 
-BLOCK = 4
 MAX_IDLE = 5  # turns in a row in which nothing moves, and somebody waits
-EOS = 50  # beyond the tokens that the model chooses by itself; a grammar may allow it
-
-
-class RandomGrammar:
-    """Allows and forces tokens by a seed and the tokens before; `engine.structure.Grammar`."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def begin(self, min_tokens: int) -> "RandomState":
-        return RandomState(self.seed)
-
-
-class RandomState:
-    """A run of forced tokens, or a choice that may include the end, then the next."""
-
-    def __init__(self, seed: int) -> None:
-        self.forced: deque[int] = deque()
-        self.stuck: str | None = None
-        self._taken = [seed]
-        self._look_ahead()
-
-    @property
-    def allowed(self) -> np.ndarray:
-        return _mask([self.forced[0]] if self.forced else self._choice)
-
-    def accept(self, token: int) -> None:
-        if self.forced:
-            assert token == self.forced.popleft()
-        else:
-            assert token in self._choice
-        self._taken.append(token)
-        if not self.forced:
-            self._look_ahead()
-
-    def _look_ahead(self) -> None:
-        chance = random.Random(repr(self._taken))
-        self._choice = chance.sample(range(50), 3) + [EOS] * (chance.random() < 0.1)
-        if chance.random() < 0.4:
-            self.forced += [chance.randrange(50) for _ in range(chance.randrange(1, 12))]
-
-
-def _mask(tokens: Seq[int]) -> np.ndarray:
-    bits = np.zeros(64, dtype=np.bool_)
-    bits[list(tokens)] = True
-    return np.packbits(bits, bitorder="little").view(np.int32)
-
-
 CUT = (FinishReason.ABORT, FinishReason.ERROR)
-ADAPTERS = {"a": b"A" * 16, "b": b"B" * 16, "twin of a": b"A" * 16}  # contents by name
 PLACEHOLDER = 49  # the token that stands for a picture
 PICTURES = (b"a cat" * 4, b"a dog" * 4)
-
-
-class Watched(ChainRunner):
-    """Checks of every sequence that begins to run that it takes all that stands of its prompt.
-
-    `rows` counts how often each row of KV was computed that others may read: by scope, position
-    and what it proves. `prompt_tokens` counts by request what its first sequence computed of its
-    prompt; each further one computes the last token again. With `broken` set the next step fails
-    halfway.
-    """
-
-    def __init__(self, cache: TieredCache, sequence_of: Callable[[int], Sequence]) -> None:
-        super().__init__(cache.pool.tensor, adapters=ADAPTERS)
-        self._cache = cache
-        self._sequence_of = sequence_of
-        self._begun: set[int] = set()
-        self._proofs: dict[int, list[int]] = {}  # what each row of a running sequence must hold
-        self.num_checked = 0
-        self.rows: Counter[tuple[PrefixKey, int, int]] = Counter()
-        self.prompt_tokens: Counter[str] = Counter()
-        self.wrong: AssertionError | None = None  # the engine takes it for a failure of the step
-        self.broken = False
-
-    def step(self, batch: Batch) -> list[Sampled]:
-        try:
-            return self._step(batch)
-        except AssertionError as error:
-            self.wrong = error
-            raise
-
-    def _step(self, batch: Batch) -> list[Sampled]:
-        for span in batch.spans:
-            if span.sequence_id not in self._begun:
-                self._begun.add(span.sequence_id)
-                self._check(self._sequence_of(span.sequence_id))
-        if self.broken:
-            self.broken = False
-            super().step(Batch(batch.spans[::2]))
-            raise RuntimeError("out of memory")
-        sampled = super().step(batch)
-        for span in batch.spans:
-            self._prove(span, self._sequence_of(span.sequence_id))
-            self._note(span, self._sequence_of(span.sequence_id))
-        return sampled
-
-    def _prove(self, span: Span, sequence: Sequence) -> None:
-        """Every row that attention read or wrote is the KV of the sequence's own prefix."""
-        proofs = self._proofs.setdefault(span.sequence_id, [])
-        end = span.start + len(span.tokens)
-        for position in range(len(proofs), end):
-            before_it = proofs[-1] if proofs else before(sequence.request.scope.adapter)
-            content = content_at(span.contents, position)
-            proofs.append(advance(before_it, sequence.tokens[position], content))
-        table = np.array(span.block_table[: -(-end // BLOCK)])
-        rows = self._rows[table].transpose(0, 3, 1, 2, 4, 5).reshape(len(table) * BLOCK, -1)[:end]
-        wrong = np.flatnonzero((rows != np.array(proofs[:end])[:, None]).any(axis=1))
-        assert not len(wrong), f"rows {wrong} of {sequence.request.request_id} are not its own"
-
-    def _note(self, span: Span, sequence: Sequence) -> None:
-        end = span.start + len(span.tokens)
-        if sequence.index == 0:
-            num_prompt = max(0, min(end, sequence.num_prompt) - span.start)
-            self.prompt_tokens[sequence.request.request_id] += num_prompt
-        if span.write_kv and not sequence.chain.private:
-            for position in range(span.start, end):
-                row = sequence.chain.root, position, self._read(span, position)
-                self.rows[row] += 1
-
-    def forget(self, sequence_id: int) -> None:
-        super().forget(sequence_id)
-        self._begun.discard(sequence_id)
-        self._proofs.pop(sequence_id, None)
-
-    def _check(self, sequence: Sequence) -> None:
-        """The first block that it computes does not stand, and no other computes it now.
-
-        Blocks beyond may: behind a gap, as where a load failed, nothing is looked for.
-        """
-        if sequence.chain.private or sequence.params.prompt_logprobs is not None:
-            return  # it asked to compute the prompt
-        self.num_checked += 1
-        first = sequence.num_standing // BLOCK
-        for block in self._cache.index.match(sequence.chain)[first : first + 1]:
-            assert block in sequence.blocks, f"{block} is computed twice"
-
-
-class LateCopy(Copy):
-    """A copy whose bytes are there when it was asked after `patience` times, or in stream order."""
-
-    def __init__(self, patience: int, arrive: Callable[[], object]) -> None:
-        super().__init__()
-        self._patience = patience
-        self._arrive: Callable[[], object] | None = arrive
-
-    def done(self) -> bool:
-        self._patience -= 1
-        if self._patience < 0:
-            self.arrive()
-        return self._arrive is None
-
-    def arrive(self) -> None:
-        if self._arrive is not None:
-            self._arrive()
-            self._arrive = None
-
-
-class LateCopies:
-    """Lets a pool's copies take their time, as streams do; frames hold noise until then."""
-
-    def __init__(self, pool: DevicePool, chance: random.Random) -> None:
-        self._pool = pool
-        self._chance = chance
-        self._down: dict[int, LateCopy] = {}  # the last one to each frame
-        self._copy_in = pool.copy_in
-        pool.copy_out = self._out  # type: ignore[method-assign]
-        pool.copy_in = self._in  # type: ignore[method-assign]
-
-    def _out(self, slot: int, frame: Frame) -> Copy:
-        rows = self._pool.tensor[slot].clone()
-        frame.tensor.view(torch.int32).fill_(0x0BAD)
-        late = LateCopy(self._chance.randrange(3), lambda: frame.tensor.copy_(rows))
-        self._down[frame.number] = late
-        return late
-
-    def _in(self, frames: Seq[Frame], slots: Seq[int]) -> Copy:
-        for frame in frames:
-            if frame.number in self._down:
-                self._down[frame.number].arrive()
-        self._copy_in(frames, slots)
-        return LateCopy(self._chance.randrange(3), lambda: None)
 
 
 class World:

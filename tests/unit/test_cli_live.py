@@ -37,7 +37,8 @@ from cachesvc.config import disk_path
 from cachesvc.live import announced
 from cachesvc.money import read_secret
 from cachesvc.scopes import note_scopes, roots_of
-from tests.sim.world import BLOCK, World
+from tests.sim.watched import BLOCK
+from tests.sim.world import World
 from tests.unit.test_cli_cache import LAYOUT, store
 from tiers.disk_open import open_disk
 from tiers.events import EventKind

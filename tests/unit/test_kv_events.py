@@ -11,7 +11,8 @@ import zmq
 
 from cachesvc.config import ConfigError, EventsSection
 from cachesvc.kv_events import KvEventPublisher, block_hash, wire_events
-from tests.sim.world import BLOCK, World
+from tests.sim.watched import BLOCK
+from tests.sim.world import World
 from tiers.events import EventKind, EventStream
 from tiers.keys import PrefixKey
 from tiers.tier import TierName

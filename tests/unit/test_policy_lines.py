@@ -17,6 +17,7 @@ SECTIONS = (
 STORE, WIRE = "tests/contract/test_ledger_store.py", "tests/api/test_money_wire.py"
 POLICY, RETRIES = "tests/unit/test_billing_policy.py", "tests/e2e/test_openai_retries.py"
 CLAIMS, HITS = "tests/contract/test_idempotency_store.py", "tests/sim/test_billed_hits.py"
+WIRE_RETRIES = "tests/api/test_money_retries.py"
 RATING, WAYS = "tests/unit/test_billing_rating.py", "tests/api/test_ways_out.py"
 KILLS, MACHINE = "tests/crash/test_serve_kill.py", "tests/sim/test_billing_machine.py"
 ENGINE, SERVERS = "tests/sim/test_engine_machine.py", "tests/sim/test_two_servers.py"
@@ -85,8 +86,8 @@ LINES: dict[str, list[str]] = {
     ],
     "With `Idempotency-Key`": [
         f"{CLAIMS}::test_an_idempotency_key_replays_conflicts_and_expires",
-        f"{WIRE}::test_a_key_gets_the_first_answer_again_and_pays_once",
-        f"{WIRE}::test_a_key_whose_request_runs_is_busy_and_one_that_failed_is_free",
+        f"{WIRE_RETRIES}::test_a_key_gets_the_first_answer_again_and_pays_once",
+        f"{WIRE_RETRIES}::test_a_key_whose_request_runs_is_busy_and_one_that_failed_is_free",
         f"{CLAIMS}::test_a_key_whose_server_died_is_free_at_once_and_its_request_pays_once",
     ],
     "Clients retry silently": [

@@ -1,0 +1,70 @@
+"""A ledger with an app in front of it, for tests of the wire that charges."""
+
+from pathlib import Path
+
+from api.auth import KeyGate
+from api.collaborators import WireSettings
+from api.metering import LedgerMeter
+from api.testing import fake_house
+from billing.accounts import Accounts
+from billing.entries import Entry
+from billing.idempotency import Idempotency
+from billing.ledger import Ledger
+from billing.receipts import ReceiptSigner, describe
+from billing.store import database_url, open_store
+
+CHAT = "/v1/chat/completions"
+HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
+PROMPT_TOKENS = len("user: hi\nassistant: ")
+HIT, MISS, OUTPUT = 100_000, 1_000_000, 2_000_000  # units a token under the DeepSeek launch card
+
+
+class Bank:
+    """A ledger, its accounts, and an app in front of it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        slice_tokens: int = 4,
+        lease_s: int = 120,
+        settings: WireSettings | None = None,
+    ) -> None:
+        self.store = open_store(database_url(folder))
+        self.accounts = Accounts(self.store)
+        self.entries: list[Entry] = []
+        self.ledger = Ledger(self.store, self.accounts, observers=[self.entries.extend])
+        self.ledger.start()
+        self.signer = ReceiptSigner.open(folder)
+        self.house = fake_house(
+            gatekeeper=KeyGate(self.accounts),
+            meter=LedgerMeter(
+                self.ledger,
+                slice_tokens=slice_tokens,
+                lease_s=lease_s,
+                receipts=lambda settled: self.signer.sign(
+                    describe(settled.entry, self.ledger.book)
+                ),
+            ),
+            replays=Idempotency(self.store),
+            balances=self.accounts.tenant,
+            receipt_keys=self.signer.published,
+            settings=settings,
+        )
+
+    def customer(self, units: int, tenant: str = "acme", **key: object) -> dict[str, str]:
+        """A prepaid tenant with this much; the headers that its key makes."""
+        self.accounts.create_tenant(tenant, "CNY", by="test")
+        if units:
+            self.ledger.deposit(tenant, units, reference="first", by="test").result()
+        secret, _ = self.accounts.create_key(tenant, by="test", **key)
+        return {"authorization": f"Bearer {secret}"}
+
+    def spent(self, of: int, tenant: str = "acme") -> int:
+        account = self.accounts.tenant(tenant)
+        assert account.held == 0
+        return of - account.balance
+
+    def close(self) -> None:
+        self.ledger.close()
+        self.store.close()
