@@ -152,12 +152,19 @@ def _progress() -> Iterator[core.Progress]:
         yield tell
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
+    bar = Progress(*columns, console=console, transient=True)
+    tasks: dict[str, TaskID] = {}
 
-        def advance(what: str, fraction: float) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=1.0)
-            bar.update(tasks[what], completed=fraction, visible=fraction < 1.0)
+    def advance(what: str, fraction: float) -> None:
+        if what not in tasks:
+            tasks[what] = bar.add_task(what, total=1.0)
+        bar.update(tasks[what], completed=fraction, visible=fraction < 1.0)
+        if bar.finished:  # it would draw itself ten times a second as long as the server lives
+            bar.stop()
+        else:
+            bar.start()
 
+    try:
         yield advance
+    finally:
+        bar.stop()
