@@ -1,0 +1,149 @@
+"""One write of the disk tier: the order it leaves, what it spares, and what it says of a fault."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_disk_ops import CAPACITY, LAYOUT, Clock, blocks, load, opened, store
+from tests.unit.test_disk_retention import ACME
+from tiers.disk import DiskTier
+from tiers.disk_open import open_disk
+from tiers.disk_storage import Panic
+from tiers.keys import BlockId, PrefixKey
+from tiers.quota import Shares
+from tiers.testing import FaultyStorage, map_full
+
+NUM_CHAINS = 60  # more than the tier holds
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    tier = opened(tmp_path / "disk")
+    yield tier
+    tier.close()
+
+
+def keys(ids: list[BlockId]) -> list[PrefixKey]:
+    return [block.key for block in ids]
+
+
+def oldest_first(tier: DiskTier) -> list[PrefixKey]:
+    with tier.view() as view:
+        return [info.key for info in view.blocks(oldest=True)]
+
+
+def agrees(tier: DiskTier) -> bool:
+    """Whether records, index, order and totals tell of the same number of blocks."""
+    with tier.view() as view:
+        return view.shards[0].walk() is None
+
+
+def fill_up(tier: DiskTier, first: int = 1000) -> None:
+    for seed in range(first, first + NUM_CHAINS):
+        store(tier, blocks(seed))
+
+
+def test_what_is_stored_again_is_the_last_to_leave(tier: DiskTier) -> None:
+    for seed in (0, 1, 0):
+        store(tier, blocks(seed))
+    assert oldest_first(tier) == keys(blocks(1))[::-1] + keys(blocks(0))[::-1]
+
+
+def test_after_a_collision_the_block_stored_last_stays(tier: DiskTier) -> None:
+    ids = blocks()
+    store(tier, ids)
+    other = ids[1]._replace(content=b"image")
+    store(tier, [other])
+    assert (load(tier, [other]), load(tier, ids)) == (1, 1)
+    assert tier.stats().num_blocks == 4
+    assert agrees(tier)
+
+
+def test_a_store_that_fails_names_its_blocks_and_charges_nobody(tmp_path: Path) -> None:
+    storage = FaultyStorage()
+    shares = Shares(1000, {ACME.root(): 400})
+    tier = open_disk(tmp_path, LAYOUT, CAPACITY, shares=shares, storage=storage)
+    store(tier, blocks(0, scope=ACME))
+    before = tier.quotas()
+    storage.arm(1, operations=["commit"])
+    lost = blocks(1, scope=ACME)
+    assert store(tier, lost) == keys(lost)
+    assert storage.num_failed == 1
+    assert tier.quotas() == before
+    tier.close()
+
+
+def test_a_panic_keeps_what_was_on_disk(tmp_path: Path) -> None:
+    storage = FaultyStorage(error=lambda: Panic("MDB_PANIC"))
+    tier = open_disk(tmp_path, LAYOUT, CAPACITY, storage=storage)
+    store(tier, blocks(0))
+    storage.arm(1, operations=["commit"])
+    store(tier, blocks(1))
+    assert storage.num_failed == 1
+    assert (load(tier, blocks(0)), load(tier, blocks(1))) == (4, 4)
+    tier.close()
+
+
+def test_a_full_map_teaches_the_shard_to_keep_more_free_up_to_a_bound(tmp_path: Path) -> None:
+    storage = FaultyStorage(error=map_full)
+    tier = open_disk(tmp_path, LAYOUT, CAPACITY, storage=storage)
+    fill_up(tier)
+    held = [tier.stats().num_blocks]
+    for num_times in (1, 40):
+        for _ in range(num_times):
+            storage.arm(1, operations=["put"])
+            store(tier, blocks(0))
+            tier.discard(keys(blocks(0)))
+        storage.arm(0)
+        fill_up(tier, first=2000)
+        held.append(tier.stats().num_blocks)
+    assert held[0] > held[1] > held[2] > held[0] // 2
+    tier.close()
+
+
+def test_where_the_old_end_has_no_places_before_it_nothing_is_lent(tmp_path: Path) -> None:
+    tier = opened(tmp_path, moves=True)
+    store(tier, blocks(0))
+    assert load(tier, blocks(0)) == 4
+    store(tier, blocks(1))
+    assert oldest_first(tier) == keys(blocks(0))[::-1] + keys(blocks(1))[::-1]
+    assert agrees(tier)
+    tier.close()
+
+
+def test_room_is_found_behind_many_pinned_blocks(tier: DiskTier) -> None:
+    pinned = [key for seed in range(17) for key in keys(blocks(seed))]
+    for seed in range(17):
+        store(tier, blocks(seed))
+    tier.keep(pinned)
+    fill_up(tier)
+    assert tier.stats().evicted > 0
+    assert load(tier, blocks(1000 + NUM_CHAINS - 1)) == 4
+    assert all(tier.held(pinned))
+
+
+def test_a_store_is_refused_where_all_is_pinned(tier: DiskTier) -> None:
+    fill_up(tier)
+    held = oldest_first(tier)
+    tier.keep(held)
+    assert store(tier, blocks(0)) == keys(blocks(0))
+    assert sorted(oldest_first(tier)) == sorted(held)
+
+
+def test_idle_blocks_behind_pinned_ones_expire_a_few_at_a_time(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = opened(tmp_path, clock)
+    store(tier, blocks(0))
+    store(tier, blocks(1))
+    tier.keep(keys(blocks(0)))
+    clock.now_s += 100
+    gone = []
+    with tier.view() as view:
+        for _ in range(3):
+            with view.shards[0].writing() as writer:
+                writer.expire(int(clock.now_s), 3)
+            gone.append(len(writer.evicted))
+    assert gone == [0, 2, 2]
+    assert oldest_first(tier) == keys(blocks(0))[::-1]
+    tier.close()
