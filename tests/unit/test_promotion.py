@@ -1,0 +1,136 @@
+"""A request's ticket step by step, and the blocks its sequence is given: what is lifted, waited
+for, lost and counted."""
+
+import pytest
+
+from tests.unit.test_pins_kept import LAYOUT, ROOT, Bench
+from tiers.cache import CacheSettings, TieredCache
+from tiers.chain import Chain
+from tiers.chronicle import CacheEvent
+from tiers.errors import MissReason
+from tiers.frames import FrameArena
+from tiers.index import BlockState
+from tiers.memory import MemoryTier, SteppedMover
+from tiers.promotion import Progress, Ticket
+from tiers.quota import Shares
+from tiers.testing import take
+from tiers.tier import TierName
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def on_disk(bench: Bench, num_blocks: int) -> Chain:
+    """A chain that the disk alone has."""
+    chain = bench.chain(0, num_blocks)
+    frames = take(FrameArena(LAYOUT, num_blocks), num_blocks)
+    bench.tier.store(chain.block_ids(0, num_blocks), frames)
+    return chain
+
+
+def probed(bench: Bench, chain: Chain) -> Ticket:
+    """A ticket that knows what the disk has, and whose loads are under way."""
+    ticket = bench.cache.open(chain)
+    bench.mover.run_job(0)
+    assert bench.cache.advance(ticket) is Progress.LOADING
+    assert bench.cache.stats().num_loads > 0
+    return ticket
+
+
+def test_what_stands_is_lifted_while_the_rest_loads(bench: Bench) -> None:
+    chain = on_disk(bench, 8)
+    head = probed(bench, bench.chain(0, 4))
+    bench.mover.run_job(0)
+    bench.cache.step()
+    bench.cache.close_ticket(head)
+    ticket = probed(bench, chain)
+    assert (bench.cache.advance(ticket), ticket.num_on_device) == (Progress.LOADING, 4)
+    bench.mover.run_job(0)
+    bench.cache.step()
+    assert (bench.cache.advance(ticket), ticket.num_on_device) == (Progress.READY, 8)
+
+
+def test_a_disk_that_has_no_more_is_not_waited_for_a_step_longer(bench: Bench) -> None:
+    """Loaded up to a block that another request computed, then told that nothing follows."""
+    on_disk(bench, 3)
+    chain = bench.chain(0, 5)
+    (computed,) = bench.cache.tables.plan(bench.chain(0, 3), 2)
+    ticket = probed(bench, chain)
+    bench.mover.run_job(0)
+    bench.cache.step()
+    bench.cache.tables.provide(computed)
+    bench.cache.tables.commit(bench.chain(0, 3), 2, computed)
+    assert bench.cache.advance(ticket) is Progress.LOADING  # asks the disk for what follows
+    bench.mover.run_job(0)
+    assert (bench.cache.advance(ticket), len(ticket.blocks)) == (Progress.READY, 3)
+
+
+def test_a_disk_too_busy_to_be_asked_is_said_to_be() -> None:
+    tier = MemoryTier(8)
+    settings = CacheSettings(device_bytes=8 * LAYOUT.nbytes, host_bytes=8 * LAYOUT.nbytes)
+    mover = SteppedMover(tier, max_jobs=0)
+    cache = TieredCache(LAYOUT, settings, disk=tier, mover=mover)
+    ticket = cache.open(Bench().chain(0, 2))
+    assert (cache.advance(ticket), ticket.stop) == (Progress.READY, MissReason.OVERLOADED)
+
+
+def test_what_came_from_the_disk_is_not_written_there_again(bench: Bench) -> None:
+    chain = on_disk(bench, 4)
+    probed(bench, chain)
+    bench.mover.run_job(0)
+    bench.cache.step()
+    assert bench.cache.stats().events[TierName.DISK, CacheEvent.PROMOTED] == 4
+    assert bench.cache.flush(deadline_s=0.01) == 0
+    assert bench.mover.num_jobs == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_purge_takes_blocks_that_are_loading(bench: Bench, fails: bool) -> None:
+    """Their load ends, well or badly, and nothing is told or kept of them."""
+    chain = on_disk(bench, 4)
+    ticket = probed(bench, chain)
+    bench.cache.on_purge(lambda roots: bench.cache.close_ticket(ticket))
+    purged = bench.cache.purge([ROOT])
+    bench.mover.run_job(0, fails=fails)
+    bench.settle()
+    assert purged.result(0).num_left == 0
+    assert not any(bench.stands(chain))
+    stats = bench.cache.stats()
+    assert TierName.HOST not in {tier for tier, _ in stats.events}
+    assert (TierName.DISK, CacheEvent.PROMOTED) not in stats.events
+    assert stats.host.num_blocks == 0
+
+
+def test_a_full_block_is_not_merged_into_one_still_computing(bench: Bench) -> None:
+    """Two requests compute the same tokens: the first to be done keeps what it has."""
+    tables = bench.cache.tables
+    first, second = bench.chain(0, 1), bench.chain(0, 1)
+    (announced,) = tables.plan(first, 0)
+    (block,) = tables.plan(second, 0)
+    tables.provide(announced)
+    tables.provide(block)
+    assert tables.commit(second, 0, block) is block
+    assert announced.state is BlockState.COMPUTING
+    assert tables.commit(first, 0, announced) is announced
+    assert bench.cache.index.get(first.keys[0]) is announced
+
+
+def test_what_a_request_asks_for_is_in_the_working_set(bench: Bench) -> None:
+    bench.cache.open(bench.chain(0, 3))
+    private = bench.chain(500, 3)
+    private.private = True
+    bench.cache.open(private)
+    assert bench.cache.working_set().num_uses == 3
+
+
+def test_a_block_being_computed_counts_against_its_tenant_s_quota() -> None:
+    settings = CacheSettings(device_bytes=10 * LAYOUT.nbytes, host_bytes=0)
+    cache = TieredCache(
+        LAYOUT, settings, shares=Shares(10, {"acme": 4}, owner_of={ROOT: "acme"}.get)
+    )
+    for block in cache.tables.plan(Bench().chain(0, 3), 0):
+        cache.tables.provide(block)
+    used = {(use.group, use.used_bytes) for use in cache.quotas()}
+    assert used == {("acme", 3 * LAYOUT.nbytes), (None, 0)}
