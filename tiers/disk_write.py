@@ -184,9 +184,8 @@ class BlockWriter:
             self._counts.refused(block.key for block, _, _ in fresh)
             return
         for block, frame, sequence in fresh:
-            writer.delete(
-                block.key, Cause.REDUNDANT
-            )  # after a collision, the block asked for last stays
+            # After a collision, the block asked for last stays.
+            writer.delete(block.key, Cause.REDUNDANT)
             writer.put(self._encode(block, frame.buffer), sequence)
 
     def _make_room(
