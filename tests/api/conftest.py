@@ -57,6 +57,14 @@ async def quiet(house: FakeHouse, app: FastAPI) -> None:
             await asyncio.sleep(0.005)
 
 
+async def begun(house: FakeHouse, *, requests: int = 0, tokens: int = 0) -> None:
+    """Waits until the engine has been given so many requests and has made so many tokens."""
+    engine = house.engine
+    async with asyncio.timeout(30):
+        while len(engine.requests) < requests or sum(engine.tokens_made.values()) < tokens:
+            await asyncio.sleep(0.005)
+
+
 @pytest.fixture
 def house() -> FakeHouse:
     return fake_house()

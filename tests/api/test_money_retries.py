@@ -13,7 +13,7 @@ from api.testing import Script
 from billing.money import UNITS
 from engine.errors import QueueFull
 from tests.api.bank import CHAT, HELLO, MISS, OUTPUT, PROMPT_TOKENS, Bank
-from tests.api.conftest import quiet, serving
+from tests.api.conftest import begun, quiet, serving
 from tests.api.driver import Visit
 
 
@@ -23,7 +23,7 @@ async def test_a_silent_retry_of_an_undelivered_answer_pays_once(bank: Bank) -> 
         headers = bank.customer(UNITS)
         house.engine.script = Script(answer="z" * 1000, step_s=0.002)
         visit = Visit(app, CHAT, HELLO, **headers).start()
-        await asyncio.sleep(0.05)
+        await begun(house, tokens=2)
         visit.leave()
         await visit.task
         assert 0 < bank.spent(UNITS)
@@ -75,8 +75,9 @@ async def test_a_key_pays_once_for_an_answer_that_was_lost(bank: Bank) -> None:
         raw, charged = json.dumps(HELLO), []
         for key in ("order-1", "order-2"):
             house.engine.script = Script(answer="z" * 1000, step_s=0.002)
+            before = sum(house.engine.tokens_made.values())
             visit = Visit(app, CHAT, HELLO, **headers, **{"idempotency-key": key}).start()
-            await asyncio.sleep(0.05)
+            await begun(house, tokens=before + 2)
             visit.leave()
             await visit.task
             await quiet(house, app)
@@ -129,7 +130,7 @@ async def test_a_refusal_leaves_its_key_free(bank: Bank) -> None:
         bank.ledger.deposit("acme", UNITS, reference="later", by="test").result()
         house.engine.script = Script(stall=True)
         visit = Visit(app, CHAT, HELLO, authorization=headers["authorization"]).start()
-        await asyncio.sleep(0.05)
+        await begun(house, requests=1)
         crowded = await client.post(CHAT, json=HELLO, headers=headers)
         visit.leave()
         await visit.task
@@ -149,7 +150,7 @@ async def test_a_key_whose_request_runs_is_busy_and_one_that_failed_is_free(bank
         headers = bank.customer(UNITS) | {"idempotency-key": "order-2"}
         house.engine.script = Script(stall=True)
         visit = Visit(app, CHAT, HELLO, **headers).start()
-        await asyncio.sleep(0.05)
+        await begun(house, requests=1)
         raw = json.dumps(HELLO)
         busy = await client.post(CHAT, content=raw, headers=headers)
         assert (409, "idempotency_key_busy") == (busy.status_code, busy.json()["error"]["code"])

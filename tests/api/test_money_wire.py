@@ -22,7 +22,7 @@ from billing.policy import Outcome
 from billing.prices import NS
 from billing.receipts import verify_receipt
 from tests.api.bank import CHAT, HELLO, HIT, MISS, OUTPUT, PROMPT_TOKENS, Bank
-from tests.api.conftest import serving
+from tests.api.conftest import begun, serving
 from tests.api.driver import Visit
 
 
@@ -246,7 +246,7 @@ async def test_the_journal_says_what_was_sent(bank: Bank, stream: bool) -> None:
         headers = bank.customer(UNITS)
         house.engine.script = Script(answer="z" * 1000, step_s=0.002)
         visit = Visit(app, CHAT, HELLO | {"stream": stream}, **headers).start()
-        await asyncio.sleep(0.1)
+        await begun(house, tokens=40)
         (held,) = bank.store.all_holds()
         told = visit.text.count('"content":"z"')
         visit.leave()
@@ -290,7 +290,7 @@ async def test_every_way_out_is_in_the_ledger_once(bank: Bank) -> None:
         await client.post(CHAT, json=HELLO | {"stream": True}, headers=headers)
         house.engine.script = Script(wait=True)
         visit = Visit(app, CHAT, HELLO, **headers).start()
-        await asyncio.sleep(0.03)
+        await begun(house, requests=3)
         visit.leave()
         await visit.task
     charged = bank.charges()
