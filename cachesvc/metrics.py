@@ -86,7 +86,7 @@ class Metrics:
         """Engine thread, once per step."""
         num_tokens = 0
         for output in outputs:
-            if output.miss_reasons:
+            if output.miss_reasons or output.lookup is not None:  # its first: it tells the prompt
                 self._observe_admitted(output)
             if output.tokens:
                 num_tokens += len(output.tokens)

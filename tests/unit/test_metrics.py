@@ -9,7 +9,7 @@ from cachesvc.metric_names import SPECS, VLLM_ALIASES
 from cachesvc.metric_samples import MoneyStats, Snapshots
 from cachesvc.metrics import Metrics, hit_class
 from engine.engine import EngineStats
-from engine.request import FinishReason, StepOutput, Timeline, TokenCounts
+from engine.request import FinishReason, Lookup, StepOutput, Timeline, TokenCounts
 from tiers.cache import CacheStats
 from tiers.chronicle import CacheEvent
 from tiers.errors import MissReason
@@ -140,6 +140,17 @@ def test_a_request_aborted_while_waiting_is_counted_without_a_latency() -> None:
     seen.observe_outputs([gone])
     assert 1 == value(seen, "cachesvc_requests_total", {"finish": "abort"})
     assert 0 == value(seen, "cachesvc_request_seconds_count")
+
+
+def test_a_prompt_that_was_cut_short_counts_as_far_as_it_is_billed() -> None:
+    """It has no reasons: they are those of a whole prompt."""
+    seen = metrics()
+    counts = TokenCounts(prompt=48, hit_host=16)
+    lookup = Lookup((), MissReason.ABSENT, 16)
+    gone = StepOutput("b", 0, (), counts, FinishReason.ABORT, lookup=lookup, last=True)
+    seen.observe_outputs([gone])
+    assert 16 == value(seen, "cachesvc_prompt_tokens_total", {"source": "host"})
+    assert 32 == value(seen, "cachesvc_prompt_tokens_total", {"source": "computed"})
 
 
 @pytest.mark.parametrize(
