@@ -31,7 +31,7 @@ from billing.keys import Principal
 from billing.policy import Outcome
 from billing.usage import EMPTY
 from engine.sampler import check_params
-from tiers.keys import CacheScope
+from tiers.blocks.keys import CacheScope
 
 
 def scope_for(

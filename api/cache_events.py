@@ -19,8 +19,8 @@ from api.context import authorised, wire_of
 from api.errors import InvalidRequest
 from api.event_feeds import FeedResponse, Filter
 from billing.keys import Principal, Scope
-from tiers.events import EventKind
-from tiers.keys import PrefixKey
+from tiers.blocks.keys import PrefixKey
+from tiers.telemetry.events import EventKind
 from tiers.tier import TierName
 
 Name = TypeVar("Name", bound=StrEnum)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from api.event_feeds import Feeds
 from billing.accounts import Tenant
 from engine.request import FinishReason, Request
-from tiers.keys import CacheScope
+from tiers.blocks.keys import CacheScope
 
 if TYPE_CHECKING:
     from api.auth import Gatekeeper, Salts

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from api.errors import InvalidRequest, Unsupported
 from api.schemas import ContentSpan, Extension
-from tiers.contents import Content, refusal
+from tiers.blocks.contents import Content, refusal
 
 MIN_EXACT_BYTES = 16  # 128 bits: shorter digests of different contents could be equal
 

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import Overloaded
-from tiers.events import BlockEvent, EventKind, EventStream, Subscription
-from tiers.keys import PrefixKey
+from tiers.blocks.keys import PrefixKey
+from tiers.telemetry.events import BlockEvent, EventKind, EventStream, Subscription
 from tiers.tier import TierName
 
 MAX_FEEDS = 100

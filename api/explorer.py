@@ -17,11 +17,11 @@ from api.errors import BlockNotFound
 from api.journal import Record
 from api.owners import Owner, Owners
 from api.why import Finding
+from tiers.blocks.keys import PrefixKey
+from tiers.blocks.tree import Tree, TreeQuery
 from tiers.cache import TieredCache
-from tiers.inspect import DiskView
-from tiers.keys import PrefixKey
-from tiers.tree import Tree, TreeQuery
-from tiers.whole_tree import BlockDetail, DiskBlocks, Forest, read_disk, same_start
+from tiers.disk.view import DiskView
+from tiers.explore import BlockDetail, DiskBlocks, Forest, read_disk, same_start
 
 DISK_FRESH_S = 5.0  # how long a picture of the disk is good enough
 MAX_BELOW = 20_000  # blocks named at once

@@ -29,9 +29,9 @@ from engine.request import (
     TokenLogprob,
 )
 from engine.structure import Grammar, Source
-from tiers.contents import Content, first_perceptual
+from tiers.blocks.contents import Content, first_perceptual
+from tiers.blocks.keys import CacheScope
 from tiers.errors import MissReason
-from tiers.keys import CacheScope
 
 ANSWERED = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # the ends that a client is told
 

@@ -17,7 +17,7 @@ from api.errors import answer_to
 from api.generation import Generation, Job, Served
 from api.usage import Bill
 from billing.keys import Principal
-from tiers.keys import PrefixKey
+from tiers.blocks.keys import PrefixKey
 
 if TYPE_CHECKING:
     from api.stream import Delivered

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from api.auth import Salts
 from api.collaborators import ServedModel
-from tiers.keys import PrefixKey
+from tiers.blocks.keys import PrefixKey
 
 
 @dataclass(frozen=True, slots=True)

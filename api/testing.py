@@ -40,8 +40,8 @@ from engine.request import (
     TokenCounts,
     TokenLogprob,
 )
+from tiers.blocks.keys import CacheScope
 from tiers.errors import MissReason
-from tiers.keys import CacheScope
 
 EOS = 256
 VOCAB_SIZE = 257

@@ -20,7 +20,7 @@ import orjson
 import xxhash
 
 from api.collaborators import Tokenizer
-from tiers.keys import CacheScope
+from tiers.blocks.keys import CacheScope
 
 MIN_ENTRY_TOKENS = 64  # what a turn counts at least, for its keys and its place
 _LOOKED_AT = 16  # tokens after the parting whose text tells the reason

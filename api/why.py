@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from engine.request import BlockRun, Lookup
-from tiers.absence import Absence
-from tiers.departures import MAX_DEPARTURES, Departure
 from tiers.errors import MissReason
-from tiers.lives import Cause
+from tiers.telemetry.departures import MAX_DEPARTURES, Departure
+from tiers.telemetry.lifetimes import Cause
+from tiers.telemetry.misses import Absence
 
 
 class Kind(StrEnum):

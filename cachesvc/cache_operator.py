@@ -16,10 +16,10 @@ from billing.receipts import ReceiptSigner
 from cachesvc.purging import Done, Order, keep_receipt, read_receipt, receipt
 from cachesvc.scopes import Kind, roots_of
 from cachesvc.storage_meter import Storage
+from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
-from tiers.keys import PrefixKey
-from tiers.retention import Pin, PinError
-from tiers.traffic import TrafficReport
+from tiers.policy.retention import Pin, PinError
+from tiers.telemetry.traffic import TrafficReport
 
 T = TypeVar("T")
 

@@ -22,16 +22,16 @@ from engine.request import SamplingParams, StepOutput
 from engine.runner import Runner
 from engine.sampler import check_params
 from engine.scheduler import SchedulerSettings
-from tiers.admission import Promotion, WritePolicy
-from tiers.block import BlockLayout
+from tiers.blocks.keys import CacheScope
+from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
-from tiers.disk_open import open_disk
-from tiers.disk_settings import DiskOrder, DiskSettings
-from tiers.events import EventStream
-from tiers.keys import CacheScope
-from tiers.quota import Shares
+from tiers.disk.open import open_disk
+from tiers.disk.settings import DiskOrder, DiskSettings
+from tiers.operations.operations import UpkeepSettings
+from tiers.policy.admission import Promotion, WritePolicy
+from tiers.policy.quota import Shares
+from tiers.telemetry.events import EventStream
 from tiers.tier import Tier
-from tiers.upkeep import UpkeepSettings
 
 WARM_UP_ID = -1  # of a sequence that no scheduler numbers
 

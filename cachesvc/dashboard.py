@@ -23,7 +23,7 @@ from cachesvc.live import new_token, reachable
 from cachesvc.money import limit_settings
 from cachesvc.snapshot import Sources, snapshot
 from tiers.histogram import Spread
-from tiers.traffic import TrafficReport
+from tiers.telemetry.traffic import TrafficReport
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cachesvc.config import ConfigError, EventsSection
-from tiers.events import BlockEvent, EventKind, EventStream
-from tiers.keys import PrefixKey
+from tiers.blocks.keys import PrefixKey
+from tiers.telemetry.events import BlockEvent, EventKind, EventStream
 from tiers.tier import TierName
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from billing.ledger import LedgerStats
 from engine.engine import EngineStats
 from tiers.cache import CacheStats
 from tiers.histogram import Spread
+from tiers.operations.operations import GroupUse
 from tiers.tier import ShardStats, TierName, TierStats
-from tiers.upkeep import GroupUse
 
 _SECOND = 1e9  # nanoseconds
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from billing.receipts import ReceiptSigner
 from cachesvc.config import disk_path
-from tiers.disk_accounts import Removed
-from tiers.disk_directory import DirectoryLock
-from tiers.disk_ops import count
-from tiers.disk_ops import purge as purge_shard
-from tiers.inspect import open_shards
-from tiers.keys import PrefixKey
-from tiers.pin_file import load_pins, save_pins
+from tiers.blocks.keys import PrefixKey
+from tiers.disk.directory import DirectoryLock
+from tiers.disk.maintenance import count
+from tiers.disk.maintenance import purge as purge_shard
+from tiers.disk.pin_file import load_pins, save_pins
+from tiers.disk.rows import Removed
+from tiers.disk.view import open_shards
 
 RECEIPTS = "receipts"  # folder of the data directory
 

@@ -13,9 +13,9 @@ from api.auth import Salts
 from api.collaborators import ServedModel
 from cachesvc.config import CacheSection, ConfigError
 from cachesvc.scopes import Kind, roots_of
+from tiers.blocks.keys import PrefixKey
 from tiers.errors import ConfigurationError
-from tiers.keys import PrefixKey
-from tiers.quota import Shares
+from tiers.policy.quota import Shares
 
 
 class QuotaBook:

@@ -16,7 +16,7 @@ from api.auth import Salts
 from api.collaborators import ServedModel
 from cachesvc.money import SECRET_NAME, read_secret
 from cachesvc.storage_meter import Payer
-from tiers.keys import CacheScope, PrefixKey
+from tiers.blocks.keys import CacheScope, PrefixKey
 
 FILE_NAME = "scopes.json"
 

@@ -55,11 +55,11 @@ from cachesvc.tracing import open_tracer
 from engine.models import LoadedModel
 from engine.request import StepOutput
 from tiers.cache import TieredCache
-from tiers.disk import DiskTier
-from tiers.disk_directory import is_locked, read_holder
+from tiers.disk.directory import is_locked, read_holder
+from tiers.disk.pin_file import load_pins
+from tiers.disk.tier import DiskTier
 from tiers.errors import DirectoryLocked
-from tiers.events import EventStream
-from tiers.pin_file import load_pins
+from tiers.telemetry.events import EventStream
 
 logger = logging.getLogger(__name__)
 

@@ -32,9 +32,9 @@ from billing.prices import NS
 from billing.rating import rate
 from billing.store_reports import find_request
 from billing.usage import Usage
+from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
-from tiers.keys import PrefixKey
-from tiers.retention import Pin
+from tiers.policy.retention import Pin
 
 logger = logging.getLogger(__name__)
 

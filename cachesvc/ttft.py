@@ -23,7 +23,7 @@ from cachesvc.config import CacheSection, EngineSection
 from engine.models import LoadedModel
 from engine.request import Request, SamplingParams, StepOutput
 from engine.tokenizer import Tokenizer
-from tiers.block import BlockLayout
+from tiers.blocks.layout import BlockLayout
 from tiers.cache import TieredCache
 
 QUESTION_TOKENS = 12

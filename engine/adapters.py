@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.errors import AdapterError
 from engine.packing import PackedLinear
-from tiers.block import DTYPES
+from tiers.blocks.layout import DTYPES
 
 _PREFIX = "base_model.model."  # peft's names of a wrapped model's modules
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -91,7 +91,8 @@ def load_adapter(
 ) -> Adapter:
     """Read the adapter in folder or hub id `source`, for a model of these `linear_shapes`.
 
-    `dtype` is the model's, from `tiers.block.DTYPES`. Raises AdapterError, with the reason, for
+    `dtype` is the model's, from `tiers.blocks.layout.DTYPES`. Raises AdapterError, with the
+    reason, for
     files that are missing or broken, another base model's shapes, and what is not plain LoRA.
     """
     config, tensors = _read(name, source)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.request import SamplingParams, TokenLogprob
-from tiers.contents import Content
+from tiers.blocks.contents import Content
 
 
 @dataclass(slots=True)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from engine.batch import Batch, Sampled, Span
 from engine.request import TokenLogprob
 from engine.structure import GrammarState
-from tiers.block import BlockLayout
-from tiers.contents import Content
+from tiers.blocks.contents import Content
+from tiers.blocks.layout import BlockLayout
 
 SEED = 0x5EED
 

@@ -30,8 +30,8 @@ from engine.group import Group
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduler import Scheduler, SchedulerSettings
 from engine.sequence import Sequence, SequenceState
+from tiers.blocks.contents import refusal
 from tiers.cache import CacheStats, TieredCache
-from tiers.contents import refusal
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import xxhash
 from engine.batch import Sampled
 from engine.request import FinishReason, Request, StepOutput, Timeline, TokenCounts
 from engine.sequence import Sequence
-from tiers.chain import Chain
-from tiers.contents import block_contents
-from tiers.keys import PrefixKey
+from tiers.blocks.chain import Chain
+from tiers.blocks.contents import block_contents
+from tiers.blocks.keys import PrefixKey
 
 
 class Group:

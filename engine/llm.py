@@ -33,11 +33,11 @@ from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.runner import Runner
 from engine.sampler import check_params
 from engine.structure import source_of
-from tiers.block import BlockLayout
+from tiers.blocks.keys import CacheScope
+from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
-from tiers.disk_open import open_disk
+from tiers.disk.open import open_disk
 from tiers.errors import ConfigurationError
-from tiers.keys import CacheScope
 
 DEFAULT_PARAMS = SamplingParams(max_tokens=16)  # as long as vLLM's answers where nothing is said
 

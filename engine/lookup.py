@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from engine.request import BlockRun
-from tiers.keys import PrefixKey
+from tiers.blocks.keys import PrefixKey
 from tiers.tier import TierName
 
 

@@ -29,7 +29,7 @@ from engine.gguf_model import Progress
 from engine.model_files import find
 from engine.request import SamplingParams
 from engine.tokenizer import Tokenizer
-from tiers.block import DTYPES, BlockLayout
+from tiers.blocks.layout import DTYPES, BlockLayout
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,8 @@ def load_model(
 ) -> LoadedModel:
     """Load the model `name`: an alias, a folder (safetensors or GGUF), a GGUF file, or a hub id.
 
-    `dtype` is a name from `tiers.block.DTYPES`, or "auto" (float32 on a CPU, bfloat16 elsewhere).
+    `dtype` is a name from `tiers.blocks.layout.DTYPES`, or "auto" (float32 on a CPU, bfloat16
+    elsewhere).
     A GGUF file is converted once into `cache_dir`. `progress(what, fraction)` is called while slow
     work is under way. Raises ModelError, with the reason, for a model that cannot be served.
     """

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine.structure import Grammar, StructuredOutputs
-from tiers.absence import Absence
-from tiers.contents import Content
+from tiers.blocks.contents import Content
+from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.errors import MissReason
-from tiers.keys import CacheScope, PrefixKey
+from tiers.telemetry.misses import Absence
 from tiers.tier import TierName
 
 

@@ -23,7 +23,7 @@ from engine.models import LoadedModel
 from engine.packing import MIN_ROWS
 from engine.request import SamplingParams, TokenLogprob
 from engine.sampler import Sampler, target_logprobs
-from tiers.block import DTYPES
+from tiers.blocks.layout import DTYPES
 
 LOGITS_BYTES = 32 << 20  # of one piece of the prompt logits
 

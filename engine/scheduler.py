@@ -18,12 +18,12 @@ from engine.lookup import runs_of
 from engine.queue import QueueOrder, WaitingQueue
 from engine.request import FinishReason, Lookup, TokenCounts
 from engine.sequence import Sequence, SequenceState
+from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
 from tiers.errors import MissReason, OutOfBlocks
-from tiers.keys import PrefixKey
-from tiers.promotion import Progress, Ticket
-from tiers.tails import Tail, TailCase
+from tiers.memory.tails import Tail, TailCase
 from tiers.tier import TierName
+from tiers.transfer.promotion import Progress, Ticket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

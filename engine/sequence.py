@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from engine.request import FinishReason, Lookup, Request, SamplingParams, TokenCounts, TokenLogprob
 from engine.structure import GrammarState
-from tiers.chain import Chain
+from tiers.blocks.chain import Chain
 from tiers.errors import MissReason
-from tiers.index import Block
-from tiers.promotion import Ticket
+from tiers.memory.index import Block
+from tiers.transfer.promotion import Ticket
 
 
 class SequenceState(StrEnum):

@@ -16,10 +16,10 @@ from engine.engine import Engine, EngineSettings
 from engine.queue import QueueOrder
 from engine.request import Request, SamplingParams, StepOutput
 from engine.scheduler import SchedulerSettings
-from tiers.block import BlockLayout
+from tiers.blocks.keys import CacheScope
+from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
-from tiers.keys import CacheScope
-from tiers.trace import Trace, TraceRequest
+from tiers.replay.trace import Trace, TraceRequest
 
 BLOCK = 16  # simulated tokens in a block; one block of the trace
 

@@ -14,35 +14,35 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiers.absence import Absence, marks_of
-from tiers.admission import Promotion, WritePolicy
-from tiers.block import BlockLayout
-from tiers.chain import Chain
-from tiers.chronicle import CacheEvent
-from tiers.demotion import Demoter, DemotionSettings
-from tiers.device import DevicePool
-from tiers.economy import LoadEconomy
+from tiers.blocks.chain import Chain
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.keys import PrefixKey
+from tiers.blocks.layout import BlockLayout
+from tiers.blocks.tree import Tree, TreeQuery
 from tiers.errors import ConfigurationError, MissReason
-from tiers.events import EventStream
-from tiers.frames import FrameArena
-from tiers.index import BlockIndex
-from tiers.keys import PrefixKey
-from tiers.live_tree import live_tree
-from tiers.mover import Mover
+from tiers.memory.counters import CacheEvent
+from tiers.memory.device import DevicePool
+from tiers.memory.index import BlockIndex
+from tiers.memory.ranking import rank_device, rank_host
+from tiers.memory.residency import Residency
+from tiers.memory.tails import Tail, TailCase, TailSharing
+from tiers.memory.view import live_tree
+from tiers.operations.operations import GroupUse, Upkeep, UpkeepSettings
+from tiers.operations.purge import Purged
 from tiers.policy import Use
-from tiers.promotion import Progress, Promoter, Ticket
-from tiers.purge import Purged
-from tiers.quota import Quotas, Shares
-from tiers.ranking import rank_device, rank_host
-from tiers.residency import Residency
-from tiers.retention import Pin
+from tiers.policy.admission import Promotion, WritePolicy
+from tiers.policy.quota import Quotas, Shares
+from tiers.policy.retention import Pin
 from tiers.tables import BlockTables
-from tiers.tails import Tail, TailCase, TailSharing
+from tiers.telemetry.events import EventStream
+from tiers.telemetry.misses import Absence, marks_of
+from tiers.telemetry.traffic import TrafficReport
+from tiers.telemetry.transfers import Lane, TransferStats
 from tiers.tier import Tier, TierName, TierStats
-from tiers.traffic import TrafficReport
-from tiers.transfers import Lane, TransferStats
-from tiers.tree import Tree, TreeQuery
-from tiers.upkeep import GroupUse, Upkeep, UpkeepSettings
+from tiers.transfer.demotion import Demoter, DemotionSettings
+from tiers.transfer.economy import LoadEconomy
+from tiers.transfer.mover import Mover
+from tiers.transfer.promotion import Progress, Promoter, Ticket
 
 GHOSTS_PER_BLOCK = 4  # keys that second-hit admission remembers, for each block on disk ...
 MAX_GHOSTS = 1 << 18  # ... and in all: 40 MB
@@ -289,7 +289,7 @@ class TieredCache:
             or self._upkeep.purger.is_active
         )
 
-    # What operators do, through `Engine.call`; see `tiers.upkeep`.
+    # What operators do, through `Engine.call`; see `tiers.operations.operations`.
 
     def pin(
         self,
@@ -319,7 +319,7 @@ class TieredCache:
         return self._upkeep.evict(keys)
 
     def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
-        """Remove every block of these scopes from every tier; see `tiers.purge`."""
+        """Remove every block of these scopes from every tier; see `tiers.operations.purge`."""
         return self._upkeep.purger.start(roots)
 
     def on_purge(self, disown: Callable[[Collection[PrefixKey]], None]) -> None:

@@ -8,15 +8,15 @@ Called by the scheduler, on the engine thread.
 
 import time
 
-from tiers.chain import Chain
-from tiers.demotion import Demoter
+from tiers.blocks.chain import Chain
 from tiers.errors import OutOfBlocks
-from tiers.index import Block, BlockState
+from tiers.memory.index import Block, BlockState
+from tiers.memory.residency import Residency
+from tiers.memory.tails import Tail, TailCase, TailSharing
 from tiers.policy import Use
-from tiers.residency import Residency
-from tiers.tails import Tail, TailCase, TailSharing
+from tiers.telemetry.traffic import Traffic
 from tiers.tier import TierName
-from tiers.traffic import Traffic
+from tiers.transfer.demotion import Demoter
 
 
 class BlockTables:

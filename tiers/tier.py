@@ -5,13 +5,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from tiers.disk_accounts import Removed
+from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.disk.rows import Removed
 from tiers.errors import MissReason
-from tiers.keys import BlockId, PrefixKey
-from tiers.lives import LifeStats
+from tiers.telemetry.lifetimes import LifeStats
 
 if TYPE_CHECKING:
-    from tiers.frames import Frame  # the command line names tiers, and loads no torch for that
+    from tiers.blocks.frames import (
+        Frame,
+    )  # the command line names tiers, and loads no torch for that
 
 
 class TierName(StrEnum):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from billing.prices import Rates
+from tiers.telemetry.working_set import MissRatioCurve
 from tiers.tier import TierName
-from tiers.working_set import MissRatioCurve
 
 GIB = 1 << 30
 MONTH_S = 30 * 86_400.0

@@ -13,8 +13,8 @@ from api.admin.parts import parts_of
 from api.collaborators import Collaborators
 from api.context import wire_of
 from api.errors import InvalidRequest, Unsupported
-from tiers.keys import PrefixKey, token_ids
-from tiers.live_blocks import LiveBlock
+from tiers.blocks.keys import PrefixKey, token_ids
+from tiers.memory.live_blocks import LiveBlock
 from tiers.tier import TierName
 
 router = APIRouter(prefix="/admin/api", tags=["admin"])

@@ -13,9 +13,9 @@ from api.admin.parts import AdminParts, CacheHands, parts_of
 from api.admin.sessions import Admin
 from api.context import wire_of
 from api.errors import InvalidRequest, RecordNotFound, Unsupported
+from tiers.blocks.keys import PrefixKey
 from tiers.errors import TierError
-from tiers.keys import PrefixKey
-from tiers.retention import Pin
+from tiers.policy.retention import Pin
 
 OwnerKind = Literal["tenant", "group"]
 

@@ -21,8 +21,8 @@ from api.errors import InvalidRequest
 from api.models import find_model
 from api.schemas import Message
 from api.text import encode_chat, encode_prompt
-from tiers.keys import KEY_BYTES, PrefixKey, prefix_keys, token_bytes
-from tiers.retention import Pin
+from tiers.blocks.keys import KEY_BYTES, PrefixKey, prefix_keys, token_bytes
+from tiers.policy.retention import Pin
 
 router = APIRouter(prefix="/admin/api/cache", tags=["admin: cache"])
 

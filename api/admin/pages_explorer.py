@@ -22,9 +22,9 @@ from api.admin.prefix_rows import Costs, rows_of
 from api.admin.sessions import Admin
 from api.errors import InvalidRequest, Unsupported
 from api.explorer import Explorer
-from tiers.keys import PrefixKey
-from tiers.retention import Pin
-from tiers.tree import Node, TreeQuery, tree_json
+from tiers.blocks.keys import PrefixKey
+from tiers.blocks.tree import Node, TreeQuery, tree_json
+from tiers.policy.retention import Pin
 
 router = APIRouter(tags=["admin: cache"])
 

@@ -1,6 +1,7 @@
 """The working set: how the hit rate changes with the size of the cache, and what that is worth.
 
-The curve comes from sampled traffic (`tiers.working_set`), so it knows sizes that the cache never
+The curve comes from sampled traffic (`tiers.telemetry.working_set`), so it knows sizes that the
+cache never
 had. Money is the rate card's: what clients would pay less, which is what the computing is sold for.
 """
 
@@ -20,8 +21,8 @@ from api.errors import Unsupported
 from billing.errors import NoPrice
 from billing.money import format_units
 from billing.prices import Rates
+from tiers.telemetry.traffic import TrafficReport
 from tiers.tier import TierName
-from tiers.traffic import TrafficReport
 
 router = APIRouter(include_in_schema=False)
 

@@ -15,10 +15,10 @@ from fastapi import Request
 from api.admin.login_guard import LoginForms, LoginLimits
 from api.admin.sessions import Admin, Sessions
 from billing.keys import Principal
-from tiers.keys import PrefixKey
-from tiers.live_blocks import LiveBlock
-from tiers.retention import Pin
-from tiers.traffic import TrafficReport
+from tiers.blocks.keys import PrefixKey
+from tiers.memory.live_blocks import LiveBlock
+from tiers.policy.retention import Pin
+from tiers.telemetry.traffic import TrafficReport
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from api.explorer import Explorer
     from api.journal import Journal
     from api.limits import LimitSettings
-    from tiers.traffic import TrafficReport
+    from tiers.telemetry.traffic import TrafficReport
 
 
 class KeyRing(Protocol):
@@ -74,7 +74,8 @@ class History(Protocol):
 
 
 class BlockReader(Protocol):
-    """Blocks above the disk, those of these scopes (None: all), as `tiers.live_blocks` reads them.
+    """Blocks above the disk, those of these scopes (None: all), as `tiers.memory.live_blocks`
+    reads them.
 
     Reads in short turns between the engine's steps.
     """

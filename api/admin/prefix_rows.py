@@ -9,9 +9,9 @@ from api.explorer import Grown
 from api.owners import Owner
 from billing.errors import BillingError
 from billing.prices import PriceBook
-from tiers.keys import PrefixKey
+from tiers.blocks.keys import PrefixKey
+from tiers.blocks.tree import Node
 from tiers.tier import TierName
-from tiers.tree import Node
 
 if TYPE_CHECKING:
     from api.admin.parts import AdminParts

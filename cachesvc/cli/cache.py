@@ -41,10 +41,10 @@ from cachesvc.cli.render import (
 from cachesvc.cli.tree import owners_in, tree_from_json, tree_lines
 from cachesvc.config import disk_path
 from cachesvc.live import find_server
-from tiers.disk_ops import Verified
-from tiers.disk_ops import verify as verify_shard
-from tiers.inspect import DiskSummary, DiskView, open_shards, open_view
-from tiers.tree import MAX_DEPTH, TreeQuery, tree_json
+from tiers.blocks.tree import MAX_DEPTH, TreeQuery, tree_json
+from tiers.disk.maintenance import Verified
+from tiers.disk.maintenance import verify as verify_shard
+from tiers.disk.view import DiskSummary, DiskView, open_shards, open_view
 
 SHOWN = 10_000  # nodes of a tree: what a person or a page can still take in
 

@@ -29,9 +29,9 @@ from cachesvc.cli.render import (
 )
 from cachesvc.config import disk_path, parse_duration
 from cachesvc.live import LiveServer, find_server
-from tiers.codec import CodecId
-from tiers.inspect import BlockInfo, DiskView, open_view
-from tiers.keys import PrefixKey, token_ids
+from tiers.blocks.keys import PrefixKey, token_ids
+from tiers.disk.codec import CodecId
+from tiers.disk.view import BlockInfo, DiskView, open_view
 from tiers.tier import TierName
 
 MOST = 100_000  # blocks that a server tells of at once

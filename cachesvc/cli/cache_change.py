@@ -19,17 +19,17 @@ from cachesvc.cli.cache_select import find_block, find_scope, server_of
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, confirm, fail, note, number_of, print_json, progress, size
 from cachesvc.config import disk_path, parse_duration, parse_size
-from tiers import disk_transfer
-from tiers.disk_accounts import Entry, Removed
-from tiers.disk_compact import compact_folder
-from tiers.disk_ops import pages_by_age, remove
-from tiers.disk_read import shard_of
-from tiers.disk_storage import StorageError
-from tiers.disk_transfer import Moved, Rule, chain_rule, import_blocks
-from tiers.inspect import DiskView, open_shards, open_view
-from tiers.keys import PrefixKey
-from tiers.pin_file import pinned_keys
-from tiers.shard import Shard
+from tiers.blocks.keys import PrefixKey
+from tiers.disk import export as disk_transfer
+from tiers.disk.compact import compact_folder
+from tiers.disk.export import Moved, Rule, chain_rule, import_blocks
+from tiers.disk.maintenance import pages_by_age, remove
+from tiers.disk.pin_file import pinned_keys
+from tiers.disk.reader import shard_of
+from tiers.disk.rows import Entry, Removed
+from tiers.disk.shard import Shard
+from tiers.disk.storage import StorageError
+from tiers.disk.view import DiskView, open_shards, open_view
 
 STREAM = Path("-")  # standard input or output
 

@@ -9,8 +9,8 @@ from cachesvc.cli.cache_select import Limit, Tenant, scope_filter
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import KEY_DIGITS, AsJson, ago, note, print_json, print_table, size
 from cachesvc.config import disk_path
-from tiers.inspect import BlockInfo, open_view
-from tiers.keys import PrefixKey
+from tiers.blocks.keys import PrefixKey
+from tiers.disk.view import BlockInfo, open_view
 
 
 def big(

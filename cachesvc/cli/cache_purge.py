@@ -18,11 +18,11 @@ from cachesvc.config import disk_path
 from cachesvc.live import LiveError, find_server
 from cachesvc.purging import Order, PurgeFailed, keep_receipt, purge_stopped, receipt
 from cachesvc.scopes import Kind, roots_of
-from tiers.disk_accounts import Removed
-from tiers.disk_ops import purge as purge_shard
+from tiers.blocks.keys import PrefixKey
+from tiers.disk.maintenance import purge as purge_shard
+from tiers.disk.rows import Removed
+from tiers.disk.view import open_shards
 from tiers.errors import TierError
-from tiers.inspect import open_shards
-from tiers.keys import PrefixKey
 
 PURGE_TIMEOUT_S = 600.0
 

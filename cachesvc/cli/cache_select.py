@@ -10,9 +10,9 @@ import typer
 from cachesvc.cli.render import fail
 from cachesvc.live import find_server
 from cachesvc.scopes import roots_of
-from tiers.disk_directory import is_locked, read_holder
-from tiers.inspect import BlockInfo, DiskView
-from tiers.keys import KEY_BYTES, PrefixKey
+from tiers.blocks.keys import KEY_BYTES, PrefixKey
+from tiers.disk.directory import is_locked, read_holder
+from tiers.disk.view import BlockInfo, DiskView
 
 Tenant = Annotated[str | None, typer.Option(help="Only blocks of this tenant or sharing group")]
 Limit = Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many")]

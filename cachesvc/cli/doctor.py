@@ -23,7 +23,7 @@ from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import AsJson, print_json, size
 from cachesvc.config import default_data_dir, disk_path, load_settings
 from engine.hardware import Hardware, read_hardware
-from tiers.disk_directory import FORMAT, is_locked, read_holder, read_meta
+from tiers.disk.directory import FORMAT, is_locked, read_holder, read_meta
 
 PACKAGES = ("cachesvc", "api", "engine", "billing", "tiers")
 LEAST_FILES = 1024

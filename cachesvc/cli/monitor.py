@@ -11,7 +11,7 @@ import typer
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import KEY_DIGITS, note, print_json_line, size
-from tiers.events import EventKind
+from tiers.telemetry.events import EventKind
 from tiers.tier import TierName
 
 

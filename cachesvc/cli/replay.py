@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cachesvc.cli.replay_report import Prices, as_json, as_table, chart_svg, chart_text
-from tiers.admission import Promotion, WritePolicy
 from tiers.errors import ConfigurationError
 from tiers.policy import PolicyName
-from tiers.replay import MIN, ReplayResult, TierPlan, check_plans
-from tiers.replay import replay as run_replay
-from tiers.trace import MOONCAKE_BLOCK_TOKENS, Trace, TraceError, read_trace
+from tiers.policy.admission import Promotion, WritePolicy
+from tiers.replay.replay import MIN, ReplayResult, TierPlan, check_plans
+from tiers.replay.replay import replay as run_replay
+from tiers.replay.trace import MOONCAKE_BLOCK_TOKENS, Trace, TraceError, read_trace
 
 DEFAULT_CAPACITIES = "1%,5%,10%,25%,50%,100%"
 DEFAULT_TOKEN_BYTES = 23_040  # SmolLM2-135M in bf16: 30 layers x 2 x 3 heads x 64 x 2 bytes

@@ -11,8 +11,8 @@ import orjson
 from rich import box
 from rich.table import Table
 
-from tiers.replay import ReplayResult
-from tiers.trace import Trace
+from tiers.replay.replay import ReplayResult
+from tiers.replay.trace import Trace
 
 MILLION = 1_000_000
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from cachesvc.cli.render import number_of, seconds
-from tiers.keys import PrefixKey
+from tiers.blocks.keys import PrefixKey
+from tiers.blocks.tree import Node, Tree
 from tiers.tier import TierName
-from tiers.tree import Node, Tree
 
 Label = Callable[[Node], str]
 
@@ -15,7 +15,7 @@ NO_NAMES: Mapping[PrefixKey, str] = {}
 
 
 def tree_from_json(told: Mapping[str, Any]) -> Tree:
-    """The inverse of `tiers.tree.tree_json`, without token ids."""
+    """The inverse of `tiers.blocks.tree.tree_json`, without token ids."""
     roots = []
     for scope in told["scopes"]:
         key = _key(scope["scope"])

@@ -32,12 +32,12 @@ from cachesvc.scopes import Kind, note_scopes, roots_of
 from engine.chain_runner import ChainRunner, chain_layout
 from engine.engine import Engine, EngineSettings
 from engine.request import Request, SamplingParams, StepOutput
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
-from tiers.chain import Chain
-from tiers.disk import DiskTier
-from tiers.disk_open import open_disk
-from tiers.keys import CacheScope
-from tiers.pin_file import load_pins
+from tiers.disk.open import open_disk
+from tiers.disk.pin_file import load_pins
+from tiers.disk.tier import DiskTier
 
 pytestmark = pytest.mark.anyio
 

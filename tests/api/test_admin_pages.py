@@ -22,8 +22,8 @@ from engine.chain_runner import chain_layout
 from tests.api import test_money_routes
 from tests.api.test_money_routes import House, serving
 from tests.unit.test_tree import BLOCK, add
+from tiers.blocks.keys import PrefixKey
 from tiers.cache import CacheSettings, TieredCache
-from tiers.keys import PrefixKey
 
 books_of_acme = test_money_routes.house  # the fixture
 SALTS = Salts(b"secret of the tests")

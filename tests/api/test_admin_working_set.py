@@ -10,9 +10,9 @@ from api.admin.testing import OPERATOR_TOKEN, fake_parts
 from billing.cards import default_card
 from billing.prices import PriceBook
 from tests.api.test_admin_access import admin_client, code_of
+from tiers.telemetry.traffic import TierPoint, TrafficReport
+from tiers.telemetry.working_set import MissRatioCurve
 from tiers.tier import TierName
-from tiers.traffic import TierPoint, TrafficReport
-from tiers.working_set import MissRatioCurve
 
 pytestmark = pytest.mark.anyio
 

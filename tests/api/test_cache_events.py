@@ -19,9 +19,9 @@ from api.testing import FakeHouse, fake_house
 from billing.errors import UnknownKey
 from billing.keys import Principal, Scope
 from tests.api.driver import Visit
-from tiers.events import EventKind
-from tiers.keys import PrefixKey, token_bytes
-from tiers.lives import Cause
+from tiers.blocks.keys import PrefixKey, token_bytes
+from tiers.telemetry.events import EventKind
+from tiers.telemetry.lifetimes import Cause
 from tiers.tier import TierName
 
 pytestmark = pytest.mark.anyio

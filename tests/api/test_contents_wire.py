@@ -9,7 +9,7 @@ from api.auth import Salts
 from api.collaborators import WireSettings
 from api.testing import FakeHouse, Script, fake_house
 from tests.api.conftest import running
-from tiers.contents import Content
+from tiers.blocks.contents import Content
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 CAT, DOG = "ca" * 32, "d0" * 32

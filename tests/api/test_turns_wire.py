@@ -12,7 +12,7 @@ from api.auth import Salts
 from api.testing import ByteTokenizer, Script, byte_model, fake_house
 from api.turns import Conversations, Parting, PartReason, Transcript, turn_of
 from tests.api.conftest import running
-from tiers.keys import CacheScope
+from tiers.blocks.keys import CacheScope
 
 CHAT = "/v1/chat/completions"
 ASK = {"role": "user", "content": "hi"}

@@ -37,9 +37,9 @@ from engine.request import SamplingParams
 from engine.runner import Runner
 from engine.testing import ARCHITECTURES, bytes_tokenizer, tiny_model
 from tests.bench.provenance import commit
-from tiers.block import BlockLayout
-from tiers.device import DevicePool
-from tiers.frames import FrameArena
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.layout import BlockLayout
+from tiers.memory.device import DevicePool
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 BLOCK = 64

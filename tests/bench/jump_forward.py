@@ -24,8 +24,8 @@ from engine.request import Request, SamplingParams, StepOutput
 from engine.runner import Runner
 from engine.structure import Grammar, StructuredOutputs, source_of
 from tests.bench.provenance import commit, machine
+from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
-from tiers.keys import CacheScope
 
 BLOCK, BLOCKS, RUNS = 64, 40, 3
 LEVEL = {"enum": ["low", "medium", "high"]}

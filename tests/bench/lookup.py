@@ -27,11 +27,11 @@ from engine.engine import Engine, EngineSettings
 from engine.request import Request, SamplingParams
 from engine.scheduler import SchedulerSettings
 from tests.bench.provenance import commit, machine
-from tiers.block import BlockLayout
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import CacheScope
+from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
-from tiers.chain import Chain
-from tiers.keys import CacheScope
-from tiers.promotion import Progress
+from tiers.transfer.promotion import Progress
 
 BLOCK_SIZE = 64
 LAYOUT = BlockLayout(

@@ -2,7 +2,8 @@
 
 Token hit rates at 1, 5, 10 and 25 per cent of each trace's distinct blocks, the microseconds a
 block use costs in the replay, and what keeping or moving promoted blocks hits and writes. The
-loads are seeded (`tiers.workloads`, none names its tenants); with --trace also a trace from a file.
+loads are seeded (`tiers.testing.workloads`, none names its tenants); with --trace also a trace
+from a file.
 
 Estimate before the first run: an ordered dict takes 0.2 us a call and a block use makes two or
 three, so 0.5 us for LRU, 1 us for the queues, 3 us for a heap; adaptive spends 100 us of numpy
@@ -20,11 +21,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.bench.provenance import commit, machine
-from tiers.admission import Promotion
 from tiers.policy import PolicyName
-from tiers.replay import MIN, TierPlan, replay
-from tiers.trace import Trace, read_trace
-from tiers.workloads import Agents, Chat, Documents, Scan, Workload, make_trace
+from tiers.policy.admission import Promotion
+from tiers.replay.replay import MIN, TierPlan, replay
+from tiers.replay.trace import Trace, read_trace
+from tiers.testing.workloads import Agents, Chat, Documents, Scan, Workload, make_trace
 
 SHARES = (0.01, 0.05, 0.10, 0.25)
 TIERS = {"1/5/25": (0.01, 0.05, 0.25), "1/9/90": (0.01, 0.09, 0.90), "2/4/8": (0.02, 0.04, 0.08)}

@@ -18,7 +18,7 @@ from typing import Any
 from engine.queue import QueueOrder
 from engine.simulation import SimulatedRun, SimulatedServer, simulate
 from tests.bench.provenance import commit
-from tiers.trace import read_trace
+from tiers.replay.trace import read_trace
 
 CAPACITIES = (4_000, 10_000)  # blocks of the trace, 512 tokens each
 RATES = (40_000, 60_000, 80_000)

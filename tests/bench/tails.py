@@ -27,9 +27,9 @@ from engine.request import Request, SamplingParams, StepOutput
 from engine.runner import Runner as ModelRunner
 from tests.bench.lookup import Idle
 from tests.bench.provenance import commit
-from tiers.block import BlockLayout
+from tiers.blocks.keys import CacheScope
+from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
-from tiers.keys import CacheScope
 
 BLOCK, HEAD, TAIL = 64, 512, 48  # a prompt is HEAD tokens of whole blocks and TAIL more
 LAYOUT = BlockLayout(num_layers=1, block_size=BLOCK, num_kv_heads=1, head_dim=1, dtype="float16")

@@ -35,12 +35,12 @@ import xxhash
 import zstandard
 
 from tests.bench.provenance import commit, machine
-from tiers.block import BlockLayout
-from tiers.codec import Codec, bound
-from tiers.disk_open import open_disk
-from tiers.frames import Frame, FrameArena
-from tiers.keys import BlockId
-from tiers.testing import chain, take
+from tiers.blocks.frames import Frame, FrameArena
+from tiers.blocks.keys import BlockId
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.codec import Codec, bound
+from tiers.disk.open import open_disk
+from tiers.testing.faulty_storage import chain, take
 
 SYNC_BYTES = 64 << 20
 RUN = 32  # blocks of one prefix, loaded at once

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tiers.block import BlockLayout
-from tiers.disk_open import open_disk
-from tiers.disk_settings import DiskSettings
+from tiers.blocks.frames import Frame, FrameArena
+from tiers.blocks.keys import BlockId, CacheScope
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.open import open_disk
+from tiers.disk.settings import DiskSettings
 from tiers.errors import MissReason, TierClosed
-from tiers.frames import Frame, FrameArena
-from tiers.keys import BlockId, CacheScope
-from tiers.memory import MemoryTier
-from tiers.testing import SCOPE, chain, fill, holds, take, wipe
+from tiers.testing.faulty_storage import SCOPE, chain, fill, holds, take, wipe
+from tiers.testing.memory_tier import MemoryTier
 from tiers.tier import Loaded, Tier
 
 LAYOUT = BlockLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32")

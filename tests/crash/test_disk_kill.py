@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tiers.block import BlockLayout
-from tiers.disk import DiskTier
-from tiers.disk_directory import DirectoryLock, Meta, read_meta, write_meta
-from tiers.disk_open import open_disk
-from tiers.disk_storage import Storage
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.keys import BlockId
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.directory import DirectoryLock, Meta, read_meta, write_meta
+from tiers.disk.open import open_disk
+from tiers.disk.storage import Storage
+from tiers.disk.tier import DiskTier
 from tiers.errors import DirectoryLocked, MissReason
-from tiers.frames import FrameArena
-from tiers.keys import BlockId
-from tiers.testing import KillingStorage, chain, fill, holds, take, wipe
+from tiers.testing.faulty_storage import KillingStorage, chain, fill, holds, take, wipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

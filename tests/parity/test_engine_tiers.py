@@ -18,10 +18,10 @@ from engine.request import FinishReason, Request, SamplingParams, StepOutput, To
 from engine.runner import Runner
 from engine.scheduler import SchedulerSettings
 from engine.testing import save_tiny_adapter, tiny_model
+from tiers.blocks.contents import Content
+from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
-from tiers.contents import Content
-from tiers.disk_open import open_disk
-from tiers.keys import CacheScope
+from tiers.disk.open import open_disk
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]
 BLOCK = 16

@@ -13,9 +13,9 @@ from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.runner import Runner
 from engine.scheduler import SchedulerSettings
 from engine.testing import ARCHITECTURES, tiny_model
+from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import MissReason
-from tiers.keys import CacheScope
 
 BLOCK = 16
 PROMPT = list(b"What is asked of a prompt is how likely each of its tokens was, after the others. ")

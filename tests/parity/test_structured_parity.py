@@ -18,8 +18,8 @@ from engine.runner import Runner
 from engine.scheduler import SchedulerSettings
 from engine.structure import Grammar, StructuredOutputs, source_of
 from engine.testing import EOS, tiny_model
+from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
-from tiers.keys import CacheScope
 
 BLOCK = 16
 PERSON = {

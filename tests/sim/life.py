@@ -16,12 +16,12 @@ from engine.chain_runner import replay
 from tests.sim.random_grammar import RandomGrammar
 from tests.sim.watched import ADAPTERS, BLOCK
 from tests.sim.world import PICTURES, PLACEHOLDER, World
-from tiers.chain import Chain
-from tiers.chronicle import CacheEvent
-from tiers.contents import Content
-from tiers.keys import CacheScope, PrefixKey
-from tiers.purge import Purged
-from tiers.retention import PinError
+from tiers.blocks.chain import Chain
+from tiers.blocks.contents import Content
+from tiers.blocks.keys import CacheScope, PrefixKey
+from tiers.memory.counters import CacheEvent
+from tiers.operations.purge import Purged
+from tiers.policy.retention import PinError
 
 TENANTS = (b"", b"other", b"third")
 MAX_TURNS = 2000  # that any request may take, whoever comes and goes beside it

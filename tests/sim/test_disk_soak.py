@@ -15,14 +15,23 @@ from pathlib import Path
 
 import pytest
 
-from tiers.block import BlockLayout
-from tiers.disk import DiskTier
-from tiers.disk_open import open_disk
-from tiers.disk_settings import DiskOrder, DiskSettings
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.keys import CacheScope
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.open import open_disk
+from tiers.disk.settings import DiskOrder, DiskSettings
+from tiers.disk.tier import DiskTier
 from tiers.errors import MissReason
-from tiers.frames import FrameArena
-from tiers.keys import CacheScope
-from tiers.testing import FaultyStorage, chain, disk_full, fill, holds, io_error, map_full, take
+from tiers.testing.faulty_storage import (
+    FaultyStorage,
+    chain,
+    disk_full,
+    fill,
+    holds,
+    io_error,
+    map_full,
+    take,
+)
 
 LAYOUT = BlockLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="bfloat16")
 CAPACITY = 1 << 20

@@ -14,11 +14,11 @@ from tests.sim.life import Life
 from tests.sim.random_grammar import RandomGrammar, RandomState
 from tests.sim.watched import BLOCK
 from tests.sim.world import PICTURES, PLACEHOLDER, World
-from tiers.admission import WritePolicy
-from tiers.contents import Content
+from tiers.blocks.contents import Content
 from tiers.errors import MissReason
+from tiers.memory.tails import MAX_CANDIDATES
 from tiers.policy import PolicyName
-from tiers.tails import MAX_CANDIDATES
+from tiers.policy.admission import WritePolicy
 
 
 @pytest.mark.parametrize("policy", [policy.value for policy in PolicyName])
@@ -254,7 +254,7 @@ def test_a_weak_hash_costs_hits_and_never_an_answer(monkeypatch: pytest.MonkeyPa
     def weak(data: bytes) -> bytes:
         return bytes([sum(data) % 5]) * 16
 
-    monkeypatch.setattr("tiers.chain.xxhash.xxh3_128_digest", weak)
+    monkeypatch.setattr("tiers.blocks.chain.xxhash.xxh3_128_digest", weak)
     chance = random.Random(5)
     world = World(device_blocks=30, share_tails=False)
     for number in range(120):

@@ -5,11 +5,11 @@ import pytest
 from engine.request import Lookup
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
-from tiers.absence import MARK_BYTES, marks_of
-from tiers.departures import Departures
+from tiers.blocks.keys import PrefixKey, token_bytes
 from tiers.errors import MissReason
-from tiers.keys import PrefixKey, token_bytes
-from tiers.lives import Cause
+from tiers.telemetry.departures import Departures
+from tiers.telemetry.lifetimes import Cause
+from tiers.telemetry.misses import MARK_BYTES, marks_of
 from tiers.tier import TierName
 
 FIRST = [*range(1, 3 * BLOCK + 2)]  # three full blocks and a token

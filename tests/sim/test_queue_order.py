@@ -8,8 +8,8 @@ import pytest
 
 from engine.queue import QueueOrder
 from engine.simulation import SimulatedRun, SimulatedServer, simulate
-from tiers.trace import Trace, read_trace
-from tiers.workloads import Agents, Chat, make_trace
+from tiers.replay.trace import Trace, read_trace
+from tiers.testing.workloads import Agents, Chat, make_trace
 
 REAL = Path(__file__).parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
 

@@ -15,9 +15,9 @@ from cachesvc.cli.tree import tree_lines
 from engine.chain_runner import ChainRunner, chain_layout
 from engine.engine import Engine, EngineSettings
 from engine.request import Request, SamplingParams, StepOutput
+from tiers.blocks.keys import CacheScope
+from tiers.blocks.tree import Node, TreeQuery, tree_json
 from tiers.cache import CacheSettings, TieredCache
-from tiers.keys import CacheScope
-from tiers.tree import Node, TreeQuery, tree_json
 
 BLOCK = 4
 NUM_BLOCKS = 15  # so few that steps 5, 8 and 9 must evict

@@ -12,12 +12,12 @@ from engine.request import FinishReason
 from tests.sim.life import Life, root_of
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
-from tiers.admission import Promotion, WritePolicy
-from tiers.chain import Chain
-from tiers.chronicle import CacheEvent
+from tiers.blocks.chain import Chain
+from tiers.memory.counters import CacheEvent
+from tiers.operations.operations import UpkeepSettings
 from tiers.policy import PolicyName
+from tiers.policy.admission import Promotion, WritePolicy
 from tiers.tier import TierName
-from tiers.upkeep import UpkeepSettings
 
 
 def check_quotas(world: World) -> None:

@@ -9,8 +9,8 @@ from engine.request import FinishReason
 from engine.sequence import Sequence
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
-from tiers.chain import Chain
-from tiers.residency import CacheEvent
+from tiers.blocks.chain import Chain
+from tiers.memory.residency import CacheEvent
 from tiers.tier import TierName
 
 PREFIX = list(range(40))

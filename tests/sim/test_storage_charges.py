@@ -17,11 +17,11 @@ from billing.testing import ManualClock, TestLedger, running_ledger
 from cachesvc.cache_operator import CacheOperator
 from cachesvc.storage_meter import HOUR_S, Payer, StorageMeter, hours_begun
 from engine.chain_runner import chain_layout
+from tiers.blocks.keys import CacheScope, PrefixKey, prefix_keys, token_bytes
 from tiers.cache import CacheSettings, TieredCache
-from tiers.keys import CacheScope, PrefixKey, prefix_keys, token_bytes
-from tiers.memory import MemoryTier, SteppedMover
-from tiers.pin_file import load_pins
-from tiers.retention import Pin, PinError
+from tiers.disk.pin_file import load_pins
+from tiers.policy.retention import Pin, PinError
+from tiers.testing.memory_tier import MemoryTier, SteppedMover
 
 pytestmark = pytest.mark.anyio
 

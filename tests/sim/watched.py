@@ -15,10 +15,10 @@ import torch
 from engine.batch import Batch, Sampled, Span
 from engine.chain_runner import ChainRunner, advance, before, content_at
 from engine.sequence import Sequence
+from tiers.blocks.frames import Frame
+from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
-from tiers.device import Copy, DevicePool
-from tiers.frames import Frame
-from tiers.keys import PrefixKey
+from tiers.memory.device import Copy, DevicePool
 
 BLOCK = 4
 ADAPTERS = {"a": b"A" * 16, "b": b"B" * 16, "twin of a": b"A" * 16}  # contents by name

@@ -27,16 +27,16 @@ from engine.scheduler import SchedulerSettings
 from engine.sequence import SequenceState
 from tests.sim.random_grammar import EOS, RandomGrammar
 from tests.sim.watched import ADAPTERS, BLOCK, LateCopies, Watched
-from tiers.admission import Promotion, WritePolicy
+from tiers.blocks.contents import Content
+from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.cache import CacheSettings, TieredCache
-from tiers.contents import Content
-from tiers.events import EventKind
-from tiers.index import Block, BlockState
-from tiers.keys import CacheScope, PrefixKey
-from tiers.memory import MemoryTier, SteppedMover
-from tiers.quota import Shares
+from tiers.memory.index import Block, BlockState
+from tiers.operations.operations import UpkeepSettings
+from tiers.policy.admission import Promotion, WritePolicy
+from tiers.policy.quota import Shares
+from tiers.telemetry.events import EventKind
+from tiers.testing.memory_tier import MemoryTier, SteppedMover
 from tiers.tier import TierName
-from tiers.upkeep import UpkeepSettings
 
 MAX_IDLE = 5  # turns in a row in which nothing moves, and somebody waits
 CUT = (FinishReason.ABORT, FinishReason.ERROR)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from api.admin.advice import GIB, Level, advise, hit_rate
 from billing.prices import Rates
+from tiers.telemetry.working_set import MissRatioCurve, WorkingSet
 from tiers.tier import TierName
-from tiers.working_set import MissRatioCurve, WorkingSet
 
 RATES = Rates(hit_device=10, hit_host=10, hit_disk=40, hit_remote=10, miss=100, output=0)
 CURVE = MissRatioCurve((100, 200, 400), (0.5, 0.6, 0.8), 1000)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiers.admission import (
+from tiers.policy.admission import (
     AUTO_KEEP_SHARE,
     Demotion,
     GhostList,

@@ -10,13 +10,13 @@ from typer.testing import CliRunner, Result
 
 from cachesvc.cli import app
 from cachesvc.config import disk_path
-from tiers.block import BlockLayout
-from tiers.disk import DiskTier
-from tiers.disk_open import open_disk
-from tiers.frames import FrameArena
-from tiers.inspect import open_shards
-from tiers.keys import BlockId
-from tiers.testing import chain, fill, take
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.keys import BlockId
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.open import open_disk
+from tiers.disk.tier import DiskTier
+from tiers.disk.view import open_shards
+from tiers.testing.faulty_storage import chain, fill, take
 
 LAYOUT = BlockLayout(num_layers=2, block_size=64, num_kv_heads=2, head_dim=8, dtype="float32")
 NUM_BLOCKS = 6

@@ -21,14 +21,14 @@ from cachesvc.money import read_secret
 from cachesvc.purging import RECEIPTS
 from cachesvc.scopes import note_scopes
 from tests.unit.test_cli_cache import LAYOUT, store
-from tiers.disk import DiskTier
-from tiers.disk_directory import DirectoryLock
-from tiers.disk_open import open_disk
-from tiers.inspect import open_shards, open_view
-from tiers.keys import BlockId, CacheScope
-from tiers.pin_file import save_pins
-from tiers.retention import Pin
-from tiers.testing import chain
+from tiers.blocks.keys import BlockId, CacheScope
+from tiers.disk.directory import DirectoryLock
+from tiers.disk.open import open_disk
+from tiers.disk.pin_file import save_pins
+from tiers.disk.tier import DiskTier
+from tiers.disk.view import open_shards, open_view
+from tiers.policy.retention import Pin
+from tiers.testing.faulty_storage import chain
 
 OTHER = CacheScope(weights=b"tiny", tenant=b"other")
 HOUR_S = 3600

@@ -10,7 +10,7 @@ from cachesvc.cli import app, doctor
 from cachesvc.cli.doctor import Level
 from cachesvc.config import disk_path
 from engine.hardware import Hardware
-from tiers.disk_directory import DirectoryLock
+from tiers.disk.directory import DirectoryLock
 
 HERE = Path(__file__).parents[2]
 

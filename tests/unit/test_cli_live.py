@@ -40,12 +40,12 @@ from cachesvc.scopes import note_scopes, roots_of
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tests.unit.test_cli_cache import LAYOUT, store
-from tiers.disk_open import open_disk
-from tiers.events import EventKind
-from tiers.keys import CacheScope, PrefixKey, token_bytes
-from tiers.testing import chain
+from tiers.blocks.keys import CacheScope, PrefixKey, token_bytes
+from tiers.blocks.tree import TreeQuery, tree_json
+from tiers.disk.open import open_disk
+from tiers.telemetry.events import EventKind
+from tiers.testing.faulty_storage import chain
 from tiers.tier import TierName
-from tiers.tree import TreeQuery, tree_json
 
 
 def call(*arguments: str) -> Result:

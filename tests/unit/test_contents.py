@@ -5,9 +5,9 @@ from array import array
 
 import pytest
 
-from tiers.chain import Chain
-from tiers.contents import Content, block_contents, first_perceptual, refusal
-from tiers.keys import CacheScope
+from tiers.blocks.chain import Chain
+from tiers.blocks.contents import Content, block_contents, first_perceptual, refusal
+from tiers.blocks.keys import CacheScope
 
 ROOT = CacheScope().root()
 CAT, DOG = b"c" * 32, b"d" * 32

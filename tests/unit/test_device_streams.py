@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tiers.block import BlockLayout
-from tiers.device import DevicePool
-from tiers.frames import FrameArena
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.layout import BlockLayout
+from tiers.memory.device import DevicePool
 
 LAYOUT = BlockLayout(num_layers=1, block_size=2, num_kv_heads=1, head_dim=2, dtype="float32")
 

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from tests.unit.test_disk_ops import CAPACITY, blocks, load, opened, store
-from tiers.disk_compact import compact_folder
-from tiers.disk_directory import read_meta
+from tiers.blocks.keys import PrefixKey
+from tiers.disk.compact import compact_folder
+from tiers.disk.directory import read_meta
+from tiers.disk.pin_file import save_pins
+from tiers.disk.shard import Shard
+from tiers.disk.view import open_view
 from tiers.errors import MissReason
-from tiers.inspect import open_view
-from tiers.keys import PrefixKey
-from tiers.pin_file import save_pins
-from tiers.retention import Pin
-from tiers.shard import Shard
+from tiers.policy.retention import Pin
 
 
 def test_compaction_keeps_blocks_and_their_order(tmp_path: Path) -> None:

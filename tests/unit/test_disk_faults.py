@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tiers.block import BlockLayout
-from tiers.disk import DiskTier
-from tiers.disk_directory import FORMAT, read_meta, write_meta
-from tiers.disk_open import open_disk
-from tiers.disk_storage import DataFile, Panic, Storage
+from tiers.blocks.frames import Frame, FrameArena
+from tiers.blocks.keys import BlockId
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.directory import FORMAT, read_meta, write_meta
+from tiers.disk.open import open_disk
+from tiers.disk.storage import DataFile, Panic, Storage
+from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
-from tiers.frames import Frame, FrameArena
-from tiers.keys import BlockId
-from tiers.testing import (
+from tiers.testing.faulty_storage import (
     FaultyStorage,
     LyingStorage,
     chain,

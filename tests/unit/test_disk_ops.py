@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from tiers.block import BlockLayout
-from tiers.disk import DiskTier
-from tiers.disk_accounts import DAY_S
-from tiers.disk_open import open_disk
-from tiers.disk_ops import remove, verify
-from tiers.disk_read import shard_of
-from tiers.disk_settings import DiskOrder, DiskSettings
-from tiers.disk_storage import Storage
-from tiers.disk_transfer import chain_rule, export, import_blocks
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.keys import BlockId, CacheScope
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.export import chain_rule, export, import_blocks
+from tiers.disk.maintenance import remove, verify
+from tiers.disk.open import open_disk
+from tiers.disk.reader import shard_of
+from tiers.disk.rows import DAY_S
+from tiers.disk.settings import DiskOrder, DiskSettings
+from tiers.disk.storage import Storage
+from tiers.disk.tier import DiskTier
+from tiers.disk.view import open_shards, open_view
 from tiers.errors import ConfigurationError, MissReason
-from tiers.frames import FrameArena
-from tiers.inspect import open_shards, open_view
-from tiers.keys import BlockId, CacheScope
-from tiers.testing import SCOPE, chain, fill, holds, take, wipe
+from tiers.testing.faulty_storage import SCOPE, chain, fill, holds, take, wipe
 from tiers.tier import Loaded
 
 LAYOUT = BlockLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32")
@@ -134,10 +134,10 @@ BESIDE = """
 import sys
 import time
 from pathlib import Path
-from tiers.disk_compact import compact_folder
-from tiers.disk_ops import remove
+from tiers.disk.compact import compact_folder
+from tiers.disk.maintenance import remove
 from tiers.errors import DirectoryLocked
-from tiers.inspect import open_shards, open_view
+from tiers.disk.view import open_shards, open_view
 
 root, scope = Path(sys.argv[1]), bytes.fromhex(sys.argv[2])
 with open_view(root) as view:
@@ -379,7 +379,7 @@ def test_a_record_without_an_extent_is_read_through_lmdb(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Should LMDB's page layout change, the offset is unknown and the value is fetched instead."""
-    monkeypatch.setattr("tiers.shard_writer._OVERFLOW", 0x8000)
+    monkeypatch.setattr("tiers.disk.transaction._OVERFLOW", 0x8000)
     store(tier, blocks())
     monkeypatch.undo()
     with tier.view() as view:

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from tiers.block import BlockLayout
-from tiers.disk import DiskTier
-from tiers.disk_open import open_disk
-from tiers.disk_settings import DiskOrder, DiskSettings
-from tiers.frames import Frame, FrameArena
-from tiers.keys import BlockId, CacheScope
-from tiers.lives import Cause
-from tiers.quota import COMMON, Shares
-from tiers.testing import chain, fill, take
+from tiers.blocks.frames import Frame, FrameArena
+from tiers.blocks.keys import BlockId, CacheScope
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.open import open_disk
+from tiers.disk.settings import DiskOrder, DiskSettings
+from tiers.disk.tier import DiskTier
+from tiers.policy.quota import COMMON, Shares
+from tiers.telemetry.lifetimes import Cause
+from tiers.testing.faulty_storage import chain, fill, take
 
 LAYOUT = BlockLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32")
 CAPACITY = 3 << 20

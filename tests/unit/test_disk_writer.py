@@ -7,12 +7,12 @@ import pytest
 
 from tests.unit.test_disk_ops import CAPACITY, LAYOUT, Clock, blocks, load, opened, store
 from tests.unit.test_disk_retention import ACME
-from tiers.disk import DiskTier
-from tiers.disk_open import open_disk
-from tiers.disk_storage import Panic
-from tiers.keys import BlockId, PrefixKey
-from tiers.quota import Shares
-from tiers.testing import FaultyStorage, map_full
+from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.disk.open import open_disk
+from tiers.disk.storage import Panic
+from tiers.disk.tier import DiskTier
+from tiers.policy.quota import Shares
+from tiers.testing.faulty_storage import FaultyStorage, map_full
 
 NUM_CHAINS = 60  # more than the tier holds
 

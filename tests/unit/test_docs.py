@@ -57,6 +57,7 @@ def test_a_packages_readme_names_its_modules(package: str) -> None:
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     named = [name for row in rows for name in re.findall(r"`([\w*]+)`", row)]
     modules = {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__"}
+    modules |= {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
     assert [] == [each for each in sorted(modules) if not any(fnmatch(each, n) for n in named)]
     assert [] == [name for name in named if not any(fnmatch(each, name) for each in modules)]
 

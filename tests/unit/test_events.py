@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tiers.block import BlockLayout
-from tiers.disk import DiskTier
-from tiers.disk_open import open_disk
-from tiers.events import BlockEvent, EventKind, EventStream
-from tiers.frames import FrameArena
-from tiers.keys import PrefixKey
-from tiers.lives import Cause
-from tiers.testing import SCOPE, chain, fill, take
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.keys import PrefixKey
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.open import open_disk
+from tiers.disk.tier import DiskTier
+from tiers.telemetry.events import BlockEvent, EventKind, EventStream
+from tiers.telemetry.lifetimes import Cause
+from tiers.testing.faulty_storage import SCOPE, chain, fill, take
 from tiers.tier import TierName
 
 LAYOUT = BlockLayout(num_layers=2, block_size=64, num_kv_heads=2, head_dim=8, dtype="float32")

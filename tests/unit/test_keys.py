@@ -5,8 +5,8 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiers.chain import Chain
-from tiers.keys import CacheScope, block_ids, child_key, prefix_keys, token_bytes
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import CacheScope, block_ids, child_key, prefix_keys, token_bytes
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 

@@ -13,8 +13,8 @@ from cachesvc.config import ConfigError, EventsSection
 from cachesvc.kv_events import KvEventPublisher, block_hash, wire_events
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
-from tiers.events import EventKind, EventStream
-from tiers.keys import PrefixKey
+from tiers.blocks.keys import PrefixKey
+from tiers.telemetry.events import EventKind, EventStream
 from tiers.tier import TierName
 
 ANYWHERE = "tcp://127.0.0.1:*"

@@ -20,9 +20,9 @@ def written(log_format: LogFormat, *, level: str = "info") -> io.StringIO:
 
 def test_a_line_is_json_where_nobody_looks_on() -> None:
     out = written(LogFormat.AUTO)
-    logging.getLogger("tiers.disk").warning("no room", extra={"blocks": 3})
+    logging.getLogger("tiers.disk.tier").warning("no room", extra={"blocks": 3})
     line = json.loads(out.getvalue())
-    assert ("no room", "warning", "tiers.disk", 3) == (
+    assert ("no room", "warning", "tiers.disk.tier", 3) == (
         line["event"],
         line["level"],
         line["logger"],

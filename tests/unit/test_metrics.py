@@ -11,12 +11,12 @@ from cachesvc.metrics import Metrics, hit_class
 from engine.engine import EngineStats
 from engine.request import FinishReason, Lookup, StepOutput, Timeline, TokenCounts
 from tiers.cache import CacheStats
-from tiers.chronicle import CacheEvent
 from tiers.errors import MissReason
-from tiers.lives import Cause, Lives
+from tiers.memory.counters import CacheEvent
+from tiers.operations.operations import GroupUse
+from tiers.telemetry.lifetimes import Cause, Lives
+from tiers.telemetry.transfers import Transfers
 from tiers.tier import ShardStats, TierName, TierStats
-from tiers.transfers import Transfers
-from tiers.upkeep import GroupUse
 
 MS = 1_000_000
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from engine.chain_runner import chain_layout
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.cache import CacheSettings, TieredCache
-from tiers.chain import Chain
-from tiers.keys import CacheScope, PrefixKey
-from tiers.memory import MemoryTier, SteppedMover
-from tiers.pin_file import PINS_NAME, load_pins, save_pins
-from tiers.promotion import Progress
-from tiers.retention import Pin, PinError
-from tiers.upkeep import UpkeepSettings
+from tiers.disk.pin_file import PINS_NAME, load_pins, save_pins
+from tiers.operations.operations import UpkeepSettings
+from tiers.policy.retention import Pin, PinError
+from tiers.testing.memory_tier import MemoryTier, SteppedMover
+from tiers.transfer.promotion import Progress
 
 BLOCK = 4
 LAYOUT = chain_layout(BLOCK)

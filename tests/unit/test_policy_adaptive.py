@@ -6,9 +6,9 @@ from tiers.policy import Use
 from tiers.policy.adaptive import Adaptive
 from tiers.policy.reuse_model import NUM_AGES, Outcome, ReuseModel, interval, row
 from tiers.policy.shadow import ShadowLru
-from tiers.replay import TierPlan, replay
-from tiers.trace import Trace
-from tiers.workloads import Agents, Chat, Documents, Scan, make_trace
+from tiers.replay.replay import TierPlan, replay
+from tiers.replay.trace import Trace
+from tiers.testing.workloads import Agents, Chat, Documents, Scan, make_trace
 
 
 def hit_rates(trace: Trace, capacity: int, *policies: str) -> list[float]:

@@ -2,12 +2,12 @@
 
 from tiers.policy import Policy, Use
 from tiers.policy.arc import Arc
-from tiers.policy.belady import Belady, future_uses
 from tiers.policy.cost_aware import CostAware
 from tiers.policy.fifo import Fifo
 from tiers.policy.lru import Lru
 from tiers.policy.s3fifo import S3Fifo
 from tiers.policy.sieve import Sieve
+from tiers.replay.belady import Belady, future_uses
 
 USE = Use(0.0, 1)
 

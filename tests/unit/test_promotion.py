@@ -4,17 +4,17 @@ for, lost and counted."""
 import pytest
 
 from tests.unit.test_pins_kept import LAYOUT, ROOT, Bench
+from tiers.blocks.chain import Chain
+from tiers.blocks.frames import FrameArena
 from tiers.cache import CacheSettings, TieredCache
-from tiers.chain import Chain
-from tiers.chronicle import CacheEvent
 from tiers.errors import MissReason
-from tiers.frames import FrameArena
-from tiers.index import BlockState
-from tiers.memory import MemoryTier, SteppedMover
-from tiers.promotion import Progress, Ticket
-from tiers.quota import Shares
-from tiers.testing import take
+from tiers.memory.counters import CacheEvent
+from tiers.memory.index import BlockState
+from tiers.policy.quota import Shares
+from tiers.testing.faulty_storage import take
+from tiers.testing.memory_tier import MemoryTier, SteppedMover
 from tiers.tier import TierName
+from tiers.transfer.promotion import Progress, Ticket
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from engine.queue import QueueOrder, WaitingQueue
 from engine.request import Request, SamplingParams
 from engine.sequence import Sequence
-from tiers.chain import Chain
-from tiers.keys import CacheScope
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import CacheScope
 
 BOUND_NS = 10 * 10**9
 

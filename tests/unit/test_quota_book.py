@@ -11,7 +11,7 @@ from cachesvc.config import CacheSection, ConfigError
 from cachesvc.money import read_secret
 from cachesvc.quotas import QuotaBook
 from cachesvc.scopes import note_scopes
-from tiers.quota import COMMON
+from tiers.policy.quota import COMMON
 
 SIZES = {"device_bytes": 100, "host_bytes": 300, "disk_bytes": 600}
 

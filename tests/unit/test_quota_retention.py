@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiers.retention import IdleClock, Pin, PinError, Pins
+from tiers.policy.retention import IdleClock, Pin, PinError, Pins
 
 
 def put(pins, name, keys, until_s):

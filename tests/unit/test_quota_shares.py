@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiers.errors import ConfigurationError
 from tiers.policy import Use
 from tiers.policy.lru import Lru
-from tiers.quota import COMMON, FairPolicy, Quotas, Shares
+from tiers.policy.quota import COMMON, FairPolicy, Quotas, Shares
 
 
 def shared(capacity: int, quotas: dict[str, int], default: int = 0) -> Quotas:

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiers.errors import MissReason
-from tiers.keys import BlockId, PrefixKey, token_bytes
-from tiers.record import (
+from tiers.blocks.keys import BlockId, PrefixKey, token_bytes
+from tiers.disk.record import (
     Header,
     check_payload,
     header_nbytes,
@@ -14,6 +13,7 @@ from tiers.record import (
     pack_header,
     unpack_header,
 )
+from tiers.errors import MissReason
 
 LAYOUT = b"L" * 16
 PAYLOAD = memoryview(bytes(range(200)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tiers.workloads import Agents, Chat, Documents, Scan, make_trace
+from tiers.testing.workloads import Agents, Chat, Documents, Scan, make_trace
 
 ALL = [Chat(0.5), Agents(0.05), Scan(0.5), Documents(0.5, shift_s=200.0)]
 

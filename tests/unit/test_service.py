@@ -12,7 +12,7 @@ from cachesvc.config import ConfigError, ServerSection, disk_path
 from cachesvc.http import Timed, bind, is_loopback
 from cachesvc.money import read_secret
 from cachesvc.service import check_address, make_data_dir
-from tiers.disk_directory import DirectoryLock
+from tiers.disk.directory import DirectoryLock
 from tiers.errors import DirectoryLocked
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 import zstandard
 
-from tiers.trace import TraceError, TraceRequest, read_trace
+from tiers.replay.trace import TraceError, TraceRequest, read_trace
 
 LINE = {"timestamp": 3000, "input_length": 1030, "output_length": 7, "hash_ids": [5, 6, 7]}
 TEXT = (json.dumps(LINE) + "\n\n").encode()

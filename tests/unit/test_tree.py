@@ -3,12 +3,12 @@
 import pytest
 
 from cachesvc.cli.tree import tree_lines
-from tiers.chain import Chain
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import CacheScope, PrefixKey
+from tiers.blocks.tree import Node, TreeQuery, tree_json
 from tiers.errors import ConfigurationError
-from tiers.index import Block, BlockIndex, BlockState
-from tiers.keys import CacheScope, PrefixKey
-from tiers.live_tree import live_tree
-from tiers.tree import Node, TreeQuery, tree_json
+from tiers.memory.index import Block, BlockIndex, BlockState
+from tiers.memory.view import live_tree
 
 ROOT = CacheScope(tenant=b"a").root()
 OTHER = CacheScope(tenant=b"b").root()

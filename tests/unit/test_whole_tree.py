@@ -3,14 +3,14 @@
 import time
 
 from tests.unit.test_tree import BLOCK, OTHER, ROOT, add, index_of, shape
-from tiers.absence import Absence, marks_of
-from tiers.chain import Chain
-from tiers.index import BlockIndex
-from tiers.inspect import BlockInfo
-from tiers.keys import PrefixKey
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import PrefixKey
+from tiers.blocks.tree import TreeQuery
+from tiers.disk.view import BlockInfo
+from tiers.explore import DiskBlocks, Forest, same_start
+from tiers.memory.index import BlockIndex
+from tiers.telemetry.misses import Absence, marks_of
 from tiers.tier import TierName
-from tiers.tree import TreeQuery
-from tiers.whole_tree import DiskBlocks, Forest, same_start
 
 SEED = 7
 

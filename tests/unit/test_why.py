@@ -4,11 +4,11 @@ import pytest
 
 from api.why import NOTHING, Finding, Kind, format_seconds, why
 from engine.request import BlockRun, Lookup
-from tiers.absence import Absence
-from tiers.departures import Departure
+from tiers.blocks.keys import PrefixKey
 from tiers.errors import MissReason
-from tiers.keys import PrefixKey
-from tiers.lives import Cause
+from tiers.telemetry.departures import Departure
+from tiers.telemetry.lifetimes import Cause
+from tiers.telemetry.misses import Absence
 from tiers.tier import TierName
 
 PARENT, KEY, OTHER = (PrefixKey(bytes([n]) * 16) for n in (1, 2, 3))

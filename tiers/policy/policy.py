@@ -1,8 +1,8 @@
 """What an eviction policy is: an order over the blocks of one tier, and nothing else.
 
 A policy holds no tensor, no lock and no clock: time comes in with each `Use`. The engine thread
-drives one for the device pool and one for the host arena; `tiers.replay` drives the same code over
-traces.
+drives one for the device pool and one for the host arena; `tiers.replay.replay` drives the same
+code over traces.
 
     insert ──► candidate ──victim()──► forgotten (some policies keep a ghost: the key alone)
                  │   ▲

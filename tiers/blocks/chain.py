@@ -1,0 +1,111 @@
+"""A sequence as the cache sees it: its tokens in block-sized chunks, each with its prefix key.
+
+Owned by one sequence, on the engine thread. Grows as tokens are generated.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import xxhash
+
+from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey, token_bytes
+
+
+class Chain:
+    """Tokens of one sequence cut into full blocks, and a tail shorter than a block.
+
+    Invariant: `keys[i]` names block i given everything before it, `chunks[i]` are its token bytes;
+    the tail has no key. `contents[i]` are the digests of the content that block i covers.
+    """
+
+    __slots__ = ("_step", "_tail", "chunks", "contents", "keys", "private", "root")
+
+    def __init__(
+        self,
+        root: PrefixKey,
+        tokens: Iterable[int],
+        block_size: int,
+        contents: Sequence[bytes] = (),
+        *,
+        private: bool = False,
+    ) -> None:
+        self.root = root
+        self.contents = contents
+        self.private = private  # neither served from the cache nor kept in it
+        self._step = block_size * TOKEN_BYTES
+        self._tail = bytearray()
+        self.keys: list[PrefixKey] = []
+        self.chunks: list[bytes] = []
+        self._cut(token_bytes(tokens))
+
+    @property
+    def num_tokens(self) -> int:
+        return (len(self.chunks) * self._step + len(self._tail)) // TOKEN_BYTES
+
+    @property
+    def block_size(self) -> int:
+        return self._step // TOKEN_BYTES
+
+    @property
+    def tail(self) -> bytes:
+        """Token bytes after the last full block; empty when the tokens end on a block border."""
+        return bytes(self._tail)
+
+    def copy(self) -> "Chain":
+        """The same tokens, to be continued differently."""
+        twin = Chain(self.root, (), self.block_size, self.contents, private=self.private)
+        twin.keys, twin.chunks = list(self.keys), list(self.chunks)
+        twin._tail = bytearray(self._tail)
+        return twin
+
+    def append(self, token: int) -> None:
+        """Add a generated token; a block that it fills gets its key."""
+        self._tail += token.to_bytes(TOKEN_BYTES, "little", signed=True)
+        if len(self._tail) == self._step:
+            chunk = bytes(self._tail)
+            self._tail.clear()
+            self._cut(chunk)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that these tokens touch, the partly filled last one included."""
+        return len(self.chunks) + bool(self._tail)
+
+    def parent(self, number: int) -> PrefixKey:
+        """The key of the prefix that block `number` continues."""
+        return self.keys[number - 1] if number else self.root
+
+    def content(self, number: int) -> bytes:
+        return self.contents[number] if number < len(self.contents) else b""
+
+    def block_id(self, number: int) -> BlockId:
+        """The whole identity of full block `number`."""
+        return BlockId(
+            self.root,
+            self.parent(number),
+            self.keys[number],
+            self.chunks[number],
+            self.content(number),
+        )
+
+    def block_ids(self, start: int, end: int) -> list[BlockId]:
+        return [self.block_id(number) for number in range(start, end)]
+
+    def _cut(self, data: bytes) -> None:
+        """Cut `data` (which starts on a block border) into keyed chunks; the rest is the tail."""
+        step, digest = self._step, xxhash.xxh3_128_digest
+        keys, chunks = self.keys, self.chunks
+        parent = keys[-1] if keys else self.root
+        full = len(data) - len(data) % step
+        if self.contents:
+            for start in range(0, full, step):
+                chunk = data[start : start + step]
+                parent = PrefixKey(digest(parent + chunk + self.content(len(keys))))
+                keys.append(parent)
+                chunks.append(chunk)
+        else:
+            for start in range(0, full, step):
+                chunk = data[start : start + step]
+                parent = digest(parent + chunk)  # type: ignore[assignment]
+                keys.append(parent)
+                chunks.append(chunk)
+        self._tail += data[full:]

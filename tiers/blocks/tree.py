@@ -1,0 +1,214 @@
+"""Blocks as the tree of prefixes that they are: a chain without a branch is one node.
+
+`TieredCache.tree` grows it from the live index (engine thread, between two steps), `DiskView.tree`
+from the disk's records; `cachesvc cache tree` draws either, and the admin pages show the JSON. What
+is looked at is bounded, so that a large cache does not hold up the step loop: a block takes 1 to 2
+microseconds (100,000 in the index, one core of a virtual machine), so the default at most 10 ms.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import nlargest
+from itertools import groupby, islice
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
+from tiers.errors import ConfigurationError
+
+COMPUTING, LOADING = "computing", "loading"  # where a block is whose KV does not stand yet
+MAX_DEPTH = 64
+B = TypeVar("B")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeQuery:
+    """What to show, and how much of it. `roots` are scopes' roots or keys of blocks to begin at;
+    empty means every scope. Raises ConfigurationError for bounds that show nothing."""
+
+    roots: tuple[PrefixKey, ...] = ()
+    depth: int = 8  # levels of nodes below each root
+    max_nodes: int = 500
+    max_children: int = 50  # of one node; those of highest rank are shown
+    max_blocks: int = 5_000  # looked at altogether
+    num_tokens: int = 0  # token ids told of each node, from its first on
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.depth <= MAX_DEPTH:
+            raise ConfigurationError(f"depth is {self.depth}; use 1 to {MAX_DEPTH}")
+        for name in ("max_nodes", "max_children", "max_blocks"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}; use 1 or more")
+        if self.num_tokens < 0:
+            raise ConfigurationError(f"num_tokens is {self.num_tokens}; use 0 or more")
+
+
+class Seen(NamedTuple):
+    """One block as a forest tells of it. `place` is the hottest tier that holds it, or a state."""
+
+    key: PrefixKey | None  # None: partly filled, so that nothing can continue it
+    place: str
+    tokens: bytes
+    pinned: bool
+    hits: int
+    idle_s: float
+    clean: bool  # a lower tier holds it too: evicting it costs nothing
+    age_s: float = 0.0  # since it came into the cache, as far as the tier knows
+
+
+@dataclass(slots=True)
+class Node:
+    """Blocks of which each only continues the one before it. Not changed once the tree is grown.
+
+    A root stands for a scope, or the prefix that was asked for, and has no blocks of its own.
+    """
+
+    key: PrefixKey | None  # of the first block; None: it is partly filled
+    last: PrefixKey | None  # of the last
+    num_blocks: int = 0
+    num_tokens: int = 0
+    places: list[str] = field(default_factory=list)  # one for each block, in order
+    num_pinned: int = 0
+    num_clean: int = 0
+    hits: int = 0  # of its most hit block
+    hit_tokens: int = 0  # over all its blocks: tokens times hits
+    age_s: float = 0.0  # of its oldest block
+    idle_s: float = 0.0  # since its last use
+    tokens: bytes = b""  # the first ones, int32
+    children: list["Node"] = field(default_factory=list)
+    left_off: int = 0  # blocks that continue it and are not shown
+
+    @property
+    def runs(self) -> list[tuple[str, int]]:
+        """(place, number of blocks in a row there), first block first."""
+        return [(place, len(list(blocks))) for place, blocks in groupby(self.places)]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """`num_seen` of the `num_blocks` that there are stand in the nodes below the roots.
+
+    Where no node leaves anything off, the others cannot be reached: a block before them is gone.
+    """
+
+    roots: list[Node]
+    num_blocks: int
+    num_seen: int
+
+
+class Forest(Protocol[B]):
+    """Blocks by the prefix that they continue."""
+
+    def scopes(self) -> Iterable[PrefixKey]:
+        """The roots under which there are blocks."""
+        ...
+
+    def following(self, key: PrefixKey) -> Sequence[B]:
+        """The blocks that continue the prefix `key`; those used before others come first."""
+        ...
+
+    def rank(self, block: B) -> int:
+        """The higher, the sooner it is shown where not all are."""
+        ...
+
+    def look(self, block: B) -> Seen: ...
+
+
+def grow(forest: Forest[B], query: TreeQuery, num_blocks: int) -> Tree:
+    """The tree of a forest of `num_blocks`, level by level, so that its top is there if cut."""
+    given = query.roots or forest.scopes()
+    roots = [Node(key, key) for key in islice(given, query.max_nodes)]
+    waiting = deque((root, 1) for root in roots)
+    num_nodes = num_seen = 0
+    while waiting:
+        node, level = waiting.popleft()
+        if node.last is None:
+            continue
+        found = forest.following(node.last)
+        shown: Sequence[B] = ()
+        if level <= query.depth:
+            room = min(query.max_children, query.max_nodes - num_nodes)
+            shown = _foremost(forest, found, room, query.max_blocks)
+        for block in shown:
+            if num_seen == query.max_blocks:
+                break
+            child = _run(forest, block, query, query.max_blocks - num_seen)
+            node.children.append(child)
+            waiting.append((child, level + 1))
+            num_nodes += 1
+            num_seen += child.num_blocks
+        node.left_off = len(found) - len(node.children)
+    return Tree(roots, num_blocks, num_seen)
+
+
+def _foremost(forest: Forest[B], found: Sequence[B], room: int, max_looked: int) -> Sequence[B]:
+    """The `room` of highest rank, of the first `max_looked`: what stood longest is what is used."""
+    if len(found) == 1:
+        return found[:room]
+    return nlargest(room, found[:max_looked], key=forest.rank)
+
+
+def _run(forest: Forest[B], block: B, query: TreeQuery, room: int) -> Node:
+    """The node that begins with `block`: at most `room` blocks, up to where prefixes part."""
+    seen = forest.look(block)
+    node = Node(seen.key, seen.key, idle_s=seen.idle_s)
+    while True:
+        _take(node, seen, query.num_tokens)
+        if seen.key is None or node.num_blocks == room:
+            return node
+        found = forest.following(seen.key)
+        if len(found) != 1:
+            return node
+        seen = forest.look(found[0])
+
+
+def _take(node: Node, seen: Seen, num_tokens: int) -> None:
+    node.last = seen.key
+    node.num_blocks += 1
+    node.num_tokens += len(seen.tokens) // TOKEN_BYTES
+    node.places.append(seen.place)
+    node.num_pinned += seen.pinned
+    node.num_clean += seen.clean
+    node.hits = max(node.hits, seen.hits)
+    node.hit_tokens += seen.hits * (len(seen.tokens) // TOKEN_BYTES)
+    node.age_s = max(node.age_s, seen.age_s)
+    node.idle_s = min(node.idle_s, seen.idle_s)
+    missing = num_tokens * TOKEN_BYTES - len(node.tokens)
+    if missing > 0:
+        node.tokens += seen.tokens[:missing]
+
+
+def tree_json(tree: Tree) -> dict[str, Any]:
+    """The tree as JSON: keys in hex, times in seconds, tokens as ids."""
+    return {
+        "num_blocks": tree.num_blocks,
+        "num_seen": tree.num_seen,
+        "scopes": [
+            {
+                "scope": root.last.hex() if root.last else None,
+                "left_off": root.left_off,
+                "nodes": [_node_json(node) for node in root.children],
+            }
+            for root in tree.roots
+        ],
+    }
+
+
+def _node_json(node: Node) -> dict[str, Any]:
+    return {
+        "key": node.key.hex() if node.key else None,
+        "last_key": node.last.hex() if node.last else None,
+        "num_blocks": node.num_blocks,
+        "num_tokens": node.num_tokens,
+        "runs": [{"place": str(place), "num_blocks": count} for place, count in node.runs],
+        "num_pinned": node.num_pinned,
+        "num_clean": node.num_clean,
+        "hits": node.hits,
+        "hit_tokens": node.hit_tokens,
+        "age_s": round(node.age_s, 3),
+        "idle_s": round(node.idle_s, 3),
+        "token_ids": list(array("i", node.tokens)),
+        "left_off": node.left_off,
+        "children": [_node_json(child) for child in node.children],
+    }

@@ -1,0 +1,150 @@
+"""What the disk tier counts, and what its readers leave for the next write; under one lock.
+
+Readers must not open a write transaction for a hit, so the uses they saw (for the order of
+eviction), the records they found unreadable and the day's hits wait here, in bounded room, until
+one opens.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tiers.blocks.keys import PrefixKey
+from tiers.errors import MissReason
+
+logger = logging.getLogger(__name__)
+
+MAX_USED = 16_384  # per shard; further hits are counted and do not move their blocks in the order
+LOG_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A snapshot; every number only grows while the tier is open."""
+
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    evicted: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    over_budget: int = 0  # blocks not written because the day's write budget was spent
+    faults: Mapping[MissReason, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Pending:
+    """What one shard's next write transaction settles."""
+
+    used: dict[PrefixKey, None] = field(default_factory=dict)  # least recent first
+    lent: dict[PrefixKey, None] = field(default_factory=dict)  # to be the first to leave
+    condemned: set[PrefixKey] = field(default_factory=set)
+    num_hits: int = 0
+    hit_bytes: int = 0
+
+
+class DiskCounts:
+    """Counters and pending work of one tier. Every method is short and takes the lock itself."""
+
+    def __init__(self, num_shards: int, faults: Mapping[MissReason, int]) -> None:
+        self._lock = threading.Lock()
+        self._counted = Counted()
+        self._faults = Counter(faults)
+        self._pending = [Pending() for _ in range(num_shards)]
+        self._dropped: list[PrefixKey] = []
+        self._logged_s: dict[MissReason, float] = {}
+
+    def snapshot(self) -> Counted:
+        with self._lock:
+            return replace(self._counted, faults=dict(self._faults))
+
+    def loaded(self, *, num_loaded: int, num_missed: int, read_bytes: int) -> None:
+        with self._lock:
+            old = self._counted
+            self._counted = replace(
+                old,
+                hits=old.hits + num_loaded,
+                misses=old.misses + num_missed,
+                read_bytes=old.read_bytes + read_bytes,
+            )
+
+    def wrote(self, num_blocks: int, written_bytes: int, evicted: list[PrefixKey]) -> None:
+        with self._lock:
+            old = self._counted
+            self._counted = replace(
+                old,
+                stored=old.stored + num_blocks,
+                written_bytes=old.written_bytes + written_bytes,
+                evicted=old.evicted + len(evicted),
+            )
+            self._dropped += evicted
+
+    def over_budget(self, num_blocks: int) -> None:
+        with self._lock:
+            total = self._counted.over_budget + num_blocks
+            self._counted = replace(self._counted, over_budget=total)
+
+    def refused(self, keys: Iterable[PrefixKey]) -> None:
+        """These were to be written, and are not there."""
+        with self._lock:
+            self._dropped += keys
+
+    def take_dropped(self) -> list[PrefixKey]:
+        """Keys evicted or refused since the last call."""
+        with self._lock:
+            dropped, self._dropped = self._dropped, []
+            return dropped
+
+    def fault(self, why: MissReason, num_blocks: int, what: str) -> None:
+        """Count blocks lost to a fault; say so in the log, not more often than LOG_EVERY_S."""
+        now = time.monotonic()
+        with self._lock:
+            self._faults[why] += num_blocks
+            total = self._faults[why]
+            quiet = now - self._logged_s.get(why, -LOG_EVERY_S) < LOG_EVERY_S
+            if not quiet:
+                self._logged_s[why] = now
+        if not quiet:
+            logger.warning(f"disk cache: {what} ({why}, {total} so far)")
+
+    def hit(self, number: int, keys: Sequence[PrefixKey], nbytes: int) -> None:
+        """Blocks of `nbytes` each were served from shard `number`."""
+        with self._lock:
+            pending = self._pending[number]
+            pending.num_hits += len(keys)
+            pending.hit_bytes += len(keys) * nbytes
+
+    def use(self, number: int, keys: Iterable[PrefixKey], *, lent: bool = False) -> None:
+        """Blocks of shard `number` move in the order of eviction; the last is the most recent.
+
+        Where `lent`, they move to its old end.
+        """
+        with self._lock:
+            pending = self._pending[number]
+            to, other = (pending.lent, pending.used) if lent else (pending.used, pending.lent)
+            for key in keys:
+                other.pop(key, None)
+                if key in to or len(to) < MAX_USED:
+                    to.pop(key, None)
+                    to[key] = None
+
+    def condemn(self, number: int, key: PrefixKey) -> None:
+        """A record that proved unreadable; the next write deletes it."""
+        with self._lock:
+            self._pending[number].condemned.add(key)
+
+    def take_pending(self, number: int) -> Pending:
+        with self._lock:
+            pending, self._pending[number] = self._pending[number], Pending()
+            return pending
+
+    def give_back(self, number: int, pending: Pending) -> None:
+        """The transaction failed: keep what must not be lost (the order of eviction may be)."""
+        with self._lock:
+            now = self._pending[number]
+            now.condemned |= pending.condemned
+            now.num_hits += pending.num_hits
+            now.hit_bytes += pending.hit_bytes

@@ -1,0 +1,75 @@
+"""What happened to blocks on disk: how long they lived, and the events for who listens.
+
+Told by every write transaction that stands, whoever opened it in this process, and by every load.
+Any thread.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from tiers.disk.record import parent_of, tokens_of, written_s_of
+from tiers.disk.rows import Entry
+from tiers.disk.transaction import Writer
+from tiers.telemetry.events import EventKind, EventStream
+from tiers.telemetry.lifetimes import LifeStats, Lives
+from tiers.tier import TierName
+
+
+class DiskChronicle:
+    """One disk tier's lives, and its voice in the stream. Times are whole seconds."""
+
+    def __init__(self, stream: EventStream, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._lives = Lives()
+
+    def opened(self, num_blocks: int) -> None:
+        """A shard was opened with so many blocks; an empty one in place of a damaged one too."""
+        if num_blocks == 0 and self._stream.listening:
+            self._stream.publish(EventKind.CLEARED, TierName.DISK)
+
+    def committed(self, writer: Writer) -> None:
+        """A write transaction stands."""
+        if writer.gone:
+            with self._lock:
+                for _, entry, cause in writer.gone:
+                    lived_s = writer.now_s - written_s_of(entry.header)
+                    idle_s = writer.now_s - entry.place.used_s
+                    self._lives.left(cause, lived_s=max(0, lived_s), idle_s=max(0, idle_s))
+        if self._stream.listening:
+            self._tell(writer)
+
+    def served(self, entries: Sequence[Entry]) -> None:
+        """Blocks were read for a request; their last use is as of the last write that told it."""
+        now_s = self.clock()
+        with self._lock:
+            for entry in entries:
+                self._lives.reused(now_s - entry.place.used_s)
+
+    def lives(self) -> LifeStats:
+        with self._lock:
+            return self._lives.stats()
+
+    def _tell(self, writer: Writer) -> None:
+        for key, entry, cause in writer.gone:
+            self._stream.publish(
+                EventKind.REMOVED,
+                TierName.DISK,
+                key=key,
+                parent=parent_of(entry.header),
+                scope=entry.scope,
+                nbytes=entry.place.nbytes,
+                cause=cause,
+            )
+        for key, entry in writer.fresh:
+            self._stream.publish(
+                EventKind.MOVED,
+                TierName.DISK,
+                key=key,
+                parent=parent_of(entry.header),
+                scope=entry.scope,
+                tokens=tokens_of(entry.header),
+                nbytes=entry.place.nbytes,
+                source=TierName.HOST,
+            )

@@ -1,0 +1,204 @@
+"""Moving blocks between machines: an export is one stream of records, an import proves each.
+
+A stream is "cachesvc-blocks\\n", then per block a u32 length and the record as it lies on disk
+(header and payload), oldest first; a length of 0, the number of blocks (u64) and xxh3_64 of that
+number end it. An importer trusts nothing: every header, payload and key is checked again, and what
+came whole is kept where a stream ends early.
+"""
+
+import struct
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+import xxhash
+
+from tiers.blocks.keys import PrefixKey, child_key
+from tiers.disk.codec import CodecId
+from tiers.disk.maintenance import pages_by_age
+from tiers.disk.record import Header, check_payload, parent_of, unpack_header
+from tiers.disk.room import Room
+from tiers.disk.rows import Entry
+from tiers.disk.shard import Shard
+from tiers.disk.transaction import MIN_RECORD, Record
+from tiers.errors import MissReason
+
+MAGIC = b"cachesvc-blocks\n"
+BATCH_BYTES = 8 << 20
+MAX_RECORD = 1 << 30
+_LENGTH = struct.Struct("<I")
+_END = struct.Struct("<QQ")
+
+Rule = Callable[[PrefixKey, Entry], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What an export or an import did. `complete` is False where a stream ended early."""
+
+    num_blocks: int = 0
+    nbytes: int = 0
+    num_held: int = 0  # blocks that were there already
+    bad: Mapping[MissReason, int] = field(default_factory=dict)
+    complete: bool = True
+
+
+def chain_rule(shards: Sequence[Shard], keys: Collection[PrefixKey]) -> Rule:
+    """The blocks `keys`, all that follow them, and all that lead to them: whole prefixes.
+
+    Reads every index entry once, and holds the keys of all blocks while it decides.
+    """
+    parents: dict[PrefixKey, PrefixKey] = {}
+    children: dict[PrefixKey, list[PrefixKey]] = {}
+    for shard in shards:
+        for rows in pages_by_age(shard):
+            for key, entry in rows:
+                parents[key] = parent_of(entry.header)
+                children.setdefault(parents[key], []).append(key)
+    chosen: set[PrefixKey] = set()
+    for key in keys:
+        while key in parents:
+            chosen.add(key)
+            key = parents[key]
+    below = list(keys)
+    while below:
+        key = below.pop()
+        chosen.add(key)
+        below += children.get(key, [])
+    return lambda key, _: key in chosen
+
+
+def export(shards: Sequence[Shard], to: BinaryIO, rule: Rule) -> Moved:
+    """Write the blocks that `rule` names to a stream, each checked; safe beside a live server."""
+    to.write(MAGIC)
+    num_blocks = nbytes = 0
+    bad: Counter[MissReason] = Counter()
+    for shard in shards:
+        for key, record in _records(shard, rule):
+            found = proven(record, key)
+            if isinstance(found, MissReason):
+                bad[found] += 1
+                continue
+            whole = record[: _whole_nbytes(record, found)]
+            to.write(_LENGTH.pack(len(whole)))
+            to.write(whole)
+            num_blocks += 1
+            nbytes += len(whole)
+    to.write(_LENGTH.pack(0) + _end(num_blocks))
+    return Moved(num_blocks, nbytes, bad=dict(bad))
+
+
+def import_blocks(
+    shards: Sequence[Shard], source: BinaryIO, shard_of: Callable[[PrefixKey, int], int]
+) -> Moved:
+    """Store the blocks of a stream, evicting as a server would; safe beside a live one.
+
+    Raises ValueError where the stream is none of ours.
+    """
+    if source.read(len(MAGIC)) != MAGIC:
+        raise ValueError("this is not an export of cachesvc blocks")
+    importer = _Importer(shards, shard_of)
+    complete = False
+    while len(head := source.read(_LENGTH.size)) == _LENGTH.size:
+        (length,) = _LENGTH.unpack(head)
+        if length == 0:
+            end = source.read(_END.size)
+            complete = end == _end(importer.num_seen)
+            break
+        if length > MAX_RECORD or len(record := source.read(length)) < length:
+            break
+        importer.take(record)
+    return importer.finish(complete=complete)
+
+
+class _Importer:
+    """Collects proven records into batches, one transaction each."""
+
+    def __init__(self, shards: Sequence[Shard], shard_of: Callable[[PrefixKey, int], int]) -> None:
+        self._shards = shards
+        self._shard_of = shard_of
+        self._batches: list[list[Record]] = [[] for _ in shards]
+        self._bad: Counter[MissReason] = Counter()
+        self._num_stored = self._num_held = self._nbytes = 0
+        self.num_seen = 0
+
+    def take(self, data: bytes) -> None:
+        self.num_seen += 1
+        header = proven(memoryview(data), None)
+        if isinstance(header, MissReason):
+            self._bad[header] += 1
+            return
+        number = self._shard_of(header.key, len(self._shards))
+        batch = self._batches[number]
+        batch.append(make_record(data, header))
+        if sum(len(record.data) for record in batch) >= self._batch_bytes(number):
+            self._write(number)
+
+    def finish(self, *, complete: bool) -> Moved:
+        for number in range(len(self._shards)):
+            self._write(number)
+            self._shards[number].sync()
+        return Moved(self._num_stored, self._nbytes, self._num_held, dict(self._bad), complete)
+
+    def _batch_bytes(self, number: int) -> int:
+        return min(BATCH_BYTES, self._shards[number].map_bytes // 32)
+
+    def _write(self, number: int) -> None:
+        batch, self._batches[number] = self._batches[number], []
+        if not batch:
+            return
+        with self._shards[number].writing() as writer:
+            fresh = [record for record in batch if writer.find(record.key) is None]
+            writer.make_room(sum(len(record.data) for record in fresh))
+            first = writer.take_sequences(len(fresh))
+            for sequence, record in enumerate(fresh, start=first):
+                writer.put(record, sequence)
+        self._num_stored += len(fresh)
+        self._num_held += len(batch) - len(fresh)
+        self._nbytes += sum(len(record.data) for record in fresh)
+
+
+def _records(shard: Shard, rule: Rule) -> Iterator[tuple[PrefixKey, memoryview]]:
+    for rows in pages_by_age(shard):
+        chosen = [(key, entry) for key, entry in rows if rule(key, entry)]
+        shard.will_need([entry for _, entry in chosen])
+        for key, entry in chosen:
+            yield key, read_record(shard, key, entry)
+
+
+def read_record(shard: Shard, key: PrefixKey, entry: Entry) -> memoryview:
+    return shard.read(key, entry, Room().take(shard.room_for(entry)))
+
+
+def proven(record: memoryview, key: PrefixKey | None) -> Header | MissReason:
+    """The record's header, where header, payload and key are all right."""
+    header = unpack_header(record)
+    if isinstance(header, MissReason):
+        return header
+    if key is not None and header.key != key:
+        return MissReason.ABSENT
+    if child_key(header.parent, header.tokens, header.content) != header.key:
+        return MissReason.COLLISION
+    if header.codec not in tuple(CodecId):
+        return MissReason.VERSION
+    start = _header_nbytes(record)
+    return check_payload(header, record[start : start + header.payload_nbytes]) or header
+
+
+def _header_nbytes(record: memoryview | bytes) -> int:
+    return int.from_bytes(record[12:16], "little")
+
+
+def _whole_nbytes(record: memoryview, header: Header) -> int:
+    return _header_nbytes(record) + header.payload_nbytes
+
+
+def _end(num_blocks: int) -> bytes:
+    return _END.pack(num_blocks, xxhash.xxh3_64_intdigest(num_blocks.to_bytes(8, "little")))
+
+
+def make_record(data: bytes, header: Header) -> Record:
+    start = _header_nbytes(data)
+    whole = data.ljust(MIN_RECORD, b"\0")
+    return Record(header.key, header.scope, data[:start], memoryview(whole), header.logical_nbytes)

@@ -1,0 +1,63 @@
+"""What stays on disk though its turn to leave has come: pinned blocks, groups within their share.
+
+The order of eviction knows ages alone. A block at its old end that must not go is moved to the
+recent end instead, so that eviction never looks at it twice in one turnover of the disk.
+"""
+
+from collections.abc import Collection, Hashable, Mapping
+
+from tiers.blocks.keys import PrefixKey
+from tiers.disk.rows import Account
+from tiers.policy.quota import COMMON, Quotas
+
+
+class DiskGuard:
+    """Asked by the one writer thread; `keep` may be called by any."""
+
+    def __init__(self, quotas: Quotas | None = None) -> None:
+        self._quotas = quotas
+        self._kept: Collection[PrefixKey] = ()
+        self._victims: Hashable = COMMON  # the group furthest over its share, when last compared
+
+    def keep(self, keys: Collection[PrefixKey]) -> None:
+        self._kept = keys
+
+    def keeps(self, key: PrefixKey) -> bool:
+        return key in self._kept
+
+    def spares(self, key: PrefixKey, scope: PrefixKey) -> bool:
+        """Whether this block stays though room is needed."""
+        if key in self._kept:
+            return True
+        quotas = self._quotas
+        if quotas is None:
+            return False
+        group = quotas.group(scope)
+        if quotas.is_over(group):
+            return False
+        if not quotas.is_over(self._victims):
+            self._victims = max(quotas.shares.groups(), key=quotas.pressure)
+        return quotas.is_over(self._victims) or group != self._victims
+
+    def is_over(self, scope: PrefixKey) -> bool:
+        """Whether this scope's group has more than it was promised."""
+        return self._quotas is not None and self._quotas.is_over(self._quotas.group(scope))
+
+    def moved(self, scope: PrefixKey, stored_bytes: int) -> None:
+        """A block of this scope came, or went (less than 0)."""
+        if self._quotas is not None:
+            self._quotas.charge(self._quotas.group(scope), stored_bytes)
+
+    def recount(self, accounts: Mapping[PrefixKey, Account]) -> None:
+        """Begin again from what the shards say: after a fault, and since commands change them."""
+        if self._quotas is None:
+            return
+        used: dict[Hashable, int] = {}
+        for scope, account in accounts.items():
+            group = self._quotas.group(scope)
+            used[group] = used.get(group, 0) + account.stored_bytes
+        self._quotas.reset(used)
+
+    def usage(self) -> dict[Hashable, tuple[int, int]]:
+        """Per group: (used, share) in bytes as they lie on disk."""
+        return self._quotas.usage() if self._quotas is not None else {}

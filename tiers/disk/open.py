@@ -1,0 +1,236 @@
+"""Opening a disk tier: lock, format, recovery after a crash, and the size of the maps.
+
+What stands in the folder is kept where it can be: another format version or an environment that
+LMDB refuses is cleared and counted as faults; after a power cut, where LMDB's own pages may be
+torn, each shard is first walked by a child process, whose death costs the shard, not the server.
+"""
+
+import logging
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from tiers.blocks.keys import PrefixKey
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.codec import bound
+from tiers.disk.compact import NEW_SUFFIX, compact
+from tiers.disk.directory import (
+    FORMAT,
+    DirectoryLock,
+    Meta,
+    boot_id,
+    make_root,
+    read_meta,
+    remove_shards,
+    shard_path,
+    write_meta,
+)
+from tiers.disk.events import DiskChronicle
+from tiers.disk.guard import DiskGuard
+from tiers.disk.pin_file import keys_in_force
+from tiers.disk.recovery import claimed_bytes
+from tiers.disk.settings import DiskSettings
+from tiers.disk.shard import Shard, ShardDamaged
+from tiers.disk.slot import ShardSlot
+from tiers.disk.storage import NotAnEnvironment, Storage, StorageError
+from tiers.disk.tier import DiskTier
+from tiers.disk.transaction import reserve_pages
+from tiers.errors import ConfigurationError, MissReason
+from tiers.policy.quota import Quotas, Shares
+from tiers.telemetry.events import EventStream
+
+logger = logging.getLogger(__name__)
+
+OVERHEAD_BYTES = 96 << 10  # lock.mdb of a shard (64 bytes a reader slot), disk.json, folders
+MIN_BLOCKS = 4
+BATCHES_IN_MAP = 32  # a transaction writes at most this part of a shard
+RECORDS = 0.9  # of the pages in use; the rest is the index, some 500 bytes a block
+WALK_S = 60  # a shard that takes longer to walk after a power cut is dropped
+_PAGE = 4096
+
+
+def open_disk(
+    root: Path,
+    layout: BlockLayout,
+    capacity_bytes: int,
+    *,
+    num_shards: int = 1,
+    settings: DiskSettings | None = None,
+    storage: Storage | None = None,
+    shares: Shares | None = None,
+    clock: Callable[[], float] = time.time,
+    stream: EventStream | None = None,
+) -> DiskTier:
+    """Open or create the disk tier in `root`; its files never take more than `capacity_bytes`.
+
+    `num_shards` counts for a new folder; one that stands keeps its own. With `shares`, no group
+    within its part of the disk loses a block to another. Raises DirectoryLocked
+    where another server holds it, ConfigurationError where folder or size cannot work.
+    """
+    storage = storage or Storage()
+    settings = settings or DiskSettings()
+    chronicle = DiskChronicle(stream or EventStream(), clock)
+    make_root(root)
+    lock = DirectoryLock(root)
+    try:
+        faults: Counter[MissReason] = Counter()
+        meta = _standing(root, faults)
+        for leftover in root.glob(f"*{NEW_SUFFIX}"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        num_shards = meta.num_shards if meta else num_shards
+        map_bytes = shard_map_bytes(capacity_bytes, num_shards, layout.nbytes)
+        at_once = min(settings.batch_bytes, map_bytes // BATCHES_IN_MAP)
+        guard = _guard(shares, num_shards, map_bytes, max(at_once, bound(layout.nbytes)))
+
+        def open_shard(path: Path) -> Shard:
+            path.mkdir(parents=True, exist_ok=True)
+            shard = Shard(
+                path,
+                map_bytes,
+                storage=storage,
+                clock=clock,
+                guard=guard,
+                on_commit=chronicle.committed,
+            )
+            chronicle.opened(shard.totals.num_blocks)
+            return shard
+
+        pinned = keys_in_force(root, clock())
+        slots = [
+            _open_slot(
+                shard_path(root, number), map_bytes, meta, storage, open_shard, faults, pinned
+            )
+            for number in range(num_shards)
+        ]
+        num_blocks = meta.num_blocks if meta else 0
+        write_meta(root, Meta(FORMAT, num_shards, map_bytes, boot=boot_id(), num_blocks=num_blocks))
+    except BaseException:
+        lock.release()
+        raise
+    return DiskTier(
+        root,
+        layout,
+        capacity_bytes,
+        slots,
+        lock,
+        replace(settings, batch_bytes=at_once),
+        guard=guard,
+        clock=clock,
+        faults=faults,
+        chronicle=chronicle,
+    )
+
+
+def shard_map_bytes(capacity_bytes: int, num_shards: int, block_bytes: int) -> int:
+    """The map of each shard, so that all files together stay within the capacity."""
+    map_bytes = (capacity_bytes // num_shards - OVERHEAD_BYTES) // _PAGE * _PAGE
+    block_pages = bound(block_bytes) // _PAGE + 2
+    map_pages = max(0, map_bytes // _PAGE)
+    least = reserve_pages(map_pages, block_pages) + MIN_BLOCKS * block_pages
+    if map_pages < least:
+        need = num_shards * (OVERHEAD_BYTES + 2 * least * _PAGE)
+        raise ConfigurationError(
+            f"a disk cache of {capacity_bytes} bytes is too small for blocks of {block_bytes} "
+            f"bytes in {num_shards} shard(s); give it {need} bytes or more, or turn it off"
+        )
+    return map_bytes
+
+
+def _guard(shares: Shares | None, num_shards: int, map_bytes: int, batch_bytes: int) -> DiskGuard:
+    """Shares are of what is in use when eviction begins, so that who is within its own is safe."""
+    if shares is None:
+        return DiskGuard()
+    pages, batch = map_bytes // _PAGE, -(-batch_bytes // _PAGE)
+    usable = pages - reserve_pages(pages, batch) - batch
+    return DiskGuard(Quotas(shares, int(num_shards * usable * _PAGE * RECORDS)))
+
+
+def _standing(root: Path, faults: Counter[MissReason]) -> Meta | None:
+    """What the folder holds of this format; anything else is cleared and counted."""
+    meta = read_meta(root)
+    if meta is not None and meta.format == FORMAT:
+        return meta
+    if any(root.glob("shard-*")):
+        num_lost = max(1, meta.num_blocks if meta else 0)
+        faults[MissReason.VERSION] += num_lost
+        logger.warning(
+            f"disk cache: {root} is of format {meta.format if meta else 'unknown'}, not {FORMAT}; "
+            f"{num_lost} block(s) dropped"
+        )
+        remove_shards(root)
+    return None
+
+
+def _open_slot(
+    path: Path,
+    map_bytes: int,
+    meta: Meta | None,
+    storage: Storage,
+    open_shard: Callable[[Path], Shard],
+    faults: Counter[MissReason],
+    pinned: Sequence[PrefixKey],
+) -> ShardSlot:
+    """One shard, walked first where its pages may be torn, and emptied where it cannot be used."""
+    why = (
+        _unusable(path, map_bytes, meta, storage, pinned)
+        if meta and (path / "data.mdb").exists()
+        else None
+    )
+    if why is None:
+        try:
+            return ShardSlot(path, partial(open_shard, path))
+        except (*NotAnEnvironment, ShardDamaged) as error:
+            why = str(error)
+    logger.error(f"disk cache: {path} is dropped: {why}")
+    faults[MissReason.TORN] += max(1, meta.num_blocks // meta.num_shards if meta else 0)
+    shutil.rmtree(path, ignore_errors=True)
+    return ShardSlot(path, partial(open_shard, path))
+
+
+def _unusable(
+    path: Path, map_bytes: int, meta: Meta, storage: Storage, pinned: Sequence[PrefixKey]
+) -> str | None:
+    """Why this standing shard must be dropped; None where it can be opened."""
+    file_bytes = (path / "data.mdb").stat().st_size
+    power_cut = not meta.clean and meta.boot != boot_id()
+    if power_cut or file_bytes < claimed_bytes(path):
+        why = _walk(path, meta.map_bytes)
+        if why is not None:
+            return why
+    if file_bytes > map_bytes:
+        return _shrink(path, map_bytes, meta, storage, pinned)
+    return None
+
+
+def _shrink(
+    path: Path, map_bytes: int, meta: Meta, storage: Storage, pinned: Sequence[PrefixKey]
+) -> str | None:
+    """Rewrite a shard whose capacity was lowered; why it could not be."""
+    logger.warning(
+        f"disk cache: the capacity was lowered; {path} is rewritten to {map_bytes} bytes"
+    )
+    try:
+        done = compact(path, meta.map_bytes, map_bytes, storage, pinned)
+    except StorageError as error:
+        return str(error)
+    logger.warning(f"disk cache: {done.num_kept} blocks of {path} kept, {done.num_dropped} dropped")
+    return None
+
+
+def _walk(path: Path, map_bytes: int) -> str | None:
+    """Walk the shard's pages in a child process, which torn ones may kill; why they are no good."""
+    command = [sys.executable, "-m", "tiers.disk.recovery", str(path), str(map_bytes)]
+    here = Path(__file__).parent.parent.parent
+    try:
+        child = subprocess.run(command, cwd=here, capture_output=True, timeout=WALK_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"walking its pages took over {WALK_S} s"
+    if child.returncode == 0:
+        return None
+    return child.stderr.decode(errors="replace").strip()[-200:] or f"exit {child.returncode}"

@@ -1,0 +1,88 @@
+"""Pins beside the disk tier, so that they outlive the server: one small JSON file, replaced whole.
+
+Written by the mover's writer thread, read at start and by the command line.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiers.blocks.keys import PrefixKey
+from tiers.policy.retention import Pin
+
+logger = logging.getLogger(__name__)
+
+PINS_NAME = "pins.json"
+FORMAT = 1
+
+
+def save_pins(folder: Path, pins: Sequence[Pin[PrefixKey]]) -> None:
+    """Replace the file, durably: after a crash either the old or the new one stands. OSError."""
+    told = {"format": FORMAT, "pins": [_record(pin) for pin in pins]}
+    path = folder / PINS_NAME
+    temporary = path.with_suffix(".new")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(told, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def load_pins(folder: Path) -> list[Pin[PrefixKey]]:
+    """What stands in the file; a file that cannot be read has no pins, and is said in the log."""
+    path = folder / PINS_NAME
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if told["format"] != FORMAT:
+            raise ValueError(f"format {told['format']}, not {FORMAT}")
+        return [_pin(record) for record in told["pins"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.error(f"the pins in {path} cannot be read and are not in force: {error!r}")
+        return []
+
+
+def pinned_keys(folder: Path) -> frozenset[PrefixKey]:
+    """Every block under a pin on record, also one whose time is over."""
+    return frozenset(key for pin in load_pins(folder) for key in pin.keys)
+
+
+def keys_in_force(folder: Path, now_s: float) -> list[PrefixKey]:
+    """Every block under a pin that is in force, once, a prefix from its first block on."""
+    pins = [pin for pin in load_pins(folder) if pin.until_s > now_s]
+    return list(dict.fromkeys(key for pin in pins for key in pin.keys))
+
+
+def _record(pin: Pin[PrefixKey]) -> dict[str, object]:
+    return {
+        "name": pin.name,
+        "scope": pin.scope.hex(),
+        "keys": [key.hex() for key in pin.keys],
+        "num_tokens": pin.num_tokens,
+        "since_s": pin.since_s,
+        "until_s": pin.until_s,
+        "why": pin.why,
+    }
+
+
+def _pin(record: dict[str, object]) -> Pin[PrefixKey]:
+    keys, tokens = record["keys"], record["num_tokens"]
+    if not isinstance(keys, list) or not isinstance(tokens, int):
+        raise TypeError(f"no pin: {record!r}")
+    return Pin(
+        name=str(record["name"]),
+        keys=tuple(PrefixKey(bytes.fromhex(key)) for key in keys),
+        until_s=float(str(record["until_s"])),
+        since_s=float(str(record["since_s"])),
+        scope=PrefixKey(bytes.fromhex(str(record["scope"]))),
+        num_tokens=tokens,
+        why=str(record["why"]),
+    )

@@ -1,0 +1,183 @@
+"""Looking up and loading blocks: from the index to verified bytes in a frame. Reader threads.
+
+Nothing is served on trust. The index entry must prove its checksum, identity and layout; the record
+found at the entry's offset must begin with the very same header; the payload must have the header's
+checksum; only then is it decoded into the frame.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tiers.blocks.frames import Frame
+from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.codec import Codec, DecodeError
+from tiers.disk.counts import DiskCounts
+from tiers.disk.record import Header, check_payload, is_block, unpack_header
+from tiers.disk.room import Room
+from tiers.disk.rows import Entry
+from tiers.disk.shard import ShardDamaged
+from tiers.disk.slot import ShardSlot
+from tiers.disk.storage import StorageError
+from tiers.errors import MissReason
+from tiers.tier import Loaded
+
+
+class Scratch(threading.local):
+    """Each thread's codec, and its room for one record."""
+
+    def __init__(self, item_bytes: int) -> None:
+        self.codec = Codec(item_bytes)
+        self._room = Room()
+
+    def room(self, nbytes: int) -> memoryview:
+        """At least `nbytes`, from a page's start; valid until the next call."""
+        return self._room.take(nbytes)
+
+
+class Found(NamedTuple):
+    """A block that the index has, proven as far as the index goes."""
+
+    number: int  # of the shard
+    key: PrefixKey
+    entry: Entry
+    header: Header
+
+
+class BlockReader:
+    """Reads blocks of one layout out of the shards in `slots`."""
+
+    def __init__(
+        self, slots: Sequence[ShardSlot], layout: BlockLayout, scratch: Scratch, counts: DiskCounts
+    ) -> None:
+        self._slots = slots
+        self._block_bytes = layout.nbytes
+        self._layout_digest = layout.digest()
+        self._scratch = scratch
+        self._counts = counts
+
+    def find(self, ids: Sequence[BlockId]) -> tuple[list[Found], MissReason | None]:
+        """The leading run that the index proves, and why it ends early (None: it does not)."""
+        entries, broken = self._entries(ids)
+        found: list[Found] = []
+        for block in ids:
+            number = shard_of(block.key, len(self._slots))
+            entry = next(entries[number], None)
+            if entry is None:
+                return found, MissReason.IO_ERROR if number in broken else MissReason.ABSENT
+            header = self._prove(entry, block)
+            if isinstance(header, MissReason):
+                return found, header
+            found.append(Found(number, block.key, entry, header))
+        return found, None
+
+    def refuse(self, block: BlockId, why: MissReason) -> None:
+        """Count that `find` did not take the entry of `block`, and condemn one that is damaged."""
+        if why in (MissReason.ABSENT, MissReason.IO_ERROR):
+            return
+        self._counts.fault(why, 1, f"the index entry of block {block.key.hex()} is refused")
+        if why not in (MissReason.COLLISION, MissReason.LAYOUT):
+            self._counts.condemn(shard_of(block.key, len(self._slots)), block.key)
+
+    def load(self, found: Sequence[Found], into: Sequence[Frame]) -> Loaded:
+        """Fill `into[i]` with `found[i]`; stop at the first that cannot be served."""
+        self._read_ahead(found)
+        for done, (place, frame) in enumerate(zip(found, into, strict=True)):
+            why = self._fill(place, frame.buffer)
+            if why is not None:
+                return Loaded(done, self._blame(place, why))
+        return Loaded(len(found), None)
+
+    def _entries(self, ids: Sequence[BlockId]) -> tuple[list[Iterator[Entry]], set[int]]:
+        """Each shard's run of entries, and the shards that could not be asked."""
+        keys: list[list[PrefixKey]] = [[] for _ in self._slots]
+        for block in ids:
+            keys[shard_of(block.key, len(self._slots))].append(block.key)
+        runs: list[Iterator[Entry]] = []
+        broken: set[int] = set()
+        for number, slot in enumerate(self._slots):
+            run: list[Entry] = []
+            try:
+                if keys[number]:
+                    with slot.use() as shard:
+                        run = shard.find(keys[number])
+            except (*StorageError, ShardDamaged) as error:
+                broken.add(number)
+                self._counts.fault(MissReason.IO_ERROR, 1, f"looking up in {slot.path}: {error}")
+            runs.append(iter(run))
+        return runs, broken
+
+    def _prove(self, entry: Entry, block: BlockId) -> Header | MissReason:
+        header = unpack_header(entry.header)
+        if isinstance(header, MissReason):
+            return header
+        if not is_block(entry.header, block):
+            return MissReason.COLLISION
+        if header.layout != self._layout_digest or header.logical_nbytes != self._block_bytes:
+            return MissReason.LAYOUT
+        return header
+
+    def _read_ahead(self, found: Sequence[Found]) -> None:
+        """Ask for the whole run at once: the kernel reads it while the first blocks are decoded."""
+        if len(found) < 2:
+            return
+        for number, slot in enumerate(self._slots):
+            entries = [place.entry for place in found if place.number == number]
+            try:
+                with slot.use() as shard:
+                    shard.will_need(entries)
+            except (*StorageError, ShardDamaged):
+                return  # only a hint; the read itself will say what is wrong
+
+    def _fill(self, found: Found, into: memoryview) -> MissReason | None:
+        if len(into) != self._block_bytes:
+            return MissReason.LAYOUT
+        slot, entry, header = self._slots[found.number], found.entry, found.header
+        try:
+            with slot.use() as shard:
+                room = self._scratch.room(shard.room_for(entry))
+                record = shard.read(found.key, entry, room)
+        except (*StorageError, ShardDamaged) as error:
+            self._counts.fault(MissReason.IO_ERROR, 1, f"reading a block of {slot.path}: {error}")
+            return MissReason.IO_ERROR
+        return self._verify(entry, header, record, into)
+
+    def _verify(
+        self, entry: Entry, header: Header, record: memoryview, into: memoryview
+    ) -> MissReason | None:
+        start = len(entry.header)
+        if len(record) < start + header.payload_nbytes:
+            return MissReason.TORN
+        if record[:start] != entry.header:
+            stands = unpack_header(record)
+            return stands if isinstance(stands, MissReason) else MissReason.CHECKSUM
+        payload = record[start : start + header.payload_nbytes]
+        why = check_payload(header, payload)
+        if why is None:
+            try:
+                self._scratch.codec.decode(header.codec, payload, into)
+            except DecodeError:
+                why = MissReason.DECODE
+        return why
+
+    def _blame(self, found: Found, why: MissReason) -> MissReason:
+        """ABSENT where the block was evicted while it was read; else count and condemn it."""
+        if why in (MissReason.IO_ERROR, MissReason.LAYOUT):
+            return why
+        slot = self._slots[found.number]
+        try:
+            with slot.use() as shard:
+                now = shard.find([found.key])
+        except (*StorageError, ShardDamaged):
+            now = []
+        if not now or now[0].place.offset != found.entry.place.offset:
+            return MissReason.ABSENT
+        self._counts.fault(why, 1, f"block {found.key.hex()} in {slot.path} is not as written")
+        self._counts.condemn(found.number, found.key)
+        return why
+
+
+def shard_of(key: PrefixKey, num_shards: int) -> int:
+    """Which shard holds a key."""
+    return int.from_bytes(key[:4], "little") % num_shards

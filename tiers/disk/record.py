@@ -1,0 +1,178 @@
+"""One block as it lies on disk: a header that proves what it is, and the coded payload.
+
+All integers are little-endian. Scope, parent and key are neighbours, as are tokens and content, so
+that a reader compares two slices. The header's own checksum is its last field; the payload's is
+inside the header.
+
+    offset  bytes  field                        offset  bytes  field
+    0       8      magic "cachesvc"             88      4      length of tokens, bytes
+    8       2      format version               92      4      length of content, bytes
+    10      1      codec id                     96      8      length of the block, bytes
+    11      1      bytes per item               104     8      length of the payload, bytes
+    12      4      length of the header         112     8      xxh3_64 of the payload
+    16      16     digest of the layout         120     8      written at, unix seconds
+    32      16     scope: root key of the chain 128     ...    tokens (int32), content, zeros to
+    48      16     parent key                   ...            a multiple of 16, less 8
+    64      16     key                          ...     8      xxh3_64 of all header bytes before
+    80      8      zero, for later
+
+Pure functions over bytes, for every thread of the disk tier and for the command line.
+"""
+
+import struct
+from typing import NamedTuple
+
+import xxhash
+
+from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.errors import MissReason
+
+MAGIC = b"cachesvc"
+VERSION = 1
+PREFIX_BYTES = 16  # magic, version, codec, item bytes, header length: enough to know the rest
+_FIXED = struct.Struct("<8sHBBI16s16s16s16s8xIIQQQQ")
+_PREFIX = struct.Struct("<8sHBBI")
+_CHECKSUM = struct.Struct("<Q")
+_IDENTITY = slice(32, 80)
+assert _FIXED.size == 128
+
+
+class Header(NamedTuple):
+    """What a record says of itself, once its checksum has been found right."""
+
+    codec: int
+    item_bytes: int
+    layout: bytes
+    scope: PrefixKey
+    parent: PrefixKey
+    key: PrefixKey
+    tokens: bytes
+    content: bytes
+    logical_nbytes: int
+    payload_nbytes: int
+    payload_checksum: int
+    written_s: int
+
+    @property
+    def block_id(self) -> BlockId:
+        return BlockId(self.scope, self.parent, self.key, self.tokens, self.content)
+
+
+def header_nbytes(block: BlockId) -> int:
+    """Length of the header that `pack_header` makes for this block; a multiple of 16."""
+    return -(-(_FIXED.size + len(block.tokens) + len(block.content) + 8) // 16) * 16
+
+
+def pack_header(
+    block: BlockId,
+    *,
+    layout: bytes,
+    codec: int,
+    item_bytes: int,
+    logical_nbytes: int,
+    payload: memoryview,
+    written_s: int,
+) -> bytes:
+    """The header of `block` in front of `payload`, which is checksummed here."""
+    nbytes = header_nbytes(block)
+    fixed = _FIXED.pack(
+        MAGIC,
+        VERSION,
+        codec,
+        item_bytes,
+        nbytes,
+        layout,
+        block.scope,
+        block.parent,
+        block.key,
+        len(block.tokens),
+        len(block.content),
+        logical_nbytes,
+        len(payload),
+        xxhash.xxh3_64_intdigest(payload),
+        written_s,
+    )
+    body = (fixed + block.tokens + block.content).ljust(nbytes - 8, b"\0")
+    return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def unpack_header(data: bytes | memoryview) -> Header | MissReason:
+    """Read the header at the start of `data`, or say why it is none of ours."""
+    if len(data) < _FIXED.size + 8:
+        return MissReason.TORN
+    magic, version, _codec, _item, nbytes = _PREFIX.unpack_from(data)
+    if magic != MAGIC:
+        return MissReason.CHECKSUM
+    if version != VERSION:
+        return MissReason.VERSION
+    if not _FIXED.size + 8 <= nbytes <= len(data):
+        return MissReason.TORN
+    (checksum,) = _CHECKSUM.unpack_from(data, nbytes - 8)
+    if xxhash.xxh3_64_intdigest(data[: nbytes - 8]) != checksum:
+        return MissReason.CHECKSUM
+    fields = _FIXED.unpack_from(data)
+    codec, item_bytes = fields[2], fields[3]
+    layout, scope, parent, key, num_tokens, num_content = fields[5:11]
+    logical, coded, payload_checksum, written_s = fields[11:]
+    if _FIXED.size + num_tokens + num_content + 8 > nbytes:
+        return MissReason.TORN
+    end = _FIXED.size + num_tokens
+    return Header(
+        codec,
+        item_bytes,
+        layout,
+        scope,
+        parent,
+        key,
+        bytes(data[_FIXED.size : end]),
+        bytes(data[end : end + num_content]),
+        logical,
+        coded,
+        payload_checksum,
+        written_s,
+    )
+
+
+def is_block(header: bytes, block: BlockId) -> bool:
+    """Whether these header bytes (checked or not) carry exactly the identity of `block`."""
+    if header[_IDENTITY] != block.scope + block.parent + block.key:
+        return False
+    num_tokens, num_content = struct.unpack_from("<II", header, 88)
+    if (num_tokens, num_content) != (len(block.tokens), len(block.content)):
+        return False
+    start = _FIXED.size
+    return header[start : start + num_tokens + num_content] == block.tokens + block.content
+
+
+def scope_of(header: bytes) -> PrefixKey:
+    """The scope named in these header bytes, checked or not."""
+    return PrefixKey(header[32:48])
+
+
+def parent_of(header: bytes) -> PrefixKey:
+    """The parent's key named in these header bytes, checked or not."""
+    return PrefixKey(header[48:64])
+
+
+def logical_nbytes_of(header: bytes) -> int:
+    """The length of the block named in these header bytes, checked or not."""
+    return int.from_bytes(header[96:104], "little")
+
+
+def tokens_of(header: bytes) -> bytes:
+    """The token ids named in these header bytes, checked or not."""
+    return header[_FIXED.size : _FIXED.size + int.from_bytes(header[88:92], "little")]
+
+
+def written_s_of(header: bytes) -> int:
+    """When the record with these header bytes was written, unix seconds."""
+    return int.from_bytes(header[120:128], "little")
+
+
+def check_payload(header: Header, payload: memoryview) -> MissReason | None:
+    """Why this payload is not the one that was written under `header`; None where it is."""
+    if len(payload) != header.payload_nbytes:
+        return MissReason.TORN
+    if xxhash.xxh3_64_intdigest(payload) != header.payload_checksum:
+        return MissReason.CHECKSUM
+    return None

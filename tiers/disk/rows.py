@@ -1,0 +1,148 @@
+"""The small values a shard keeps beside its records, and their bytes: fixed, little-endian."""
+
+import struct
+from typing import NamedTuple
+
+from tiers.blocks.keys import PrefixKey
+from tiers.disk.record import logical_nbytes_of, scope_of
+
+DAY_S = 86_400
+
+
+class Place(NamedTuple):
+    """Where a record is, and when it was last used."""
+
+    sequence: int  # its entry in the order of eviction
+    offset: int  # of the record in data.mdb; 0 where it has no run of pages of its own
+    nbytes: int
+    used_s: int
+
+
+class Entry(NamedTuple):
+    """What the index knows of a block: its place, and a copy of the record's header."""
+
+    place: Place
+    header: bytes
+
+    def pack(self) -> bytes:
+        return _PLACE.pack(*self.place) + self.header
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Entry":
+        return cls(Place(*_PLACE.unpack_from(data)), data[_PLACE.size :])
+
+    @property
+    def scope(self) -> PrefixKey:
+        return scope_of(self.header)
+
+    @property
+    def logical_nbytes(self) -> int:
+        return logical_nbytes_of(self.header)
+
+
+class Totals(NamedTuple):
+    """One shard's accounts; the first three are of now, the others only grow."""
+
+    num_blocks: int = 0
+    stored_bytes: int = 0  # in whole pages
+    logical_bytes: int = 0
+    next_sequence: int = 1
+    num_stored: int = 0
+    num_evicted: int = 0
+    written_bytes: int = 0
+
+    def pack(self) -> bytes:
+        return _TOTALS.pack(*self)
+
+    @classmethod
+    def unpack(cls, data: bytes | None) -> "Totals":
+        return cls(*_TOTALS.unpack(data)) if data else cls()
+
+
+class Account(NamedTuple):
+    """What one scope has in a shard now."""
+
+    num_blocks: int = 0
+    stored_bytes: int = 0
+    logical_bytes: int = 0
+
+    def pack(self) -> bytes:
+        return _ACCOUNT.pack(*self)
+
+    @classmethod
+    def unpack(cls, data: bytes | None) -> "Account":
+        return cls(*_ACCOUNT.unpack(data)) if data else cls()
+
+    def plus(self, blocks: int, stored_bytes: int, logical_bytes: int) -> "Account":
+        """Never below nothing, so that a damaged header cannot make the accounts unwritable."""
+        return Account(
+            max(0, self.num_blocks + blocks),
+            max(0, self.stored_bytes + stored_bytes),
+            max(0, self.logical_bytes + logical_bytes),
+        )
+
+
+class Removed(NamedTuple):
+    """What was taken away."""
+
+    num_blocks: int = 0
+    stored_bytes: int = 0  # as they lay in the tier
+    logical_bytes: int = 0  # of KV
+
+    def plus(self, other: "Removed") -> "Removed":
+        return Removed(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class Day(NamedTuple):
+    """One day's wear of the disk, and what was served for it."""
+
+    written_bytes: int = 0
+    num_stored: int = 0
+    num_evicted: int = 0
+    hit_bytes: int = 0  # logical
+    num_hits: int = 0
+
+    def pack(self) -> bytes:
+        return _DAY.pack(*self)
+
+    @classmethod
+    def unpack(cls, data: bytes | None) -> "Day":
+        return cls(*_DAY.unpack(data)) if data else cls()
+
+    def plus(self, other: "Day") -> "Day":
+        return Day(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+_PLACE = struct.Struct("<QQII")
+_TOTALS = struct.Struct("<7Q")
+_ACCOUNT = struct.Struct("<3Q")
+_DAY = struct.Struct("<5Q")
+_SEQUENCE = struct.Struct(">Q")
+_ORDER = struct.Struct("<16sI")
+_DAY_KEY = struct.Struct(">I")
+
+
+def pack_sequence(sequence: int) -> bytes:
+    """Big-endian, so that LMDB's order of bytes is the order of eviction."""
+    return _SEQUENCE.pack(sequence)
+
+
+def unpack_sequence(data: bytes) -> int:
+    return int(_SEQUENCE.unpack(data)[0])
+
+
+def pack_order(key: PrefixKey, used_s: int) -> bytes:
+    return _ORDER.pack(key, used_s)
+
+
+def unpack_order(data: bytes) -> tuple[PrefixKey, int]:
+    key, used_s = _ORDER.unpack(data)
+    return PrefixKey(key), int(used_s)
+
+
+def pack_day(day: int) -> bytes:
+    return _DAY_KEY.pack(day)
+
+
+def unpack_day(data: bytes) -> int:
+    return int(_DAY_KEY.unpack(data)[0])

@@ -1,0 +1,287 @@
+"""One LMDB environment of the disk tier: records, their order of eviction, and their accounts.
+
+Databases, all written in the transaction that writes the record, so that none can disagree:
+
+    data    key -> record (header, payload)         each one run of overflow pages
+    index   key -> Place, header                    a lookup never touches the payload
+    order   sequence -> key, time of last use       the first entry is evicted first
+    scopes  scope root -> Account                   blocks and bytes of one scope
+    days    day since 1970 -> Day                   wear, and what it was good for
+    state   "totals" -> Totals
+
+A payload is read by its file offset, not through the map: py-lmdb touches every page of a value
+before returning it, one 4 KiB read each on a cold cache, and through a file descriptor a bad sector
+is an error code rather than a signal. The offset comes from the page header that LMDB keeps in
+front of a value. It holds until the block is deleted, and is never trusted: the record found there
+must have the very header of the index.
+
+RAM per block: none. Any thread may call any method; LMDB admits one write transaction at a time,
+over all processes. Errors of LMDB and of the system leave here as they are; `DiskTier` makes misses
+of them.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tiers.blocks.keys import PrefixKey
+from tiers.disk.guard import DiskGuard
+from tiers.disk.rows import (
+    Account,
+    Day,
+    Entry,
+    Totals,
+    pack_sequence,
+    unpack_day,
+    unpack_order,
+)
+from tiers.disk.storage import Database, DataFile, Storage, Transaction
+from tiers.disk.transaction import PAGE_HEADER, Databases, Writer
+from tiers.errors import TierError
+
+SYNC_BYTES = 64 << 20  # measured: a sync per 64 MiB writes 1.2 to 1.5 GB/s, per block 0.1
+
+
+class ShardDamaged(TierError):
+    """The file under this shard was cut short or removed; nothing in it can be trusted."""
+
+
+class Shard:
+    """An open environment in folder `path`. `map_bytes` bounds its file, always."""
+
+    def __init__(
+        self,
+        path: Path,
+        map_bytes: int,
+        *,
+        storage: Storage,
+        clock: Callable[[], float] = time.time,
+        readonly: bool = False,
+        on_commit: Callable[[Writer], None] = lambda writer: None,
+        guard: DiskGuard | None = None,
+    ) -> None:
+        self.path = path
+        self.map_bytes = map_bytes
+        self._storage = storage
+        self._clock = clock
+        self._on_commit = on_commit  # told of every transaction that stands, on its thread
+        self.guard = guard
+        self._env = storage.open_env(path, map_bytes=map_bytes, readonly=readonly)
+        self._file: DataFile | None = None
+        try:
+            self._file = storage.open_file(path / "data.mdb")
+            self._dbs = self._open_databases(create=not readonly)
+            self._file_bytes = storage.stat(self._file).st_size
+            self.page_bytes = int(self._env.stat()["psize"])
+            self._write_lock = threading.Lock()
+            self._unsynced_bytes = 0
+            self._slack_pages = 0  # room that a full map taught us to keep, beyond what is computed
+            self.totals = self.read_totals()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_databases(self, *, create: bool) -> Databases:
+        def opened(name: str) -> Database:
+            return self._env.open_db(name.encode(), create=create)
+
+        return Databases(*(opened(name) for name in Databases._fields))
+
+    @property
+    def _data_file(self) -> DataFile:
+        assert self._file is not None, f"{self.path} is closed"
+        return self._file
+
+    def close(self) -> None:
+        """Close without a sync; nobody may be inside another method."""
+        self._env.close()
+        file, self._file = self._file, None
+        if file is not None:
+            self._storage.close_file(file)
+
+    # Reading
+
+    @contextmanager
+    def _reading(self) -> Iterator[Transaction]:
+        """A short read transaction: while one is open, no freed page is used again."""
+        self.check()
+        txn = self._storage.begin(self._env, write=False)
+        try:
+            yield txn
+        finally:
+            txn.abort()
+
+    def check(self) -> None:
+        """Raise ShardDamaged where the file shrank or vanished: touching its map would be fatal."""
+        known = self._file_bytes  # taken first: a writer may be growing the file meanwhile
+        status = self._storage.stat(self._data_file)
+        if status.st_nlink == 0:
+            raise ShardDamaged(f"{self.path / 'data.mdb'} was removed")
+        if status.st_size < known:
+            raise ShardDamaged(f"{self.path / 'data.mdb'} has {status.st_size} bytes, had {known}")
+
+    def find(self, keys: Sequence[PrefixKey]) -> list[Entry]:
+        """Index entries of the leading run of keys that are held."""
+        found: list[Entry] = []
+        with self._reading() as txn:
+            for key in keys:
+                data = self._storage.get(txn, key, self._dbs.index)
+                if data is None:
+                    break
+                found.append(Entry.unpack(data))
+        return found
+
+    def will_need(self, entries: Sequence[Entry]) -> None:
+        """Start reading these records; neighbours on disk become one request."""
+        start = end = 0
+        for place in (entry.place for entry in entries):
+            if start < end and 0 <= place.offset - end <= self.page_bytes:
+                end = place.offset + place.nbytes
+                continue
+            if start < end:
+                self._storage.will_need(self._data_file, start, end - start)
+            start, end = place.offset, place.offset + place.nbytes
+        if start < end:
+            self._storage.will_need(self._data_file, start, end - start)
+
+    def read(self, key: PrefixKey, entry: Entry, into: memoryview) -> memoryview:
+        """The record of `entry`, as far as it is there, in the room `into`.
+
+        `into` begins on a page and has `room_for(entry)` bytes or more.
+        """
+        nbytes, offset = entry.place.nbytes, entry.place.offset
+        if offset:
+            span = into[: self.room_for(entry)]
+            count = self._storage.read(self._data_file, span, offset - PAGE_HEADER)
+            return into[PAGE_HEADER : max(PAGE_HEADER, min(count, PAGE_HEADER + nbytes))]
+        with self._reading() as txn:
+            data = (self._storage.get(txn, key, self._dbs.data) or b"")[:nbytes]
+        into[: len(data)] = data
+        return into[: len(data)]
+
+    def room_for(self, entry: Entry) -> int:
+        """Bytes that `read` needs: the whole pages of the record."""
+        return -(-(entry.place.nbytes + PAGE_HEADER) // self.page_bytes) * self.page_bytes
+
+    def entries(self, after: PrefixKey | None, limit: int) -> list[tuple[PrefixKey, Entry]]:
+        """Up to `limit` blocks in order of their keys, from the one after `after`."""
+        with self._reading() as txn, txn.cursor(db=self._dbs.index) as cursor:
+            if not (cursor.first() if after is None else cursor.set_range(after)):
+                return []
+            rows: list[tuple[PrefixKey, Entry]] = []
+            for key, data in cursor.iternext(keys=True, values=True):
+                if key != after:
+                    rows.append((PrefixKey(key), Entry.unpack(data)))
+                if len(rows) == limit:
+                    break
+            return rows
+
+    def by_age(
+        self, after: int, limit: int, *, newest_first: bool = False
+    ) -> list[tuple[PrefixKey, Entry]]:
+        """Up to `limit` blocks in order of eviction, beyond sequence `after` (0: from the end)."""
+        rows: list[tuple[PrefixKey, Entry]] = []
+        with self._reading() as txn, txn.cursor(db=self._dbs.order) as cursor:
+            for data in _orders(cursor, after, newest_first=newest_first):
+                key, _ = unpack_order(data)
+                entry = self._storage.get(txn, key, self._dbs.index)
+                if entry is not None:
+                    rows.append((key, Entry.unpack(entry)))
+                if len(rows) == limit:
+                    break
+        return rows
+
+    def read_totals(self) -> Totals:
+        with self._reading() as txn:
+            return Totals.unpack(self._storage.get(txn, b"totals", self._dbs.state))
+
+    def accounts(self) -> dict[PrefixKey, Account]:
+        """Blocks and bytes by scope."""
+        with self._reading() as txn, txn.cursor(db=self._dbs.scopes) as cursor:
+            return {PrefixKey(root): Account.unpack(data) for root, data in cursor}
+
+    def days(self) -> dict[int, Day]:
+        """Wear by day since 1970 (UTC)."""
+        with self._reading() as txn, txn.cursor(db=self._dbs.days) as cursor:
+            return {unpack_day(key): Day.unpack(data) for key, data in cursor}
+
+    def walk(self) -> str | None:
+        """Read every branch and leaf page; what is wrong with them, as far as LMDB can say."""
+        counts: dict[str, int] = {}
+        with self._reading() as txn:
+            for name, db in zip(Databases._fields, self._dbs, strict=True):
+                with txn.cursor(db=db) as cursor:
+                    counts[name] = sum(1 for _ in cursor.iternext(keys=True, values=False))
+        if not counts["data"] == counts["index"] == counts["order"] == self.totals.num_blocks:
+            return f"its databases disagree: {counts}, {self.totals.num_blocks} blocks in all"
+        return None
+
+    def used_bytes(self) -> int:
+        """Of the map, what is in pages that hold something."""
+        with self._reading() as txn:
+            stats = [txn.stat(db) for db in self._dbs]
+        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        return int(pages) * self.page_bytes
+
+    def file_bytes(self) -> int:
+        """What the file takes on the file system, as `du` counts."""
+        return self._storage.stat(self._data_file).st_blocks * 512
+
+    # Writing
+
+    @contextmanager
+    def writing(self) -> Iterator[Writer]:
+        """One write transaction, committed at the end of the block; any exception undoes it all."""
+        with self._write_lock:
+            self.check()
+            txn = self._storage.begin(self._env, write=True)
+            try:
+                writer = Writer(
+                    self._storage,
+                    txn,
+                    self._dbs,
+                    page_bytes=self.page_bytes,
+                    room_pages=self.map_bytes // self.page_bytes - self._slack_pages,
+                    now_s=int(self._clock()),
+                    guard=self.guard,
+                )
+                yield writer
+                writer.finish()
+                self._storage.commit(txn)
+            except BaseException:
+                txn.abort()
+                raise
+            self.totals = writer.totals
+            self._file_bytes = self._storage.stat(self._data_file).st_size
+            self._unsynced_bytes += writer.written_bytes
+        self._on_commit(writer)
+        if self._unsynced_bytes >= SYNC_BYTES:
+            self.sync()
+
+    def sync(self) -> None:
+        """Make every commit so far durable."""
+        self._unsynced_bytes = 0
+        self._storage.sync(self._env)
+
+    def learn_slack(self, nbytes: int) -> None:
+        """The map was full though it should not have been: keep this much more of it free."""
+        limit = self.map_bytes // self.page_bytes // 4
+        self._slack_pages = min(limit, self._slack_pages + -(-nbytes // self.page_bytes))
+
+    def forget_dead_readers(self) -> int:
+        """Clear reader slots that dead processes left; they would keep freed pages from reuse."""
+        return int(self._env.reader_check())
+
+
+def _orders(cursor: Any, after: int, *, newest_first: bool) -> Iterator[bytes]:
+    """Values of the order database beyond sequence `after`, in the direction asked for."""
+    if newest_first:
+        found = cursor.set_range(pack_sequence(after)) and cursor.prev() if after else cursor.last()
+        step = cursor.iterprev
+    else:
+        found = cursor.set_range(pack_sequence(after + 1))
+        step = cursor.iternext
+    return step(keys=False, values=True) if found else iter(())

@@ -1,0 +1,138 @@
+"""The operating system and LMDB, as the disk tier calls them: one small seam for faults.
+
+Everything that can fail for a reason outside the program goes through a `Storage`. Each method
+first says its own name to `before`, which does nothing here; `tiers.testing.faulty_storage`
+overrides it to fail the Nth call or to kill the process at a named point of a write.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lmdb
+
+MAX_READERS = 512
+NUM_DATABASES = 8
+
+StorageError = (lmdb.Error, OSError)
+MapFull = lmdb.MapFullError
+NotAnEnvironment = (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError)
+Panic = lmdb.PanicError
+
+O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+Environment = Any  # lmdb ships no types
+Transaction = Any
+Database = Any
+
+
+class DataFile(NamedTuple):
+    """Two descriptors of one file: through the page cache, and past it where that is possible."""
+
+    cached: int
+    direct: int | None
+
+
+class Storage:
+    """The real thing. Stateless; one instance serves every thread."""
+
+    def before(self, operation: str) -> None:
+        """Called with an operation's name before it runs; a hook for tests."""
+
+    def open_env(self, path: Path, *, map_bytes: int, readonly: bool) -> Environment:
+        """Open one LMDB environment without a fsync per commit and without its readahead."""
+        self.before("open_env")
+        return lmdb.open(
+            str(path),
+            map_size=map_bytes,
+            readonly=readonly,
+            create=not readonly,
+            sync=False,
+            readahead=False,
+            max_readers=MAX_READERS,
+            max_dbs=NUM_DATABASES,
+            max_spare_txns=8,
+            meminit=False,
+        )
+
+    def begin(self, env: Environment, *, write: bool) -> Transaction:
+        self.before("begin_write" if write else "begin_read")
+        return env.begin(write=write, buffers=write)
+
+    def get(self, txn: Transaction, key: bytes, db: Database) -> bytes | None:
+        self.before("get")
+        value = txn.get(key, db=db)
+        return None if value is None else bytes(value)
+
+    def view(self, txn: Transaction, key: bytes, db: Database) -> memoryview:
+        """A value of a write transaction, in place; gone when it ends or writes again."""
+        self.before("view")
+        value: memoryview = txn.get(key, db=db)
+        return value
+
+    def put(self, txn: Transaction, key: bytes, value: object, db: Database) -> None:
+        self.before("put")
+        txn.put(key, value, db=db)
+
+    def delete(self, txn: Transaction, key: bytes, db: Database) -> bool:
+        self.before("delete")
+        return bool(txn.delete(key, db=db))
+
+    def commit(self, txn: Transaction) -> None:
+        self.before("commit")
+        txn.commit()
+        self.before("committed")
+
+    def sync(self, env: Environment) -> None:
+        self.before("sync")
+        env.sync(True)
+
+    def open_file(self, path: Path) -> DataFile:
+        """Open a file for reads that bypass LMDB, and the page cache where that is possible."""
+        self.before("open_file")
+        cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return DataFile(cached, os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT))
+        except OSError:
+            return DataFile(cached, None)  # tmpfs, for one
+
+    def close_file(self, file: DataFile) -> None:
+        for fd in file:
+            if fd is not None:
+                os.close(fd)
+
+    def stat(self, file: DataFile) -> os.stat_result:
+        self.before("stat")
+        return os.fstat(file.cached)
+
+    def read(self, file: DataFile, into: memoryview, offset: int) -> int:
+        """Fill `into` from `offset`; returns the bytes read, fewer only at the end of the file.
+
+        `offset`, the length and the memory are multiples of the page. What the page cache has is
+        copied from it; anything else is read past it, which costs a quarter of the CPU and leaves
+        the memory to others: a block that was loaded lies in a hotter tier now.
+        """
+        self.before("read")
+        if file.direct is None:
+            return _read_all(file.cached, into, offset)
+        try:
+            count = os.preadv(file.cached, [into], offset, os.RWF_NOWAIT)
+        except OSError:  # EAGAIN: not in the cache; EOPNOTSUPP: this file system cannot say
+            count = 0
+        return count if count == len(into) else _read_all(file.direct, into, offset)
+
+    def will_need(self, file: DataFile, offset: int, nbytes: int) -> None:
+        """Tell the kernel to start reading this extent, where it goes through the page cache."""
+        self.before("will_need")
+        if file.direct is None:
+            os.posix_fadvise(file.cached, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def _read_all(fd: int, into: memoryview, offset: int) -> int:
+    done = 0
+    while done < len(into):
+        count = os.preadv(fd, [into[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done

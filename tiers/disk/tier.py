@@ -1,0 +1,228 @@
+"""The disk tier: blocks in LMDB shards, compressed, bounded, and verified on every read.
+
+Lives in the folder that `tiers.disk.directory` describes. `Mover`'s reader threads call `probe` and
+`load`, its one writer thread `store`, `discard` and `flush`; any thread may ask for `stats`.
+
+What cannot be served is a miss with its reason: no error of LMDB, of the file system or of the
+bytes themselves leaves these methods. A record that proves unreadable is condemned and deleted by
+the next write; a shard whose file was cut or removed is replaced by an empty one.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import reduce
+from pathlib import Path
+
+from tiers.blocks.frames import Frame
+from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.counts import Counted, DiskCounts
+from tiers.disk.directory import FORMAT, DirectoryLock, Meta, mark
+from tiers.disk.events import DiskChronicle
+from tiers.disk.guard import DiskGuard
+from tiers.disk.maintenance import count, purge
+from tiers.disk.reader import BlockReader, Scratch, shard_of
+from tiers.disk.record import Header, unpack_header
+from tiers.disk.rows import Removed
+from tiers.disk.settings import DiskOrder, DiskSettings
+from tiers.disk.shard import ShardDamaged
+from tiers.disk.slot import ShardSlot
+from tiers.disk.storage import StorageError
+from tiers.disk.view import DiskView
+from tiers.disk.writer import BlockWriter
+from tiers.errors import MissReason, TierClosed
+from tiers.tier import Loaded, ShardStats, TierName, TierStats
+
+logger = logging.getLogger(__name__)
+
+
+class DiskTier:
+    """An opened folder of shards. Made by `tiers.disk.open.open_disk`."""
+
+    name = TierName.DISK
+
+    def __init__(
+        self,
+        root: Path,
+        layout: BlockLayout,
+        capacity_bytes: int,
+        slots: Sequence[ShardSlot],
+        lock: DirectoryLock,
+        settings: DiskSettings,
+        *,
+        guard: DiskGuard,
+        faults: Mapping[MissReason, int],
+        chronicle: DiskChronicle,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.root = root
+        self.layout = layout
+        self.capacity_bytes = capacity_bytes
+        self.settings = settings
+        self._slots = slots
+        self._lock = lock
+        self._chronicle = chronicle
+        self._guard = guard
+        self._counts = DiskCounts(len(slots), faults)
+        scratch = Scratch(layout.torch_dtype.itemsize)
+        self._reader = BlockReader(slots, layout, scratch, self._counts)
+        self._writer = BlockWriter(slots, layout, scratch, self._counts, settings, guard, clock)
+        self._writer.recount()
+        self._closed = False
+
+    def probe(self, ids: Sequence[BlockId]) -> int:
+        """Length of the leading run held, by identity; payloads are not looked at."""
+        self._check_open()
+        return len(self._reader.find(ids)[0])
+
+    def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
+        """Fill `into[i]` with block `ids[i]`, verified; stop at the first that cannot be served."""
+        self._check_open()
+        wanted = ids[: len(into)]
+        found, reason = self._reader.find(wanted)
+        if reason is not None:
+            self._reader.refuse(wanted[len(found)], reason)
+        loaded = self._reader.load(found, into[: len(found)])
+        served = found[: loaded.num_blocks]
+        self._counts.loaded(
+            num_loaded=len(served),
+            num_missed=len(wanted) - len(served),
+            read_bytes=sum(place.entry.place.nbytes for place in served),
+        )
+        self._chronicle.served([place.entry for place in served])
+        for number in range(len(self._slots)):
+            # Tail first, so that a prefix outlives what follows it.
+            keys = [place.key for place in reversed(served) if place.number == number]
+            self._counts.hit(number, keys, self.layout.nbytes)
+            if self.settings.moves or self.settings.order is DiskOrder.LRU:
+                self._counts.use(number, keys, lent=self.settings.moves)
+        return Loaded(len(served), loaded.reason or reason)
+
+    def store(self, ids: Sequence[BlockId], frames: Sequence[Frame]) -> list[PrefixKey]:
+        """Write blocks not yet held, side by side.
+
+        Returns the keys dropped since the last call, for room or for age, and those not written.
+        """
+        self._check_open()
+        self._writer.store(list(zip(ids, frames, strict=True)))
+        return self._counts.take_dropped()
+
+    def discard(self, keys: Sequence[PrefixKey]) -> int:
+        """Forget these blocks, but those to `keep`; returns how many were held."""
+        self._check_open()
+        return self._writer.discard(keys)
+
+    def keep(self, keys: Collection[PrefixKey]) -> None:
+        """From now on drop these neither for room nor for age nor when asked to."""
+        self._guard.keep(frozenset(keys))
+
+    def demoted(self, keys: Sequence[PrefixKey]) -> None:
+        """The tiers above gave these up: they are no longer the first to leave."""
+        if self.settings.moves:
+            for number in range(len(self._slots)):
+                mine = [key for key in keys if shard_of(key, len(self._slots)) == number]
+                self._counts.use(number, mine)
+
+    def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
+        """Which of these are held, each for itself. Raises what storage raises."""
+        with self.view() as view:
+            return [bool(view.shards[shard_of(key, len(view.shards))].find([key])) for key in keys]
+
+    def trace(self, key: PrefixKey) -> BlockId | None:
+        """The identity of the block under a key, as far as its header can be read."""
+        with self.view() as view:
+            found = view.shards[shard_of(key, len(view.shards))].find([key])
+        header = unpack_header(found[0].header) if found else None
+        return header.block_id if isinstance(header, Header) else None
+
+    def quotas(self) -> Mapping[Hashable, tuple[int, int]]:
+        """Per group: (used, share) in bytes; empty without quotas."""
+        return self._guard.usage()
+
+    def flush(self) -> None:
+        """Make everything stored durable, and what hits taught the order of eviction."""
+        self._check_open()
+        self._writer.flush()
+
+    def stats(self) -> TierStats:
+        totals, used_bytes, shards = [], 0, []
+        for slot in self._slots:
+            try:
+                with slot.use() as shard:
+                    state = ShardStats(slot.path.name, True, shard.map_bytes, shard.used_bytes())
+                    totals.append(shard.totals)
+                    used_bytes += shard.file_bytes()
+            except (*StorageError, ShardDamaged):
+                state = ShardStats(slot.path.name, ready=False)
+            shards.append(state)
+        counted = self._counts.snapshot()
+        return TierStats(
+            name=self.name,
+            num_blocks=sum(total.num_blocks for total in totals),
+            used_bytes=used_bytes,
+            logical_bytes=sum(total.logical_bytes for total in totals),
+            capacity_bytes=self.capacity_bytes,
+            hits=counted.hits,
+            misses=counted.misses,
+            stored=counted.stored,
+            evicted=counted.evicted,
+            read_bytes=counted.read_bytes,
+            written_bytes=counted.written_bytes,
+            faults=counted.faults,
+            lives=self._chronicle.lives(),
+            shards=tuple(shards),
+        )
+
+    def counted(self) -> Counted:
+        """The counters of `stats`, and those that only this tier has."""
+        return self._counts.snapshot()
+
+    @contextmanager
+    def view(self) -> Iterator[DiskView]:
+        """The tier as an inspector sees it: blocks, accounts by scope, wear by day.
+
+        Raises what storage raises, and ShardDamaged while a shard is being replaced.
+        """
+        self._check_open()
+        with ExitStack() as stack:
+            shards = [stack.enter_context(slot.use()) for slot in self._slots]
+            meta = Meta(FORMAT, len(shards), shards[0].map_bytes)
+            yield DiskView(self.root, meta, shards)
+
+    def purge(self, roots: Collection[PrefixKey]) -> Removed:
+        """Delete every block of these scopes; raises what storage raises."""
+        with self.view() as view:
+            removed = reduce(
+                Removed.plus, (purge(shard, roots) for shard in view.shards), Removed()
+            )
+            for shard in view.shards:
+                shard.sync()
+        self._writer.recount()
+        return removed
+
+    def count(self, roots: Collection[PrefixKey]) -> int:
+        """How many blocks of these scopes are held, by looking at each; raises likewise."""
+        with self.view() as view:
+            return sum(count(shard, frozenset(roots)) for shard in view.shards)
+
+    def close(self) -> None:
+        """Flush, note that the folder is at rest, and give it back."""
+        if self._closed:
+            return
+        self._writer.flush()
+        num_blocks = self.stats().num_blocks
+        whole = not any(slot.damaged for slot in self._slots)
+        self._closed = True
+        for slot in self._slots:
+            slot.close()
+        try:
+            mark(self.root, clean=whole, num_blocks=num_blocks)
+        except OSError as error:
+            logger.warning(f"disk cache: {self.root} could not be marked clean: {error}")
+        self._lock.release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierClosed(f"the disk cache in {self.root} is closed")

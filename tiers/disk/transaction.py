@@ -1,0 +1,308 @@
+"""What happens inside one write transaction of a shard: put, delete, touch, make room, account.
+
+Made by `Shard.writing`, used by the one thread inside it, gone with the transaction.
+
+Room is counted in pages. A page freed by a transaction can be used again only two commits later,
+and LMDB copies what it changes, so the pages in use must stay below the map's by a reserve:
+
+    |<-------------------------- pages of the map -------------------------->|
+    | in use: branch, leaf and overflow pages of every database |  reserve    |
+                                                                 3 x the batch (freed by this and
+                                                                 the last commits) + 1/32 of the map
+                                                                 (no run of that length) + 64
+"""
+
+import ctypes
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from tiers.blocks.keys import PrefixKey
+from tiers.disk.guard import DiskGuard
+from tiers.disk.rows import (
+    DAY_S,
+    Account,
+    Day,
+    Entry,
+    Place,
+    Totals,
+    pack_day,
+    pack_order,
+    pack_sequence,
+    unpack_order,
+    unpack_sequence,
+)
+from tiers.disk.storage import Database, Storage, Transaction
+from tiers.telemetry.lifetimes import Cause
+
+PAGE_HEADER = 16  # LMDB 0.9, struct MDB_page: number u64, pad u16, flags u16, pages in the run u32
+MIN_RECORD = (
+    4096 - PAGE_HEADER
+)  # a shorter value could share a leaf page and have no run of its own
+LOOKED_AT = 2048  # blocks that one transaction spares before it gives up: some 30 ms
+_PAGE = struct.Struct("<QHHI")
+_OVERFLOW = 0x04
+_BATCHES = 3
+_FRAGMENTS = 32
+_FEW_PAGES = 64
+
+
+class Databases(NamedTuple):
+    """The named databases of a shard."""
+
+    data: Database
+    index: Database
+    order: Database
+    scopes: Database
+    days: Database
+    state: Database
+
+
+class Record(NamedTuple):
+    """A block to write. `data` is header and payload, MIN_RECORD bytes or more."""
+
+    key: PrefixKey
+    scope: PrefixKey
+    header: bytes
+    data: memoryview
+    logical_nbytes: int
+
+
+class Gone(NamedTuple):
+    """A block that this transaction took away."""
+
+    key: PrefixKey
+    entry: Entry
+    cause: Cause
+
+
+def reserve_pages(map_pages: int, batch_pages: int) -> int:
+    """Pages to keep free so that a batch of this size finds room at once."""
+    return _BATCHES * batch_pages + map_pages // _FRAGMENTS + _FEW_PAGES
+
+
+class Writer:
+    """The open write transaction. Totals and accounts are written once, by `finish`."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        txn: Transaction,
+        dbs: Databases,
+        *,
+        page_bytes: int,
+        room_pages: int,
+        now_s: int,
+        guard: DiskGuard | None = None,
+    ) -> None:
+        self._storage = storage
+        self._txn = txn
+        self._dbs = dbs
+        self._page_bytes = page_bytes
+        self._room_pages = room_pages
+        self._guard = guard
+        self.totals = Totals.unpack(storage.get(txn, b"totals", dbs.state))
+        self._accounts: dict[PrefixKey, Account] = {}
+        self._day = Day()
+        self.written_bytes = 0
+        self.fresh: list[tuple[PrefixKey, Entry]] = []
+        self.gone: list[Gone] = []
+        self.evicted: list[PrefixKey] = []
+        self.now_s = now_s
+
+    def find(self, key: PrefixKey) -> Entry | None:
+        data = self._storage.get(self._txn, key, self._dbs.index)
+        return None if data is None else Entry.unpack(data)
+
+    def take_sequences(self, count: int) -> int:
+        """The first of `count` new places at the recent end of the order."""
+        first = self.totals.next_sequence
+        self.totals = self.totals._replace(next_sequence=first + count)
+        return first
+
+    def keep_sequences(self, last: int) -> None:
+        """Blocks are put with sequences they had elsewhere, none of them above `last`."""
+        first = max(self.totals.next_sequence, last + 1)
+        self.totals = self.totals._replace(next_sequence=first)
+
+    def put(self, record: Record, sequence: int, used_s: int | None = None) -> None:
+        """Write a block that is not held. The caller has made room, and took the sequence."""
+        self._storage.put(self._txn, record.key, record.data, self._dbs.data)
+        place = Place(sequence, self._extent(record), len(record.data), used_s or self.now_s)
+        entry = Entry(place, record.header)
+        self._place(record.key, entry)
+        stored = self._pages(len(record.data)) * self._page_bytes
+        self._account(record.scope, 1, stored, record.logical_nbytes)
+        totals = self.totals
+        self.totals = totals._replace(
+            num_stored=totals.num_stored + 1, written_bytes=totals.written_bytes + stored
+        )
+        self._day = self._day.plus(Day(written_bytes=stored, num_stored=1))
+        self.written_bytes += stored
+        self.fresh.append((record.key, entry))
+
+    def touch(self, key: PrefixKey, sequence: int) -> bool:
+        """Move a held block to `sequence` in the order of eviction."""
+        entry = self.find(key)
+        if entry is None:
+            return False
+        self._storage.delete(self._txn, pack_sequence(entry.place.sequence), self._dbs.order)
+        place = entry.place._replace(sequence=sequence, used_s=self.now_s)
+        self._place(key, entry._replace(place=place))
+        return True
+
+    def delete(self, key: PrefixKey, cause: Cause = Cause.REQUEST) -> bool:
+        """Forget a block, if it is held."""
+        entry = self.find(key)
+        if entry is None:
+            return False
+        self._storage.delete(self._txn, key, self._dbs.data)
+        self._storage.delete(self._txn, key, self._dbs.index)
+        self._storage.delete(self._txn, pack_sequence(entry.place.sequence), self._dbs.order)
+        stored = self._pages(entry.place.nbytes) * self._page_bytes
+        self._account(entry.scope, -1, -stored, -entry.logical_nbytes)
+        self.gone.append(Gone(key, entry, cause))
+        return True
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a batch of `nbytes` fits without eviction."""
+        return self._excess_pages(nbytes) <= 0
+
+    def lend(self, keys: Sequence[PrefixKey]) -> None:
+        """Let held blocks be the first to leave, the last of them before the others.
+
+        Where the old end has no places left before it, they stay where they are.
+        """
+        first = next((unpack_sequence(place) for place in self._old_end()), 1)
+        for sequence, key in zip(range(first - 1, 0, -1), keys, strict=False):
+            self.touch(key, sequence)
+
+    def make_room(self, nbytes: int) -> bool:
+        """Evict from the old end until a batch of `nbytes` fits; False where too much is spared."""
+        excess = self._excess_pages(nbytes)
+        guard, num_spared = self._guard, 0
+        while excess > 0 and num_spared < LOOKED_AT and (rows := list(islice(self._oldest(), 64))):
+            spared: list[PrefixKey] = []
+            for key, _ in rows:
+                entry = self.find(key)
+                if entry is None or (guard is not None and guard.spares(key, entry.scope)):
+                    spared.append(key)
+                    continue
+                borrowed = guard is not None and guard.is_over(entry.scope)
+                self._evict([key], Cause.QUOTA if borrowed else Cause.ROOM)
+                excess -= self._pages(entry.place.nbytes)
+                if excess <= 0:
+                    break
+            self._move_back(spared)
+            num_spared += len(spared)
+        return excess <= 0
+
+    def expire(self, before_s: int, limit: int) -> None:
+        """Evict up to `limit` blocks that nobody used since `before_s`."""
+        gone: list[PrefixKey] = []
+        kept: list[PrefixKey] = []
+        for key, used_s in self._oldest():
+            if used_s >= before_s or len(gone) + len(kept) == limit:
+                break
+            (kept if self._guard is not None and self._guard.keeps(key) else gone).append(key)
+        self._evict(gone, Cause.AGE)
+        self._move_back(kept)
+
+    def _move_back(self, keys: Sequence[PrefixKey]) -> None:
+        """To the recent end, in the order they have, so that they are not in the way."""
+        for sequence, key in enumerate(keys, start=self.take_sequences(len(keys))):
+            self.touch(key, sequence)
+
+    def count_hits(self, num_hits: int, logical_bytes: int) -> None:
+        self._day = self._day.plus(Day(num_hits=num_hits, hit_bytes=logical_bytes))
+
+    def inherit(self, totals: Totals, days: Mapping[int, Day]) -> None:
+        """Carry on the history of the shard that this one replaces; the copying was wear too."""
+        mine = self.totals
+        self.totals = mine._replace(
+            num_stored=totals.num_stored,
+            num_evicted=totals.num_evicted + totals.num_blocks - mine.num_blocks,
+            written_bytes=totals.written_bytes + mine.written_bytes,
+        )
+        for number, day in {self.now_s // DAY_S: Day(), **days}.items():
+            key = pack_day(number)
+            here = Day.unpack(self._storage.get(self._txn, key, self._dbs.days))
+            total = day.plus(Day(written_bytes=here.written_bytes))
+            self._storage.put(self._txn, key, total.pack(), self._dbs.days)
+
+    def written_today(self) -> int:
+        """Bytes written since midnight UTC, before this transaction."""
+        key = pack_day(self.now_s // DAY_S)
+        return Day.unpack(self._storage.get(self._txn, key, self._dbs.days)).written_bytes
+
+    def finish(self) -> None:
+        """Write the accounts that this transaction changed."""
+        self._storage.put(self._txn, b"totals", self.totals.pack(), self._dbs.state)
+        for root, account in self._accounts.items():
+            if account.num_blocks:
+                self._storage.put(self._txn, root, account.pack(), self._dbs.scopes)
+            else:
+                self._storage.delete(self._txn, root, self._dbs.scopes)
+        if any(self._day):
+            key = pack_day(self.now_s // DAY_S)
+            day = Day.unpack(self._storage.get(self._txn, key, self._dbs.days)).plus(self._day)
+            self._storage.put(self._txn, key, day.pack(), self._dbs.days)
+
+    def _place(self, key: PrefixKey, entry: Entry) -> None:
+        self._storage.put(self._txn, key, entry.pack(), self._dbs.index)
+        order = pack_order(key, entry.place.used_s)
+        self._storage.put(self._txn, pack_sequence(entry.place.sequence), order, self._dbs.order)
+
+    def _evict(self, keys: list[PrefixKey], cause: Cause) -> None:
+        gone = [key for key in keys if self.delete(key, cause)]
+        self.totals = self.totals._replace(num_evicted=self.totals.num_evicted + len(gone))
+        self._day = self._day.plus(Day(num_evicted=len(gone)))
+        self.evicted += gone
+
+    def _old_end(self) -> Iterator[bytes]:
+        with self._txn.cursor(db=self._dbs.order) as cursor:
+            yield from cursor.iternext(keys=True, values=False)
+
+    def _oldest(self) -> Iterator[tuple[PrefixKey, int]]:
+        with self._txn.cursor(db=self._dbs.order) as cursor:
+            for data in cursor.iternext(keys=False, values=True):
+                yield unpack_order(data)
+
+    def _account(self, scope: PrefixKey, blocks: int, stored: int, logical: int) -> None:
+        account = self._accounts.get(scope)
+        if account is None:
+            account = Account.unpack(self._storage.get(self._txn, scope, self._dbs.scopes))
+        self._accounts[scope] = account.plus(blocks, stored, logical)
+        if self._guard is not None:
+            self._guard.moved(scope, stored)
+        now = Account(*self.totals[:3]).plus(blocks, stored, logical)
+        self.totals = self.totals._replace(**now._asdict())
+
+    def _excess_pages(self, nbytes: int) -> int:
+        batch = self._pages(nbytes)
+        room = self._room_pages - reserve_pages(self._room_pages, batch) - batch
+        return self._used_pages() - room
+
+    def _pages(self, nbytes: int) -> int:
+        return -(-(nbytes + PAGE_HEADER) // self._page_bytes)
+
+    def _used_pages(self) -> int:
+        stats = [self._txn.stat(db) for db in self._dbs]
+        return sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+
+    def _extent(self, record: Record) -> int:
+        """File offset of the record just put, or 0 where it has no run of pages of its own.
+
+        LMDB hands out the page that holds the value, and in front of the value lies that page's
+        header with its number. Flags and run length are checked, so that another LMDB's layout
+        would cost the shortcut and nothing else.
+        """
+        value = self._storage.view(self._txn, record.key, self._dbs.data)
+        address = np.frombuffer(value, np.uint8).ctypes.data - PAGE_HEADER
+        number, _, flags, pages = _PAGE.unpack(ctypes.string_at(address, _PAGE.size))
+        if not flags & _OVERFLOW or pages != self._pages(len(value)):
+            return 0
+        return int(number) * self._page_bytes + PAGE_HEADER

@@ -1,0 +1,282 @@
+"""A disk tier from outside: what lies in it, for the command line, beside a live server or without.
+
+`DiskView` only reads, in short transactions; it needs no lock, loads no torch, and keeps no block's
+bytes. `open_view` may not be used in the server's own process, where LMDB admits one opener; there
+`DiskTier.view` gives the same thing over the open shards.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
+from tiers.blocks.tree import Seen, Tree, TreeQuery, grow
+from tiers.disk.directory import FORMAT, Meta, is_locked, read_holder, read_meta, shard_path
+from tiers.disk.guard import DiskGuard
+from tiers.disk.maintenance import Verified, pages, pages_by_age, verify
+from tiers.disk.pin_file import pinned_keys
+from tiers.disk.record import Header, unpack_header
+from tiers.disk.rows import DAY_S, Account, Day, Entry
+from tiers.disk.shard import Shard
+from tiers.disk.storage import Storage, StorageError
+from tiers.errors import ConfigurationError, MissReason
+from tiers.tier import TierName
+
+_NO_KEY = PrefixKey(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """One block as `ls` and `show` print it. `why` is set where the header cannot be read."""
+
+    key: PrefixKey
+    shard: int
+    sequence: int
+    stored_bytes: int
+    used_s: int
+    scope: PrefixKey = _NO_KEY
+    parent: PrefixKey = _NO_KEY
+    num_tokens: int = 0
+    content_bytes: int = 0
+    logical_bytes: int = 0
+    codec: int = 0
+    layout: bytes = b""
+    written_s: int = 0
+    checksum: int = 0  # xxh3_64 of the payload
+    tokens: bytes = b""
+    why: MissReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSummary:
+    """The whole tier in numbers."""
+
+    path: Path
+    format: int
+    num_shards: int
+    map_bytes: int  # what the files may grow to
+    file_bytes: int
+    num_blocks: int
+    stored_bytes: int
+    logical_bytes: int
+    num_stored: int
+    num_evicted: int
+    written_bytes: int
+    num_scopes: int
+    clean: bool
+    server: str | None  # who holds the folder now
+
+    @property
+    def ratio(self) -> float:
+        """Logical bytes per stored byte."""
+        return self.logical_bytes / self.stored_bytes if self.stored_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Endurance:
+    """What the disk is asked to bear, from the days on record."""
+
+    num_days: int
+    written_bytes: int
+    written_bytes_per_day: float
+    hit_bytes: int  # logical bytes served
+    written_per_hit: float | None  # bytes written for each byte served; None before the first hit
+    years_left: float | None  # of a disk rated for `tbw_bytes`; None where none was given
+
+
+class DiskView:
+    """Read-only, over open shards. Raises what storage raises."""
+
+    def __init__(self, path: Path, meta: Meta, shards: Sequence[Shard]) -> None:
+        self.path = path
+        self.meta = meta
+        self.shards = shards
+
+    def summary(self) -> DiskSummary:
+        totals = [shard.read_totals() for shard in self.shards]
+        return DiskSummary(
+            path=self.path,
+            format=self.meta.format,
+            num_shards=len(self.shards),
+            map_bytes=sum(shard.map_bytes for shard in self.shards),
+            file_bytes=sum(shard.file_bytes() for shard in self.shards),
+            num_blocks=sum(total.num_blocks for total in totals),
+            stored_bytes=sum(total.stored_bytes for total in totals),
+            logical_bytes=sum(total.logical_bytes for total in totals),
+            num_stored=sum(total.num_stored for total in totals),
+            num_evicted=sum(total.num_evicted for total in totals),
+            written_bytes=sum(total.written_bytes for total in totals),
+            num_scopes=len(self.accounts()),
+            clean=self.meta.clean,
+            server=read_holder(self.path) if is_locked(self.path) else None,
+        )
+
+    def blocks(
+        self, scope: PrefixKey | None = None, *, oldest: bool = False
+    ) -> Iterator[BlockInfo]:
+        """Every block, or a scope's, by key or (`oldest`) in order of eviction."""
+        for number, shard in enumerate(self.shards):
+            for rows in pages_by_age(shard) if oldest else pages(shard):
+                for key, entry in rows:
+                    if scope is None or entry.scope == scope:
+                        yield _info(number, key, entry)
+
+    def find(self, key_start: bytes) -> list[BlockInfo]:
+        """Blocks whose key begins with these bytes."""
+        found = []
+        for number, shard in enumerate(self.shards):
+            after: PrefixKey | None = None
+            start = PrefixKey(key_start)
+            exact = shard.find([start]) if len(start) == 16 else []
+            if exact:
+                found.append(_info(number, start, exact[0]))
+                continue
+            after = start
+            while rows := shard.entries(after, 64):
+                mine = [(key, entry) for key, entry in rows if key.startswith(key_start)]
+                found += [_info(number, key, entry) for key, entry in mine]
+                if len(mine) < len(rows):
+                    break
+                after = rows[-1][0]
+        return found
+
+    def chain(self, block: BlockInfo) -> list[BlockInfo]:
+        """The blocks that lead to `block`, the first of the prompt first, and `block` itself."""
+        trail = [block]
+        while trail[-1].parent != trail[-1].scope:
+            before = self.find(trail[-1].parent) if trail[-1].parent else []
+            if not before:
+                break
+            trail.append(before[0])
+        return trail[::-1]
+
+    def children(self) -> Mapping[PrefixKey, list[BlockInfo]]:
+        """Blocks by their parent; those of a scope's root begin the prompts."""
+        children: dict[PrefixKey, list[BlockInfo]] = {}
+        for block in self.blocks():
+            children.setdefault(block.parent, []).append(block)
+        return children
+
+    def tree(self, query: TreeQuery, now_s: float) -> Tree:
+        """The whole tier's blocks are read, and as many shown as the query bounds."""
+        children = self.children()
+        return grow(_DiskForest(children, now_s), query, sum(map(len, children.values())))
+
+    def accounts(self) -> dict[PrefixKey, Account]:
+        """Blocks and bytes by scope."""
+        total: dict[PrefixKey, Account] = {}
+        for shard in self.shards:
+            for root, account in shard.accounts().items():
+                total[root] = total.get(root, Account()).plus(*account)
+        return total
+
+    def days(self) -> dict[int, Day]:
+        """Wear by day since 1970 (UTC)."""
+        total: dict[int, Day] = {}
+        for shard in self.shards:
+            for number, day in shard.days().items():
+                total[number] = total.get(number, Day()).plus(day)
+        return dict(sorted(total.items()))
+
+    def endurance(self, now_s: float, tbw_bytes: float | None = None) -> Endurance:
+        """Bytes written per day and per byte served; how long a disk of `tbw_bytes` bears that."""
+        days = self.days()
+        written = sum(day.written_bytes for day in days.values())
+        served = sum(day.hit_bytes for day in days.values())
+        age_days = max(1.0, now_s / DAY_S - min(days, default=now_s / DAY_S))
+        rate = written / age_days
+        years = (tbw_bytes - written) / rate / 365 if tbw_bytes and rate else None
+        per_hit = written / served if served else None
+        return Endurance(len(days), written, rate, served, per_hit, years)
+
+    def verify(self) -> Verified:
+        """Read and check every block."""
+        total = Verified()
+        for shard in self.shards:
+            total = total.plus(verify(shard))
+        return total
+
+
+class _DiskForest:
+    """Records as a forest for `tiers.blocks.tree`. A record keeps no count of its hits: the order
+    among equals is by last use."""
+
+    def __init__(self, children: Mapping[PrefixKey, list[BlockInfo]], now_s: float) -> None:
+        self._children = children
+        self._now_s = now_s
+
+    def scopes(self) -> list[PrefixKey]:
+        return sorted(root for root, found in self._children.items() if found[0].scope == root)
+
+    def following(self, key: PrefixKey) -> Sequence[BlockInfo]:
+        return self._children.get(key, ())
+
+    def rank(self, block: BlockInfo) -> int:
+        return block.used_s
+
+    def look(self, block: BlockInfo) -> Seen:
+        idle_s = self._now_s - block.used_s
+        return Seen(block.key, TierName.DISK, block.tokens, False, 0, idle_s, False)
+
+
+@contextmanager
+def open_shards(path: Path, *, readonly: bool) -> Iterator[tuple[Meta, list[Shard]]]:
+    """The shards of a folder, opened beside whoever serves it; what is pinned does not make room.
+
+    Raises ConfigurationError where there is no disk tier, or none that this version reads.
+    """
+    meta = read_meta(path)
+    if meta is None:
+        raise ConfigurationError(f"there is no disk cache in {path}; check --data-dir")
+    if meta.format != FORMAT:
+        raise ConfigurationError(
+            f"the disk cache in {path} is of format {meta.format}, and this version reads "
+            f"{FORMAT}; use the version that wrote it (a server of this one drops its blocks)"
+        )
+    guard = DiskGuard()
+    guard.keep(pinned_keys(path))
+    shards: list[Shard] = []
+    try:
+        for number in range(meta.num_shards):
+            folder = shard_path(path, number)
+            shards.append(
+                Shard(folder, meta.map_bytes, storage=Storage(), readonly=readonly, guard=guard)
+            )
+        yield meta, shards
+    except StorageError as error:
+        raise ConfigurationError(f"the disk cache in {path} cannot be read: {error}") from error
+    finally:
+        for shard in shards:
+            shard.close()
+
+
+@contextmanager
+def open_view(path: Path) -> Iterator[DiskView]:
+    """A view of the folder of a disk tier; from any process but its server's."""
+    with open_shards(path, readonly=True) as (meta, shards):
+        yield DiskView(path, meta, shards)
+
+
+def _info(number: int, key: PrefixKey, entry: Entry) -> BlockInfo:
+    place = entry.place
+    header = unpack_header(entry.header)
+    if not isinstance(header, Header):
+        return BlockInfo(key, number, place.sequence, place.nbytes, place.used_s, why=header)
+    return BlockInfo(
+        key=key,
+        shard=number,
+        sequence=place.sequence,
+        stored_bytes=place.nbytes,
+        used_s=place.used_s,
+        scope=header.scope,
+        parent=header.parent,
+        num_tokens=len(header.tokens) // TOKEN_BYTES,
+        content_bytes=len(header.content),
+        logical_bytes=header.logical_nbytes,
+        codec=header.codec,
+        layout=header.layout,
+        written_s=header.written_s,
+        checksum=header.payload_checksum,
+        tokens=header.tokens,
+    )

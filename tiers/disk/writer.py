@@ -1,0 +1,256 @@
+"""Writing blocks: encode, make room, put, and mend a shard after a fault. The writer thread."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from tiers.blocks.frames import Frame
+from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.codec import bound
+from tiers.disk.counts import DiskCounts
+from tiers.disk.guard import DiskGuard
+from tiers.disk.reader import Scratch, shard_of
+from tiers.disk.record import header_nbytes, is_block, pack_header
+from tiers.disk.rows import Account
+from tiers.disk.settings import DiskSettings
+from tiers.disk.shard import ShardDamaged
+from tiers.disk.slot import ShardSlot
+from tiers.disk.storage import MapFull, Panic, StorageError
+from tiers.disk.transaction import MIN_RECORD, Record, Writer
+from tiers.errors import MissReason
+from tiers.telemetry.lifetimes import Cause
+
+logger = logging.getLogger(__name__)
+
+EXPIRE_AT_ONCE = 256
+MAX_TRIES = 3
+RELIEF_COMMITS = 3  # pages freed by the first can be used after the third
+
+Pair = tuple[BlockId, Frame]
+
+
+class _Run(NamedTuple):
+    """A batch, as a part of the blocks that one `store` brings to one shard.
+
+    Places in the order of eviction are taken for the whole run with its first batch, so that the
+    head of the run outlives its tail though it is written first.
+    """
+
+    batch: Sequence[Pair]
+    first: int | None  # sequence of the run's last block; None before the first commit
+    num_blocks: int  # of the run
+    start: int  # of the batch in the run
+
+
+class BlockWriter:
+    """Writes blocks of one layout into the shards in `slots`."""
+
+    def __init__(
+        self,
+        slots: Sequence[ShardSlot],
+        layout: BlockLayout,
+        scratch: Scratch,
+        counts: DiskCounts,
+        settings: DiskSettings,
+        guard: DiskGuard,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._slots = slots
+        self._block_bytes = layout.nbytes
+        self._item_bytes = layout.torch_dtype.itemsize
+        self._layout_digest = layout.digest()
+        self._scratch = scratch
+        self._counts = counts
+        self._settings = settings
+        self._guard = guard
+        self._clock = clock
+
+    def store(self, pairs: Sequence[Pair]) -> None:
+        """Write blocks not yet held, those of one shard side by side and in batches."""
+        at_once = max(1, self._settings.batch_bytes // self._block_bytes)
+        for number in range(len(self._slots)):
+            mine = [pair for pair in pairs if shard_of(pair[0].key, len(self._slots)) == number]
+            first: int | None = None
+            for start in range(0, len(mine), at_once):
+                run = _Run(mine[start : start + at_once], first, len(mine), start)
+                first = self._write(number, run)
+
+    def discard(self, keys: Sequence[PrefixKey]) -> int:
+        """Forget these blocks, but those to keep; returns how many were held."""
+        num_held = 0
+        doomed = [key for key in keys if not self._guard.keeps(key)]
+        for number in range(len(self._slots)):
+            mine = [key for key in doomed if shard_of(key, len(self._slots)) == number]
+            if not mine:
+                continue
+            with self._guarded(number, "discarding from"), self.transaction(number) as writer:
+                num_held += sum(writer.delete(key) for key in mine)
+        return num_held
+
+    def flush(self) -> None:
+        """Settle what readers left, clear dead readers, and make every commit durable."""
+        self.recount()
+        for number, slot in enumerate(self._slots):
+            with self._guarded(number, "flushing"):
+                with self.transaction(number):
+                    pass
+                with slot.use() as shard:
+                    shard.forget_dead_readers()
+                    shard.sync()
+
+    def recount(self) -> None:
+        """Tell the guard what each scope has by the shards' own accounts."""
+        total: dict[PrefixKey, Account] = {}
+        for slot in self._slots:
+            try:
+                with slot.use() as shard:
+                    for root, account in shard.accounts().items():
+                        total[root] = total.get(root, Account()).plus(*account)
+            except (*StorageError, ShardDamaged):
+                return  # it is mended by the next write, and counted again after that
+        self._guard.recount(total)
+
+    @contextmanager
+    def transaction(self, number: int) -> Iterator[Writer]:
+        """A write transaction that first settles what readers left for it."""
+        pending = self._counts.take_pending(number)
+        try:
+            with self._slots[number].use() as shard, shard.writing() as writer:
+                for key in pending.condemned:
+                    writer.delete(key, Cause.FAULT)
+                for key in pending.used:
+                    writer.touch(key, writer.take_sequences(1))
+                writer.lend(list(pending.lent)[::-1])
+                writer.count_hits(pending.num_hits, pending.hit_bytes)
+                if self._settings.idle_ttl_s is not None:
+                    writer.expire(int(self._clock()) - self._settings.idle_ttl_s, EXPIRE_AT_ONCE)
+                yield writer
+        except BaseException:
+            self._counts.give_back(number, pending)
+            self.recount()
+            raise
+        self._counts.wrote(len(writer.fresh), writer.written_bytes, writer.evicted)
+
+    @contextmanager
+    def _guarded(self, number: int, doing: str) -> Iterator[None]:
+        """Turn an error of the shard into a counted fault, and mend the shard."""
+        try:
+            yield
+        except (*StorageError, ShardDamaged) as error:
+            path = self._slots[number].path
+            self._counts.fault(MissReason.IO_ERROR, 1, f"{doing} {path}: {error}")
+            self._mend(number, error)
+
+    def _write(self, number: int, run: _Run) -> int | None:
+        """One batch, tried again after a full map or damage; the first sequence of its run."""
+        path = self._slots[number].path
+        for _ in range(MAX_TRIES):
+            try:
+                with self.transaction(number) as writer:
+                    first = run.first
+                    if first is None:
+                        first = writer.take_sequences(run.num_blocks)
+                    self._put(writer, run, first)
+                return first
+            except MapFull:
+                self._relieve(number, len(run.batch) * self._block_bytes)
+            except (*StorageError, ShardDamaged) as error:
+                why = f"writing to {path}: {error}"
+                self._counts.fault(MissReason.IO_ERROR, len(run.batch), why)
+                if not self._mend(number, error):
+                    break
+        else:
+            self._counts.fault(MissReason.NO_ROOM, len(run.batch), f"{path} has no room")
+        self._counts.refused(block.key for block, _ in run.batch)
+        return run.first
+
+    def _put(self, writer: Writer, run: _Run, first: int) -> None:
+        """Put what is not held, move what is; of a run, the head is the last to leave."""
+        last = first + run.num_blocks - 1 - run.start
+        fresh: list[tuple[BlockId, Frame, int]] = []
+        for back, (block, frame) in enumerate(run.batch):
+            entry = writer.find(block.key)
+            if entry is not None and is_block(entry.header, block):
+                writer.touch(block.key, last - back)
+            else:
+                fresh.append((block, frame, last - back))
+        need = sum(self._record_bound(block) for block, _, _ in fresh)
+        if not need:
+            return
+        if self._spent(writer, need, fresh) or not self._make_room(writer, need, fresh):
+            self._counts.refused(block.key for block, _, _ in fresh)
+            return
+        for block, frame, sequence in fresh:
+            # After a collision, the block asked for last stays.
+            writer.delete(block.key, Cause.REDUNDANT)
+            writer.put(self._encode(block, frame.buffer), sequence)
+
+    def _make_room(
+        self, writer: Writer, need: int, fresh: Sequence[tuple[BlockId, Frame, int]]
+    ) -> bool:
+        """Room for these, counted before they come: who writes pays where shares are even."""
+        for block, _, _ in fresh:
+            self._guard.moved(block.scope, need // len(fresh))
+        try:
+            return writer.make_room(need)
+        finally:
+            for block, _, _ in fresh:
+                self._guard.moved(block.scope, -(need // len(fresh)))
+
+    def _spent(
+        self, writer: Writer, need: int, fresh: Sequence[tuple[BlockId, Frame, int]]
+    ) -> bool:
+        """Whether the day's budget refuses this write; what an operator pinned is written."""
+        budget = self._settings.write_budget_bytes
+        if budget is None or writer.written_today() + need <= budget:
+            return False
+        if any(self._guard.keeps(block.key) for block, _, _ in fresh):
+            return False
+        self._counts.over_budget(len(fresh))
+        return True
+
+    def _record_bound(self, block: BlockId) -> int:
+        return max(MIN_RECORD, header_nbytes(block) + bound(self._block_bytes))
+
+    def _encode(self, block: BlockId, buffer: memoryview) -> Record:
+        assert len(buffer) == self._block_bytes, f"a frame of {len(buffer)} bytes"
+        room = self._scratch.room(self._record_bound(block))
+        start = header_nbytes(block)
+        codec, nbytes = self._scratch.codec.encode(buffer, room[start:])
+        end = start + nbytes
+        header = pack_header(
+            block,
+            layout=self._layout_digest,
+            codec=codec,
+            item_bytes=self._item_bytes,
+            logical_nbytes=len(buffer),
+            payload=room[start:end],
+            written_s=int(self._clock()),
+        )
+        room[:start] = header
+        if end < MIN_RECORD:
+            room[end:MIN_RECORD] = bytes(MIN_RECORD - end)
+        return Record(block.key, block.scope, header, room[: max(end, MIN_RECORD)], len(buffer))
+
+    def _relieve(self, number: int, nbytes: int) -> None:
+        """Make room after a full map; what is freed now is free two commits later."""
+        with self._guarded(number, "making room in"):
+            with self._slots[number].use() as shard:
+                shard.forget_dead_readers()
+                shard.learn_slack(nbytes)
+            for _ in range(RELIEF_COMMITS):
+                with self.transaction(number) as writer:
+                    writer.make_room(nbytes)
+
+    def _mend(self, number: int, error: Exception) -> bool:
+        """Bring back a shard that can no longer be used; whether it is worth trying again."""
+        slot = self._slots[number]
+        if isinstance(error, ShardDamaged):
+            logger.error(f"disk cache: {error}; {slot.path} starts empty")
+            return slot.replace(keep_files=False)
+        if isinstance(error, Panic):
+            return slot.replace(keep_files=True) or slot.replace(keep_files=False)
+        return False

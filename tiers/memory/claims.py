@@ -1,0 +1,53 @@
+"""Quotas where memory changes hands: what is in use and no policy has counted, and who pays.
+
+A policy counts a block once it was released for the first time. Until then a claim does, made
+before the slot is taken, so that where shares are even the one who asks is over and gives way.
+Engine thread only; without quotas every call returns at once.
+"""
+
+from collections.abc import Hashable, Mapping
+
+from tiers.memory.index import Block
+from tiers.policy.quota import Quotas
+from tiers.telemetry.lifetimes import Cause
+from tiers.tier import TierName
+
+
+class Claims:
+    """The quotas of the memory tiers; `block_bytes` is what a block takes in them."""
+
+    def __init__(self, quotas: Mapping[TierName, Quotas], block_bytes: int) -> None:
+        self._quotas = quotas
+        self._block_bytes = block_bytes
+        self._slots: dict[Block, Hashable] = {}  # block -> group
+
+    def claim_slot(self, block: Block, tenant: Hashable) -> None:
+        """The block is about to get a slot."""
+        if self._quotas:
+            quotas = self._quotas[TierName.DEVICE]
+            group = self._slots[block] = quotas.group(tenant)
+            quotas.charge(group, self._block_bytes)
+
+    def release_slot(self, block: Block) -> None:
+        """The block has none after all, or the policy counts it from here on."""
+        if block in self._slots:
+            group = self._slots.pop(block)
+            self._quotas[TierName.DEVICE].credit(group, self._block_bytes)
+
+    def move_slot(self, block: Block, to: Block) -> None:
+        """The slot changed hands."""
+        if block in self._slots:
+            self._slots[to] = self._slots.pop(block)
+
+    def weigh_frame(self, tenant: Hashable, num_blocks: int) -> None:
+        """While a victim is chosen on the host, whoever it is for counts as having the frame."""
+        quotas = self._quotas.get(TierName.HOST)
+        if quotas is not None:
+            quotas.charge(quotas.group(tenant), num_blocks * self._block_bytes)
+
+    def cause(self, tier: TierName, victim: Block, tenant: Hashable) -> Cause:
+        """Why a victim leaves for `tenant`: for its own group, or since that is over its share."""
+        quotas = self._quotas.get(tier)
+        if quotas is None or quotas.group(victim.use.tenant) == quotas.group(tenant):
+            return Cause.ROOM
+        return Cause.QUOTA

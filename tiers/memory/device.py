@@ -1,0 +1,121 @@
+"""The device pool: one tensor of blocks that attention reads in place, and the copies in and out.
+
+Engine thread only. On a CPU the "device" is ordinary memory and a copy is a memcpy, done when it
+returns. On CUDA copies run on their own streams; events order them against the compute stream, so
+the host never waits. Compute waits for a copy in, which it is about to read, and for a copy out
+only where the slot has a new owner: copying down ahead of need runs beside it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from tiers.blocks.frames import Frame
+from tiers.blocks.layout import BlockLayout
+from tiers.errors import ConfigurationError
+
+
+class Copy:
+    """A copy under way between a frame and a slot."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        """Whether the bytes have arrived; the frame must not be touched by a thread before."""
+        return self._event is None or self._event.query()
+
+
+DONE = Copy()
+
+
+class DevicePool:
+    """`[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]` on `device`.
+
+    Invariant: every slot is either free here or owned by exactly one `Block`.
+    """
+
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: str = "cpu") -> None:
+        if num_blocks < 2:
+            raise ConfigurationError(
+                f"the device cache must hold at least two blocks of {layout.nbytes} bytes; "
+                f"raise --device-cache or lower --block-size"
+            )
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = torch.device(device)
+        self.tensor = torch.zeros(
+            (num_blocks, *layout.shape), dtype=layout.torch_dtype, device=self.device
+        )
+        self._free = list(reversed(range(num_blocks)))
+        self._down: torch.cuda.Stream | None = None
+        self._up: torch.cuda.Stream | None = None
+        self._leaving: dict[int, torch.cuda.Event] = {}  # slots that are being copied out
+        if self.device.type == "cuda":
+            self._down = torch.cuda.Stream(self.device)
+            self._up = torch.cuda.Stream(self.device)
+
+    def touch(self, max_bytes: int) -> None:
+        """Let the system hand over the memory of the slots that are taken first."""
+        assert self.num_free == self.num_blocks
+        self.tensor[: max_bytes // self.layout.nbytes].zero_()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """A free slot, or None; its rows are whatever its last owner left."""
+        return self.hand_on(self._free.pop()) if self._free else None
+
+    def hand_on(self, slot: int) -> int:
+        """The slot, for a new owner: compute waits until the last one's rows are copied out."""
+        if self._leaving and (event := self._leaving.pop(slot, None)) is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+        return slot
+
+    def give(self, slot: int) -> None:
+        """Give a slot back; nothing may refer to it any more."""
+        assert len(self._free) < self.num_blocks, "a slot was given back twice"
+        self._free.append(slot)
+
+    def copy_out(self, slot: int, frame: Frame) -> Copy:
+        """Copy a block to a host frame. Its rows must not change until `hand_on`."""
+        if self._down is None:
+            frame.tensor.copy_(self.tensor[slot])
+            return DONE
+        copy = self._enqueue(self._down, [(frame.tensor, self.tensor[slot])])
+        self._leaving[slot] = copy
+        return Copy(copy)
+
+    def copy_in(self, frames: Sequence[Frame], slots: Sequence[int]) -> Copy:
+        """Copy host frames into slots; later work on the compute stream sees them."""
+        pairs = [
+            (self.tensor[slot], frame.tensor) for frame, slot in zip(frames, slots, strict=True)
+        ]
+        if self._up is None or self._down is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return DONE
+        self._up.wait_stream(self._down)  # a frame may still be on its way down
+        arrived = self._enqueue(self._up, pairs)
+        torch.cuda.current_stream(self.device).wait_event(arrived)
+        return Copy(arrived)
+
+    def copy_rows(self, source: int, target: int, num_rows: int) -> None:
+        """Copy the first `num_rows` token rows of one slot to another, in compute order."""
+        self.tensor[target, :, :, :num_rows].copy_(self.tensor[source, :, :, :num_rows])
+
+    def _enqueue(
+        self, stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.cuda.Event:
+        """Copy sources to targets after the work that compute has been given so far."""
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        event = torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            event.record(stream)
+        return event

@@ -1,0 +1,85 @@
+"""A policy over blocks that knows them by prefix key.
+
+Policies that remember what left (ghosts) or order children before parents need names that outlive
+a `Block`: this gives them prefix keys. Engine thread only.
+"""
+
+from collections.abc import Hashable
+
+from tiers.memory.index import Block
+from tiers.policy import Policy, PolicyName, Use, make_policy
+from tiers.policy.quota import FairPolicy, Quotas
+
+
+class ByPrefix:
+    """A `Policy[Block]` over a policy of keys.
+
+    A block is known by its key, or by itself where it has none (a partly filled one) or where its
+    key is taken. Invariant: the two maps are each other's inverse, over the blocks in the tier.
+    """
+
+    def __init__(self, policy: Policy[Hashable]) -> None:
+        self._policy = policy
+        self._names: dict[Block, Hashable] = {}
+        self._blocks: dict[Hashable, Block] = {}
+
+    def insert(
+        self, key: Block, use: Use, parent: Block | None = None, depth: int = 0, nbytes: int = 1
+    ) -> None:
+        name: Hashable = key.key
+        if name is None or name in self._blocks:
+            name = key
+        self._names[key], self._blocks[name] = name, key
+        above = key.parent if key.parent in self._blocks else None
+        self._policy.insert(name, use, above, depth, nbytes)
+
+    def hold(self, key: Block) -> None:
+        self._policy.hold(self._names[key])
+
+    def release(self, key: Block, use: Use) -> None:
+        self._policy.release(self._names[key], use)
+
+    def touch(self, key: Block, use: Use) -> None:
+        self._policy.touch(self._names[key], use)
+
+    def remove(self, key: Block) -> None:
+        name = self._names.pop(key, None)
+        if name is not None:
+            del self._blocks[name]
+            self._policy.remove(name)
+
+    def victim(self) -> Block | None:
+        name = self._policy.victim()
+        if name is None:
+            return None
+        block = self._blocks.pop(name)
+        del self._names[block]
+        return block
+
+    def coldest(self, count: int) -> list[Block]:
+        return [self._blocks[name] for name in self._policy.coldest(count)]
+
+
+def rank_device(name: str, capacity_blocks: int, quotas: Quotas | None = None) -> Policy[Block]:
+    """The policy of that name over the device's blocks. Raises ConfigurationError if unknown.
+
+    LRU and FIFO need no names of what left, and rank the blocks themselves: it is the hot path.
+    With quotas, each group has a policy of its own.
+    """
+
+    def make() -> Policy[Block]:
+        policy = make_policy(name, capacity_blocks)
+        return policy if name in (PolicyName.LRU, PolicyName.FIFO) else ByPrefix(policy)
+
+    if quotas is None:
+        return make()
+    return FairPolicy(quotas, make, quotas.capacity_bytes // capacity_blocks)
+
+
+def rank_host(name: str, capacity_blocks: int, quotas: Quotas | None = None) -> Policy[Block]:
+    """The same over host frames, where `adaptive` gives way to LRU.
+
+    It learns from whole chains used at once, and the host sees blocks one by one as they come down.
+    """
+    name = PolicyName.LRU if name == PolicyName.ADAPTIVE else name
+    return rank_device(name, capacity_blocks, quotas)

@@ -1,0 +1,184 @@
+"""Reusing part of a block: where a prompt ends, or parts from another, in the middle of one.
+
+    nothing begins alike ............ no candidate: a new block
+    still being computed ............ wait for it
+    holds all tokens asked for ...... share it read-only; copied when a token is to be appended
+    all its tokens are asked for .... extend it in place; one writer at a time, others copy
+    parting in the middle ........... copy the rows up to the parting to a new block
+
+This is the "you only compute once" scheme. Candidates are the full and partly filled blocks that
+continue the same parent. Rows below `len(tokens)` of a block never change, so readers of them need
+no protection from the one writer that appends. Engine thread only.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
+from tiers.errors import OutOfBlocks
+from tiers.memory.index import Block, BlockState
+from tiers.memory.residency import Residency
+from tiers.policy import Use
+from tiers.telemetry.lifetimes import Cause
+from tiers.tier import TierName
+
+MAX_CANDIDATES = 8  # partly filled blocks kept for one parent; the oldest unused goes first
+MAX_FULL_CANDIDATES = 32  # full blocks looked at, newest first: a root may have thousands
+
+
+class TailCase(Enum):
+    """How a candidate is reused."""
+
+    WAIT = auto()
+    SHARE = auto()
+    EXTEND = auto()
+    COPY = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """`num_rows` leading rows of `block` are the tokens that follow a matched prefix."""
+
+    block: Block
+    num_rows: int
+    case: TailCase
+
+    @property
+    def source(self) -> TierName:
+        return TierName.DEVICE if self.block.slot is not None else TierName.HOST
+
+
+class TailSharing:
+    """Finds, hands out and takes in partly used blocks."""
+
+    def __init__(self, residency: Residency, *, enabled: bool) -> None:
+        self._residency = residency
+        self._index = residency.index
+        self._enabled = enabled
+
+    def find(self, chain: Chain, number: int) -> Tail | None:
+        """The block that begins most like the tokens of block `number` of the chain."""
+        return self.nearest(chain, number) if self._enabled else None
+
+    def nearest(self, chain: Chain, number: int) -> Tail | None:
+        """What `find` finds, also where tails are not shared."""
+        if chain.content(number):
+            return None
+        wanted = chain.chunks[number] if number < len(chain.chunks) else chain.tail
+        parent = chain.parent(number)
+        best: Block | None = None
+        most = 0
+        for block in self._candidates(parent):
+            rows = 0 if block.content else _common_rows(block.tokens, wanted)
+            if rows > most and block.state in (BlockState.READY, BlockState.COMPUTING):
+                best, most = block, rows
+        if best is None:
+            return None
+        return Tail(best, most, _case(best, most, len(wanted) // TOKEN_BYTES))
+
+    def _candidates(self, parent: PrefixKey) -> list[Block]:
+        """Blocks that continue `parent`, newest first, as many as are worth looking at."""
+        full = self._index.children(parent)[-MAX_FULL_CANDIDATES:]
+        return [*reversed(self._index.partials(parent)), *reversed(full)]
+
+    def adopt(self, tail: Tail, chain: Chain) -> Block | None:
+        """Pin the block, or copy its leading rows to one of our own; None: there is no slot."""
+        block = tail.block
+        assert tail.case is not TailCase.WAIT
+        if block.slot is not None and tail.case is not TailCase.COPY:
+            if tail.case is TailCase.EXTEND:
+                block.writer = chain
+            self._residency.pin(block)
+            return block
+        return self._copy(block, tail.num_rows, chain)
+
+    def own(self, block: Block, num_rows: int, chain: Chain, use: Use) -> Block:
+        """Make row `num_rows` of the block writable; trades the caller's pin for the result's."""
+        if block.writer is None and block.num_tokens == num_rows:  # and so partly filled
+            block.writer = chain
+            return block
+        copy = self._copy(block, num_rows, chain)
+        if copy is None:
+            raise OutOfBlocks("no device block is free to copy a shared tail to")
+        self._residency.unpin(block, use)
+        return copy
+
+    def announce(self, chain: Chain, number: int, block: Block) -> None:
+        """The chain's tail will be computed into this block; others may wait for it."""
+        if self._enabled and chain.tail and not chain.content(number):
+            self._index.add_partial(block, chain.root, chain.parent(number), chain.tail)
+
+    def offer(self, chain: Chain, number: int, block: Block, num_tokens: int) -> None:
+        """The block's writer, this chain, is done with it: its filled rows may be reused."""
+        block.writer = None
+        self.withdraw(block)
+        data = chain.chunks[number] if number < len(chain.chunks) else chain.tail
+        rows = num_tokens - number * chain.block_size
+        if not self._enabled or chain.private or rows <= 0 or chain.content(number):
+            return
+        tokens, parent = data[: rows * TOKEN_BYTES], chain.parent(number)
+        if self._prune(parent, tokens):
+            block.state = BlockState.READY
+            self._index.add_partial(block, chain.root, parent, tokens)
+
+    def withdraw(self, block: Block) -> None:
+        """The block is no longer a partly filled candidate."""
+        if self._index.is_partial(block):
+            self._index.remove_partial(block)
+
+    def _prune(self, parent: PrefixKey, tokens: bytes) -> bool:
+        """Make room among the candidates; False where the new one would add nothing."""
+        for block in self._index.children(parent):
+            if block.tokens.startswith(tokens) and not block.content:
+                return False
+        candidates = list(self._index.partials(parent))
+        if any(block.tokens.startswith(tokens) for block in candidates):
+            return False
+        redundant = [block for block in candidates if tokens.startswith(block.tokens)]
+        surplus = candidates[: max(0, len(candidates) - MAX_CANDIDATES + 1)]
+        for block in {*redundant, *surplus}:
+            if block.pins == 0:
+                self._residency.forget_everywhere(block, Cause.REDUNDANT)
+        return True
+
+    def _copy(self, source: Block, num_rows: int, chain: Chain) -> Block | None:
+        """A new pinned block whose first `num_rows` rows are the source's."""
+        residency = self._residency
+        residency.pin(source)  # it must not be the victim that makes room for its own copy
+        block = Block()
+        slot = residency.take_slot(block, chain.root)
+        if slot is not None:
+            if source.slot is not None:
+                residency.pool.copy_rows(source.slot, slot, num_rows)
+            elif source.frame is not None:
+                residency.copy_up(source, slot)
+        residency.unpin(source, source.use)
+        if slot is None:
+            return None
+        block.writer = chain
+        block.pins = 1
+        return block
+
+
+def _common_rows(have: bytes, want: bytes) -> int:
+    """How many leading tokens are the same in both."""
+    if have[:TOKEN_BYTES] != want[:TOKEN_BYTES]:
+        return 0  # what most candidates are: found before numpy is asked
+    size = min(len(have), len(want))
+    if have[:size] == want[:size]:
+        return size // TOKEN_BYTES
+    different = np.frombuffer(have[:size], np.int32) != np.frombuffer(want[:size], np.int32)
+    return int(different.argmax())
+
+
+def _case(block: Block, rows: int, num_wanted: int) -> TailCase:
+    if block.state is BlockState.COMPUTING:
+        return TailCase.WAIT
+    if rows == num_wanted:
+        return TailCase.SHARE
+    if rows == block.num_tokens and block.writer is None:
+        return TailCase.EXTEND
+    return TailCase.COPY

@@ -1,0 +1,55 @@
+"""The live index as a forest for `tiers.blocks.tree`: the blocks above the disk. Engine thread
+only."""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from tiers.blocks.keys import PrefixKey
+from tiers.blocks.tree import COMPUTING, LOADING, Seen, Tree, TreeQuery, grow
+from tiers.memory.index import Block, BlockIndex, BlockState
+from tiers.tier import TierName
+
+
+def live_tree(index: BlockIndex, query: TreeQuery) -> Tree:
+    """As much of the index as the query bounds, as it stands now."""
+    return grow(_IndexForest(index, time.monotonic()), query, len(index) + index.num_partials)
+
+
+def place_of(block: Block) -> str:
+    """The hottest tier that holds the block, or what is being done to have it stand."""
+    if block.state is BlockState.READY:
+        return TierName.DEVICE if block.slot is not None else TierName.HOST
+    return LOADING if block.state is BlockState.LOADING else COMPUTING
+
+
+def seen(block: Block, now_s: float) -> Seen:
+    """The block as `tiers.blocks.tree` counts it. `now_s` is monotonic."""
+    return Seen(
+        key=block.key,
+        place=place_of(block),
+        tokens=block.tokens,
+        pinned=block.pins > 0,
+        hits=block.hits,
+        idle_s=now_s - (block.use.time_s or block.created_s),
+        clean=block.on_disk or (block.slot is not None and block.frame is not None),
+        age_s=now_s - block.created_s,
+    )
+
+
+class _IndexForest:
+    def __init__(self, index: BlockIndex, now_s: float) -> None:
+        self._index = index
+        self._now_s = now_s
+
+    def scopes(self) -> Iterable[PrefixKey]:
+        return self._index.scopes()
+
+    def following(self, key: PrefixKey) -> Sequence[Block]:
+        full, partly = self._index.children(key), self._index.partials(key)
+        return [*full, *partly] if partly else full
+
+    def rank(self, block: Block) -> int:
+        return block.hits
+
+    def look(self, block: Block) -> Seen:
+        return seen(block, self._now_s)

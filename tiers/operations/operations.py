@@ -1,0 +1,227 @@
+"""What operators and age do to a running cache: pins, idle limits, purges, quotas, the working set.
+
+`TieredCache` owns one and hands its operators' calls on. Engine thread only.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import PrefixKey
+from tiers.disk.pin_file import load_pins, save_pins
+from tiers.memory.index import Block
+from tiers.memory.residency import Residency
+from tiers.operations.idle import IdleLimits
+from tiers.operations.pins import Keeper
+from tiers.operations.purge import Purger
+from tiers.policy.quota import Quotas
+from tiers.policy.retention import Pin, PinError
+from tiers.telemetry.traffic import Traffic, TrafficReport
+from tiers.tier import Tier, TierName
+from tiers.transfer.demotion import Demoter
+from tiers.transfer.mover import Errand, Mover
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpkeepSettings:
+    """Limits of the memory tiers in seconds, None for none; the disk has its own."""
+
+    device_idle_s: float | None = None  # what nobody used for so long leaves the tier
+    host_idle_s: float | None = None
+    pinned_share: float = 1 / 4  # of the lowest tier, that pins may take
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUse:
+    """What one group has of one tier. `group` is None for all owners without a quota."""
+
+    tier: TierName
+    group: str | None
+    used_bytes: int
+    share_bytes: int
+
+
+class Upkeep:
+    """The parts, made for one cache. `barred` are scopes that are being purged."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        demoter: Demoter,
+        mover: Mover | None,
+        disk: Tier | None,
+        *,
+        capacities: Mapping[TierName, int],
+        quotas: Mapping[TierName, Quotas],
+        settings: UpkeepSettings,
+        pin_folder: Path | None,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        """`capacities`: blocks of each tier there is, hottest first."""
+        self._residency = residency
+        self._mover = mover
+        self._disk = disk
+        self._capacities = capacities
+        self._quotas = quotas
+        self._pin_folder = pin_folder
+        lowest = list(capacities)[-1]
+        share = settings.pinned_share if lowest is not TierName.DEVICE else 0.0
+        self.keeper = Keeper(
+            residency,
+            max_blocks=int(share * capacities[lowest]),
+            block_tokens=residency.pool.layout.block_size,
+            write=demoter.write,
+            keep_below=disk.keep if disk is not None else lambda keys: None,
+            changed=self._save_pins,
+            clock=wall_clock,
+        )
+        self.idle = IdleLimits(
+            residency,
+            device_s=settings.device_idle_s,
+            host_s=settings.host_idle_s,
+            write=demoter.write,
+            clock=clock,
+        )
+        self.purger = Purger(residency, mover, self.keeper.unpin_scopes)
+        self.traffic = Traffic()
+        self.saved: Future[None] = _done(None)
+        self._pins_now: tuple[Pin[PrefixKey], ...] = ()
+        if disk is not None:
+            residency.on_left_host = self._left_host
+        if pin_folder is not None:
+            self.keeper.restore(load_pins(pin_folder))
+
+    @property
+    def barred(self) -> frozenset[PrefixKey]:
+        return self.purger.barred
+
+    def step(self) -> None:
+        """A step's share of everything here."""
+        self.keeper.step()
+        self.idle.step()
+        self.purger.step()
+        self.traffic.step()
+
+    def pin(
+        self,
+        name: str,
+        prefix: Chain | Sequence[PrefixKey],
+        until_s: float,
+        why: str = "",
+        *,
+        scope: PrefixKey | None = None,
+    ) -> Pin[PrefixKey]:
+        """Keep a prefix in at least one tier until `until_s` (Unix seconds); see
+        `tiers.operations.pins`.
+
+        `prefix` is a chain, or the keys of its blocks from the first on, with their scope's root
+        where that is not in memory. A pin of the same name is replaced. It is in force at once, and
+        after a restart once `saved` is done. Raises PinError.
+        """
+        if self._disk is None and self._residency.frames is None:
+            raise PinError("pins need a host or a disk tier; set cache.host_bytes")
+        keys = prefix.keys if isinstance(prefix, Chain) else list(prefix)
+        if isinstance(prefix, Chain):
+            scope = prefix.root
+        elif scope is None:
+            first = self._residency.index.get(keys[0]) if keys else None
+            scope = first.scope if first is not None else None
+        if scope is None:
+            raise PinError(f"the scope of {name!r} is not known here; name its root")
+        return self.keeper.pin(name, scope, keys, until_s, why)
+
+    def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
+        """Remove blocks from every tier but where they are in use or pinned; how many were."""
+        removed = dict.fromkeys(self._capacities, 0)
+        for key in keys:
+            block = self._residency.index.get(key)
+            if block is not None and not (block.pins or block.busy or block.kept):
+                removed[TierName.DEVICE] += block.slot is not None
+                if block.frame is not None:
+                    removed[TierName.HOST] += 1
+                self._residency.forget_everywhere(block)
+        loose = [key for key in keys if self._residency.index.get(key) is None]
+
+        def discard(tier: Tier) -> dict[TierName, int]:
+            return removed | {TierName.DISK: tier.discard(loose)}  # but what is pinned by then
+
+        return self._send(discard, removed)
+
+    def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
+        """The scope's root and the keys of the prefix that ends with block `key`.
+
+        Looks in memory, then on disk; the list is empty where the prefix does not stand whole.
+        """
+        keys: list[PrefixKey] = []
+        scope = parent = PrefixKey(b"")
+        while (block := self._residency.index.get(key)) is not None:
+            keys.append(key)
+            scope, parent, _, _, _ = block.identity()
+            if parent == scope:
+                return _done((scope, keys[::-1]))
+            key = parent
+        return self._send(lambda tier: _traced(tier, scope, key, keys), (scope, []))
+
+    def working_set(self) -> TrafficReport:
+        """Hit rate against capacity for the live traffic, and where the tiers are on that curve."""
+        return self.traffic.report(
+            self._capacities,
+            block_tokens=self._residency.pool.layout.block_size,
+            block_bytes=self._residency.pool.layout.nbytes,
+        )
+
+    def quotas(self) -> list[GroupUse]:
+        """What each group has of each tier; empty without quotas."""
+        usage = {tier: quotas.usage() for tier, quotas in self._quotas.items()}
+        of_disk = getattr(self._disk, "quotas", None)
+        if of_disk is not None:
+            usage[TierName.DISK] = of_disk()
+        return [
+            GroupUse(tier, group if isinstance(group, str) else None, used, share)
+            for tier, groups in usage.items()
+            for group, (used, share) in groups.items()
+        ]
+
+    def _send(self, work: Callable[[Tier], T], without: T) -> "Future[T]":
+        """Let the writer thread do something to the disk tier; `without` is the answer without."""
+        if self._mover is None:
+            return _done(without)
+        errand = Errand(work)
+        self._mover.submit(errand)
+        return errand.result
+
+    def _save_pins(self, pins: Sequence[Pin[PrefixKey]]) -> None:
+        folder = self._pin_folder
+        if folder is not None:
+            # What stands when the writer gets to it, so that two saves cannot change places.
+            self._pins_now = tuple(pins)
+            self.saved = self._send(lambda tier: save_pins(folder, self._pins_now), None)
+
+    def _left_host(self, block: Block) -> None:
+        if self._disk is not None and block.key is not None:
+            self._disk.demoted([block.key])
+
+
+def _done(value: T) -> "Future[T]":
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
+def _traced(
+    tier: Tier, scope: PrefixKey, key: PrefixKey, after: list[PrefixKey]
+) -> tuple[PrefixKey, list[PrefixKey]]:
+    """The writer thread: walk from block `key` to the first; `after` are the keys behind it."""
+    keys = list(after)
+    while (block := tier.trace(key)) is not None:
+        keys.append(key)
+        if block.parent == block.scope:
+            return block.scope, keys[::-1]
+        key = block.parent
+    return scope, []

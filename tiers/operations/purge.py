@@ -1,0 +1,128 @@
+"""Removing every block of some scopes from every tier, for good, while the engine runs.
+
+    bar the scopes ─► running requests go private ─► memory ─► loads and stores under way end
+         ─► the disk, on the writer thread ─► a second look at every tier ─► lift the bar
+
+What a running request of these scopes has computed stays its own until it ends, is found by nobody
+and is stored nowhere; a request that comes while a purge runs is served without the cache. Bytes of
+freed blocks are overwritten as their room is used again. Engine thread only.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from tiers.blocks.keys import PrefixKey
+from tiers.disk.rows import Removed
+from tiers.memory.counters import CacheEvent
+from tiers.memory.index import Block
+from tiers.memory.residency import Residency
+from tiers.tier import Tier, TierName
+from tiers.transfer.mover import Errand, Mover
+
+
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """What a purge removed from each tier, and what a look at every block found of it after."""
+
+    roots: tuple[PrefixKey, ...]
+    removed: Mapping[TierName, Removed]
+    in_use: int  # blocks that running requests keep to themselves until they end
+    pins: tuple[str, ...]  # pins that ended with their blocks
+    num_left: int  # 0, or the purge has failed
+
+
+@dataclass(slots=True, eq=False)
+class _Purge:
+    roots: frozenset[PrefixKey]
+    pins: tuple[str, ...]
+    result: "Future[Purged]" = field(default_factory=Future)
+    doomed: list[Block] = field(default_factory=list)  # detached, and their frames busy
+    counts: Counter[TierName] = field(default_factory=Counter)
+    in_use: int = 0
+    errand: "Errand[tuple[Removed, int]] | None" = None
+
+
+class Purger:
+    """Purges under way. `disown` makes the requests that run on some scopes private."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        mover: Mover | None,
+        unpin_scopes: Callable[[Collection[PrefixKey]], list[str]],
+    ) -> None:
+        self._residency = residency
+        self._mover = mover
+        self._unpin_scopes = unpin_scopes
+        self._purges: list[_Purge] = []
+        self.disown: Callable[[Collection[PrefixKey]], None] = lambda roots: None
+        self.barred: frozenset[PrefixKey] = frozenset()
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._purges)
+
+    def start(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
+        """Begin a purge; its result comes with a later step."""
+        wanted = frozenset(roots)
+        purge = _Purge(wanted, tuple(self._unpin_scopes(wanted)))
+        self._purges.append(purge)
+        self.barred |= wanted
+        self.disown(wanted)
+        for block in self._blocks_of(wanted):
+            purge.counts[TierName.DEVICE] += block.slot is not None
+            purge.counts[TierName.HOST] += block.frame is not None
+            purge.in_use += block.pins > 0
+            self._residency.detach(block)
+            purge.doomed.append(block)
+        self.step()
+        return purge.result
+
+    def step(self) -> None:
+        """Take each purge as far as it goes without waiting."""
+        if self._purges:
+            self._purges = [purge for purge in self._purges if not self._advance(purge)]
+            self.barred = frozenset(root for purge in self._purges for root in purge.roots)
+
+    def _advance(self, purge: _Purge) -> bool:
+        purge.doomed = [b for b in purge.doomed if not self._residency.discard(b)]
+        if purge.doomed:
+            return False
+        if self._mover is None:
+            self._finish(purge, Removed(), 0)
+            return True
+        if purge.errand is None:
+            purge.errand = Errand(lambda tier: _purge_tier(tier, purge.roots))
+            self._mover.submit(purge.errand)
+        if not purge.errand.result.done():
+            return False
+        error = purge.errand.result.exception()
+        if error is not None:
+            purge.result.set_exception(error)
+        else:
+            self._finish(purge, *purge.errand.result.result())
+        return True
+
+    def _finish(self, purge: _Purge, from_disk: Removed, left_on_disk: int) -> None:
+        nbytes = self._residency.pool.layout.nbytes
+        removed = {
+            tier: Removed(count, count * nbytes, count * nbytes)
+            for tier, count in purge.counts.items()
+        }
+        if self._mover is not None:
+            removed[TierName.DISK] = from_disk
+            self._residency.count(TierName.DISK, CacheEvent.PURGED, from_disk.num_blocks)
+        num_left = left_on_disk + len(self._blocks_of(purge.roots))
+        roots = tuple(sorted(purge.roots))
+        purge.result.set_result(Purged(roots, removed, purge.in_use, purge.pins, num_left))
+
+    def _blocks_of(self, roots: frozenset[PrefixKey]) -> list[Block]:
+        index = self._residency.index
+        return [block for block in [*index, *index.iter_partials()] if block.scope in roots]
+
+
+def _purge_tier(tier: Tier, roots: frozenset[PrefixKey]) -> tuple[Removed, int]:
+    """The writer thread: what was removed, and how many blocks a second look finds."""
+    return tier.purge(roots), tier.count(roots)

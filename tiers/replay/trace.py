@@ -1,0 +1,118 @@
+"""Request traces in Mooncake's form: one JSON object a line, plain, `.gz` or `.zst`.
+
+    {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2]}
+
+`timestamp` is in milliseconds. A hash id names a block and all before it, so an id always has the
+same predecessor. Read by `tiers.replay.replay` and the load generator; one thread.
+"""
+
+import json
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiers.errors import TierError
+from tiers.replay.compressed import READ_ERRORS, read_text
+
+MOONCAKE_BLOCK_TOKENS = 512  # tokens a hash id stands for in the FAST'25 traces
+
+
+class TraceError(TierError):
+    """A trace that cannot be read; the message names the file and the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One prompt: `blocks[i]` names tokens `[i * block_tokens, (i + 1) * block_tokens)` of it."""
+
+    time_s: float
+    input_tokens: int
+    blocks: tuple[Hashable, ...]
+    output_tokens: int = 0
+    tenant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order they arrived."""
+
+    name: str
+    requests: Sequence[TraceRequest]
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+
+    @property
+    def input_tokens(self) -> int:
+        return sum(request.input_tokens for request in self.requests)
+
+    @property
+    def num_accesses(self) -> int:
+        return sum(len(request.blocks) for request in self.requests)
+
+    def working_set_blocks(self) -> int:
+        """Distinct blocks: what a cache that never evicts would hold."""
+        return len({block for request in self.requests for block in request.blocks})
+
+
+def read_trace(path: Path, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Trace:
+    """Read a whole trace; raises TraceError."""
+    try:
+        lines = read_text(path).splitlines()
+    except READ_ERRORS as error:
+        raise TraceError(f"cannot read the trace {path}: {error}") from error
+    requests = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                requests.append(_parse(line))
+            except ValueError as error:
+                raise TraceError(f"{path}, line {number}: {error}") from error
+    if not requests:
+        raise TraceError(f"the trace {path} holds no request")
+    _check_block_tokens(path, requests, block_tokens)
+    return Trace(path.name, requests, block_tokens)
+
+
+def _check_block_tokens(path: Path, requests: Sequence[TraceRequest], block_tokens: int) -> None:
+    """Single requests may name more blocks than their tokens fill; most of them may not."""
+    too_many = [
+        request
+        for request in requests
+        if len(request.blocks) > -(-request.input_tokens // block_tokens)
+    ]
+    if 2 * len(too_many) > len(requests):
+        example = too_many[0]
+        raise TraceError(
+            f"{path}: {len(too_many)} of {len(requests)} requests name more blocks than their "
+            f"tokens fill (one {len(example.blocks)} blocks for {example.input_tokens} tokens), so "
+            f"a hash id does not stand for {block_tokens} tokens; give the trace's own block size"
+        )
+
+
+def _parse(line: str) -> TraceRequest:
+    """One request of one line; raises ValueError saying what is wrong with it."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError("a line must be a JSON object with timestamp, input_length and hash_ids")
+    blocks = record.get("hash_ids")
+    if not isinstance(blocks, list) or not all(isinstance(block, int | str) for block in blocks):
+        raise ValueError("hash_ids must be a list of integers or strings, one for each block")
+    tenant = record.get("tenant")
+    return TraceRequest(
+        time_s=_amount(record, "timestamp") / 1000,
+        input_tokens=_amount(record, "input_length"),
+        blocks=tuple(blocks),
+        output_tokens=_amount(record, "output_length", 0),
+        tenant=None if tenant is None else str(tenant),
+    )
+
+
+def _amount(record: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = record.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number that is not negative, not {value!r}")
+    return int(value)

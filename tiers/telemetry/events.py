@@ -1,0 +1,182 @@
+"""What happens to blocks, told as it happens: to routers, to dashboards, to `cachesvc monitor`.
+
+The residency publishes on the engine thread, the disk tier on its writer thread, and whoever
+subscribes reads on a thread of its own. A publisher never waits: each subscription has a bounded
+queue that drops its oldest events and says how many. While nobody listens, and for a while after
+the last one left, so that it may come back and replay what it missed, an event costs one look at
+`listening`.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tiers.blocks.keys import TOKEN_BYTES, PrefixKey, token_ids
+from tiers.telemetry.lifetimes import Cause
+from tiers.tier import TierName
+
+RING_EVENTS = 16_384  # kept for replay; some 200 bytes each
+QUEUE_EVENTS = 16_384  # of one subscription
+LINGER_S = 120.0  # how long events are kept for a subscriber that may come back
+
+
+class EventKind(StrEnum):
+    """What happened. After `stored` and `moved` the block stands in the tier."""
+
+    STORED = "stored"  # computed, written or imported into the tier
+    MOVED = "moved"  # copied into the tier from `source`, which may hold it still
+    REMOVED = "removed"  # stands in the tier no more, for `cause`
+    CLEARED = "cleared"  # the tier holds nothing any more
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvent:
+    """One thing that happened to one block. `number` grows by one, also over restarts.
+
+    `tokens` are int32 little-endian ids where the publisher knows them; `nbytes` is what the block
+    takes in the tier, 0 where that is not known.
+    """
+
+    number: int
+    kind: EventKind
+    tier: TierName
+    time_s: float
+    key: PrefixKey | None = None
+    parent: PrefixKey | None = None
+    scope: PrefixKey | None = None
+    tokens: bytes = b""
+    nbytes: int = 0
+    source: TierName | None = None
+    cause: Cause | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    def token_ids(self) -> list[int]:
+        return token_ids(self.tokens)
+
+
+class Subscription:
+    """One listener's queue. `take` belongs to the listener, on any thread of its own.
+
+    `missed` counts what was dropped for want of room; `gap` is set where events before the first
+    one are lost, so that a listener that came back must look at the whole again.
+    """
+
+    def __init__(self, wake: Callable[[], None], capacity: int) -> None:
+        self._wake = wake
+        self._capacity = capacity
+        self._queue: deque[BlockEvent] = deque()
+        self._lock = threading.Lock()
+        self.missed = 0
+        self.gap = False
+
+    def take(self) -> list[BlockEvent]:
+        """Everything since the last call, oldest first."""
+        with self._lock:
+            taken, self._queue = list(self._queue), deque()
+            return taken
+
+    def put(self, event: BlockEvent) -> bool:
+        """Called by the stream; wakes the listener where its queue was empty. False: one went."""
+        with self._lock:
+            empty, full = not self._queue, len(self._queue) == self._capacity
+            if full:
+                self._queue.popleft()
+                self.missed += 1
+            self._queue.append(event)
+        if empty:
+            self._wake()
+        return not full
+
+
+class EventStream:
+    """Hands events to every subscription and keeps the last ones for replay. Any thread."""
+
+    def __init__(
+        self,
+        *,
+        ring: int = RING_EVENTS,
+        linger_s: float = LINGER_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.listening = False  # read without the lock: a publisher's one look
+        self.num_missed = 0  # dropped for listeners that read too slowly, all together
+        self._clock = clock
+        self._linger_s = linger_s
+        self._lock = threading.Lock()
+        self._ring: deque[BlockEvent] = deque(maxlen=ring)
+        self._subscriptions: list[Subscription] = []
+        self._left_s = 0.0  # when the last subscriber went
+        # Microseconds since 1970, so that numbers go on growing over a restart.
+        self._next = int(clock() * 1e6)
+
+    @property
+    def num_subscribers(self) -> int:
+        return len(self._subscriptions)
+
+    @property
+    def last_number(self) -> int:
+        """The number of the newest event; a subscription `after` it gets all that follow."""
+        return self._next - 1
+
+    def subscribe(
+        self,
+        wake: Callable[[], None] = lambda: None,
+        *,
+        after: int | None = None,
+        capacity: int = QUEUE_EVENTS,
+    ) -> Subscription:
+        """Events from now on, or those after number `after` first, as far as they are kept.
+
+        `wake` is called on a publisher's thread when the queue stops being empty; it must not wait.
+        """
+        subscription = Subscription(wake, capacity)
+        with self._lock:
+            if not self.listening:
+                self._ring.clear()
+                self.listening = True
+            if after is not None:
+                kept = [event for event in self._ring if event.number > after]
+                subscription.gap = (kept[0].number if kept else self._next) != after + 1
+                for event in kept:
+                    subscription.put(event)
+            self._subscriptions.append(subscription)
+        return subscription
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        with self._lock:
+            self._subscriptions.remove(subscription)
+            self._left_s = self._clock()
+
+    def publish(
+        self,
+        kind: EventKind,
+        tier: TierName,
+        *,
+        key: PrefixKey | None = None,
+        parent: PrefixKey | None = None,
+        scope: PrefixKey | None = None,
+        tokens: bytes = b"",
+        nbytes: int = 0,
+        source: TierName | None = None,
+        cause: Cause | None = None,
+    ) -> None:
+        """Tell all subscribers; call it only where `listening` is set."""
+        now_s = self._clock()
+        with self._lock:
+            if not self._subscriptions and now_s - self._left_s > self._linger_s:
+                self.listening = False
+                self._next += 1  # what is missed from here on shows as a gap
+                return
+            event = BlockEvent(
+                self._next, kind, tier, now_s, key, parent, scope, tokens, nbytes, source, cause
+            )
+            self._next += 1
+            self._ring.append(event)
+            for subscription in self._subscriptions:
+                self.num_missed += not subscription.put(event)

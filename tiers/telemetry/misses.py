@@ -1,0 +1,63 @@
+"""Why the first block that a prompt did not find was not there, as far as the cache can know.
+
+Made on the engine thread at a request's first admission, and kept with the request to be told
+later. Of the tokens only marks are kept: digests under a seed that lives and dies with the process.
+They tell where another prompt parts from this one and cannot be read back.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
+from tiers.telemetry.departures import Departure
+
+MARK_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """The missed block's place and what is known of it.
+
+    `key` is None for a block that the prompt does not fill. `rows` of its tokens, counted from its
+    first, are held above the disk by `sibling` (None: by a partly filled block), which then goes on
+    differently (`parted`) or ends; 0 means that no block there begins alike. `marks` digest its
+    leading tokens.
+    """
+
+    parent: PrefixKey
+    key: PrefixKey | None
+    departure: Departure | None = None
+    rows: int = 0
+    parted: bool = False
+    sibling: PrefixKey | None = None
+    marks: bytes = b""
+
+    def common(self, marks: bytes) -> int:
+        """How many leading tokens a block with these marks has in common with the missed one."""
+        ours, theirs = _split(self.marks), _split(marks)
+        rows = 0
+        for mine, other in zip(ours, theirs, strict=False):
+            if mine != other:
+                break
+            rows += 1
+        return rows
+
+    def is_same(self, tokens: bytes, seed: int) -> bool:
+        """Whether these are all of the missed block's tokens."""
+        return xxhash.xxh3_64_digest(tokens, seed) == self.marks[-MARK_BYTES:]
+
+
+def marks_of(tokens: bytes, seed: int) -> bytes:
+    """One mark for every leading run of these tokens, the shortest first."""
+    hasher = xxhash.xxh3_64(seed=seed)
+    marks = bytearray()
+    for start in range(0, len(tokens), TOKEN_BYTES):
+        hasher.update(tokens[start : start + TOKEN_BYTES])
+        marks += hasher.digest()
+    return bytes(marks)
+
+
+def _split(marks: bytes) -> Iterator[bytes]:
+    return (marks[start : start + MARK_BYTES] for start in range(0, len(marks), MARK_BYTES))

@@ -1,0 +1,181 @@
+"""How much cache would have helped: the miss-ratio curve of the live stream, in bounded memory.
+
+SHARDS with a fixed number of samples (Waldspurger et al., "Efficient MRC Construction with SHARDS",
+FAST 2015, section 4.2): a block is followed while a hash of its key is under a threshold; when more
+than `max_samples` are followed, the threshold falls to the highest hash, that block is dropped, and
+what was counted shrinks by the ratio of the rates. The distance of a reuse among the followed
+blocks, divided by the rate, estimates the stack distance in the whole stream. A block as hot as a
+system prompt is followed or not as one, so the uses that are missing or too many against the rate
+are booked at the shortest distance (SHARDS-adj, section 3.4). Engine thread; `curve` is cheap
+enough for its stats.
+"""
+
+import heapq
+import math
+import zlib
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tiers.blocks.keys import KEY_BYTES
+
+_HASH_SPACE = 1 << 32
+_POINTS_PER_OCTAVE = 8  # a curve's capacities are 9 per cent apart
+
+
+@dataclass(frozen=True, slots=True)
+class MissRatioCurve:
+    """`hit_rates[i]` is what an LRU of `capacities[i]` blocks would have hit, by block and use."""
+
+    capacities: tuple[int, ...]
+    hit_rates: tuple[float, ...]
+    working_set_blocks: int  # distinct blocks seen, estimated
+
+    def hit_rate(self, capacity_blocks: int) -> float:
+        """At the largest capacity of the curve that is not above `capacity_blocks`."""
+        index = bisect_right(self.capacities, capacity_blocks)
+        return self.hit_rates[index - 1] if index else 0.0
+
+
+class WorkingSet:
+    """The curve of everything used so far. A use that is not followed costs one hash (0.3 us).
+
+    A followed one costs O(log max_samples). Memory: about 300 bytes for each of `max_samples`.
+    """
+
+    def __init__(self, max_samples: int = 4096) -> None:
+        self._max_samples = max_samples
+        self._threshold = _HASH_SPACE
+        self._slots: dict[Hashable, int] = {}  # followed key -> time slot of its last use
+        self._by_hash: list[tuple[int, int, Hashable]] = []  # max-heap of (-hash, serial, key)
+        self._serial = 0
+        self._tree = _Fenwick(4 * max_samples)
+        self._next_slot = 0
+        self._reuses: dict[int, float] = {}  # point of the curve -> reuses at that distance
+        self._num_uses = 0  # all of them
+        self._num_followed = 0.0  # at the present rate
+        self._num_distinct = 0.0
+
+    @property
+    def rate(self) -> float:
+        """The share of the blocks that is followed."""
+        return self._threshold / _HASH_SPACE
+
+    @property
+    def num_uses(self) -> int:
+        return self._num_uses
+
+    def use(self, key: Hashable) -> None:
+        """A block was used, hit or not. Bytes and integers hash alike in every process."""
+        self._num_uses += 1
+        self._follow(key, _hash(key))
+
+    def use_all(self, keys: Sequence[bytes]) -> None:
+        """The same for keys of 16 bytes, themselves hashes: 0.05 us for each not followed."""
+        self._num_uses += len(keys)
+        hashes = np.frombuffer(b"".join(keys), "<u4")[::4]
+        for number in np.flatnonzero(hashes < self._threshold).tolist():
+            self._follow(keys[number], int(hashes[number]))
+
+    def made(self, key: Hashable) -> None:
+        """A block came to be without being asked for; its next use is a reuse."""
+        hashed = _hash(key)
+        if hashed < self._threshold:
+            self._see(key, hashed)
+
+    def _follow(self, key: Hashable, hashed: int) -> None:
+        if hashed >= self._threshold:
+            return
+        self._num_followed += 1
+        slot = self._slots.get(key)
+        if slot is not None:
+            newer = len(self._slots) - self._tree.count_through(slot)
+            point = _point((newer + 1) / self.rate)
+            self._reuses[point] = self._reuses.get(point, 0.0) + 1
+        self._see(key, hashed)
+
+    def _see(self, key: Hashable, hashed: int) -> None:
+        """`key` is the most recent of the followed blocks."""
+        slot = self._slots.get(key)
+        if slot is None:
+            self._num_distinct += 1
+            self._serial += 1
+            heapq.heappush(self._by_hash, (-hashed, self._serial, key))
+        else:
+            self._tree.add(slot, -1)
+        self._stamp(key)
+        if len(self._slots) > self._max_samples:
+            self._lower_threshold()
+
+    def curve(self) -> MissRatioCurve:
+        """The curve so far; empty before the first reuse."""
+        capacities, rates = [], []
+        expected = self._num_uses * self.rate
+        hits = expected - self._num_followed
+        for point in sorted(self._reuses):
+            hits += self._reuses[point]
+            capacities.append(math.ceil(2 ** (point / _POINTS_PER_OCTAVE)))
+            rates.append(min(1.0, max(0.0, hits / expected)))
+        working_set = round(self._num_distinct / self.rate)
+        return MissRatioCurve(tuple(capacities), tuple(rates), working_set)
+
+    def _stamp(self, key: Hashable) -> None:
+        """Give `key` the newest time slot; when slots run out, number the live ones anew."""
+        if self._next_slot == self._tree.size:
+            order = sorted(self._slots, key=self._slots.__getitem__)
+            self._tree = _Fenwick(self._tree.size)
+            self._next_slot = 0
+            for other in order:
+                if other != key:
+                    self._place(other)
+        self._place(key)
+
+    def _place(self, key: Hashable) -> None:
+        self._slots[key] = self._next_slot
+        self._tree.add(self._next_slot, 1)
+        self._next_slot += 1
+
+    def _lower_threshold(self) -> None:
+        """Drop the block with the highest hash, and count from now on at the lower rate."""
+        negative, _, key = heapq.heappop(self._by_hash)
+        self._tree.add(self._slots.pop(key), -1)
+        shrink = -negative / self._threshold
+        self._threshold = -negative
+        self._num_followed *= shrink
+        self._num_distinct *= shrink
+        for point in self._reuses:
+            self._reuses[point] *= shrink
+
+
+class _Fenwick:
+    """Sums over prefixes of `size` slots, O(log size) each."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._tree = [0] * (size + 1)
+
+    def add(self, slot: int, amount: int) -> None:
+        index = slot + 1
+        while index <= self.size:
+            self._tree[index] += amount
+            index += index & -index
+
+    def count_through(self, slot: int) -> int:
+        index, total = slot + 1, 0
+        while index:
+            total += self._tree[index]
+            index &= index - 1
+        return total
+
+
+def _hash(key: Hashable) -> int:
+    if isinstance(key, bytes):
+        return int.from_bytes(key[:4], "little") if len(key) == KEY_BYTES else zlib.crc32(key)
+    return zlib.crc32(str(key).encode())
+
+
+def _point(distance: float) -> int:
+    """The point of the curve whose capacity is the smallest that holds `distance` blocks."""
+    return math.ceil(math.log2(distance) * _POINTS_PER_OCTAVE)

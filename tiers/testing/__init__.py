@@ -1,0 +1,4 @@
+"""Tiers, storage faults and seeded workloads for tests and simulations.
+
+No server imports this folder.
+"""

@@ -1,0 +1,228 @@
+"""The threads that read and write the disk tier, so that the engine thread never does.
+
+The engine thread submits jobs and looks at `job.done` once per step. Loads run on a few reader
+threads, stores on one writer thread (LMDB write transactions belong to a thread). Both queues are
+bounded: a job that does not fit is refused at once, and the caller counts it. Stores wait while
+loads are under way, because a request waits for a load and nobody waits for a store.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from tiers.blocks.frames import Frame
+from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.errors import MissReason
+from tiers.tier import Loaded, Tier
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+FLUSH_EVERY_S = 5.0  # how long the writer is idle before it flushes the tier
+NOTHING = Loaded(0, None)
+STORE_YIELD_S = 0.05  # how long a store waits for loads to finish before it goes ahead anyway
+
+
+@dataclass(slots=True, eq=False)
+class ProbeJob:
+    """How many leading blocks of `ids` the tier holds."""
+
+    ids: Sequence[BlockId]
+    held: int = 0
+    done: bool = False
+
+    def run(self, tier: Tier) -> None:
+        self.held = tier.probe(self.ids)
+
+    def fail(self) -> None:
+        self.held = 0
+
+
+@dataclass(slots=True, eq=False)
+class LoadJob:
+    """Fill `frames` with the blocks `ids`; the frames belong to this job until it is done."""
+
+    ids: Sequence[BlockId]
+    frames: Sequence[Frame]
+    loaded: Loaded = NOTHING
+    seconds: float = 0.0
+    done: bool = False
+
+    def run(self, tier: Tier) -> None:
+        started = time.perf_counter()
+        self.loaded = tier.load(self.ids, self.frames)
+        self.seconds = time.perf_counter() - started
+
+    def fail(self) -> None:
+        self.loaded = Loaded(0, MissReason.IO_ERROR)
+
+
+@dataclass(slots=True, eq=False)
+class StoreJob:
+    """Write the blocks `ids` from `frames`; `dropped` are the keys the tier does not hold after."""
+
+    ids: Sequence[BlockId]
+    frames: Sequence[Frame]
+    dropped: Sequence[PrefixKey] = ()
+    failed: bool = False
+    seconds: float = 0.0
+    done: bool = False
+
+    def run(self, tier: Tier) -> None:
+        started = time.perf_counter()
+        self.dropped = tier.store(self.ids, self.frames)
+        self.seconds = time.perf_counter() - started
+
+    def fail(self) -> None:
+        self.failed = True
+
+
+@dataclass(slots=True, eq=False)
+class Errand(Generic[T]):
+    """Something else that the writer thread does to the tier, after the stores before it.
+
+    Never refused, for it is an operator's word and seldom; `result` also carries its failure.
+    """
+
+    work: Callable[[Tier], T]
+    result: "Future[T]" = field(default_factory=Future)
+    done: bool = False
+
+    def run(self, tier: Tier) -> None:
+        try:
+            self.result.set_result(self.work(tier))
+        except Exception as error:  # noqa: BLE001 - handed to who asked
+            self.result.set_exception(error)
+
+    def fail(self) -> None:
+        raise AssertionError("an errand keeps its failure to itself")
+
+
+Job = ProbeJob | LoadJob | StoreJob | Errand[Any]
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A bounded queue of jobs and the threads that serve it."""
+
+    bound: int
+    queue: "SimpleQueue[Job | None]" = field(default_factory=SimpleQueue)
+    pending: int = 0  # submitted and not done; changed under the mover's lock
+    threads: list[threading.Thread] = field(default_factory=list)
+
+
+class Mover:
+    """Owns the reader threads and the writer thread of one disk tier."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        *,
+        num_readers: int = 2,
+        max_loads: int = 64,
+        max_stores: int = 4,
+        on_done: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._tier = tier
+        self._num_readers = num_readers
+        self._on_done = on_done
+        self._loads = _Lane(max_loads)
+        self._stores = _Lane(max_stores)
+        self._lock = threading.Lock()
+        self._loads_idle = threading.Event()
+        self._loads_idle.set()
+        self.errors: deque[str] = deque(maxlen=32)
+
+    def start(self) -> None:
+        for number in range(self._num_readers):
+            self._spawn(self._loads, f"cachesvc-disk-read-{number}", niceness=0)
+        self._spawn(self._stores, "cachesvc-disk-write", niceness=10)
+
+    def close(self) -> None:
+        """Finish every accepted job and end the threads."""
+        for lane in (self._loads, self._stores):
+            for _ in lane.threads:
+                lane.queue.put(None)
+            for thread in lane.threads:
+                thread.join()
+            lane.threads.clear()
+
+    def set_on_done(self, on_done: Callable[[], None]) -> None:
+        """Whom to wake when a job is done; called on the mover's threads."""
+        self._on_done = on_done
+
+    def submit(self, job: Job) -> bool:
+        """Queue a job; False when its queue is full and the job was not taken."""
+        lane = self._stores if isinstance(job, StoreJob | Errand) else self._loads
+        with self._lock:
+            if lane.pending >= lane.bound and not isinstance(job, Errand):
+                return False
+            lane.pending += 1
+            if lane is self._loads:
+                self._loads_idle.clear()
+        lane.queue.put(job)
+        return True
+
+    @property
+    def num_stores(self) -> int:
+        return self._stores.pending
+
+    @property
+    def num_loads(self) -> int:
+        return self._loads.pending
+
+    @property
+    def store_room(self) -> int:
+        """How many more stores would be taken now."""
+        return self._stores.bound - self._stores.pending
+
+    def _spawn(self, lane: _Lane, name: str, niceness: int) -> None:
+        thread = threading.Thread(target=self._serve, args=(lane, niceness), name=name, daemon=True)
+        lane.threads.append(thread)
+        thread.start()
+
+    def _next(self, lane: _Lane) -> Job | None:
+        """The next job of a lane; the writer flushes the tier whenever it waited long for one."""
+        while True:
+            try:
+                return lane.queue.get(timeout=FLUSH_EVERY_S if lane is self._stores else None)
+            except Empty:
+                try:
+                    self._tier.flush()
+                except Exception as error:  # the top of this thread, as in `_serve`
+                    logger.exception("the disk tier failed to flush")
+                    self.errors.append(repr(error))
+
+    def _serve(self, lane: _Lane, niceness: int) -> None:
+        if niceness:
+            _be_nice(niceness)
+        while (job := self._next(lane)) is not None:
+            if lane is self._stores:
+                self._loads_idle.wait(STORE_YIELD_S)
+            try:
+                job.run(self._tier)
+            except Exception as error:  # the top of this thread: a tier must not raise, so say so
+                logger.exception("the disk tier failed")
+                self.errors.append(repr(error))
+                job.fail()
+            with self._lock:
+                lane.pending -= 1
+                if lane is self._loads and lane.pending == 0:
+                    self._loads_idle.set()
+            job.done = True
+            self._on_done()
+
+
+def _be_nice(niceness: int) -> None:
+    """Let this thread give way to the engine's; only Linux counts niceness by thread."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    except (AttributeError, OSError):
+        logger.debug("the writer thread keeps its priority")
