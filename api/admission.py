@@ -30,7 +30,7 @@ from billing.idempotency import Replay
 from billing.keys import Principal
 from billing.policy import Outcome
 from billing.usage import EMPTY
-from engine.sampler import check_params
+from engine.execution.sampler import check_params
 from tiers.blocks.keys import CacheScope
 
 

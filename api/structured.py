@@ -2,7 +2,7 @@
 
 `response_format` is OpenAI's; `structured_outputs` and `guided_*` are vLLM's, `regex`, `ebnf` and
 `json_schema` SGLang's. Compiling happens on a thread of its own, so that neither the event loop nor
-who tokenises waits for it; how long it may take, `engine.grammar_compiler` bounds.
+who tokenises waits for it; how long it may take, `engine.grammar.compiler` bounds.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _FIELDS = (  # a field of the body, and what it asks for
 
 
 class Compiler(Protocol):
-    """See `engine.grammar_compiler.GrammarCompiler`."""
+    """See `engine.grammar.compiler.GrammarCompiler`."""
 
     def known(self, source: Source) -> Grammar | None: ...
 

@@ -30,7 +30,6 @@ from billing.keys import Principal
 from billing.money import UNITS
 from billing.policy import billable
 from billing.usage import EMPTY, Usage
-from engine.detokenizer import IncrementalDetokenizer
 from engine.errors import RequestError
 from engine.request import (
     FinishReason,
@@ -40,6 +39,7 @@ from engine.request import (
     TokenCounts,
     TokenLogprob,
 )
+from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope
 from tiers.errors import MissReason
 

@@ -12,16 +12,16 @@ import numpy as np
 
 from cachesvc.config import CacheSection, EngineSection, ModelSection, disk_path, models_path
 from engine.batch import Batch, Span
-from engine.detokenizer import IncrementalDetokenizer
 from engine.engine import Engine, EngineSettings
-from engine.grammar_compiler import GrammarCompiler, compiler_for
+from engine.execution.runner import Runner
+from engine.execution.sampler import check_params
+from engine.grammar.compiler import GrammarCompiler, compiler_for
 from engine.hardware import pick_device, set_threads
-from engine.models import LoadedModel, load_adapter, load_model
-from engine.queue import QueueOrder
+from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.request import SamplingParams, StepOutput
-from engine.runner import Runner
-from engine.sampler import check_params
-from engine.scheduler import SchedulerSettings
+from engine.scheduling.queue import QueueOrder
+from engine.scheduling.scheduler import SchedulerSettings
+from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache

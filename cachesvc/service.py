@@ -52,7 +52,7 @@ from cachesvc.scopes import note_scopes, payers
 from cachesvc.snapshot import Sources
 from cachesvc.storage_meter import StorageMeter
 from cachesvc.tracing import open_tracer
-from engine.models import LoadedModel
+from engine.models.load import LoadedModel
 from engine.request import StepOutput
 from tiers.cache import TieredCache
 from tiers.disk.directory import is_locked, read_holder

@@ -20,9 +20,9 @@ from typing import Any
 
 from cachesvc import core
 from cachesvc.config import CacheSection, EngineSection
-from engine.models import LoadedModel
+from engine.models.load import LoadedModel
 from engine.request import Request, SamplingParams, StepOutput
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import TieredCache
 

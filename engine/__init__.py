@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.llm import LLM
-    from engine.llm_outputs import CompletionOutput, LoRARequest, RequestMetrics, RequestOutput
+    from engine.offline.llm import LLM
+    from engine.offline.outputs import CompletionOutput, LoRARequest, RequestMetrics, RequestOutput
     from engine.request import SamplingParams
     from engine.structure import StructuredOutputs
 
@@ -24,11 +24,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "LLM": "engine.llm",
-    "CompletionOutput": "engine.llm_outputs",
-    "LoRARequest": "engine.llm_outputs",
-    "RequestMetrics": "engine.llm_outputs",
-    "RequestOutput": "engine.llm_outputs",
+    "LLM": "engine.offline.llm",
+    "CompletionOutput": "engine.offline.outputs",
+    "LoRARequest": "engine.offline.outputs",
+    "RequestMetrics": "engine.offline.outputs",
+    "RequestOutput": "engine.offline.outputs",
     "SamplingParams": "engine.request",
     "StructuredOutputs": "engine.structure",
 }

@@ -26,10 +26,10 @@ from engine.errors import (
     QueueFull,
     UnknownAdapter,
 )
-from engine.group import Group
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
-from engine.scheduler import Scheduler, SchedulerSettings
-from engine.sequence import Sequence, SequenceState
+from engine.scheduling.group import Group
+from engine.scheduling.scheduler import Scheduler, SchedulerSettings
+from engine.scheduling.sequence import Sequence, SequenceState
 from tiers.blocks.contents import refusal
 from tiers.cache import CacheStats, TieredCache
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Runner(Protocol):
-    """What the engine asks of the compute half; see `engine.runner`."""
+    """What the engine asks of the compute half; see `engine.execution.runner`."""
 
     def step(self, batch: Batch) -> list[Sampled]: ...
 

@@ -24,7 +24,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. Ranges are checked by `engine.sampler.check_params`.
+    """How tokens are chosen. Ranges are checked by `engine.execution.sampler.check_params`.
 
     `temperature` 0 is greedy. `top_k` 0 means all. `max_tokens` None means up to the context.
     `logprobs` None returns none, n returns the chosen token's and the n most likely ones';

@@ -13,7 +13,7 @@ from cachesvc import core
 from cachesvc.config import load_settings
 from cachesvc.money import open_money
 from cachesvc.service import Service, make_data_dir
-from engine.testing import save_tiny_adapter, save_tiny_model
+from engine.testing.models import save_tiny_adapter, save_tiny_model
 from tiers.telemetry.events import EventStream
 
 CHAT = "/v1/chat/completions"

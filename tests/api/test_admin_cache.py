@@ -29,9 +29,9 @@ from cachesvc.config import disk_path
 from cachesvc.money import read_secret
 from cachesvc.purging import RECEIPTS, purge_stopped
 from cachesvc.scopes import Kind, note_scopes, roots_of
-from engine.chain_runner import ChainRunner, chain_layout
 from engine.engine import Engine, EngineSettings
 from engine.request import Request, SamplingParams, StepOutput
+from engine.testing.chain_runner import ChainRunner, chain_layout
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache

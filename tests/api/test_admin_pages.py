@@ -18,7 +18,7 @@ from api.testing import ByteTokenizer, byte_model
 from billing.money import UNITS
 from billing.receipts import ReceiptSigner
 from cachesvc.cache_operator import CacheOperator
-from engine.chain_runner import chain_layout
+from engine.testing.chain_runner import chain_layout
 from tests.api import test_money_routes
 from tests.api.test_money_routes import House, serving
 from tests.unit.test_tree import BLOCK, add

@@ -21,12 +21,12 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine.batch import Batch, Span
-from engine.gguf_model import converted_folder
-from engine.model_files import DEFAULT_MODEL
-from engine.models import LoadedModel, load_adapter, load_model
+from engine.execution.runner import Runner
+from engine.models.files import DEFAULT_MODEL
+from engine.models.gguf import converted_folder
+from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.request import SamplingParams
-from engine.runner import Runner
-from engine.testing import save_adapter
+from engine.testing.models import save_adapter
 from tests.bench.gpu_check import generate_batch, serve
 
 LENGTHS = (1024, 2048, 4096)

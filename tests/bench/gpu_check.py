@@ -30,12 +30,12 @@ from transformers import (
     LlamaConfig,
 )
 
-from engine.attention_varlen import has_block_tables
+from engine.attention.varlen import has_block_tables
 from engine.batch import Batch, Span
-from engine.models import LoadedModel, describe
+from engine.execution.runner import Runner
+from engine.models.load import LoadedModel, describe
 from engine.request import SamplingParams
-from engine.runner import Runner
-from engine.testing import ARCHITECTURES, bytes_tokenizer, tiny_model
+from engine.testing.models import ARCHITECTURES, bytes_tokenizer, tiny_model
 from tests.bench.provenance import commit
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout

@@ -25,7 +25,7 @@ from typing import Any
 from engine.batch import Batch, Sampled
 from engine.engine import Engine, EngineSettings
 from engine.request import Request, SamplingParams
-from engine.scheduler import SchedulerSettings
+from engine.scheduling.scheduler import SchedulerSettings
 from tests.bench.provenance import commit, machine
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.queue import QueueOrder
-from engine.simulation import SimulatedRun, SimulatedServer, simulate
+from engine.scheduling.queue import QueueOrder
+from engine.testing.simulation import SimulatedRun, SimulatedServer, simulate
 from tests.bench.provenance import commit
 from tiers.replay.trace import read_trace
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.engine import Engine, EngineSettings, Runner
-from engine.model_files import DEFAULT_MODEL
-from engine.models import load_model
+from engine.execution.runner import Runner as ModelRunner
+from engine.models.files import DEFAULT_MODEL
+from engine.models.load import load_model
 from engine.request import Request, SamplingParams, StepOutput
-from engine.runner import Runner as ModelRunner
 from tests.bench.lookup import Idle
 from tests.bench.provenance import commit
 from tiers.blocks.keys import CacheScope

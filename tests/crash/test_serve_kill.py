@@ -21,7 +21,7 @@ from billing.money import UNITS
 from billing.policy import Outcome
 from billing.proof import Problem
 from billing.store import LedgerStore
-from engine.testing import save_tiny_model
+from engine.testing.models import save_tiny_model
 from tests.live_clients import Answer, Incomplete, ask, question
 from tests.live_server import LiveServer
 

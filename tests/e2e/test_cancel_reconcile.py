@@ -16,7 +16,7 @@ from billing import store_reports
 from billing.entries import Kind
 from billing.money import UNITS
 from billing.policy import Outcome
-from engine.testing import save_tiny_model
+from engine.testing.models import save_tiny_model
 from tests.live_clients import Incomplete, ask, question
 from tests.live_server import LiveServer
 

@@ -24,7 +24,7 @@ import pytest
 import yaml
 import zmq
 
-from engine.testing import save_tiny_model
+from engine.testing.models import save_tiny_model
 from tests.e2e.test_serve import SCRIPT, wait_for_url
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

@@ -8,12 +8,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine.attention import PagedAttention, ReferenceAttention
+from engine.attention.base import PagedAttention, ReferenceAttention
 from engine.batch import Batch, Span
-from engine.models import LoadedModel, load_adapter
+from engine.execution.runner import Runner
+from engine.models.load import LoadedModel, load_adapter
 from engine.request import SamplingParams
-from engine.runner import Runner
-from engine.testing import (
+from engine.testing.models import (
     ARCHITECTURES,
     VOCAB_SIZE,
     new_pool,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention import AttentionOptions, PagedAttention, ReferenceAttention
-from engine.attention_cpu import CpuAttention
+from engine.attention.base import AttentionOptions, PagedAttention, ReferenceAttention
+from engine.attention.cpu import CpuAttention
 from engine.batch import Span
 from engine.request import SamplingParams
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine import attention_varlen
-from engine.attention import AttentionOptions, PagedAttention, ReferenceAttention, attend_dense
+from engine.attention import varlen as attention_varlen
+from engine.attention.base import AttentionOptions, PagedAttention, ReferenceAttention, attend_dense
 from engine.batch import Batch, Span
-from engine.decode_graph import DecodeGraphs, Work
+from engine.execution.cuda_graphs import DecodeGraphs, Work
+from engine.execution.runner import Runner
 from engine.request import SamplingParams
-from engine.runner import Runner
-from engine.testing import new_pool, tiny_model
+from engine.testing.models import new_pool, tiny_model
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
@@ -29,7 +29,7 @@ PARAMS = SamplingParams(temperature=0)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
-    from engine import attention_triton as kernels
+    from engine.attention import triton as kernels
 
 # Triton 3.6's interpreter turns one-element arrays into the bounds of a range. NumPy warned of that
 # until 2.3 and refuses it from 2.4 on; the compiler, and later interpreters, are not concerned.

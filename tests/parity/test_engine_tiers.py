@@ -13,11 +13,11 @@ import pytest
 
 from engine.engine import Engine, EngineSettings
 from engine.errors import InvalidParameter, UnknownAdapter
-from engine.models import LoadedModel, load_adapter
+from engine.execution.runner import Runner
+from engine.models.load import LoadedModel, load_adapter
 from engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenCounts
-from engine.runner import Runner
-from engine.scheduler import SchedulerSettings
-from engine.testing import save_tiny_adapter, tiny_model
+from engine.scheduling.scheduler import SchedulerSettings
+from engine.testing.models import save_tiny_adapter, tiny_model
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache

@@ -8,11 +8,11 @@ import pytest
 
 from engine.batch import Batch, Span
 from engine.engine import Engine, EngineSettings
-from engine.models import LoadedModel
+from engine.execution.runner import Runner
+from engine.models.load import LoadedModel
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
-from engine.runner import Runner
-from engine.scheduler import SchedulerSettings
-from engine.testing import ARCHITECTURES, tiny_model
+from engine.scheduling.scheduler import SchedulerSettings
+from engine.testing.models import ARCHITECTURES, tiny_model
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import MissReason
@@ -79,7 +79,7 @@ def test_they_are_what_a_sampled_token_would_have_had(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the head is done a few rows at a time, beside others that decode."""
-    monkeypatch.setattr("engine.runner.LOGITS_BYTES", 5 * 4 * 258)
+    monkeypatch.setattr("engine.execution.runner.LOGITS_BYTES", 5 * 4 * 258)
     loaded = tiny_model(architecture)
     params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=5)
     plain = SamplingParams(temperature=0, max_tokens=20)

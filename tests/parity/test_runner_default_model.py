@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.batch import Batch, Span
-from engine.model_files import DEFAULT_MODEL
-from engine.models import LoadedModel, load_adapter, load_model
+from engine.execution.runner import Runner
+from engine.models.files import DEFAULT_MODEL
+from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.request import SamplingParams
-from engine.runner import Runner
-from engine.testing import save_adapter
+from engine.testing.models import save_adapter
 
 pytestmark = [
     pytest.mark.slow,

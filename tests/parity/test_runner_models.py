@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from engine.attention import PagedAttention, ReferenceAttention
+from engine.attention.base import PagedAttention, ReferenceAttention
 from engine.batch import Batch, Span
-from engine.models import LoadedModel
+from engine.execution.runner import Runner
+from engine.models.load import LoadedModel
 from engine.request import SamplingParams
-from engine.runner import Runner
-from engine.testing import ARCHITECTURES, VOCAB_SIZE, new_pool, tiny_model
+from engine.testing.models import ARCHITECTURES, VOCAB_SIZE, new_pool, tiny_model
 
 GREEDY = SamplingParams(temperature=0)
 BLOCK, NUM_BLOCKS, NEW_TOKENS = 16, 40, 12

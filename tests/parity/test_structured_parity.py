@@ -11,13 +11,13 @@ from functools import cache
 import pytest
 
 from engine.engine import Engine, EngineSettings
-from engine.grammar import CompiledGrammar, Vocabulary, compile_source, new_compiler
-from engine.models import LoadedModel
+from engine.execution.runner import Runner
+from engine.grammar.matcher import CompiledGrammar, Vocabulary, compile_source, new_compiler
+from engine.models.load import LoadedModel
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
-from engine.runner import Runner
-from engine.scheduler import SchedulerSettings
+from engine.scheduling.scheduler import SchedulerSettings
 from engine.structure import Grammar, StructuredOutputs, source_of
-from engine.testing import EOS, tiny_model
+from engine.testing.models import EOS, tiny_model
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 

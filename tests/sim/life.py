@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import Any
 
-from engine.chain_runner import replay
+from engine.testing.chain_runner import replay
 from tests.sim.random_grammar import RandomGrammar
 from tests.sim.watched import ADAPTERS, BLOCK
 from tests.sim.world import PICTURES, PLACEHOLDER, World

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.queue import QueueOrder
-from engine.simulation import SimulatedRun, SimulatedServer, simulate
+from engine.scheduling.queue import QueueOrder
+from engine.testing.simulation import SimulatedRun, SimulatedServer, simulate
 from tiers.replay.trace import Trace, read_trace
 from tiers.testing.workloads import Agents, Chat, make_trace
 

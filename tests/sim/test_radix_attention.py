@@ -12,9 +12,9 @@ from array import array
 from collections.abc import Sequence
 
 from cachesvc.cli.tree import tree_lines
-from engine.chain_runner import ChainRunner, chain_layout
 from engine.engine import Engine, EngineSettings
 from engine.request import Request, SamplingParams, StepOutput
+from engine.testing.chain_runner import ChainRunner, chain_layout
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.tree import Node, TreeQuery, tree_json
 from tiers.cache import CacheSettings, TieredCache

@@ -3,10 +3,10 @@
 import pytest
 
 from engine.batch import Batch, Sampled
-from engine.chain_runner import ChainRunner, replay
-from engine.queue import QueueOrder
 from engine.request import FinishReason
-from engine.sequence import Sequence
+from engine.scheduling.queue import QueueOrder
+from engine.scheduling.sequence import Sequence
+from engine.testing.chain_runner import ChainRunner, replay
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tiers.blocks.chain import Chain

@@ -16,7 +16,7 @@ from billing.store_reports import daily, stream_entries
 from billing.testing import ManualClock, TestLedger, running_ledger
 from cachesvc.cache_operator import CacheOperator
 from cachesvc.storage_meter import HOUR_S, Payer, StorageMeter, hours_begun
-from engine.chain_runner import chain_layout
+from engine.testing.chain_runner import chain_layout
 from tiers.blocks.keys import CacheScope, PrefixKey, prefix_keys, token_bytes
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.pin_file import load_pins

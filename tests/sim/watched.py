@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from engine.batch import Batch, Sampled, Span
-from engine.chain_runner import ChainRunner, advance, before, content_at
-from engine.sequence import Sequence
+from engine.scheduling.sequence import Sequence
+from engine.testing.chain_runner import ChainRunner, advance, before, content_at
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache

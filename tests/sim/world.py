@@ -12,19 +12,19 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from engine.chain_runner import (
+from engine.engine import Engine, EngineSettings
+from engine.request import FinishReason, Request, SamplingParams, StepOutput
+from engine.scheduling.group import seed_of
+from engine.scheduling.queue import QueueOrder
+from engine.scheduling.scheduler import SchedulerSettings
+from engine.scheduling.sequence import SequenceState
+from engine.testing.chain_runner import (
     advance,
     before,
     chain_layout,
     content_at,
     replay,
 )
-from engine.engine import Engine, EngineSettings
-from engine.group import seed_of
-from engine.queue import QueueOrder
-from engine.request import FinishReason, Request, SamplingParams, StepOutput
-from engine.scheduler import SchedulerSettings
-from engine.sequence import SequenceState
 from tests.sim.random_grammar import EOS, RandomGrammar
 from tests.sim.watched import ADAPTERS, BLOCK, LateCopies, Watched
 from tiers.blocks.contents import Content

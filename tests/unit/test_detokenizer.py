@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.detokenizer import IncrementalDetokenizer
-from engine.testing import EOS, bytes_tokenizer
+from engine.testing.models import EOS, bytes_tokenizer
+from engine.text.detokenizer import IncrementalDetokenizer
 
 TOKENIZER = bytes_tokenizer()
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from engine.errors import InvalidParameter, StructureUnavailable
-from engine.grammar_compiler import GrammarCompiler, compiler_for
+from engine.grammar.compiler import GrammarCompiler, compiler_for
 from engine.structure import Source, SourceKind, StructuredOutputs, source_of
-from engine.testing import EOS, bytes_tokenizer, tiny_model
+from engine.testing.models import EOS, bytes_tokenizer, tiny_model
 
 # Optional properties in any combination: xgrammar needs seconds for 400 of them.
 HOSTILE = {

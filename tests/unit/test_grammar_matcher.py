@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidParameter
-from engine.grammar import CompiledGrammar, Matcher, Vocabulary, compile_source, new_compiler
+from engine.grammar.matcher import (
+    CompiledGrammar,
+    Matcher,
+    Vocabulary,
+    compile_source,
+    new_compiler,
+)
 from engine.structure import (
     MAX_DEPTH,
     MAX_SOURCE_BYTES,
@@ -201,8 +207,8 @@ def test_a_grammar_without_answers_is_stuck_and_says_so() -> None:
 def test_an_ambiguous_grammar_is_given_up_before_it_holds_up_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.grammar.MATCH_SLACK_S", 0.02)
-    monkeypatch.setattr("engine.grammar.MATCH_S_PER_TOKEN", 0.0)
+    monkeypatch.setattr("engine.grammar.matcher.MATCH_SLACK_S", 0.02)
+    monkeypatch.setattr("engine.grammar.matcher.MATCH_S_PER_TOKEN", 0.0)
     matcher = grammar(grammar='root ::= root root root | "a" | "b"')[0].begin(0)
     num_tokens = 0
     while matcher.stuck is None and num_tokens < 2000:

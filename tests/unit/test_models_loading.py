@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 
 from engine.batch import Batch, Span
 from engine.errors import ModelError
-from engine.models import load_model, prepare
+from engine.execution.runner import Runner
+from engine.models.load import load_model, prepare
 from engine.request import SamplingParams
-from engine.runner import Runner
-from engine.testing import bytes_tokenizer, new_pool, save_tiny_model
+from engine.testing.models import bytes_tokenizer, new_pool, save_tiny_model
 
 
 def load(name: object, tmp_path: Path, **arguments: str) -> object:

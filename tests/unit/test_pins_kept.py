@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.chain_runner import chain_layout
+from engine.testing.chain_runner import chain_layout
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.cache import CacheSettings, TieredCache

@@ -6,9 +6,9 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.queue import QueueOrder, WaitingQueue
 from engine.request import Request, SamplingParams
-from engine.sequence import Sequence
+from engine.scheduling.queue import QueueOrder, WaitingQueue
+from engine.scheduling.sequence import Sequence
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 

@@ -9,8 +9,8 @@ import torch
 
 from engine.batch import Span
 from engine.errors import InvalidParameter
+from engine.execution.sampler import Sampler, check_params, truncate, uniform
 from engine.request import SamplingParams
-from engine.sampler import Sampler, check_params, truncate, uniform
 
 VOCAB_SIZE = 64
 EOS = 0

@@ -11,9 +11,9 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from engine.errors import ModelError, RequestError
-from engine.gguf_model import build_tokenizer
-from engine.testing import EOS, IM_START, bytes_tokenizer
-from engine.tokenizer import Tokenizer
+from engine.models.gguf import build_tokenizer
+from engine.testing.models import EOS, IM_START, bytes_tokenizer
+from engine.text.tokenizer import Tokenizer
 
 TOKENIZER = bytes_tokenizer()
 TEXTS = ["", "hello world", "a\tb\n\n  c", "12345 x 2024", "日本語。", "🙂👩‍👩‍👧", "  don't"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.attention import AttentionOptions, attend_dense, gather_blocks
+from engine.attention.base import AttentionOptions, attend_dense, gather_blocks
 
 varlen: Any
 try:

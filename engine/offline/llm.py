@@ -24,14 +24,14 @@ from typing import Any, Self
 
 from engine.engine import Engine, EngineSettings
 from engine.errors import InvalidParameter
-from engine.grammar_compiler import GrammarCompiler, compiler_for
+from engine.execution.runner import Runner
+from engine.execution.sampler import check_params
+from engine.grammar.compiler import GrammarCompiler, compiler_for
 from engine.hardware import pick_device
-from engine.llm_outputs import LoRARequest, PendingRequest, RequestOutput
-from engine.model_files import DEFAULT_MODEL
-from engine.models import LoadedModel, load_adapter, load_model
+from engine.models.files import DEFAULT_MODEL
+from engine.models.load import LoadedModel, load_adapter, load_model
+from engine.offline.outputs import LoRARequest, PendingRequest, RequestOutput
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
-from engine.runner import Runner
-from engine.sampler import check_params
 from engine.structure import source_of
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout

@@ -1,7 +1,7 @@
 """Grammars over the model's vocabulary; the only module that imports xgrammar.
 
 `Vocabulary` and `compile_source` are used by the compiler's child process
-(`engine.grammar_worker`), `Vocabulary` and `CompiledGrammar` by the server: a `Matcher` follows one
+(`engine.grammar.worker`), `Vocabulary` and `CompiledGrammar` by the server: a `Matcher` follows one
 sequence on the engine thread and says which tokens may come next, and which must.
 
 Where the grammar leaves one text only, that text's tokens are the tokenizer's own: the model is not

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.attention import PagedAttention, ReferenceAttention
-from engine.attention_cpu import CpuAttention
+from engine.attention.base import PagedAttention, ReferenceAttention
+from engine.attention.cpu import CpuAttention
 from engine.batch import Batch, Sampled, Span
-from engine.decode_graph import DecodeGraphs, cuda_graphs
+from engine.execution.cuda_graphs import DecodeGraphs, cuda_graphs
+from engine.execution.sampler import Sampler, target_logprobs
 from engine.hardware import upload
-from engine.models import LoadedModel
-from engine.packing import MIN_ROWS
+from engine.models.load import LoadedModel
+from engine.models.packing import MIN_ROWS
 from engine.request import SamplingParams, TokenLogprob
-from engine.sampler import Sampler, target_logprobs
 from tiers.blocks.layout import DTYPES
 
 LOGITS_BYTES = 32 << 20  # of one piece of the prompt logits
@@ -34,7 +34,7 @@ def pick_attention(pool: torch.Tensor, dtype: torch.dtype) -> PagedAttention:
         return CpuAttention(pool, dtype)
     if pool.device.type == "cuda":
         # Triton is there only beside CUDA builds of torch.
-        from engine.attention_triton import TritonAttention
+        from engine.attention.triton import TritonAttention
 
         return TritonAttention(pool)
     return ReferenceAttention(pool)

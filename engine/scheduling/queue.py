@@ -10,7 +10,7 @@ all wait longer still (DESIGN.md, "Measured").
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 
-from engine.sequence import Sequence
+from engine.scheduling.sequence import Sequence
 
 
 class QueueOrder(StrEnum):

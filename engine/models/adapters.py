@@ -4,7 +4,7 @@
     adapter_model.safetensors ─► A and B of each module ─► Adapter(digest, {module: LowRank})
 
 `load_adapter` runs where the model is loaded, before it is served. peft reads the files (the only
-import of peft); what is computed with them is in `engine.adapter_bank`.
+import of peft); what is computed with them is in `engine.models.adapter_bank`.
 """
 
 import math
@@ -19,7 +19,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.errors import AdapterError
-from engine.packing import PackedLinear
+from engine.models.packing import PackedLinear
 from tiers.blocks.layout import DTYPES
 
 _PREFIX = "base_model.model."  # peft's names of a wrapped model's modules

@@ -10,7 +10,7 @@ import xxhash
 
 from engine.batch import Sampled
 from engine.request import FinishReason, Request, StepOutput, Timeline, TokenCounts
-from engine.sequence import Sequence
+from engine.scheduling.sequence import Sequence
 from tiers.blocks.chain import Chain
 from tiers.blocks.contents import block_contents
 from tiers.blocks.keys import PrefixKey

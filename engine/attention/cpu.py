@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention import AttentionOptions, attend_span, causal_mask, pieces
+from engine.attention.base import AttentionOptions, attend_span, causal_mask, pieces
 from engine.batch import Span
 
 _TILE = (

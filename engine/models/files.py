@@ -1,6 +1,6 @@
 """Where a model's files are, by alias, folder, GGUF file or hub id, and a digest of them.
 
-Called by `engine.models` at start-up, on the thread that starts the engine.
+Called by `engine.models.load` at start-up, on the thread that starts the engine.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ from pathlib import Path
 import xxhash
 
 from engine.errors import ModelError
-from engine.gguf_model import Progress, convert, converted_folder
+from engine.models.gguf import Progress, convert, converted_folder
 
 
 @dataclass(frozen=True, slots=True)

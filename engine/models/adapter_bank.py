@@ -14,11 +14,11 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from engine import packing
-from engine.adapters import Adapter, LowRank, linear_shapes
 from engine.batch import Span
 from engine.errors import AdapterError
-from engine.packing import MIN_ROWS, PackedLinear
+from engine.models import packing
+from engine.models.adapters import Adapter, LowRank, linear_shapes
+from engine.models.packing import MIN_ROWS, PackedLinear
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """A trace through the real scheduler and cache, in simulated time and without a model.
 
 What an order of the queue serves from the cache, and how long it lets requests wait, is decided by
-`engine.queue`, `engine.scheduler` and `tiers` themselves; only the runner and the clock are made
+`engine.scheduling.queue`, `engine.scheduling.scheduler` and `tiers` themselves; only the runner
+and the clock are made
 up. One simulated token stands for several of the trace, so that an hour of it takes a minute. For
 `tests/bench/queue_order.py` and the tests; one thread.
 """
@@ -13,9 +14,9 @@ from dataclasses import dataclass, field
 
 from engine.batch import Batch, Sampled
 from engine.engine import Engine, EngineSettings
-from engine.queue import QueueOrder
 from engine.request import Request, SamplingParams, StepOutput
-from engine.scheduler import SchedulerSettings
+from engine.scheduling.queue import QueueOrder
+from engine.scheduling.scheduler import SchedulerSettings
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache

@@ -1,13 +1,12 @@
 """What the offline class is asked and answers with, and how a request's outputs become an answer.
 
-Used by `engine.llm` on the thread that called it.
+Used by `engine.offline.llm` on the thread that called it.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from engine.detokenizer import IncrementalDetokenizer
 from engine.errors import EngineClosed, EngineFailed
 from engine.request import (
     FinishReason,
@@ -17,7 +16,8 @@ from engine.request import (
     TokenCounts,
     TokenLogprob,
 )
-from engine.tokenizer import Tokenizer
+from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

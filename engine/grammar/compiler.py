@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.errors import InvalidParameter
-from engine.grammar import CompiledGrammar, Vocabulary, check_installed
-from engine.grammar_worker import HEADER
-from engine.models import LoadedModel
+from engine.grammar.matcher import CompiledGrammar, Vocabulary, check_installed
+from engine.grammar.worker import HEADER
+from engine.models.load import LoadedModel
 from engine.structure import Grammar, Source
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT_S = 5.0
 START_S = 60.0  # the child imports torch, which a busy machine takes its time over
 MAX_SERIALISED_BYTES = 16 << 20  # of one compiled grammar; reading one of 2.4 MB takes 34 ms
-_RUN = "import sys; sys.path.insert(0, sys.argv[1]); from engine.grammar_worker import main; main()"
+_RUN = "import sys; sys.path.insert(0, sys.argv[1]); from engine.grammar.worker import main; main()"
 
 
 def compiler_for(loaded: LoadedModel, *, timeout_s: float = TIMEOUT_S) -> "GrammarCompiler":
@@ -141,7 +141,7 @@ class GrammarCompiler:
         if self._child is not None and self._child.poll() is None:
             return self._child
         self._end_child()
-        root = str(Path(__file__).resolve().parent.parent)
+        root = str(Path(__file__).resolve().parent.parent.parent)
         self._child = subprocess.Popen(
             [sys.executable, "-c", _RUN, root],
             stdin=subprocess.PIPE,

@@ -18,17 +18,18 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from engine import attention, packing
-from engine.adapter_bank import AdapterBank
-from engine.adapters import Adapter
-from engine.adapters import load_adapter as read_adapter
-from engine.attention import AttentionOptions, attend_dense
+from engine.attention import base as attention
+from engine.attention.base import AttentionOptions, attend_dense
 from engine.batch import Span
 from engine.errors import AdapterError, ModelError
-from engine.gguf_model import Progress
-from engine.model_files import find
+from engine.models import packing
+from engine.models.adapter_bank import AdapterBank
+from engine.models.adapters import Adapter
+from engine.models.adapters import load_adapter as read_adapter
+from engine.models.files import find
+from engine.models.gguf import Progress
 from engine.request import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tiers.blocks.layout import DTYPES, BlockLayout
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from engine.models import LoadedModel, describe
-from engine.tokenizer import Tokenizer
+from engine.models.load import LoadedModel, describe
+from engine.text.tokenizer import Tokenizer
 
 EOS, IM_START = 256, 257
 VOCAB_SIZE = 258  # 256 bytes, <|im_end|>, <|im_start|>

@@ -14,10 +14,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.batch import Batch, Span
-from engine.lookup import runs_of
-from engine.queue import QueueOrder, WaitingQueue
 from engine.request import FinishReason, Lookup, TokenCounts
-from engine.sequence import Sequence, SequenceState
+from engine.scheduling.lookup import runs_of
+from engine.scheduling.queue import QueueOrder, WaitingQueue
+from engine.scheduling.sequence import Sequence, SequenceState
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
 from tiers.errors import MissReason, OutOfBlocks

@@ -1,7 +1,7 @@
 """The child process that compiles grammars: a stranger's schema may hang it, fill its memory or
 crash it, and the server only starts another.
 
-Started by `engine.grammar_compiler` with pipes for stdin and stdout. Messages are a length of four
+Started by `engine.grammar.compiler` with pipes for stdin and stdout. Messages are a length of four
 bytes and that many bytes: first the vocabulary as JSON, then one source after another; each answer
 begins with `+` and the compiled grammar, or with `-` and what is wrong.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from engine.errors import InvalidParameter
-from engine.grammar import Vocabulary, compile_source, new_compiler
+from engine.grammar.matcher import Vocabulary, compile_source, new_compiler
 from engine.structure import Source, SourceKind
 
 MEMORY_BYTES = 1 << 30  # of address space beyond what the process has when it is ready

@@ -1,6 +1,7 @@
 """Linear layers with their weights in the order oneDNN's kernels read them.
 
-`engine.models` packs a float32 model on a CPU after loading it. What is gained, and that a row's
+`engine.models.load` packs a float32 model on a CPU after loading it. What is gained, and that a
+row's
 result then does not depend on how many rows are computed with it, is measured in docs/compute.md.
 """
 

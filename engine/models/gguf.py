@@ -1,6 +1,6 @@
 """GGUF files: dequantised once into a folder of safetensors, a config and a tokenizer.
 
-`engine.models` calls `convert` at start-up, on the thread that starts the server. Weights go
+`engine.models.load` calls `convert` at start-up, on the thread that starts the server. Weights go
 through transformers' GGUF support. The tokenizer does not: it is rebuilt here from the file's own
 fields, because the conversion in transformers loses the pre-tokenizer and moves the special tokens.
 """

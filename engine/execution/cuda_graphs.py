@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.attention import PagedAttention
+from engine.attention.base import PagedAttention
 from engine.batch import Span
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention import AttentionOptions, attend_dense, gather_blocks
-from engine.attention_varlen import attend_varlen, can_varlen, varlen_works
+from engine.attention.base import AttentionOptions, attend_dense, gather_blocks
+from engine.attention.varlen import attend_varlen, can_varlen, varlen_works
 from engine.batch import Span
 from engine.hardware import upload
 

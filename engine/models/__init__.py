@@ -1,0 +1,4 @@
+"""Models, weights and adapters: found, converted, loaded and checked.
+
+The model definitions themselves are those of transformers.
+"""

@@ -1,0 +1,4 @@
+"""Which request runs next: the queue, the sequences and the scheduler that fills each step.
+
+Nothing here touches a tensor; `engine.execution` runs what is scheduled.
+"""
