@@ -25,10 +25,10 @@ from api.schemas import GenerationBody
 from api.stream import Delivered, Delivery, DeliveryResponse, WireFormat
 from api.structured import compiled
 from api.usage import Asked, timings_ms
-from billing.holds import RequestContext
+from billing.gate.holds import RequestContext
+from billing.gate.outcomes import Outcome
 from billing.idempotency import Replay
 from billing.keys import Principal
-from billing.policy import Outcome
 from billing.usage import EMPTY
 from engine.execution.sampler import check_params
 from tiers.blocks.keys import CacheScope

@@ -18,7 +18,7 @@ from api.structured import source_asked
 from api.text import encode_chat, room_for_answer
 from api.turns import turn_of
 from api.usage import Asked, Bill, closing
-from billing.policy import Outcome
+from billing.gate.outcomes import Outcome
 from engine.request import FinishReason, TokenLogprob
 
 router = APIRouter(tags=["chat"])

@@ -19,7 +19,7 @@ from api.schemas import CompletionBody, parse, sampling_params
 from api.structured import source_asked
 from api.text import encode_prompt, room_for_answer
 from api.usage import Asked, Bill, closing
-from billing.policy import Outcome
+from billing.gate.outcomes import Outcome
 from engine.request import FinishReason, TokenLogprob
 
 router = APIRouter(tags=["completions"])

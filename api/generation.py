@@ -15,8 +15,8 @@ from typing import Protocol
 from api.bridge import OutputBridge
 from api.collaborators import Detokenizer, EngineClient, ServedModel
 from api.turns import Parting, Transcript, Turn
-from billing.holds import RequestContext
-from billing.policy import Outcome
+from billing.gate.holds import RequestContext
+from billing.gate.outcomes import Outcome
 from billing.usage import EMPTY, Usage
 from engine.request import (
     FinishReason,

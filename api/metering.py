@@ -19,12 +19,12 @@ from typing import Any, Protocol, TypeVar
 from api.generation import Job, Served
 from api.usage import Bill
 from billing.errors import InsufficientBalance
-from billing.gate import SYSTEM, Settled
-from billing.holds import Hold
+from billing.gate.gate import SYSTEM, Settled
+from billing.gate.holds import Hold
 from billing.keys import Principal
 from billing.ledger import DEFAULT_TTL_S, Ledger
 from billing.money import format_units
-from billing.rating import hold_amount
+from billing.prices.rating import hold_amount
 from billing.usage import Usage
 
 Made = TypeVar("Made")

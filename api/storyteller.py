@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.context import FIT_NAME, Story
 from api.errors import answer_to
-from billing.policy import Outcome
+from billing.gate.outcomes import Outcome
 
 logger = logging.getLogger(__name__)
 story_log = structlog.get_logger("api.request")

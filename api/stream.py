@@ -25,7 +25,7 @@ from api.errors import Answer, GenerationFailed, answer_to, log_untold
 from api.generation import Delta, Generation, Served
 from api.metering import Charge
 from api.usage import Asked, Bill
-from billing.policy import Outcome
+from billing.gate.outcomes import Outcome
 
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keep-alive\n\n"

@@ -26,9 +26,9 @@ from api.structured import GrammarDesk
 from api.turns import Conversations
 from api.usage import Bill
 from billing.accounts import Tenant
+from billing.gate.outcomes import billable
 from billing.keys import Principal
 from billing.money import UNITS
-from billing.policy import billable
 from billing.usage import EMPTY, Usage
 from engine.errors import RequestError
 from engine.request import (

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from api.generation import Served
-from billing.policy import Outcome
-from billing.prices import RateRef
-from billing.rating import Line
+from billing.gate.outcomes import Outcome
+from billing.prices.book import RateRef
+from billing.prices.rating import Line
 from billing.usage import EMPTY, Usage
 from engine.request import Timeline
 

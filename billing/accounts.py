@@ -13,9 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from billing import store_accounts as rows
-from billing import store_trail
-from billing.cards import card_digest, default_card, parse_card
 from billing.errors import (
     AlreadyExists,
     CardConflict,
@@ -37,8 +34,11 @@ from billing.keys import (
 )
 from billing.money import check_currency, format_units
 from billing.names import check_name, check_text
-from billing.prices import PriceBook, RateCard
-from billing.store import Connection, LedgerStore
+from billing.prices.book import PriceBook, RateCard
+from billing.prices.cards import card_digest, default_card, parse_card
+from billing.store import accounts as rows
+from billing.store import trail as store_trail
+from billing.store.store import Connection, LedgerStore
 
 OPEN_TENANT = "default"  # whom requests belong to while no keys are configured
 REFRESH_S = 0.5  # how soon a change made by another process is seen
@@ -355,7 +355,7 @@ class Accounts:
     def apply_card(self, card: RateCard, *, by: str, reason: str = "") -> bool:
         """Add a card to the book for good; False where it was added before, word for word.
 
-        Raises `CardConflict`; lint it before (`billing.lint`).
+        Raises `CardConflict`; lint it before (`billing.prices.lint`).
         """
         is_new = True
 

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from billing import store_idempotency as rows
-from billing import store_undelivered
 from billing.errors import IdempotencyBusy, IdempotencyConflict
-from billing.prices import NS
-from billing.store import Connection, LedgerStore
+from billing.prices.book import NS
+from billing.store import idempotency as rows
+from billing.store import undelivered as store_undelivered
+from billing.store.store import Connection, LedgerStore
 
 KEPT_NS = 24 * 3600 * NS
 GRACE_NS = 30 * NS  # a first request is given so long to reserve before its silence means a crash

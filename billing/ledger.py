@@ -24,7 +24,14 @@ from functools import partial
 from typing import Any, cast
 
 from billing.accounts import Accounts, Tenant
-from billing.commands import (
+from billing.errors import (
+    BillingError,
+    DuplicateRequest,
+    LedgerClosed,
+    LedgerUnavailable,
+    Unwritable,
+)
+from billing.gate.commands import (
     Command,
     Correct,
     Deposit,
@@ -34,20 +41,13 @@ from billing.commands import (
     TopUp,
     moves_money,
 )
-from billing.entries import Entry, Kind
-from billing.errors import (
-    BillingError,
-    DuplicateRequest,
-    LedgerClosed,
-    LedgerUnavailable,
-    Unwritable,
-)
-from billing.gate import Settled
-from billing.holds import Hold, RequestContext
+from billing.gate.entries import Entry, Kind
+from billing.gate.gate import Settled
+from billing.gate.holds import Hold, RequestContext
+from billing.gate.outcomes import Outcome
 from billing.names import check_text
-from billing.policy import Outcome
-from billing.prices import NS, PinnedRate, PriceBook, RateCard
-from billing.store import LedgerStore
+from billing.prices.book import NS, PinnedRate, PriceBook, RateCard
+from billing.store.store import LedgerStore
 from billing.syncer import Syncer
 from billing.usage import EMPTY, Usage
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 from billing.errors import LedgerUnavailable
-from billing.store import LedgerStore
+from billing.store.store import LedgerStore
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from billing.accounts import Accounts
-from billing.holds import Hold, RequestContext
+from billing.gate.holds import Hold, RequestContext
+from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
-from billing.policy import Outcome
-from billing.prices import NS
-from billing.store import open_store
+from billing.prices.book import NS
+from billing.store.store import open_store
 from billing.usage import Usage
 
 START_NS = 1_735_689_600 * NS  # 2025-01-01T00:00:00Z, a Wednesday

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from api.explorer import Caller
-from billing.receipts import ReceiptSigner
+from billing.reports.receipts import ReceiptSigner
 from cachesvc.purging import Done, Order, keep_receipt, read_receipt, receipt
 from cachesvc.scopes import Kind, roots_of
 from cachesvc.storage_meter import Storage

@@ -20,20 +20,21 @@ from api.admin.books import Books
 from api.auth import KeyGate, Salts
 from api.limits import LimitSettings, NoLimits, Quota, RateLimits, open_limits
 from api.metering import LedgerMeter
-from billing import secret_file, store_reports
+from billing import secret_file
 from billing.accounts import Accounts
-from billing.cards import find_card
-from billing.entries import Entry, Kind
-from billing.gate import Settled
-from billing.holds import decode_request
+from billing.gate.entries import Entry, Kind
+from billing.gate.gate import Settled
+from billing.gate.holds import decode_request
 from billing.idempotency import Idempotency
 from billing.ledger import Ledger
-from billing.lint import Level, lint
-from billing.prices import RateCard
-from billing.prover import Prover
-from billing.rating import rate
-from billing.receipts import ReceiptSigner, describe
-from billing.store import database_url, open_store
+from billing.prices.book import RateCard
+from billing.prices.cards import find_card
+from billing.prices.lint import Level, lint
+from billing.prices.rating import rate
+from billing.proof.prover import Prover
+from billing.reports.receipts import ReceiptSigner, describe
+from billing.store import reports as store_reports
+from billing.store.store import database_url, open_store
 from billing.usage import Usage
 from cachesvc.config import ConfigError, LimitsSection, QuotaTable, Settings, format_duration
 from cachesvc.metric_samples import MoneyStats

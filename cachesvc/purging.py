@@ -2,7 +2,7 @@
 
 On a live server its cache operator calls; on a stopped one the command line, which holds the
 folder's lock meanwhile. A receipt says what was removed, and that a look at every block found none
-left; anyone with the server's public key can prove it word for word (`billing.receipts`).
+left; anyone with the server's public key can prove it word for word (`billing.reports.receipts`).
 """
 
 import json
@@ -13,7 +13,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from billing.receipts import ReceiptSigner
+from billing.reports.receipts import ReceiptSigner
 from cachesvc.config import disk_path
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.directory import DirectoryLock

@@ -24,13 +24,13 @@ from billing.errors import (
     NoPrice,
     TenantSuspended,
 )
-from billing.gate import SYSTEM
-from billing.holds import Hold, RequestContext
+from billing.gate.gate import SYSTEM
+from billing.gate.holds import Hold, RequestContext
+from billing.gate.outcomes import PRESUMED, Outcome
 from billing.ledger import Ledger
-from billing.policy import PRESUMED, Outcome
-from billing.prices import NS
-from billing.rating import rate
-from billing.store_reports import find_request
+from billing.prices.book import NS
+from billing.prices.rating import rate
+from billing.store.reports import find_request
 from billing.usage import Usage
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache

@@ -13,7 +13,7 @@ from typing import Any
 
 from billing.accounts import Accounts
 from billing.ledger import Ledger
-from billing.store import LedgerStore, database_url, open_store
+from billing.store.store import LedgerStore, database_url, open_store
 
 SCRIPT = Path(sys.executable).with_name("cachesvc")
 READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")

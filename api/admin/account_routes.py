@@ -14,10 +14,10 @@ from fastapi import APIRouter, Query, Request
 from api.admin.access import MayChange, MayRead
 from api.admin.bodies import AdminBody, CreditLimit, Deposit, NewKey, NewProject, NewTenant
 from api.admin.books import books_of, found
-from billing.documents import Document, key_document, tenant_document
 from billing.keys import Scope
 from billing.money import parse_amount, parse_positive
-from billing.prices import NS
+from billing.prices.book import NS
+from billing.reports.documents import Document, key_document, tenant_document
 
 router = APIRouter(prefix="/admin/api", tags=["admin: accounts"])
 

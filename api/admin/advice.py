@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from billing.prices import Rates
+from billing.prices.book import Rates
 from tiers.telemetry.working_set import MissRatioCurve
 from tiers.tier import TierName
 

@@ -11,9 +11,9 @@ from api.errors import RecordNotFound, Unsupported
 from billing.accounts import Accounts
 from billing.errors import UnknownHold, UnknownKey, UnknownTenant
 from billing.ledger import Ledger
-from billing.prover import Prover
-from billing.receipts import ReceiptSigner
-from billing.store import LedgerStore
+from billing.proof.prover import Prover
+from billing.reports.receipts import ReceiptSigner
+from billing.store.store import LedgerStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,16 @@ from api.admin.bodies import Correction
 from api.admin.books import Books, books_of, found
 from api.admin.headers import with_style
 from api.errors import RecordNotFound
-from billing import plan, statements, store_reports, usage_report
-from billing.audit_trail import TRAIL, trail_head
-from billing.documents import (
+from billing.gate.entries import Entry
+from billing.money import parse_positive
+from billing.prices.book import NS
+from billing.prices.time_zones import find_zone
+from billing.proof import rerate as plan
+from billing.proof.prover import Proved
+from billing.proof.trail import TRAIL, trail_head
+from billing.reports import invoice as statements
+from billing.reports import usage as usage_report
+from billing.reports.documents import (
     Document,
     entry_document,
     hold_document,
@@ -26,13 +33,9 @@ from billing.documents import (
     proof_document,
     trail_document,
 )
-from billing.entries import Entry
-from billing.money import parse_positive
-from billing.prices import NS
-from billing.prover import Proved
-from billing.receipts import receipt_for
-from billing.time_zones import find_zone
-from billing.usage_report import Period, Split, Unit, parse_query
+from billing.reports.receipts import receipt_for
+from billing.reports.usage import Period, Split, Unit, parse_query
+from billing.store import reports as store_reports
 
 router = APIRouter(prefix="/admin/api", tags=["admin: ledger"])
 

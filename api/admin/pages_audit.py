@@ -7,7 +7,7 @@ from api.admin.access import MayRead
 from api.admin.books import books_of
 from api.admin.forms import Before, Filter
 from api.admin.pages import render
-from billing.documents import trail_document
+from billing.reports.documents import trail_document
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 

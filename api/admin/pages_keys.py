@@ -16,9 +16,9 @@ from api.admin.forms import Filter, Text, reason_in, tried
 from api.admin.pages import render
 from api.admin.sessions import Admin
 from api.errors import InvalidRequest
-from billing.documents import key_document
 from billing.keys import Scope
-from billing.prices import NS
+from billing.prices.book import NS
+from billing.reports.documents import key_document
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 

@@ -12,10 +12,11 @@ from starlette.responses import RedirectResponse, Response
 from api.admin.access import MayRead
 from api.admin.books import Books, books_of
 from api.admin.pages import render
-from billing import store_reports, usage_report
-from billing.documents import RATES, card_document, hold_document, proof_document
-from billing.prices import RateCard
-from billing.revenue import REVENUE_CLASSES, Revenue, ranked, revenue
+from billing.prices.book import RateCard
+from billing.reports import usage as usage_report
+from billing.reports.documents import RATES, card_document, hold_document, proof_document
+from billing.reports.revenue import REVENUE_CLASSES, Revenue, ranked, revenue
+from billing.store import reports as store_reports
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 

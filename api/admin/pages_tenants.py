@@ -19,11 +19,12 @@ from api.admin.pages import render
 from api.admin.parts import parts_of
 from api.admin.sessions import Admin
 from api.errors import InvalidRequest
-from billing import store_reports, usage_report
 from billing.accounts import Tenant
-from billing.documents import entry_document, key_document
 from billing.money import parse_amount, parse_positive
-from billing.usage_report import Unit, parse_query, report
+from billing.reports import usage as usage_report
+from billing.reports.documents import entry_document, key_document
+from billing.reports.usage import Unit, parse_query, report
+from billing.store import reports as store_reports
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 

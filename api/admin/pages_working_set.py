@@ -20,7 +20,7 @@ from api.admin.parts import AdminParts, parts_of
 from api.errors import Unsupported
 from billing.errors import NoPrice
 from billing.money import format_units
-from billing.prices import Rates
+from billing.prices.book import Rates
 from tiers.telemetry.traffic import TrafficReport
 from tiers.tier import TierName
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from api.explorer import Grown
 from api.owners import Owner
 from billing.errors import BillingError
-from billing.prices import PriceBook
+from billing.prices.book import PriceBook
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import Node
 from tiers.tier import TierName

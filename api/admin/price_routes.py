@@ -12,17 +12,17 @@ from api.admin.access import MayChange, MayRead
 from api.admin.bodies import ApplyCard, CardSource, DiffBody, PlanBody
 from api.admin.books import Books, books_of
 from api.errors import InvalidRequest, RecordNotFound
-from billing import plan
-from billing.cards import parse_card, shipped_cards
-from billing.documents import (
+from billing.prices.book import NS, RateCard
+from billing.prices.cards import parse_card, shipped_cards
+from billing.prices.lint import Level, lint
+from billing.proof import rerate as plan
+from billing.reports.documents import (
     Document,
     card_document,
     differences,
     finding_document,
     plan_document,
 )
-from billing.lint import Level, lint
-from billing.prices import NS, RateCard
 
 router = APIRouter(prefix="/admin/api/prices", tags=["admin: prices"])
 

@@ -13,7 +13,7 @@ from billing.accounts import Accounts
 from billing.errors import BillingError
 from billing.ledger import Ledger
 from billing.money import format_units
-from billing.store import LedgerStore, database_url, open_store
+from billing.store.store import LedgerStore, database_url, open_store
 from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import fail
 from cachesvc.config import default_data_dir

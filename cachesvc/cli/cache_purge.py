@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from billing.receipts import ReceiptSigner
-from billing.store import database_url as ledger_url
+from billing.reports.receipts import ReceiptSigner
+from billing.store.store import database_url as ledger_url
 from cachesvc.cli.books import DatabaseUrl, actor, books
 from cachesvc.cli.cache_select import find_scope, server_of
 from cachesvc.cli.options import DataDir, existing_data_dir

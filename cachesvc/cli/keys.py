@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from billing.accounts import KeyInfo
-from billing.documents import key_document, key_state
 from billing.errors import BillingError
 from billing.keys import Scope, format_scopes, parse_scopes
-from billing.prices import NS
+from billing.prices.book import NS
+from billing.reports.documents import key_document, key_state
 from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, TenantOption, actor, books
 from cachesvc.cli.render import AsJson, note, print_json, print_table
 

@@ -9,8 +9,12 @@ from typing import Annotated
 
 import typer
 
-from billing import audit, plan, store_reports
-from billing.documents import (
+from billing.errors import BillingError
+from billing.money import format_units, parse_positive
+from billing.prices.book import NS
+from billing.proof import audit
+from billing.proof import rerate as plan
+from billing.reports.documents import (
     Document,
     entry_document,
     hold_document,
@@ -18,9 +22,7 @@ from billing.documents import (
     proof_document,
     trail_document,
 )
-from billing.errors import BillingError
-from billing.money import format_units, parse_positive
-from billing.prices import NS
+from billing.store import reports as store_reports
 from cachesvc.cli.books import (
     DatabaseUrl,
     DataDir,

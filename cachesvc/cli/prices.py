@@ -7,9 +7,13 @@ from typing import Annotated
 
 import typer
 
-from billing import plan as plans
-from billing.cards import find_card
-from billing.documents import (
+from billing.errors import BillingError
+from billing.money import format_units
+from billing.prices.book import NS, RateCard
+from billing.prices.cards import find_card
+from billing.prices.lint import Finding, Level, lint
+from billing.proof import rerate as plans
+from billing.reports.documents import (
     EXTRAS,
     RATES,
     card_document,
@@ -18,10 +22,6 @@ from billing.documents import (
     plan_document,
     price_text,
 )
-from billing.errors import BillingError
-from billing.lint import Finding, Level, lint
-from billing.money import format_units
-from billing.prices import NS, RateCard
 from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, TenantOption, actor, books
 from cachesvc.cli.render import AsJson, fail, note, number_of, print_json, print_table
 

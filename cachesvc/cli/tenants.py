@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from billing.accounts import Tenant
-from billing.documents import tenant_document
 from billing.money import format_units, parse_amount
+from billing.reports.documents import tenant_document
 from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, TenantName, actor, books, limit_text
 from cachesvc.cli.render import AsJson, note, print_json, print_pairs, print_table
 

@@ -10,13 +10,14 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from billing import export as exports
-from billing import statements, usage_report
-from billing.entries import Entry
 from billing.errors import InvalidName, InvalidSpan
+from billing.gate.entries import Entry
 from billing.money import format_units
-from billing.time_zones import LocalZone, find_zone
-from billing.usage_report import Period, Query, Split, Unit, parse_query, report
+from billing.prices.time_zones import LocalZone, find_zone
+from billing.reports import export as exports
+from billing.reports import invoice as statements
+from billing.reports import usage as usage_report
+from billing.reports.usage import Period, Query, Split, Unit, parse_query, report
 from cachesvc.cli.books import Books, DatabaseUrl, DataDir, TenantName, TenantOption, books
 from cachesvc.cli.receipts import receipt, receipt_keys, verify_receipt
 from cachesvc.cli.render import AsJson, note, number_of, percent, print_json, print_table

@@ -7,11 +7,11 @@ from api.collaborators import WireSettings
 from api.metering import LedgerMeter
 from api.testing import fake_house
 from billing.accounts import Accounts
-from billing.entries import Entry, Kind
+from billing.gate.entries import Entry, Kind
 from billing.idempotency import Idempotency
 from billing.ledger import Ledger
-from billing.receipts import ReceiptSigner, describe
-from billing.store import database_url, open_store
+from billing.reports.receipts import ReceiptSigner, describe
+from billing.store.store import database_url, open_store
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}

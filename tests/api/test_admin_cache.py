@@ -20,9 +20,9 @@ from api.auth import Salts
 from api.explorer import Explorer
 from api.owners import Owners
 from api.testing import FakeHouse, fake_house
-from billing.prover import Prover
-from billing.receipts import ReceiptSigner, verify_receipt
-from billing.store import database_url
+from billing.proof.prover import Prover
+from billing.reports.receipts import ReceiptSigner, verify_receipt
+from billing.store.store import database_url
 from billing.testing import running_ledger
 from cachesvc.cache_operator import CacheOperator
 from cachesvc.config import disk_path

@@ -16,7 +16,7 @@ from api.journal import Journal
 from api.owners import Owners
 from api.testing import ByteTokenizer, byte_model
 from billing.money import UNITS
-from billing.receipts import ReceiptSigner
+from billing.reports.receipts import ReceiptSigner
 from cachesvc.cache_operator import CacheOperator
 from engine.testing.chain_runner import chain_layout
 from tests.api import test_money_routes

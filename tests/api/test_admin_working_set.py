@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from api.admin.testing import OPERATOR_TOKEN, fake_parts
-from billing.cards import default_card
-from billing.prices import PriceBook
+from billing.prices.book import PriceBook
+from billing.prices.cards import default_card
 from tests.api.test_admin_access import admin_client, code_of
 from tiers.telemetry.traffic import TierPoint, TrafficReport
 from tiers.telemetry.working_set import MissRatioCurve

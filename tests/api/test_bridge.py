@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from api.bridge import OutputBridge
 from api.generation import Generation, Job
 from api.testing import byte_model
-from billing.policy import Outcome
+from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from engine.request import (
     FinishReason,

@@ -24,13 +24,13 @@ from api.admin.testing import OPERATOR_TOKEN, fake_parts
 from api.app import create_app
 from api.testing import fake_house
 from billing.accounts import Accounts
-from billing.cards import shipped_cards
+from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
 from billing.money import UNITS
-from billing.policy import Outcome
-from billing.prover import Prover
-from billing.receipts import ReceiptSigner, verify_receipt
-from billing.store import database_url, open_store
+from billing.prices.cards import shipped_cards
+from billing.proof.prover import Prover
+from billing.reports.receipts import ReceiptSigner, verify_receipt
+from billing.store.store import database_url, open_store
 from billing.usage import Usage
 from cachesvc.cli import app as command_line
 

@@ -15,12 +15,12 @@ from api.app import AREAS
 from api.chat import ChatFormat
 from api.collaborators import WireSettings
 from api.testing import Script
-from billing import audit
+from billing.gate.outcomes import Outcome
 from billing.keys import Scope
 from billing.money import UNITS, format_units
-from billing.policy import Outcome
-from billing.prices import NS
-from billing.receipts import verify_receipt
+from billing.prices.book import NS
+from billing.proof import audit
+from billing.reports.receipts import verify_receipt
 from tests.api.bank import CHAT, HELLO, HIT, MISS, OUTPUT, PROMPT_TOKENS, Bank
 from tests.api.conftest import begun, serving
 from tests.api.driver import Visit

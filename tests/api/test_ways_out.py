@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from api.chat import ChatFormat
 from api.collaborators import WireSettings
 from api.testing import FakeHouse, Script, fake_house
-from billing.policy import Outcome
+from billing.gate.outcomes import Outcome
 from engine.request import FinishReason
 from tests.api.conftest import quiet, running
 from tests.api.driver import Visit

@@ -31,14 +31,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import uvloop
 
-from billing import audit, statements
 from billing.accounts import Accounts
-from billing.holds import RequestContext
+from billing.gate.holds import RequestContext
+from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
 from billing.money import UNITS
-from billing.policy import Outcome
-from billing.rating import hold_amount
-from billing.store import database_url, open_store
+from billing.prices.rating import hold_amount
+from billing.proof import audit
+from billing.reports import invoice as statements
+from billing.store.store import database_url, open_store
 from billing.usage import Usage
 from tests.bench import provenance
 

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from billing import audit, store_reports
-from billing.entries import Entry
-from billing.store import LedgerStore
+from billing.gate.entries import Entry
+from billing.proof import audit
+from billing.store import reports as store_reports
+from billing.store.store import LedgerStore
 from billing.testing import TestLedger, running_ledger
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from billing import audit
-from billing.entries import digest, genesis
+from billing.gate.entries import digest, genesis
 from billing.money import UNITS
-from billing.store import open_store
+from billing.proof import audit
+from billing.store.store import open_store
 from billing.testing import running_ledger
 from billing.usage import Usage
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from billing import audit
-from billing.audit_trail import TRAIL
+from billing.gate.outcomes import Outcome
 from billing.idempotency import Idempotency
 from billing.money import UNITS
-from billing.policy import Outcome
-from billing.proof import Head, Proof
-from billing.store import open_store
+from billing.proof import audit
+from billing.proof.result import Head, Proof
+from billing.proof.trail import TRAIL
+from billing.store.store import open_store
 from billing.testing import running_ledger
 from billing.usage import Usage
 

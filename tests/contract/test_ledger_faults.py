@@ -6,7 +6,6 @@ from concurrent.futures import Future
 import pytest
 from sqlalchemy import text
 
-from billing.commands import Command, Reserve, Settle
 from billing.errors import (
     DuplicateRequest,
     InvalidName,
@@ -14,12 +13,13 @@ from billing.errors import (
     LedgerUnavailable,
     StoreError,
 )
-from billing.gate import Settled
-from billing.holds import Hold
+from billing.gate.commands import Command, Reserve, Settle
+from billing.gate.gate import Settled
+from billing.gate.holds import Hold
+from billing.gate.outcomes import Outcome
 from billing.money import UNITS
-from billing.policy import Outcome
-from billing.prices import NS
-from billing.store import open_store
+from billing.prices.book import NS
+from billing.store.store import open_store
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 

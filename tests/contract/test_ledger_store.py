@@ -10,8 +10,6 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from billing import audit, export, statements, usage_report
-from billing.entries import Entry, Kind
 from billing.errors import (
     AlreadyExists,
     CurrencyMismatch,
@@ -25,11 +23,16 @@ from billing.errors import (
     UnknownKey,
     UnknownTenant,
 )
+from billing.gate.entries import Entry, Kind
+from billing.gate.outcomes import Outcome
 from billing.money import UNITS
-from billing.policy import Outcome
-from billing.revenue import revenue
-from billing.store import LedgerStore, open_store
-from billing.store_prepared import HotStatements
+from billing.proof import audit
+from billing.reports import export
+from billing.reports import invoice as statements
+from billing.reports import usage as usage_report
+from billing.reports.revenue import revenue
+from billing.store.prepared import HotStatements
+from billing.store.store import LedgerStore, open_store
 from billing.testing import ManualClock, TestLedger, running_ledger
 from billing.usage import EMPTY, Usage
 from tests.contract.conftest import entries
@@ -348,7 +351,7 @@ PROCESS = """
 import sys, time
 from billing.testing import running_ledger
 from billing.usage import Usage
-from billing.policy import Outcome
+from billing.gate.outcomes import Outcome
 url, name = sys.argv[1:]
 with running_ledger(url, owner=name) as house:
     pinned = house.ledger.book.at("model", house.clock(), "CNY")

@@ -3,12 +3,12 @@
 import pytest
 from sqlalchemy import select
 
-from billing.commands import Command, Settle
-from billing.holds import Hold
+from billing.gate.commands import Command, Settle
+from billing.gate.holds import Hold
+from billing.gate.outcomes import Outcome
 from billing.idempotency import Claimed, Idempotency
 from billing.money import UNITS
-from billing.policy import Outcome
-from billing.store_schema import undelivered
+from billing.store.schema import undelivered
 from billing.testing import TestLedger
 from billing.usage import Usage
 

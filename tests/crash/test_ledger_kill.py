@@ -7,18 +7,19 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from billing import audit, store_reports
-from billing.entries import Entry, Kind
+from billing.gate.entries import Entry, Kind
+from billing.gate.outcomes import Outcome
 from billing.money import UNITS
-from billing.policy import Outcome
-from billing.store import open_store
+from billing.proof import audit
+from billing.store import reports as store_reports
+from billing.store.store import open_store
 from billing.testing import running_ledger
 
 KILLS = 8
 CHILD = """
 import itertools, sys, threading
 from billing.testing import running_ledger
-from billing.policy import Outcome
+from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 url, run = sys.argv[1:]
 lock = threading.Lock()

@@ -12,11 +12,12 @@ import psycopg
 import pytest
 from sqlalchemy import create_engine, text
 
-from billing import audit, store_reports
-from billing.entries import Kind
 from billing.errors import LedgerUnavailable
+from billing.gate.entries import Kind
+from billing.gate.outcomes import Outcome
 from billing.money import UNITS
-from billing.policy import Outcome
+from billing.proof import audit
+from billing.store import reports as store_reports
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 from tests.postgres_server import fresh_database, postgres_server

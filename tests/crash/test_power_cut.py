@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from billing import audit, store_reports
-from billing.entries import Kind
+from billing.gate.entries import Kind
+from billing.gate.outcomes import Outcome
 from billing.money import UNITS
-from billing.policy import Outcome
-from billing.store import open_store
+from billing.proof import audit
+from billing.store import reports as store_reports
+from billing.store.store import open_store
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 
@@ -133,7 +134,7 @@ def test_what_was_told_is_on_the_disk_whenever_the_power_goes(
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     dice = random.Random(seed)
-    monkeypatch.setattr("billing.store.CHECKPOINT_COMMANDS", 10**6)  # where the test says so
+    monkeypatch.setattr("billing.store.store.CHECKPOINT_COMMANDS", 10**6)  # where the test says so
     path = tmp_path / "ledger.sqlite3"
     with running_ledger(f"sqlite:///{path}") as house:
         house.fund(10**6 * UNITS)

@@ -15,12 +15,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from billing import audit, store_reports
-from billing.entries import Entry, Kind
+from billing.gate.entries import Entry, Kind
+from billing.gate.outcomes import Outcome
 from billing.money import UNITS
-from billing.policy import Outcome
-from billing.proof import Problem
-from billing.store import LedgerStore
+from billing.proof import audit
+from billing.proof.result import Problem
+from billing.store import reports as store_reports
+from billing.store.store import LedgerStore
 from engine.testing.models import save_tiny_model
 from tests.live_clients import Answer, Incomplete, ask, question
 from tests.live_server import LiveServer

@@ -12,10 +12,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from billing import store_reports
-from billing.entries import Kind
+from billing.gate.entries import Kind
+from billing.gate.outcomes import Outcome
 from billing.money import UNITS
-from billing.policy import Outcome
+from billing.store import reports as store_reports
 from engine.testing.models import save_tiny_model
 from tests.live_clients import Incomplete, ask, question
 from tests.live_server import LiveServer

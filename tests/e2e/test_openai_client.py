@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field
 from api.app import create_app
 from api.testing import FakeHouse, Script, fake_house
 from billing.errors import InsufficientBalance
-from billing.policy import Outcome
+from billing.gate.outcomes import Outcome
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 PROMPT_TOKENS = len("user: hi\nassistant: ")

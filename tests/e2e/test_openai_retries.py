@@ -20,9 +20,9 @@ import uvicorn
 
 from api.app import create_app
 from api.testing import Script
-from billing import audit
-from billing.entries import Kind
+from billing.gate.entries import Kind
 from billing.money import UNITS
+from billing.proof import audit
 from tests.api.bank import HELLO, MISS, OUTPUT, PROMPT_TOKENS, Bank
 
 ANSWER = "z" * 40

@@ -1,7 +1,7 @@
 """What is billed as a hit: the rules of docs/billing.md on the real engine and the launch card."""
 
-from billing.cards import default_card
-from billing.rating import rate
+from billing.prices.cards import default_card
+from billing.prices.rating import rate
 from billing.usage import Usage
 from tests.sim.world import World
 

@@ -27,21 +27,21 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import text
 
-from billing import audit
 from billing.accounts import Accounts
-from billing.cards import parse_card
-from billing.commands import Command, Correct, Deposit, Reserve, Settle, TopUp
-from billing.entries import Kind
 from billing.errors import InsufficientBalance, LedgerUnavailable
-from billing.gate import Settled
-from billing.holds import Hold, RequestContext
+from billing.gate.commands import Command, Correct, Deposit, Reserve, Settle, TopUp
+from billing.gate.entries import Kind
+from billing.gate.gate import Settled
+from billing.gate.holds import Hold, RequestContext
+from billing.gate.outcomes import PRESUMED, Outcome, billable
 from billing.ledger import Ledger
-from billing.policy import PRESUMED, Outcome, billable
-from billing.prices import NS
-from billing.rating import rate
-from billing.store import LedgerStore, open_store
-from billing.store_prepared import Prepared
-from billing.store_schema import metadata
+from billing.prices.book import NS
+from billing.prices.cards import parse_card
+from billing.prices.rating import rate
+from billing.proof import audit
+from billing.store.prepared import Prepared
+from billing.store.schema import metadata
+from billing.store.store import LedgerStore, open_store
 from billing.testing import ManualClock
 from billing.usage import EMPTY, Usage
 from tests.postgres_server import fresh_database

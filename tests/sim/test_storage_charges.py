@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from api.admin.testing import RecordingTrail
-from billing.audit import verify
-from billing.cards import parse_card
-from billing.prices import NS
-from billing.store_reports import daily, stream_entries
+from billing.prices.book import NS
+from billing.prices.cards import parse_card
+from billing.proof.audit import verify
+from billing.store.reports import daily, stream_entries
 from billing.testing import ManualClock, TestLedger, running_ledger
 from cachesvc.cache_operator import CacheOperator
 from cachesvc.storage_meter import HOUR_S, Payer, StorageMeter, hours_begun

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from billing import audit, store_reports
 from billing.accounts import Accounts
-from billing.entries import Kind
-from billing.policy import PRESUMED
-from billing.store import LedgerStore, open_store
+from billing.gate.entries import Kind
+from billing.gate.outcomes import PRESUMED
+from billing.proof import audit
+from billing.store import reports as store_reports
+from billing.store.store import LedgerStore, open_store
 from billing.testing import running_ledger
 
 HOLD = 5_000_000  # three misses and one output under the launch card
@@ -27,8 +28,8 @@ import sys, threading
 from billing.accounts import Accounts
 from billing.errors import InsufficientBalance
 from billing.ledger import Ledger
-from billing.policy import Outcome
-from billing.store import open_store
+from billing.gate.outcomes import Outcome
+from billing.store.store import open_store
 from billing.usage import Usage
 url, owner, run, turns = sys.argv[1:]
 store = open_store(url)

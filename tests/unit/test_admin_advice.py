@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.admin.advice import GIB, Level, advise, hit_rate
-from billing.prices import Rates
+from billing.prices.book import Rates
 from tiers.telemetry.working_set import MissRatioCurve, WorkingSet
 from tiers.tier import TierName
 

@@ -225,7 +225,7 @@ def test_a_broken_ledger_ends_with_1_and_names_the_entry(shell: Shell) -> None:
     heads = shell.data_dir / "heads.json"
     heads.write_text(shell("ledger", "heads"))
     shell("ledger", "verify", "--heads", str(heads))
-    from billing.store import open_store
+    from billing.store.store import open_store
 
     store = open_store(f"sqlite:///{shell.data_dir / 'ledger.sqlite3'}")
     with store.writing() as connection:

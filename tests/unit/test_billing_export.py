@@ -13,11 +13,12 @@ import orjson
 import pytest
 from typer.testing import CliRunner
 
-from billing import export, store_reports
-from billing.csv_text import safe_cell
-from billing.entries import Entry
 from billing.errors import ExportError
+from billing.gate.entries import Entry
 from billing.money import UNITS, parse_amount
+from billing.reports import export
+from billing.reports.csv import safe_cell
+from billing.store import reports as store_reports
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 from cachesvc.cli import app

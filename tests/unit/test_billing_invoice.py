@@ -11,12 +11,12 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from billing.cards import find_card, parse_card
-from billing.entries import Kind
 from billing.errors import InvalidSpan
+from billing.gate.entries import Kind
 from billing.money import UNITS, parse_amount
-from billing.prices import NS
-from billing.statements import Invoice, invoice, invoice_csv, invoice_html, invoice_json
+from billing.prices.book import NS
+from billing.prices.cards import find_card, parse_card
+from billing.reports.invoice import Invoice, invoice, invoice_csv, invoice_html, invoice_json
 from billing.testing import START_NS, TestLedger, running_ledger
 from billing.usage import Usage
 

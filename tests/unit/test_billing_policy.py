@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from billing import audit, store_reports
-from billing.commands import Reap
 from billing.errors import InsufficientBalance
+from billing.gate.commands import Reap
+from billing.gate.outcomes import Outcome, billable
 from billing.money import UNITS
-from billing.policy import Outcome, billable
-from billing.prices import NS
+from billing.prices.book import NS
+from billing.proof import audit
+from billing.store import reports as store_reports
 from billing.testing import TestLedger, running_ledger
 from billing.usage import EMPTY, Usage
 
@@ -88,7 +89,7 @@ def test_an_overdraft_is_at_most_what_was_made_beyond_the_hold(house: TestLedger
 
 
 def test_the_price_is_that_of_the_admission(house: TestLedger) -> None:
-    from billing.cards import parse_card
+    from billing.prices.cards import parse_card
 
     hold = house.reserve("r1", 10**10)
     dearer = house.ledger.book.cards[0].text.replace('"2024-08-02"', '"2025"')

@@ -4,11 +4,11 @@ from datetime import UTC, datetime
 
 import pytest
 
-from billing.cards import card_digest, default_card, find_card, parse_card, shipped_cards
-from billing.documents import differences
 from billing.errors import CardConflict, NoPrice, PriceError
-from billing.lint import Level, lint
-from billing.prices import NS, PriceBook, RateRef
+from billing.prices.book import NS, PriceBook, RateRef
+from billing.prices.cards import card_digest, default_card, find_card, parse_card, shipped_cards
+from billing.prices.lint import Level, lint
+from billing.reports.documents import differences
 
 BASE = """
 [card]

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import billing
-from billing.cards import default_card, parse_card, shipped_cards
 from billing.errors import InvalidAmount, InvalidUsage
 from billing.money import (
     UNITS,
@@ -21,8 +20,9 @@ from billing.money import (
     round_half_even,
     units_per_token,
 )
-from billing.prices import STANDARD
-from billing.rating import hold_amount, rate
+from billing.prices.book import STANDARD
+from billing.prices.cards import default_card, parse_card, shipped_cards
+from billing.prices.rating import hold_amount, rate
 from billing.testing import START_NS
 from billing.usage import CLASSES, HIT_CLASSES, Usage
 

@@ -11,11 +11,11 @@ import orjson
 import pytest
 from typer.testing import CliRunner
 
-from billing import plan
-from billing.cards import find_card, parse_card
 from billing.errors import BillingError
 from billing.money import UNITS, parse_amount
-from billing.receipts import (
+from billing.prices.cards import find_card, parse_card
+from billing.proof import rerate as plan
+from billing.reports.receipts import (
     KEY_FILE,
     ReceiptSigner,
     published_keys,

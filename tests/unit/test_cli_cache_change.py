@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 
 from api.auth import Salts
 from api.testing import fake_house
-from billing.receipts import ReceiptSigner, verify_receipt
-from billing.store import database_url
+from billing.reports.receipts import ReceiptSigner, verify_receipt
+from billing.store.store import database_url
 from billing.testing import running_ledger
 from cachesvc.cli import app
 from cachesvc.config import disk_path

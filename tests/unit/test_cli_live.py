@@ -26,9 +26,9 @@ from api.auth import Salts
 from api.explorer import Explorer
 from api.owners import Owners
 from api.testing import FakeHouse, fake_house
-from billing.prover import Prover
-from billing.receipts import ReceiptSigner
-from billing.store import database_url
+from billing.proof.prover import Prover
+from billing.reports.receipts import ReceiptSigner
+from billing.store.store import database_url
 from billing.testing import running_ledger
 from cachesvc.block_reader import read_blocks
 from cachesvc.cli import app

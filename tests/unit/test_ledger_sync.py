@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from billing import audit
-from billing.entries import Entry
 from billing.errors import LedgerUnavailable
+from billing.gate.entries import Entry
+from billing.gate.outcomes import Outcome
 from billing.money import UNITS
-from billing.policy import Outcome
-from billing.store import open_store
-from billing.store_log import WAL_BYTES
+from billing.proof import audit
+from billing.store.store import open_store
+from billing.store.wal import WAL_BYTES
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 

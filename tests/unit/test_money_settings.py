@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from api.limits import Quota
-from billing.cards import shipped_cards
 from billing.errors import PriceError, ReceiptKeyError
+from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
-from billing.policy import Outcome
+from billing.prices.cards import shipped_cards
 from billing.testing import running_ledger
 from billing.usage import EMPTY, Usage
 from cachesvc.config import ConfigError, load_settings

@@ -10,15 +10,11 @@ from zoneinfo import ZoneInfo
 import pytest
 from typer.testing import CliRunner
 
-from billing import store_reports
 from billing.errors import UnknownTenant
-from billing.prices import NS
-from billing.rollups import DAY_NS
-from billing.store import LedgerStore, open_store
-from billing.testing import START_NS, ManualClock, running_ledger
-from billing.time_zones import LocalZone
-from billing.usage import Usage
-from billing.usage_report import (
+from billing.gate.rollups import DAY_NS
+from billing.prices.book import NS
+from billing.prices.time_zones import LocalZone
+from billing.reports.usage import (
     FIRST_DAY,
     Query,
     Split,
@@ -28,6 +24,10 @@ from billing.usage_report import (
     parse_query,
     report,
 )
+from billing.store import reports as store_reports
+from billing.store.store import LedgerStore, open_store
+from billing.testing import START_NS, ManualClock, running_ledger
+from billing.usage import Usage
 from cachesvc.cli import app
 
 HOUR = 3600

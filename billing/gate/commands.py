@@ -1,0 +1,106 @@
+"""What the money gate can be told to do: values that `billing.ledger` makes and `billing.gate.gate`
+applies.
+
+Each names every key that it touches, so that the store can read and lock those before.
+"""
+
+from dataclasses import dataclass
+
+from billing.gate.entries import Kind
+from billing.gate.holds import Hold
+from billing.gate.outcomes import Outcome
+from billing.usage import Usage
+
+Key = tuple[str, str]  # tenant, request id
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    hold: Hold
+    amount: int
+    expires_ns: int
+    owner: str
+    boot: str
+
+
+@dataclass(frozen=True, slots=True)
+class TopUp:
+    """Raises the hold by `amount` (zero only renews), and records progress if given."""
+
+    hold: Hold
+    amount: int
+    expires_ns: int
+    usage: Usage | None
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    hold: Hold
+    usage: Usage
+    outcome: Outcome
+    delivered: bool  # False only if no byte of the answer reached the client
+
+
+@dataclass(frozen=True, slots=True)
+class Reap:
+    """Settles a hold that nobody will settle, from its recorded progress."""
+
+    tenant: str
+    request_id: str
+    outcome: Outcome
+    expired_at_ns: int | None  # do nothing if it was renewed past this; None reaps regardless
+
+
+@dataclass(frozen=True, slots=True)
+class Deposit:
+    """A grant or a top-up of the balance; `reference` makes it happen once."""
+
+    tenant: str
+    kind: Kind
+    reference: str
+    amount: int
+    by: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Correct:
+    """Gives back `amount` of a request's charge, or all that is left of it."""
+
+    tenant: str
+    request_id: str
+    reference: str
+    amount: int | None
+    by: str
+    reason: str
+
+
+Command = Reserve | TopUp | Settle | Reap | Deposit | Correct
+
+
+def moves_money(command: Command) -> bool:
+    """Whether a command may write an entry; a hold is no entry, and ends with its request."""
+    return not isinstance(command, Reserve | TopUp)
+
+
+def keys_of(command: Command) -> list[Key]:
+    """The (tenant, request id) pairs whose holds and entries a command needs."""
+    match command:
+        case Reserve(hold) | TopUp(hold):
+            return [hold.key]
+        case Settle(hold):
+            return [hold.key]
+        case Reap(tenant, request_id):
+            return [(tenant, request_id)]
+        case Deposit(tenant, _, reference):
+            return [(tenant, reference)]
+        case Correct(tenant, request_id, reference):
+            return [(tenant, request_id), (tenant, reference)]
+
+
+def fingerprint_of(command: Command) -> Key | None:
+    """The (tenant, fingerprint) whose undelivered answers a command forgives."""
+    if isinstance(command, Settle) and command.hold.context.is_retry:
+        fingerprint = command.hold.context.fingerprint
+        return (command.hold.tenant, fingerprint) if fingerprint else None
+    return None

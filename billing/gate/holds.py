@@ -1,0 +1,112 @@
+"""Holds: money set aside for a running request, as a lease. Values shared by api, gate and
+store.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import orjson
+
+from billing.gate.entries import canonical
+from billing.prices.book import PinnedRate, RateRef
+from billing.usage import EMPTY, Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestContext:
+    """Who asked, for statements and retries. Texts may be empty.
+
+    `fingerprint` digests key and body; `is_retry` says that the client may have asked for the same
+    before, and pays once.
+    """
+
+    project: str = ""
+    key_id: str = ""
+    session: str = ""
+    fingerprint: str = ""
+    is_retry: bool = False
+    admitted_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What the server keeps of a reserved request; enough to settle it whatever happened to the
+    row.
+    """
+
+    tenant: str
+    request_id: str
+    pinned: PinnedRate
+    context: RequestContext = field(default_factory=RequestContext)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.tenant, self.request_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredHold:
+    """A hold as the store keeps it: the journal that a crash is settled from.
+
+    `usage` is the last recorded progress; `owner` and `boot` name the server and its run.
+    """
+
+    tenant: str
+    request_id: str
+    amount: int
+    expires_ns: int
+    owner: str
+    boot: str
+    body: str  # the request's part of the future charge: rate reference and context
+    usage: Usage = EMPTY
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.tenant, self.request_id
+
+
+def request_body(ref: RateRef, context: RequestContext) -> dict[str, Any]:
+    """What an entry says of its price and its asker."""
+    return {
+        "card": ref.card,
+        "version": ref.version,
+        "model": ref.model,
+        "window": ref.window,
+        "project": context.project,
+        "key": context.key_id,
+        "session": context.session,
+        "fingerprint": context.fingerprint,
+        "retry": context.is_retry,
+        "admitted_ns": context.admitted_ns,
+    }
+
+
+def encode_request(hold: Hold) -> str:
+    return canonical(request_body(hold.pinned.ref, hold.context))
+
+
+def decode_request(body: str) -> tuple[RateRef, RequestContext]:
+    """The rate reference and context that `encode_request` wrote."""
+    data = orjson.loads(body)
+    return rate_ref(data), RequestContext(
+        project=data.get("project", ""),
+        key_id=data.get("key", ""),
+        session=data.get("session", ""),
+        fingerprint=data.get("fingerprint", ""),
+        is_retry=data.get("retry", False),
+        admitted_ns=data.get("admitted_ns", 0),
+    )
+
+
+def rate_ref(data: dict[str, Any]) -> RateRef:
+    """The rate reference in an entry's body."""
+    return RateRef(data["card"], data["version"], data["model"], data["window"])
+
+
+def answered(hold: StoredHold) -> StoredHold:
+    """The hold of a request whose client has had its answer from a retry meanwhile."""
+    return replace(hold, body=canonical(orjson.loads(hold.body) | {"answered": True}))
+
+
+def is_answered(hold: StoredHold) -> bool:
+    return "answered" in orjson.loads(hold.body)

@@ -1,0 +1,103 @@
+"""Sums of charges by day and by session, kept beside the ledger so that a statement reads few rows.
+
+Pure: the store adds these rows in the transaction of their entries, the audit makes them again.
+Days are UTC. Corrections are few and stay out of the sums; a statement lists them.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from billing.gate.entries import Entry, Kind
+from billing.usage import CLASSES
+
+SPLIT = 10**9  # amounts are stored as hi * SPLIT + lo, so that SQL adds them without overflow
+DAY_NS = 86_400 * 10**9
+DAILY_KEY = ("tenant", "day", "project", "key_id", "model", "card", "version", "window_name")
+SESSION_KEY = ("tenant", "session")
+STORED = {"storage_token_hours"}
+COUNTERS = ("requests", *CLASSES, "amount_hi", "amount_lo", "saved_hi", "saved_lo")
+
+Row = dict[str, Any]
+
+
+class Rollups:
+    """Collects charges into daily and session rows."""
+
+    def __init__(self) -> None:
+        self._daily: dict[tuple[Any, ...], Row] = {}
+        self._sessions: dict[tuple[Any, ...], Row] = {}
+
+    def add(self, entry: Entry, details: dict[str, Any]) -> None:
+        """Add one charge."""
+        key = (
+            entry.tenant,
+            entry.at_ns // DAY_NS,
+            details.get("project", ""),
+            details.get("key", ""),
+            details["model"],
+            details["card"],
+            details["version"],
+            details["window"],
+        )
+        amount = entry.amount
+        _add(_row(self._daily, DAILY_KEY, key), amount, details)
+        session = details.get("session")
+        if session:
+            row = _row(self._sessions, SESSION_KEY, (entry.tenant, session))
+            row["last_ns"] = entry.at_ns
+            _add(row, amount, details)
+
+    def rows(self) -> tuple[list[Row], list[Row]]:
+        """Daily and session rows in the order of their keys, amounts whole."""
+        return _sorted(self._daily), _sorted(self._sessions)
+
+    def stored(self) -> tuple[list[Row], list[Row]]:
+        """The same as they are stored."""
+        daily, sessions = self.rows()
+        return list(map(carried, daily)), list(map(carried, sessions))
+
+
+def rollups(entries: Iterable[Entry]) -> Rollups:
+    """The sums of the charges among these entries."""
+    sums = Rollups()
+    for entry in entries:
+        if entry.kind is Kind.CHARGE:
+            sums.add(entry, entry.details)
+    return sums
+
+
+def _row(rows: dict[tuple[Any, ...], Row], names: tuple[str, ...], key: tuple[Any, ...]) -> Row:
+    row = rows.get(key)
+    if row is None:
+        row = rows[key] = dict(zip(names, key, strict=True))
+        row.update(dict.fromkeys(("requests", *CLASSES, "amount", "saved"), 0))
+    return row
+
+
+def _sorted(rows: dict[tuple[Any, ...], Row]) -> list[Row]:
+    return [rows[key] for key in sorted(rows)]
+
+
+def _add(row: Row, amount: int, details: dict[str, Any]) -> None:
+    usage = details.get("usage", {})
+    row["requests"] += usage.keys() != STORED  # an hour of a pin is no request
+    for name, count in usage.items():
+        row[name] += count
+    row["amount"] -= amount
+    row["saved"] += int(details["saved"])
+
+
+def carried(row: Row) -> Row:
+    """The row as stored: amounts in two parts that can be added in SQL without overflow."""
+    stored = {name: value for name, value in row.items() if name not in ("amount", "saved")}
+    for name in ("amount", "saved"):
+        stored[f"{name}_hi"], stored[f"{name}_lo"] = divmod(row[name], SPLIT)
+    return stored
+
+
+def joined(stored: Row) -> Row:
+    """The row with its amounts whole again; the inverse of `carried`."""
+    row = {k: v for k, v in stored.items() if not k.endswith(("_hi", "_lo"))}
+    for name in ("amount", "saved"):
+        row[name] = stored[f"{name}_hi"] * SPLIT + stored[f"{name}_lo"]
+    return row

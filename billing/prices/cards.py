@@ -1,0 +1,298 @@
+"""Reads rate cards from TOML. Every number becomes an exact decimal; every unknown name is
+refused.
+"""
+
+import difflib
+import hashlib
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Collection, Mapping
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from importlib import resources
+from pathlib import Path
+from typing import Any, NoReturn
+from zoneinfo import ZoneInfo
+
+from billing.errors import InvalidAmount, InvalidName, PriceError
+from billing.money import check_currency, units_per_token
+from billing.prices.book import DAYS, NS, STANDARD, Holidays, ModelPrice, RateCard, Rates, Window
+from billing.prices.time_zones import find_zone
+from billing.usage import HIT_CLASSES
+
+DEFAULT_CARD = "deepseek-launch"
+
+_CARD_FIELDS = {
+    *("name", "version", "valid_from", "currency", "time_zone", "holidays"),
+    *("minimum_cached_tokens", "note"),
+}
+_RATE_FIELDS = {"hit", *HIT_CLASSES, "miss", "output", "cache_write", "storage"}
+_WINDOW_FIELDS = {"name", "start", "end", "days", "holidays"}
+_INSTANTS_NS = range(-(2**63), 2**63)  # what the ledger can store
+_MOST_RATE = 10**9  # per million tokens; a day's charges beyond it would not fit the rollups
+_HEADER = re.compile(r"\s*(\[{1,2})([^\[\]]+)\]")
+_FIELD = re.compile(r"""\s*["']?([^"'=\s]+)["']?\s*=""")
+
+
+def load_card(path: Path) -> RateCard:
+    """The card in a file. Raises `PriceError` naming the file and the field."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PriceError(f"cannot read rate card {path}: {error}") from error
+    return parse_card(text, str(path))
+
+
+def shipped_cards() -> dict[str, str]:
+    """The TOML of the cards in the package, by file stem."""
+    folder = resources.files("billing") / "rate_cards"
+    files = (entry for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return {entry.name[:-5]: entry.read_text(encoding="utf-8") for entry in files}
+
+
+def default_card() -> RateCard:
+    """The price list of DeepSeek's context caching launch, in force where none was applied."""
+    return parse_card(shipped_cards()[DEFAULT_CARD], DEFAULT_CARD)
+
+
+def find_card(name_or_path: str) -> RateCard:
+    """A shipped card by name, or the card in a file."""
+    shipped = shipped_cards()
+    if name_or_path in shipped:
+        return parse_card(shipped[name_or_path], name_or_path)
+    if not Path(name_or_path).exists():
+        names = ", ".join(sorted(shipped))
+        raise PriceError(f"{name_or_path!r} is neither a file nor a shipped rate card ({names})")
+    return load_card(Path(name_or_path))
+
+
+def card_digest(card: RateCard) -> str:
+    """SHA-256 of the card's text."""
+    return hashlib.sha256(card.text.encode()).hexdigest()
+
+
+def parse_card(text: str, origin: str = "rate card") -> RateCard:
+    """A card from TOML text. Raises `PriceError`; `origin` and the line are named in it."""
+    try:
+        data = tomllib.loads(text, parse_float=Decimal)
+    except ValueError as error:  # of the syntax, or a number of thousands of digits
+        raise PriceError(f"{origin}: not TOML: {error}") from error
+    return _Reader(origin, _field_lines(text)).card(data, text)
+
+
+def _field_lines(text: str) -> dict[str, int]:
+    """The line of each field by its path, such as `card.currency` or `model.0.off_peak.miss`."""
+    lines: dict[str, int] = {}
+    seen: Counter[str] = Counter()
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            root, _, rest = header[2].replace(" ", "").partition(".")
+            seen[root] += header[1] == "[["
+            within = [str(seen[root] - 1)] if seen[root] else []
+            table = ".".join([root, *within, *([rest] if rest else [])])
+            lines.setdefault(table, number)
+        elif field := _FIELD.match(line):
+            lines.setdefault(f"{table}.{field[1]}".removeprefix("."), number)
+    return lines
+
+
+class _Reader:
+    """Turns tables into values. Complaints begin with `origin` and the line of the path `at`."""
+
+    def __init__(self, origin: str, lines: Mapping[str, int]) -> None:
+        self.origin = origin
+        self.lines = lines
+
+    def fail(self, message: str, at: str = "") -> NoReturn:
+        line = self.lines.get(at) or self.lines.get(at.rpartition(".")[0])
+        raise PriceError(f"{self.origin}{f', line {line}' if line else ''}: {message}")
+
+    def known(self, table: Mapping[str, Any], names: Collection[str], at: str) -> None:
+        for name in table:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                self.fail(f"unknown field {name!r}{hint}", f"{at}.{name}".removeprefix("."))
+
+    def text(self, table: Mapping[str, Any], name: str, at: str) -> str:
+        value = table.get(name)
+        if not isinstance(value, str) or not value.strip():
+            self.fail(f"[{at.partition('.')[0]}] needs {name!r}, a text", f"{at}.{name}")
+        if not value.isprintable():
+            self.fail(f"{name} = {value!r} has characters that do not print", f"{at}.{name}")
+        return value
+
+    def card(self, data: dict[str, Any], text: str) -> RateCard:
+        self.known(data, {"card", "window", "model", "cost"}, "")
+        head = data.get("card")
+        if not isinstance(head, dict):
+            self.fail("a [card] table is needed, with name, version, valid_from and currency")
+        self.known(head, _CARD_FIELDS, "card")
+        zone = self.zone(head.get("time_zone", "UTC"))
+        windows = tuple(self.window(table, at) for at, table in self.tables(data, "window"))
+        names = [window.name for window in windows]
+        if len(set(names)) != len(names):
+            self.fail("two [[window]] tables have the same name")
+        models = tuple(self.model(table, names, at) for at, table in self.tables(data, "model"))
+        if not models:
+            self.fail('at least one [[model]] is needed, for example match = "*"')
+        patterns = [model.pattern for model in models]
+        if len(set(patterns)) != len(patterns):
+            self.fail("two [[model]] tables have the same match")
+        costs = [self.cost(table, at) for at, table in self.tables(data, "cost")]
+        if len(dict(costs)) != len(costs):
+            self.fail("two [[cost]] tables have the same match")
+        return RateCard(
+            name=self.text(head, "name", "card"),
+            version=self.text(head, "version", "card"),
+            currency=self.currency(head),
+            valid_from_ns=self.instant(head.get("valid_from"), zone),
+            models=models,
+            windows=windows,
+            zone=zone,
+            holidays=self.days_off(head.get("holidays", [])),
+            minimum_cached_tokens=self.count(head.get("minimum_cached_tokens", 0)),
+            costs=dict(costs),
+            text=text,
+        )
+
+    def tables(self, data: dict[str, Any], name: str) -> list[tuple[str, dict[str, Any]]]:
+        """The tables of a name, each with its path."""
+        tables = data.get(name, [])
+        if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+            self.fail(f"write [[{name}]] with two brackets: there can be several", name)
+        return [(f"{name}.{number}", table) for number, table in enumerate(tables)]
+
+    def currency(self, head: dict[str, Any]) -> str:
+        try:
+            return check_currency(self.text(head, "currency", "card"))
+        except InvalidAmount as error:
+            self.fail(str(error), "card.currency")
+
+    def zone(self, name: object) -> ZoneInfo:
+        try:
+            return find_zone(str(name))
+        except InvalidName:
+            self.fail(
+                f"time_zone {name!r} is not known; write one such as Asia/Shanghai",
+                "card.time_zone",
+            )
+
+    def instant(self, value: object, zone: ZoneInfo) -> int:
+        at = "card.valid_from"
+        if isinstance(value, str):
+            try:
+                value = datetime.fromisoformat(value)
+            except ValueError:
+                self.fail(f"valid_from {value!r} is not a date and time", at)
+        if not isinstance(value, datetime):
+            self.fail("valid_from needs a date and time such as 2024-08-02T00:00:00+08:00", at)
+        moment = value if value.tzinfo else value.replace(tzinfo=zone)
+        span = moment - datetime(1970, 1, 1, tzinfo=UTC)
+        instant_ns = (span.days * 86_400 + span.seconds) * NS + span.microseconds * 1000
+        if instant_ns not in _INSTANTS_NS:
+            self.fail(f"valid_from {value} is not between the years 1678 and 2262", at)
+        return instant_ns
+
+    def days_off(self, values: object) -> frozenset[date]:
+        at = "card.holidays"
+        if not isinstance(values, list):
+            self.fail("holidays is a list of dates", at)
+        try:
+            return frozenset(
+                value if type(value) is date else date.fromisoformat(value) for value in values
+            )
+        except (TypeError, ValueError):
+            self.fail("holidays is a list of dates such as 2025-01-01", at)
+
+    def count(self, value: object) -> int:
+        if type(value) is not int or value < 0:
+            self.fail(
+                f"minimum_cached_tokens is {value!r}; a whole number, zero or more",
+                "card.minimum_cached_tokens",
+            )
+        return value
+
+    def window(self, table: dict[str, Any], at: str) -> Window:
+        self.known(table, _WINDOW_FIELDS, at)
+        name = self.text(table, "name", at)
+        if name in {STANDARD, "match", *_RATE_FIELDS}:
+            self.fail(f"a window cannot be named {name!r}, which means something else", at)
+        start, end = self.clock(table, "start", at), self.clock(table, "end", at)
+        if start == end:
+            self.fail(f"window {name!r} starts and ends at the same time; leave it out", at)
+        days = table.get("days", list(DAYS))
+        if not isinstance(days, list) or not days or not all(day in DAYS for day in days):
+            self.fail(f"days of window {name!r} is a list of {', '.join(DAYS)}", f"{at}.days")
+        try:
+            holidays = Holidays(table.get("holidays", Holidays.AS_USUAL))
+        except ValueError:
+            among = ", ".join(Holidays)
+            self.fail(f"holidays of window {name!r} is one of {among}", f"{at}.holidays")
+        numbers = frozenset(DAYS.index(day) for day in days)
+        return Window(name=name, start=start, end=end, days=numbers, holidays=holidays)
+
+    def clock(self, table: dict[str, Any], name: str, at: str) -> time:
+        value = table.get(name)
+        try:
+            clock = value if isinstance(value, time) else time.fromisoformat(str(value))
+        except ValueError:
+            self.fail(f"[window] needs {name!r}, a time from 00:00 to 23:59", f"{at}.{name}")
+        if clock.tzinfo is not None:
+            self.fail(f"{name} = {value!r}: times are in the card's time_zone", f"{at}.{name}")
+        return clock
+
+    def pattern(self, table: dict[str, Any], at: str) -> str:
+        pattern = self.text(table, "match", at)
+        if "*" in pattern[:-1]:
+            self.fail(f"match {pattern!r}: a * stands only at the end", f"{at}.match")
+        return pattern
+
+    def cost(self, table: dict[str, Any], at: str) -> tuple[str, Rates]:
+        pattern = self.pattern(table, at)
+        paid = {name: value for name, value in table.items() if name != "match"}
+        return pattern, self.rates(paid, at)
+
+    def model(self, table: dict[str, Any], windows: list[str], at: str) -> ModelPrice:
+        pattern = self.pattern(table, at)
+        self.known(table, {"match", *_RATE_FIELDS, *windows}, at)
+        standard = {name: table[name] for name in _RATE_FIELDS if name in table}
+        rates = {STANDARD: self.rates(standard, at)}
+        for name in windows:
+            changes = table.get(name, {})
+            if not isinstance(changes, dict):
+                self.fail(f"window {name!r} of model {pattern!r} is a table of rates", at)
+            kept = {
+                k: v for k, v in standard.items() if not ("hit" in changes and k in HIT_CLASSES)
+            }
+            rates[name] = self.rates({**kept, **changes}, f"{at}.{name}")
+        return ModelPrice(pattern=pattern, rates=rates)
+
+    def rates(self, table: dict[str, Any], at: str) -> Rates:
+        self.known(table, _RATE_FIELDS, at)
+        priced = {name: self.rate(name, value, f"{at}.{name}") for name, value in table.items()}
+        hit = priced.pop("hit", None)
+        for name in HIT_CLASSES:
+            if name not in priced and hit is None:
+                self.fail(f"a price for 'hit', or for each tier, is needed ({name!r} has none)", at)
+            priced.setdefault(name, hit or 0)
+        for name in ("miss", "output"):
+            if name not in priced:
+                self.fail(f"a price for {name!r} is needed", at)
+        return Rates(**priced)
+
+    def rate(self, name: str, value: object, at: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | str | Decimal):
+            self.fail(f"{name} = {value!r} is not a price per million tokens", at)
+        try:
+            decimal = Decimal(value)
+        except ArithmeticError:
+            self.fail(f"{name} = {value!r} is not a decimal", at)
+        if not decimal.is_finite() or not 0 <= decimal <= _MOST_RATE:
+            self.fail(f"{name} = {value}: a price is from zero to {_MOST_RATE:,}", at)
+        try:
+            return units_per_token(decimal, name)
+        except InvalidAmount as error:
+            self.fail(str(error), at)

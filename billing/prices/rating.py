@@ -1,0 +1,65 @@
+"""Usage times price: the one place where a charge is computed. Pure; any thread, any time again.
+
+`rate` is used at settlement, at audit and in a plan, so a charge that differs is never a matter of
+two implementations.
+"""
+
+from dataclasses import dataclass
+
+from billing.prices.book import PinnedRate
+from billing.usage import HIT_CLASSES, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One class of a charge: `tokens * per_token == amount`, in units."""
+
+    name: str
+    tokens: int
+    per_token: int
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What a usage costs. `saved` is the price without any cache less this one."""
+
+    lines: tuple[Line, ...]
+    amount: int
+    saved: int
+    currency: str
+
+
+def rate(usage: Usage, pinned: PinnedRate) -> Charge:
+    """The charge for `usage`. Hits below the card's minimum cached size are priced as misses."""
+    rates = pinned.rates
+    counts_as_hit = usage.hit >= pinned.minimum_cached_tokens
+    lines: list[Line] = []
+    for name in HIT_CLASSES:
+        per_token = getattr(rates, name) if counts_as_hit else rates.miss
+        _add(lines, name, getattr(usage, name), per_token)
+    _add(lines, "miss", usage.miss, rates.miss)
+    _add(lines, "output", usage.output, rates.output)
+    _add(lines, "cache_write", usage.cache_write, rates.cache_write)
+    _add(lines, "storage_token_hours", usage.storage_token_hours, rates.storage or 0)
+    amount = sum(line.amount for line in lines)
+    uncached = usage.prompt * rates.miss + usage.output * rates.output
+    return Charge(tuple(lines), amount, uncached - amount, pinned.currency)
+
+
+def _add(lines: list[Line], name: str, tokens: int, per_token: int) -> None:
+    if tokens:
+        lines.append(Line(name, tokens, per_token, tokens * per_token))
+
+
+def hold_amount(pinned: PinnedRate, *, prompt_tokens: int, output_tokens: int) -> int:
+    """What must be held so that this prompt and this much output is surely covered.
+
+    The prompt is held at the dearest a prompt token can be (a miss, with its cache write).
+    """
+    rates = pinned.rates
+    hits = (rates.hit_device, rates.hit_host, rates.hit_disk, rates.hit_remote)
+    dearest = max(rates.miss, *hits)
+    return prompt_tokens * (dearest + rates.cache_write) + output_tokens * (
+        rates.output + rates.cache_write
+    )

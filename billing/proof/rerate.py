@@ -1,0 +1,107 @@
+"""Rates real history again: under a card that is not applied yet, or under the book as it stands.
+
+Read-only. A plan keeps each request's usage and admission instant, and asks what it would have
+cost.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from billing.errors import NoPrice
+from billing.gate.entries import Kind
+from billing.gate.holds import rate_ref
+from billing.prices.book import PinnedRate, PriceBook, RateCard
+from billing.prices.rating import rate
+from billing.store import reports as store_reports
+from billing.store.store import LedgerStore
+from billing.usage import Usage
+
+Pricing = Callable[[str, int, str], PinnedRate | None]  # model, admission instant, currency
+
+
+@dataclass(slots=True)
+class Difference:
+    """One tenant's model: what was charged and what would have been, in units."""
+
+    tenant: str
+    model: str
+    currency: str
+    charges: int = 0  # requests, and started hours of pins
+    charged: int = 0
+    planned: int = 0
+
+    @property
+    def change(self) -> int:
+        return self.planned - self.charged
+
+
+@dataclass(slots=True)
+class Plan:
+    """Differences by tenant and model, and the first few requests that would cost otherwise.
+
+    `unpriced` are those that have no price now; charges in other currencies stay as they are.
+    """
+
+    rows: list[Difference] = field(default_factory=list)
+    unpriced: list[Difference] = field(default_factory=list)
+    differing: list[str] = field(default_factory=list)
+    num_differing: int = 0
+    num_other_currency: int = 0
+
+
+SHOWN = 20
+
+
+def under_card(card: RateCard) -> Pricing:
+    """What requests would cost if this card had been in force; None in other currencies.
+
+    Raises `NoPrice`.
+    """
+
+    def price(model: str, instant_ns: int, currency: str) -> PinnedRate | None:
+        return card.at(model, instant_ns) if currency == card.currency else None
+
+    return price
+
+
+def under_book(book: PriceBook) -> Pricing:
+    """What the book as it stands says of each request's admission instant."""
+    return book.at
+
+
+def rerate(
+    store: LedgerStore, pricing: Pricing, *, since_ns: int = 0, tenant: str | None = None
+) -> Plan:
+    """Rate every charge since an instant under `pricing`; changes nothing."""
+    plan = Plan()
+    rows: dict[tuple[str, str], Difference] = {}
+    unpriced: dict[tuple[str, str], Difference] = {}
+    with store.reading() as connection:
+        for entry in store_reports.stream_entries(connection, tenant, since_ns=since_ns):
+            if entry.kind is not Kind.CHARGE:
+                continue
+            details = entry.details
+            model = rate_ref(details).model
+            planned = 0
+            try:
+                pinned = pricing(model, details.get("admitted_ns", entry.at_ns), entry.currency)
+                into = rows
+            except NoPrice:
+                into = unpriced
+            else:
+                if pinned is None:
+                    plan.num_other_currency += 1
+                    continue
+                planned = rate(Usage.from_record(details.get("usage", {})), pinned).amount
+            key = (entry.tenant, model)
+            row = into.setdefault(key, Difference(*key, entry.currency))
+            row.charges += 1
+            row.charged -= entry.amount
+            row.planned += planned
+            if into is rows and planned != -entry.amount:
+                plan.num_differing += 1
+                if plan.num_differing <= SHOWN:
+                    plan.differing.append(f"{entry.tenant}/{entry.request_id}")
+    plan.rows = [rows[key] for key in sorted(rows)]
+    plan.unpriced = [unpriced[key] for key in sorted(unpriced)]
+    return plan

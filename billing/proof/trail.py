@@ -1,0 +1,112 @@
+"""Proves what admins decided: the trail is one chain, and what stands is what it says.
+
+    trailed     the admin trail is chained without a gap
+    decided     limits, suspensions, projects, keys and rate cards are those of the trail, no more
+                and no fewer
+
+A key's secret is not in the trail, nor when a tenant or project was made but the trail's own time.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from billing.proof.result import Head, Problem
+from billing.store import accounts as store_accounts
+from billing.store import trail as store_trail
+from billing.store.store import Connection
+
+TRAIL = "admin trail"  # among heads; no tenant's name has a space
+
+Row = Mapping[Any, Any]
+_Name = tuple[str, str]  # kind of thing, name
+_Facts = dict[_Name, dict[str, str | None]]
+_MADE_BY = {
+    "tenant.create": "tenant",
+    "tenant.limit": "tenant",
+    "tenant.suspend": "tenant",
+    "project.create": "project",
+    "key.create": "key",
+    "key.revoke": "key",
+    "prices.apply": "rate card",
+}
+
+
+def check_trail(connection: Connection, written_down: Head | None = None) -> Iterator[Problem]:
+    """The first row that differs, else the first thing that is not as the trail has it."""
+    rows = store_trail.trail_rows(connection)
+    broken = [*_check_chain(rows, written_down)]
+    yield from broken or _differences(_standing(connection), _decided(rows))
+
+
+def trail_head(connection: Connection) -> Head:
+    seq, digest = store_trail.last_hash(connection)
+    return seq, digest.hex()
+
+
+def _check_chain(rows: Sequence[Row], written_down: Head | None) -> Iterator[Problem]:
+    head, last = store_trail.TRAIL_GENESIS, 0
+    for row in rows:
+        head = store_trail.trail_hash(head, row)
+        if row["seq"] != last + 1 or row["hash"] != head:
+            yield Problem(f"trail entry {row['seq']}", 0, "trailed", "it differs from its hash")
+            return
+        last = row["seq"]
+        if written_down and written_down[0] == last and written_down[1] != head.hex():
+            message = f"its hash was {written_down[1]} when that was written down"
+            yield Problem(f"trail entry {last}", 0, "trailed", message)
+            return
+    if written_down and last < written_down[0]:
+        message = f"entry {written_down[0]} was written down, and now {last} is last"
+        yield Problem(TRAIL, 0, "trailed", message)
+
+
+def _decided(rows: Iterable[Row]) -> _Facts:
+    """What the trail says of everything that it made."""
+    facts: _Facts = {}
+    for row in rows:
+        kind = _MADE_BY.get(row["action"])
+        if kind is not None:
+            changed = orjson.loads(row["after"])
+            facts.setdefault((kind, row["subject"]), {}).update(_texts(changed))
+    return facts
+
+
+def _standing(connection: Connection) -> _Facts:
+    """The same of what stands, by its tables."""
+    facts: _Facts = {}
+    for row in store_accounts.tenant_rows(connection):
+        facts["tenant", row["tenant"]] = _texts(
+            {name: row[name] for name in ("currency", "credit_limit", "suspended")}
+        )
+        for project in store_accounts.project_names(connection, row["tenant"]):
+            facts["project", f"{row['tenant']}/{project}"] = {}
+    for row in store_accounts.key_rows(connection):
+        facts["key", row["key_id"]] = _texts({k: v for k, v in row.items() if k != "digest"})
+    for row in store_accounts.card_rows(connection):
+        facts["rate card", f"{row['name']} {row['version']}"] = _texts(
+            {name: row[name] for name in ("name", "version", "valid_from_ns", "digest")}
+        )
+    return facts
+
+
+def _texts(values: dict[str, Any]) -> dict[str, str | None]:
+    """As the trail writes amounts and switches: texts, also of what it wrote as numbers."""
+    return {name: None if value is None else str(value) for name, value in values.items()}
+
+
+def _differences(standing: _Facts, decided: _Facts) -> Iterator[Problem]:
+    for kind, name in sorted(standing.keys() | decided.keys()):
+        found, said = standing.get((kind, name)), decided.get((kind, name))
+        if found is None or said is None:
+            message = "nobody made it" if said is None else "it was made, and is not there"
+            yield Problem(f"{kind} {name!r}", 0, "decided", message)
+            continue
+        if kind == "tenant":
+            said.setdefault("suspended", "False")
+        for fact in sorted(found.keys() | said.keys()):
+            if found.get(fact) != said.get(fact):
+                message = f"its {fact} is {found.get(fact)}, and the trail says {said.get(fact)}"
+                yield Problem(f"{kind} {name!r}", 0, "decided", message)
+                break

@@ -1,0 +1,247 @@
+"""Accounts, keys, cards, plans, proofs, holds and entries as JSON documents. Pure.
+
+One shape for the command line's `--json` and the admin routes. Amounts are exact decimal texts,
+instants are nanoseconds since 1970, `None` is unlimited.
+"""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+
+from billing.accounts import KeyInfo, Tenant
+from billing.gate.entries import Entry
+from billing.gate.holds import StoredHold, decode_request
+from billing.keys import Scope
+from billing.money import format_units, rate_per_million
+from billing.prices.book import DAYS, NS, RateCard, Rates
+from billing.prices.lint import Finding
+from billing.proof.rerate import Difference, Plan
+from billing.proof.result import Proof
+
+RATES = ("hit_device", "hit_host", "hit_disk", "hit_remote", "miss", "output")
+EXTRAS = ("cache_write", "storage")
+
+Document = dict[str, Any]
+
+
+def tenant_document(tenant: Tenant) -> Document:
+    available, limit = tenant.available, tenant.credit_limit
+    return {
+        "tenant": tenant.tenant,
+        "currency": tenant.currency,
+        "prepaid": tenant.prepaid,
+        "credit_limit": None if limit is None else format_units(limit),
+        "suspended": tenant.suspended,
+        "granted": format_units(tenant.granted),
+        "topped_up": format_units(tenant.topup),
+        "owed": format_units(tenant.owed),
+        "balance": format_units(tenant.balance),
+        "held": format_units(tenant.held),
+        "available": None if available is None else format_units(available),
+        "entries": tenant.seq,
+    }
+
+
+def key_document(info: KeyInfo, now_ns: int) -> Document:
+    """Everything about a key but the key."""
+    return {
+        "id": info.key_id,
+        "prefix": info.prefix,
+        "tenant": info.tenant,
+        "project": info.project,
+        "name": info.name,
+        "scopes": [scope.value for scope in Scope if scope in info.scopes],
+        "state": key_state(info, now_ns),
+        "created_ns": info.created_ns,
+        "expires_ns": info.expires_ns,
+        "revoked_ns": info.revoked_ns,
+    }
+
+
+def key_state(info: KeyInfo, now_ns: int) -> str:
+    if info.revoked_ns is not None:
+        return "revoked"
+    expired = info.expires_ns is not None and info.expires_ns <= now_ns
+    return "expired" if expired else "valid"
+
+
+def card_document(card: RateCard) -> Document:
+    """A card; prices are per million tokens, and `-` where the card prices no such class."""
+    return {
+        "name": card.name,
+        "version": card.version,
+        "currency": card.currency,
+        "valid_from_ns": card.valid_from_ns,
+        "time_zone": card.zone.key,
+        "minimum_cached_tokens": card.minimum_cached_tokens,
+        "windows": [
+            {
+                "name": window.name,
+                "start": window.start.isoformat("minutes"),
+                "end": window.end.isoformat("minutes"),
+                "days": [DAYS[day] for day in sorted(window.days)],
+                "holidays": window.holidays.value,
+            }
+            for window in card.windows
+        ],
+        "holidays": [day.isoformat() for day in sorted(card.holidays)],
+        "models": [
+            {
+                "match": price.pattern,
+                "window": window,
+                **{name: price_text(rates, name) for name in (*RATES, *EXTRAS)},
+            }
+            for price in card.models
+            for window, rates in price.rates.items()
+        ],
+    }
+
+
+def price_text(rates: Rates, name: str) -> str:
+    units = getattr(rates, name)
+    return "-" if units is None else rate_per_million(units)
+
+
+def differences(before: RateCard, after: RateCard) -> list[Document]:
+    """Every price and field that differs between two cards."""
+    old, new = _flat(before), _flat(after)
+    return [
+        {"field": name, "before": old.get(name, "-"), "after": new.get(name, "-")}
+        for name in sorted(old | new)
+        if old.get(name, "-") != new.get(name, "-")
+    ]
+
+
+def _flat(card: RateCard) -> dict[str, str]:
+    prices = {
+        f"{price.pattern} {window} {name}": price_text(rates, name)
+        for price in card.models
+        for window, rates in price.rates.items()
+        for name in (*RATES, *EXTRAS)
+    }
+    windows = {
+        f"window {window['name']}": " ".join(
+            (
+                f"{window['start']}-{window['end']}",
+                *window["days"],
+                f"holidays {window['holidays']}",
+            )
+        )
+        for window in card_document(card)["windows"]
+    }
+    costs = {
+        f"cost {pattern} {name}": price_text(rates, name)
+        for pattern, rates in card.costs.items()
+        for name in (*RATES, *EXTRAS)
+    }
+    return (
+        prices
+        | windows
+        | costs
+        | {
+            "name": card.name,
+            "version": card.version,
+            "currency": card.currency,
+            "valid_from": datetime.fromtimestamp(card.valid_from_ns // NS, UTC).isoformat(),
+            "time_zone": card.zone.key,
+            "holidays": " ".join(day.isoformat() for day in sorted(card.holidays)) or "-",
+            "minimum_cached_tokens": str(card.minimum_cached_tokens),
+        }
+    )
+
+
+def finding_document(finding: Finding) -> Document:
+    return {
+        "level": finding.level.value,
+        "rule": finding.rule,
+        "where": finding.where,
+        "message": finding.message,
+    }
+
+
+def plan_document(plan: Plan) -> Document:
+    """A plan; `unpriced` has no price any more, charges in other currencies are only counted."""
+    return {
+        "requests_that_differ": plan.num_differing,
+        "examples": plan.differing,
+        "rows": [_difference_document(row) for row in plan.rows],
+        "unpriced": [_difference_document(row) for row in plan.unpriced],
+        "charges_in_other_currencies": plan.num_other_currency,
+    }
+
+
+def _difference_document(row: Difference) -> Document:
+    return {
+        "tenant": row.tenant,
+        "model": row.model,
+        "currency": row.currency,
+        "requests": row.charges,
+        "charged": format_units(row.charged),
+        "planned": format_units(row.planned),
+        "change": format_units(row.change),
+    }
+
+
+def proof_document(proof: Proof, took_s: float) -> Document:
+    return {
+        "ok": proof.ok,
+        "entries": proof.num_entries,
+        "tenants": proof.num_tenants,
+        "seconds": round(took_s, 3),
+        "revenue": {currency: format_units(units) for currency, units in proof.revenue.items()},
+        "problems": [
+            {
+                "tenant": problem.tenant,
+                "entry": problem.seq,
+                "request_id": problem.request_id,
+                "invariant": problem.invariant,
+                "message": problem.message,
+            }
+            for problem in proof.problems
+        ],
+    }
+
+
+def hold_document(hold: StoredHold, now_ns: int) -> Document:
+    """An open hold: how old its request is, and what the client had been sent when last told."""
+    ref, context = decode_request(hold.body)
+    return {
+        "tenant": hold.tenant,
+        "request_id": hold.request_id,
+        "amount": format_units(hold.amount),
+        "model": ref.model,
+        "key": context.key_id,
+        "session": context.session,
+        "server": hold.owner,
+        "age_s": round((now_ns - context.admitted_ns) / NS, 3),
+        "expires_in_s": round((hold.expires_ns - now_ns) / NS, 3),
+        "sent": hold.usage.record(),
+    }
+
+
+def entry_document(entry: Entry) -> Document:
+    """A ledger entry; `amount` is what the tenant gained, `postings` sum to zero."""
+    return {
+        "tenant": entry.tenant,
+        "entry": entry.seq,
+        "kind": entry.kind.value,
+        "request_id": entry.request_id,
+        "at_ns": entry.at_ns,
+        "currency": entry.currency,
+        "amount": format_units(entry.amount),
+        "postings": {name: format_units(units) for name, units in entry.amounts.items()},
+        "details": entry.details,
+        "hash": entry.hash.hex(),
+    }
+
+
+def trail_document(row: dict[str, Any]) -> Document:
+    """A row of the admin trail, with what was and what is as values; amounts are decimals here."""
+    values = {name: orjson.loads(row[name]) for name in ("before", "after")}
+    for value in values.values():
+        if value and value.get("credit_limit") is not None:
+            value["credit_limit"] = format_units(int(value["credit_limit"]))
+        if value and "suspended" in value:
+            value["suspended"] = value["suspended"] == "True"
+    return row | values

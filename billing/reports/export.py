@@ -1,0 +1,266 @@
+"""Entries for other systems: CloudEvents 1.0 as JSON lines, and FOCUS 1.0 cost rows as CSV.
+
+An export has a name and remembers how far it has come in each tenant's chain; the chains are the
+outbox. It advances after its sink has taken a chunk, so a crash sends a chunk again and never skips
+one: at least once. Ids are stable (`tenant/number`), and the receiver drops what it has.
+"""
+
+import fcntl
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from billing.errors import ExportError
+from billing.gate.entries import Entry, Kind
+from billing.gate.holds import rate_ref
+from billing.money import format_units
+from billing.prices.book import PriceBook
+from billing.prices.rating import Line, rate
+from billing.reports.csv import safe_writer
+from billing.store import reports as store_reports
+from billing.store.store import LedgerStore
+from billing.usage import Usage
+
+EVENT_TYPES = {
+    Kind.CHARGE: "cachesvc.usage.charged.v1",
+    Kind.CORRECTION: "cachesvc.usage.corrected.v1",
+    Kind.GRANT: "cachesvc.balance.granted.v1",
+    Kind.TOPUP: "cachesvc.balance.topped_up.v1",
+}
+CHUNK = 1_000
+
+Sink = Callable[[list[Entry]], None]
+
+
+def drain(store: LedgerStore, name: str, sink: Sink) -> int:
+    """Hand every entry after this export's position to `sink`, in chunks; gives how many.
+
+    `sink` returns when the chunk is safe; if it raises, the position stays before that chunk.
+    """
+    with store.reading() as connection:
+        positions = store_reports.cursors(connection, name)
+        accounts = store_reports.all_accounts(connection)
+    sent = 0
+    for tenant, account in accounts.items():
+        position = positions.get(tenant, 0)
+        while position < account.seq:
+            chunk = _chunk(store, tenant, position)
+            sink(chunk)
+            position = chunk[-1].seq
+            store_reports.advance(store, name, {tenant: position})
+            sent += len(chunk)
+    return sent
+
+
+def _chunk(store: LedgerStore, tenant: str, after: int) -> list[Entry]:
+    with store.reading() as connection:
+        return list(islice(store_reports.stream_entries(connection, tenant, after=after), CHUNK))
+
+
+@contextmanager
+def appending(path: Path) -> Iterator[BinaryIO]:
+    """A file to append whole lines to, ours alone; a line that a crash tore is cut off first.
+
+    Raises `ExportError` when it cannot be written, or another export writes it.
+    """
+    try:
+        with path.open("a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ExportError(f"another export is writing {path}; let it end") from None
+            file.truncate(_whole_lines(file))
+            yield file
+    except OSError as error:
+        raise ExportError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _whole_lines(file: BinaryIO) -> int:
+    """The length of a file up to its last newline."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - 65_536)
+        file.seek(begin)
+        newline = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        end = begin
+    return 0
+
+
+def write_durably(file: BinaryIO, data: bytes) -> None:
+    """Append; returns when the bytes are on the disk."""
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def cloud_event(entry: Entry, source: str = "cachesvc") -> dict[str, Any]:
+    """An entry as a CloudEvent 1.0 in structured JSON form."""
+    details = entry.details
+    return {
+        "specversion": "1.0",
+        "id": entry_id(entry),
+        "source": source,
+        "type": EVENT_TYPES[entry.kind],
+        "time": _time(entry.at_ns),
+        "subject": entry.tenant,
+        "datacontenttype": "application/json",
+        "data": {
+            "tenant": entry.tenant,
+            "request_id": entry.request_id,
+            "currency": entry.currency,
+            "amount": format_units(entry.amount),
+            "hash": entry.hash.hex(),
+            **details,
+        },
+    }
+
+
+def entry_id(entry: Entry) -> str:
+    """The same for ever: the tenant and the number in its chain."""
+    return f"{entry.tenant}/{entry.seq}"
+
+
+def cloud_event_lines(entries: Iterable[Entry], source: str = "cachesvc") -> bytes:
+    """One JSON document a line."""
+    return b"".join(orjson.dumps(cloud_event(entry, source)) + b"\n" for entry in entries)
+
+
+FOCUS_COLUMNS = (
+    *("BilledCost", "BillingAccountId", "BillingAccountName", "BillingCurrency"),
+    *("BillingPeriodEnd", "BillingPeriodStart", "ChargeCategory", "ChargeClass"),
+    *("ChargeDescription", "ChargeFrequency", "ChargePeriodEnd", "ChargePeriodStart"),
+    *("ConsumedQuantity", "ConsumedUnit", "ContractedCost", "ContractedUnitPrice"),
+    *("EffectiveCost", "InvoiceIssuerName", "ListCost", "ListUnitPrice", "PricingCategory"),
+    *("PricingQuantity", "PricingUnit", "ProviderName", "PublisherName", "ResourceId"),
+    *("ServiceCategory", "ServiceName", "SkuId", "SkuPriceId", "SubAccountId", "SubAccountName"),
+    *("x_RequestId", "x_EntryId"),
+)
+
+
+def corrected_instants(store: LedgerStore, entries: Iterable[Entry]) -> dict[str, int]:
+    """When the charges were made that the corrections among these entries name, by correction."""
+    corrections = [entry for entry in entries if entry.kind is Kind.CORRECTION]
+    with store.reading() as connection:
+        return {
+            entry_id(entry): store_reports.instant_of(
+                connection, entry.tenant, entry.details["corrects"]
+            )
+            for entry in corrections
+        }
+
+
+def focus_rows(
+    entries: Iterable[Entry], book: PriceBook, corrected: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
+    """FOCUS rows: one for each line of a charge, one for each correction. Deposits are no cost.
+
+    `ListCost` is what the tokens would have cost without a cache; the rest is the price paid.
+    `corrected` is what `corrected_instants` says of these entries.
+    """
+    for entry in entries:
+        if entry.kind is Kind.CHARGE:
+            ref = rate_ref(entry.details)
+            pinned = book.pinned(ref)
+            for line in rate(Usage.from_record(entry.details.get("usage", {})), pinned).lines:
+                uncached = pinned.rates.miss if line.name.startswith("hit_") else line.per_token
+                sku = f"{ref.model}:{line.name}"
+                yield _focus_base(entry) | _focus_line(line, uncached, sku, "/".join(ref[:2]))
+        elif entry.kind is Kind.CORRECTION:
+            yield _focus_base(entry) | _focus_correction(entry, corrected[entry_id(entry)])
+
+
+def _focus_correction(entry: Entry, corrected_ns: int) -> dict[str, Any]:
+    """A `Correction` is of an earlier billing period; within the period it is an `Adjustment`."""
+    cost = format_units(-entry.amount)
+    is_earlier = _billing_period(corrected_ns) != _billing_period(entry.at_ns)
+    return {
+        "BilledCost": cost,
+        "EffectiveCost": cost,
+        "ContractedCost": cost,
+        "ListCost": cost,
+        "ChargeCategory": "Usage" if is_earlier else "Adjustment",
+        "ChargeClass": "Correction" if is_earlier else "",
+        "ChargeFrequency": "One-Time",
+        "ChargeDescription": entry.details.get("reason", ""),
+    }
+
+
+def _billing_period(at_ns: int) -> tuple[datetime, datetime]:
+    """The month of UTC that an instant lies in; the end is not in it."""
+    moment = datetime.fromtimestamp(at_ns // 10**9, UTC)
+    start = moment.replace(day=1, hour=0, minute=0, second=0)
+    return start, start.replace(year=start.year + start.month // 12, month=start.month % 12 + 1)
+
+
+def _focus_base(entry: Entry) -> dict[str, Any]:
+    start, end = _billing_period(entry.at_ns)
+    project = entry.details.get("project", "")
+    return dict.fromkeys(FOCUS_COLUMNS, "") | {
+        "BillingAccountId": entry.tenant,
+        "BillingAccountName": entry.tenant,
+        "BillingCurrency": entry.currency,
+        "BillingPeriodStart": _iso(start),
+        "BillingPeriodEnd": _iso(end),
+        "ChargeCategory": "Usage",
+        "ChargeFrequency": "Usage-Based",
+        "ChargePeriodStart": _time(entry.at_ns),
+        "ChargePeriodEnd": _time(entry.at_ns + 10**9),
+        "InvoiceIssuerName": "cachesvc",
+        "ProviderName": "cachesvc",
+        "PublisherName": "cachesvc",
+        "ServiceCategory": "AI and Machine Learning",
+        "ServiceName": "Token inference",
+        "SubAccountId": project,
+        "SubAccountName": project,
+        "x_RequestId": entry.request_id,
+        "x_EntryId": entry_id(entry),
+    }
+
+
+def _focus_line(line: Line, uncached: int, sku: str, price_id: str) -> dict[str, Any]:
+    cost, unit_price = format_units(line.amount), format_units(line.per_token)
+    unit = "Token-Hours" if line.name == "storage_token_hours" else "Tokens"
+    return {
+        "BilledCost": cost,
+        "EffectiveCost": cost,
+        "ContractedCost": cost,
+        "ContractedUnitPrice": unit_price,
+        "ListCost": format_units(line.tokens * uncached),
+        "ListUnitPrice": format_units(uncached),
+        "ConsumedQuantity": line.tokens,
+        "ConsumedUnit": unit,
+        "PricingQuantity": line.tokens,
+        "PricingCategory": "Standard",
+        "PricingUnit": unit,
+        "ChargeDescription": line.name,
+        "SkuId": sku,
+        "SkuPriceId": f"{price_id}:{line.name}",
+    }
+
+
+def focus_csv(rows: Iterable[Mapping[str, Any]], *, header: bool = True) -> bytes:
+    """FOCUS rows as CSV bytes; what is empty is null."""
+    out = io.StringIO()
+    write = safe_writer(out)
+    if header:
+        write(FOCUS_COLUMNS)
+    for row in rows:
+        write(row[name] for name in FOCUS_COLUMNS)
+    return out.getvalue().encode()
+
+
+def _time(at_ns: int) -> str:
+    return _iso(datetime.fromtimestamp(at_ns // 10**9, UTC))
+
+
+def _iso(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

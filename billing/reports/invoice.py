@@ -1,0 +1,311 @@
+"""A tenant's month as an invoice: JSON, CSV, and a page to print. Read-only.
+
+Read from the rollups, the few entries that are no charge, and, where the month begins in another
+zone than UTC, the charges of the two UTC days that its borders cut; an invoice over a million
+charges reads some hundred rows. Lines are rounded half-even to the currency's places, and what the
+rounding left is shown, so that every column adds up to the last unit.
+"""
+
+import io
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta, tzinfo
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, select_autoescape
+
+from billing.errors import InvalidSpan, UnknownTenant
+from billing.gate.entries import Entry, Kind
+from billing.gate.rollups import Row
+from billing.money import format_units, rate_per_million, round_half_even
+from billing.prices.book import PriceBook, RateRef
+from billing.prices.cards import parse_card
+from billing.prices.time_zones import zone_name
+from billing.reports.csv import safe_writer
+from billing.reports.usage import FIRST_DAY, LAST_DAY, Period, Query, Unit, charged
+from billing.store import accounts as store_accounts
+from billing.store import reports as store_reports
+from billing.store.store import LedgerStore
+
+# Digits after the point, ISO 4217 (table A.1), where they are not two.
+_PLACES = {
+    0: "BIF CLP DJF GNF ISK JPY KMF KRW PYG RWF UGX UYI VND VUV XAF XOF XPF",
+    3: "BHD IQD JOD KWD LYD OMR TND",
+    4: "CLF UYW",
+}
+_LABELS = {
+    "hit_device": "Prompt, hit in device memory",
+    "hit_host": "Prompt, hit in host memory",
+    "hit_disk": "Prompt, hit on disk",
+    "hit_remote": "Prompt, hit on a remote tier",
+    "miss": "Prompt, computed",
+    "output": "Output",
+    "cache_write": "Written to the cache",
+    "storage_token_hours": "Pinned, token-hours",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InvoiceLine:
+    """One class of tokens of one model at one rate. `rounded` is what is printed."""
+
+    model: str
+    card: str
+    version: str
+    window: str
+    name: str
+    label: str
+    tokens: int
+    rate: str  # per million tokens
+    amount: int
+    rounded: int
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """A deposit, grant or correction within the month."""
+
+    at: str
+    kind: str
+    reference: str
+    amount: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Invoice:
+    """A tenant's month. The rounded lines, `residue`, less `corrected`, and `rounding` sum to
+    `total`; `exact` is the sum of the exact lines, of which `total` is what is asked for.
+    """
+
+    tenant: str
+    month: str
+    zone: str
+    first: date
+    last: date
+    is_over: bool  # whether the month has ended; until then more may come
+    currency: str
+    places: int
+    lines: tuple[InvoiceLine, ...]
+    movements: tuple[Movement, ...]
+    requests: int
+    exact: int
+    saved: int
+    corrected: int
+    opening: int
+
+    @property
+    def rounded(self) -> int:
+        return sum(line.rounded for line in self.lines)
+
+    @property
+    def residue(self) -> int:
+        return self.exact - self.rounded
+
+    @property
+    def total(self) -> int:
+        return round_half_even(self.exact - self.corrected, self.places)
+
+    @property
+    def rounding(self) -> int:
+        return self.total - (self.exact - self.corrected)
+
+    @property
+    def closing(self) -> int:
+        return self.opening + sum(movement.amount for movement in self.movements) - self.exact
+
+    def moved(self, kind: Kind) -> int:
+        """What the movements of a kind sum to."""
+        return sum(movement.amount for movement in self.movements if movement.kind == kind)
+
+    def money(self, units: int) -> str:
+        return format_units(units)
+
+    def printed(self, units: int) -> str:
+        return format_units(units, self.places)
+
+
+def invoice(store: LedgerStore, tenant: str, month: str, zone: tzinfo = UTC) -> Invoice:
+    """The invoice of a month such as "2026-11", from the first midnight to the last in `zone`.
+
+    Raises `UnknownTenant` or `InvalidSpan`.
+    """
+    first, last = month_days(month)
+    query = Query(tenant=tenant, since=first, until=last, zone=zone)
+    earlier = Query(tenant=tenant, until=first - timedelta(days=1), zone=zone)
+    from_ns, to_ns = query.bounds_ns()
+    with store.reading() as connection:
+        account = store_reports.all_accounts(connection).get(tenant)
+        if account is None:
+            raise UnknownTenant(f"tenant {tenant!r} does not exist; see `cachesvc tenants list`")
+        book = PriceBook(
+            tuple(parse_card(row["text"]) for row in store_accounts.card_rows(connection))
+        )
+        before = sum(row["amount"] for _, row in charged(connection, earlier, Unit.ALL))
+        rows = [row for _, row in charged(connection, query, Unit.ALL)]
+        rare = store_reports.rare_entries(connection, tenant, 0, to_ns)
+    places = _places(account.currency)
+    now = [entry for entry in rare if entry.at_ns >= from_ns]
+    return Invoice(
+        tenant=tenant,
+        month=first.strftime("%Y-%m"),
+        zone=zone_name(zone),
+        first=first,
+        last=last,
+        is_over=to_ns <= time.time_ns(),
+        currency=account.currency,
+        places=places,
+        lines=_lines(rows, book, places),
+        movements=tuple(_movement(entry, zone) for entry in now),
+        requests=sum(row["requests"] for row in rows),
+        exact=sum(row["amount"] for row in rows),
+        saved=sum(row["saved"] for row in rows),
+        corrected=sum(entry.amount for entry in now if entry.kind is Kind.CORRECTION),
+        opening=sum(entry.amount for entry in rare if entry.at_ns < from_ns) - before,
+    )
+
+
+def _places(currency: str) -> int:
+    return next((places for places, codes in _PLACES.items() if currency in codes.split()), 2)
+
+
+def month_days(month: str) -> tuple[date, date]:
+    """The first and the last day of a month."""
+    try:
+        first = datetime.strptime(month, "%Y-%m").replace(tzinfo=UTC).date()
+    except ValueError:
+        raise InvalidSpan(f"{month!r} is not a month such as 2026-11") from None
+    if not FIRST_DAY <= first <= LAST_DAY:
+        raise InvalidSpan(f"{month!r} is not between {FIRST_DAY:%Y-%m} and {LAST_DAY:%Y-%m}")
+    return first, (first + timedelta(days=31)).replace(day=1) - timedelta(days=1)
+
+
+def _lines(rows: Sequence[Row], book: PriceBook, places: int) -> tuple[InvoiceLine, ...]:
+    groups: dict[RateRef, Period] = {}
+    for row in rows:
+        ref = RateRef(row["card"], row["version"], row["model"], row["window_name"])
+        groups.setdefault(ref, Period(row["tenant"], "", "")).add(row)
+    lines: list[InvoiceLine] = []
+    for ref in sorted(groups):
+        lines += _group_lines(ref, groups[ref], book, places)
+    return tuple(lines)
+
+
+def _group_lines(ref: RateRef, sums: Period, book: PriceBook, places: int) -> Iterable[InvoiceLine]:
+    rates = book.pinned(ref).rates
+    left = sums.amount
+    for name, tokens in sums.tokens.items():
+        field_name = "storage" if name == "storage_token_hours" else name
+        per_token = getattr(rates, field_name) or 0
+        amount = tokens * per_token
+        left -= amount
+        if tokens:
+            rate, rounded = rate_per_million(per_token), round_half_even(amount, places)
+            yield _line(ref, name, _LABELS[name], tokens, rate, amount, rounded)
+    if left:
+        label = "Hits below the minimum cached size, at the price of computed tokens"
+        rounded = round_half_even(left, places)
+        yield _line(ref, "minimum_cached", label, 0, "", left, rounded)
+
+
+def _line(ref: RateRef, *rest: Any) -> InvoiceLine:
+    return InvoiceLine(ref.model, ref.card, ref.version, ref.window, *rest)
+
+
+def _movement(entry: Entry, zone: tzinfo) -> Movement:
+    at = datetime.fromtimestamp(entry.at_ns // 10**9, zone).isoformat()
+    reason = entry.details.get("reason", "")
+    return Movement(at, entry.kind.value, entry.request_id, entry.amount, reason)
+
+
+def invoice_json(invoice: Invoice) -> dict[str, Any]:
+    """The invoice as JSON values; every amount a decimal text."""
+    money = invoice.money
+    return {
+        "tenant": invoice.tenant,
+        "month": invoice.month,
+        "timezone": invoice.zone,
+        "is_over": invoice.is_over,
+        "currency": invoice.currency,
+        "requests": invoice.requests,
+        "lines": [
+            {
+                "model": line.model,
+                "rate_card": f"{line.card} {line.version}",
+                "window": line.window,
+                "class": line.name,
+                "tokens": line.tokens,
+                "per_million": line.rate,
+                "amount": money(line.amount),
+                "rounded": invoice.printed(line.rounded),
+            }
+            for line in invoice.lines
+        ],
+        "movements": [
+            {
+                "at": movement.at,
+                "kind": movement.kind,
+                "reference": movement.reference,
+                "amount": money(movement.amount),
+                "reason": movement.reason,
+            }
+            for movement in invoice.movements
+        ],
+        "exact": money(invoice.exact),
+        "corrected": money(invoice.corrected),
+        "residue": money(invoice.residue),
+        "rounding": money(invoice.rounding),
+        "total": invoice.printed(invoice.total),
+        "saved_against_no_cache": money(invoice.saved),
+        "opening_balance": money(invoice.opening),
+        "closing_balance": money(invoice.closing),
+    }
+
+
+CSV_COLUMNS = (
+    *("tenant", "month", "timezone", "currency", "model", "rate_card", "window", "class"),
+    *("tokens", "per_million", "amount", "rounded"),
+)
+
+
+def invoice_csv(invoice: Invoice) -> str:
+    """The invoice as CSV. `amount` adds up to what is exact, corrections included; `rounded`, with
+    the rows of what rounding left, to the total.
+    """
+    money = invoice.money
+    out = io.StringIO()
+    write = safe_writer(out)
+    write(CSV_COLUMNS)
+    head = (invoice.tenant, invoice.month, invoice.zone, invoice.currency)
+    for line in invoice.lines:
+        card = f"{line.card} {line.version}"
+        what = (line.model, card, line.window, line.name, line.tokens, line.rate)
+        write((*head, *what, money(line.amount), invoice.printed(line.rounded)))
+    rest = {
+        "residue": ("", money(invoice.residue)),
+        "corrections": (money(-invoice.corrected), money(-invoice.corrected)),
+        "rounding": ("", money(invoice.rounding)),
+    }
+    for name, amounts in rest.items():
+        write((*head, "", "", "", name, "", "", *amounts))
+    return out.getvalue()
+
+
+def invoice_html(invoice: Invoice) -> str:
+    """A page to print."""
+    environment = Environment(
+        loader=PackageLoader("billing"),
+        autoescape=select_autoescape(),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["grouped"] = _grouped
+    made = datetime.now(UTC).date()
+    return environment.get_template("invoice.html").render(invoice=invoice, made=made, kinds=Kind)
+
+
+def _grouped(number: str | int) -> str:
+    """A decimal with its thousands apart."""
+    whole, point, places = str(number).partition(".")
+    return f"{int(whole):,}{point}{places}" if whole.strip("-0") else f"{whole}{point}{places}"

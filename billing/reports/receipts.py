@@ -1,0 +1,149 @@
+"""Signed receipts: what one request used and cost, provable to anyone who has the public key.
+
+Ed25519, because a customer must be able to check a receipt without holding anything that could
+forge one, which a keyed hash cannot give. The private key is a file of the data directory, mode
+0600. Every public key that ever signed there is a line of another file and published; each receipt
+names its own by a short id, so that a new private key leaves earlier receipts provable.
+"""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import orjson
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from billing import secret_file
+from billing.errors import BillingError, ReceiptKeyError
+from billing.gate.entries import Entry
+from billing.gate.holds import rate_ref
+from billing.money import format_units, rate_per_million
+from billing.prices.book import PriceBook
+from billing.prices.rating import rate
+from billing.store import reports as store_reports
+from billing.store.store import LedgerStore
+from billing.usage import Usage
+
+KEY_FILE = "receipt_key"
+PUBLIC_FILE = "receipt_keys"  # one line a key: its id, and the key in hex
+
+
+class ReceiptSigner:
+    """Signs with one private key. `published` are the public keys that ever signed, by id."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self.public_key = _raw(key.public_key())  # 32 bytes
+        self.published = {self.key_id: self.public_key.hex()}
+
+    @classmethod
+    def open(cls, data_dir: Path) -> "ReceiptSigner":
+        """The key of a data directory; made on first use. Raises `ReceiptKeyError`."""
+        path = data_dir / KEY_FILE
+        held = secret_file.read_or_make(
+            path, lambda: Ed25519PrivateKey.generate().private_bytes_raw()
+        )
+        try:
+            signer = cls(Ed25519PrivateKey.from_private_bytes(held))
+        except ValueError:
+            raise ReceiptKeyError(
+                f"{path} does not hold an Ed25519 private key of 32 bytes; restore it from a copy, "
+                "or remove it: a new one is made, and earlier receipts are checked against the "
+                "public key that was published for them"
+            ) from None
+        if signer.key_id not in published_keys(data_dir):
+            with (data_dir / PUBLIC_FILE).open("a") as file:
+                file.write(f"{signer.key_id} {signer.public_key.hex()}\n")
+        signer.published = published_keys(data_dir)
+        return signer
+
+    @property
+    def key_id(self) -> str:
+        return key_id(self.public_key)
+
+    def sign(self, receipt: dict[str, Any]) -> dict[str, Any]:
+        """The receipt with its signature."""
+        named = receipt | {"key_id": self.key_id}
+        signature = self._key.sign(_canonical(named))
+        return named | {"signature": base64.b64encode(signature).decode()}
+
+
+def published_keys(data_dir: Path) -> dict[str, str]:
+    """Every public key that ever signed in a data directory: its id, and the key in hex."""
+    try:
+        lines = (data_dir / PUBLIC_FILE).read_text().splitlines()
+    except FileNotFoundError:
+        return {}
+    pairs = (line.split() for line in lines)
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and len(pair[1]) == 64}
+
+
+def verify_receipt(receipt: dict[str, Any], public_key: bytes) -> bool:
+    """Whether `receipt` is word for word what the holder of the key signed."""
+    unsigned = {name: value for name, value in receipt.items() if name != "signature"}
+    try:
+        signature = base64.b64decode(receipt["signature"], validate=True)
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, _canonical(unsigned))
+    except (InvalidSignature, KeyError, TypeError, ValueError):
+        return False
+    return True
+
+
+def receipt_for(
+    store: LedgerStore, book: PriceBook, signer: ReceiptSigner, tenant: str, request_id: str
+) -> dict[str, Any]:
+    """The signed receipt of a request. Raises `BillingError` when it was never settled."""
+    with store.reading() as connection:
+        entry = store_reports.find_request(connection, tenant, request_id)
+    if entry is None:
+        raise BillingError(f"tenant {tenant!r} has no settled request {request_id!r}")
+    return signer.sign(describe(entry, book))
+
+
+def describe(entry: Entry, book: PriceBook) -> dict[str, Any]:
+    """A charge in words and exact decimals."""
+    details = entry.details
+    ref = rate_ref(details)
+    usage = Usage.from_record(details.get("usage", {}))
+    charge = rate(usage, book.pinned(ref))
+    return {
+        "tenant": entry.tenant,
+        "request_id": entry.request_id,
+        "entry": entry.seq,
+        "entry_hash": entry.hash.hex(),
+        "settled_ns": entry.at_ns,
+        "outcome": details["outcome"],
+        "model": ref.model,
+        "rate_card": ref.card,
+        "version": ref.version,
+        "window": ref.window,
+        "prompt_tokens": usage.prompt,
+        "hit_tokens": usage.hit,
+        "lines": [
+            {
+                "class": line.name,
+                "tokens": line.tokens,
+                "per_million": rate_per_million(line.per_token),
+                "amount": format_units(line.amount),
+            }
+            for line in charge.lines
+        ],
+        "currency": entry.currency,
+        "amount": format_units(charge.amount),
+        "saved": format_units(charge.saved),
+    }
+
+
+def key_id(public_key: bytes) -> str:
+    """The first eight bytes of the public key, in hex."""
+    return public_key[:8].hex()
+
+
+def _canonical(receipt: dict[str, Any]) -> bytes:
+    return b"cachesvc.receipt.v1\0" + orjson.dumps(receipt, option=orjson.OPT_SORT_KEYS)
+
+
+def _raw(key: Ed25519PublicKey) -> bytes:
+    return key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)

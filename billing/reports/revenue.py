@@ -1,0 +1,74 @@
+"""What was earned by class of tokens, day by day, and who it came from. Read-only, from rollups.
+
+A day's classes are its rolled-up tokens at the rates they were charged at; hits below a card's
+minimum cached size were charged as misses and stand in a class of their own, so that the classes
+always sum to what was charged.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, timedelta
+
+from billing.gate.rollups import Row
+from billing.prices.book import PriceBook, RateRef
+from billing.reports.usage import Period
+from billing.store import reports as store_reports
+from billing.store.store import LedgerStore
+from billing.usage import CLASSES
+
+BELOW_MINIMUM = "below_minimum"  # hits too short to be priced as such
+REVENUE_CLASSES = (*CLASSES, BELOW_MINIMUM)
+_EPOCH = date(1970, 1, 1)
+
+
+@dataclass(slots=True)
+class Revenue:
+    """One day (UTC) in one currency; amounts in units. `sum(amounts) == charged`."""
+
+    day: date
+    currency: str
+    amounts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REVENUE_CLASSES, 0))
+    charged: int = 0
+    saved: int = 0
+    requests: int = 0
+
+    def add(self, row: Row, book: PriceBook) -> None:
+        ref = RateRef(row["card"], row["version"], row["model"], row["window_name"])
+        rates = book.pinned(ref).rates
+        left = row["amount"]
+        for name in CLASSES:
+            rate = rates.storage if name == "storage_token_hours" else getattr(rates, name)
+            amount = row[name] * (rate or 0)
+            self.amounts[name] += amount
+            left -= amount
+        self.amounts[BELOW_MINIMUM] += left
+        self.charged += row["amount"]
+        self.saved += row["saved"]
+        self.requests += row["requests"]
+
+
+def revenue(store: LedgerStore, book: PriceBook, *, days: int = 31) -> list[Revenue]:
+    """One for each of the last `days` days and each currency, oldest first, empty days included."""
+    today = datetime.now(UTC).date()
+    first = today - timedelta(days=days - 1)
+    with store.reading() as connection:
+        accounts = store_reports.all_accounts(connection)
+        rows = store_reports.daily(connection, None, (first - _EPOCH).days)
+    currencies = sorted({accounts[row["tenant"]].currency for row in rows})
+    table = {
+        (first + timedelta(days=number), currency): Revenue(
+            first + timedelta(days=number), currency
+        )
+        for number in range(days)
+        for currency in currencies
+    }
+    for row in rows:
+        day = _EPOCH + timedelta(days=row["day"])
+        if (day, accounts[row["tenant"]].currency) in table:
+            table[day, accounts[row["tenant"]].currency].add(row, book)
+    return list(table.values())
+
+
+def ranked(periods: Iterable[Period]) -> list[Period]:
+    """Tenants by what they were charged, the highest first."""
+    return sorted(periods, key=lambda period: (-period.amount, period.tenant))

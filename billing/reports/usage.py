@@ -1,0 +1,223 @@
+"""Usage by period: over a span of days, in a time zone, split by model, project or key. Read-only.
+
+The rollups are by UTC day. A UTC day that lies within one period and the span is read from them, a
+row or a few; one that a border cuts, as every day is cut by the midnights of another zone, is read
+from its charges: about 70,000 of them a second.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, timedelta, tzinfo
+from enum import StrEnum
+from typing import Any
+
+from billing.errors import InvalidSpan, UnknownTenant
+from billing.gate.rollups import DAY_NS, Rollups, Row
+from billing.money import format_units
+from billing.prices.book import NS
+from billing.prices.time_zones import find_zone
+from billing.store import reports as store_reports
+from billing.store.store import Connection, LedgerStore
+from billing.usage import CLASSES, HIT_CLASSES
+
+FIRST_DAY, LAST_DAY = date(1970, 1, 1), date(2261, 12, 31)  # of instants that the ledger can store
+_TOKENS = {*HIT_CLASSES, "miss", "output", "cache_write"}
+
+
+class Split(StrEnum):
+    """What a period's sums are split by."""
+
+    MODEL = "model"
+    PROJECT = "project"
+    KEY = "key"
+
+
+class Unit(StrEnum):
+    """How long a period is."""
+
+    DAY = "day"
+    MONTH = "month"
+    ALL = "all"
+
+
+_NAMES = {Unit.DAY: "%Y-%m-%d", Unit.MONTH: "%Y-%m", Unit.ALL: "all"}
+
+
+@dataclass(slots=True)
+class Period:
+    """Sums over the charges of one tenant in one period (`2026-11-21`, `2026-11` or a session)."""
+
+    tenant: str
+    period: str
+    currency: str
+    requests: int = 0
+    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0))
+    amount: int = 0
+    saved: int = 0
+    part: str = ""  # the model, project or key, where periods are split by one
+
+    def add(self, row: Row) -> None:
+        self.requests += row["requests"]
+        self.amount += row["amount"]
+        self.saved += row["saved"]
+        for name in CLASSES:
+            self.tokens[name] += row[name]
+
+    @property
+    def hit(self) -> int:
+        return sum(self.tokens[name] for name in HIT_CLASSES)
+
+    @property
+    def prompt(self) -> int:
+        return self.hit + self.tokens["miss"]
+
+    def as_json(self) -> dict[str, Any]:
+        split = {"part": self.part} if self.part else {}
+        return {
+            "tenant": self.tenant,
+            "period": self.period,
+            **split,
+            "currency": self.currency,
+            "requests": self.requests,
+            "prompt_tokens": self.prompt,
+            "hit_tokens": self.hit,
+            **{f"{name}_tokens" if name in _TOKENS else name: n for name, n in self.tokens.items()},
+            "amount": format_units(self.amount),
+            "saved": format_units(self.saved),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """Which charges: of one tenant or all, on the days `since` to `until`, both included."""
+
+    tenant: str | None = None
+    since: date | None = None
+    until: date | None = None
+    zone: tzinfo = UTC
+    split: Split | None = None
+
+    def bounds_ns(self) -> tuple[int, int]:
+        """The span in Unix nanoseconds; the end is not in it."""
+        first = 0 if self.since is None else midnight_ns(self.since, self.zone)
+        end = 2**63 - 1
+        if self.until is not None:
+            end = midnight_ns(self.until + timedelta(days=1), self.zone)
+        return first, end
+
+
+def parse_query(
+    *,
+    tenant: str | None = None,
+    since: str | None = None,
+    until: str | None = None,
+    zone: tzinfo | str = UTC,
+    split: Split | None = None,
+) -> Query:
+    """A query in people's words: days such as 2026-11-01, today, yesterday, or 7d for a week back.
+
+    Raises `InvalidSpan`, and `InvalidName` for an unknown zone.
+    """
+    zone = find_zone(zone) if isinstance(zone, str) else zone
+    today = datetime.now(zone).date()
+    first = _day(since, today) if since else None
+    last = _day(until, today) if until else None
+    if first and last and last < first:
+        raise InvalidSpan(f"the last day {last} is before the first, {first}")
+    return Query(tenant=tenant, since=first, until=last, zone=zone, split=split)
+
+
+def _day(text: str, today: date) -> date:
+    back = {"today": 0, "yesterday": 1}.get(text)
+    if back is None and text.endswith("d") and text[:-1].isdecimal():
+        back = min(int(text[:6].rstrip("d")), (today - FIRST_DAY).days)
+    if back is not None:
+        return today - timedelta(days=back)
+    try:
+        day = date.fromisoformat(text)
+    except ValueError:
+        raise InvalidSpan(
+            f"{text!r} is no day; write it like 2026-11-01, today, yesterday or 7d"
+        ) from None
+    if not FIRST_DAY <= day <= LAST_DAY:
+        raise InvalidSpan(f"{day} is not between {FIRST_DAY} and {LAST_DAY}")
+    return day
+
+
+def midnight_ns(day: date, zone: tzinfo) -> int:
+    """The instant at which a day begins."""
+    return int(datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()) * NS
+
+
+def report(store: LedgerStore, query: Query, unit: Unit) -> list[Period]:
+    """One period for each tenant, day or month, and part; by tenant and time. Raises UnknownTenant.
+
+    `Period.part` is the model, project or key where the query splits by one.
+    """
+    periods: dict[tuple[str, str, str], Period] = {}
+    with store.reading() as connection:
+        currencies = _currencies(connection, query.tenant)
+        for name, row in charged(connection, query, unit):
+            key = (row["tenant"], name, _part(query.split, row))
+            if key not in periods:
+                periods[key] = Period(*key[:2], currencies[row["tenant"]], part=key[2])
+            periods[key].add(row)
+    return [periods[key] for key in sorted(periods)]
+
+
+def total(store: LedgerStore, tenant: str | None = None) -> list[Period]:
+    """One period for each tenant, of all time."""
+    return report(store, Query(tenant=tenant), Unit.ALL)
+
+
+def by_session(store: LedgerStore, query: Query, *, limit: int = 100) -> list[Period]:
+    """One period for each named session that was used last within the span, the latest first."""
+    with store.reading() as connection:
+        currencies = _currencies(connection, query.tenant)
+        rows = store_reports.sessions(connection, query.tenant, limit, *query.bounds_ns())
+    periods = []
+    for row in rows:
+        period = Period(row["tenant"], row["session"], currencies[row["tenant"]])
+        period.add(row)
+        periods.append(period)
+    return periods
+
+
+def charged(connection: Connection, query: Query, unit: Unit) -> Iterator[tuple[str, Row]]:
+    """Rows as `billing.gate.rollups` makes them, each with the name of its period; in no order."""
+
+    def name_of(at_ns: int) -> str:
+        return datetime.fromtimestamp(at_ns // NS, query.zone).strftime(_NAMES[unit])
+
+    from_ns, to_ns = query.bounds_ns()
+    cut: set[tuple[str, int]] = set()
+    for row in store_reports.daily(
+        connection, query.tenant, from_ns // DAY_NS, (to_ns - 1) // DAY_NS + 1
+    ):
+        begin_ns, end_ns = row["day"] * DAY_NS, (row["day"] + 1) * DAY_NS
+        is_within = from_ns <= begin_ns and end_ns <= to_ns
+        if is_within and name_of(begin_ns) == name_of(end_ns - 1):
+            yield name_of(begin_ns), row
+        else:
+            cut.add((row["tenant"], begin_ns))
+    for tenant, begin_ns in sorted(cut):
+        span = max(begin_ns, from_ns), min(begin_ns + DAY_NS, to_ns)
+        sums: dict[str, Rollups] = {}
+        for entry in store_reports.charges_between(connection, tenant, *span):
+            sums.setdefault(name_of(entry.at_ns), Rollups()).add(entry, entry.details)
+        for name, rollups in sums.items():
+            yield from ((name, row) for row in rollups.rows()[0])
+
+
+def _currencies(connection: Connection, tenant: str | None) -> dict[str, str]:
+    found = {n: a.currency for n, a in store_reports.all_accounts(connection).items()}
+    if tenant is not None and tenant not in found:
+        raise UnknownTenant(f"tenant {tenant!r} does not exist; see `cachesvc tenants list`")
+    return found
+
+
+def _part(split: Split | None, row: Row) -> str:
+    if split is None:
+        return ""
+    column = {Split.MODEL: "model", Split.PROJECT: "project", Split.KEY: "key_id"}[split]
+    return row[column] or "-"

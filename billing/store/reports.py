@@ -1,0 +1,217 @@
+"""Reads for reports, audit and export, and the two writes of theirs. Rows out, no judgement."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, delete, func, select, update
+
+from billing.gate.entries import ACCOUNTS, Entry, Kind
+from billing.gate.gate import Account
+from billing.gate.holds import StoredHold
+from billing.gate.rollups import Row, joined
+from billing.store.rows import read_account, read_entry, read_hold
+from billing.store.schema import (
+    accounts,
+    entries,
+    export_cursors,
+    holds,
+    usage_daily,
+    usage_sessions,
+)
+from billing.store.store import LedgerStore, find_corrections
+
+CHUNK = 10_000
+_IN_ORDER = (entries.c.tenant, entries.c.seq)
+
+
+def stream_entries(
+    connection: Connection, tenant: str | None = None, *, after: int = 0, since_ns: int = 0
+) -> Iterator[Entry]:
+    """Entries by tenant and number, in bounded memory."""
+    columns = [column for column in entries.c if column.name != "corrects"]
+    query = select(*columns).order_by(*_IN_ORDER)
+    if tenant is not None:
+        query = query.where(entries.c.tenant == tenant)
+    if after:
+        query = query.where(entries.c.seq > after)
+    if since_ns:
+        query = query.where(entries.c.at_ns >= since_ns)
+    kinds = {kind.value: kind for kind in Kind}
+    found = connection.execute(query, execution_options={"yield_per": CHUNK})
+    for tenant_, seq, kind, *rest in found:
+        yield Entry(tenant_, seq, kinds.get(kind, kind), *rest)
+
+
+def charges_between(
+    connection: Connection, tenant: str, from_ns: int, to_ns: int
+) -> Iterator[Entry]:
+    """The charges of a tenant with `from_ns <= at_ns < to_ns`; reads no others."""
+    first = _first_seq(connection, tenant, from_ns)
+    for entry in stream_entries(connection, tenant, after=first - 1):
+        if entry.at_ns >= to_ns:
+            return
+        if entry.kind is Kind.CHARGE:
+            yield entry
+
+
+def _first_seq(connection: Connection, tenant: str, at_ns: int) -> int:
+    """The number of a tenant's first entry at or after an instant: a chain's times never go back,
+    so it is found by halving.
+    """
+    mine = entries.c.tenant == tenant
+    low, high = 1, (connection.scalar(select(func.max(entries.c.seq)).where(mine)) or 0) + 1
+    while low < high:
+        middle = (low + high) // 2
+        query = select(entries.c.at_ns).where(mine & (entries.c.seq >= middle))
+        found = connection.scalar(query.order_by(entries.c.seq).limit(1))
+        low, high = (low, middle) if found is None or found >= at_ns else (middle + 1, high)
+    return low
+
+
+def correction_rows(connection: Connection) -> dict[tuple[str, int], int]:
+    """By tenant and number of a correction, the number of the charge that it is found by."""
+    query = select(entries.c.tenant, entries.c.seq, entries.c.corrects)
+    found = connection.execute(query.where(entries.c.corrects.is_not(None)))
+    return {(tenant, seq): corrects for tenant, seq, corrects in found}
+
+
+def find_request(connection: Connection, tenant: str, request_id: str) -> Entry | None:
+    """The charge of a request."""
+    query = select(entries).where(
+        (entries.c.tenant == tenant)
+        & (entries.c.request_id == request_id)
+        & (entries.c.kind == Kind.CHARGE.value)
+    )
+    row = connection.execute(query).mappings().first()
+    return None if row is None else read_entry(row)
+
+
+def instant_of(connection: Connection, tenant: str, seq: int) -> int:
+    """When an entry was made."""
+    query = select(entries.c.at_ns).where((entries.c.tenant == tenant) & (entries.c.seq == seq))
+    at_ns: int = connection.execute(query).scalar_one()
+    return at_ns
+
+
+def request_entries(connection: Connection, tenant: str, request_id: str) -> list[Entry]:
+    """The charge of a request, then the corrections that name it."""
+    charged = find_request(connection, tenant, request_id)
+    return [] if charged is None else [charged, *find_corrections(connection, charged)]
+
+
+def last_entries(
+    connection: Connection, tenant: str, limit: int, before: int | None = None
+) -> list[Entry]:
+    """The newest entries of a tenant, newest first; those older than number `before`."""
+    query = select(entries).where(entries.c.tenant == tenant).order_by(entries.c.seq.desc())
+    if before is not None:
+        query = query.where(entries.c.seq < before)
+    return [read_entry(row) for row in connection.execute(query.limit(limit)).mappings().all()]
+
+
+def rare_entries(
+    connection: Connection, tenant: str, from_ns: int = 0, to_ns: int = 2**63 - 1
+) -> list[Entry]:
+    """Grants, top-ups and corrections of a span of time, in order."""
+    query = (
+        select(entries)
+        .where((entries.c.tenant == tenant) & (entries.c.kind != Kind.CHARGE.value))
+        .where((entries.c.at_ns >= from_ns) & (entries.c.at_ns < to_ns))
+        .order_by(entries.c.seq)
+    )
+    return [read_entry(row) for row in connection.execute(query).mappings().all()]
+
+
+def all_accounts(connection: Connection, *, lock: bool = False) -> dict[str, Account]:
+    query = select(accounts).order_by(accounts.c.tenant)
+    if lock:
+        query = query.with_for_update()
+    return {row["tenant"]: read_account(row) for row in connection.execute(query).mappings().all()}
+
+
+def held_by_tenant(connection: Connection) -> dict[str, int]:
+    """What the holds of each tenant sum to."""
+    sums: dict[str, int] = {}
+    for hold in hold_list(connection):
+        sums[hold.tenant] = sums.get(hold.tenant, 0) + hold.amount
+    return sums
+
+
+def hold_list(connection: Connection, tenant: str | None = None) -> list[StoredHold]:
+    query = select(holds).order_by(holds.c.tenant, holds.c.request_id)
+    if tenant is not None:
+        query = query.where(holds.c.tenant == tenant)
+    return [read_hold(row) for row in connection.execute(query).mappings().all()]
+
+
+def daily(
+    connection: Connection, tenant: str | None, from_day: int = 0, to_day: int = 2**31 - 1
+) -> list[Row]:
+    """Rollups of the days `from_day <= day < to_day`, by tenant and day."""
+    query = select(usage_daily).where(usage_daily.c.day >= from_day, usage_daily.c.day < to_day)
+    if tenant is not None:
+        query = query.where(usage_daily.c.tenant == tenant)
+    order = (usage_daily.c.tenant, usage_daily.c.day, usage_daily.c.model, usage_daily.c.version)
+    found = connection.execute(query.order_by(*order)).mappings().all()
+    return [joined(dict(row)) for row in found]
+
+
+def sessions(
+    connection: Connection, tenant: str | None, limit: int, from_ns: int = 0, to_ns: int = 2**63 - 1
+) -> list[Row]:
+    """Rollups by session, the latest first; those whose last request is in a span of time."""
+    last_ns = usage_sessions.c.last_ns
+    query = select(usage_sessions).order_by(last_ns.desc()).limit(limit)
+    query = query.where((last_ns >= from_ns) & (last_ns < to_ns))
+    if tenant is not None:
+        query = query.where(usage_sessions.c.tenant == tenant)
+    return [joined(dict(row)) for row in connection.execute(query).mappings().all()]
+
+
+def all_sessions(connection: Connection) -> list[Row]:
+    return [
+        joined(dict(row)) for row in connection.execute(select(usage_sessions)).mappings().all()
+    ]
+
+
+def num_entries(connection: Connection) -> int:
+    return connection.scalar(select(func.coalesce(func.sum(accounts.c.seq), 0))) or 0
+
+
+def replace_projections(
+    connection: Connection,
+    projected: Iterable[Account],
+    daily_rows: Sequence[Row],
+    session_rows: Sequence[Row],
+) -> None:
+    """Write balances and rollups anew, as `billing.proof.audit` found them from the entries."""
+    for account in projected:
+        values: dict[str, Any] = {name: account.balances[name] for name in ACCOUNTS}
+        values |= {"held": account.held, "seq": account.seq, "head": account.head}
+        values["at_ns"] = account.at_ns
+        connection.execute(
+            update(accounts).where(accounts.c.tenant == account.tenant).values(values)
+        )
+    for table, rows in ((usage_daily, daily_rows), (usage_sessions, session_rows)):
+        connection.execute(delete(table))
+        if rows:
+            connection.execute(table.insert(), list(rows))
+
+
+def cursors(connection: Connection, name: str) -> dict[str, int]:
+    """How far an export has come in each tenant's chain."""
+    query = select(export_cursors.c.tenant, export_cursors.c.seq).where(
+        export_cursors.c.name == name
+    )
+    return {row.tenant: row.seq for row in connection.execute(query)}
+
+
+def advance(store: LedgerStore, name: str, positions: dict[str, int]) -> None:
+    """Remember how far an export has come."""
+    statement = store.insert(export_cursors)
+    statement = statement.on_conflict_do_update(
+        index_elements=["name", "tenant"], set_={"seq": statement.excluded.seq}
+    )
+    rows = [{"name": name, "tenant": t, "seq": seq} for t, seq in positions.items()]
+    if rows:
+        store.retrying(lambda connection: connection.execute(statement, rows))

@@ -1,0 +1,98 @@
+"""Rows of the ledger's hot tables as values and back. Pure; for statements of either kind.
+
+Reads take what the driver gives: a wide number is text on SQLite and a decimal on PostgreSQL.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from billing.gate.entries import ACCOUNTS, Entry, Kind
+from billing.gate.gate import Account
+from billing.gate.holds import StoredHold
+from billing.usage import Usage
+
+Row = Mapping[Any, Any]
+
+
+def read_account(row: Row) -> Account:
+    limit = row["credit_limit"]
+    return Account(
+        tenant=row["tenant"],
+        currency=row["currency"],
+        credit_limit=None if limit is None else int(limit),
+        suspended=bool(row["suspended"]),
+        head=bytes(row["head"]),
+        seq=row["seq"],
+        at_ns=row["at_ns"],
+        held=int(row["held"]),
+        balances={name: int(row[name]) for name in ACCOUNTS},
+    )
+
+
+def read_hold(row: Row) -> StoredHold:
+    return StoredHold(
+        tenant=row["tenant"],
+        request_id=row["request_id"],
+        amount=int(row["amount"]),
+        expires_ns=row["expires_ns"],
+        owner=row["owner"],
+        boot=row["boot"],
+        body=row["body"],
+        usage=Usage.from_record(orjson.loads(row["usage"])),
+    )
+
+
+def read_entry(row: Row) -> Entry:
+    return Entry(
+        tenant=row["tenant"],
+        seq=row["seq"],
+        kind=Kind(row["kind"]),
+        request_id=row["request_id"],
+        at_ns=row["at_ns"],
+        currency=row["currency"],
+        postings=row["postings"],
+        body=row["body"],
+        hash=bytes(row["hash"]),
+    )
+
+
+def entry_row(entry: Entry) -> dict[str, Any]:
+    corrects = entry.details["corrects"] if entry.kind is Kind.CORRECTION else None
+    return {
+        "tenant": entry.tenant,
+        "seq": entry.seq,
+        "kind": entry.kind.value,
+        "request_id": entry.request_id,
+        "at_ns": entry.at_ns,
+        "currency": entry.currency,
+        "postings": entry.postings,
+        "body": entry.body,
+        "hash": entry.hash,
+        "corrects": corrects,
+    }
+
+
+def hold_row(hold: StoredHold) -> dict[str, Any]:
+    return {
+        "tenant": hold.tenant,
+        "request_id": hold.request_id,
+        "amount": hold.amount,
+        "expires_ns": hold.expires_ns,
+        "owner": hold.owner,
+        "boot": hold.boot,
+        "body": hold.body,
+        "usage": orjson.dumps(hold.usage.record()).decode(),
+    }
+
+
+def account_row(account: Account) -> dict[str, Any]:
+    return {
+        "of_tenant": account.tenant,
+        "held": account.held,
+        "seq": account.seq,
+        "at_ns": account.at_ns,
+        "head": account.head,
+        **account.balances,
+    }

@@ -1,0 +1,53 @@
+"""Answers that were charged and never arrived, as rows by fingerprint. A retry that arrives within
+a day pays instead of them (`billing.gate.gate`); each function is part of its caller's transaction.
+"""
+
+from sqlalchemy import ColumnElement, Connection, select
+from sqlalchemy.dialects import postgresql, sqlite
+
+from billing.gate.commands import Key
+from billing.gate.entries import Entry, Kind
+from billing.gate.holds import StoredHold
+from billing.prices.book import NS
+from billing.store.rows import read_entry, read_hold
+from billing.store.schema import entries, holds, undelivered
+
+KEPT_NS = 24 * 3600 * NS  # as long as an answer is kept under its Idempotency-Key
+
+
+def note(connection: Connection, fingerprint: Key, request_id: str, at_ns: int) -> None:
+    """The answer of this request is lost; noting it twice is noting it once. What is too old to be
+    found is removed."""
+    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    tenant, text = fingerprint
+    row = {"tenant": tenant, "fingerprint": text, "request_id": request_id, "at_ns": at_ns}
+    connection.execute(insert(undelivered).values(row).on_conflict_do_nothing())
+    connection.execute(undelivered.delete().where(undelivered.c.at_ns <= at_ns - KEPT_NS))
+
+
+def forget(connection: Connection, fingerprint: Key) -> None:
+    connection.execute(undelivered.delete().where(_lost(fingerprint)))
+
+
+def charges(connection: Connection, fingerprint: Key, now_ns: int) -> list[Entry]:
+    """What was charged for answers of this fingerprint that were lost within a day."""
+    recent = undelivered.c.at_ns > now_ns - KEPT_NS
+    lost = select(undelivered.c.request_id).where(_lost(fingerprint) & recent)
+    query = select(entries).where(
+        (entries.c.tenant == fingerprint[0])
+        & entries.c.request_id.in_(lost)
+        & (entries.c.kind == Kind.CHARGE)
+    )
+    return [read_entry(row) for row in connection.execute(query).mappings()]
+
+
+def running(connection: Connection, fingerprint: Key) -> list[StoredHold]:
+    """The holds of requests with this fingerprint."""
+    tenant, text = fingerprint
+    same = holds.c.body.contains(f'"fingerprint":"{text}"', autoescape=True)
+    query = select(holds).where((holds.c.tenant == tenant) & same)
+    return [read_hold(row) for row in connection.execute(query).mappings()]
+
+
+def _lost(fingerprint: Key) -> ColumnElement[bool]:
+    return (undelivered.c.tenant == fingerprint[0]) & (undelivered.c.fingerprint == fingerprint[1])
