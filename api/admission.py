@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from fastapi import Request
 from starlette.responses import Response
 
-from api.auth import Salts
+from api.access.auth import Salts
+from api.access.limits import Permit
 from api.collaborators import Collaborators, ServedModel
 from api.context import FIT_NAME, Story, single_header, story_of, wire_of
 from api.errors import InvalidRequest
-from api.generation import Generation, Job, Served
-from api.idempotency import IDEMPOTENCY_KEY, Claim, claim, replayed
-from api.journal import Trail
-from api.limits import Permit
-from api.metering import Charge
-from api.schemas import GenerationBody
-from api.stream import Delivered, Delivery, DeliveryResponse, WireFormat
-from api.structured import compiled
-from api.usage import Asked, timings_ms
+from api.journal.journal import Trail
+from api.requests.delivery import Delivered, Delivery, DeliveryResponse, WireFormat
+from api.requests.generation import Generation, Job, Served
+from api.requests.idempotency import IDEMPOTENCY_KEY, Claim, claim, replayed
+from api.requests.metering import Charge
+from api.shapes.schemas import GenerationBody
+from api.shapes.structured import compiled
+from api.shapes.usage import Asked, timings_ms
 from billing.gate.holds import RequestContext
 from billing.gate.outcomes import Outcome
 from billing.idempotency import Replay

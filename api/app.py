@@ -14,25 +14,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api import (
-    balance,
-    cache_events,
-    chat,
-    completions,
-    health,
-    models,
-    receipts,
-    requests,
-    tokenize,
-)
+from api.access.body_bound import BodyBound
 from api.admin.headers import AdminHeaders
-from api.admin.pages import refusal_page
-from api.body_bound import BodyBound
+from api.admin.pages.base import refusal_page
 from api.collaborators import Collaborators
 from api.context import Story
 from api.errors import ApiError, NotJson, answer_to, log_untold
-from api.schemas import refusal
-from api.storyteller import Storyteller
+from api.request_log import Storyteller
+from api.routes import account as balance
+from api.routes import cache_events, chat, completions, health, models, receipts, requests, tokenize
+from api.shapes.schemas import refusal
 from billing.errors import BillingError
 from engine.errors import EngineError
 

@@ -10,20 +10,20 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from api.event_feeds import Feeds
+from api.cache.feeds import Feeds
 from billing.accounts import Tenant
 from engine.request import FinishReason, Request
 from tiers.blocks.keys import CacheScope
 
 if TYPE_CHECKING:
-    from api.auth import Gatekeeper, Salts
-    from api.bridge import OutputBridge
-    from api.idempotency import AnswerStore
-    from api.journal import Journal
-    from api.limits import RateLimits
-    from api.metering import Meter
-    from api.structured import GrammarDesk
-    from api.turns import Conversations
+    from api.access.auth import Gatekeeper, Salts
+    from api.access.limits import RateLimits
+    from api.journal.journal import Journal
+    from api.requests.bridge import OutputBridge
+    from api.requests.idempotency import AnswerStore
+    from api.requests.metering import Meter
+    from api.requests.turns import Conversations
+    from api.shapes.structured import GrammarDesk
 
 
 class EngineClient(Protocol):

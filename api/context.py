@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from fastapi import Request
 
-from api.auth import require
+from api.access.auth import require
+from api.access.local import check_local
 from api.collaborators import Collaborators
 from api.errors import InvalidRequest
-from api.local import check_local
 from billing.keys import Principal, Scope
 
 FIT_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")  # what of a client's own names is kept

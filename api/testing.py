@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from api.auth import Gatekeeper, OpenGate, Salts
-from api.bridge import OutputBridge
+from api.access.auth import Gatekeeper, OpenGate, Salts
+from api.access.limits import NoLimits, RateLimits
 from api.collaborators import Collaborators, Readiness, ServedModel, WireSettings
-from api.encoders import EncoderPool
-from api.generation import Job, Served
-from api.idempotency import AnswerStore
-from api.journal import Journal
-from api.limits import NoLimits, RateLimits
-from api.metering import Meter
-from api.structured import GrammarDesk
-from api.turns import Conversations
-from api.usage import Bill
+from api.journal.journal import Journal
+from api.requests.bridge import OutputBridge
+from api.requests.encoders import EncoderPool
+from api.requests.generation import Job, Served
+from api.requests.idempotency import AnswerStore
+from api.requests.metering import Meter
+from api.requests.turns import Conversations
+from api.shapes.structured import GrammarDesk
+from api.shapes.usage import Bill
 from billing.accounts import Tenant
 from billing.gate.outcomes import billable
 from billing.keys import Principal

@@ -1,4 +1,4 @@
-"""What a request used, in disjoint classes. Pure values; made by api.metering, kept by the
+"""What a request used, in disjoint classes. Pure values; made by api.requests.metering, kept by the
 ledger.
 """
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from api.explorer import Caller
+from api.cache.explorer import Caller
 from billing.reports.receipts import ReceiptSigner
 from cachesvc.purging import Done, Order, keep_receipt, read_receipt, receipt
 from cachesvc.scopes import Kind, roots_of

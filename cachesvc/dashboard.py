@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 from api.admin.books import Books
+from api.admin.login.passwords import Passwords
+from api.admin.login.sessions import Admin, Sessions
 from api.admin.parts import AdminParts, BlockReader, CacheHands
-from api.admin.passwords import Passwords
-from api.admin.sessions import Admin, Sessions
-from api.explorer import Explorer
-from api.journal import Journal
+from api.cache.explorer import Explorer
+from api.journal.journal import Journal
 from billing.money import parse_amount
 from cachesvc.config import CostsSection, Settings
 from cachesvc.history import History

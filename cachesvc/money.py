@@ -16,10 +16,10 @@ from typing import Any
 
 from limits.errors import ConfigurationError
 
+from api.access.auth import KeyGate, Salts
+from api.access.limits import LimitSettings, NoLimits, Quota, RateLimits, open_limits
 from api.admin.books import Books
-from api.auth import KeyGate, Salts
-from api.limits import LimitSettings, NoLimits, Quota, RateLimits, open_limits
-from api.metering import LedgerMeter
+from api.requests.metering import LedgerMeter
 from billing import secret_file
 from billing.accounts import Accounts
 from billing.gate.entries import Entry, Kind

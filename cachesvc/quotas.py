@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from api.auth import Salts
+from api.access.auth import Salts
 from api.collaborators import ServedModel
 from cachesvc.config import CacheSection, ConfigError
 from cachesvc.scopes import Kind, roots_of

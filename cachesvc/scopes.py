@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from api.auth import Salts
+from api.access.auth import Salts
 from api.collaborators import ServedModel
 from cachesvc.money import SECRET_NAME, read_secret
 from cachesvc.storage_meter import Payer

@@ -23,16 +23,16 @@ import uvicorn
 import cachesvc
 from api.admin.router import admin_router
 from api.app import create_app
-from api.bridge import OutputBridge
+from api.cache.explorer import Explorer
+from api.cache.feeds import Feeds
+from api.cache.owners import Owners
 from api.collaborators import Collaborators, Readiness, ServedModel, WireSettings
-from api.encoders import EncoderPool
-from api.event_feeds import Feeds
-from api.explorer import Explorer
-from api.journal import Journal, JournalSettings
-from api.metering import Meter
-from api.owners import Owners
-from api.structured import GrammarDesk
-from api.turns import Conversations
+from api.journal.journal import Journal, JournalSettings
+from api.requests.bridge import OutputBridge
+from api.requests.encoders import EncoderPool
+from api.requests.metering import Meter
+from api.requests.turns import Conversations
+from api.shapes.structured import GrammarDesk
 from billing.errors import BillingError
 from cachesvc import core
 from cachesvc.block_reader import read_blocks

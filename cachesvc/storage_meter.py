@@ -15,8 +15,8 @@ from math import ceil, floor
 from typing import NamedTuple, Protocol, TypeVar
 
 from api.admin.parts import Trail
-from api.explorer import Caller
-from api.metering import durable
+from api.cache.explorer import Caller
+from api.requests.metering import durable
 from billing.errors import (
     BillingError,
     DuplicateRequest,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from api.journal import Record, State
+from api.journal.journal import Record, State
 from billing.usage import Usage
 from cachesvc.config import ConfigError, TracingSection
 from engine.request import Timeline

@@ -13,9 +13,9 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from api.access.auth import bearer_token
+from api.admin.login.sessions import Admin, Role, Session
 from api.admin.parts import AdminParts, parts_of
-from api.admin.sessions import Admin, Role, Session
-from api.auth import bearer_token
 from api.context import FIT_NAME, single_header, story_of
 from api.errors import CsrfFailed, InvalidRequest, LoginNeeded, MissingScope
 from billing.keys import Scope

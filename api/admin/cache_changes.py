@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from fastapi import Request
 
+from api.admin.login.sessions import Admin
 from api.admin.parts import AdminParts, CacheHands, parts_of
-from api.admin.sessions import Admin
 from api.context import wire_of
 from api.errors import InvalidRequest, RecordNotFound, Unsupported
 from tiers.blocks.keys import PrefixKey

@@ -2,7 +2,9 @@
 
 from fastapi import APIRouter
 
-from api.admin import account_routes, ledger_routes, price_routes
+from api.admin.routes import account as account_routes
+from api.admin.routes import ledger as ledger_routes
+from api.admin.routes import prices as price_routes
 
 router = APIRouter()
 for area in (account_routes, price_routes, ledger_routes):

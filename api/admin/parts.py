@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fastapi import Request
 
-from api.admin.login_guard import LoginForms, LoginLimits
-from api.admin.sessions import Admin, Sessions
+from api.admin.login.guard import LoginForms, LoginLimits
+from api.admin.login.sessions import Admin, Sessions
 from billing.keys import Principal
 from tiers.blocks.keys import PrefixKey
 from tiers.memory.live_blocks import LiveBlock
@@ -23,10 +23,10 @@ from tiers.telemetry.traffic import TrafficReport
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from api.access.limits import LimitSettings
     from api.admin.books import Books
-    from api.explorer import Explorer
-    from api.journal import Journal
-    from api.limits import LimitSettings
+    from api.cache.explorer import Explorer
+    from api.journal.journal import Journal
     from tiers.telemetry.traffic import TrafficReport
 
 

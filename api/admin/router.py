@@ -4,26 +4,21 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, Depends, Request
 
-from api.admin import (
-    assets,
-    blocks,
-    cache_routes,
-    events,
-    login,
-    money_routes,
-    pages_audit,
-    pages_cache,
-    pages_explorer,
-    pages_keeping,
-    pages_keys,
-    pages_money,
-    pages_overview,
-    pages_requests,
-    pages_tenants,
-    pages_working_set,
-    stats,
-)
+from api.admin import money_routes
+from api.admin.pages import assets, login
+from api.admin.pages import audit as pages_audit
+from api.admin.pages import cache as pages_cache
+from api.admin.pages import explorer as pages_explorer
+from api.admin.pages import keys as pages_keys
+from api.admin.pages import money as pages_money
+from api.admin.pages import overview as pages_overview
+from api.admin.pages import pins as pages_keeping
+from api.admin.pages import requests as pages_requests
+from api.admin.pages import tenants as pages_tenants
+from api.admin.pages import working_set as pages_working_set
 from api.admin.parts import AdminParts
+from api.admin.routes import blocks, events, stats
+from api.admin.routes import cache as cache_routes
 
 AREAS = (
     assets.router,

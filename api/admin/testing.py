@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from api.admin.login.sessions import Admin, Role, Sessions
 from api.admin.parts import AdminParts
-from api.admin.sessions import Admin, Role, Sessions
 from billing.errors import UnknownKey
 from billing.keys import Principal, Scope
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from api.admin.passwords import Passwords
-from api.admin.sessions import Role
+from api.admin.login.passwords import Passwords
+from api.admin.login.sessions import Role
 from api.errors import ApiError
 from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, actor, books
 from cachesvc.cli.options import existing_data_dir

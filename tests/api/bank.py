@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from api.auth import KeyGate
+from api.access.auth import KeyGate
 from api.collaborators import WireSettings
-from api.metering import LedgerMeter
+from api.requests.metering import LedgerMeter
 from api.testing import fake_house
 from billing.accounts import Accounts
 from billing.gate.entries import Entry, Kind

@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
+from api.access.auth import Salts
 from api.admin.books import Books
 from api.admin.parts import AdminParts
 from api.admin.router import admin_router
 from api.admin.testing import OPERATOR_TOKEN, RecordingTrail, fake_parts
 from api.app import create_app
-from api.auth import Salts
-from api.explorer import Explorer
-from api.owners import Owners
+from api.cache.explorer import Explorer
+from api.cache.owners import Owners
 from api.testing import FakeHouse, fake_house
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner, verify_receipt

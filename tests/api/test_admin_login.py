@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from api.admin.headers import POLICY
-from api.admin.login_guard import PER_ADDRESS
-from api.admin.pages import PAGES
+from api.admin.login.guard import PER_ADDRESS
+from api.admin.pages.base import PAGES
 from api.admin.parts import AdminParts
 from api.admin.testing import OPERATOR_TOKEN, fake_parts
 from tests.api.test_admin_access import admin_client, code_of

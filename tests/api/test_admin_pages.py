@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
+from api.access.auth import Salts
 from api.admin.testing import OPERATOR_TOKEN, RecordingTrail
-from api.auth import Salts
-from api.explorer import Explorer
-from api.journal import Journal
-from api.owners import Owners
+from api.cache.explorer import Explorer
+from api.cache.owners import Owners
+from api.journal.journal import Journal
 from api.testing import ByteTokenizer, byte_model
 from billing.money import UNITS
 from billing.reports.receipts import ReceiptSigner

@@ -6,7 +6,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from api.errors import ROUTE_CODES, TABLE, UNEXPECTED
-from api.schemas import ChatBody, CompletionBody, Extension
+from api.shapes.schemas import ChatBody, CompletionBody, Extension
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 NOT_TOLD = {"cachesvc", "stream_options"}

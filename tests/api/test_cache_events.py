@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from api.access.auth import Salts
 from api.admin.router import admin_router
 from api.admin.testing import OPERATOR_TOKEN, fake_parts
 from api.admission import scope_for
 from api.app import create_app
-from api.auth import Salts
+from api.cache.feeds import MAX_FEEDS
 from api.collaborators import WireSettings
-from api.event_feeds import MAX_FEEDS
 from api.testing import FakeHouse, fake_house
 from billing.errors import UnknownKey
 from billing.keys import Principal, Scope

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api.auth import Salts
+from api.access.auth import Salts
 from api.collaborators import WireSettings
 from api.testing import FakeHouse, Script, fake_house
 from tests.api.conftest import running

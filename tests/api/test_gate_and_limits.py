@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from limits.aio.storage import MemoryStorage
 from limits.errors import StorageError
 
-from api.auth import OpenGate, Salts, bearer_token
+from api.access.auth import OpenGate, Salts, bearer_token
+from api.access.circuit_breaker import Outage
+from api.access.limits import LimitSettings, Quota, WindowLimits, open_storage
 from api.errors import MissingScope, RateLimited
-from api.limits import LimitSettings, Quota, WindowLimits, open_storage
-from api.outage import Outage
 from api.testing import FakeHouse, Script, fake_house
 from billing.keys import Principal, Scope
 from billing.usage import EMPTY, Usage

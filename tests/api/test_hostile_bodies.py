@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from api.errors import NotJson
-from api.schemas import (
+from api.shapes.schemas import (
     BIASES_MAX,
     IDS_MAX,
     ITEMS_MAX,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import httpx
 from fastapi import FastAPI
 
-from api.auth import OpenGate
-from api.journal import Journal, JournalSettings, Record, State
+from api.access.auth import OpenGate
+from api.journal.journal import Journal, JournalSettings, Record, State
 from api.testing import FakeHouse, Script, fake_house
 from billing.errors import InsufficientBalance
 from billing.keys import Principal, Scope

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from redis.asyncio import ConnectionPool, Redis
 
-from api.concurrency import Holder, LocalPlaces, Places, RedisPlaces
+from api.access.concurrency import Holder, LocalPlaces, Places, RedisPlaces
+from api.access.limits import LimitSettings, Quota, WindowLimits, open_limits
 from api.errors import RateLimited
-from api.limits import LimitSettings, Quota, WindowLimits, open_limits
 from api.testing import Script, fake_house
 from billing.keys import Principal
 from billing.usage import EMPTY, Usage

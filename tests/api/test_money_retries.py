@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from limits.aio.storage import MemoryStorage
 
-from api.limits import LimitSettings, Quota, WindowLimits
+from api.access.limits import LimitSettings, Quota, WindowLimits
 from api.testing import Script
 from billing.money import UNITS
 from engine.errors import QueueFull

@@ -16,10 +16,12 @@ import pytest
 from fastapi.routing import APIRoute
 from typer.testing import CliRunner
 
-from api.admin import account_routes, ledger_routes, price_routes
 from api.admin.books import Books
+from api.admin.login.sessions import Admin, Role, Sessions
 from api.admin.router import admin_router
-from api.admin.sessions import Admin, Role, Sessions
+from api.admin.routes import account as account_routes
+from api.admin.routes import ledger as ledger_routes
+from api.admin.routes import prices as price_routes
 from api.admin.testing import OPERATOR_TOKEN, fake_parts
 from api.app import create_app
 from api.testing import fake_house

@@ -10,10 +10,10 @@ import pytest
 from fastapi.routing import APIRoute
 from sqlalchemy import create_engine
 
-from api import health
 from api.app import AREAS
-from api.chat import ChatFormat
 from api.collaborators import WireSettings
+from api.routes import health
+from api.routes.chat import ChatFormat
 from api.testing import Script
 from billing.gate.outcomes import Outcome
 from billing.keys import Scope

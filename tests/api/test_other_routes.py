@@ -10,8 +10,8 @@ from fastapi import APIRouter
 
 from api.app import create_app
 from api.collaborators import Readiness
-from api.encoders import EncoderPool
 from api.errors import Overloaded, answer_to
+from api.requests.encoders import EncoderPool
 from api.testing import FakeHouse, Script, byte_model, fake_house
 from tests.api.conftest import running
 

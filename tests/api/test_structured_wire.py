@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api.structured import GrammarDesk
+from api.shapes.structured import GrammarDesk
 from api.testing import FakeHouse, fake_house
 from engine.errors import InvalidParameter, StructureUnavailable
 from engine.structure import Source, SourceKind

@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from api.journal import Journal
+from api.journal.journal import Journal
 from api.testing import FakeHouse, Script, fake_house
 from cachesvc.config import ConfigError, TracingSection
 from cachesvc.tracing import RequestTracer, open_tracer

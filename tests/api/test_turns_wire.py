@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from api.auth import Salts
+from api.access.auth import Salts
+from api.requests.turns import Conversations, Parting, PartReason, Transcript, turn_of
 from api.testing import ByteTokenizer, Script, byte_model, fake_house
-from api.turns import Conversations, Parting, PartReason, Transcript, turn_of
 from tests.api.conftest import running
 from tiers.blocks.keys import CacheScope
 

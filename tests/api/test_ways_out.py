@@ -7,8 +7,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from api.chat import ChatFormat
 from api.collaborators import WireSettings
+from api.routes.chat import ChatFormat
 from api.testing import FakeHouse, Script, fake_house
 from billing.gate.outcomes import Outcome
 from engine.request import FinishReason

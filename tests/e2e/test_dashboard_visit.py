@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from api.admin.passwords import Passwords
-from api.admin.sessions import Role
+from api.admin.login.passwords import Passwords
+from api.admin.login.sessions import Role
 from tests.dashboard_server import Served, Visitor
 
 pytestmark = [pytest.mark.browser, pytest.mark.e2e, pytest.mark.timeout(120)]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from api.admin.passwords import Passwords
-from api.admin.sessions import Role
+from api.admin.login.passwords import Passwords
+from api.admin.login.sessions import Role
 from tests.dashboard_server import TEXT, Served, Visitor
 
 pytestmark = [pytest.mark.browser, pytest.mark.e2e, pytest.mark.timeout(180)]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from api.admin import assets
-from api.admin.passwords import FILE_NAME, Passwords
-from api.admin.sessions import Admin, Role
+from api.admin.login.passwords import FILE_NAME, Passwords
+from api.admin.login.sessions import Admin, Role
+from api.admin.pages import assets
 from api.errors import InvalidRequest
 from billing.errors import InvalidName
 

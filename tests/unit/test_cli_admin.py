@@ -6,8 +6,8 @@ from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
-from api.admin.passwords import Passwords
-from api.admin.sessions import Admin, Role
+from api.admin.login.passwords import Passwords
+from api.admin.login.sessions import Admin, Role
 from billing.accounts import Accounts
 from billing.store.store import database_url, open_store
 from cachesvc.cli import app

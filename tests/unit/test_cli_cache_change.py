@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from api.auth import Salts
+from api.access.auth import Salts
 from api.testing import fake_house
 from billing.reports.receipts import ReceiptSigner, verify_receipt
 from billing.store.store import database_url

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from fastapi.routing import APIRoute
 
-from api import health
+from api.routes import health
 from cachesvc.config import Settings, env_name, known_settings, parse_duration, parse_size
 
 ROOT = Path(__file__).parents[2]

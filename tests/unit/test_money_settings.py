@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from api.limits import Quota
+from api.access.limits import Quota
 from billing.errors import PriceError, ReceiptKeyError
 from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger

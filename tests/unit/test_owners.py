@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from api.auth import Salts
-from api.owners import Owner, Owners
+from api.access.auth import Salts
+from api.cache.owners import Owner, Owners
 from api.testing import byte_model
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from api.auth import Salts
+from api.access.auth import Salts
 from api.testing import fake_house
 from cachesvc.config import CacheSection, ConfigError
 from cachesvc.money import read_secret

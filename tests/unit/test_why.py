@@ -2,7 +2,7 @@
 
 import pytest
 
-from api.why import NOTHING, Finding, Kind, format_seconds, why
+from api.journal.why import NOTHING, Finding, Kind, format_seconds, why
 from engine.request import BlockRun, Lookup
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import MissReason

@@ -1,0 +1,288 @@
+"""Requests, miss tokens, output tokens a minute and concurrency, by key and by tenant.
+
+A request is let in while each of its windows has something left, and books what it really used
+when it ends: misses and output are not known before, and hits are never booked, so good prompts
+are rewarded. A window may thus be overdrawn by what was running when it ran out; the next request
+then waits for the new window. Requests are booked at the door. Windows live in the `limits`
+library and places in `api.access.concurrency`, both in memory, or in Redis for all servers that
+share it.
+A store that does not answer lets requests in: limits protect the machine, the ledger protects the
+money.
+"""
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from limits import RateLimitItem, RateLimitItemPerMinute
+from limits.aio.storage import Storage
+from limits.aio.strategies import FixedWindowRateLimiter
+from limits.errors import StorageError
+from limits.storage import storage_from_string
+
+from api.access.circuit_breaker import Outage
+from api.access.concurrency import Holder, LocalPlaces, Places, RedisPlaces
+from api.errors import RateLimited
+from billing.keys import Principal
+from billing.usage import Usage
+
+if TYPE_CHECKING:
+    from redis.asyncio import ConnectionPool
+
+CONCURRENCY_RETRY_S = 1  # nobody knows when a place gets free
+STORE_TIMEOUT_S = 0.5  # a Redis nearby answers in a millisecond; one that does not is an outage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """What one key or tenant may use; None is no limit. Counts are per minute."""
+
+    requests: int | None = None
+    miss_tokens: int | None = None
+    output_tokens: int | None = None
+    concurrency: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitSettings:
+    """Quotas of each tenant and each key; `tenants` and `keys` name the exceptions."""
+
+    tenant: Quota = field(default_factory=Quota)
+    key: Quota = field(default_factory=Quota)
+    tenants: Mapping[str, Quota] = field(default_factory=dict)
+    keys: Mapping[str, Quota] = field(default_factory=dict)
+
+
+class Permit(Protocol):
+    """One admitted request's place; `headers` go out with its answer."""
+
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+
+    async def close(self, usage: Usage) -> None:
+        """Gives the place back and books what was used. Called once."""
+        ...
+
+
+class RateLimits(Protocol):
+    """Raises RateLimited, or lets the request in."""
+
+    async def admit(self, principal: Principal) -> Permit: ...
+
+    async def close(self) -> None:
+        """Ends connections; after the last request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FreePass:
+    """The permit of a server without limits."""
+
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    async def close(self, usage: Usage) -> None:
+        """Nothing was taken."""
+
+
+class NoLimits:
+    """A server without limits."""
+
+    async def admit(self, principal: Principal) -> Permit:
+        return FreePass()
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """One per-minute limit of one holder, and the word for it in OpenAI's headers."""
+
+    holder: Holder
+    what: str
+    item: RateLimitItem
+
+
+class _Reading(NamedTuple):
+    window: _Window
+    reset_s: float
+    remaining: int
+
+
+class WindowLimits:
+    """`RateLimits` over a store of the `limits` library. Event loop only.
+
+    `pool` holds the connections to Redis where that is the store.
+    """
+
+    def __init__(
+        self,
+        settings: LimitSettings,
+        storage: Storage,
+        places: Places | None = None,
+        pool: "ConnectionPool | None" = None,
+        outage: Outage | None = None,
+    ) -> None:
+        self._settings = settings
+        self._limiter = FixedWindowRateLimiter(storage)
+        self._places = places or LocalPlaces()
+        self._pool = pool
+        self._outage = outage or Outage()
+
+    async def admit(self, principal: Principal) -> Permit:
+        quotas = list(self._quotas(principal))
+        member = secrets.token_hex(8)
+        await self._take_place(member, quotas)
+        windows = [window for holder, quota in quotas for window in _windows(holder, quota)]
+        try:
+            readings = await self._enter(windows)
+        except BaseException:
+            await self._places.leave(member)
+            raise
+        return _Place(self, member, windows, _headers(readings))
+
+    async def close(self) -> None:
+        await self._places.close()
+        if self._pool is not None:
+            await self._pool.aclose()
+
+    async def leave(self, member: str) -> None:
+        """Gives a request's place back."""
+        await self._places.leave(member)
+
+    async def book(self, windows: Sequence[_Window], usage: Usage) -> None:
+        """Counts what a request used against its windows."""
+        used = {"tokens": usage.miss, "output-tokens": usage.output}
+        for window in windows:
+            if cost := used.get(window.what, 0):
+                await self._hit(window, cost)
+
+    async def _enter(self, windows: Sequence[_Window]) -> list[_Reading]:
+        """Readings after this request was booked. Raises RateLimited if any window is used up."""
+        if self._outage.lasts:
+            return []
+        try:
+            before = [await self._read(window) for window in windows]
+            used_up = [reading for reading in before if reading.remaining <= 0]
+            if used_up:
+                raise _refusal(max(used_up, key=lambda reading: reading.reset_s), before)
+            for reading in before:
+                window = reading.window
+                if window.what == "requests" and not await self._hit_once(window):
+                    raise _refusal(reading, before)  # another took the last one meanwhile
+            return [await self._read(window) for window in windows]
+        except StorageError as error:
+            self._outage.begin(error.storage_error)
+            return []
+
+    async def _read(self, window: _Window) -> _Reading:
+        stats = await self._limiter.get_window_stats(window.item, *window.holder)
+        reset_s = max(0.0, stats.reset_time - time.time())
+        return _Reading(window, reset_s, stats.remaining)
+
+    async def _hit_once(self, window: _Window) -> bool:
+        return await self._limiter.hit(window.item, *window.holder)
+
+    async def _hit(self, window: _Window, cost: int) -> None:
+        if self._outage.lasts:
+            return
+        try:
+            await self._limiter.hit(window.item, *window.holder, cost=cost)
+        except StorageError as error:
+            self._outage.begin(error.storage_error)
+
+    def _quotas(self, principal: Principal) -> Iterator[tuple[Holder, Quota]]:
+        settings = self._settings
+        tenant = settings.tenants.get(principal.tenant, settings.tenant)
+        yield Holder("tenant", principal.tenant), tenant
+        if principal.key_id:
+            yield Holder("key", principal.key_id), settings.keys.get(principal.key_id, settings.key)
+
+    async def _take_place(self, member: str, quotas: Sequence[tuple[Holder, Quota]]) -> None:
+        wanted = {
+            holder: quota.concurrency for holder, quota in quotas if quota.concurrency is not None
+        }
+        full = await self._places.enter(member, wanted)
+        if full is not None:
+            raise RateLimited(
+                f"This {full.kind} has {wanted[full]} requests running, as many as it may; wait "
+                "for one to end.",
+                headers={"Retry-After": str(CONCURRENCY_RETRY_S)},
+            )
+
+
+@dataclass(slots=True)
+class _Place:
+    """The permit of one request under `WindowLimits`."""
+
+    limits: WindowLimits
+    member: str
+    windows: Sequence[_Window]
+    headers: Mapping[str, str]
+
+    async def close(self, usage: Usage) -> None:
+        await self.limits.leave(self.member)
+        await self.limits.book(self.windows, usage)
+
+
+def open_limits(settings: LimitSettings, url: str) -> WindowLimits:
+    """Limits counted at `memory://` or a `redis://` URL. Raises ConfigurationError of `limits`."""
+    if url.startswith("memory"):
+        return WindowLimits(settings, open_storage(url))
+    from redis.asyncio import ConnectionPool
+
+    timeouts = {"socket_timeout": STORE_TIMEOUT_S, "socket_connect_timeout": STORE_TIMEOUT_S}
+    pool = ConnectionPool.from_url(url, **timeouts)
+    storage = open_storage(url, connection_pool=pool)
+    outage = Outage()
+    return WindowLimits(settings, storage, RedisPlaces(pool, outage=outage), pool, outage)
+
+
+def open_storage(url: str, **options: Any) -> Storage:
+    """The store of windows at a URL, with its errors as StorageError."""
+    if not url.startswith("memory"):
+        options["implementation"] = "redispy"
+    storage = storage_from_string(f"async+{url}", wrap_exceptions=True, **options)
+    assert isinstance(storage, Storage), url
+    return storage
+
+
+def _windows(holder: Holder, quota: Quota) -> Iterator[_Window]:
+    amounts = {
+        "requests": quota.requests,
+        "tokens": quota.miss_tokens,
+        "output-tokens": quota.output_tokens,
+    }
+    for what, amount in amounts.items():
+        if amount is not None:
+            namespace = f"cachesvc-{what}"
+            yield _Window(holder, what, RateLimitItemPerMinute(amount, namespace=namespace))
+
+
+def _refusal(worst: _Reading, readings: Sequence[_Reading]) -> RateLimited:
+    window, wait_s = worst.window, max(1, round(worst.reset_s + 0.5))
+    hint = " Prompt tokens served from the cache do not count." if window.what == "tokens" else ""
+    words = {"tokens": "cache-miss tokens", "output-tokens": "output tokens"}
+    what = words.get(window.what, window.what)
+    return RateLimited(
+        f"This {window.holder.kind} has used its {window.item.amount} {what} of this minute; "
+        f"retry in {wait_s} s.{hint}",
+        headers={"Retry-After": str(wait_s), **_headers(readings)},
+    )
+
+
+def _headers(readings: Sequence[_Reading]) -> dict[str, str]:
+    """OpenAI's x-ratelimit headers, of the tightest window of each kind."""
+    tightest: dict[str, _Reading] = {}
+    for reading in readings:
+        what = reading.window.what
+        if what not in tightest or reading.remaining < tightest[what].remaining:
+            tightest[what] = reading
+    headers = {}
+    for what, reading in tightest.items():
+        headers[f"x-ratelimit-limit-{what}"] = str(reading.window.item.amount)
+        headers[f"x-ratelimit-remaining-{what}"] = str(max(0, reading.remaining))
+        headers[f"x-ratelimit-reset-{what}"] = f"{reading.reset_s:.3f}s"
+    return headers

@@ -1,0 +1,83 @@
+"""The admins who log in with a password, in a file of the data directory, hashed with argon2id.
+
+The command line writes the file and the server reads it again when it has changed, so a new
+password holds at once. Names and roles are not secret, but the file is its owner's alone. Any
+thread; a check takes 64 MiB and some tens of milliseconds, on purpose.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from argon2 import PasswordHasher
+from argon2.exceptions import InvalidHashError, VerificationError
+
+from api.admin.login.sessions import Admin, Role
+from api.errors import InvalidRequest
+from billing.names import check_name
+
+FILE_NAME = "admins.json"
+MIN_LENGTH = 12  # NIST SP 800-63B asks for 8 where a second factor guards, 15 where none does
+MAX_LENGTH = 1024
+
+_hasher = PasswordHasher()  # argon2id, RFC 9106's second choice: 64 MiB, 3 passes, 4 lanes
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    role: str
+    hash: str
+
+
+class Passwords:
+    """The names that have a password. Reads the file on each question; it is small and rare."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._path = data_dir / FILE_NAME
+        self._nobody = _hasher.hash(os.urandom(16).hex())
+
+    def verify(self, name: str, password: str) -> Admin | None:
+        """Whose password it is. An unknown name takes as long as a wrong password."""
+        entry = self._entries().get(name)
+        try:
+            _hasher.verify(entry.hash if entry else self._nobody, password[:MAX_LENGTH])
+        except (VerificationError, InvalidHashError):
+            return None
+        return Admin(name, Role(entry.role)) if entry else None
+
+    def set(self, name: str, password: str, role: Role) -> None:
+        """Add a name or change its password and role. Raises InvalidName and InvalidRequest."""
+        check_name(name, "admin")
+        if not MIN_LENGTH <= len(password) <= MAX_LENGTH:
+            raise InvalidRequest(
+                f"the password has {len(password)} characters; use {MIN_LENGTH} to {MAX_LENGTH}, "
+                "such as four or five words that have nothing to do with each other"
+            )
+        self._write({**self._entries(), name: _Entry(role.value, _hasher.hash(password))})
+
+    def remove(self, name: str) -> bool:
+        """Whether there was such a name."""
+        entries = dict(self._entries())
+        found = entries.pop(name, None)
+        self._write(entries)
+        return found is not None
+
+    def roles(self) -> Mapping[str, Role]:
+        return {name: Role(entry.role) for name, entry in self._entries().items()}
+
+    def _entries(self) -> Mapping[str, _Entry]:
+        try:
+            told = json.loads(self._path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        return {name: _Entry(entry["role"], entry["hash"]) for name, entry in told.items()}
+
+    def _write(self, entries: Mapping[str, _Entry]) -> None:
+        fresh = self._path.with_name(f"{FILE_NAME}.{os.getpid()}")
+        fresh.unlink(missing_ok=True)
+        fresh.touch(mode=0o600)
+        told = {name: asdict(entry) for name, entry in entries.items()}
+        fresh.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        fresh.replace(self._path)

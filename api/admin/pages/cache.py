@@ -1,0 +1,48 @@
+"""The cache page: what the tiers hold, serve, move and lose."""
+
+from typing import Final
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.admin.access import MayRead
+from api.admin.pages.base import render
+from api.admin.parts import parts_of
+from tiers.errors import MissReason
+
+router = APIRouter(include_in_schema=False)
+
+MEANINGS: Final = {
+    MissReason.ABSENT: "no tier held the block",
+    MissReason.TAIL: "the last, partly filled block, or the one token that is always computed",
+    MissReason.UNECONOMIC: "computing was faster than loading",
+    MissReason.OVERLOADED: "the queue of loads was full",
+    MissReason.NO_ROOM: "no free memory to load into",
+    MissReason.DISABLED: "the request or the server turned the cache off",
+    MissReason.COLLISION: "the same key, another scope, parent or tokens",
+    MissReason.CHECKSUM: "the payload was not what had been written",
+    MissReason.TORN: "the record was shorter or longer than its header said",
+    MissReason.VERSION: "written by another record format",
+    MissReason.LAYOUT: "written for another block layout",
+    MissReason.IO_ERROR: "the operating system refused the read",
+    MissReason.DECODE: "the payload did not decompress",
+}
+FAULTS: Final = (
+    MissReason.CHECKSUM,
+    MissReason.TORN,
+    MissReason.IO_ERROR,
+    MissReason.DECODE,
+    MissReason.COLLISION,
+)
+
+
+@router.get("/admin/cache")
+async def cache(request: Request, found: MayRead) -> Response:
+    return render(
+        request,
+        "cache.html",
+        found,
+        stats=parts_of(request).stats(),
+        reasons=list(MEANINGS.items()),
+        faults=FAULTS,
+    )

@@ -1,0 +1,200 @@
+"""The prefix explorer under /admin/explorer: all tiers as one tree, and one block.
+
+What changes something is in `pages_keeping`. Tokens are decoded only when an admin asks, which
+leaves an audit entry.
+"""
+
+import asyncio
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import RedirectResponse, Response
+
+from api.admin.access import MayChange, MayRead
+from api.admin.cache_changes import must_be_known
+from api.admin.login.sessions import Admin
+from api.admin.pages.base import render
+from api.admin.pages.forms import Filter
+from api.admin.pages.prefix_rows import Costs, rows_of
+from api.admin.parts import parts_of
+from api.cache.explorer import Explorer
+from api.errors import InvalidRequest, Unsupported
+from tiers.blocks.keys import PrefixKey
+from tiers.blocks.tree import Node, TreeQuery, tree_json
+from tiers.policy.retention import Pin
+
+router = APIRouter(tags=["admin: cache"])
+
+KEY_BYTES = 16
+DEPTH = 12
+MAX_ROWS = 100  # of a page, some 900 bytes each: a page stays under 150 KB with its files
+IDLE = {"": 0, "1m": 60, "1h": 3600, "1d": 86_400, "7d": 7 * 86_400}
+DONE = {
+    "pinned": "Pinned. It stays in at least one tier until the pin ends.",
+    "unpinned": "Unpinned. It may be evicted again.",
+    "evicted": "Evicted. The audit log says how many blocks left each tier.",
+    "kept": "Nothing was evicted: running requests or pins hold all of it.",
+    "purged": "Purged from every tier, and a look at all of them found nothing left.",
+}
+
+
+@router.get("/admin/api/cache/tree")
+async def tree(
+    request: Request,
+    _: MayRead,
+    tenant: Filter = "",
+    below: Filter = "",
+    depth: Annotated[int, Query(ge=1, le=64)] = 8,
+) -> dict[str, Any]:
+    """The prefixes of all tiers as a tree; those of a tenant, or `below` a block's key."""
+    if tenant:
+        await must_be_known(request, tenant)
+    roots = (key_of(below),) if below else ()
+    grown = await explorer_of(request).tree(TreeQuery(roots=roots, depth=depth), tenant)
+    told = tree_json(grown.tree)
+    for scope, root in zip(told["scopes"], grown.tree.roots, strict=True):
+        owner = grown.owners.get(root.last) if root.last is not None else None
+        scope["owner"] = owner.label if owner is not None else None
+        scope["model"] = owner.model if owner is not None else None
+    return told | {"cut": grown.cut}
+
+
+@router.get("/admin/explorer", include_in_schema=False)
+async def page(
+    request: Request,
+    admin: MayRead,
+    q: Filter = "",
+    tenant: Filter = "",
+    below: Filter = "",
+    idle: Filter = "",
+    done: Filter = "",
+    receipt: Annotated[int | None, Query(ge=0)] = None,
+) -> Response:
+    """The tree, or the block that a search names."""
+    explorer = explorer_of(request)
+    found: list[PrefixKey] = []
+    if q.strip():
+        found = await explorer.find(_hex(q))
+        if len(found) == 1:
+            return RedirectResponse(f"/admin/explorer/{found[0].hex()}", 303)
+    roots = (key_of(below),) if below else ()
+    query = TreeQuery(roots=roots, depth=DEPTH, max_nodes=MAX_ROWS)
+    grown = await explorer.tree(query, tenant)
+    costs = Costs.of(parts_of(request), explorer.block_bytes)
+    return render(
+        request,
+        "explorer.html",
+        admin,
+        scopes=rows_of(grown, costs, min_idle_s=IDLE.get(idle, 0)),
+        left_off=any(map(_leaves_off, grown.tree.roots)) or bool(tenant or below),
+        names=sorted({owner.name for owner in grown.owners.values()}),
+        owners=sorted({(owner.is_group, owner.name) for owner in grown.owners.values()}),
+        num_blocks=grown.tree.num_blocks,
+        num_seen=grown.tree.num_seen,
+        cut=grown.cut,
+        pins=await _pins(request),
+        now_s=time.time(),
+        can_keep=parts_of(request).cache is not None,
+        q=q,
+        found=found,
+        tenant=tenant,
+        below=below,
+        idle=idle,
+        choices=IDLE,
+        done=DONE.get(done, ""),
+        receipt=receipt,
+    )
+
+
+@router.get("/admin/explorer/{key}", include_in_schema=False)
+async def block_page(request: Request, key: str, admin: MayRead, done: Filter = "") -> Response:
+    return await show_block(request, admin, key_of(key), done=DONE.get(done, ""))
+
+
+@router.post("/admin/explorer/{key}/text", include_in_schema=False)
+async def text_page(request: Request, key: str, admin: MayChange) -> Response:
+    """The block's tokens as text. Leaves an audit entry."""
+    decode = parts_of(request).decode
+    if decode is None:
+        raise Unsupported("This server has no tokenizer to read blocks with.")
+    detail, _ = await explorer_of(request).block(key_of(key))
+    await _audit(request, admin, "block.read", key, "")
+    return await show_block(request, admin, detail.key, text=decode(array("i", detail.tokens)))
+
+
+def explorer_of(request: Request) -> Explorer:
+    """Raises Unsupported where the server has no cache to look into."""
+    explorer = parts_of(request).explorer
+    if explorer is None:
+        raise Unsupported("This server has no cache that can be looked into.")
+    return explorer
+
+
+def key_of(text: str) -> PrefixKey:
+    """A whole key, in hex."""
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise InvalidRequest(f"{text[:64]!r} is no key; a key is {2 * KEY_BYTES} hex digits")
+    return PrefixKey(key)
+
+
+async def show_block(
+    request: Request,
+    admin: Admin,
+    key: PrefixKey,
+    *,
+    text: str | None = None,
+    wrong: str = "",
+    done: str = "",
+) -> Response:
+    explorer, parts = explorer_of(request), parts_of(request)
+    detail, owner = await explorer.block(key)
+    below = await explorer.tree(TreeQuery(roots=(key,), depth=DEPTH, max_nodes=MAX_ROWS))
+    costs = Costs.of(parts, explorer.block_bytes)
+    return render(
+        request,
+        "block.html",
+        admin,
+        detail=detail,
+        owner=owner,
+        block_bytes=explorer.block_bytes,
+        scopes=rows_of(below, costs),
+        num_below=below.tree.num_seen,
+        pins=[pin for pin in await _pins(request) if key in pin.keys],
+        now_s=time.time(),
+        can_keep=parts.cache is not None,
+        text=text,
+        can_decode=parts.decode is not None,
+        wrong=wrong,
+        done=done,
+    )
+
+
+def _hex(text: str) -> str:
+    digits = text.strip().lower()
+    if not digits or len(digits) > 2 * KEY_BYTES or set(digits) - set("0123456789abcdef"):
+        raise InvalidRequest(f"{text[:64]!r} is no beginning of a key; a key is hex digits")
+    return digits
+
+
+def _leaves_off(node: Node) -> bool:
+    """Whether blocks that could be reached are not in the tree."""
+    return node.left_off > 0 or any(map(_leaves_off, node.children))
+
+
+async def _pins(request: Request) -> Sequence[Pin[PrefixKey]]:
+    hands = parts_of(request).cache
+    return await hands.pins() if hands is not None else []
+
+
+async def _audit(
+    request: Request, admin: Admin, action: str, subject: str, why: str, after: Any = None
+) -> None:
+    record = parts_of(request).record
+    await asyncio.to_thread(record, action, subject, by=admin.name, after=after, reason=why)

@@ -1,0 +1,84 @@
+"""Numbers as people read them, for templates: sizes, counts, spans, moments, money. Pure."""
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from api.journal.why import format_seconds
+from billing.money import format_units
+
+
+def size(num_bytes: float) -> str:
+    """ "85.7 MiB"; units of 1024."""
+    value, unit = float(num_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def count(number: float) -> str:
+    """A whole number in groups of three."""
+    return f"{number:,.0f}"
+
+
+def milliseconds(value: float | None) -> str:
+    """A span given in milliseconds; "–" where it was not reached."""
+    return "–" if value is None else format_seconds(value / 1000)
+
+
+def span(seconds: float | None) -> str:
+    return "–" if seconds is None else format_seconds(seconds)
+
+
+def share(part: float, whole: float) -> str:
+    """ "93 %"; "–" of nothing."""
+    return f"{100 * part / whole:.0f} %" if whole else "–"
+
+
+def moment(seconds: float | None) -> str:
+    """Unix seconds as "2026-11-21 08:15:03" in UTC."""
+    if seconds is None:
+        return "–"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def moment_ns(nanoseconds: int | None) -> str:
+    return moment(None if nanoseconds is None else nanoseconds / 1e9)
+
+
+def amount(units: int, places: int | None = None) -> str:
+    """Units of 1e-12 as a decimal; exact, or rounded to `places`."""
+    return format_units(units, places)
+
+
+def rounded(text: str | None, places: int = 4) -> str:
+    """A decimal text cut to what fits a column; the exact one belongs into a title."""
+    if text is None:
+        return "–"
+    whole, _, fraction = text.partition(".")
+    return f"{whole}.{fraction[:places].ljust(2, '0')}" if fraction else whole
+
+
+def short(key: str | bytes | None) -> str:
+    """The first digits of a key."""
+    text = key.hex() if isinstance(key, bytes) else key
+    return text[:12] if text else "–"
+
+
+FILTERS: Final[Mapping[str, Callable[..., Any]]] = {
+    function.__name__: function
+    for function in (
+        size,
+        count,
+        milliseconds,
+        span,
+        share,
+        moment,
+        moment_ns,
+        amount,
+        rounded,
+        short,
+    )
+}

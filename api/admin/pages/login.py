@@ -1,0 +1,165 @@
+"""Coming in and going out: the login page, one-time links, logging out.
+
+A form that logs in proves that it is ours by a nonce in a cookie and its HMAC in the form, since
+there is no session yet. Attempts are limited by address and over all, before the costly check of a
+password. Every login, failed login and logout leaves an audit entry.
+"""
+
+import asyncio
+import re
+import secrets
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Form, Request
+from starlette.responses import RedirectResponse, Response
+
+from api.admin.access import MayChange, MayRead, cookie_name, is_secure, session_of
+from api.admin.login.sessions import Admin, Role
+from api.admin.pages.base import render
+from api.admin.parts import parts_of
+from api.context import FIT_NAME
+from billing.errors import BillingError
+from billing.keys import PREFIX, Scope
+
+router = APIRouter(prefix="/admin", include_in_schema=False)
+
+LINK_TTL_S = 15 * 60.0
+WRONG = "That name and password, or key, did not match. Check both and try again."
+ENDED = "Your session has ended: the server was started again, or you were away too long. Log in."
+_NEXT = re.compile(r"/admin(/[A-Za-z0-9_./-]*)?")  # where a login may lead: our own pages
+
+
+@router.get("/login")
+async def login_page(request: Request, token: str = "", next: str = "/admin") -> Response:  # noqa: A002  the name in the URL
+    """The form; or, with a one-time link's `token`, the way in."""
+    if token:
+        found = parts_of(request).sessions.use_link(token)
+        if found is not None:
+            return await _enter(request, found, "link", render(request, "entered.html", None))
+        return _form(request, next, "That link was used or is too old. Log in, or make another.")
+    known = session_of(request) is not None or cookie_name(request) not in request.cookies
+    return _form(request, next, "" if known else ENDED)
+
+
+@router.post("/login")
+async def log_in(
+    request: Request,
+    secret: Annotated[str, Form()],
+    proof: Annotated[str, Form()] = "",
+    name: Annotated[str, Form()] = "admin",
+    next: Annotated[str, Form()] = "/admin",  # noqa: A002
+) -> Response:
+    parts = parts_of(request)
+    parts.login_forms.check(request.cookies.get(_nonce_cookie(request), ""), proof)
+    await parts.login_limits.attempt(_address(request))
+    found, how = await _identify(request, name.strip() or "admin", secret.strip())
+    if found is None:
+        subject = name if FIT_NAME.fullmatch(name) else "?"
+        await _audit(request, "admin.login_failed", subject, _address(request))
+        answer = _form(request, next, WRONG)
+        answer.status_code = 401
+        return answer
+    target = next if _NEXT.fullmatch(next) else "/admin"
+    return await _enter(request, found, how, RedirectResponse(target, 303))
+
+
+@router.post("/logout")
+async def log_out(request: Request, found: MayRead) -> Response:
+    token = request.cookies.get(cookie_name(request), "")
+    parts_of(request).sessions.close(token)
+    await _audit(request, "admin.logout", found.name, found.name)
+    answer = RedirectResponse("/admin/login", 303)
+    answer.delete_cookie(
+        cookie_name(request),
+        path=_cookie_path(request),
+        secure=is_secure(request),
+        httponly=True,
+        samesite="strict",
+    )
+    return answer
+
+
+@router.post("/api/links")
+async def make_link(request: Request, found: MayChange, role: Role = Role.ADMIN) -> dict[str, Any]:
+    """A way in that works once, for who cannot or need not type a password."""
+    token = parts_of(request).sessions.make_link(Admin(found.name, role), LINK_TTL_S)
+    await _audit(request, "admin.link", found.name, found.name, role=role)
+    return {"path": f"/admin/login?token={token}", "ttl_s": LINK_TTL_S}
+
+
+@router.post("/api/sessions/end")
+async def end_sessions(request: Request, found: MayChange, name: str) -> dict[str, int]:
+    """Ends every session of an admin: after a new password, or when one is removed."""
+    ended = parts_of(request).sessions.close_all(name)
+    await _audit(request, "admin.sessions_end", name, found.name, ended=ended)
+    return {"ended": ended}
+
+
+async def _identify(request: Request, name: str, secret: str) -> tuple[Admin | None, str]:
+    """Who has this password or key, and which of the two it is."""
+    parts = parts_of(request)
+    if not secret.startswith(PREFIX):
+        async with parts.password_checks:
+            return await asyncio.to_thread(parts.passwords.verify, name, secret), "password"
+    try:
+        principal = await asyncio.to_thread(parts.keys.authenticate, secret)
+    except BillingError:
+        return None, "key"
+    may = principal.may(Scope.ADMIN)
+    return Admin(principal.key_id or principal.tenant) if may else None, "key"
+
+
+async def _enter(request: Request, found: Admin, how: str, answer: Response) -> Response:
+    """A new session; whatever the browser had before ends, so that none can be planted."""
+    sessions, cookie = parts_of(request).sessions, cookie_name(request)
+    sessions.close(request.cookies.get(cookie, ""))
+    await _audit(request, "admin.login", found.name, found.name, how=how, role=found.role)
+    token, _ = sessions.open(found, key_id=found.name if how == "key" else "")
+    answer.set_cookie(
+        cookie,
+        token,
+        max_age=int(sessions.lifetime_s),
+        path=_cookie_path(request),
+        httponly=True,
+        secure=is_secure(request),
+        samesite="strict",
+    )
+    return answer
+
+
+def _form(request: Request, target: str, message: str = "") -> Response:
+    nonce = request.cookies.get(_nonce_cookie(request)) or secrets.token_urlsafe(32)
+    answer = render(
+        request,
+        "login.html",
+        None,
+        proof=parts_of(request).login_forms.proof(nonce),
+        next=target if _NEXT.fullmatch(target) else "/admin",
+        message=message,
+    )
+    answer.set_cookie(
+        _nonce_cookie(request),
+        nonce,
+        path=_cookie_path(request),
+        httponly=True,
+        secure=is_secure(request),
+        samesite="strict",
+    )
+    return answer
+
+
+def _cookie_path(request: Request) -> str:
+    return "/" if is_secure(request) else "/admin"  # `__Host-` asks for the whole host
+
+
+def _nonce_cookie(request: Request) -> str:
+    return f"{cookie_name(request)}_form"
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client is not None else "unknown"
+
+
+async def _audit(request: Request, action: str, subject: str, by: str, **after: Any) -> None:
+    facts = {"address": _address(request)} | after
+    await asyncio.to_thread(parts_of(request).record, action, subject, by=by, after=facts)

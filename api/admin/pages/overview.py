@@ -1,0 +1,25 @@
+"""The overview: what runs, how fast it answers, what came from the cache, what it earned."""
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.admin.access import MayRead
+from api.admin.pages.base import render
+from api.admin.parts import parts_of
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/admin")
+@router.get("/admin/")
+async def overview(request: Request, found: MayRead) -> Response:
+    parts = parts_of(request)
+    stats = parts.stats()
+    return render(
+        request,
+        "overview.html",
+        found,
+        stats=stats,
+        currency=parts.currency(),
+        base_url=str(request.base_url).rstrip("/"),
+    )

@@ -1,0 +1,171 @@
+"""The latest requests and why their prompts missed: pages under /admin/requests, and JSON."""
+
+import asyncio
+from collections.abc import Iterator
+from itertools import islice
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from api.admin.access import MayChange, MayRead
+from api.admin.login.sessions import Admin
+from api.admin.pages.base import render
+from api.admin.pages.forms import Filter
+from api.admin.parts import parts_of
+from api.errors import RequestNotFound, Unsupported
+from api.journal.documents import details, summary
+from api.journal.journal import Journal, Record
+from api.journal.why import Finding, why
+
+router = APIRouter(tags=["admin: requests"])
+
+PAGE = 50
+MAX_SKIP = 1 << 31
+
+
+@router.get("/admin/api/requests")
+async def requests(
+    request: Request,
+    _: MayRead,
+    tenant: Filter = "",
+    state: Filter = "",
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> list[dict[str, Any]]:
+    """The latest requests that the journal remembers, running ones first."""
+    chosen = _chosen(journal_of(request), tenant, state, "")
+    return [summary(record) for record in islice(chosen, limit)]
+
+
+@router.get("/admin/api/requests/{request_id}")
+async def request_details(request: Request, request_id: str, _: MayRead) -> dict[str, Any]:
+    """One request: timeline, hits by block, why it missed, the lines of its bill."""
+    record = _found(request, request_id)
+    return details(record, await _findings(request, record))
+
+
+@router.get("/admin/requests", include_in_schema=False)
+async def page(
+    request: Request,
+    admin: MayRead,
+    q: Filter = "",
+    tenant: Filter = "",
+    state: Filter = "",
+    skip: Annotated[int, Query(ge=0, le=MAX_SKIP)] = 0,
+) -> Response:
+    """The list. A search that names one request leads to it."""
+    journal = journal_of(request)
+    record = journal.find(q.strip()) if q.strip() else None
+    if record is not None:
+        return await _show(request, admin, record)
+    rows = list(islice(_chosen(journal, tenant, state, q.strip()), skip, skip + PAGE + 1))
+    return render(
+        request,
+        "rows.html" if request.headers.get("hx-target") == "rows" else "requests.html",
+        admin,
+        rows=[_row(record) for record in rows[:PAGE]],
+        tenants=sorted({record.tenant for record in journal.newest()}),
+        num_records=journal.num_records,
+        max_records=journal.settings.max_requests,
+        q=q,
+        tenant=tenant,
+        state=state,
+        skip=skip,
+        page_size=PAGE,
+        more=len(rows) > PAGE,
+    )
+
+
+@router.get("/admin/requests/{request_id}", include_in_schema=False)
+async def request_page(request: Request, request_id: str, admin: MayRead) -> Response:
+    return await _show(request, admin, _found(request, request_id))
+
+
+@router.post("/admin/requests/{request_id}/prompt", include_in_schema=False)
+async def prompt_page(request: Request, request_id: str, admin: MayChange) -> Response:
+    """The prompt's text, where the operator keeps it. Leaves an audit entry."""
+    record, parts = _found(request, request_id), parts_of(request)
+    if not record.prompts or parts.decode is None:
+        raise Unsupported("This server keeps no prompts; `journal.keep_prompts` would.")
+    await asyncio.to_thread(
+        parts.record, "request.read", record.request_id, by=admin.name, reason="read its prompt"
+    )
+    texts = [parts.decode(tokens) for tokens in record.prompts]
+    return await _show(request, admin, record, texts)
+
+
+def journal_of(request: Request) -> Journal:
+    """The journal of the server that this request came to. Raises Unsupported without one."""
+    journal = parts_of(request).journal
+    if journal is None:
+        raise Unsupported("This server keeps no journal of requests.")
+    return journal
+
+
+def _found(request: Request, request_id: str) -> Record:
+    record = journal_of(request).find(request_id)
+    if record is None:
+        raise RequestNotFound(
+            f"No request {request_id[:80]!r} is remembered: the journal keeps the latest "
+            f"{journal_of(request).settings.max_requests:,} since the server started. Its bill is "
+            "in the ledger still."
+        )
+    return record
+
+
+def _chosen(journal: Journal, tenant: str, state: str, text: str) -> Iterator[Record]:
+    """Newest first, of a tenant, in a state or with an outcome, with `text` in an id or a name."""
+    for record in journal.newest():
+        outcome = record.served.outcome if record.served is not None else ""
+        names = (record.request_id, record.client_id, record.key_id, record.session, record.model)
+        if (
+            tenant in ("", record.tenant)
+            and state in ("", record.state, outcome if record.ended_s else "")
+            and (not text or any(text in name for name in names))
+        ):
+            yield record
+
+
+def _row(record: Record) -> dict[str, Any]:
+    lookups = record.served.lookups if record.served is not None else ()
+    kinds = [why(lookup, record.arrived_s).kind for lookup in lookups]
+    return summary(record) | {"arrived_s": record.arrived_s, "why": kinds[0] if kinds else None}
+
+
+async def _findings(request: Request, record: Record) -> dict[int, Finding]:
+    """What a look at all tiers adds to the lookups' own words."""
+    explorer = parts_of(request).explorer
+    if explorer is None or record.served is None:
+        return {}
+    numbers = range(len(record.served.lookups))
+    return {number: await explorer.finding(record, number) for number in numbers}
+
+
+async def _show(
+    request: Request, admin: Admin, record: Record, texts: list[str] | None = None
+) -> Response:
+    told = details(record, await _findings(request, record))
+    return render(
+        request,
+        "request.html",
+        admin,
+        told=told,
+        arrived_s=record.arrived_s,
+        ended_s=record.ended_s,
+        spans=_spans(told["timings_ms"]),
+        has_prompts=bool(record.prompts),
+        texts=texts,
+    )
+
+
+def _spans(timings: dict[str, float | None]) -> list[dict[str, Any]]:
+    """The four spans that lie end to end, each with its place in thousandths of the whole."""
+    names = ("queue", "load", "prefill", "decode")
+    lengths = [timings.get(name) or 0.0 for name in names]
+    total = sum(lengths)
+    spans, place = [], 0.0
+    for name, length in zip(names, lengths, strict=True):
+        width = 1000 * length / total if total else 0.0
+        spans.append({"name": name, "ms": timings.get(name), "x": place, "width": width})
+        place += width
+    return spans

@@ -1,0 +1,209 @@
+"""Tenants, what they have and what they did: pages under /admin/tenants.
+
+The same operations as the JSON routes of `account_routes`, as forms for people. Plain functions:
+the server runs them on its thread pool, for they read and write the ledger's database.
+"""
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import RedirectResponse, Response
+
+from api.admin.access import MayChange, MayRead
+from api.admin.books import Books, books_of, found
+from api.admin.login.sessions import Admin
+from api.admin.pages.base import render
+from api.admin.pages.forms import Before, Filter, Text, reason_in, tried
+from api.admin.parts import parts_of
+from api.errors import InvalidRequest
+from billing.accounts import Tenant
+from billing.money import parse_amount, parse_positive
+from billing.reports import usage as usage_report
+from billing.reports.documents import entry_document, key_document
+from billing.reports.usage import Unit, parse_query, report
+from billing.store import reports as store_reports
+
+router = APIRouter(prefix="/admin", include_in_schema=False)
+
+ENTRIES = 25  # of a tenant's ledger on one page
+DAYS = 31
+DONE = {
+    "created": "The tenant was created.",
+    "topup": "The top-up is booked.",
+    "grant": "The grant is booked.",
+    "limit": "The credit limit is changed.",
+    "suspend": "The tenant is suspended: new requests are refused.",
+    "resume": "The tenant is served again.",
+}
+
+
+@router.get("/tenants")
+def tenants_page(request: Request, admin: MayRead, q: Filter = "", done: Filter = "") -> Response:
+    return _tenants(request, admin, q=q, done=done)
+
+
+@router.post("/tenants")
+def create_tenant(
+    request: Request,
+    admin: MayChange,
+    tenant: Text = "",
+    currency: Text = "",
+    credit_limit: Text = "0",
+    why: Text = "",
+) -> Response:
+    def create(books: Books) -> None:
+        books.accounts.create_tenant(
+            tenant.strip(),
+            currency.strip() or books.accounts.book.cards[-1].currency,
+            credit_limit=_limit(credit_limit),
+            by=admin.name,
+            reason=reason_in(why),
+        )
+
+    wrong = tried(request, create)
+    if wrong:
+        return _tenants(request, admin, wrong=wrong)
+    return RedirectResponse(f"/admin/tenants/{tenant.strip()}?done=created", 303)
+
+
+@router.get("/tenants/{tenant}")
+def tenant_page(
+    request: Request,
+    tenant: str,
+    admin: MayRead,
+    before: Before = None,
+    done: Filter = "",
+) -> Response:
+    return _tenant(request, admin, tenant, before=before, done=done)
+
+
+@router.post("/tenants/{tenant}/deposit")
+def deposit(
+    request: Request,
+    tenant: str,
+    admin: MayChange,
+    kind: Text = "topup",
+    amount: Text = "",
+    reference: Text = "",
+    once: Text = "",
+    why: Text = "",
+) -> Response:
+    """Book money that was paid (`topup`), or give promotional money (`grant`).
+
+    `once` is the page's own reference, new each time it is shown: a double click books once.
+    """
+
+    def book(books: Books) -> None:
+        if kind not in ("topup", "grant"):
+            raise InvalidRequest("kind is neither 'topup' nor 'grant'")
+        units, reason = parse_positive(amount), reason_in(why)
+        post: Any = books.ledger.grant if kind == "grant" else books.ledger.deposit
+        named = reference.strip() or f"{kind}_{once or secrets.token_hex(8)}"
+        post(tenant, units, reference=named, by=admin.name, reason=reason).result()
+
+    return _after(request, admin, tenant, book, kind)
+
+
+@router.post("/tenants/{tenant}/limit")
+def limit(
+    request: Request, tenant: str, admin: MayChange, credit_limit: Text = "", why: Text = ""
+) -> Response:
+    def change(books: Books) -> None:
+        units, reason = _limit(credit_limit), reason_in(why)
+        books.accounts.set_credit_limit(tenant, units, by=admin.name, reason=reason)
+
+    return _after(request, admin, tenant, change, "limit")
+
+
+@router.post("/tenants/{tenant}/state")
+def set_state(
+    request: Request, tenant: str, admin: MayChange, suspended: Text = "", why: Text = ""
+) -> Response:
+    """Suspend a tenant, or serve it again."""
+    stop = suspended == "yes"
+
+    def change(books: Books) -> None:
+        books.accounts.set_suspended(tenant, stop, by=admin.name, reason=reason_in(why))
+
+    return _after(request, admin, tenant, change, "suspend" if stop else "resume")
+
+
+def _tenants(
+    request: Request, admin: Admin, *, q: str = "", wrong: str = "", done: str = ""
+) -> Response:
+    books = books_of(request)
+    used = {period.tenant: period for period in usage_report.total(books.store)}
+    tenants = [each for each in books.accounts.tenants() if q.strip() in each.tenant]
+    return render(
+        request,
+        "tenants.html",
+        admin,
+        tenants=[(each, used.get(each.tenant)) for each in tenants],
+        currency=books.accounts.book.cards[-1].currency,
+        q=q,
+        wrong=wrong,
+        done=DONE.get(done, ""),
+    )
+
+
+def _tenant(
+    request: Request,
+    admin: Admin,
+    name: str,
+    *,
+    before: int | None = None,
+    wrong: str = "",
+    done: str = "",
+) -> Response:
+    books, now_ns = books_of(request), time.time_ns()
+    with found():
+        tenant = books.accounts.tenant(name)
+    with books.store.reading() as connection:
+        entries = store_reports.last_entries(connection, name, ENTRIES + 1, before)
+    keys = [key_document(key, now_ns) for key in books.accounts.keys(name)]
+    return render(
+        request,
+        "tenant.html",
+        admin,
+        tenant=tenant,
+        state=_state(tenant),
+        keys=keys,
+        entries=[entry_document(entry) for entry in entries[:ENTRIES]],
+        older=entries[ENTRIES - 1].seq if len(entries) > ENTRIES else None,
+        newest=before is None,
+        days=report(books.store, parse_query(tenant=name, since=f"{DAYS - 1}d"), Unit.DAY),
+        months=report(books.store, parse_query(tenant=name), Unit.MONTH),
+        quota=_quota(request, name),
+        once=secrets.token_hex(8),
+        wrong=wrong,
+        done=DONE.get(done, ""),
+    )
+
+
+def _after(
+    request: Request, admin: Admin, tenant: str, change: Callable[[Books], None], done: str
+) -> Response:
+    """Back to the tenant's page: changed, or with what was wrong."""
+    wrong = tried(request, change)
+    if wrong:
+        return _tenant(request, admin, tenant, wrong=wrong)
+    return RedirectResponse(f"/admin/tenants/{tenant}?done={done}", 303)
+
+
+def _state(tenant: Tenant) -> str:
+    if tenant.suspended:
+        return "suspended"
+    return "out of money" if tenant.available is not None and tenant.available <= 0 else "served"
+
+
+def _quota(request: Request, tenant: str) -> Any:
+    """The limits per minute that hold for a tenant; None where there are none."""
+    limits = parts_of(request).limits
+    return None if limits is None else limits.tenants.get(tenant, limits.tenant)
+
+
+def _limit(text: str) -> int | None:
+    return None if text.strip().lower() in ("", "unlimited") else parse_amount(text)

@@ -1,0 +1,134 @@
+"""The working set: how the hit rate changes with the size of the cache, and what that is worth.
+
+The curve comes from sampled traffic (`tiers.telemetry.working_set`), so it knows sizes that the
+cache never
+had. Money is the rate card's: what clients would pay less, which is what the computing is sold for.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.admin.access import MayRead
+from api.admin.pages.advice import MONTH_S, Level, advise
+from api.admin.pages.base import render
+from api.admin.parts import AdminParts, parts_of
+from api.admin.routes.answers import json_answer
+from api.errors import Unsupported
+from billing.errors import NoPrice
+from billing.money import format_units
+from billing.prices.book import Rates
+from tiers.telemetry.traffic import TrafficReport
+from tiers.tier import TierName
+
+router = APIRouter(include_in_schema=False)
+
+WINDOW_S = 86_400.0  # whose traffic a month is made of: a day has its busy and its quiet hours
+MIN_USES = 100  # blocks asked for; a curve of fewer says little
+NO_RATES = Rates(hit_device=0, hit_host=0, hit_disk=0, hit_remote=0, miss=0, output=0)
+
+
+@router.get("/admin/working-set")
+async def working_set(request: Request, found: MayRead) -> Response:
+    return render(
+        request,
+        "working_set.html",
+        found,
+        stats=parts_of(request).stats(),
+        currency=parts_of(request).currency(),
+        costs_known=bool(parts_of(request).gib_month),
+        min_uses=MIN_USES,
+    )
+
+
+@router.get("/admin/api/working-set")
+async def report(request: Request, _: MayRead) -> Response:
+    """The curve in bytes of KV, the tiers on it, and advice for one more GiB of each.
+
+    Amounts are decimal strings in the card's currency, a month has thirty days.
+    """
+    parts = parts_of(request)
+    if parts.working_set is None:
+        raise Unsupported("this server does not sample its traffic")
+    found = await asyncio.wrap_future(parts.working_set())
+    return json_answer(request, _told(parts, found))
+
+
+def _told(parts: AdminParts, found: TrafficReport) -> dict[str, Any]:
+    stats = parts.stats()
+    rates, currency = _rates(parts, stats["model"])
+    tokens_s, measured_s = _traffic(parts, stats["uptime_s"])
+    levels = _levels(found, stats["cache"]["tiers"])
+    advice = advise(found.curve, levels, rates, tokens_s * MONTH_S)
+    prefill_s = stats["cache"]["prefill_tokens_per_s"]
+    return {
+        "ready": found.num_uses >= MIN_USES,
+        "num_uses": found.num_uses,
+        "num_dropped": found.num_dropped,
+        "sampled": found.sampled,
+        "working_set_bytes": found.curve.working_set_blocks * found.block_bytes,
+        "capacities": [blocks * found.block_bytes for blocks in found.curve.capacities],
+        "hit_rates": list(found.curve.hit_rates),
+        "tiers": [
+            {
+                "tier": point.tier,
+                "capacity_bytes": point.capacity_blocks * found.block_bytes,
+                "hit_rate": point.hit_rate,
+            }
+            for point in found.tiers
+        ],
+        "advice": [
+            {
+                "tier": each.tier,
+                "hit_rate_gain": each.hit_rate_gain,
+                "tokens": each.tokens,
+                "worth": format_units(each.worth),
+                "cost": _cost(parts, each.tier),
+                "compute_s": each.tokens / prefill_s if prefill_s else None,
+            }
+            for each in advice
+        ],
+        "currency": currency,
+        "tokens_per_month": tokens_s * MONTH_S,
+        "measured_s": measured_s,
+    }
+
+
+def _levels(found: TrafficReport, tiers: dict[str, Any]) -> list[Level]:
+    """Each tier by itself: the report counts a tier with all above it as one."""
+    levels, above = [], 0
+    for point in found.tiers:
+        held = tiers.get(point.tier, {})
+        packed = point.tier is TierName.DISK and held.get("num_blocks")
+        block_bytes = held["used_bytes"] / held["num_blocks"] if packed else found.block_bytes
+        levels.append(Level(point.tier, point.capacity_blocks - above, block_bytes))
+        above = point.capacity_blocks
+    return levels
+
+
+def _cost(parts: AdminParts, tier: TierName) -> str | None:
+    """What a GiB of the tier costs a month, if the operator has said so (`costs.*_gib_month`)."""
+    units = parts.gib_month.get(tier)
+    return None if units is None else format_units(units)
+
+
+def _traffic(parts: AdminParts, uptime_s: float) -> tuple[float, float]:
+    """Prompt tokens a second, and over how many seconds that was measured."""
+    series = "rate:traffic.prompt_tokens.*"
+    if parts.history is None:
+        return 0.0, 0.0
+    told = parts.history.over([series], window_s=WINDOW_S)[series]
+    return told or 0.0, min(WINDOW_S, uptime_s)
+
+
+def _rates(parts: AdminParts, model: str) -> tuple[Rates, str]:
+    if parts.books is None:
+        return NO_RATES, ""
+    try:
+        pinned = parts.books.accounts.book.at(model, time.time_ns())
+    except NoPrice:
+        return NO_RATES, ""
+    return pinned.rates, pinned.currency

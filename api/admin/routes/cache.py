@@ -1,0 +1,158 @@
+"""/admin/api/cache: pin and unpin prefixes, evict blocks, purge tenants, and see what is kept.
+
+Every change leaves an audit entry. What an answer says was done is done, on disk as well.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+
+from api.admin import cache_changes
+from api.admin.access import MayChange, MayRead
+from api.admin.cache_changes import OwnerKind, hands_of, must_exist, whole_prefix
+from api.admin.parts import CacheHands
+from api.admin.routes.bodies import AdminBody, Name
+from api.context import wire_of
+from api.errors import InvalidRequest
+from api.routes.models import find_model
+from api.routes.prompts import encode_chat, encode_prompt
+from api.shapes.schemas import Message
+from tiers.blocks.keys import KEY_BYTES, PrefixKey, prefix_keys, token_bytes
+from tiers.policy.retention import Pin
+
+router = APIRouter(prefix="/admin/api/cache", tags=["admin: cache"])
+
+Key = Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * KEY_BYTES}}}$", description="Hex")]
+MAX_PIN_S = 366 * 86_400
+
+
+class NewPin(AdminBody):
+    """A prefix by its last block's `key`, or by the `prompt` or `messages` that begin with it."""
+
+    name: Name
+    for_s: float = Field(gt=0, le=MAX_PIN_S, description="How long it is kept, in seconds")
+    key: Key | None = None
+    tenant: Name | None = Field(None, description="Whose prompt it is")
+    group: Name | None = Field(None, description="Or which sharing group's")
+    model: Annotated[str, Field(max_length=200)] | None = None
+    prompt: str | list[int] | None = None
+    messages: list[Message] | None = None
+
+
+class OldPin(AdminBody):
+    name: Name
+
+
+class Eviction(AdminBody):
+    keys: list[Key] = Field(min_length=1, max_length=10_000)
+
+
+class Purging(AdminBody):
+    kind: OwnerKind = "tenant"
+    name: Name
+
+
+@router.get("/pins")
+async def pins(request: Request, _: MayRead) -> list[dict[str, Any]]:
+    """Every pin in force."""
+    return [_told(pin) for pin in await hands_of(request).pins()]
+
+
+@router.get("/working-set")
+async def working_set(request: Request, _: MayRead) -> dict[str, Any]:
+    """Hit rate against capacity, estimated from what requests asked for."""
+    report = await hands_of(request).working_set()
+    return {
+        "capacity_blocks": report.curve.capacities,
+        "hit_rate": report.curve.hit_rates,
+        "working_set_blocks": report.curve.working_set_blocks,
+        "tiers": [
+            {
+                "tier": point.tier,
+                "capacity_blocks": point.capacity_blocks,
+                "hit_rate": point.hit_rate,
+            }
+            for point in report.tiers
+        ],
+        "num_uses": report.num_uses,
+        "num_dropped": report.num_dropped,
+        "sampled": report.sampled,
+        "block_tokens": report.block_tokens,
+        "block_bytes": report.block_bytes,
+    }
+
+
+@router.post("/pin")
+async def pin(request: Request, body: NewPin, by: MayChange) -> dict[str, Any]:
+    """Keep a prefix in at least one tier; a pin of that name is replaced."""
+    prefix = await _prefix(request, body, hands_of(request))
+    until_s = time.time() + body.for_s
+    return _told(
+        await cache_changes.pin(request, by, body.name, prefix, until_s=until_s, why=body.why)
+    )
+
+
+@router.post("/unpin")
+async def unpin(request: Request, body: OldPin, by: MayChange) -> dict[str, Any]:
+    """End a pin; its blocks leave in their turn."""
+    await cache_changes.unpin(request, by, body.name, body.why)
+    return {"name": body.name, "pinned": False}
+
+
+@router.post("/evict")
+async def evict(request: Request, body: Eviction, by: MayChange) -> dict[str, Any]:
+    """Remove blocks from every tier, but those that are in use or pinned."""
+    keys = [PrefixKey(bytes.fromhex(key)) for key in body.keys]
+    return {"removed": await cache_changes.evict(request, by, keys, body.why)}
+
+
+@router.post("/purge")
+async def purge(request: Request, body: Purging, by: MayChange) -> dict[str, Any]:
+    """Remove every block of a tenant or sharing group from every tier; the signed receipt."""
+    return await cache_changes.purge(request, by, body.kind, body.name, body.why)
+
+
+async def _prefix(
+    request: Request, body: NewPin, hands: CacheHands
+) -> tuple[PrefixKey, Sequence[PrefixKey]]:
+    """The scope's root and the keys of the full blocks of the prefix."""
+    ways = [way for way in (body.key, body.prompt, body.messages) if way is not None]
+    if len(ways) != 1:
+        raise InvalidRequest("Say what to pin by one of `key`, `prompt` and `messages`.")
+    if body.key is not None:
+        return await whole_prefix(hands, PrefixKey(bytes.fromhex(body.key)))
+    if (body.tenant is None) == (body.group is None):
+        raise InvalidRequest("Say whose prompt it is: `tenant` or `group`.")
+    if body.tenant is not None:
+        await must_exist(request, body.tenant)
+    wire = wire_of(request)
+    model = find_model(wire.models, body.model or next(iter(wire.models)))
+    if body.messages is not None:
+        tokens = await encode_chat(wire, model, body.messages, add_generation_prompt=False)
+    else:
+        assert body.prompt is not None
+        tokens = await encode_prompt(wire, model, body.prompt)
+    salt = (
+        wire.salts.of_tenant(body.tenant)
+        if body.tenant is not None
+        else wire.salts.group_salt(body.group or "")
+    )
+    root = replace(model.scope, tenant=salt).root()
+    return root, prefix_keys(root, token_bytes(tokens), hands.block_size)
+
+
+def _told(pin: Pin[PrefixKey]) -> dict[str, Any]:
+    return {
+        "name": pin.name,
+        "scope": pin.scope.hex(),
+        "num_tokens": pin.num_tokens,
+        "num_blocks": len(pin.keys),
+        "key": pin.keys[-1].hex(),
+        "since_s": pin.since_s,
+        "until_s": pin.until_s,
+        "why": pin.why,
+    }

@@ -1,0 +1,49 @@
+"""GET /admin/api/stats and /admin/api/history: what the server does now, and did of late."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from api.admin.access import MayRead
+from api.admin.parts import parts_of
+from api.admin.routes.answers import json_answer
+from api.errors import Unsupported
+
+router = APIRouter(prefix="/admin/api", tags=["admin"])
+
+MAX_SERIES = 100
+MAX_TIME_S = 1e12  # some thirty thousand years; infinity is no window
+
+
+@router.get("/whoami")
+async def whoami(found: MayRead) -> dict[str, str]:
+    """Whom the server takes the caller for."""
+    return {"name": found.name, "role": found.role}
+
+
+@router.get("/stats")
+async def stats(request: Request, _: MayRead) -> Response:
+    """One snapshot of engine, tiers, traffic and money. Sizes in bytes, times in seconds."""
+    return json_answer(request, parts_of(request).stats())
+
+
+@router.get("/history")
+async def history(
+    request: Request,
+    _: MayRead,
+    series: Annotated[list[str] | None, Query(max_length=MAX_SERIES)] = None,
+    over: Annotated[list[str] | None, Query(max_length=MAX_SERIES)] = None,
+    window_s: Annotated[float, Query(gt=0, le=MAX_TIME_S)] = 600.0,
+    since_s: Annotated[float, Query(ge=0, le=MAX_TIME_S)] = 0.0,
+) -> Response:
+    """`series` over the last `window_s` seconds, or what came after `since_s` (Unix seconds).
+
+    `over` are series of which one number over the whole window is asked.
+    """
+    source = parts_of(request).history
+    if source is None:
+        raise Unsupported("this server keeps no history")
+    told = dict(source.read(series or (), window_s=window_s, since_s=since_s))
+    told["over"] = source.over(over or (), window_s=window_s)
+    return json_answer(request, told)

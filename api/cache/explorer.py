@@ -1,0 +1,148 @@
+"""What the prefix explorer shows: all tiers as one tree, one block, and why a prompt missed.
+
+Joins what lives on three threads: the index (engine thread, through `Engine.call`), a picture of
+the disk (a worker thread, kept for some seconds), and the owners' names (a worker thread). Called
+on the event loop, which waits for none of them.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from api.cache.owners import Owner, Owners
+from api.errors import BlockNotFound
+from api.journal.journal import Record
+from api.journal.why import Finding
+from tiers.blocks.keys import PrefixKey
+from tiers.blocks.tree import Tree, TreeQuery
+from tiers.cache import TieredCache
+from tiers.disk.view import DiskView
+from tiers.explore import BlockDetail, DiskBlocks, Forest, read_disk, same_start
+
+DISK_FRESH_S = 5.0  # how long a picture of the disk is good enough
+MAX_BELOW = 20_000  # blocks named at once
+T = TypeVar("T")
+
+
+class Caller(Protocol):
+    """`Engine.call`."""
+
+    def __call__(self, function: Callable[[TieredCache], T]) -> "Future[T]": ...
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A tree, whose each scope is, and whether the picture of the disk leaves blocks off."""
+
+    tree: Tree
+    owners: dict[PrefixKey, Owner]
+    cut: bool
+
+
+class Explorer:
+    """Reads what is cached, for admins. Raises BlockNotFound for a key that is nowhere held."""
+
+    def __init__(
+        self,
+        call: Caller,
+        owners: Owners,
+        disk_view: Callable[[], AbstractContextManager[DiskView]] | None,
+        *,
+        block_bytes: int,
+    ) -> None:
+        self._call = call
+        self._owners = owners
+        self._disk_view = disk_view
+        self._disk = DiskBlocks()
+        self._disk_read_s = 0.0
+        self._reading = asyncio.Lock()
+        self.block_bytes = block_bytes
+
+    async def tree(self, query: TreeQuery, tenant: str = "") -> Grown:
+        """The tree below the query's roots, or of all scopes, or those of one tenant or group."""
+        disk = await self.fresh_disk()
+        owners = await asyncio.to_thread(self._owners.by_root)
+
+        def grow(cache: TieredCache) -> Tree:
+            forest = Forest(cache.index, disk)
+            if not tenant:
+                return forest.tree(query)
+            mine = {root for root, owner in owners.items() if owner.name == tenant}
+            roots = tuple(root for root in forest.scopes() if root in mine)
+            if not roots:
+                return Tree([], 0, 0)
+            return forest.tree(replace(query, roots=roots))
+
+        return Grown(await self.on_engine(grow), owners, disk.cut)
+
+    async def find(self, key_start: str) -> list[PrefixKey]:
+        """Keys that begin with these hex digits, some of them."""
+        disk = await self.fresh_disk()
+        return await self.on_engine(lambda cache: Forest(cache.index, disk).starting(key_start))
+
+    async def block(self, key: PrefixKey) -> tuple[BlockDetail, Owner | None]:
+        disk = await self.fresh_disk()
+        found = await self.on_engine(lambda cache: Forest(cache.index, disk).detail(key))
+        if found is None:
+            raise BlockNotFound(
+                f"No tier holds the block {key.hex()}; it was evicted or purged meanwhile."
+            )
+        owners = await asyncio.to_thread(self._owners.by_root)
+        return found, owners.get(found.scope)
+
+    async def below(self, key: PrefixKey, *, whole_run: bool = False) -> list[PrefixKey]:
+        """A block and all that continues it, the last first: the order to remove them in.
+
+        With `whole_run` also the blocks before it that nothing parts from. At most MAX_BELOW.
+        """
+        detail, _ = await self.block(key)
+        first = detail.trail[-detail.run] if whole_run else key
+        disk = await self.fresh_disk(0.0)
+        keys = await self.on_engine(lambda cache: Forest(cache.index, disk).below(first, MAX_BELOW))
+        return keys[::-1]
+
+    async def finding(self, record: Record, number: int) -> Finding:
+        """What else is known of why prompt `number` of a request missed; for admins alone."""
+        lookup = record.served.lookups[number] if record.served is not None else None
+        absence = lookup.absence if lookup is not None else None
+        if absence is None:
+            return Finding()
+        disk = await self.fresh_disk()
+        seed, roots = await self.on_engine(
+            lambda cache: (
+                cache.mark_seed,
+                Forest(cache.index, disk).scopes_with(absence, record.scope, cache.mark_seed),
+            )
+        )
+        rows, sibling = await asyncio.to_thread(same_start, disk, absence, seed)
+        owners = await asyncio.to_thread(self._owners.by_root)
+        named = [owners[root].label for root in roots if root in owners]
+        strangers = ["a scope of no tenant here"] if len(named) < len(roots) else []
+        return Finding(rows, sibling.hex() if sibling else None, (*named, *strangers))
+
+    async def on_engine(self, function: Callable[[TieredCache], T]) -> T:
+        """What `function` finds, run between two steps of the engine."""
+        return await asyncio.wrap_future(self._call(function))
+
+    async def fresh_disk(self, max_age_s: float = DISK_FRESH_S) -> DiskBlocks:
+        """A picture of the disk that is not older than `max_age_s`; one is taken at a time."""
+        if self._disk_view is None:
+            return self._disk
+        async with self._reading:
+            if time.monotonic() - self._disk_read_s > max_age_s:
+                self._disk = await asyncio.to_thread(self._read, self._disk_view)
+                self._disk_read_s = time.monotonic()
+            return self._disk
+
+    def forget_disk(self) -> None:
+        """The picture of the disk is not right any more."""
+        self._disk_read_s = 0.0
+
+    @staticmethod
+    def _read(disk_view: Callable[[], AbstractContextManager[DiskView]]) -> DiskBlocks:
+        with disk_view() as view:
+            return read_disk(view)

@@ -1,0 +1,159 @@
+"""One request of the journal as JSON, the same for the admin pages and for API users. Pure."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from api.journal.journal import Record
+from api.journal.why import NOTHING, Finding, Why, why
+from api.requests.turns import Parting, PartReason
+from api.shapes.usage import Bill, timings_ms, wire_usage
+from billing.money import format_units, rate_per_million
+from engine.request import BlockRun, Lookup
+
+
+def summary(record: Record) -> dict[str, Any]:
+    """The row of a list: who, when, how much, how it ended."""
+    served, bill = record.served, record.bill
+    usage = bill.usage if bill is not None else served.usage if served is not None else None
+    return {
+        "id": record.request_id,
+        "client_id": record.client_id or None,
+        "tenant": record.tenant,
+        "project": record.project or None,
+        "key_id": record.key_id or None,
+        "session": record.session or None,
+        "model": record.model,
+        "stream": record.stream,
+        "choices": record.num_choices,
+        "arrived": moment(record.arrived_s),
+        "state": record.state,
+        "outcome": served.outcome if served is not None and record.ended_s else None,
+        "finish_reasons": _finishes(record),
+        "delivered": record.delivered,
+        "error": _error(record),
+        "prompt_tokens": record.prompt_tokens,
+        "usage": wire_usage(usage) if usage is not None else None,
+        "timings_ms": _timings(record),
+        "cost": bill.cost if bill is not None else None,
+        "saved": bill.saved if bill is not None else None,
+        "currency": bill.currency if bill is not None else None,
+    }
+
+
+def details(record: Record, findings: Mapping[int, Finding] | None = None) -> dict[str, Any]:
+    """The whole of a record. `findings` by number of the prompt, for admins."""
+    served = record.served
+    lookups = served.lookups if served is not None else ()
+    found = findings or {}
+    return summary(record) | {
+        "prompts": [
+            _prompt(lookup, why(lookup, record.arrived_s, found.get(number, NOTHING)))
+            for number, lookup in enumerate(lookups)
+        ],
+        "miss_reasons": {
+            str(reason): tokens
+            for reason, tokens in (served.miss_reasons if served is not None else {}).items()
+        },
+        "turn": _turn(served.parting) if served is not None and served.parting else None,
+        "bill": _bill(record.bill) if record.bill is not None else None,
+    }
+
+
+def moment(seconds: float) -> str:
+    """Unix seconds as ISO 8601 in UTC, to the millisecond."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def _finishes(record: Record) -> list[str | None]:
+    if record.served is None:
+        return []
+    return [str(finish) if finish is not None else None for finish in record.served.finishes]
+
+
+def _error(record: Record) -> dict[str, Any] | None:
+    failure = record.failure
+    if failure is None:
+        return None
+    return {
+        "status": failure.status,
+        "type": failure.type,
+        "code": failure.code,
+        "message": failure.message,
+    }
+
+
+def _timings(record: Record) -> dict[str, float | None]:
+    """Queue, load, prefill and decode lie end to end; `ttft` and `total` are from arrival."""
+    served = record.served
+    if served is None:
+        return {}
+    timeline = served.timeline
+    spans = timings_ms(timeline, served.usage.output)
+    prefill, decode = (
+        round((end - begin) / 1e6, 3) if begin and end else None
+        for begin, end in (
+            (timeline.loaded_ns, timeline.first_token_ns),
+            (timeline.first_token_ns, timeline.last_token_ns),
+        )
+    )
+    return spans | {"prefill": prefill, "decode": decode}
+
+
+def _prompt(lookup: Lookup, reason: Why) -> dict[str, Any]:
+    absence = lookup.absence
+    return {
+        "block_size": lookup.block_size,
+        "runs": [_run(run, lookup.block_size) for run in lookup.runs],
+        "why": {"kind": reason.kind, "token": reason.token, "text": reason.text},
+        "missed_key": absence.key.hex() if absence is not None and absence.key else None,
+        "sibling_key": absence.sibling.hex() if absence is not None and absence.sibling else None,
+    }
+
+
+def _turn(parting: Parting) -> dict[str, Any]:
+    """Where a chat's next turn parts from the tokens that its earlier turn left, and why."""
+    written = {
+        PartReason.TEMPLATE: "the model's chat template writes the old messages differently",
+        PartReason.TOKENIZER: "the old answer is cut into other tokens than it was generated in",
+    }
+    return {
+        "at_token": parting.at_token,
+        "of_tokens": parting.of_tokens,
+        "reason": parting.reason,
+        "text": f"This chat's earlier turn left {parting.of_tokens} tokens, and only the first "
+        f"{parting.at_token} come again: {written[parting.reason]}.",
+    }
+
+
+def _run(run: BlockRun, block_size: int) -> dict[str, Any]:
+    first = run.start // block_size
+    return {
+        "source": run.source or "computed",
+        "first_block": first,
+        "last_block": first + run.num_blocks - 1,
+        "first_token": run.start,
+        "tokens": run.num_tokens,
+        "last_key": run.last_key.hex() if run.last_key is not None else None,
+    }
+
+
+def _bill(bill: Bill) -> dict[str, Any]:
+    rate = bill.rate
+    return {
+        "currency": bill.currency,
+        "amount": bill.cost,
+        "saved": bill.saved,
+        "card": rate.card if rate is not None else None,
+        "version": rate.version if rate is not None else None,
+        "window": rate.window if rate is not None else None,
+        "lines": [
+            {
+                "class": line.name,
+                "tokens": line.tokens,
+                "rate_per_million": rate_per_million(line.per_token),
+                "amount": format_units(line.amount),
+            }
+            for line in bill.lines
+        ],
+    }

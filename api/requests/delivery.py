@@ -1,0 +1,254 @@
+"""Delivery of one answer, as server-sent events or as one JSON body.
+
+    generation ─► wire format ─► client
+        │                          │ gone, or reads nothing for write_timeout_s
+        └──────── abort ◄──────────┘
+
+A delivery runs in a task of its own, which goes on to the engine's last output and the settlement
+whatever becomes of the connection. What ends an answer (the last finish_reason, the usage,
+`[DONE]`, the JSON body) is sent after the settlement stands. Errors before the first byte are
+answers with their own status; after it they are an event.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from api.errors import Answer, GenerationFailed, answer_to, log_untold
+from api.requests.generation import Delta, Generation, Served
+from api.requests.metering import Charge
+from api.shapes.usage import Asked, Bill
+from billing.gate.outcomes import Outcome
+
+DONE = b"data: [DONE]\n\n"
+KEEPALIVE = b": keep-alive\n\n"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+
+class WireFormat(Protocol):
+    """How one protocol writes an answer. Used by one delivery."""
+
+    def opening(self) -> Sequence[Mapping[str, Any]]: ...
+
+    def chunk(self, delta: Delta, outcome: Outcome) -> Mapping[str, Any] | None: ...
+
+    def usage_chunk(self, served: Served, bill: Bill, asked: Asked) -> Mapping[str, Any]: ...
+
+    def absorb(self, delta: Delta) -> None: ...
+
+    def body(self, served: Served, bill: Bill, asked: Asked) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered:
+    """How a delivery ended: what was sent, and whether the client was there to the last byte."""
+
+    status: int
+    served: Served
+    bill: Bill | None
+    complete: bool
+    error: Exception | None
+    first_byte_ns: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Delivery:
+    """One answer on its way. `ended` is called once, after settlement and the last byte."""
+
+    generation: Generation
+    charge: Charge
+    wire: WireFormat
+    stream: bool
+    usage_chunk: bool
+    asked: Asked
+    headers: Mapping[str, str]
+    write_timeout_s: float
+    keepalive_s: float
+    ended: Callable[[Delivered], Awaitable[None]]
+    keep: Callable[[bytes], Awaitable[None]] | None = None  # takes the whole answer, for replays
+    _kept: list[bytes] = field(default_factory=list)
+    _gone: bool = False
+    _started: bool = False
+    _status: int = 200
+    _first_byte_ns: int = 0
+
+    def _lost(self, outcome: Outcome) -> bool:
+        """No byte of the answer has reached the client, and none will, for it has gone and has no
+        key by which to ask for the answer again."""
+        is_kept = self.keep is not None and outcome in (Outcome.FINISHED, Outcome.BUDGET)
+        gone = self._gone and not is_kept
+        return not self._first_byte_ns and (gone or outcome is Outcome.FAILED)
+
+    def client_gone(self) -> None:
+        self._gone = True
+        self.generation.cancel()
+
+    async def run(self, send: Send) -> None:
+        """Delivers, settles, and reports; returns when nothing of the request is left."""
+        tail, bill, error = b"", None, None
+        try:
+            tail = await self._send_stream(send) if self.stream else await self._gather()
+        except Exception as failure:  # noqa: BLE001  the top of this task: told, settled, logged
+            error = failure
+            self.generation.fail("the server failed while it read the answer")
+        served = self.generation.served()
+        try:
+            delivered = not self._lost(served.outcome)
+            bill = await self.charge.settle(served, delivered=delivered)
+            if error is None and served.outcome is Outcome.FAILED:
+                error = GenerationFailed(f"The engine ended this request: {served.error}.")
+            if error is None:
+                await self._end(send, tail, served, bill)
+                if delivered and self._lost(served.outcome):  # it left while we settled
+                    await self.charge.lost(served)
+        except Exception as failure:  # noqa: BLE001  the ledger did not take it, or a bug
+            error = error or failure
+        if error is not None:
+            log_untold(self.generation.job.request_id, error)
+            await self._send_error(send, answer_to(error))
+        await self._report(served, bill, error)
+
+    async def _report(self, served: Served, bill: Bill | None, error: Exception | None) -> None:
+        complete = error is None and not self._gone
+        await self.ended(
+            Delivered(
+                status=self._status,
+                served=served,
+                bill=bill,
+                complete=complete,
+                error=error,
+                first_byte_ns=self._first_byte_ns,
+            )
+        )
+
+    async def _send_stream(self, send: Send) -> bytes:
+        """Sends text as it comes; returns what must wait for the settlement."""
+        held = b""
+        async for deltas in self.generation.deltas(self.keepalive_s):
+            if not deltas:
+                await self._send_events(send, KEEPALIVE)
+                continue
+            outcome = self.generation.outcome
+            chunks = [self.wire.chunk(delta, outcome) for delta in deltas]
+            held += b"".join(map(event, filter(None, chunks)))
+            if held and not self.generation.answered:
+                await self._send_events(send, held)
+                held = b""
+        return held
+
+    async def _gather(self) -> bytes:
+        async for deltas in self.generation.deltas(self.keepalive_s):
+            for delta in deltas:
+                self.wire.absorb(delta)
+        return b""
+
+    async def _end(self, send: Send, tail: bytes, served: Served, bill: Bill) -> None:
+        """Sends what ends the answer. One that we fail to write, and have not begun, is free."""
+        try:
+            await self._send_end(send, tail, served, bill)
+        except Exception:
+            if not self._first_byte_ns:
+                await self.charge.give_back()
+            raise
+
+    async def _send_end(self, send: Send, tail: bytes, served: Served, bill: Bill) -> None:
+        if not self.stream:
+            body = orjson.dumps(self.wire.body(served, bill, self.asked))
+            await self._keep(served, body)
+            await self._send_whole(send, 200, body, self.headers)
+            return
+        if self.usage_chunk:
+            tail += event(self.wire.usage_chunk(served, bill, self.asked))
+        opening = b"" if self._started else b"".join(map(event, self.wire.opening()))
+        await self._keep(served, b"".join(self._kept) + opening + tail + DONE)
+        await self._send_events(send, tail + DONE, last=True)
+
+    async def _keep(self, served: Served, answer: bytes) -> None:
+        if self.keep is not None and served.outcome is not Outcome.CLIENT_GONE:
+            await self.keep(answer)
+
+    async def _send_error(self, send: Send, answer: Answer) -> None:
+        if self._started:
+            await self._send_events(send, event(answer.body()) + DONE, last=True)
+        else:
+            headers = {**self.headers, **answer.headers}
+            await self._send_whole(send, answer.status, answer.encoded(), headers)
+
+    async def _send_events(self, send: Send, events: bytes, *, last: bool = False) -> None:
+        if not self._started:
+            self._started = True
+            headers = {**self.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            events = b"".join(map(event, self.wire.opening())) + events
+            await self._write(send, _start(200, EVENT_STREAM, headers))
+        await self._write(send, _part(events, more=not last))
+
+    async def _send_whole(
+        self, send: Send, status: int, body: bytes, headers: Mapping[str, str]
+    ) -> None:
+        self._started, self._status = True, status
+        headers = {**headers, "Content-Length": str(len(body))}
+        await self._write(send, _start(status, "application/json", headers))
+        await self._write(send, _part(body, more=False))
+
+    async def _write(self, send: Send, message: dict[str, Any]) -> None:
+        """One message to the client, unless it has gone or stops reading."""
+        if self.keep is not None and "body" in message:
+            self._kept.append(message["body"])
+        if self._gone:
+            return
+        self._first_byte_ns = self._first_byte_ns or time.monotonic_ns()
+        try:
+            async with asyncio.timeout(self.write_timeout_s):
+                await send(message)
+        except OSError:  # a broken connection, or the TimeoutError that is one of its kind
+            self.client_gone()
+
+
+class DeliveryResponse(Response):
+    """The response whose body a `Delivery` writes; watches for the client's going meanwhile."""
+
+    def __init__(self, delivery: Delivery, tasks: set[asyncio.Task[None]]) -> None:
+        super().__init__()
+        self._delivery = delivery
+        self._tasks = tasks  # keeps deliveries alive that outlive their connection
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        delivery = asyncio.create_task(self._delivery.run(send))
+        self._tasks.add(delivery)
+        delivery.add_done_callback(self._tasks.discard)
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            await asyncio.shield(delivery)
+        except asyncio.CancelledError:  # the server ends the connection; the delivery settles
+            self._delivery.client_gone()
+            raise
+        finally:
+            watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watcher
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._delivery.client_gone()
+
+
+def event(document: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(document) + b"\n\n"
+
+
+def _start(status: int, content_type: str, headers: Mapping[str, str]) -> dict[str, Any]:
+    pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+    pairs.append((b"content-type", content_type.encode()))
+    return {"type": "http.response.start", "status": status, "headers": pairs}
+
+
+def _part(body: bytes, *, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": more}

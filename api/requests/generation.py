@@ -1,0 +1,383 @@
+"""One client request from submission to its last output: engine, text and coverage meet here.
+
+A request has one or more prompts, each an engine request, each with `n` choices. The engine's
+outputs become `Delta`s of text that is safe to send. Tokens count as output when they reach a
+choice that has not ended: the one that completes a stop string counts, what the engine computed
+after it does not, and nothing counts that the hold does not cover. Event loop only.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from api.collaborators import Detokenizer, EngineClient, ServedModel
+from api.requests.bridge import OutputBridge
+from api.requests.turns import Parting, Transcript, Turn
+from billing.gate.holds import RequestContext
+from billing.gate.outcomes import Outcome
+from billing.usage import EMPTY, Usage
+from engine.request import (
+    FinishReason,
+    Lookup,
+    Request,
+    SamplingParams,
+    StepOutput,
+    Timeline,
+    TokenCounts,
+    TokenLogprob,
+)
+from engine.structure import Grammar, Source
+from tiers.blocks.contents import Content, first_perceptual
+from tiers.blocks.keys import CacheScope
+from tiers.errors import MissReason
+
+ANSWERED = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # the ends that a client is told
+
+
+class Coverage(Protocol):
+    """What pays for output tokens: says how many of them are covered so far."""
+
+    async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to generate. `prompts` are token ids, each not empty; `stop` strings are not either."""
+
+    request_id: str
+    model: ServedModel
+    prompts: "tuple[array[int], ...]"
+    params: SamplingParams
+    scope: CacheScope  # with the tenant's salt
+    stop: tuple[str, ...] = ()
+    source: Source | None = None  # what the answer must look like
+    grammar: Grammar | None = None  # `source`, compiled
+    turn: Turn | None = None  # the chat's messages, where their tokens are to be remembered
+    parting: Parting | None = None  # from what the chat's earlier turn left
+    cache: bool = True
+    stream: bool = False  # text is sent as it comes, else the whole answer at its end
+    arrival_ns: int = 0
+    context: RequestContext = field(default_factory=RequestContext)  # for the ledger
+    contents: tuple[tuple[Content, ...], ...] = ()  # of each prompt; none where it is empty
+
+    @property
+    def max_output(self) -> int:
+        """The most output tokens that all choices together may have."""
+        limit = self.params.max_tokens
+        return (self.model.max_context if limit is None else limit) * self.num_choices
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+    @property
+    def engine_ids(self) -> tuple[str, ...]:
+        if len(self.prompts) == 1:
+            return (self.request_id,)
+        return tuple(f"{self.request_id}.{number}" for number in range(len(self.prompts)))
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text of one choice. `tokens` are those behind it that were not told of before."""
+
+    choice: int  # index in the answer: prompt number * n + sequence index
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One sequence's text side."""
+
+    number: int
+    detokenizer: Detokenizer
+    num_tokens: int = 0
+    finish: FinishReason | None = None
+    ended_here: bool = False  # by the text or the money, and the engine has not been told
+
+    def read(self, output: StepOutput, allowed: int) -> Delta | None:
+        """Takes up to `allowed` tokens; ends at a stop string or as the engine says."""
+        text: list[str] = []
+        used = 0
+        for token in output.tokens[:allowed]:
+            used += 1
+            if output.finish is FinishReason.STOP and used == len(output.tokens):
+                break  # the end-of-sequence or stop token: it counts, and is no text
+            text.append(self.detokenizer.feed((token,)))
+            if self.detokenizer.stopped:
+                self.finish = FinishReason.STOP
+                self.ended_here = output.finish is None
+                break
+        self.num_tokens += used
+        if self.finish is None and output.finish is not None and used == len(output.tokens):
+            self.finish = output.finish
+            text.append(self.detokenizer.flush())
+        if not used and self.finish is None:
+            return None
+        told = self.finish if self.finish in ANSWERED else None
+        logprobs = output.logprobs[:used]
+        return Delta(self.number, "".join(text), output.tokens[:used], logprobs, told)
+
+    def cut(self, reason: FinishReason) -> Delta:
+        """Ends the choice here, with the text that was held back."""
+        self.finish = reason
+        self.ended_here = True
+        return Delta(self.number, self.detokenizer.flush(), finish=reason)
+
+
+@dataclass(slots=True)
+class _Part:
+    """One prompt's engine request, as far as it has come."""
+
+    choices: list[_Choice]
+    counts: TokenCounts | None = None
+    timeline: Timeline = field(default_factory=Timeline)
+    lookup: Lookup | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    over: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return all(choice.finish is not None for choice in self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a request came to, and the `usage` that is billed for it."""
+
+    outcome: Outcome
+    usage: Usage
+    miss_reasons: Mapping[MissReason, int]
+    timeline: Timeline  # of the first prompt
+    error: str | None = None
+    approximate_tokens: int | None = None  # hits across perceptual contents; None: there were none
+    lookups: tuple[Lookup, ...] = ()  # of the prompts that were admitted
+    finishes: tuple[FinishReason | None, ...] = ()  # of the choices
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # by prompt, where asked for
+    transcripts: tuple[Transcript, ...] = ()  # of the choices, where the job is a chat's turn
+    parting: Parting | None = None
+    jumped_tokens: int = 0  # decode steps that a grammar's forced tokens saved
+
+
+class Generation:
+    """Submits a `Job`, yields its text, and knows what it came to. Used once."""
+
+    def __init__(
+        self, job: Job, *, engine: EngineClient, bridge: OutputBridge, coverage: Coverage
+    ) -> None:
+        self.job = job
+        self._engine = engine
+        self._bridge = bridge
+        self._coverage = coverage
+        self._outcome = Outcome.FINISHED
+        self._error: str | None = None
+        self._jumped_tokens = 0
+        num_told = job.num_choices if job.turn is not None else 0
+        self._said: list[tuple[list[str], list[int]]] = [([], []) for _ in range(num_told)]
+        self._miss_reasons: Counter[MissReason] = Counter()
+        n = job.params.n
+        self._parts = {
+            engine_id: _Part(
+                [_Choice(number * n + i, job.model.detokenizer(job.stop)) for i in range(n)]
+            )
+            for number, engine_id in enumerate(job.engine_ids)
+        }
+
+    def submit(self) -> None:
+        """Hands every prompt to the engine; all or none. Raises what the engine refuses with."""
+        self._feed = self._bridge.open(self.job.engine_ids)
+        try:
+            for number, engine_id in enumerate(self.job.engine_ids):
+                self._engine.submit(self._request(engine_id, number))
+        except BaseException:
+            self._abort_all(FinishReason.ABORT)
+            self._bridge.close(self._feed)
+            raise
+
+    def cancel(self) -> None:
+        """The client has gone: ends the work. `deltas` runs on to the engine's last output."""
+        if self._outcome is Outcome.FINISHED and not self._over:
+            self._outcome = Outcome.CLIENT_GONE
+            self._abort_all(FinishReason.ABORT)
+
+    def fail(self, reason: str) -> None:
+        """The wire could not go on with this request: ends the work as the server's own failure."""
+        self._abort_all(FinishReason.ABORT)
+        if self._outcome is Outcome.FINISHED:
+            self._outcome, self._error = Outcome.FAILED, reason
+
+    async def deltas(self, idle_s: float | None = None) -> AsyncIterator[list[Delta]]:
+        """New text as it comes, an empty list after `idle_s` of silence; ends with the request."""
+        try:
+            while not self._over:
+                outputs = await self._feed.take(idle_s)
+                if not outputs:  # a long silence: the hold is renewed
+                    await self._cover(self.output_tokens)
+                    yield []
+                elif deltas := await self._read(outputs):
+                    yield deltas
+        finally:
+            self._bridge.close(self._feed)
+
+    async def _cover(self, output_tokens: int) -> int:
+        return await self._coverage.cover(output_tokens, self._sent)
+
+    def _sent(self) -> Usage:
+        """What the client has been sent so far: of an answer that goes out whole, nothing."""
+        return self.usage() if self.job.stream else EMPTY
+
+    def usage(self) -> Usage:
+        """What has been served so far."""
+        usage = EMPTY
+        for part in self._parts.values():
+            if part.counts is not None:
+                output = sum(choice.num_tokens for choice in part.choices)
+                usage += Usage.from_counts(replace(part.counts, output=output))
+        return usage
+
+    def served(self) -> Served:
+        """What was served, and how it ended."""
+        first = next(iter(self._parts.values()))
+        reasons = dict(self._miss_reasons)
+        parts = self._parts.values()
+        return Served(
+            self._outcome,
+            self.usage(),
+            reasons,
+            first.timeline,
+            self._error,
+            approximate_tokens=self._approximate_tokens(),
+            lookups=tuple(part.lookup for part in parts if part.lookup is not None),
+            finishes=tuple(choice.finish for part in parts for choice in part.choices),
+            prompt_logprobs=tuple(part.prompt_logprobs for part in parts),
+            transcripts=tuple(
+                Transcript("".join(texts), tuple(tokens)) for texts, tokens in self._said
+            ),
+            parting=self.job.parting,
+            jumped_tokens=self._jumped_tokens,
+        )
+
+    def _approximate_tokens(self) -> int | None:
+        """Hits from the first perceptual content on: their KV may be that of a like content."""
+        firsts = [first_perceptual(contents) for contents in self.job.contents]
+        if all(first is None for first in firsts):
+            return None
+        return sum(
+            max(0, part.counts.hit - first)
+            for part, first in zip(self._parts.values(), firsts, strict=True)
+            if first is not None and part.counts is not None
+        )
+
+    @property
+    def outcome(self) -> Outcome:
+        return self._outcome
+
+    @property
+    def answered(self) -> bool:
+        """Every choice has its finish; only the engine's last word may be missing."""
+        return all(part.ended for part in self._parts.values())
+
+    @property
+    def _over(self) -> bool:
+        """The engine has said its last word on every prompt."""
+        return all(part.over for part in self._parts.values())
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(choice.num_tokens for part in self._parts.values() for choice in part.choices)
+
+    async def _read(self, outputs: Sequence[StepOutput]) -> list[Delta]:
+        live = self._live_tokens(outputs)
+        told = self.output_tokens
+        covered = await self._cover(told + live) if live else told
+        allowance = covered - told
+        deltas: list[Delta] = []
+        for output in outputs:
+            part = self._parts[output.request_id]
+            self._note(part, output)
+            choice = part.choices[output.index]
+            if choice.finish is None and (delta := choice.read(output, allowance)):
+                allowance -= len(delta.tokens)
+                deltas.append(delta)
+        if allowance == 0 and live > covered - told:
+            deltas += self._end_uncovered()
+        self._stop_choices()
+        if self._said:
+            self._write_down(deltas)
+        return deltas
+
+    def _write_down(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            texts, tokens = self._said[delta.choice]
+            texts.append(delta.text)
+            tokens += delta.tokens
+
+    def _live_tokens(self, outputs: Iterable[StepOutput]) -> int:
+        return sum(
+            len(output.tokens)
+            for output in outputs
+            if self._parts[output.request_id].choices[output.index].finish is None
+        )
+
+    def _note(self, part: _Part, output: StepOutput) -> None:
+        part.counts = output.counts
+        part.timeline = output.timeline
+        part.prompt_logprobs = part.prompt_logprobs or output.prompt_logprobs
+        part.lookup = part.lookup or output.lookup
+        part.over = part.over or output.last
+        self._jumped_tokens += output.num_jumped
+        self._miss_reasons.update(output.miss_reasons)
+        unasked = self._outcome is Outcome.FINISHED and output.finish not in ANSWERED
+        if output.finish is not None and unasked:
+            self._outcome = Outcome.FAILED
+            self._error = output.error or "the server ended the request"
+
+    def _end_uncovered(self) -> list[Delta]:
+        """No money for the next token: every open choice ends here, as if by its length."""
+        if self._outcome is Outcome.FINISHED:
+            self._outcome = Outcome.BUDGET
+        open_choices = [
+            choice
+            for part in self._parts.values()
+            for choice in part.choices
+            if choice.finish is None
+        ]
+        return [choice.cut(FinishReason.LENGTH) for choice in open_choices]
+
+    def _stop_choices(self) -> None:
+        """Ends in the engine what has ended here by a stop string or for want of money."""
+        for engine_id, part in self._parts.items():
+            for index, choice in enumerate(part.choices):
+                if part.over:
+                    choice.finish = choice.finish or FinishReason.ABORT
+                elif choice.ended_here:
+                    choice.ended_here = False
+                    self._engine.abort(engine_id, choice.finish or FinishReason.STOP, index)
+
+    def _abort_all(self, reason: FinishReason) -> None:
+        for engine_id, part in self._parts.items():
+            if not part.over:
+                self._engine.abort(engine_id, reason)
+
+    def _request(self, engine_id: str, number: int) -> Request:
+        job = self.job
+        return Request(
+            request_id=engine_id,
+            tokens=job.prompts[number],
+            params=job.params,
+            scope=job.scope,
+            adapter=job.model.adapter,
+            grammar=job.grammar,
+            contents=job.contents[number] if job.contents else (),
+            cache=job.cache,
+            arrival_ns=job.arrival_ns,
+        )

@@ -1,0 +1,97 @@
+"""`Idempotency-Key`: the same key and body get the first answer again, and pay once.
+
+A claim is taken before any work. The answer is kept after it was settled and before its last bytes
+leave, so that whoever asks again finds either the answer or a request that still runs. A request
+that ends without an answer gives its claim back, and the next one with the key begins anew.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+from fastapi import Request
+from starlette.responses import Response
+
+from api.context import FIT_NAME, single_header
+from api.errors import InvalidRequest
+from api.requests.delivery import EVENT_STREAM
+from billing.errors import BillingError
+from billing.idempotency import Claimed, Replay
+from billing.keys import Principal
+
+logger = logging.getLogger(__name__)
+
+IDEMPOTENCY_KEY = "Idempotency-Key"
+REPLAYED = "Idempotent-Replayed"
+
+
+class AnswerStore(Protocol):
+    """Answers by tenant and key, as `billing.idempotency.Idempotency` keeps them. Calls block."""
+
+    def begin(
+        self, tenant: str, key: str, body: bytes, request_id: str, *, fingerprint: str = ""
+    ) -> Replay | Claimed: ...
+
+    def finish(
+        self, tenant: str, key: str, request_id: str, status: int, response: bytes
+    ) -> None: ...
+
+    def abandon(self, tenant: str, key: str, request_id: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Claim:
+    """One request's hold on its key. Ends kept or abandoned."""
+
+    store: AnswerStore
+    tenant: str
+    key: str
+    request_id: str
+    kept: bool = False
+
+    async def keep(self, answer: bytes) -> None:
+        """Stores the whole answer. A store that fails costs the replay, not the answer."""
+        try:
+            await asyncio.to_thread(
+                self.store.finish, self.tenant, self.key, self.request_id, 200, answer
+            )
+            self.kept = True
+        except BillingError:
+            logger.warning("request %s: its answer was not kept", self.request_id, exc_info=True)
+
+    async def close(self) -> None:
+        if not self.kept:
+            await asyncio.to_thread(self.store.abandon, self.tenant, self.key, self.request_id)
+
+
+async def claim(
+    store: AnswerStore | None,
+    request: Request,
+    principal: Principal,
+    raw: bytes,
+    request_id: str,
+    fingerprint: str,
+) -> Claim | Replay | None:
+    """The claim of a request with a key, or the answer that stands; None without a key.
+
+    Raises InvalidRequest, IdempotencyConflict or IdempotencyBusy.
+    """
+    key = single_header(request, IDEMPOTENCY_KEY)
+    if key is None or store is None:
+        return None
+    if not FIT_NAME.fullmatch(key):
+        raise InvalidRequest(f"{IDEMPOTENCY_KEY} must be 1 to 128 letters, digits or . _ : @ -.")
+    body = request.url.path.encode() + b"\0" + raw
+    begun = await asyncio.to_thread(
+        store.begin, principal.tenant, key, body, request_id, fingerprint=fingerprint
+    )
+    if isinstance(begun, Replay):
+        return begun
+    return Claim(store, principal.tenant, key, request_id)
+
+
+def replayed(replay: Replay, *, stream: bool) -> Response:
+    """The first answer again, byte for byte."""
+    kind = EVENT_STREAM if stream else "application/json"
+    return Response(replay.response, replay.status, {REPLAYED: "true"}, kind)

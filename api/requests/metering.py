@@ -1,0 +1,236 @@
+"""Where engine and money meet: a charge is opened before work and settled on every way out.
+
+A charge opens with a hold for the whole prompt at its dearest price and one slice of output. While
+the answer is decoded, the next slice is held before it is needed, so decoding waits for the ledger
+only when the ledger is slow; output that no slice covers is neither delivered nor billed. The hold
+is a lease that each slice renews, and so does `cover` while the engine is silent. Whatever way the
+request leaves, `settle` or `void` ends the hold; what a crash leaves behind, the ledger settles
+from the progress told with the last slice. Event loop only; the ledger has its own thread.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from api.requests.generation import Job, Served
+from api.shapes.usage import Bill
+from billing.errors import InsufficientBalance
+from billing.gate.gate import SYSTEM, Settled
+from billing.gate.holds import Hold
+from billing.keys import Principal
+from billing.ledger import DEFAULT_TTL_S, Ledger
+from billing.money import format_units
+from billing.prices.rating import hold_amount
+from billing.usage import Usage
+
+Made = TypeVar("Made")
+
+SLICE_TOKENS = 256  # output tokens of one choice held at a time
+RENEWALS_PER_LEASE = 4
+
+
+class Charge(Protocol):
+    """One request's money. Ends with exactly one of `settle` and `void`."""
+
+    async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int:
+        """How many output tokens are paid for, at most `output_tokens` of them.
+
+        `progress` says what has been sent so far, for the journal.
+        """
+        ...
+
+    async def settle(self, served: Served, *, delivered: bool) -> Bill:
+        """Posts what `served` costs and releases the rest; durable when it returns.
+
+        `delivered` is False only where no byte of the answer reached the client.
+        """
+        ...
+
+    async def lost(self, served: Served) -> None:
+        """After `settle`: no byte of the answer reached the client after all."""
+        ...
+
+    async def give_back(self) -> None:
+        """After `settle`: the server could not send the answer."""
+        ...
+
+    async def void(self) -> None:
+        """Releases the hold; nothing was served."""
+        ...
+
+
+class Meter(Protocol):
+    """Opens charges. Raises InsufficientBalance when the balance does not cover one."""
+
+    async def admit(self, principal: Principal, job: Job) -> Charge: ...
+
+
+Receipts = Callable[[Settled], Mapping[str, Any]]
+
+
+class LedgerMeter:
+    """A `Meter` on a running ledger. `receipts` makes the signed receipt of a settled request."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        slice_tokens: int = SLICE_TOKENS,
+        lease_s: int = DEFAULT_TTL_S,
+        receipts: Receipts | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._ledger = ledger
+        self._slice_tokens = slice_tokens
+        self._lease_s = lease_s
+        self._receipts = receipts
+        self._clock_ns = clock_ns
+
+    async def admit(self, principal: Principal, job: Job) -> "LedgerCharge":
+        """Pins the price of this instant and holds what the request may cost at first."""
+        now_ns = self._clock_ns()  # one instant, or the proof finds another window than the price
+        pinned = self._ledger.book.at(job.model.name, now_ns, principal.currency or None)
+        slice_tokens = min(self._slice_tokens * job.num_choices, job.max_output)
+        amount = hold_amount(pinned, prompt_tokens=job.prompt_tokens, output_tokens=slice_tokens)
+        reserved = self._ledger.reserve(
+            principal.tenant,
+            job.request_id,
+            amount,
+            pinned,
+            context=replace(job.context, admitted_ns=now_ns),
+            ttl_s=self._lease_s,
+        )
+        try:
+            hold = await durable(reserved)
+        except asyncio.CancelledError:  # the server ends the connection: nobody will settle this
+            reserved.cancel()
+            reserved.add_done_callback(self._let_go)
+            raise
+        return LedgerCharge(
+            self._ledger,
+            hold,
+            covered=slice_tokens,
+            most=job.max_output,
+            lease_s=self._lease_s,
+            receipts=self._receipts,
+        )
+
+    def _let_go(self, reserved: "Future[Hold]") -> None:
+        """Ends a hold that was taken for a request that is not there any more. Ledger thread."""
+        if not reserved.cancelled() and reserved.exception() is None:
+            self._ledger.void(reserved.result())
+
+
+class LedgerCharge:
+    """The `Charge` of one hold."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        hold: Hold,
+        *,
+        covered: int,
+        most: int,
+        lease_s: int,
+        receipts: Receipts | None,
+    ) -> None:
+        self._ledger = ledger
+        self._hold = hold
+        self._slice = covered
+        self._covered = covered
+        self._most = most
+        self._lease_s = lease_s
+        self._receipts = receipts
+        self._asked: asyncio.Future[int] | None = None  # a slice under way
+        self._asked_tokens = 0
+        self._refused = False
+        self._renew_at = time.monotonic() + lease_s / RENEWALS_PER_LEASE
+
+    async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int:
+        while True:
+            self._take_in()
+            if output_tokens + self._slice // 2 >= self._covered or self._lease_is_old:
+                self._ask(progress)
+            if output_tokens <= self._covered or self._asked is None:
+                return min(output_tokens, self._covered)
+            await asyncio.wait([self._asked])
+
+    async def settle(self, served: Served, *, delivered: bool) -> Bill:
+        await self._let_slice_end()
+        settling = self._ledger.settle(
+            self._hold, served.usage, served.outcome, delivered=delivered
+        )
+        settled = await durable(settling)
+        charge, ref = settled.charge, self._hold.pinned.ref
+        return Bill(
+            settled.usage,
+            currency=charge.currency,
+            cost=format_units(charge.amount),
+            saved=format_units(charge.saved),
+            price_version=f"{ref.card} {ref.version}",
+            rate=ref,
+            lines=charge.lines,
+            receipt=partial(self._receipts, settled) if self._receipts else None,
+        )
+
+    async def lost(self, served: Served) -> None:
+        usage, outcome = served.usage, served.outcome
+        await durable(self._ledger.settle(self._hold, usage, outcome, delivered=False))
+
+    async def give_back(self) -> None:
+        hold, reason = self._hold, "the server could not send the answer"
+        name = f"failed:{hold.request_id}"
+        await durable(
+            self._ledger.correct(
+                hold.tenant, hold.request_id, reference=name, by=SYSTEM, reason=reason
+            )
+        )
+
+    async def void(self) -> None:
+        await self._let_slice_end()
+        await durable(self._ledger.void(self._hold))
+
+    @property
+    def _lease_is_old(self) -> bool:
+        return time.monotonic() >= self._renew_at
+
+    def _ask(self, progress: Callable[[], Usage]) -> None:
+        """Starts the next slice, or a renewal of the lease alone where all output is covered."""
+        if self._asked is not None:
+            return
+        tokens = 0 if self._refused else min(self._slice, self._most - self._covered)
+        if not tokens and not self._lease_is_old:
+            return
+        amount = hold_amount(self._hold.pinned, prompt_tokens=0, output_tokens=tokens)
+        self._renew_at = time.monotonic() + self._lease_s / RENEWALS_PER_LEASE
+        self._asked_tokens = tokens
+        self._asked = asyncio.wrap_future(
+            self._ledger.top_up(self._hold, amount, usage=progress(), ttl_s=self._lease_s)
+        )
+
+    def _take_in(self) -> None:
+        """Takes in a slice that has been answered. Raises what a failing ledger says."""
+        if self._asked is None or not self._asked.done():
+            return
+        asked, self._asked = self._asked, None
+        try:
+            asked.result()
+            self._covered += self._asked_tokens
+        except InsufficientBalance:
+            self._refused = True
+
+    async def _let_slice_end(self) -> None:
+        """The ledger takes commands in order; only the answer must not stay unread."""
+        if self._asked is not None:
+            await asyncio.wait([self._asked])
+            self._asked.exception()
+            self._asked = None
+
+
+async def durable(future: "Future[Made]") -> Made:
+    """The ledger's answer. A waiter that is cancelled does not cancel the ledger's work."""
+    return await asyncio.shield(asyncio.wrap_future(future))

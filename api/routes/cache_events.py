@@ -1,0 +1,88 @@
+"""GET /v1/cache/events: what happens to blocks, as server-sent events.
+
+For routers that send a prompt where its prefix is, and for people who watch. A key with the scope
+admin sees every tenant's blocks; any other key sees those of its own tenant and of the sharing
+groups that it is in.
+"""
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import TypeVar
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.access.auth import EVERYONE
+from api.admission import scope_for
+from api.cache.feeds import FeedResponse, Filter
+from api.collaborators import Collaborators
+from api.context import authorised, wire_of
+from api.errors import InvalidRequest
+from billing.keys import Principal, Scope
+from tiers.blocks.keys import PrefixKey
+from tiers.telemetry.events import EventKind
+from tiers.tier import TierName
+
+Name = TypeVar("Name", bound=StrEnum)
+
+router = APIRouter(tags=["cache"])
+
+
+@router.get("/v1/cache/events")
+async def cache_events(request: Request) -> Response:
+    """A stream without end. `Last-Event-ID`, or `after`, brings what was missed meanwhile."""
+    wire = wire_of(request)
+    principal = await authorised(request)
+    scopes = None if principal.may(Scope.ADMIN) else scopes_of_tenant(wire, principal.tenant)
+    return feed_for(request, scopes)
+
+
+def feed_for(request: Request, scopes: frozenset[PrefixKey] | None) -> FeedResponse:
+    """The stream that the query asks for: `tier` and `kind` (repeatable), `tokens`, `after`.
+
+    Raises InvalidRequest and Overloaded.
+    """
+    wire, query = wire_of(request), request.query_params
+    wanted = Filter(
+        scopes=scopes,
+        tiers=_named(TierName, "tier", query.getlist("tier")),
+        kinds=_named(EventKind, "kind", query.getlist("kind")),
+        tokens=query.get("tokens", "").lower() in ("1", "true", "yes"),
+    )
+    after = _number(request.headers.get("last-event-id") or query.get("after"))
+    return FeedResponse(wire.feeds, after, wanted, wire.settings.keepalive_s)
+
+
+def _named(kind: type[Name], param: str, given: Iterable[str]) -> frozenset[Name]:
+    """The members of `kind` that are named, or all where none is."""
+    try:
+        return frozenset(kind(name) for name in given) or frozenset(kind)
+    except ValueError as error:
+        known = ", ".join(kind)
+        raise InvalidRequest(f"{error}; known: {known}.", param=param) from None
+
+
+def _number(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise InvalidRequest(
+            f"{text[:40]!r} is no event's id; send the last `id:` that the stream gave.",
+            param="after",
+        )
+    return int(text)
+
+
+def scopes_of_tenant(wire: Collaborators, tenant: str) -> frozenset[PrefixKey]:
+    """The roots of every scope that the tenant's requests may have."""
+    principal = Principal(tenant)
+    groups = [
+        group
+        for group, members in wire.salts.groups.items()
+        if tenant in members or EVERYONE in members
+    ]
+    return frozenset(
+        scope_for(wire.salts, model, principal, share).root()
+        for model in wire.models.values()
+        for share in (None, *groups)
+    )

@@ -1,0 +1,184 @@
+"""POST /v1/completions: one or several prompts in, plain text out."""
+
+import asyncio
+import time
+from array import array
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.admission import check_size, deliver, request_context, scope_for
+from api.collaborators import Collaborators, ServedModel
+from api.context import authorised, story_of, wire_of
+from api.requests.generation import Delta, Job, Served
+from api.routes.models import find_model
+from api.routes.prompts import encode_prompt, room_for_answer
+from api.shapes.contents import contents_of
+from api.shapes.logprobs import prompt_logprobs, text_logprobs
+from api.shapes.schemas import CompletionBody, parse, sampling_params
+from api.shapes.structured import source_asked
+from api.shapes.usage import Asked, Bill, closing
+from billing.gate.outcomes import Outcome
+from engine.request import FinishReason, TokenLogprob
+
+router = APIRouter(tags=["completions"])
+
+
+@router.post("/v1/completions")
+@router.post("/completions", include_in_schema=False)
+async def completions(request: Request) -> Response:
+    """Answers as JSON, or as server-sent events with `stream`."""
+    wire, story = wire_of(request), story_of(request)
+    principal = await authorised(request)
+    raw = await request.body()
+    body = parse(raw, CompletionBody)
+    body.refuse_unserved()
+    model = find_model(wire.models, body.model)
+    given = body.prompts()
+    check_size(wire, body, len(given))
+    prompts = await asyncio.gather(*(encode_prompt(wire, model, prompt) for prompt in given))
+    job = Job(
+        request_id=story.request_id,
+        model=model,
+        prompts=tuple(prompts),
+        params=sampling_params(
+            body,
+            max_tokens=_answer_limit(wire, model, body, prompts),
+            logprobs=body.logprobs,
+        ),
+        scope=scope_for(wire.salts, model, principal, body.extension.share),
+        stop=body.stop_strings,
+        source=source_asked(body),
+        cache=body.extension.cache is not False,
+        stream=bool(body.stream),
+        arrival_ns=story.arrival_ns,
+        context=request_context(request, principal, raw),
+        contents=contents_of(
+            body.extension, prompts, allow_perceptual=wire.settings.perceptual_digests
+        ),
+    )
+    echoes = _echoes(model, body, given, prompts)
+    wire_format = CompletionFormat(
+        job, echoes, body.wants_usage_chunk, prompt_logprobs=body.prompt_logprobs is not None
+    )
+    return await deliver(request, principal, job, body, wire_format, raw)
+
+
+def _answer_limit(
+    wire: Collaborators,
+    model: ServedModel,
+    body: CompletionBody,
+    prompts: list["array[int]"],
+) -> int:
+    """What every prompt has room for; without max_tokens the default, or less if less fits."""
+    longest = max(map(len, prompts))
+    if body.max_tokens is not None:
+        return room_for_answer(model, longest, body.max_tokens, "prompt")
+    room = room_for_answer(model, longest, None, "prompt")
+    return min(room, wire.settings.default_completion_tokens)
+
+
+def _echoes(
+    model: ServedModel,
+    body: CompletionBody,
+    given: list[str | list[int]],
+    prompts: list["array[int]"],
+) -> list[str]:
+    """The text that goes before each prompt's answers; empty strings without `echo`."""
+    if not body.echo:
+        return ["" for _ in prompts]
+    decode = model.tokenizer.decode
+    return [
+        text if isinstance(text, str) else decode(tokens)
+        for text, tokens in zip(given, prompts, strict=True)
+    ]
+
+
+class CompletionFormat:
+    """Text completion objects of one answer; see `api.requests.delivery.WireFormat`."""
+
+    def __init__(
+        self, job: Job, echoes: list[str], usage_follows: bool, *, prompt_logprobs: bool = False
+    ) -> None:
+        self._job = job
+        self._prompt_logprobs = prompt_logprobs
+        self._echoes = [echo for echo in echoes for _ in range(job.params.n)]
+        self._usage_follows = usage_follows
+        self._head = {
+            "id": f"cmpl-{job.request_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": job.model.name,
+        }
+        self._offsets = [len(echo) for echo in self._echoes]
+        self._texts: list[list[str]] = [[echo] for echo in self._echoes]
+        self._logprobs: list[list[TokenLogprob]] = [[] for _ in self._echoes]
+        self._finishes: list[FinishReason | None] = [None for _ in self._echoes]
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The echoed prompts; nothing without `echo`."""
+        echoes = enumerate(self._echoes)
+        return [self._chunk(number, echo, None, None) for number, echo in echoes if echo]
+
+    def chunk(self, delta: Delta, outcome: Outcome) -> dict[str, Any] | None:
+        told = self._told(delta)
+        if not delta.text and delta.finish is None and told is None:
+            return None
+        chunk = self._chunk(delta.choice, delta.text, told, delta.finish)
+        if delta.finish and outcome is Outcome.BUDGET:
+            chunk["cachesvc"] = {"ended_by": "insufficient_balance"}
+        return chunk
+
+    def usage_chunk(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
+        return self._head | {"choices": []} | closing(served, bill, asked)
+
+    def absorb(self, delta: Delta) -> None:
+        self._texts[delta.choice].append(delta.text)
+        self._logprobs[delta.choice] += delta.logprobs
+        self._finishes[delta.choice] = delta.finish or self._finishes[delta.choice]
+
+    def body(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
+        choices: list[dict[str, Any]] = [
+            {
+                "index": number,
+                "text": "".join(texts),
+                "logprobs": self._whole_logprobs(number, served),
+                "finish_reason": self._finishes[number],
+            }
+            for number, texts in enumerate(self._texts)
+        ]
+        if self._prompt_logprobs:
+            for number, choice in enumerate(choices):
+                told = served.prompt_logprobs[number // self._job.params.n]
+                choice["prompt_logprobs"] = prompt_logprobs(self._job.model.tokenizer, told)
+        return self._head | {"choices": choices} | closing(served, bill, asked)
+
+    def _told(self, delta: Delta) -> dict[str, Any] | None:
+        """The delta's logprobs; moves the choice's text offset on."""
+        if self._job.params.logprobs is None or not delta.logprobs:
+            return None
+        tokenizer = self._job.model.tokenizer
+        told = text_logprobs(tokenizer, delta.logprobs, self._offsets[delta.choice])
+        self._offsets[delta.choice] += sum(map(len, told["tokens"]))
+        return told
+
+    def _whole_logprobs(self, number: int, served: Served) -> dict[str, Any] | None:
+        """Of the answer's tokens; with `echo` the prompt's go before them."""
+        if self._job.params.logprobs is None:
+            return None
+        tokenizer, answer = self._job.model.tokenizer, self._logprobs[number]
+        if not self._echoes[number]:
+            return text_logprobs(tokenizer, answer, self._offsets[number])
+        prompt = number // self._job.params.n
+        whole = [*served.prompt_logprobs[prompt], *answer]
+        return text_logprobs(tokenizer, whole, 0, first=self._job.prompts[prompt][0])
+
+    def _chunk(
+        self, number: int, text: str, told: dict[str, Any] | None, finish: FinishReason | None
+    ) -> dict[str, Any]:
+        choice = {"index": number, "text": text, "logprobs": told, "finish_reason": finish}
+        chunk = self._head | {"choices": [choice]}
+        if self._usage_follows:
+            chunk["usage"] = None
+        return chunk

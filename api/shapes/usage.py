@@ -1,0 +1,109 @@
+"""What clients read about tokens and money, every form derived from the one billed record."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from api.requests.generation import Served
+from billing.gate.outcomes import Outcome
+from billing.prices.book import RateRef
+from billing.prices.rating import Line
+from billing.usage import EMPTY, Usage
+from engine.request import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What settling a request came to. Amounts are decimal strings in `currency`."""
+
+    usage: Usage = EMPTY
+    currency: str | None = None
+    cost: str | None = None
+    saved: str | None = None  # against the same tokens with no cache
+    price_version: str | None = None
+    rate: RateRef | None = None  # the price that it was rated at
+    lines: tuple[Line, ...] = ()
+    receipt: Callable[[], Mapping[str, Any]] | None = None  # signs when called
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Which parts of the vendor block a client asked for."""
+
+    details: bool = False
+    receipt: bool = False
+
+
+def wire_usage(usage: Usage, approximate_tokens: int | None = None) -> dict[str, Any]:
+    """OpenAI's and DeepSeek's fields together. hit + miss == prompt; the tiers sum to the hits.
+
+    `approximate_tokens` of the hits stand behind perceptual digests; None where none was sent.
+    """
+    tiers = {"device": usage.hit_device, "host": usage.hit_host, "disk": usage.hit_disk}
+    if usage.hit_remote:
+        tiers["remote"] = usage.hit_remote
+    details: dict[str, Any] = {"cached_tokens": usage.hit, "cached_tokens_details": tiers}
+    if approximate_tokens is not None:
+        details["approximate_cached_tokens"] = min(approximate_tokens, usage.hit)
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.output,
+        "total_tokens": usage.prompt + usage.output,
+        "prompt_cache_hit_tokens": usage.hit,
+        "prompt_cache_miss_tokens": usage.miss,
+        "prompt_tokens_details": details,
+    }
+
+
+def closing(served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
+    """What closes an answer: `usage`, and the vendor block where there is one."""
+    block = vendor_block(served, bill, asked)
+    usage = wire_usage(bill.usage, served.approximate_tokens)
+    return {"usage": usage} | ({"cachesvc": block} if block else {})
+
+
+def vendor_block(served: Served, bill: Bill, asked: Asked) -> dict[str, Any] | None:
+    """The `cachesvc` object of an answer: what was asked for, and always why it ended early."""
+    block: dict[str, Any] = {}
+    if served.outcome is Outcome.BUDGET:
+        block["ended_by"] = "insufficient_balance"
+    if asked.details:
+        reasons = {str(reason): tokens for reason, tokens in served.miss_reasons.items() if tokens}
+        block["miss_reasons"] = reasons
+        if served.parting is not None:
+            block["parted_at_token"] = served.parting.at_token
+            block["parted_of_tokens"] = served.parting.of_tokens
+            block["parted_by"] = str(served.parting.reason)
+        if served.jumped_tokens:
+            block["jumped_tokens"] = served.jumped_tokens
+        block["timings_ms"] = timings_ms(served.timeline, served.usage.output)
+        if bill.cost is not None:
+            block["cost"] = {
+                "currency": bill.currency,
+                "amount": bill.cost,
+                "saved": bill.saved,
+                "price_version": bill.price_version,
+            }
+    if asked.receipt and bill.receipt is not None:
+        block["receipt"] = bill.receipt()
+    return block or None
+
+
+def timings_ms(timeline: Timeline, output_tokens: int) -> dict[str, float | None]:
+    """Where the time went, in milliseconds; None for what was not reached."""
+    start, admitted, loaded = timeline.arrival_ns, timeline.admitted_ns, timeline.loaded_ns
+    first, last = timeline.first_token_ns, timeline.last_token_ns
+    per_token = _ms(first, last)
+    return {
+        "queue": _ms(start, admitted),
+        "load": _ms(admitted, loaded),
+        "ttft": _ms(start, first),
+        "tpot": round(per_token / (output_tokens - 1), 3)
+        if per_token is not None and output_tokens > 1
+        else None,
+        "total": _ms(start, last),
+    }
+
+
+def _ms(begin_ns: int, end_ns: int) -> float | None:
+    return round(max(0, end_ns - begin_ns) / 1e6, 3) if begin_ns and end_ns else None
