@@ -34,24 +34,24 @@ from api.requests.metering import Meter
 from api.requests.turns import Conversations
 from api.shapes.structured import GrammarDesk
 from billing.errors import BillingError
-from cachesvc import core
-from cachesvc.block_reader import read_blocks
-from cachesvc.cache_operator import CacheOperator
 from cachesvc.config import ConfigError, JournalSection, ServerSection, Settings, disk_path
-from cachesvc.connection import BoundedConnection
-from cachesvc.dashboard import Dashboard
-from cachesvc.http import Asgi, HttpServer, Timed, bind, is_loopback
-from cachesvc.kv_events import published
-from cachesvc.latency import Latencies
-from cachesvc.live import announced
-from cachesvc.metric_samples import Snapshots
-from cachesvc.metrics import Metrics
-from cachesvc.money import Money, open_money
-from cachesvc.quotas import QuotaBook
-from cachesvc.scopes import note_scopes, payers
-from cachesvc.snapshot import Sources
-from cachesvc.storage_meter import StorageMeter
-from cachesvc.tracing import open_tracer
+from cachesvc.observability.kv_events import published
+from cachesvc.observability.latency import Latencies
+from cachesvc.observability.metrics import Metrics
+from cachesvc.observability.samples import Snapshots
+from cachesvc.observability.snapshot import Sources
+from cachesvc.observability.tracing import open_tracer
+from cachesvc.operator.block_reader import read_blocks
+from cachesvc.operator.operator import CacheOperator
+from cachesvc.operator.quotas import QuotaBook
+from cachesvc.operator.scopes import note_scopes, payers
+from cachesvc.operator.storage_meter import StorageMeter
+from cachesvc.server import compute as core
+from cachesvc.server.connection import BoundedConnection
+from cachesvc.server.dashboard import Dashboard
+from cachesvc.server.http import Asgi, HttpServer, Timed, bind, is_loopback
+from cachesvc.server.money import Money, open_money
+from cachesvc.server.server_file import announced
 from engine.models.load import LoadedModel
 from engine.request import StepOutput
 from tiers.cache import TieredCache

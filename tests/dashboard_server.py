@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from cachesvc.live import LiveServer, find_server
+from cachesvc.server.server_file import LiveServer, find_server
 from engine.testing.models import save_tiny_model
 
 MODEL = "demo"

@@ -1,6 +1,7 @@
 """What the admin routes need from the rest of the house, as one value.
 
-`cachesvc.dashboard` fills it in from the running server, tests from fakes. Each area of the admin
+`cachesvc.server.dashboard` fills it in from the running server, tests from fakes. Each area of the
+admin
 pages adds the fields that it needs, with a default of None where a server may lack the part; a
 route whose part is None answers that this server has none.
 """
@@ -65,7 +66,8 @@ class History(Protocol):
     def read(
         self, series: Sequence[str], *, window_s: float, since_s: float = 0.0
     ) -> Mapping[str, Any]:
-        """Times and one list of values for each of `series`; see `cachesvc.history`."""
+        """Times and one list of values for each of `series`; see
+        `cachesvc.observability.history`."""
         ...
 
     def over(self, series: Sequence[str], *, window_s: float) -> Mapping[str, float | None]:

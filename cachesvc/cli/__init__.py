@@ -32,17 +32,19 @@ COMMANDS = {
     "monitor": Entry("cachesvc.cli.monitor:monitor", "Print what happens to blocks as it happens"),
     "latency": Entry("cachesvc.cli.latency:latency", "Latencies of the running server, or probed"),
     "doctor": Entry("cachesvc.cli.doctor:doctor", "Check this machine and say what to fix"),
-    "cache": Entry("cachesvc.cli.cache:app", "Look into the disk tier and maintain it"),
+    "cache": Entry("cachesvc.cli.cache.app:app", "Look into the disk tier and maintain it"),
     "config": Entry("cachesvc.cli.config:app", "Show every setting, its value and its origin"),
     "bench": Entry("cachesvc.cli.bench:app", "Measure time to first token from each tier"),
     "replay": Entry("cachesvc.cli.replay:replay", "Replay a trace of requests through policies"),
-    "usage": Entry("cachesvc.cli.usage:app", "Tokens by class, what they cost and what hits saved"),
-    "tenants": Entry("cachesvc.cli.tenants:app", "Create and list tenants"),
-    "keys": Entry("cachesvc.cli.keys:app", "Create, list and revoke API keys"),
-    "balance": Entry("cachesvc.cli.balance:app", "Show, grant and top up balances"),
+    "usage": Entry(
+        "cachesvc.cli.money.usage:app", "Tokens by class, what they cost and what hits saved"
+    ),
+    "tenants": Entry("cachesvc.cli.money.tenants:app", "Create and list tenants"),
+    "keys": Entry("cachesvc.cli.money.keys:app", "Create, list and revoke API keys"),
+    "balance": Entry("cachesvc.cli.money.balance:app", "Show, grant and top up balances"),
     "admin": Entry("cachesvc.cli.admin:app", "Let people into the dashboard"),
-    "prices": Entry("cachesvc.cli.prices:app", "Lint, show, plan and apply rate cards"),
-    "ledger": Entry("cachesvc.cli.ledger:app", "Verify the ledger"),
+    "prices": Entry("cachesvc.cli.money.prices:app", "Lint, show, plan and apply rate cards"),
+    "ledger": Entry("cachesvc.cli.money.ledger:app", "Verify the ledger"),
 }
 
 
@@ -133,7 +135,7 @@ def _end(number: int, _: object) -> NoReturn:
 def _user_errors() -> tuple[type[Exception], ...]:
     from billing.errors import BillingError
     from cachesvc.config import ConfigError
-    from cachesvc.live import LiveError
+    from cachesvc.server.server_file import LiveError
     from engine.errors import EngineError
     from tiers.errors import TierError
 

@@ -9,11 +9,11 @@ import typer
 from api.admin.login.passwords import Passwords
 from api.admin.login.sessions import Role
 from api.errors import ApiError
-from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, actor, books
+from cachesvc.cli.money.books import DatabaseUrl, DataDir, Reason, actor, books
 from cachesvc.cli.options import existing_data_dir
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 from cachesvc.config import default_data_dir
-from cachesvc.live import LiveServer, find_server
+from cachesvc.server.server_file import LiveServer, find_server
 
 app = typer.Typer(no_args_is_help=True, help="Let people into the dashboard")
 

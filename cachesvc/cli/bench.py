@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from cachesvc.bench import Measured, Scenario, as_json
 from cachesvc.cli.render import AsJson, print_json, print_table, seconds
 from cachesvc.config import load_settings
-from cachesvc.core import load
-from cachesvc.ttft import Measured, Scenario, as_json
+from cachesvc.server.compute import load
 
 app = typer.Typer(no_args_is_help=True, help="Measure time to first token from each tier")
 

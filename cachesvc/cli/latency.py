@@ -23,8 +23,8 @@ from cachesvc.cli.render import (
     seconds,
 )
 from cachesvc.config import parse_duration
-from cachesvc.latency import NAMES
-from cachesvc.live import LiveServer
+from cachesvc.observability.latency import NAMES
+from cachesvc.server.server_file import LiveServer
 
 SHARES = (50, 95, 99)
 LABELS = {

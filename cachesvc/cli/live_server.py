@@ -4,7 +4,7 @@ from pathlib import Path
 
 from cachesvc.cli.options import existing_data_dir
 from cachesvc.cli.render import fail
-from cachesvc.live import LiveServer, find_server
+from cachesvc.server.server_file import LiveServer, find_server
 
 
 def running_server(data_dir: Path | None) -> LiveServer:

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
 import cachesvc
-from cachesvc import core
 from cachesvc.cli.render import size
 from cachesvc.config import ConfigError, Settings, known_settings, load_settings
-from cachesvc.logs import configure
+from cachesvc.server import compute as core
+from cachesvc.server.logs import configure
 from cachesvc.service import serve as run
 
 logger = logging.getLogger(__name__)

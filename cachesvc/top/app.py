@@ -11,7 +11,7 @@ from textual.reactive import reactive
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static
 
-from cachesvc.live import LiveError
+from cachesvc.server.server_file import LiveError
 from cachesvc.top import model
 from cachesvc.top.source import Reading, Source
 

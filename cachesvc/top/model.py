@@ -5,7 +5,7 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from cachesvc.cli.render import percent, seconds, size
-from cachesvc.latency import percentile
+from cachesvc.observability.latency import percentile
 from cachesvc.top.source import Reading
 
 BARS = " ▁▂▃▄▅▆▇█"

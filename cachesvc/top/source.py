@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlencode
 
-from cachesvc.live import LiveServer
+from cachesvc.server.server_file import LiveServer
 
 WINDOW_S = 120.0  # of the sparklines
 

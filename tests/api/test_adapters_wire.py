@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cachesvc import core
 from cachesvc.config import load_settings
-from cachesvc.money import open_money
+from cachesvc.server import compute as core
+from cachesvc.server.money import open_money
 from cachesvc.service import Service, make_data_dir
 from engine.testing.models import save_tiny_adapter, save_tiny_model
 from tiers.telemetry.events import EventStream

@@ -24,11 +24,11 @@ from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner, verify_receipt
 from billing.store.store import database_url
 from billing.testing import running_ledger
-from cachesvc.cache_operator import CacheOperator
 from cachesvc.config import disk_path
-from cachesvc.money import read_secret
-from cachesvc.purging import RECEIPTS, purge_stopped
-from cachesvc.scopes import Kind, note_scopes, roots_of
+from cachesvc.operator.operator import CacheOperator
+from cachesvc.operator.purge import RECEIPTS, purge_stopped
+from cachesvc.operator.scopes import Kind, note_scopes, roots_of
+from cachesvc.server.money import read_secret
 from engine.engine import Engine, EngineSettings
 from engine.request import Request, SamplingParams, StepOutput
 from engine.testing.chain_runner import ChainRunner, chain_layout

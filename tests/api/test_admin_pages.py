@@ -17,7 +17,7 @@ from api.journal.journal import Journal
 from api.testing import ByteTokenizer, byte_model
 from billing.money import UNITS
 from billing.reports.receipts import ReceiptSigner
-from cachesvc.cache_operator import CacheOperator
+from cachesvc.operator.operator import CacheOperator
 from engine.testing.chain_runner import chain_layout
 from tests.api import test_money_routes
 from tests.api.test_money_routes import House, serving

@@ -16,7 +16,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from api.journal.journal import Journal
 from api.testing import FakeHouse, Script, fake_house
 from cachesvc.config import ConfigError, TracingSection
-from cachesvc.tracing import RequestTracer, open_tracer
+from cachesvc.observability.tracing import RequestTracer, open_tracer
 from engine.errors import QueueFull
 from tests.api.conftest import running
 from tiers.errors import MissReason

@@ -11,7 +11,7 @@ import re
 from array import array
 from collections.abc import Sequence
 
-from cachesvc.cli.tree import tree_lines
+from cachesvc.cli.cache.tree import tree_lines
 from engine.engine import Engine, EngineSettings
 from engine.request import Request, SamplingParams, StepOutput
 from engine.testing.chain_runner import ChainRunner, chain_layout

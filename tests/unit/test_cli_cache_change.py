@@ -17,9 +17,9 @@ from billing.store.store import database_url
 from billing.testing import running_ledger
 from cachesvc.cli import app
 from cachesvc.config import disk_path
-from cachesvc.money import read_secret
-from cachesvc.purging import RECEIPTS
-from cachesvc.scopes import note_scopes
+from cachesvc.operator.purge import RECEIPTS
+from cachesvc.operator.scopes import note_scopes
+from cachesvc.server.money import read_secret
 from tests.unit.test_cli_cache import LAYOUT, store
 from tiers.blocks.keys import BlockId, CacheScope
 from tiers.disk.directory import DirectoryLock

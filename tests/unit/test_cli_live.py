@@ -30,13 +30,13 @@ from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner
 from billing.store.store import database_url
 from billing.testing import running_ledger
-from cachesvc.block_reader import read_blocks
 from cachesvc.cli import app
-from cachesvc.cli.tree import owners_in, tree_from_json, tree_lines
+from cachesvc.cli.cache.tree import owners_in, tree_from_json, tree_lines
 from cachesvc.config import disk_path
-from cachesvc.live import announced
-from cachesvc.money import read_secret
-from cachesvc.scopes import note_scopes, roots_of
+from cachesvc.operator.block_reader import read_blocks
+from cachesvc.operator.scopes import note_scopes, roots_of
+from cachesvc.server.money import read_secret
+from cachesvc.server.server_file import announced
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tests.unit.test_cli_cache import LAYOUT, store

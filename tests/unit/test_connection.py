@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from cachesvc.connection import BoundedConnection
+from cachesvc.server.connection import BoundedConnection
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ import pytest
 
 from cachesvc.cli import COMMANDS
 from cachesvc.config import known_settings
-from cachesvc.metric_names import SPECS
+from cachesvc.observability.names import SPECS
 from cachesvc.reference import pages
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.errors import InvalidRequest
-from cachesvc.history import MAX_POINTS, RINGS, History
-from cachesvc.latency import BOUNDS_S, NAMES, Latencies, percentile
-from cachesvc.plain import numbers, plain
+from cachesvc.observability.history import MAX_POINTS, RINGS, History
+from cachesvc.observability.latency import BOUNDS_S, NAMES, Latencies, percentile
+from cachesvc.observability.plain import numbers, plain
 from engine.request import FinishReason, StepOutput, Timeline, TokenCounts
 from tiers.errors import MissReason
 from tiers.histogram import Histogram

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from cachesvc.config import ConfigError, EventsSection
-from cachesvc.kv_events import KvEventPublisher, block_hash, wire_events
+from cachesvc.observability.kv_events import KvEventPublisher, block_hash, wire_events
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tiers.blocks.keys import PrefixKey

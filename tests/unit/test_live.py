@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.live import FILE_NAME, LiveError, announced, find_server, reachable
+from cachesvc.server.server_file import FILE_NAME, LiveError, announced, find_server, reachable
 
 TOKEN = "op-test"
 

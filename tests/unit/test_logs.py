@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from cachesvc.config import LogFormat, LogSection
-from cachesvc.logs import configure
+from cachesvc.server.logs import configure
 
 KEY = "sk-live1234abcdefghijklmnopqrstuv"
 

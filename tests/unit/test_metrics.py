@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import pytest
 
 from billing.ledger import LedgerStats
-from cachesvc.metric_names import SPECS, VLLM_ALIASES
-from cachesvc.metric_samples import MoneyStats, Snapshots
-from cachesvc.metrics import Metrics, hit_class
+from cachesvc.observability.metrics import Metrics, hit_class
+from cachesvc.observability.names import SPECS, VLLM_ALIASES
+from cachesvc.observability.samples import MoneyStats, Snapshots
 from engine.engine import EngineStats
 from engine.request import FinishReason, Lookup, StepOutput, Timeline, TokenCounts
 from tiers.cache import CacheStats

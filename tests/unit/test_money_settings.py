@@ -17,7 +17,7 @@ from billing.prices.cards import shipped_cards
 from billing.testing import running_ledger
 from billing.usage import EMPTY, Usage
 from cachesvc.config import ConfigError, load_settings
-from cachesvc.money import Money, open_money
+from cachesvc.server.money import Money, open_money
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from cachesvc.config import env_name, known_settings
-from cachesvc.metric_names import SPECS
+from cachesvc.observability.names import SPECS
 
 OPS = Path(__file__).parents[2] / "ops"
 RULES = OPS / "prometheus" / "rules.yml"

@@ -8,9 +8,9 @@ import pytest
 from api.access.auth import Salts
 from api.testing import fake_house
 from cachesvc.config import CacheSection, ConfigError
-from cachesvc.money import read_secret
-from cachesvc.quotas import QuotaBook
-from cachesvc.scopes import note_scopes
+from cachesvc.operator.quotas import QuotaBook
+from cachesvc.operator.scopes import note_scopes
+from cachesvc.server.money import read_secret
 from tiers.policy.quota import COMMON
 
 SIZES = {"device_bytes": 100, "host_bytes": 300, "disk_bytes": 600}

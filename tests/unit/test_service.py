@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cachesvc.config import ConfigError, ServerSection, disk_path
-from cachesvc.http import Timed, bind, is_loopback
-from cachesvc.money import read_secret
+from cachesvc.server.http import Timed, bind, is_loopback
+from cachesvc.server.money import read_secret
 from cachesvc.service import check_address, make_data_dir
 from tiers.disk.directory import DirectoryLock
 from tiers.errors import DirectoryLocked

@@ -16,7 +16,7 @@ from textual.widgets import DataTable, Input, Static
 from typer.testing import CliRunner
 
 from cachesvc.cli import app as cli
-from cachesvc.live import LiveError
+from cachesvc.server.server_file import LiveError
 from cachesvc.top import model
 from cachesvc.top.app import HelpScreen, TopApp
 from cachesvc.top.source import SPARKS, Reading

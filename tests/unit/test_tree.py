@@ -2,7 +2,7 @@
 
 import pytest
 
-from cachesvc.cli.tree import tree_lines
+from cachesvc.cli.cache.tree import tree_lines
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.tree import Node, TreeQuery, tree_json

@@ -18,8 +18,8 @@ from billing.reports import export as exports
 from billing.reports import invoice as statements
 from billing.reports import usage as usage_report
 from billing.reports.usage import Period, Query, Split, Unit, parse_query, report
-from cachesvc.cli.books import Books, DatabaseUrl, DataDir, TenantName, TenantOption, books
-from cachesvc.cli.receipts import receipt, receipt_keys, verify_receipt
+from cachesvc.cli.money.books import Books, DatabaseUrl, DataDir, TenantName, TenantOption, books
+from cachesvc.cli.money.receipts import receipt, receipt_keys, verify_receipt
 from cachesvc.cli.render import AsJson, note, number_of, percent, print_json, print_table
 
 app = typer.Typer(help="Tokens by class, what they cost and what hits saved")

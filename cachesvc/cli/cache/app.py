@@ -17,12 +17,13 @@ from urllib.parse import urlencode
 
 import typer
 
-from cachesvc.cli.cache_blocks import hot, list_blocks, show
-from cachesvc.cli.cache_change import compact, evict, export, import_
-from cachesvc.cli.cache_keep import pin, pins, unpin
-from cachesvc.cli.cache_prefixes import big
-from cachesvc.cli.cache_purge import purge
-from cachesvc.cli.cache_watch import print_tiers, watch
+from cachesvc.cli.cache.blocks import hot, list_blocks, show
+from cachesvc.cli.cache.change import compact, evict, export, import_
+from cachesvc.cli.cache.pins import pin, pins, unpin
+from cachesvc.cli.cache.prefixes import big
+from cachesvc.cli.cache.purge import purge
+from cachesvc.cli.cache.tree import owners_in, tree_from_json, tree_lines
+from cachesvc.cli.cache.watch import print_tiers, watch
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import (
@@ -38,9 +39,8 @@ from cachesvc.cli.render import (
     seconds,
     size,
 )
-from cachesvc.cli.tree import owners_in, tree_from_json, tree_lines
 from cachesvc.config import disk_path
-from cachesvc.live import find_server
+from cachesvc.server.server_file import find_server
 from tiers.blocks.tree import MAX_DEPTH, TreeQuery, tree_json
 from tiers.disk.maintenance import Verified
 from tiers.disk.maintenance import verify as verify_shard

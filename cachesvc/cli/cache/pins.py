@@ -10,7 +10,7 @@ from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, fail, number_of, print_json, print_table, seconds
 from cachesvc.config import disk_path, parse_duration
-from cachesvc.live import LiveError, find_server
+from cachesvc.server.server_file import LiveError, find_server
 from tiers.disk.pin_file import load_pins
 
 PinName = Annotated[str, typer.Argument(help="The pin's name")]

@@ -8,7 +8,15 @@ import typer
 from billing.accounts import Tenant
 from billing.money import format_units, parse_amount
 from billing.reports.documents import tenant_document
-from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, TenantName, actor, books, limit_text
+from cachesvc.cli.money.books import (
+    DatabaseUrl,
+    DataDir,
+    Reason,
+    TenantName,
+    actor,
+    books,
+    limit_text,
+)
 from cachesvc.cli.render import AsJson, note, print_json, print_pairs, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Create and list tenants")

@@ -8,8 +8,8 @@ from urllib.parse import urlencode
 import typer
 
 from cachesvc.cli.render import fail
-from cachesvc.live import find_server
-from cachesvc.scopes import roots_of
+from cachesvc.operator.scopes import roots_of
+from cachesvc.server.server_file import find_server
 from tiers.blocks.keys import KEY_BYTES, PrefixKey
 from tiers.disk.directory import is_locked, read_holder
 from tiers.disk.view import BlockInfo, DiskView

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from api.cache.explorer import Caller
 from billing.reports.receipts import ReceiptSigner
-from cachesvc.purging import Done, Order, keep_receipt, read_receipt, receipt
-from cachesvc.scopes import Kind, roots_of
-from cachesvc.storage_meter import Storage
+from cachesvc.operator.purge import Done, Order, keep_receipt, read_receipt, receipt
+from cachesvc.operator.scopes import Kind, roots_of
+from cachesvc.operator.storage_meter import Storage
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
 from tiers.policy.retention import Pin, PinError

@@ -12,7 +12,7 @@ from pathlib import Path
 from api.access.auth import Salts
 from api.collaborators import ServedModel
 from cachesvc.config import CacheSection, ConfigError
-from cachesvc.scopes import Kind, roots_of
+from cachesvc.operator.scopes import Kind, roots_of
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import ConfigurationError
 from tiers.policy.quota import Shares

@@ -23,7 +23,7 @@ from billing.reports.documents import (
     trail_document,
 )
 from billing.store import reports as store_reports
-from cachesvc.cli.books import (
+from cachesvc.cli.money.books import (
     DatabaseUrl,
     DataDir,
     RequestId,
@@ -32,7 +32,7 @@ from cachesvc.cli.books import (
     actor,
     books,
 )
-from cachesvc.cli.prices import print_plan
+from cachesvc.cli.money.prices import print_plan
 from cachesvc.cli.render import AsJson, fail, note, number_of, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Prove and correct the ledger")

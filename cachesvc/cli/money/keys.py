@@ -12,7 +12,7 @@ from billing.errors import BillingError
 from billing.keys import Scope, format_scopes, parse_scopes
 from billing.prices.book import NS
 from billing.reports.documents import key_document, key_state
-from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, TenantOption, actor, books
+from cachesvc.cli.money.books import DatabaseUrl, DataDir, Reason, TenantOption, actor, books
 from cachesvc.cli.render import AsJson, note, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys")

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cachesvc import core
 from cachesvc.config import CacheSection, EngineSection
+from cachesvc.server import compute as core
 from engine.models.load import LoadedModel
 from engine.request import Request, SamplingParams, StepOutput
 from engine.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from cachesvc.cli.render import percent, print_json_line, print_table, size
-from cachesvc.live import LiveServer
+from cachesvc.server.server_file import LiveServer
 
 HEADER_EVERY = 20
 COLUMNS = (

@@ -10,14 +10,14 @@ import typer
 
 from billing.reports.receipts import ReceiptSigner
 from billing.store.store import database_url as ledger_url
-from cachesvc.cli.books import DatabaseUrl, actor, books
-from cachesvc.cli.cache_select import find_scope, server_of
+from cachesvc.cli.cache.select import find_scope, server_of
+from cachesvc.cli.money.books import DatabaseUrl, actor, books
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, confirm, fail, note, number_of, print_json, progress, size
 from cachesvc.config import disk_path
-from cachesvc.live import LiveError, find_server
-from cachesvc.purging import Order, PurgeFailed, keep_receipt, purge_stopped, receipt
-from cachesvc.scopes import Kind, roots_of
+from cachesvc.operator.purge import Order, PurgeFailed, keep_receipt, purge_stopped, receipt
+from cachesvc.operator.scopes import Kind, roots_of
+from cachesvc.server.server_file import LiveError, find_server
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.maintenance import purge as purge_shard
 from tiers.disk.rows import Removed

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from billing.money import parse_positive
-from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, TenantName, actor, books
+from cachesvc.cli.money.books import DatabaseUrl, DataDir, Reason, TenantName, actor, books
+from cachesvc.cli.money.tenants import show_tenant
 from cachesvc.cli.render import AsJson
-from cachesvc.cli.tenants import show_tenant
 
 app = typer.Typer(no_args_is_help=True, help="Show, grant and top up balances")
 

@@ -3,7 +3,7 @@
 Two sources feed it. Snapshots are read when someone scrapes: the engine's and the tiers' stats, the
 ledger's. Observers are called while it happens: `observe_outputs` on the engine thread, once per
 step; `observe_bill` and `observe_http` on the event loop. Base units, closed label sets; ratios
-are left to queries. The names are declared in `cachesvc.metric_names`.
+are left to queries. The names are declared in `cachesvc.observability.names`.
 """
 
 from collections import defaultdict
@@ -27,8 +27,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from cachesvc.metric_names import ROUTES, SPECS, VLLM_ALIASES, Alias
-from cachesvc.metric_samples import Snapshots, samples
+from cachesvc.observability.names import ROUTES, SPECS, VLLM_ALIASES, Alias
+from cachesvc.observability.samples import Snapshots, samples
 from engine.request import FinishReason, StepOutput, TokenCounts
 from tiers.errors import MissReason
 from tiers.histogram import Spread

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 import typer
 
-from cachesvc.cli.cache_select import Limit, Tenant, find_block, scope_filter
+from cachesvc.cli.cache.select import Limit, Tenant, find_block, scope_filter
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import (
     KEY_DIGITS,
@@ -28,7 +28,7 @@ from cachesvc.cli.render import (
     size,
 )
 from cachesvc.config import disk_path, parse_duration
-from cachesvc.live import LiveServer, find_server
+from cachesvc.server.server_file import LiveServer, find_server
 from tiers.blocks.keys import PrefixKey, token_ids
 from tiers.disk.codec import CodecId
 from tiers.disk.view import BlockInfo, DiskView, open_view

@@ -14,8 +14,8 @@ from typing import Any
 
 from api.access.auth import Salts
 from api.collaborators import ServedModel
-from cachesvc.money import SECRET_NAME, read_secret
-from cachesvc.storage_meter import Payer
+from cachesvc.operator.storage_meter import Payer
+from cachesvc.server.money import SECRET_NAME, read_secret
 from tiers.blocks.keys import CacheScope, PrefixKey
 
 FILE_NAME = "scopes.json"

@@ -37,7 +37,7 @@ from billing.store import reports as store_reports
 from billing.store.store import database_url, open_store
 from billing.usage import Usage
 from cachesvc.config import ConfigError, LimitsSection, QuotaTable, Settings, format_duration
-from cachesvc.metric_samples import MoneyStats
+from cachesvc.observability.samples import MoneyStats
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, BinaryIO
 
 import typer
 
-from cachesvc.cli.cache_select import find_block, find_scope, server_of
+from cachesvc.cli.cache.select import find_block, find_scope, server_of
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, confirm, fail, note, number_of, print_json, progress, size
 from cachesvc.config import disk_path, parse_duration, parse_size

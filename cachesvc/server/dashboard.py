@@ -18,10 +18,10 @@ from api.cache.explorer import Explorer
 from api.journal.journal import Journal
 from billing.money import parse_amount
 from cachesvc.config import CostsSection, Settings
-from cachesvc.history import History
-from cachesvc.live import new_token, reachable
-from cachesvc.money import limit_settings
-from cachesvc.snapshot import Sources, snapshot
+from cachesvc.observability.history import History
+from cachesvc.observability.snapshot import Sources, snapshot
+from cachesvc.server.money import limit_settings
+from cachesvc.server.server_file import new_token, reachable
 from tiers.histogram import Spread
 from tiers.telemetry.traffic import TrafficReport
 

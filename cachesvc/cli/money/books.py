@@ -17,7 +17,7 @@ from billing.store.store import LedgerStore, database_url, open_store
 from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import fail
 from cachesvc.config import default_data_dir
-from cachesvc.live import actor
+from cachesvc.server.server_file import actor
 
 T = TypeVar("T")
 

@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from api.errors import InvalidRequest
-from cachesvc.latency import BOUNDS_S, NAMES, percentile
-from cachesvc.plain import numbers
+from cachesvc.observability.latency import BOUNDS_S, NAMES, percentile
+from cachesvc.observability.plain import numbers
 from tiers.histogram import Spread
 
 RINGS = ((1, 900), (10, 1080), (60, 1440), (600, 1008))  # seconds between samples, and how many

@@ -22,7 +22,7 @@ from billing.reports.documents import (
     plan_document,
     price_text,
 )
-from cachesvc.cli.books import DatabaseUrl, DataDir, Reason, TenantOption, actor, books
+from cachesvc.cli.money.books import DatabaseUrl, DataDir, Reason, TenantOption, actor, books
 from cachesvc.cli.render import AsJson, fail, note, number_of, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Lint, show, plan and apply rate cards")

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import cachesvc
-from cachesvc.metric_samples import MoneyStats
-from cachesvc.plain import plain
+from cachesvc.observability.plain import plain
+from cachesvc.observability.samples import MoneyStats
 from engine.engine import EngineStats
 from tiers.cache import CacheStats
 

@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 
 from cachesvc.config import ConfigError
-from cachesvc.metrics import Metrics
+from cachesvc.observability.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

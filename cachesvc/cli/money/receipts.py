@@ -9,7 +9,7 @@ import typer
 
 from billing.reports import receipts
 from billing.reports.receipts import ReceiptSigner, published_keys, receipt_for
-from cachesvc.cli.books import DatabaseUrl, DataDir, RequestId, TenantName, books
+from cachesvc.cli.money.books import DatabaseUrl, DataDir, RequestId, TenantName, books
 from cachesvc.cli.options import existing_data_dir
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cachesvc.cli.cache_select import Limit, Tenant, scope_filter
+from cachesvc.cli.cache.select import Limit, Tenant, scope_filter
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import KEY_DIGITS, AsJson, ago, note, print_json, print_table, size
 from cachesvc.config import disk_path
