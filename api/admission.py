@@ -1,37 +1,46 @@
-"""From a checked body to an answer on its way: limits, hold, engine, delivery, and their undoing.
+"""From a checked body to an answer on its way: limits, hold, engine, delivery.
 
-Job ─► permit (limits) ─► charge (hold) ─► Generation.submit ─► Delivery
-           ▲                  ▲                  │ refused
-           └──── close ───────┴──── void ◄───────┘
+    Job ─► claim ─► place ─► permit (limits) ─► charge (hold) ─► generation (engine) ─► Delivery
+
+Each step pushes its undoing on one `AsyncExitStack`. It unwinds when a step refuses, or else when
+the delivery has ended. An undoing that has nothing left to undo does nothing: a settled charge is
+not voided, a kept answer keeps its claim, and a finished generation is not aborted.
 """
 
 import hashlib
 import re
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from itertools import islice
 
 from fastapi import Request
 from starlette.responses import Response
 
 from api.access.auth import Salts
 from api.access.limits import Permit
-from api.collaborators import Collaborators, ServedModel
-from api.context import FIT_NAME, Story, single_header, story_of, wire_of
-from api.errors import InvalidRequest
+from api.collaborators import Collaborators
+from api.context import RequestLog, request_log_of, wire_of
+from api.errors import InvalidRequest, Unsupported
+from api.headers import FIT_NAME, single_header
+from api.job import Asked, Delivered, Job, Served
 from api.journal.journal import Trail
-from api.requests.delivery import Delivered, Delivery, DeliveryResponse, WireFormat
-from api.requests.generation import Generation, Job, Served
-from api.requests.idempotency import IDEMPOTENCY_KEY, Claim, claim, replayed
-from api.requests.metering import Charge
+from api.requests.delivery import Delivery, DeliveryResponse, WireFormat
+from api.requests.generation import Generation
+from api.requests.idempotency import IDEMPOTENCY_KEY, claim, replayed
+from api.requests.turns import assistant_message
+from api.served_model import ServedModel
 from api.shapes.schemas import GenerationBody
-from api.shapes.structured import compiled
-from api.shapes.usage import Asked, timings_ms
+from api.shapes.usage import timings_ms
 from billing.gate.holds import RequestContext
 from billing.gate.outcomes import Outcome
 from billing.idempotency import Replay
 from billing.keys import Principal
 from billing.usage import EMPTY
-from engine.execution.sampler import check_params
+from engine.bounds import check_params
+from engine.structure import Grammar, Source
 from tiers.blocks.keys import CacheScope
+
+USER_CHARS, TAG_CHARS, TAG_VALUE_CHARS, TAGS_MOST = 256, 64, 512, 16  # what the ledger keeps
 
 
 def scope_for(
@@ -42,7 +51,9 @@ def scope_for(
     return replace(model.scope, tenant=salt)
 
 
-def request_context(request: Request, principal: Principal, raw: bytes) -> RequestContext:
+def request_context(
+    request: Request, principal: Principal, raw: bytes, body: GenerationBody
+) -> RequestContext:
     """Who asked, and for what, as the ledger keeps it.
 
     The fingerprint tells a retry of the same request from a new one: the same body under the same
@@ -58,9 +69,26 @@ def request_context(request: Request, principal: Principal, raw: bytes) -> Reque
         project=principal.project,
         key_id=principal.key_id,
         session=session if FIT_NAME.fullmatch(session) else "",
+        user=_label(body.user, USER_CHARS),
+        tags=_tags((body.model_extra or {}).get("metadata")),
+        service_tier=_label((body.model_extra or {}).get("service_tier"), USER_CHARS),
         fingerprint=fingerprint,
         is_retry=name is not None or re.fullmatch(r"0*[1-9][0-9]*", retries) is not None,
     )
+
+
+def _tags(metadata: object) -> tuple[tuple[str, str], ...]:
+    """The pairs that the ledger keeps of a request's `metadata`, within OpenAI's bounds."""
+    if not isinstance(metadata, dict):
+        return ()
+    pairs = ((_label(k, TAG_CHARS), _label(v, TAG_VALUE_CHARS)) for k, v in metadata.items())
+    return tuple(sorted((k, v) for k, v in islice(pairs, TAGS_MOST) if k and v))
+
+
+def _label(text: object, most: int) -> str:
+    """A label of the client's own; empty where it is none, too long, or does not print."""
+    is_label = isinstance(text, str) and len(text) <= most and text.isprintable()
+    return str(text) if is_label else ""
 
 
 def trail_of(request: Request) -> Trail:
@@ -96,111 +124,113 @@ async def deliver(
     wire_format: WireFormat,
     raw: bytes,
 ) -> Response:
-    """Admits the job and returns the response that will carry its answer, or a kept one again."""
+    """Admits the job and returns the response that will carry its answer, or a kept one again.
+
+    What the request acquires on the way is pushed on one stack. A refusal unwinds it here; an
+    admitted request takes it along, and its `_Ending` unwinds it after the last byte.
+    """
     check_params(job.params, job.model.vocab_size)
-    wire, story = wire_of(request), story_of(request)
+    wire, log, stream = wire_of(request), request_log_of(request), bool(body.stream)
     fingerprint = job.context.fingerprint
     claimed = await claim(wire.replays, request, principal, raw, job.request_id, fingerprint)
     if isinstance(claimed, Replay):
-        story.add(replay_of=claimed.request_id)
-        return replayed(claimed, stream=bool(body.stream))
-    try:
-        return await _admitted(request, principal, job, body, wire_format, claimed)
-    except BaseException as error:
-        stream = bool(body.stream)
-        wire.journal.refuse(
-            job,
-            principal,
-            error,
-            client_id=story.client_id,
-            stream=stream,
-            trail=trail_of(request),
-        )
+        log.add(replay_of=claimed.request_id)
+        return replayed(claimed, stream=stream)
+    ending = _Ending(log, wire, job, principal, trail_of(request))
+    async with AsyncExitStack() as held:
+        held.push(ending.refused)
         if claimed is not None:
-            await claimed.close()
-        raise
-
-
-async def _admitted(
-    request: Request,
-    principal: Principal,
-    job: Job,
-    body: GenerationBody,
-    wire_format: WireFormat,
-    claimed: Claim | None,
-) -> Response:
-    """Passes the limits and the money gate, starts the engine, and builds the delivery."""
-    wire, story, stream = wire_of(request), story_of(request), bool(body.stream)
-    story.add(
-        model=job.model.name,
-        stream=stream,
-        prompt_tokens=job.prompt_tokens,
-        choices=job.num_choices,
-    )
-    permit = await wire.limits.admit(principal)
-    try:
+            held.push_async_callback(claimed.close)
+        wire.queue.check_wait(principal.tenant, job.prompt_tokens)
+        wire.queue.enter(principal.tenant, len(job.prompts))
+        held.callback(wire.queue.leave, principal.tenant, len(job.prompts))
+        permit = await wire.limits.admit(principal)
+        held.push_async_callback(ending.leave, permit)
         if job.source is not None:
-            job = replace(job, grammar=await compiled(wire, job.source))
+            job = replace(job, grammar=await compiled(wire, principal.tenant, job.source))
         charge = await wire.meter.admit(principal, job)
-        generation = await _submitted(wire, job, charge)
-        wire.journal.begin(
-            job,
-            principal,
-            generation,
-            client_id=story.client_id,
-            stream=stream,
-            trail=trail_of(request),
-        )
-    except BaseException:
-        await permit.close(EMPTY)
-        raise
+        held.push_async_callback(charge.void)
+        generation = Generation(job, engine=wire.engine, bridge=wire.bridge, coverage=charge)
+        held.callback(generation.close)
+        generation.submit()
+        ending.begin(generation, held)
     asked = asked_for(request, body)
     delivery = Delivery(
         generation=generation,
         charge=charge,
         wire=wire_format,
         stream=stream,
-        usage_chunk=body.wants_usage_chunk or asked != Asked(),
         asked=asked,
         headers=permit.headers,
         write_timeout_s=wire.settings.write_timeout_s,
         keepalive_s=wire.settings.keepalive_s,
-        ended=_Ending(story, permit, claimed, wire, job),
+        ended=ending,
         keep=claimed.keep if claimed is not None else None,
     )
     return DeliveryResponse(delivery, request.app.state.deliveries)
 
 
-async def _submitted(wire: Collaborators, job: Job, charge: Charge) -> Generation:
-    """The running generation; whatever stops it from starting gives the hold back."""
-    try:
-        generation = Generation(job, engine=wire.engine, bridge=wire.bridge, coverage=charge)
-        generation.submit()
-    except BaseException:
-        await charge.void()
-        raise
-    return generation
-
-
-@dataclass(frozen=True, slots=True)
 class _Ending:
-    """What follows a delivery: the permit goes back, and the request's story is complete."""
+    """How a request ends: its journal and log entries, and the return of all that it holds."""
 
-    story: Story
-    permit: Permit
-    claimed: Claim | None
-    wire: Collaborators
-    job: Job
+    def __init__(
+        self,
+        log: RequestLog,
+        wire: Collaborators,
+        job: Job,
+        principal: Principal,
+        trail: Trail,
+    ) -> None:
+        self._log = log
+        self._wire = wire
+        self._job = job
+        self._principal = principal
+        self._trail = trail
+        self._usage = EMPTY
+        self._held = AsyncExitStack()
+        log.add(
+            model=job.model.name,
+            stream=job.stream,
+            prompt_tokens=job.prompt_tokens,
+            choices=job.num_choices,
+        )
+
+    def refused(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        """Notes the refusal in the journal, where one ends the stack."""
+        if error is not None:
+            self._wire.journal.refuse(
+                self._job,
+                self._principal,
+                error,
+                client_id=self._log.client_id,
+                stream=self._job.stream,
+                trail=self._trail,
+            )
+
+    async def leave(self, permit: Permit) -> None:
+        await permit.close(self._usage)
+
+    def begin(self, generation: Generation, held: AsyncExitStack) -> None:
+        """The engine has the request. What it holds is given back by its delivery from now on."""
+        self._wire.journal.begin(
+            self._job,
+            self._principal,
+            generation,
+            client_id=self._log.client_id,
+            stream=self._job.stream,
+            trail=self._trail,
+        )
+        self._held = held.pop_all()
 
     async def __call__(self, delivered: Delivered) -> None:
         served, bill = delivered.served, delivered.bill
-        usage = bill.usage if bill else EMPTY
-        self.wire.journal.settle(self.story.request_id, delivered)
-        self._remember(served)
-        await self.permit.close(usage)
-        if self.claimed is not None:
-            await self.claimed.close()
-        self.story.add(
+        self._usage = usage = bill.usage if bill else EMPTY
+        async with self._held:
+            self._wire.journal.settle(self._log.request_id, delivered)
+            self._remember(served)
+        self._log.add(
             outcome=str(served.outcome),
             delivered=delivered.complete,
             settled=bill is not None,
@@ -213,24 +243,36 @@ class _Ending:
             miss_reasons={str(why): tokens for why, tokens in served.miss_reasons.items()},
             cost=bill.cost if bill else None,
             jumped_tokens=served.jumped_tokens or None,
-            parted_at_token=served.parting.at_token if served.parting else None,
-            parted_of_tokens=served.parting.of_tokens if served.parting else None,
-            parted_by=str(served.parting.reason) if served.parting else None,
+            replayed_tokens=served.replayed_tokens or None,
+            dropped_lines=served.dropped_lines or None,
+            diverged_at_token=served.divergence.at_token if served.divergence else None,
+            diverged_of_tokens=served.divergence.of_tokens if served.divergence else None,
+            diverged_by=str(served.divergence.reason) if served.divergence else None,
             **{f"{name}_ms": value for name, value in self._timings(delivered).items()},
         )
         if delivered.error is not None:
-            self.story.add(error=type(delivered.error).__name__)
+            self._log.add(error=type(delivered.error).__name__)
 
     def _remember(self, served: Served) -> None:
         """A turn's tokens, for the next turn to be compared with."""
-        conversations, turn = self.wire.conversations, self.job.turn
+        conversations, turn = self._wire.conversations, self._job.turn
         if conversations is not None and turn is not None and served.outcome is Outcome.FINISHED:
             conversations.remember(
-                turn, self.job.prompts[0], served.transcripts, self.job.model.tokenizer
+                turn,
+                self._job.prompts[0],
+                served.transcripts,
+                self._job.model.tokenizer,
+                self._job.message_of or assistant_message,
             )
 
     def _timings(self, delivered: Delivered) -> dict[str, float | None]:
         first = delivered.first_byte_ns
         timings = timings_ms(delivered.served.timeline, delivered.served.usage.output)
-        sent = round((first - self.story.arrival_ns) / 1e6, 3) if first else None
+        sent = round((first - self._log.arrival_ns) / 1e6, 3) if first else None
         return {**timings, "first_byte": sent}
+
+
+async def compiled(wire: Collaborators, tenant: str, source: Source) -> Grammar:
+    if wire.grammars is None:
+        raise Unsupported("Structured output is not served here.", param=source.field)
+    return await wire.grammars.get(tenant, source)

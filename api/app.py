@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
+import orjson
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -18,16 +19,39 @@ from api.access.body_bound import BodyBound
 from api.admin.headers import AdminHeaders
 from api.admin.pages.base import refusal_page
 from api.collaborators import Collaborators
-from api.context import Story
-from api.errors import ApiError, NotJson, answer_to, log_untold
-from api.request_log import Storyteller
-from api.routes import account as balance
-from api.routes import cache_events, chat, completions, health, models, receipts, requests, tokenize
+from api.context import RequestLog
+from api.errors import Answer, ApiError, NotJson, answer_to, log_untold
+from api.request_log import RequestLogger
+from api.routes import (
+    account,
+    cache_events,
+    chat,
+    completions,
+    customer_page,
+    health,
+    messages,
+    models,
+    responses,
+    tokenize,
+    usage,
+)
+from api.shapes.messages_format import anthropic_error
 from api.shapes.schemas import refusal
 from billing.errors import BillingError
 from engine.errors import EngineError
 
-AREAS = (chat, completions, models, tokenize, balance, receipts, cache_events, requests, health)
+AREAS = (
+    chat,
+    completions,
+    messages,
+    responses,
+    models,
+    tokenize,
+    account,
+    usage,
+    cache_events,
+    health,
+)
 SEND_JSON = "The body is no JSON object; send one, as application/json."
 DRAIN_S = 30.0  # deliveries that outlive their connections settle within this at shutdown
 DESCRIPTION = (
@@ -53,6 +77,7 @@ def create_app(
     app.state.deliveries = set()
     for area in AREAS:
         app.include_router(area.router)
+    app.include_router(customer_page.router)
     for router in routers:
         app.include_router(router)
     for kind in (ApiError, EngineError, BillingError, HTTPException):
@@ -60,7 +85,7 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _refuse)
     app.add_middleware(BodyBound, max_bytes=wire.settings.max_body_bytes)
     app.add_middleware(AdminHeaders)
-    app.add_middleware(Storyteller)
+    app.add_middleware(RequestLogger)
     return app
 
 
@@ -84,12 +109,19 @@ async def _answer(request: Request, error: Exception) -> Response:
         cause = error.__cause__
         error = cause if isinstance(cause, ApiError) else NotJson(SEND_JSON)
     answer = answer_to(error)
-    story: Story = request.state.story
-    story.add(error=type(error).__name__, param=answer.param)
-    log_untold(story.request_id, error)
+    log: RequestLog = request.state.request_log
+    log.add(error=type(error).__name__, param=answer.param)
+    log_untold(log.request_id, error)
     headers = dict(answer.headers)
     page = refusal_page(request, answer)
-    return page or Response(answer.encoded(), answer.status, headers, "application/json")
+    return page or Response(_encoded(request, answer), answer.status, headers, "application/json")
+
+
+def _encoded(request: Request, answer: Answer) -> bytes:
+    """The refusal in the shape of the protocol that the path belongs to."""
+    if request.url.path.startswith("/v1/messages"):
+        return orjson.dumps(anthropic_error(answer))
+    return answer.encoded()
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -1,10 +1,9 @@
 """What every route does first: find its collaborators, and know the principal.
 
-`Story` gathers what the request's one log line says; the outermost middleware opens it and writes
-it, and every hand on the way adds its part. Nothing of a prompt, an answer or a key goes in.
+`RequestLog` gathers what the request's one log line says; the outermost middleware opens it and
+writes it, and every hand on the way adds its part. Nothing of a prompt, an answer or a key goes in.
 """
 
-import re
 import time
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -15,14 +14,13 @@ from api.access.auth import require
 from api.access.local import check_local
 from api.collaborators import Collaborators
 from api.errors import InvalidRequest
+from api.headers import single_header
 from billing.keys import Principal, Scope
-
-FIT_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")  # what of a client's own names is kept
 
 
 @dataclass(slots=True)
-class Story:
-    """One request's log line in the making. `deferred` is set while a delivery runs."""
+class RequestLog:
+    """One request's log line in the making."""
 
     request_id: str
     arrival_ns: int = field(default_factory=time.monotonic_ns)
@@ -41,16 +39,24 @@ def wire_of(request: Request) -> Collaborators:
     return cast(Collaborators, request.app.state.wire)
 
 
-def story_of(request: Request) -> Story:
-    return cast(Story, request.state.story)
+def request_log_of(request: Request) -> RequestLog:
+    return cast(RequestLog, request.state.request_log)
 
 
-def single_header(request: Request, name: str) -> str | None:
-    """A header that decides who pays or what is replayed: it must not be open to two readings."""
-    values = request.headers.getlist(name)
-    if len(values) > 1:
-        raise InvalidRequest(f"The header {name} was sent {len(values)} times; send it once.")
-    return values[0] if values else None
+async def read_body(request: Request) -> bytes:
+    """The whole body. `Request.body` would keep it in memory until the answer has ended."""
+    return b"".join([part async for part in request.stream()])
+
+
+def _credentials(request: Request) -> str | None:
+    """The Authorization header, or Anthropic's x-api-key as one. Raises InvalidRequest for two
+    that differ."""
+    bearer, key = single_header(request, "Authorization"), single_header(request, "x-api-key")
+    if key is None:
+        return bearer
+    if bearer is not None and bearer != f"Bearer {key}":
+        raise InvalidRequest("Authorization and x-api-key name two keys; send one of them.")
+    return f"Bearer {key}"
 
 
 async def authorised(request: Request, scope: Scope = Scope.INFERENCE) -> Principal:
@@ -59,10 +65,10 @@ async def authorised(request: Request, scope: Scope = Scope.INFERENCE) -> Princi
     Raises MissingKey, MissingScope, UnknownKey, and ForeignPage where no key is needed.
     """
     gatekeeper = wire_of(request).gatekeeper
-    principal = await gatekeeper.identify(single_header(request, "Authorization"))
+    principal = await gatekeeper.identify(_credentials(request))
     if not principal.key_id:
         check_local(request)
-    story_of(request).add(
+    request_log_of(request).add(
         tenant=principal.tenant, project=principal.project or None, key_id=principal.key_id or None
     )
     require(principal, scope)

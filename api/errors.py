@@ -8,6 +8,7 @@ ApiError
 ├── BodyTooLarge
 ├── ModelNotFound
 ├── RequestNotFound           the journal does not remember it, or it is another tenant's
+├── ResponseNotFound          no response of this id is kept for the caller
 ├── RecordNotFound            an admin route names a tenant, key or request that is not there
 ├── BlockNotFound            no tier holds it any more
 ├── MissingKey                no API key where one is needed
@@ -17,6 +18,7 @@ ApiError
 ├── MissingScope              a key that may not do this
 ├── RateLimited               carries `Retry-After` and the x-ratelimit headers
 ├── Overloaded                too much waits already; try later
+│   └── QueueTooLong          the request would wait too long; carries `Retry-After`
 └── GenerationFailed          the engine gave up on this request after it was admitted
 
 Every body has OpenAI's shape, `{"error": {message, type, param, code}}`, routes that do not exist
@@ -82,6 +84,10 @@ class RequestNotFound(ApiError):
     """No request of this id is remembered for the caller."""
 
 
+class ResponseNotFound(ApiError):
+    """No response of this id is kept for the caller."""
+
+
 class RecordNotFound(ApiError):
     """No tenant, key, card or request of that name."""
 
@@ -118,6 +124,10 @@ class Overloaded(ApiError):
     """As much waits as is allowed."""
 
 
+class QueueTooLong(Overloaded):
+    """The request would wait longer than is allowed; `headers` say when to come back."""
+
+
 class GenerationFailed(ApiError):
     """The engine ended the request with an error."""
 
@@ -141,6 +151,7 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     BodyTooLarge: Row(413, "invalid_request_error", "request_too_large"),
     ModelNotFound: Row(404, "invalid_request_error", "model_not_found"),
     RequestNotFound: Row(404, "invalid_request_error", "request_not_found"),
+    ResponseNotFound: Row(404, "invalid_request_error", "response_not_found"),
     RecordNotFound: Row(404, "invalid_request_error", "not_found"),
     BlockNotFound: Row(404, "invalid_request_error", "block_not_found"),
     MissingKey: Row(401, "invalid_request_error", "missing_api_key"),
@@ -150,6 +161,7 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     MissingScope: Row(403, "permission_error", "insufficient_scope"),
     RateLimited: Row(429, "rate_limit_error", "rate_limit_exceeded"),
     Overloaded: Row(503, "server_error", "overloaded", retry_after_s=1),
+    QueueTooLong: Row(503, "server_error", "queue_too_long"),
     GenerationFailed: Row(500, "server_error", "generation_failed"),
     engine_errors.RequestError: Row(400, "invalid_request_error", "invalid_value"),
     engine_errors.PromptTooLong: Row(400, "invalid_request_error", "context_length_exceeded"),
@@ -172,6 +184,8 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     billing_errors.PriceError: Row(400, "invalid_request_error", "invalid_rate_card"),
     billing_errors.CardConflict: Row(409, "invalid_request_error", "rate_card_conflict"),
     billing_errors.UnknownHold: Row(404, "invalid_request_error", "not_found"),
+    billing_errors.UnknownDeposit: Row(404, "invalid_request_error", "not_found"),
+    billing_errors.UnknownBudget: Row(404, "invalid_request_error", "not_found"),
     billing_errors.InvalidName: Row(400, "invalid_request_error", "invalid_value"),
     billing_errors.InvalidSpan: Row(400, "invalid_request_error", "invalid_value"),
     billing_errors.AlreadyExists: Row(409, "invalid_request_error", "already_exists"),

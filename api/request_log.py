@@ -13,18 +13,19 @@ import structlog
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.context import FIT_NAME, Story
+from api.context import RequestLog
 from api.errors import answer_to
+from api.headers import FIT_NAME
 from billing.gate.outcomes import Outcome
 
 logger = logging.getLogger(__name__)
-story_log = structlog.get_logger("api.request")
+request_logger = structlog.get_logger("api.request")
 
 QUIET = frozenset({"/health", "/health/ready", "/metrics"})  # asked every few seconds
 
 
-class Storyteller:
-    """Opens a `Story` for each HTTP request and logs it when its response has ended."""
+class RequestLogger:
+    """Opens a `RequestLog` for each HTTP request and logs it when its response has ended."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -33,11 +34,11 @@ class Storyteller:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        story = Story(request_id())
+        log = RequestLog(request_id())
         client_id = _client_id(scope)
-        story.add(method=scope["method"], path=scope["path"], client_request_id=client_id)
-        scope.setdefault("state", {})["story"] = story
-        told = client_id or story.request_id
+        log.add(method=scope["method"], path=scope["path"], client_request_id=client_id)
+        scope.setdefault("state", {})["request_log"] = log
+        told = client_id or log.request_id
         status: int | None = None
 
         async def name(message: Message) -> None:
@@ -50,28 +51,28 @@ class Storyteller:
         try:
             await self._app(scope, receive, name)
         except ClientDisconnect:
-            story.add(outcome=str(Outcome.CLIENT_GONE))
+            log.add(outcome=str(Outcome.CLIENT_GONE))
         except Exception as error:
-            logger.exception("request %s failed", story.request_id)
-            story.add(error=type(error).__name__)
+            logger.exception("request %s failed", log.request_id)
+            log.add(error=type(error).__name__)
             if status is not None:
                 raise
             await _send_unexpected(name, error)
         finally:
-            self._tell(story, status)
+            self._write(log, status)
 
-    def _tell(self, story: Story, status: int | None) -> None:
+    def _write(self, log: RequestLog, status: int | None) -> None:
         """`status` is None where nothing was sent: the client had gone."""
-        path = story.facts.get("path")
+        path = log.facts.get("path")
         if path in QUIET and status == 200:
             return
-        duration_ms = round((time.monotonic_ns() - story.arrival_ns) / 1e6, 3)
-        story_log.info(
+        duration_ms = round((time.monotonic_ns() - log.arrival_ns) / 1e6, 3)
+        request_logger.info(
             "request",
-            request_id=story.request_id,
+            request_id=log.request_id,
             status=status,
             duration_ms=duration_ms,
-            **{name: fact for name, fact in story.facts.items() if fact is not None},
+            **{name: fact for name, fact in log.facts.items() if fact is not None},
         )
 
 

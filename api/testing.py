@@ -15,24 +15,27 @@ from typing import Any
 
 from api.access.auth import Gatekeeper, OpenGate, Salts
 from api.access.limits import NoLimits, RateLimits
-from api.collaborators import Collaborators, Readiness, ServedModel, WireSettings
+from api.access.overload import QueueBound
+from api.collaborators import Collaborators, Readiness, WireSettings
+from api.job import Bill, Job, Served
 from api.journal.journal import Journal
 from api.requests.bridge import OutputBridge
-from api.requests.encoders import EncoderPool
-from api.requests.generation import Job, Served
+from api.requests.encoders import encoder_pool
+from api.requests.grammars import GrammarPool
 from api.requests.idempotency import AnswerStore
 from api.requests.metering import Meter
 from api.requests.turns import Conversations
-from api.shapes.structured import GrammarDesk
-from api.shapes.usage import Bill
+from api.served_model import ServedModel
 from billing.accounts import Tenant
 from billing.gate.outcomes import billable
 from billing.keys import Principal
 from billing.money import UNITS
+from billing.store.store import LedgerStore
 from billing.usage import EMPTY, Usage
 from engine.errors import RequestError
 from engine.request import (
     FinishReason,
+    Lookup,
     Request,
     StepOutput,
     Timeline,
@@ -47,15 +50,19 @@ EOS = 256
 VOCAB_SIZE = 257
 
 
+TEMPLATE = "{{ tools }} <tool_call>"  # what the wire learns a style from
+
+
 class ByteTokenizer:
     """Every UTF-8 byte is a token; the chat template is `role: content` a line. 256 ends."""
 
     vocab_size = VOCAB_SIZE
     max_token_bytes = 1
     has_chat_template = True
+    chat_template: str | None = TEMPLATE
     special_token_ids = frozenset({EOS})
 
-    def encode(self, text: str) -> "array[int]":
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> "array[int]":
         return array("i", list(text.encode()))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -64,19 +71,27 @@ class ByteTokenizer:
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < EOS else b"<eos>"
 
-    def chat(
+    def chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> "array[int]":
+        return self.encode(self.render(messages, **arguments))
+
+    def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> "array[int]":
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> str:
         if any(message["role"] == "function" for message in messages):
             raise RequestError("this template knows no role 'function'", param="messages")
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        if continue_final_message:
+            lines[-1] = lines[-1].rstrip()
+        lines += [f"{name}: {value}\n" for name, value in (template_arguments or {}).items()]
         lines += [f"tools: {len(tools)}\n"] if tools else []
         lines += ["assistant: "] if add_generation_prompt else []
-        return self.encode("".join(lines))
+        return "".join(lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +101,14 @@ class Script:
     answer: str | None = None
     hits: Mapping[str, int] = field(default_factory=dict)  # hit_device=..., the rest misses
     reasons: Mapping[MissReason, int] | None = None
+    lookup: Lookup | None = None  # what the cache is said to have answered
     refuse: Exception | None = None  # raised by submit
     fail_after: int | None = None  # tokens until the engine fails
     step_s: float = 0.0
     stall: bool = False  # admitted, then nothing until aborted
     wait: bool = False  # never admitted, until aborted
     tokens_per_step: int = 1
+    wait_s: Mapping[str, float] = field(default_factory=dict)  # predicted, by tenant
 
 
 @dataclass(slots=True)
@@ -121,6 +138,9 @@ class ScriptedEngine:
         self._closing = False
         self._thread = threading.Thread(target=self._loop, name="scripted-engine", daemon=True)
         self._thread.start()
+
+    def predicted_wait_s(self, share: str, num_tokens: int) -> float:
+        return self.script.wait_s.get(share, 0.0)
 
     def submit(self, request: Request) -> None:
         if self.script.refuse is not None:
@@ -238,6 +258,7 @@ class ScriptedEngine:
             timeline=Timeline(request.arrival_ns, now, now, now, now) if admitted else Timeline(),
             error=error,
             last=last,
+            lookup=run.script.lookup if admitted else None,
         )
 
 
@@ -259,12 +280,14 @@ class CountingCharge:
         self.delivered: bool | None = None
         self.num_settled = 0
         self.num_voided = 0
+        self._ended = False
 
     async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int:
         budget = self._meter.budget
         return output_tokens if budget is None else min(output_tokens, budget)
 
     async def settle(self, served: Served, *, delivered: bool) -> Bill:
+        self._ended = True
         if self._meter.fail_settle is not None:
             raise self._meter.fail_settle
         self.num_settled += 1
@@ -286,7 +309,9 @@ class CountingCharge:
         self.delivered = False
 
     async def void(self) -> None:
-        self.num_voided += 1
+        if not self._ended:
+            self._ended = True
+            self.num_voided += 1
 
 
 class CountingMeter:
@@ -316,8 +341,10 @@ class CountingMeter:
         )
 
 
-def byte_model(name: str = "bytes", *, max_context: int = 4096) -> ServedModel:
-    tokenizer = ByteTokenizer()
+def byte_model(
+    name: str = "bytes", *, max_context: int = 4096, tokenizer: ByteTokenizer | None = None
+) -> ServedModel:
+    tokenizer = tokenizer or ByteTokenizer()
     return ServedModel(
         name=name,
         tokenizer=tokenizer,
@@ -344,7 +371,7 @@ class FakeHouse:
 
     def close(self) -> None:
         self.engine.close()
-        self.wire.encoders.shutdown()
+        self.wire.encoders.close()
 
 
 def fake_house(
@@ -356,10 +383,12 @@ def fake_house(
     salts: Salts | None = None,
     settings: WireSettings | None = None,
     balances: Callable[[str], Tenant] = rich_tenant,
+    ledger_store: LedgerStore | None = None,
     replays: AnswerStore | None = None,
     journal: Journal | None = None,
-    grammars: GrammarDesk | None = None,
+    grammars: GrammarPool | None = None,
     receipt_keys: Mapping[str, str] | None = None,
+    max_in_flight: int = 1024,
 ) -> FakeHouse:
     """A whole wire over a `ScriptedEngine`; pass what the test is about."""
     bridge = OutputBridge()
@@ -367,6 +396,7 @@ def fake_house(
     counting = CountingMeter()
     wire = Collaborators(
         engine=engine,
+        queue=QueueBound(engine, max_in_flight=max_in_flight),
         bridge=bridge,
         models={model.name: model for model in models or (byte_model(),)},
         gatekeeper=gatekeeper or OpenGate(),
@@ -374,12 +404,13 @@ def fake_house(
         meter=meter or counting,
         limits=limits or NoLimits(),
         balances=balances,
+        ledger_store=ledger_store,
         journal=journal or Journal(),
         replays=replays,
         grammars=grammars,
         receipt_keys=receipt_keys or {},
         conversations=Conversations(100_000),
-        encoders=EncoderPool(),
+        encoders=encoder_pool(),
         readiness=lambda: Readiness(ready=True),
         render_metrics=lambda: (b"# none\n", "text/plain; version=0.0.4"),
         settings=settings or WireSettings(),

@@ -37,6 +37,7 @@ from billing.names import check_name, check_text
 from billing.prices.book import PriceBook, RateCard
 from billing.prices.cards import card_digest, default_card, parse_card
 from billing.store import accounts as rows
+from billing.store import reports as store_reports
 from billing.store import trail as store_trail
 from billing.store.store import Connection, LedgerStore
 
@@ -135,6 +136,20 @@ class Accounts:
             raise KeyExpired("this API key has expired; ask the operator for another")
         return known.principal
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the last look at the store is young enough to answer from memory."""
+        return time.monotonic() - self._looked_s < REFRESH_S
+
+    def recall(self, key: str) -> Principal | None:
+        """Who a key stands for, from memory alone; None where `authenticate` must be asked."""
+        known = self._snapshot.keys.get(key_digest(self._secret, key))
+        if known is None or known.revoked_ns is not None:
+            return None
+        if known.expires_ns is not None and known.expires_ns <= self._clock_ns():
+            return None
+        return known.principal
+
     def is_live(self, key_id: str) -> bool:
         """Whether what a key opened may stay open: it was neither revoked nor has it expired."""
         self.refresh(REFRESH_S)
@@ -184,14 +199,14 @@ class Accounts:
 
     # -- open mode ---------------------------------------------------------------------------------
 
-    def prepare(self, card: RateCard | None = None) -> None:
+    def prepare(self, card: RateCard) -> None:
         """What a server needs before its first request: a rate card, and the open tenant.
 
-        `card` is applied where none ever was; without it, the launch card that ships.
+        `card` is applied where none ever was.
         """
         if not self.book.cards:
             with suppress(CardConflict):  # another server was first
-                self.apply_card(card or default_card(), by="server", reason="first start")
+                self.apply_card(card, by="server", reason="first start")
         if self.find_tenant(OPEN_TENANT) is None:
             currency = self.book.cards[-1].currency
             with suppress(AlreadyExists):
@@ -203,6 +218,12 @@ class Accounts:
         """Whom a request belongs to on a server without keys."""
         tenant = self.tenant(OPEN_TENANT)
         return Principal(OPEN_TENANT, scopes=frozenset(Scope), currency=tenant.currency)
+
+    @property
+    def usual_currency(self) -> str:
+        """That of the last card; of the launch card that ships, while there is none."""
+        cards = self.book.cards or (default_card(),)
+        return cards[-1].currency
 
     # -- tenants -----------------------------------------------------------------------------------
 
@@ -369,11 +390,10 @@ class Accounts:
                 "name": card.name,
                 "version": card.version,
                 "valid_from_ns": card.valid_from_ns,
+                "applied_ns": max(self._clock_ns(), store_reports.newest_ns(connection)),
                 "digest": card_digest(card),
             }
-            rows.insert_card(
-                connection, values | {"applied_ns": self._clock_ns(), "text": card.text}
-            )
+            rows.insert_card(connection, values | {"text": card.text})
             subject = f"{card.name} {card.version}"
             self._trail(connection, by, "prices.apply", subject, None, values, reason)
 

@@ -10,6 +10,7 @@ BillingError
 ├── AccountError
 │   ├── InvalidName        a tenant or project name that is not safe everywhere
 │   ├── UnknownTenant
+│   ├── UnknownBudget
 │   ├── AlreadyExists      a tenant, project or reference of that name stands already
 │   ├── UnknownKey         no such API key
 │   ├── KeyExpired / KeyRevoked / TenantSuspended
@@ -17,10 +18,12 @@ BillingError
 ├── GateError
 │   ├── InsufficientBalance  the hold does not fit the available money (402)
 │   ├── DuplicateRequest     a hold or a charge of this request id exists
-│   └── UnknownHold          the hold was settled or its lease ended
+│   ├── UnknownHold          the hold was settled or its lease ended
+│   └── UnknownDeposit       no top-up or grant has this reference
 ├── IdempotencyConflict    the same key with another body (409)
 ├── IdempotencyBusy        the first request of this key still runs (409, retry)
 ├── LedgerUnavailable      the store cannot be written; the gate fails closed (503)
+│   ├── ClockJumped        the host's clock is minutes from where it should be
 │   └── Unwritable         the database refuses these very rows, and would again
 ├── LedgerClosed           an operation on a ledger that is not running
 ├── ReceiptKeyError        a signing key that cannot be used; says what to do
@@ -69,6 +72,10 @@ class UnknownTenant(AccountError):
     """No tenant of that name."""
 
 
+class UnknownBudget(AccountError):
+    """No budget of that name."""
+
+
 class AlreadyExists(AccountError):
     """A tenant, project or reference of that name stands already."""
 
@@ -100,14 +107,10 @@ class GateError(BillingError):
 class InsufficientBalance(GateError):
     """The available money does not cover the hold."""
 
-    def __init__(self, tenant: str, *, needed: int, available: int, currency: str) -> None:
-        from billing.money import format_units
-
-        super().__init__(
-            f"insufficient balance: {format_units(needed)} {currency} is needed and "
-            f"{format_units(max(0, available))} {currency} is available to tenant {tenant!r}; "
-            "top up, or ask for fewer tokens"
-        )
+    def __init__(
+        self, message: str, *, tenant: str, needed: int, available: int, currency: str
+    ) -> None:
+        super().__init__(message)
         self.tenant, self.needed, self.available = tenant, needed, available
         self.currency = currency
 
@@ -118,6 +121,10 @@ class DuplicateRequest(GateError):
 
 class UnknownHold(GateError):
     """The hold was settled, or its lease ended."""
+
+
+class UnknownDeposit(GateError):
+    """No top-up and no grant of the tenant has this reference."""
 
 
 class IdempotencyConflict(BillingError):
@@ -135,6 +142,10 @@ class LedgerUnavailable(BillingError):
 class Unwritable(LedgerUnavailable):
     """The database refuses what one of the commands would write; the others of its batch are
     applied without it."""
+
+
+class ClockJumped(LedgerUnavailable):
+    """The host's clock jumped; what was booked now would be of another day."""
 
 
 class LedgerClosed(BillingError):

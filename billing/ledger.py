@@ -24,14 +24,17 @@ from functools import partial
 from typing import Any, cast
 
 from billing.accounts import Accounts, Tenant
+from billing.clock import ClockWatch
 from billing.errors import (
     BillingError,
+    ClockJumped,
     DuplicateRequest,
     LedgerClosed,
     LedgerUnavailable,
     Unwritable,
 )
 from billing.gate.commands import (
+    Adjust,
     Command,
     Correct,
     Deposit,
@@ -42,9 +45,9 @@ from billing.gate.commands import (
     moves_money,
 )
 from billing.gate.entries import Entry, Kind
-from billing.gate.gate import Settled
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import Outcome
+from billing.gate.work import Settled
 from billing.names import check_text
 from billing.prices.book import NS, PinnedRate, PriceBook, RateCard
 from billing.store.store import LedgerStore
@@ -71,6 +74,7 @@ class LedgerStats:
     recovered: int = 0  # holds of an earlier run, settled at start
     failed_batches: int = 0
     queued: int = 0
+    clock_skew_s: int = 0  # how far the host's clock is from where it should be
     commit_ns: int = 0  # spent in commits so far
     commit_ns_max: int = 0
 
@@ -94,16 +98,19 @@ class Ledger:
         *,
         owner: str = "server",
         clock_ns: Callable[[], int] = time.time_ns,
+        timer_ns: Callable[[], int] | None = None,
         observers: Sequence[Observer] = (),
-        default_card: RateCard | None = None,
+        first_card: RateCard | None = None,
     ) -> None:
         self.store = store
         self.accounts = accounts
         self._owner = owner
         self._boot = secrets.token_hex(8)
         self._clock_ns = clock_ns
+        self._watch = ClockWatch(clock_ns, timer_ns)
+        self._is_timed = timer_ns is not None
         self._observers = tuple(observers)
-        self._default_card = default_card
+        self._first_card = first_card
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._syncer = Syncer(store)
@@ -115,8 +122,13 @@ class Ledger:
     # -- life --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Settle what an earlier run left behind, then take commands."""
-        self.accounts.prepare(self._default_card)
+        """Settle what an earlier run left behind, then take commands.
+
+        A `first_card` is put in force where no card ever was. Only a server has one: a command that
+        books money decides no prices.
+        """
+        if self._first_card is not None:
+            self.accounts.prepare(self._first_card)
         self._recover()
         self._syncer.start()
         self._thread.start()
@@ -155,6 +167,8 @@ class Ledger:
         Fails with `InsufficientBalance`, `UnknownTenant`, `TenantSuspended`, `CurrencyMismatch` or
         `DuplicateRequest`.
         """
+        if (jumped := self._jumped()) is not None:
+            return jumped
         context = context or RequestContext()
         if not context.admitted_ns:
             context = replace(context, admitted_ns=self._clock_ns())
@@ -210,10 +224,30 @@ class Ledger:
         """Book money that was paid, once for each reference; what is owed is settled first."""
         return self._deposit(Deposit(tenant, Kind.TOPUP, reference, amount, by, reason))
 
-    def _deposit(self, command: Deposit) -> "Future[Entry]":
+    def withdraw(
+        self, tenant: str, amount: int, *, reference: str, by: str, reason: str
+    ) -> "Future[Entry]":
+        """Book paid money that was paid out again. Fails with `InsufficientBalance` where it is
+        spent or held."""
+        return self._deposit(Deposit(tenant, Kind.WITHDRAWAL, reference, amount, by, reason))
+
+    def charge_back(
+        self, tenant: str, amount: int, *, reference: str, by: str, reason: str
+    ) -> "Future[Entry]":
+        """Book a payment that the payer's bank took back; what was spent of it is owed."""
+        return self._deposit(Deposit(tenant, Kind.CHARGEBACK, reference, amount, by, reason))
+
+    def adjust(
+        self, tenant: str, deposit: str, amount: int, *, reference: str, by: str, reason: str
+    ) -> "Future[Entry]":
+        """Make the top-up or grant of reference `deposit` what it should have been."""
+        check_text(deposit, "reference of the deposit")
+        return self._deposit(Adjust(tenant, deposit, reference, amount, by, reason))
+
+    def _deposit(self, command: Deposit | Adjust) -> "Future[Entry]":
         check_text(command.reference, "reference")
         check_text(command.reason, "reason")
-        return self._submit(command)
+        return self._jumped() or self._submit(command)
 
     def correct(
         self,
@@ -229,6 +263,17 @@ class Ledger:
         check_text(reference, "reference")
         check_text(reason, "reason")
         return self._submit(Correct(tenant, request_id, reference, amount, by, reason))
+
+    def _jumped(self) -> "Future[Any] | None":
+        """What says that the clock is wrong, in place of what would be dated by it. Requests that
+        run are settled all the same: they are billed by their admission."""
+        try:
+            self._watch.check()
+        except ClockJumped as error:
+            future: Future[Any] = Future()
+            future.set_exception(error)
+            return future
+        return None
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -376,9 +421,22 @@ class Ledger:
     def _tick(self) -> None:
         try:
             self.accounts.refresh()
+            if self._is_timed:
+                self._watch.compare(self.store.clock_ns())
+            self._note_skew()
             self._count(swept=self.sweep())
         except Exception:  # the store may be away; commands say so to their callers
             log.exception("the ledger's sweep failed")
+
+    def _note_skew(self) -> None:
+        try:
+            self._watch.check()
+        except ClockJumped as error:
+            if self._stats.clock_skew_s == 0:
+                log.error("%s", error)
+        skew_s = round(self._watch.skew_ns / NS)
+        with self._counting:
+            self._stats = replace(self._stats, clock_skew_s=skew_s)
 
     def sweep(self) -> int:
         """End the holds whose lease is over; gives how many. Our own are timed by the monotonic

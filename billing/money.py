@@ -35,11 +35,24 @@ def parse_amount(text: str) -> int:
     return int(units)
 
 
+def parse_units(text: str) -> int:
+    """Units of a text that `format_units` wrote exactly, of any length."""
+    return int(Decimal(text).scaleb(PLACES, _EXACT))
+
+
 def parse_positive(text: str) -> int:
     """Units of a decimal above zero."""
     units = parse_amount(text)
     if units <= 0:
         raise InvalidAmount(f"{text!r} is not above zero")
+    return units
+
+
+def parse_not_negative(text: str) -> int:
+    """Units of a decimal that is zero or above."""
+    units = parse_amount(text)
+    if units < 0:
+        raise InvalidAmount(f"{text!r} is below zero")
     return units
 
 

@@ -9,6 +9,14 @@ from billing.errors import InvalidName
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
+# What the wire writes before a request's id in its answers.
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+
+
+def bare_id(name: str) -> str:
+    """A request's id in the ledger, of the id of its answer."""
+    return next((name[len(p) :] for p in ANSWER_PREFIXES if name.startswith(p)), name)
+
 
 def check_name(name: str, what: str) -> str:
     """A name that is safe in files, URLs and logs. Raises `InvalidName`."""

@@ -1,7 +1,7 @@
 """Secrets of the data directory: made once, whole, and for their owner's eyes only.
 
-The signing key of `receipts` and the secret behind the tenants' salts (`cachesvc.server.money`)
-are such files. Server and command line may ask for one at the same time, from any thread.
+The signing key of `receipts` and the secret behind the tenants' salts (`cachesvc.server.money`) are
+such files. Server and command line may ask for one at the same time, from any thread.
 """
 
 import os

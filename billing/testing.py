@@ -10,6 +10,7 @@ from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
 from billing.prices.book import NS
+from billing.prices.cards import default_card
 from billing.store.store import open_store
 from billing.usage import Usage
 
@@ -66,7 +67,7 @@ def running_ledger(
     clock = clock or ManualClock()
     store = open_store(url)
     accounts = Accounts(store, clock_ns=clock)
-    ledger = Ledger(store, accounts, owner=owner, clock_ns=clock)
+    ledger = Ledger(store, accounts, owner=owner, clock_ns=clock, first_card=default_card())
     ledger.start()
     try:
         if accounts.find_tenant("acme") is None:

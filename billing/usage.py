@@ -1,5 +1,5 @@
-"""What a request used, in disjoint classes. Pure values; made by api.requests.metering, kept by the
-ledger.
+"""What a request used, in disjoint classes. Pure values; made by `api.requests.metering`, kept by
+the ledger.
 """
 
 from collections.abc import Mapping
@@ -32,9 +32,10 @@ class Counts(Protocol):
 class Usage:
     """Tokens by class. `hit_* + miss` is the prompt, each token in exactly one of them.
 
-    `cache_write` counts computed tokens (of miss and output) whose KV was written for reuse; it is
-    a surcharge class, not part of the prompt sum. `storage_token_hours` counts started hours of
-    each token of a pinned prefix.
+    `cache_write` counts computed tokens of the prompt whose blocks were kept for reuse, and
+    `cache_write_1h` those that a request asked to keep for an hour or longer. They are surcharges,
+    not part of the prompt sum. `storage_token_hours` counts started hours of each token of a pinned
+    prefix.
     """
 
     hit_device: int = 0
@@ -44,6 +45,7 @@ class Usage:
     miss: int = 0
     output: int = 0
     cache_write: int = 0
+    cache_write_1h: int = 0
     storage_token_hours: int = 0
 
     def __post_init__(self) -> None:
@@ -51,10 +53,10 @@ class Usage:
             count = getattr(self, name)
             if type(count) is not int or count < 0:
                 raise InvalidUsage(f"{name} is {count!r}; a count is a whole number, zero or more")
-        if self.cache_write > self.miss + self.output:
+        if self.cache_write + self.cache_write_1h > self.miss:
             raise InvalidUsage(
-                f"cache_write {self.cache_write} exceeds the computed tokens "
-                f"{self.miss} + {self.output}"
+                f"cache_write {self.cache_write} + {self.cache_write_1h} exceeds the computed "
+                f"prompt tokens {self.miss}"
             )
 
     @property
@@ -66,7 +68,7 @@ class Usage:
         return self.hit + self.miss
 
     @classmethod
-    def from_counts(cls, counts: Counts, *, cache_write: int = 0) -> Self:
+    def from_counts(cls, counts: Counts, *, written: int = 0, for_1h: bool = False) -> Self:
         """Usage of the engine's counts; refuses counts whose hits exceed the prompt."""
         hit = counts.hit_device + counts.hit_host + counts.hit_disk + counts.hit_remote
         if hit > counts.prompt:
@@ -78,7 +80,8 @@ class Usage:
             hit_remote=counts.hit_remote,
             miss=counts.prompt - hit,
             output=counts.output,
-            cache_write=cache_write,
+            cache_write=0 if for_1h else written,
+            cache_write_1h=written if for_1h else 0,
         )
 
     @classmethod

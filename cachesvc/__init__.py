@@ -1,1 +1,20 @@
+"""A context cache for LLM serving. `from cachesvc import LLM, SamplingParams` is the offline face.
+
+Its names are looked up when they are asked for: the command line imports this package too, and
+does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine import LLM, LoRARequest, RequestOutput, SamplingParams, StructuredOutputs
+
 __version__ = "0.1.0"
+__all__ = ["LLM", "LoRARequest", "RequestOutput", "SamplingParams", "StructuredOutputs"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("engine"), name)

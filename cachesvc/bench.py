@@ -20,6 +20,7 @@ from typing import Any
 
 from cachesvc.config import CacheSection, EngineSection
 from cachesvc.server import compute as core
+from engine.composition import Core
 from engine.models.load import LoadedModel
 from engine.request import Request, SamplingParams, StepOutput
 from engine.text.tokenizer import Tokenizer
@@ -71,7 +72,7 @@ class Probe:
         for output in outputs:
             self._outputs.put((output, now_ns))
 
-    def ask(self, running: core.Core, tokens: "array[int]") -> tuple[float, StepOutput]:
+    def ask(self, running: Core, tokens: "array[int]") -> tuple[float, StepOutput]:
         """Seconds to the first token, and the output that brought it."""
         self._number += 1
         request = Request(
@@ -144,13 +145,13 @@ class Scenario:
             results.append(self._after_restart(document))
         return with_ratios(results)
 
-    def _cold(self, running: core.Core, document: "Document") -> Measured:
+    def _cold(self, running: Core, document: "Document") -> Measured:
         ttft_s, output = self._probe.ask(running, document.ask(0))
         if output.counts.hit > self._cache.block_size:
             raise BenchError("the cold run hit the cache; use an empty --data-dir")
         return _measured(Case.COLD, document, [ttft_s], output)
 
-    def _hit(self, running: core.Core, document: "Document", case: Case) -> Measured:
+    def _hit(self, running: Core, document: "Document", case: Case) -> Measured:
         times = []
         for repeat in range(self._repeats):
             if case is not Case.DEVICE:
@@ -185,14 +186,14 @@ class Scenario:
         if served < whole_blocks - self._cache.block_size:
             raise BenchError(f"{case}: only {served} of {whole_blocks} tokens came from there")
 
-    def _warm_up(self, running: core.Core) -> None:
+    def _warm_up(self, running: Core) -> None:
         """Let kernels and allocators settle on a prompt that no case uses."""
         document = Document(self._loaded.tokenizer, 4 * self._cache.block_size, seed=-1)
         for question in (0, 1, 2):
             self._probe.ask(running, document.ask(question))
 
     @contextmanager
-    def _running(self) -> Iterator[core.Core]:
+    def _running(self) -> Iterator[Core]:
         running = core.build(
             self._loaded,
             kv_dtype=self._kv_dtype,
@@ -201,8 +202,7 @@ class Scenario:
             data_dir=self._data_dir,
             on_outputs=self._probe.on_outputs,
         )
-        running.warm_up(self._engine.chunk_tokens)
-        running.start()
+        running.start(self._engine.chunk_tokens)
         try:
             yield running
         finally:

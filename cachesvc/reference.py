@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from api.errors import TABLE, UNEXPECTED
 from cachesvc.cli import COMMANDS, load
 from cachesvc.cli.config import shown
+from cachesvc.cli.lazy import LazyGroup
 from cachesvc.config import Settings, env_name, known_settings
 from cachesvc.observability.names import SPECS
 
@@ -84,7 +85,8 @@ def _commands() -> str:
 def _command(path: str, command: Any) -> Iterator[tuple[str, str, str]]:
     if isinstance(command, TyperGroup):
         for name, child in command.commands.items():
-            yield from _command(f"{path} {name}", child)
+            loaded = command.load(name) if isinstance(command, LazyGroup) else child
+            yield from _command(f"{path} {name}", loaded)
         return
     rows = [
         (", ".join(f"`{name}`" for name in _names(parameter)), parameter.help or "")

@@ -8,7 +8,6 @@ requests finish for `server.drain`, then closes the engine, flushes the tiers, c
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import socket
@@ -16,26 +15,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import uvicorn
 
 import cachesvc
+from api.access.overload import QueueBound
 from api.admin.router import admin_router
 from api.app import create_app
 from api.cache.explorer import Explorer
 from api.cache.feeds import Feeds
 from api.cache.owners import Owners
-from api.collaborators import Collaborators, Readiness, ServedModel, WireSettings
-from api.journal.journal import Journal, JournalSettings
+from api.collaborators import Collaborators, Readiness, WireSettings
+from api.journal.journal import Journal, JournalSettings, Record
 from api.requests.bridge import OutputBridge
-from api.requests.encoders import EncoderPool
+from api.requests.encoders import encoder_pool
+from api.requests.grammars import GrammarPool
 from api.requests.metering import Meter
 from api.requests.turns import Conversations
-from api.shapes.structured import GrammarDesk
+from api.served_model import ServedModel
 from billing.errors import BillingError
-from cachesvc.config import ConfigError, JournalSection, ServerSection, Settings, disk_path
-from cachesvc.observability.kv_events import published
+from cachesvc.config import JournalSection, Settings, disk_path
 from cachesvc.observability.latency import Latencies
 from cachesvc.observability.metrics import Metrics
 from cachesvc.observability.samples import Snapshots
@@ -46,82 +45,35 @@ from cachesvc.operator.operator import CacheOperator
 from cachesvc.operator.quotas import QuotaBook
 from cachesvc.operator.scopes import note_scopes, payers
 from cachesvc.operator.storage_meter import StorageMeter
-from cachesvc.server import compute as core
+from cachesvc.server import compute
 from cachesvc.server.connection import BoundedConnection
 from cachesvc.server.dashboard import Dashboard
-from cachesvc.server.http import Asgi, HttpServer, Timed, bind, is_loopback
-from cachesvc.server.money import Money, open_money
+from cachesvc.server.http import Asgi, HttpServer, Timed
+from cachesvc.server.listen import url_of
+from cachesvc.server.money import Money
+from cachesvc.server.remembered import FILE_NAME, Remembered
 from cachesvc.server.server_file import announced
+from engine.errors import EngineFailed
 from engine.models.load import LoadedModel
 from engine.request import StepOutput
 from tiers.cache import TieredCache
-from tiers.disk.directory import is_locked, read_holder
+from tiers.disk.array import DiskArray
 from tiers.disk.pin_file import load_pins
 from tiers.disk.tier import DiskTier
-from tiers.errors import DirectoryLocked
+from tiers.remote.stacked import StackedTier
 from tiers.telemetry.events import EventStream
+from tiers.tier import TierStats
 
 logger = logging.getLogger(__name__)
 
-NUM_ENCODERS = 2  # threads that tokenise long texts
+WATCH_S = 0.5  # how often the engine is looked at
 CHECK_S = 60.0  # how often an idle engine's blocks are counted
 MONEY_S = 10.0  # how often holds and balances are looked at
 AUDIT_EVERY = 360  # of these looks is a proof of the whole ledger
 
 
-def serve(
-    settings: Settings,
-    *,
-    progress: core.Progress | None = None,
-    on_ready: Callable[[str, str], None] = lambda url, link: None,
-) -> None:
-    """Serve until a signal says to stop. Raises what cannot work, before the first request.
-
-    Once it accepts requests, `on_ready` is called with the server's URL and a link that logs in to
-    its dashboard once.
-    """
-    server = settings.server
-    make_data_dir(server.data_dir)
-    with contextlib.closing(open_money(settings)) as money:
-        check_address(server, requires_keys=money.requires_keys)
-        stream = EventStream()
-        with (
-            contextlib.closing(bind(server.host, server.port)) as listener,
-            published(settings.events, stream, settings.cache.block_size),
-        ):
-            loaded = core.load(settings.model, server.data_dir, progress)
-            service = Service(settings, loaded, money, stream)
-            try:
-                service.run(listener, on_ready)
-            finally:
-                service.close()
-
-
-def make_data_dir(path: Path) -> None:
-    """Create the data directory, for its owner alone: it holds prompts' KV and the ledger."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make {path}: {error.strerror}; check --data-dir") from None
-    if is_locked(disk_path(path)):
-        raise DirectoryLocked(
-            f"{path} is served by {read_holder(disk_path(path))}; stop that server or choose "
-            f"another --data-dir"
-        )
-
-
-def check_address(server: ServerSection, *, requires_keys: bool) -> None:
-    """A server that anybody may use must not be reachable by everybody. Raises ConfigError."""
-    if requires_keys or is_loopback(server.host):
-        return
-    raise ConfigError(
-        f"without API keys the server listens on loopback only, and {server.host} is not; create "
-        f"a key with `cachesvc keys create`, or add --require-keys, or use --host 127.0.0.1"
-    )
-
-
 class Service:
-    """Everything of one running server. `run` once, then `close`."""
+    """Everything of one running server: `start`, `run`, then `close`."""
 
     def __init__(
         self, settings: Settings, loaded: LoadedModel, money: Money, stream: EventStream
@@ -132,10 +84,13 @@ class Service:
         self._closing = False
         self.bridge = OutputBridge()
         self._tracer = open_tracer(settings.tracing)
-        on_end = self._tracer.trace if self._tracer is not None else lambda record: None
-        self.journal = Journal(_journal_settings(settings.journal), on_end=on_end)
+        self._remembered = Remembered(
+            settings.server.data_dir / FILE_NAME, max_records=settings.journal.requests
+        )
+        self.journal = Journal(_journal_settings(settings.journal), on_end=self._on_end)
+        self.journal.restore(self._remembered.records())
         self._quotas = QuotaBook(settings.cache, settings.server.data_dir)
-        self.core = core.build(
+        self.core = compute.build(
             loaded,
             kv_dtype=settings.model.kv_dtype,
             cache=settings.cache,
@@ -180,9 +135,11 @@ class Service:
                 self._storage,
             ),
         )
-        self._encoders = EncoderPool(NUM_ENCODERS)
+        self.dashboard.remember(self._remembered)
+        self._remembered.start()
+        self._encoders = encoder_pool()
         self._feeds = Feeds(stream)
-        self._grammars = GrammarDesk(self.core.grammars)
+        self._grammars = GrammarPool(self.core.grammars)
 
     def app(self, meter: Meter) -> Asgi:
         models = self._models()
@@ -191,12 +148,18 @@ class Service:
         self._quotas.add(self._money.salts, models.values())
         wire = Collaborators(
             engine=self.core.engine,
+            queue=QueueBound(
+                self.core.engine,
+                max_wait_s=self._settings.engine.max_wait,
+                max_in_flight=self._settings.engine.max_waiting,
+            ),
             bridge=self.bridge,
             models=models,
             gatekeeper=self._money.gatekeeper,
             salts=self._money.salts,
             meter=meter,
             balances=self._money.accounts.tenant,
+            ledger_store=self._money.books.store,
             receipt_keys=self._money.books.signer.published,
             limits=self._money.limits,
             replays=self._money.replays,
@@ -214,24 +177,24 @@ class Service:
         )
         return Timed(app, self.metrics)
 
-    def run(self, listener: socket.socket, on_ready: Callable[[str, str], None]) -> None:
-        """Serve on `listener` until a signal comes."""
-        server = self._settings.server
-        config = uvicorn.Config(
+    def start(self) -> None:
+        """Take commands: the ledger, the app and the engine. Its first steps warm it up."""
+        self._config = uvicorn.Config(
             self.app(self._money.start(self.metrics.observe_bill)),
             loop="uvloop",
             http=BoundedConnection,
+            ws="none",
             lifespan="on",
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=max(1, round(server.drain)),
+            timeout_graceful_shutdown=max(1, round(self._settings.server.drain)),
         )
-        self.core.warm_up(self._settings.engine.chunk_tokens)
-        self.core.start()
+        self.core.start(self._settings.engine.chunk_tokens)
 
-        host, port = listener.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    def run(self, listener: socket.socket, on_ready: Callable[[str, str], None]) -> None:
+        """After `start`: serve on `listener` until a signal comes."""
+        server, config, url = self._settings.server, self._config, url_of(listener)
         http = HttpServer(
             config, lambda: on_ready(url, self.dashboard.first_link(url)), self._begin_drain
         )
@@ -240,16 +203,23 @@ class Service:
             asyncio.Runner(loop_factory=config.get_loop_factory()) as runner,
         ):
             runner.run(self._serve(http, listener))
+        if (failure := self.core.engine.failure) is not None:
+            raise EngineFailed(
+                f"the engine has failed, and the server ends so that it can be started again: "
+                f"{failure!r}"
+            ) from failure
 
     def close(self) -> None:
         """Stop the engine, flush the tiers. The ledger stays open for its owner to close."""
         self._closing = True
         started = time.monotonic()
         unsaved = self.core.close()
-        self._encoders.shutdown()
+        self._encoders.close()
         self._grammars.close()
         if self._tracer is not None:
             self._tracer.close()
+        self.dashboard.close()
+        self._remembered.close()
         elapsed_s = time.monotonic() - started
         logger.info(f"stopped; the tiers were flushed in {elapsed_s:.1f} s, {unsaved} blocks lost")
 
@@ -258,10 +228,11 @@ class Service:
         if self._closing:
             return Readiness(False, "the server is shutting down")
         if stats.failed:
-            return Readiness(False, f"the engine has failed: {stats.failed}")
+            return Readiness(False, f"the engine has failed: {stats.failed}", alive=False)
         if broken := self._money.books.store.failed:
             return Readiness(False, f"the ledger is closed: {broken}")
-        return Readiness(True, "", {"running": stats.num_running, "waiting": stats.num_waiting})
+        detail = {"running": stats.num_running, "waiting": stats.num_waiting}
+        return Readiness(True, "", detail | _degraded(stats.cache.disk))
 
     async def _serve(self, http: "HttpServer", listener: socket.socket) -> None:
         tasks = [
@@ -269,12 +240,19 @@ class Service:
             asyncio.create_task(self._watch_money()),
             asyncio.create_task(self._storage.run()),
             asyncio.create_task(self.dashboard.keep_history()),
+            asyncio.create_task(self._watch_engine(http)),
         ]
         try:
             await http.serve(sockets=[listener])
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _watch_engine(self, http: "HttpServer") -> None:
+        """End the server when its engine is dead, for whoever supervises it to start it again."""
+        while self.core.engine.failure is None:  # noqa: ASYNC110 - its thread knows no loop
+            await asyncio.sleep(WATCH_S)
+        http.should_exit = True
 
     async def _count_blocks(self) -> None:
         """Check the tiers' invariants while nobody computes; what is broken is counted."""
@@ -295,6 +273,9 @@ class Service:
         for turn in itertools.count():
             try:
                 await asyncio.to_thread(self._money.refresh)
+                await asyncio.to_thread(self._money.alert)
+                if turn % AUDIT_EVERY == 0:
+                    await asyncio.to_thread(self._money.keep_heads)
                 if turn % AUDIT_EVERY == AUDIT_EVERY - 1:
                     self._violations["ledger"] += await asyncio.to_thread(self._money.audit)
             except BillingError:
@@ -304,6 +285,12 @@ class Service:
     def _begin_drain(self) -> None:
         self._closing = True
         self._feeds.close()  # they have no end of their own to wait for
+
+    def _on_end(self, record: Record) -> None:
+        """A request has ended."""
+        self._remembered.keep_record(record)
+        if self._tracer is not None:
+            self._tracer.trace(record)
 
     def _on_outputs(self, outputs: Sequence[StepOutput]) -> None:
         """Engine thread: hand over first, count afterwards."""
@@ -316,7 +303,7 @@ class Service:
         return Explorer(
             self.core.engine.call,
             self._owners(),
-            disk.view if isinstance(disk, DiskTier) else None,
+            disk.view if isinstance(disk, DiskTier | DiskArray | StackedTier) else None,
             block_bytes=self.core.layout.nbytes,
         )
 
@@ -363,20 +350,31 @@ class Service:
         return {model.name: model, **adapted}
 
 
+def _degraded(disk: TierStats | None) -> dict[str, object]:
+    """What does not serve as it should though requests do; nothing where all is well."""
+    if disk is None:
+        return {}
+    checking = [shard.name for shard in disk.shards if shard.checking]
+    lost = [shard.name for shard in disk.shards if not shard.ready and not shard.checking]
+    said = [f"{name} is being checked: it is read, not written" for name in checking]
+    said += [f"{name} cannot be used" for name in lost]
+    return {"degraded": said} if said else {}
+
+
 def _wire_settings(settings: Settings) -> WireSettings:
     server = settings.server
     return WireSettings(
         max_body_bytes=server.max_body_bytes,
-        max_choices=server.max_choices,
         write_timeout_s=server.write_timeout,
         keepalive_s=server.keepalive,
         perceptual_digests=settings.cache.perceptual_digests,
+        replay_turns=server.replay_turns,
+        drop_lines=server.drop_lines,
     )
 
 
 def _journal_settings(journal: JournalSection) -> JournalSettings:
     return JournalSettings(
         max_requests=journal.requests,
-        max_bytes=journal.bytes,
         keep_prompts=journal.keep_prompts,
     )

@@ -40,12 +40,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token chosen for one span (None where `sample` was False)."""
+    """The token chosen for one span (None where `sample` was False, or where none could be)."""
 
     sequence_id: int
     token: int | None
     logprob: TokenLogprob | None = None
     targets: tuple[TokenLogprob, ...] = ()  # of the span's targets
+    error: str | None = None  # why no token could be chosen; a fault of this sequence alone
+    suspect: bool = False  # the KV that it was computed from may be no numbers either
 
 
 @dataclass(slots=True)

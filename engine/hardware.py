@@ -1,13 +1,17 @@
 """What this machine computes with. Read at start-up and by `cachesvc doctor`, on any thread."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,18 @@ def pick_device(name: str) -> str:
 def set_threads(num_threads: int) -> None:
     """How many threads CPU arithmetic uses from now on; call before the first forward."""
     torch.set_num_threads(num_threads)
+
+
+def run_apart(work: Callable[[], T]) -> T:
+    """Run `work` on a thread that ends with it, and so does the team of arithmetic threads that it
+    made.
+
+    Where several threads have a team each, libgomp counts more threads than processors, and each
+    region of each team ends in sleep, not spinning (docs/measurements, "Threads"). So only the
+    engine's thread keeps a team.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="cachesvc-load") as thread:
+        return thread.submit(work).result()
 
 
 def upload(values: NDArray[Any], device: torch.device) -> torch.Tensor:

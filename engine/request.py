@@ -24,7 +24,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. Ranges are checked by `engine.execution.sampler.check_params`.
+    """How tokens are chosen. Ranges are checked by `engine.bounds.check_params`.
 
     `temperature` 0 is greedy. `top_k` 0 means all. `max_tokens` None means up to the context.
     `logprobs` None returns none, n returns the chosen token's and the n most likely ones';
@@ -65,6 +65,7 @@ class Request:
     contents: tuple[Content, ...] = ()  # what placeholder tokens stand for, in order
     cache: bool = True  # False: neither read from the cache nor written to it
     arrival_ns: int = 0  # time.monotonic_ns() when the server received it
+    share: str = ""  # whose part of the engine it takes; those who ask are served alike
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class SourceKind(StrEnum):
     JSON_OBJECT = "json_object"
     REGEX = "regex"
     EBNF = "grammar"
+    STRUCTURAL_TAG = "structural_tag"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +60,18 @@ class Source:
 class GrammarState(Protocol):
     """How far one sequence has come in its grammar. Engine thread only.
 
-    Invariant: either `forced` names the tokens that come next whatever the model says, or the
-    model chooses among `allowed`. With neither, `stuck` says why no token can follow.
+    Invariant: once `ready`, either `forced` names the tokens that come next whatever the model
+    says, or the model chooses among `allowed`. With neither, `stuck` says why no token can follow.
     """
+
+    @property
+    def ready(self) -> bool:
+        """Whether what may follow is known by now: another process may look for it."""
+        ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait a while until it is ready; whether it is."""
+        ...
 
     @property
     def allowed(self) -> NDArray[np.int32]:
@@ -103,6 +113,14 @@ def source_of(asked: StructuredOutputs, field: str = "structured_outputs") -> So
     made: Source = _MAKERS[name](getattr(asked, name), path)
     _check_size(made.text, path)
     return made
+
+
+def tagged_source(shape: Mapping[str, Any], field: str) -> Source:
+    """Texts and schemas in a row, as xgrammar's structural tags describe them; made by the server
+    for calls of tools. Raises InvalidParameter for one that is too large."""
+    text = json.dumps({"type": "structural_tag", "format": shape}, ensure_ascii=False)
+    _check_size(text, field)
+    return Source(SourceKind.STRUCTURAL_TAG, text, field)
 
 
 def check_document(document: object, path: str) -> None:

@@ -7,7 +7,7 @@ Both questions begin with the same 1,950 tokens. The first computes them, the se
 
 import time
 
-from engine import LLM, SamplingParams
+from cachesvc import LLM, SamplingParams
 
 NAMES = [
     "Ada",

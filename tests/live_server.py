@@ -13,6 +13,7 @@ from typing import Any
 
 from billing.accounts import Accounts
 from billing.ledger import Ledger
+from billing.prices.cards import default_card
 from billing.store.store import LedgerStore, database_url, open_store
 
 SCRIPT = Path(sys.executable).with_name("cachesvc")
@@ -54,6 +55,11 @@ class LiveServer:
     def log(self) -> str:
         return self._log.read_text()
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """SIGKILL: nothing is flushed, nobody is told."""
         if self._process is not None:
@@ -75,7 +81,7 @@ class LiveServer:
         """A prepaid tenant with so much; the header that its key makes."""
         store = self.store()
         accounts = Accounts(store)
-        ledger = Ledger(store, accounts, owner="test")
+        ledger = Ledger(store, accounts, owner="test", first_card=default_card())
         ledger.start()
         try:
             accounts.create_tenant(tenant, "CNY", by="test")

@@ -18,27 +18,26 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.blocks.tree import Tree, TreeQuery
 from tiers.errors import ConfigurationError, MissReason
 from tiers.memory.counters import CacheEvent
 from tiers.memory.device import DevicePool
-from tiers.memory.index import BlockIndex
-from tiers.memory.ranking import rank_device, rank_host
+from tiers.memory.index import Block, BlockIndex
+from tiers.memory.ranking import rank
 from tiers.memory.residency import Residency
 from tiers.memory.tails import Tail, TailCase, TailSharing
-from tiers.memory.view import live_tree
-from tiers.operations.operations import GroupUse, Upkeep, UpkeepSettings
+from tiers.operations.operations import GroupUse, Upkeep
 from tiers.operations.purge import Purged
-from tiers.policy import Use
-from tiers.policy.admission import Promotion, WritePolicy
+from tiers.policy import Policy, Use
+from tiers.policy.admission import WritePolicy, keeps_copies
 from tiers.policy.quota import Quotas, Shares
 from tiers.policy.retention import Pin
+from tiers.remote.stacked import PUBLISH_HITS, StackedTier
 from tiers.tables import BlockTables
 from tiers.telemetry.events import EventStream
 from tiers.telemetry.misses import Absence, marks_of
-from tiers.telemetry.traffic import TrafficReport
 from tiers.telemetry.transfers import Lane, TransferStats
-from tiers.tier import Tier, TierName, TierStats
+from tiers.telemetry.working_set import TrafficReport
+from tiers.tier import ManagedTier, TierName, TierStats
 from tiers.transfer.demotion import Demoter, DemotionSettings
 from tiers.transfer.economy import LoadEconomy
 from tiers.transfer.mover import Mover
@@ -62,8 +61,7 @@ class CacheSettings:
     num_readers: int = 2
     share_tails: bool = True
     weigh_loads: bool = True  # load from disk only what loads faster than it is recomputed
-    promotion: Promotion = Promotion.KEEP
-    upkeep: UpkeepSettings = field(default_factory=UpkeepSettings)
+    pinned_share: float = 1 / 4  # of the lowest tier, that pins may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +71,7 @@ class CacheStats:
     device: TierStats
     host: TierStats
     disk: TierStats | None
+    remote: TierStats | None = None  # what this server did with the store that others share
     events: Mapping[tuple[TierName, CacheEvent], int] = field(default_factory=dict)
     transfers: Mapping[Lane, TransferStats] = field(default_factory=dict)
     num_loads: int = 0
@@ -99,12 +98,11 @@ class TieredCache:
         settings: CacheSettings,
         *,
         device: str = "cpu",
-        disk: Tier | None = None,
+        disk: ManagedTier | None = None,
         mover: Mover | None = None,
         stream: EventStream | None = None,
         shares: Shares | None = None,
         pin_folder: Path | None = None,
-        clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`shares` are the quotas of groups of scopes; pins are kept in `pin_folder`."""
@@ -117,7 +115,9 @@ class TieredCache:
             )
         frames = None
         if settings.host_bytes or disk is not None:
-            frames = FrameArena(layout, max(MIN_FRAMES, settings.host_bytes // layout.nbytes))
+            frames = FrameArena(
+                layout, max(MIN_FRAMES, settings.host_bytes // layout.nbytes), device
+            )
         self.layout = layout
         self.settings = settings
         self.index = BlockIndex()
@@ -135,14 +135,15 @@ class TieredCache:
             self.index,
             self.pool,
             frames,
-            rank_device(settings.policy, num_blocks, quotas.get(TierName.DEVICE)),
-            rank_host(settings.policy, max(1, num_frames), quotas.get(TierName.HOST)),
+            self._rank(TierName.DEVICE, num_blocks, quotas),
+            self._rank(TierName.HOST, max(1, num_frames), quotas),
             stream,
-            host_moves=not settings.promotion.keeps(num_blocks, total),
+            host_moves=not keeps_copies(num_blocks, total),
             quotas=quotas,
         )
         self.economy = LoadEconomy(enabled=settings.weigh_loads)
         self._disk = disk
+        self._shared = disk if isinstance(disk, StackedTier) else None
         if mover is None and disk is not None:
             mover = Mover(disk, num_readers=settings.num_readers)
         self._mover = mover
@@ -165,15 +166,19 @@ class TieredCache:
             disk,
             capacities=capacities,
             quotas=quotas,
-            settings=settings.upkeep,
+            pinned_share=settings.pinned_share,
             pin_folder=pin_folder,
-            clock=clock,
             wall_clock=wall_clock,
         )
         self.tables = BlockTables(self.residency, self._tails, self._demoter, self._upkeep.traffic)
 
+    def _rank(
+        self, tier: TierName, num_blocks: int, quotas: Mapping[TierName, Quotas]
+    ) -> Policy[Block]:
+        return rank(tier, self.settings.policy, num_blocks, quotas.get(tier))
+
     @property
-    def disk(self) -> Tier | None:
+    def disk(self) -> ManagedTier | None:
         """The disk tier, for its own view of what it holds."""
         return self._disk
 
@@ -224,7 +229,11 @@ class TieredCache:
         if chain.private or not reads:
             return Ticket(chain, reads=False, stop=MissReason.DISABLED)
         self._upkeep.traffic.asked(chain.keys)
-        return self._promoter.open(chain)
+        ticket = self._promoter.open(chain)
+        if self._shared is not None:
+            few = [block for block in ticket.blocks if block.hits <= PUBLISH_HITS]
+            self._shared.used([block.key for block in few if block.key is not None])
+        return ticket
 
     def advance(self, ticket: Ticket) -> Progress:
         """Take the ticket one step further; its blocks are all on the device when READY."""
@@ -275,6 +284,9 @@ class TieredCache:
         self._promoter.collect()
         self._demoter.step()
         self._upkeep.step()
+        if self._shared is not None:
+            rate = self.economy.prefill_tokens_per_s if self.economy.enabled else 0.0
+            self._shared.remote.economy.prefill_tokens_per_s = rate
 
     def flush(self, deadline_s: float = 60.0) -> int:
         """Write every full block to disk, for all to wait; returns how many could not be."""
@@ -362,6 +374,7 @@ class TieredCache:
             device=tier(TierName.DEVICE, num_device, self.pool.num_blocks),
             host=tier(TierName.HOST, residency.num_host_blocks, num_frames),
             disk=self._disk.stats() if self._disk is not None else None,
+            remote=self._shared.remote.stats() if self._shared is not None else None,
             events=dict(events),
             transfers=chronicle.transfers.stats(),
             num_loads=self._promoter.num_loads,
@@ -378,10 +391,6 @@ class TieredCache:
             pinnable_blocks=self._upkeep.keeper.max_blocks,
             groups=self.quotas(),
         )
-
-    def tree(self, query: TreeQuery) -> Tree:
-        """The blocks above the disk as a tree of prefixes, as much of it as the query bounds."""
-        return live_tree(self.index, query)
 
 
 def _capacities(device: int, host: int, disk: int) -> dict[TierName, int]:

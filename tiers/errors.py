@@ -4,7 +4,9 @@ TierError
 ├── ConfigurationError    a size or path that cannot work; said at start-up
 ├── DirectoryLocked       another process holds the data directory; names the holder
 ├── OutOfBlocks           every device block is referenced; the scheduler preempts or waits
-└── TierClosed            an operation on a closed tier
+├── TierClosed            an operation on a closed tier
+└── NodeError             a node refuses a message, or a client does not understand its answer
+    └── NodeGone          the node cannot be reached, or went away; every lease of it is over
 
 A block that cannot be served is not an exception: it is a miss with a `MissReason`.
 """
@@ -30,6 +32,14 @@ class OutOfBlocks(TierError):
 
 class TierClosed(TierError):
     """The tier was closed before this operation."""
+
+
+class NodeError(TierError):
+    """A message between a node and its client that one of them cannot accept."""
+
+
+class NodeGone(NodeError):
+    """The node cannot be reached, or closed the connection."""
 
 
 class MissReason(StrEnum):

@@ -204,5 +204,5 @@ def _tiers(live: Block | None, record: BlockInfo | None) -> Iterator[TierName]:
             yield TierName.DEVICE
         if live.frame is not None:
             yield TierName.HOST
-    if record is not None or (live is not None and live.on_disk):
+    if record is not None or (live is not None and live.held_below):
         yield TierName.DISK

@@ -14,7 +14,7 @@ from tiers.memory.index import Block, BlockState
 from tiers.memory.residency import Residency
 from tiers.memory.tails import Tail, TailCase, TailSharing
 from tiers.policy import Use
-from tiers.telemetry.traffic import Traffic
+from tiers.telemetry.working_set import Traffic
 from tiers.tier import TierName
 from tiers.transfer.demotion import Demoter
 

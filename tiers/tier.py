@@ -1,19 +1,27 @@
 """What every tier off the device is: a synchronous store of whole blocks that owns no threads."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tiers.blocks.keys import BlockId, PrefixKey
-from tiers.disk.rows import Removed
 from tiers.errors import MissReason
-from tiers.telemetry.lifetimes import LifeStats
+from tiers.histogram import Spread
 
 if TYPE_CHECKING:
     from tiers.blocks.frames import (
-        Frame,
-    )  # the command line names tiers, and loads no torch for that
+        Frame,  # the command line names tiers, and loads no torch for that
+    )
+
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
+# From a burst of one conversation to a system prompt that is used once a month.
+AGES_S = (
+    *(1, 5, 15, _MINUTE, 5 * _MINUTE, 15 * _MINUTE),
+    *(_HOUR, 4 * _HOUR, 12 * _HOUR, _DAY, 3 * _DAY, 7 * _DAY, 30 * _DAY),
+)
+_NOTHING = Spread(AGES_S, (0,) * (len(AGES_S) + 1), 0.0)
 
 
 class TierName(StrEnum):
@@ -25,21 +33,59 @@ class TierName(StrEnum):
     REMOTE = "remote"
 
 
+class Cause(StrEnum):
+    """Why a block left a tier; the label of `cachesvc_evictions_total`."""
+
+    ROOM = "room"  # another block needed the place
+    QUOTA = "quota"  # its tenant was over its share
+    AGE = "age"  # nobody used it for longer than the idle limit
+    REQUEST = "request"  # an operator evicted or purged it
+    REDUNDANT = "redundant"  # another block holds all its tokens
+    FAULT = "fault"  # it could not be read, or stood where nothing can be trusted
+
+
 class Loaded(NamedTuple):
-    """How many leading blocks were filled, and why the next was not (None: all asked for were)."""
+    """How many leading blocks were filled, and why the next was not (None: all asked for were).
+
+    `sources` says which tier each came from, where that is not the one that was asked.
+    """
 
     num_blocks: int
     reason: MissReason | None
+    sources: "tuple[TierName, ...]" = ()
+
+
+class Removed(NamedTuple):
+    """What was taken away."""
+
+    num_blocks: int = 0
+    stored_bytes: int = 0  # as they lay in the tier
+    logical_bytes: int = 0  # of KV
+
+    def plus(self, other: "Removed") -> "Removed":
+        return Removed(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class LifeStats:
+    """A snapshot, in seconds."""
+
+    lifetime: Spread = _NOTHING  # from coming into the tier to leaving it
+    idle: Spread = _NOTHING  # from the last use to leaving; of a block never used, the lifetime
+    reuse_gap: Spread = _NOTHING  # from one use to the next, of blocks that the tier served
+    causes: Mapping[Cause, int] = field(default_factory=dict)  # blocks that left, by why
 
 
 @dataclass(frozen=True, slots=True)
 class ShardStats:
-    """One file of a tier that is kept in files. `ready` is False while it is being replaced."""
+    """One file of a tier that is kept in files. Written to while `ready`; read also while it is
+    `checking`, after an error or at the start."""
 
     name: str
     ready: bool
     map_bytes: int = 0  # what the file may grow to
     used_bytes: int = 0  # of it, in pages that hold something
+    checking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +133,15 @@ class Tier(Protocol):
         """Forget these blocks, but those to `keep`; returns how many were held."""
         ...
 
+    def stats(self) -> TierStats: ...
+
+    def close(self) -> None: ...
+
+
+class ManagedTier(Tier, Protocol):
+    """A tier as the cache runs it: with what operators ask of it, and what its writer does when
+    idle. Whatever stands beneath memory is one of these."""
+
     def keep(self, keys: Collection[PrefixKey]) -> None:
         """From now on drop these neither for room nor for age nor when asked to. Any thread;
         returns at once."""
@@ -94,6 +149,13 @@ class Tier(Protocol):
 
     def demoted(self, keys: Sequence[PrefixKey]) -> None:
         """The tiers above gave up these, which are held here: they were used. As `keep`."""
+        ...
+
+    def flush(self) -> None:
+        """Make what was stored durable, and do what may be put off: expiry, order, clean-up.
+
+        Called by the writer thread when it has nothing else to do, and at the end.
+        """
         ...
 
     def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
@@ -112,13 +174,6 @@ class Tier(Protocol):
         """How many blocks of these scopes are held, by looking at each block. Raises likewise."""
         ...
 
-    def flush(self) -> None:
-        """Make what was stored durable, and do what may be put off: expiry, order, clean-up.
-
-        Called by the writer thread when it has nothing else to do, and at the end.
-        """
+    def quotas(self) -> Mapping[Hashable, tuple[int, int]]:
+        """Bytes (used, promised) of each group; empty without quotas."""
         ...
-
-    def stats(self) -> TierStats: ...
-
-    def close(self) -> None: ...

@@ -15,6 +15,7 @@ from typing import Protocol
 from api.errors import MissingKey, MissingScope
 from billing.keys import Principal, Scope
 
+MAX_DERIVED = 10_000  # salts that are kept in memory
 EVERYONE = "*"  # as a member of a sharing group: every tenant
 
 
@@ -25,10 +26,19 @@ class Gatekeeper(Protocol):
 
 
 class KeyRing(Protocol):
-    """The part of `billing.accounts.Accounts` that the gate asks; it may read its store."""
+    """The part of `billing.accounts.Accounts` that the gate asks."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it has just looked into its store, so that it answers from memory for now."""
+        ...
 
     @property
     def requires_keys(self) -> bool: ...
+
+    def recall(self, key: str) -> Principal | None:
+        """Who a key stands for, from memory; None where only `authenticate` can tell."""
+        ...
 
     def authenticate(self, key: str) -> Principal: ...
 
@@ -39,7 +49,8 @@ class KeyGate:
     """Asks the accounts. Keys are needed when `required`, and always once one was made.
 
     While none is, every request belongs to the open tenant, whatever key a client library sends.
-    The key ring may look into its store, so it is asked off the event loop.
+    A key ring that looks into its store now and then does so on a thread; between two looks its
+    memory answers on the event loop.
     """
 
     def __init__(self, keys: KeyRing, *, required: bool = False) -> None:
@@ -48,7 +59,17 @@ class KeyGate:
         self._nobody: Principal | None = None
 
     async def identify(self, authorization: str | None) -> Principal:
-        return await asyncio.to_thread(self._look, bearer_token(authorization))
+        token = bearer_token(authorization)
+        known = self._recall(token)
+        return known if known is not None else await asyncio.to_thread(self._look, token)
+
+    def _recall(self, token: str | None) -> Principal | None:
+        """From memory alone; None where the store must be asked, or the answer is a refusal."""
+        if not self._keys.is_fresh:
+            return None
+        if not (self._required or self._keys.requires_keys):
+            return self._nobody
+        return self._keys.recall(token) if token is not None else None
 
     def _look(self, token: str | None) -> Principal:
         if not (self._required or self._keys.requires_keys):
@@ -78,6 +99,9 @@ class Salts:
 
     secret: bytes = field(repr=False)
     groups: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    _derived: dict[tuple[bytes, str], bytes] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def of_tenant(self, tenant: str) -> bytes:
         return self._derive(b"tenant", tenant)
@@ -98,7 +122,13 @@ class Salts:
         return self._derive(b"group", group)
 
     def _derive(self, kind: bytes, name: str) -> bytes:
-        return hmac.digest(self.secret, kind + b"\0" + name.encode(), hashlib.sha256)
+        salt = self._derived.get((kind, name))
+        if salt is None:  # OpenSSL lets other threads run meanwhile, and the event loop waits
+            salt = hmac.digest(self.secret, kind + b"\0" + name.encode(), hashlib.sha256)
+            if len(self._derived) >= MAX_DERIVED:
+                self._derived.clear()
+            self._derived[kind, name] = salt
+        return salt
 
 
 def require(principal: Principal, scope: Scope) -> None:

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 PAUSE_S = 3.0
 
 
-class Outage:
+class CircuitBreaker:
     """Begins with a failure, and lasts `PAUSE_S` from the latest one."""
 
     def __init__(self, *, clock_s: Callable[[], float] = time.monotonic) -> None:

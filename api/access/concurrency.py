@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-from api.access.circuit_breaker import Outage
+from api.access.circuit_breaker import CircuitBreaker
 
 if TYPE_CHECKING:
     from redis.asyncio import ConnectionPool
@@ -99,7 +99,11 @@ class RedisPlaces:
     """Counted in Redis, for all servers that share it."""
 
     def __init__(
-        self, pool: "ConnectionPool", *, lease_s: float = LEASE_S, outage: Outage | None = None
+        self,
+        pool: "ConnectionPool",
+        *,
+        lease_s: float = LEASE_S,
+        breaker: CircuitBreaker | None = None,
     ) -> None:
         from redis.asyncio import Redis
         from redis.exceptions import RedisError
@@ -109,19 +113,19 @@ class RedisPlaces:
         self._enter = self._client.register_script(_ENTER)
         self._renew = self._client.register_script(_RENEW)
         self._lease_s = lease_s
-        self._outage = outage or Outage()
+        self._breaker = breaker or CircuitBreaker()
         self._server = secrets.token_hex(4)
         self._members: dict[str, tuple[str, ...]] = {}  # our running requests' sets
         self._renewing: asyncio.Task[None] | None = None
 
     async def enter(self, member: str, wanted: Mapping[Holder, int]) -> Holder | None:
-        if not wanted or self._outage.lasts:
+        if not wanted or self._breaker.lasts:
             return None
         name, sets = self._name(member), tuple(map(_set_of, wanted))
         try:
             full = cast(int, await self._enter(sets, [name, self._lease_s, *wanted.values()]))
         except self._errors as error:
-            self._outage.begin(error)
+            self._breaker.begin(error)
             return None
         if full:
             return list(wanted)[full - 1]
@@ -134,13 +138,13 @@ class RedisPlaces:
         """Where the store does not answer, the place comes back with its lease."""
         name = self._name(member)
         sets = self._members.pop(name, ())
-        if self._outage.lasts:
+        if self._breaker.lasts:
             return
         try:
             for key in sets:
                 await self._client.zrem(key, name)
         except self._errors as error:
-            self._outage.begin(error)
+            self._breaker.begin(error)
 
     async def close(self) -> None:
         if self._renewing is not None:
@@ -162,7 +166,7 @@ class RedisPlaces:
             try:
                 await self._renew(keys, [self._lease_s, *members])
             except self._errors as error:
-                self._outage.begin(error)
+                self._breaker.begin(error)
 
 
 def _set_of(holder: Holder) -> str:

@@ -5,9 +5,8 @@ when it ends: misses and output are not known before, and hits are never booked,
 are rewarded. A window may thus be overdrawn by what was running when it ran out; the next request
 then waits for the new window. Requests are booked at the door. Windows live in the `limits`
 library and places in `api.access.concurrency`, both in memory, or in Redis for all servers that
-share it.
-A store that does not answer lets requests in: limits protect the machine, the ledger protects the
-money.
+share it. A store that does not answer lets requests in: limits protect the machine, the ledger
+protects the money.
 """
 
 import secrets
@@ -22,7 +21,7 @@ from limits.aio.strategies import FixedWindowRateLimiter
 from limits.errors import StorageError
 from limits.storage import storage_from_string
 
-from api.access.circuit_breaker import Outage
+from api.access.circuit_breaker import CircuitBreaker
 from api.access.concurrency import Holder, LocalPlaces, Places, RedisPlaces
 from api.errors import RateLimited
 from billing.keys import Principal
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from redis.asyncio import ConnectionPool
 
 CONCURRENCY_RETRY_S = 1  # nobody knows when a place gets free
-STORE_TIMEOUT_S = 0.5  # a Redis nearby answers in a millisecond; one that does not is an outage
+STORE_TIMEOUT_S = 0.5  # a Redis nearby answers in a millisecond; one that does not is an breaker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,13 +122,13 @@ class WindowLimits:
         storage: Storage,
         places: Places | None = None,
         pool: "ConnectionPool | None" = None,
-        outage: Outage | None = None,
+        breaker: CircuitBreaker | None = None,
     ) -> None:
         self._settings = settings
         self._limiter = FixedWindowRateLimiter(storage)
         self._places = places or LocalPlaces()
         self._pool = pool
-        self._outage = outage or Outage()
+        self._breaker = breaker or CircuitBreaker()
 
     async def admit(self, principal: Principal) -> Permit:
         quotas = list(self._quotas(principal))
@@ -161,7 +160,7 @@ class WindowLimits:
 
     async def _enter(self, windows: Sequence[_Window]) -> list[_Reading]:
         """Readings after this request was booked. Raises RateLimited if any window is used up."""
-        if self._outage.lasts:
+        if self._breaker.lasts:
             return []
         try:
             before = [await self._read(window) for window in windows]
@@ -174,7 +173,7 @@ class WindowLimits:
                     raise _refusal(reading, before)  # another took the last one meanwhile
             return [await self._read(window) for window in windows]
         except StorageError as error:
-            self._outage.begin(error.storage_error)
+            self._breaker.begin(error.storage_error)
             return []
 
     async def _read(self, window: _Window) -> _Reading:
@@ -186,12 +185,12 @@ class WindowLimits:
         return await self._limiter.hit(window.item, *window.holder)
 
     async def _hit(self, window: _Window, cost: int) -> None:
-        if self._outage.lasts:
+        if self._breaker.lasts:
             return
         try:
             await self._limiter.hit(window.item, *window.holder, cost=cost)
         except StorageError as error:
-            self._outage.begin(error.storage_error)
+            self._breaker.begin(error.storage_error)
 
     def _quotas(self, principal: Principal) -> Iterator[tuple[Holder, Quota]]:
         settings = self._settings
@@ -236,8 +235,8 @@ def open_limits(settings: LimitSettings, url: str) -> WindowLimits:
     timeouts = {"socket_timeout": STORE_TIMEOUT_S, "socket_connect_timeout": STORE_TIMEOUT_S}
     pool = ConnectionPool.from_url(url, **timeouts)
     storage = open_storage(url, connection_pool=pool)
-    outage = Outage()
-    return WindowLimits(settings, storage, RedisPlaces(pool, outage=outage), pool, outage)
+    breaker = CircuitBreaker()
+    return WindowLimits(settings, storage, RedisPlaces(pool, breaker=breaker), pool, breaker)
 
 
 def open_storage(url: str, **options: Any) -> Storage:

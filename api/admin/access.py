@@ -16,8 +16,9 @@ from fastapi import Depends, Request
 from api.access.auth import bearer_token
 from api.admin.login.sessions import Admin, Role, Session
 from api.admin.parts import AdminParts, parts_of
-from api.context import FIT_NAME, single_header, story_of
+from api.context import request_log_of
 from api.errors import CsrfFailed, InvalidRequest, LoginNeeded, MissingScope
+from api.headers import FIT_NAME, single_header
 from billing.keys import Scope
 
 __all__ = ["Admin", "MayChange", "MayRead", "Role", "admin", "reader"]
@@ -40,7 +41,7 @@ async def reader(request: Request) -> Admin:
         )
     token = bearer_token(single_header(request, "Authorization"))
     found = await _by_bearer(request, token) if token else await _by_cookie(request)
-    story_of(request).add(admin=found.name)
+    request_log_of(request).add(admin=found.name)
     return found
 
 

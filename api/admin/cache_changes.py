@@ -10,7 +10,7 @@ from typing import Any, Literal
 from fastapi import Request
 
 from api.admin.login.sessions import Admin
-from api.admin.parts import AdminParts, CacheHands, parts_of
+from api.admin.parts import AdminParts, CacheAdmin, parts_of
 from api.context import wire_of
 from api.errors import InvalidRequest, RecordNotFound, Unsupported
 from tiers.blocks.keys import PrefixKey
@@ -20,7 +20,7 @@ from tiers.policy.retention import Pin
 OwnerKind = Literal["tenant", "group"]
 
 
-def hands_of(request: Request) -> CacheHands:
+def hands_of(request: Request) -> CacheAdmin:
     """Raises Unsupported where the server has no cache that can be changed."""
     hands = parts_of(request).cache
     if hands is None:
@@ -28,7 +28,7 @@ def hands_of(request: Request) -> CacheHands:
     return hands
 
 
-async def whole_prefix(hands: CacheHands, key: PrefixKey) -> tuple[PrefixKey, Sequence[PrefixKey]]:
+async def whole_prefix(hands: CacheAdmin, key: PrefixKey) -> tuple[PrefixKey, Sequence[PrefixKey]]:
     """Scope and keys of the prefix that ends with block `key`. Raises RecordNotFound."""
     scope, keys = await hands.prefix_of(key)
     if not keys:

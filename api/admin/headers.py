@@ -3,39 +3,17 @@ else, keep nothing.
 
 Pure ASGI, so that refusals carry the headers too. No inline script or style is allowed, and no
 other host: what an attacker gets into a page does not run. A page that carries its own style, to be
-saved and printed, is allowed that one style by its digest (`with_style`).
+saved and printed, is allowed that one style by its digest (`api.page_headers`).
 """
 
-import base64
-import hashlib
 from typing import Final
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.page_headers import HEADERS, POLICY
+
 PREFIX: Final = "/admin"
-POLICY: Final = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
-)
-HEADERS: Final = {
-    "X-Frame-Options": "DENY",
-    "X-Content-Type-Options": "nosniff",
-    # Not no-referrer: that would make browsers send `Origin: null` with our own forms.
-    "Referrer-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Permissions-Policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
-}
-
-
-def with_style(page: str) -> dict[str, str]:
-    """The headers of a page that is itself alone: nothing but its `<style>` is allowed."""
-    style = page.partition("<style>")[2].partition("</style>")[0]
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    rest = "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; {rest}"
-    return {"Content-Security-Policy": policy}
 
 
 class AdminHeaders:

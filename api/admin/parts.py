@@ -1,13 +1,13 @@
 """What the admin routes need from the rest of the house, as one value.
 
 `cachesvc.server.dashboard` fills it in from the running server, tests from fakes. Each area of the
-admin
-pages adds the fields that it needs, with a default of None where a server may lack the part; a
-route whose part is None answers that this server has none.
+admin pages adds the fields that it needs, with a default of None where a server may lack the part;
+a route whose part is None answers that this server has none.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -15,20 +15,26 @@ from fastapi import Request
 
 from api.admin.login.guard import LoginForms, LoginLimits
 from api.admin.login.sessions import Admin, Sessions
+from api.errors import RecordNotFound, Unsupported
+from billing.accounts import Accounts
+from billing.errors import UnknownDeposit, UnknownHold, UnknownKey, UnknownTenant
 from billing.keys import Principal
+from billing.ledger import Ledger
+from billing.proof.prover import Prover
+from billing.reports.receipts import ReceiptSigner
+from billing.store.store import LedgerStore
 from tiers.blocks.keys import PrefixKey
-from tiers.memory.live_blocks import LiveBlock
 from tiers.policy.retention import Pin
-from tiers.telemetry.traffic import TrafficReport
+from tiers.telemetry.working_set import TrafficReport
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from api.access.limits import LimitSettings
-    from api.admin.books import Books
     from api.cache.explorer import Explorer
     from api.journal.journal import Journal
-    from tiers.telemetry.traffic import TrafficReport
+    from tiers.memory.view import LiveBlock
+    from tiers.telemetry.working_set import TrafficReport
 
 
 class KeyRing(Protocol):
@@ -76,16 +82,15 @@ class History(Protocol):
 
 
 class BlockReader(Protocol):
-    """Blocks above the disk, those of these scopes (None: all), as `tiers.memory.live_blocks`
-    reads them.
+    """Blocks above the disk, those of these scopes (None: all), as `tiers.memory.view` reads them.
 
     Reads in short turns between the engine's steps.
     """
 
-    async def __call__(self, scopes: frozenset[PrefixKey] | None) -> Sequence[LiveBlock]: ...
+    async def __call__(self, scopes: frozenset[PrefixKey] | None) -> "Sequence[LiveBlock]": ...
 
 
-class CacheHands(Protocol):
+class CacheAdmin(Protocol):
     """Changes the running cache; each call returns when all of it is done, on disk as well."""
 
     @property
@@ -120,6 +125,17 @@ class CacheHands(Protocol):
     async def working_set(self) -> TrafficReport: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Books:
+    """One server's accounts and ledger."""
+
+    store: LedgerStore
+    accounts: Accounts
+    ledger: Ledger
+    prover: Prover
+    signer: ReceiptSigner
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminParts:
     """The collaborators of the admin routes; immutable."""
@@ -138,9 +154,9 @@ class AdminParts:
     currency: Callable[[], str] = lambda: ""  # of the rate card in force
     history: History | None = None
     working_set: "Callable[[], Future[TrafficReport]] | None" = None
-    books: "Books | None" = None  # accounts and ledger
+    books: Books | None = None  # accounts and ledger
     blocks: "BlockReader | None" = None  # of the tiers in memory
-    cache: "CacheHands | None" = None  # to change the tiers
+    cache: "CacheAdmin | None" = None  # to change the tiers
     login_limits: LoginLimits = field(default_factory=LoginLimits)
     login_forms: LoginForms = field(default_factory=LoginForms)
     password_checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
@@ -149,3 +165,20 @@ class AdminParts:
 def parts_of(request: Request) -> AdminParts:
     """The parts of the router that this request came through."""
     return cast(AdminParts, request.state.admin_parts)
+
+
+def books_of(request: Request) -> Books:
+    """The books of the server that this request came to. Raises Unsupported where it has none."""
+    books = parts_of(request).books
+    if books is None:
+        raise Unsupported("this server keeps no accounts")
+    return books
+
+
+@contextmanager
+def found() -> Iterator[None]:
+    """A tenant, key or request that is named in a path and is not there is a 404, not a refusal."""
+    try:
+        yield
+    except (UnknownTenant, UnknownKey, UnknownHold, UnknownDeposit) as error:
+        raise RecordNotFound(str(error)) from error

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, Depends, Request
 
-from api.admin import money_routes
 from api.admin.pages import assets, login
 from api.admin.pages import audit as pages_audit
 from api.admin.pages import cache as pages_cache
 from api.admin.pages import explorer as pages_explorer
+from api.admin.pages import front as pages_front
 from api.admin.pages import keys as pages_keys
 from api.admin.pages import money as pages_money
 from api.admin.pages import overview as pages_overview
@@ -17,8 +17,11 @@ from api.admin.pages import requests as pages_requests
 from api.admin.pages import tenants as pages_tenants
 from api.admin.pages import working_set as pages_working_set
 from api.admin.parts import AdminParts
+from api.admin.routes import account as account_routes
 from api.admin.routes import blocks, events, stats
 from api.admin.routes import cache as cache_routes
+from api.admin.routes import ledger as ledger_routes
+from api.admin.routes import prices as price_routes
 
 AREAS = (
     assets.router,
@@ -26,10 +29,13 @@ AREAS = (
     cache_routes.router,
     events.router,
     login.router,
-    money_routes.router,
+    account_routes.router,
+    ledger_routes.router,
+    price_routes.router,
     pages_audit.router,
     pages_cache.router,
     pages_explorer.router,
+    pages_front.router,
     pages_keeping.router,
     pages_keys.router,
     pages_money.router,

@@ -7,7 +7,8 @@ on the event loop, which waits for none of them.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -22,9 +23,12 @@ from tiers.blocks.tree import Tree, TreeQuery
 from tiers.cache import TieredCache
 from tiers.disk.view import DiskView
 from tiers.explore import BlockDetail, DiskBlocks, Forest, read_disk, same_start
+from tiers.memory.view import LiveBlock
+from tiers.tier import TierName
 
 DISK_FRESH_S = 5.0  # how long a picture of the disk is good enough
 MAX_BELOW = 20_000  # blocks named at once
+NOBODY = ("no tenant here", "another model")  # of scopes that none of today's names leads to
 T = TypeVar("T")
 
 
@@ -41,6 +45,15 @@ class Grown:
     tree: Tree
     owners: dict[PrefixKey, Owner]
     cut: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What one owner's blocks take, by tier."""
+
+    owner: str
+    model: str
+    num_bytes: Mapping[TierName, int]
 
 
 class Explorer:
@@ -124,6 +137,24 @@ class Explorer:
         strangers = ["a scope of no tenant here"] if len(named) < len(roots) else []
         return Finding(rows, sibling.hex() if sibling else None, (*named, *strangers))
 
+    async def room(self, blocks: Iterable[LiveBlock]) -> list[Room]:
+        """Who takes how much of which tier, the most first; `blocks` are those above the disk."""
+        owners = await asyncio.to_thread(self._owners.by_root)
+        taken: Counter[tuple[PrefixKey, TierName]] = Counter()
+        for block in blocks:
+            for tier in set(block.tiers) - {TierName.DISK}:
+                taken[block.scope, tier] += self.block_bytes
+        if self._disk_view is not None:
+            for root, stored in (await asyncio.to_thread(_stored, self._disk_view)).items():
+                taken[root, TierName.DISK] = stored
+        rows: dict[tuple[str, str], dict[TierName, int]] = {}
+        for (root, tier), num_bytes in taken.items():
+            owner = owners.get(root)
+            row = rows.setdefault((owner.label, owner.model) if owner else NOBODY, {})
+            row[tier] = row.get(tier, 0) + num_bytes
+        found = [Room(name, model, row) for (name, model), row in rows.items()]
+        return sorted(found, key=lambda each: -sum(each.num_bytes.values()))
+
     async def on_engine(self, function: Callable[[TieredCache], T]) -> T:
         """What `function` finds, run between two steps of the engine."""
         return await asyncio.wrap_future(self._call(function))
@@ -146,3 +177,9 @@ class Explorer:
     def _read(disk_view: Callable[[], AbstractContextManager[DiskView]]) -> DiskBlocks:
         with disk_view() as view:
             return read_disk(view)
+
+
+def _stored(disk_view: Callable[[], AbstractContextManager[DiskView]]) -> dict[PrefixKey, int]:
+    """Bytes of the disk by scope, from its own accounts: no block is read."""
+    with disk_view() as view:
+        return {root: account.stored_bytes for root, account in view.accounts().items()}

@@ -2,8 +2,9 @@
 
     EventStream ─► Subscription (bounded, drops and counts) ─► Feed ─► text/event-stream
 
-The publishers' threads only wake the loop; what a slow client does not read waits in its
-subscription's bound. Event loop only.
+The publishers' threads only wake the loop. What a slow client does not read waits in its
+subscription's bound; a client that reads nothing for the write timeout is disconnected. Tenants
+share the number of feeds. Event loop only.
 """
 
 import asyncio
@@ -13,8 +14,9 @@ from typing import Any
 
 import orjson
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from api.access.shares import Shares
 from api.errors import Overloaded
 from tiers.blocks.keys import PrefixKey
 from tiers.telemetry.events import BlockEvent, EventKind, EventStream, Subscription
@@ -44,6 +46,7 @@ class Filter:
 class Feed:
     """One client's subscription, and what wakes the task that serves it."""
 
+    tenant: str
     subscription: Subscription
     woken: asyncio.Event
     closed: bool = False
@@ -59,14 +62,18 @@ class Feeds:
 
     stream: EventStream = field(default_factory=EventStream)
     _open: set[Feed] = field(default_factory=set)
+    _shares: Shares = field(default_factory=lambda: Shares(MAX_FEEDS))
     _closed: bool = False
 
-    def open(self, after: int | None) -> Feed:
+    def open(self, tenant: str, after: int | None) -> Feed:
         """A feed of what happens from now on, or after number `after`. Raises Overloaded."""
-        if len(self._open) >= MAX_FEEDS or self._closed:
+        if self._closed:
+            raise Overloaded("The server is shutting down.")
+        if not self._shares.take(tenant):
             raise Overloaded(
-                f"{len(self._open)} clients listen to the cache's events, as many as are served; "
-                "close one, or read them from the ZMQ publisher."
+                f"{self._shares.used} clients listen to the cache's events, "
+                f"{self._shares.held(tenant)} of them of this tenant, as many as are served; close "
+                "one, or read them from the ZMQ publisher."
             )
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
@@ -74,12 +81,13 @@ class Feeds:
             with contextlib.suppress(RuntimeError):  # the loop has gone: nobody listens
                 loop.call_soon_threadsafe(woken.set)
 
-        feed = Feed(self.stream.subscribe(wake, after=after), woken)
+        feed = Feed(tenant, self.stream.subscribe(wake, after=after), woken)
         self._open.add(feed)
         return feed
 
     def drop(self, feed: Feed) -> None:
         self._open.discard(feed)
+        self._shares.give_back(feed.tenant)
         self.stream.unsubscribe(feed.subscription)
 
     def close(self) -> None:
@@ -92,18 +100,28 @@ class Feeds:
 class FeedResponse(Response):
     """Sends a feed's events until the client goes or the feed is closed."""
 
-    def __init__(self, feeds: Feeds, after: int | None, wanted: Filter, keepalive_s: float) -> None:
+    def __init__(
+        self,
+        feeds: Feeds,
+        tenant: str,
+        after: int | None,
+        wanted: Filter,
+        *,
+        keepalive_s: float,
+        write_timeout_s: float,
+    ) -> None:
         super().__init__()
         self._feeds = feeds
-        self._feed = feeds.open(after)
+        self._feed = feeds.open(tenant, after)
         self._wanted = wanted
         self._keepalive_s = keepalive_s
+        self._write_timeout_s = write_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
         try:
             await self._serve(send)
-        except OSError:  # the client has gone
+        except OSError:  # the client has gone, or (a TimeoutError is one too) has stopped reading
             pass
         finally:
             watcher.cancel()
@@ -120,12 +138,14 @@ class FeedResponse(Response):
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._write(send, {"type": "http.response.start", "status": 200, "headers": headers})
         told_missed, feed = 0, self._feed
         body = gap_event(None) if feed.subscription.gap else b": listening\n\n"
         while not feed.closed:
             if body:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await self._write(
+                    send, {"type": "http.response.body", "body": body, "more_body": True}
+                )
             body = b""
             try:
                 async with asyncio.timeout(self._keepalive_s):
@@ -139,7 +159,11 @@ class FeedResponse(Response):
                 body += gap_event(missed - told_missed)
             told_missed = missed
             body += b"".join(block_event(event, tokens=self._wanted.tokens) for event in events)
-        await send({"type": "http.response.body", "body": CLOSING, "more_body": False})
+        await self._write(send, {"type": "http.response.body", "body": CLOSING, "more_body": False})
+
+    async def _write(self, send: Send, message: Message) -> None:
+        async with asyncio.timeout(self._write_timeout_s):
+            await send(message)
 
 
 def event_json(event: BlockEvent, *, tokens: bool = False) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from api.access.auth import Salts
-from api.collaborators import ServedModel
+from api.served_model import ServedModel
 from tiers.blocks.keys import PrefixKey
 
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from api.job import Bill, Divergence, DivergenceReason
 from api.journal.journal import Record
 from api.journal.why import NOTHING, Finding, Why, why
-from api.requests.turns import Parting, PartReason
-from api.shapes.usage import Bill, timings_ms, wire_usage
+from api.shapes.usage import timings_ms, wire_usage
 from billing.money import format_units, rate_per_million
 from engine.request import BlockRun, Lookup
 
@@ -55,7 +55,7 @@ def details(record: Record, findings: Mapping[int, Finding] | None = None) -> di
             str(reason): tokens
             for reason, tokens in (served.miss_reasons if served is not None else {}).items()
         },
-        "turn": _turn(served.parting) if served is not None and served.parting else None,
+        "turn": _turn(served.divergence) if served is not None and served.divergence else None,
         "bill": _bill(record.bill) if record.bill is not None else None,
     }
 
@@ -111,18 +111,18 @@ def _prompt(lookup: Lookup, reason: Why) -> dict[str, Any]:
     }
 
 
-def _turn(parting: Parting) -> dict[str, Any]:
+def _turn(divergence: Divergence) -> dict[str, Any]:
     """Where a chat's next turn parts from the tokens that its earlier turn left, and why."""
     written = {
-        PartReason.TEMPLATE: "the model's chat template writes the old messages differently",
-        PartReason.TOKENIZER: "the old answer is cut into other tokens than it was generated in",
+        DivergenceReason.TEMPLATE: "the model's chat template writes the old messages differently",
+        DivergenceReason.TOKENIZER: "the old answer is not tokenized as it was generated",
     }
     return {
-        "at_token": parting.at_token,
-        "of_tokens": parting.of_tokens,
-        "reason": parting.reason,
-        "text": f"This chat's earlier turn left {parting.of_tokens} tokens, and only the first "
-        f"{parting.at_token} come again: {written[parting.reason]}.",
+        "at_token": divergence.at_token,
+        "of_tokens": divergence.of_tokens,
+        "reason": divergence.reason,
+        "text": f"This chat's earlier turn left {divergence.of_tokens} tokens, and only the first "
+        f"{divergence.at_token} come again: {written[divergence.reason]}.",
     }
 
 

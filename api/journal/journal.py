@@ -1,6 +1,6 @@
 """The journal: what became of the latest requests, for people who ask why.
 
-A bounded ring in memory of running, finished and refused requests: who asked, where the time went,
+A bounded ring of running, finished and refused requests: who asked, where the time went,
 which tier served which tokens, why the rest was computed, and the bill's lines. Written where a
 request enters and where it settles; read by the admin pages and by `/v1/cache/requests`. It keeps
 no prompt and no answer, unless the operator's setting says so. Event loop only; nothing waits.
@@ -8,24 +8,24 @@ no prompt and no answer, unless the operator's setting says so. Event loop only;
 
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from api.errors import answer_to
-from api.requests.generation import Generation, Job, Served
-from api.shapes.usage import Bill
+from api.job import Bill, Job, Served
+from api.requests.generation import Generation
 from billing.keys import Principal
+from billing.names import bare_id
 from tiers.blocks.keys import PrefixKey
 
 if TYPE_CHECKING:
-    from api.requests.delivery import Delivered
+    from api.job import Delivered
 
 RECORD_BYTES = 3_000  # of a record with its bill; measured by `tracemalloc` over 1,000 of them
 RUN_BYTES = 150
 ABSENCE_BYTES = 900
-ID_PREFIXES = ("chatcmpl-", "cmpl-")  # what the wire writes before a request's id
 
 
 class State(StrEnum):
@@ -126,6 +126,11 @@ class Journal:
     def nbytes(self) -> int:
         return self._nbytes
 
+    def restore(self, records: Iterable[Record]) -> None:
+        """Ended requests of an earlier run, the oldest first; nobody is told of them again."""
+        for record in records:
+            self._add(record)
+
     def begin(
         self,
         job: Job,
@@ -175,8 +180,7 @@ class Journal:
     def find(self, name: str, *, tenant: str | None = None) -> Record | None:
         """The request of this id, as the server, the answer or the client itself names it; of one
         tenant or (None) of any."""
-        for prefix in ID_PREFIXES:
-            name = name.removeprefix(prefix)
+        name = bare_id(name)
         known = self._ended.get(name)
         if name in self._running:
             known = _live(*self._running[name])
@@ -220,13 +224,16 @@ class Journal:
         )
 
     def _keep(self, record: Record) -> None:
+        self._add(record)
+        self.on_end(record)
+
+    def _add(self, record: Record) -> None:
         settings = self.settings
         self._ended[record.request_id] = record
         self._nbytes += record.nbytes
         while len(self._ended) > settings.max_requests or self._nbytes > settings.max_bytes:
             oldest = self._ended.pop(next(iter(self._ended)))
             self._nbytes -= oldest.nbytes
-        self.on_end(record)
 
 
 def _live(record: Record, generation: Generation) -> Record:

@@ -9,9 +9,8 @@ from enum import StrEnum
 
 from engine.request import BlockRun, Lookup
 from tiers.errors import MissReason
-from tiers.telemetry.departures import MAX_DEPARTURES, Departure
-from tiers.telemetry.lifetimes import Cause
-from tiers.telemetry.misses import Absence
+from tiers.telemetry.misses import MAX_DEPARTURES, Absence, Departure
+from tiers.tier import Cause
 
 
 class Kind(StrEnum):
@@ -20,7 +19,7 @@ class Kind(StrEnum):
     SERVED = "served"  # all but the last token was a hit
     NEVER_SEEN = "never_seen"
     LEFT = "left"  # it was held, and evicted or purged
-    PARTED = "parted"  # a cached prompt begins alike and goes on differently
+    DIVERGED = "diverged"  # a cached prompt begins alike and goes on differently
     ENDED = "ended"  # what is cached ends there
     OTHER_SCOPE = "other_scope"  # cached for another tenant, model or adapter
     TAIL = "tail"  # what is left does not fill a block
@@ -54,7 +53,7 @@ REFUSALS = {
     MissReason.UNECONOMIC: "It stands on disk, but at the rates measured then loading it would "
     "have taken longer than computing it. `cache.weigh_loads = false` loads regardless.",
     MissReason.OVERLOADED: "It stands on disk, but the queue of loads was full, so it was computed "
-    "instead. More `cache.readers` may help.",
+    "instead. A faster disk helps.",
     MissReason.NO_ROOM: "It stands on disk, but no host frame was free to load it into. A larger "
     "`cache.host_bytes` helps.",
 }
@@ -109,7 +108,7 @@ def _absent(
         return Kind.LEFT, _left(block, absence.departure, arrived_s)
     rows = max(absence.rows, finding.rows)
     if rows and (absence.parted or finding.rows > absence.rows):
-        return Kind.PARTED, _parted(first + rows, start)
+        return Kind.DIVERGED, _parted(first + rows, start)
     if rows:
         return Kind.ENDED, (
             f"What is cached of this prompt ends at token {first + rows}: no prompt before went on "
@@ -154,17 +153,17 @@ def _left(block: str, departure: Departure, arrived_s: float) -> str:
             return f"{block} left the {tier} tier {ago} before this request ({departure.cause})."
 
 
-def _parted(parting: int, start: int) -> str:
+def _parted(divergence: int, start: int) -> str:
     text = (
-        f"The prompt parts from every cached one at token {parting}: the {parting} tokens before "
-        f"it are cached, token {parting} differs."
+        f"The prompt diverges from every cached one at token {divergence}. The {divergence} tokens "
+        "before it are cached."
     )
-    if start < parting:
+    if start < divergence:
         text += (
-            f" Tokens {start} to {parting - 1} are cached within a block that goes on differently; "
-            "of a block on disk, only the whole is loaded."
+            f" Tokens {start} to {divergence - 1} are cached in a block that continues "
+            "differently. From disk, only whole blocks are loaded."
         )
-    if parting < 256:
+    if divergence < 256:
         text += " Is there a date, an id or a name near the beginning of the prompt?"
     return text
 

@@ -13,7 +13,7 @@ answers with their own status; after it they are an event.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,40 +22,46 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import Answer, GenerationFailed, answer_to, log_untold
-from api.requests.generation import Delta, Generation, Served
-from api.requests.metering import Charge
-from api.shapes.usage import Asked, Bill
+from api.headers import EVENT_STREAM
+from api.job import Asked, Bill, Delivered, Delta, Served
+from api.requests.generation import Generation
+from api.requests.metering import RunningCharge
 from billing.gate.outcomes import Outcome
+from billing.usage import Usage
 
-DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keep-alive\n\n"
-EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
 class WireFormat(Protocol):
     """How one protocol writes an answer. Used by one delivery."""
 
-    def opening(self) -> Sequence[Mapping[str, Any]]: ...
+    def opening(self, usage: Usage) -> bytes:
+        """The events before any text. `usage` is empty while the request waits."""
+        ...
 
-    def chunk(self, delta: Delta, outcome: Outcome) -> Mapping[str, Any] | None: ...
+    def chunk(self, delta: Delta, outcome: Outcome) -> bytes:
+        """The events of a delta, none where it shows nothing yet."""
+        ...
 
-    def usage_chunk(self, served: Served, bill: Bill, asked: Asked) -> Mapping[str, Any]: ...
+    def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
+        """The events after the settlement, the stream's end among them."""
+        ...
 
-    def absorb(self, delta: Delta) -> None: ...
+    def error(self, answer: Answer) -> bytes:
+        """The events that end a stream that fails."""
+        ...
 
-    def body(self, served: Served, bill: Bill, asked: Asked) -> Mapping[str, Any]: ...
+    def absorb(self, delta: Delta) -> None:
+        """Takes in a delta of an answer that goes out whole."""
+        ...
 
+    def body(self, served: Served, bill: Bill, asked: Asked) -> Mapping[str, Any]:
+        """The whole answer."""
+        ...
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivered:
-    """How a delivery ended: what was sent, and whether the client was there to the last byte."""
-
-    status: int
-    served: Served
-    bill: Bill | None
-    complete: bool
-    error: Exception | None
-    first_byte_ns: int
+    def refusal(self, answer: Answer) -> Mapping[str, Any]:
+        """The body instead of an answer that failed."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,10 +69,9 @@ class Delivery:
     """One answer on its way. `ended` is called once, after settlement and the last byte."""
 
     generation: Generation
-    charge: Charge
+    charge: RunningCharge
     wire: WireFormat
     stream: bool
-    usage_chunk: bool
     asked: Asked
     headers: Mapping[str, str]
     write_timeout_s: float
@@ -136,8 +141,7 @@ class Delivery:
                 await self._send_events(send, KEEPALIVE)
                 continue
             outcome = self.generation.outcome
-            chunks = [self.wire.chunk(delta, outcome) for delta in deltas]
-            held += b"".join(map(event, filter(None, chunks)))
+            held += b"".join([self.wire.chunk(delta, outcome) for delta in deltas])
             if held and not self.generation.answered:
                 await self._send_events(send, held)
                 held = b""
@@ -164,11 +168,13 @@ class Delivery:
             await self._keep(served, body)
             await self._send_whole(send, 200, body, self.headers)
             return
-        if self.usage_chunk:
-            tail += event(self.wire.usage_chunk(served, bill, self.asked))
-        opening = b"" if self._started else b"".join(map(event, self.wire.opening()))
-        await self._keep(served, b"".join(self._kept) + opening + tail + DONE)
-        await self._send_events(send, tail + DONE, last=True)
+        tail += self.wire.closing(served, bill, self.asked)
+        opening = b"" if self._started else self._opening()
+        await self._keep(served, b"".join(self._kept) + opening + tail)
+        await self._send_events(send, tail, opening=opening, last=True)
+
+    def _opening(self) -> bytes:
+        return self.wire.opening(self.generation.usage())
 
     async def _keep(self, served: Served, answer: bytes) -> None:
         if self.keep is not None and served.outcome is not Outcome.CLIENT_GONE:
@@ -176,16 +182,19 @@ class Delivery:
 
     async def _send_error(self, send: Send, answer: Answer) -> None:
         if self._started:
-            await self._send_events(send, event(answer.body()) + DONE, last=True)
+            await self._send_events(send, self.wire.error(answer), last=True)
         else:
             headers = {**self.headers, **answer.headers}
-            await self._send_whole(send, answer.status, answer.encoded(), headers)
+            body = orjson.dumps(self.wire.refusal(answer))
+            await self._send_whole(send, answer.status, body, headers)
 
-    async def _send_events(self, send: Send, events: bytes, *, last: bool = False) -> None:
+    async def _send_events(
+        self, send: Send, events: bytes, *, opening: bytes | None = None, last: bool = False
+    ) -> None:
         if not self._started:
             self._started = True
             headers = {**self.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            events = b"".join(map(event, self.wire.opening())) + events
+            events = (self._opening() if opening is None else opening) + events
             await self._write(send, _start(200, EVENT_STREAM, headers))
         await self._write(send, _part(events, more=not last))
 
@@ -238,10 +247,6 @@ class DeliveryResponse(Response):
         while (await receive())["type"] != "http.disconnect":
             pass
         self._delivery.client_gone()
-
-
-def event(document: Mapping[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(document) + b"\n\n"
 
 
 def _start(status: int, content_type: str, headers: Mapping[str, str]) -> dict[str, Any]:

@@ -6,31 +6,26 @@ choice that has not ended: the one that completes a stop string counts, what the
 after it does not, and nothing counts that the hold does not cover. Event loop only.
 """
 
-from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from api.collaborators import Detokenizer, EngineClient, ServedModel
+from api.job import Delta, Job, Served, Transcript
 from api.requests.bridge import OutputBridge
-from api.requests.turns import Parting, Transcript, Turn
-from billing.gate.holds import RequestContext
+from api.served_model import Detokenizer, EngineClient
 from billing.gate.outcomes import Outcome
 from billing.usage import EMPTY, Usage
 from engine.request import (
     FinishReason,
     Lookup,
     Request,
-    SamplingParams,
     StepOutput,
     Timeline,
     TokenCounts,
     TokenLogprob,
 )
-from engine.structure import Grammar, Source
-from tiers.blocks.contents import Content, first_perceptual
-from tiers.blocks.keys import CacheScope
+from tiers.blocks.contents import first_perceptual
 from tiers.errors import MissReason
 
 ANSWERED = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # the ends that a client is told
@@ -40,58 +35,6 @@ class Coverage(Protocol):
     """What pays for output tokens: says how many of them are covered so far."""
 
     async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What to generate. `prompts` are token ids, each not empty; `stop` strings are not either."""
-
-    request_id: str
-    model: ServedModel
-    prompts: "tuple[array[int], ...]"
-    params: SamplingParams
-    scope: CacheScope  # with the tenant's salt
-    stop: tuple[str, ...] = ()
-    source: Source | None = None  # what the answer must look like
-    grammar: Grammar | None = None  # `source`, compiled
-    turn: Turn | None = None  # the chat's messages, where their tokens are to be remembered
-    parting: Parting | None = None  # from what the chat's earlier turn left
-    cache: bool = True
-    stream: bool = False  # text is sent as it comes, else the whole answer at its end
-    arrival_ns: int = 0
-    context: RequestContext = field(default_factory=RequestContext)  # for the ledger
-    contents: tuple[tuple[Content, ...], ...] = ()  # of each prompt; none where it is empty
-
-    @property
-    def max_output(self) -> int:
-        """The most output tokens that all choices together may have."""
-        limit = self.params.max_tokens
-        return (self.model.max_context if limit is None else limit) * self.num_choices
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.params.n
-
-    @property
-    def engine_ids(self) -> tuple[str, ...]:
-        if len(self.prompts) == 1:
-            return (self.request_id,)
-        return tuple(f"{self.request_id}.{number}" for number in range(len(self.prompts)))
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New text of one choice. `tokens` are those behind it that were not told of before."""
-
-    choice: int  # index in the answer: prompt number * n + sequence index
-    text: str
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    finish: FinishReason | None = None
 
 
 @dataclass(slots=True)
@@ -125,7 +68,8 @@ class _Choice:
             return None
         told = self.finish if self.finish in ANSWERED else None
         logprobs = output.logprobs[:used]
-        return Delta(self.number, "".join(text), output.tokens[:used], logprobs, told)
+        stop = self.detokenizer.stop_string
+        return Delta(self.number, "".join(text), output.tokens[:used], logprobs, told, stop)
 
     def cut(self, reason: FinishReason) -> Delta:
         """Ends the choice here, with the text that was held back."""
@@ -150,24 +94,6 @@ class _Part:
         return all(choice.finish is not None for choice in self.choices)
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What a request came to, and the `usage` that is billed for it."""
-
-    outcome: Outcome
-    usage: Usage
-    miss_reasons: Mapping[MissReason, int]
-    timeline: Timeline  # of the first prompt
-    error: str | None = None
-    approximate_tokens: int | None = None  # hits across perceptual contents; None: there were none
-    lookups: tuple[Lookup, ...] = ()  # of the prompts that were admitted
-    finishes: tuple[FinishReason | None, ...] = ()  # of the choices
-    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # by prompt, where asked for
-    transcripts: tuple[Transcript, ...] = ()  # of the choices, where the job is a chat's turn
-    parting: Parting | None = None
-    jumped_tokens: int = 0  # decode steps that a grammar's forced tokens saved
-
-
 class Generation:
     """Submits a `Job`, yields its text, and knows what it came to. Used once."""
 
@@ -187,21 +113,27 @@ class Generation:
         n = job.params.n
         self._parts = {
             engine_id: _Part(
-                [_Choice(number * n + i, job.model.detokenizer(job.stop)) for i in range(n)]
+                [
+                    _Choice(number * n + i, job.model.detokenizer(job.stop, shown=job.markers))
+                    for i in range(n)
+                ]
             )
             for number, engine_id in enumerate(job.engine_ids)
         }
+        self._feed = bridge.open(job.engine_ids)
 
     def submit(self) -> None:
-        """Hands every prompt to the engine; all or none. Raises what the engine refuses with."""
-        self._feed = self._bridge.open(self.job.engine_ids)
-        try:
-            for number, engine_id in enumerate(self.job.engine_ids):
-                self._engine.submit(self._request(engine_id, number))
-        except BaseException:
-            self._abort_all(FinishReason.ABORT)
-            self._bridge.close(self._feed)
-            raise
+        """Hands every prompt to the engine; `close` takes back what it had before it refused one.
+
+        Raises what the engine refuses with.
+        """
+        for number, engine_id in enumerate(self.job.engine_ids):
+            self._engine.submit(self._request(engine_id, number))
+
+    def close(self) -> None:
+        """Ends what still runs, and listens no more."""
+        self._abort_all(FinishReason.ABORT)
+        self._bridge.close(self._feed)
 
     def cancel(self) -> None:
         """The client has gone: ends the work. `deltas` runs on to the engine's last output."""
@@ -241,8 +173,19 @@ class Generation:
         for part in self._parts.values():
             if part.counts is not None:
                 output = sum(choice.num_tokens for choice in part.choices)
-                usage += Usage.from_counts(replace(part.counts, output=output))
+                counts = replace(part.counts, output=output)
+                written = self._written(part)
+                usage += Usage.from_counts(counts, written=written, for_1h=self.job.keep_1h)
         return usage
+
+    def _written(self, part: _Part) -> int:
+        """Computed prompt tokens in full blocks, which are kept for reuse. A fully cached prompt
+        computes its last token and writes nothing."""
+        counts, lookup = part.counts, part.lookup
+        if not self.job.cache or counts is None or lookup is None:
+            return 0
+        kept = counts.prompt // lookup.block_size * lookup.block_size
+        return 0 if counts.miss <= 1 else max(0, kept - counts.hit)
 
     def served(self) -> Served:
         """What was served, and how it ended."""
@@ -262,7 +205,9 @@ class Generation:
             transcripts=tuple(
                 Transcript("".join(texts), tuple(tokens)) for texts, tokens in self._said
             ),
-            parting=self.job.parting,
+            divergence=self.job.divergence,
+            replayed_tokens=self.job.replayed_tokens,
+            dropped_lines=self.job.dropped_lines,
             jumped_tokens=self._jumped_tokens,
         )
 
@@ -380,4 +325,5 @@ class Generation:
             contents=job.contents[number] if job.contents else (),
             cache=job.cache,
             arrival_ns=job.arrival_ns,
+            share=job.tenant,
         )

@@ -13,9 +13,8 @@ from typing import Protocol
 from fastapi import Request
 from starlette.responses import Response
 
-from api.context import FIT_NAME, single_header
 from api.errors import InvalidRequest
-from api.requests.delivery import EVENT_STREAM
+from api.headers import EVENT_STREAM, FIT_NAME, single_header
 from billing.errors import BillingError
 from billing.idempotency import Claimed, Replay
 from billing.keys import Principal

@@ -16,14 +16,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from api.requests.generation import Job, Served
-from api.shapes.usage import Bill
+from api.job import Bill, Job, Served
 from billing.errors import InsufficientBalance
-from billing.gate.gate import SYSTEM, Settled
 from billing.gate.holds import Hold
+from billing.gate.work import SYSTEM, Settled
 from billing.keys import Principal
 from billing.ledger import DEFAULT_TTL_S, Ledger
 from billing.money import format_units
+from billing.prices.book import Terms
 from billing.prices.rating import hold_amount
 from billing.usage import Usage
 
@@ -33,8 +33,8 @@ SLICE_TOKENS = 256  # output tokens of one choice held at a time
 RENEWALS_PER_LEASE = 4
 
 
-class Charge(Protocol):
-    """One request's money. Ends with exactly one of `settle` and `void`."""
+class RunningCharge(Protocol):
+    """One request's money. `settle` or else `void` ends it."""
 
     async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int:
         """How many output tokens are paid for, at most `output_tokens` of them.
@@ -59,14 +59,14 @@ class Charge(Protocol):
         ...
 
     async def void(self) -> None:
-        """Releases the hold; nothing was served."""
+        """Releases the hold. Does nothing once `settle` was called."""
         ...
 
 
 class Meter(Protocol):
     """Opens charges. Raises InsufficientBalance when the balance does not cover one."""
 
-    async def admit(self, principal: Principal, job: Job) -> Charge: ...
+    async def admit(self, principal: Principal, job: Job) -> RunningCharge: ...
 
 
 Receipts = Callable[[Settled], Mapping[str, Any]]
@@ -93,7 +93,12 @@ class LedgerMeter:
     async def admit(self, principal: Principal, job: Job) -> "LedgerCharge":
         """Pins the price of this instant and holds what the request may cost at first."""
         now_ns = self._clock_ns()  # one instant, or the proof finds another window than the price
-        pinned = self._ledger.book.at(job.model.name, now_ns, principal.currency or None)
+        terms = Terms(
+            tenant=principal.tenant,
+            prompt_tokens=max(map(len, job.prompts)),
+            service=job.context.service_tier,
+        )
+        pinned = self._ledger.book.at(job.model.name, now_ns, principal.currency or None, terms)
         slice_tokens = min(self._slice_tokens * job.num_choices, job.max_output)
         amount = hold_amount(pinned, prompt_tokens=job.prompt_tokens, output_tokens=slice_tokens)
         reserved = self._ledger.reserve(
@@ -148,6 +153,7 @@ class LedgerCharge:
         self._asked: asyncio.Future[int] | None = None  # a slice under way
         self._asked_tokens = 0
         self._refused = False
+        self._ended = False
         self._renew_at = time.monotonic() + lease_s / RENEWALS_PER_LEASE
 
     async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int:
@@ -160,6 +166,7 @@ class LedgerCharge:
             await asyncio.wait([self._asked])
 
     async def settle(self, served: Served, *, delivered: bool) -> Bill:
+        self._ended = True
         await self._let_slice_end()
         settling = self._ledger.settle(
             self._hold, served.usage, served.outcome, delivered=delivered
@@ -191,6 +198,9 @@ class LedgerCharge:
         )
 
     async def void(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
         await self._let_slice_end()
         await durable(self._ledger.void(self._hold))
 

@@ -1,4 +1,4 @@
-"""Where the next turn of a chat parts from the tokens that its earlier turn left in the cache.
+"""What the turns of a chat left in the cache, for the next turn to compare with or to go on from.
 
 A client sends the whole conversation again with each turn. If the model's template writes an old
 message differently (without its reasoning, say), or the tokenizer cuts the old answer differently
@@ -9,9 +9,8 @@ tenant's salt, and says at which token a new turn parted and why. Event loop onl
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import zip_longest
 from typing import Any
 
@@ -19,51 +18,34 @@ import numpy as np
 import orjson
 import xxhash
 
-from api.collaborators import Tokenizer
+from api.job import Divergence, DivergenceReason, Transcript, Turn
+from api.served_model import Tokenizer
 from tiers.blocks.keys import CacheScope
 
 MIN_ENTRY_TOKENS = 64  # what a turn counts at least, for its keys and its place
-_LOOKED_AT = 16  # tokens after the parting whose text tells the reason
-
-
-class PartReason(StrEnum):
-    """Why a turn's tokens part from the earlier turn's although the messages agree."""
-
-    TEMPLATE = "template"  # it writes the old messages as another text
-    TOKENIZER = "tokenizer"  # the same text, in other tokens than it was generated in
-
-
-@dataclass(frozen=True, slots=True)
-class Parting:
-    """`of_tokens` the earlier turn left for messages that came again; only `at_token` match."""
-
-    at_token: int
-    of_tokens: int
-    reason: PartReason
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One request's messages: `keys[i]` names the conversation up to and with message i."""
-
-    keys: tuple[bytes, ...]
-    roles: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Transcript:
-    """One choice of an answer: what the client read, and the tokens it was generated in."""
-
-    text: str
-    tokens: tuple[int, ...]
+_LOOKED_AT = 16  # tokens after the divergence whose text tells the reason
 
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What a turn left: of `tokens`, the first `num_tokens` belong to the messages of its key."""
+    """What a turn left: of `tokens`, the first `num_tokens` belong to the messages of its key.
+
+    `rest` is the text of the answer behind them: a piece of a token that a stop string ended in.
+    None where the tokens cannot stand for the text.
+    """
 
     tokens: "array[int]"
     num_tokens: int
+    rest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A conversation's tokens up to and with its message number `place`, and text to follow."""
+
+    place: int
+    tokens: "array[int]"
+    rest: str
 
 
 def turn_of(
@@ -80,6 +62,11 @@ def turn_of(
     return Turn(tuple(keys), tuple(str(message["role"]) for message in messages))
 
 
+def assistant_message(text: str) -> Mapping[str, Any]:
+    """An answer that is all text, as the next turn sends it back."""
+    return {"role": "assistant", "content": text}
+
+
 class Conversations:
     """Recent turns by name, least recently used out first, at most `max_tokens` in all."""
 
@@ -88,7 +75,9 @@ class Conversations:
         self._turns: OrderedDict[bytes, _Left] = OrderedDict()
         self.num_tokens = 0
 
-    def parting(self, turn: Turn, tokens: "array[int]", tokenizer: Tokenizer) -> Parting | None:
+    def divergence(
+        self, turn: Turn, tokens: "array[int]", tokenizer: Tokenizer
+    ) -> Divergence | None:
         """Where `tokens` part from what the longest known beginning of the conversation left;
         None where they do not part, or nothing is known."""
         left = self._known(turn)
@@ -98,7 +87,18 @@ class Conversations:
         if at == left.num_tokens:
             return None
         reason = _reason(tokenizer, left.tokens[at:], tokens[at:])
-        return Parting(at, left.num_tokens, reason)
+        return Divergence(at, left.num_tokens, reason)
+
+    def replay(self, turn: Turn) -> Replay | None:
+        """What to go on from: the last answer whose tokens are known."""
+        for place in reversed(range(len(turn.keys))):
+            if turn.roles[place] != "assistant":
+                continue
+            left = self._turns.get(turn.keys[place])
+            if left is not None and left.rest is not None:
+                self._turns.move_to_end(turn.keys[place])
+                return Replay(place, left.tokens[: left.num_tokens], left.rest)
+        return None
 
     def remember(
         self,
@@ -106,14 +106,15 @@ class Conversations:
         prompt: "array[int]",
         answers: Sequence[Transcript],
         tokenizer: Tokenizer,
+        message_of: Callable[[str], Mapping[str, Any]] = assistant_message,
     ) -> None:
         """Keep a served turn: its prompt, and its prompt with each answer."""
         self._keep(turn.keys[-1], _Left(prompt, len(prompt)))
         for answer in answers:
-            message = {"role": "assistant", "content": answer.text}
+            key = _continued(turn.keys[-1], message_of(answer.text))
             tokens = prompt + array("i", answer.tokens)
-            num_told = _num_told(tokenizer, answer)
-            self._keep(_continued(turn.keys[-1], message), _Left(tokens, len(prompt) + num_told))
+            num_told, rest = _told(tokenizer, answer)
+            self._keep(key, _Left(tokens, len(prompt) + num_told, rest))
 
     def _known(self, turn: Turn) -> _Left | None:
         """Of the messages that came before the last, the most that are known.
@@ -144,6 +145,8 @@ class Conversations:
 
 def _continued(key: bytes, message: Mapping[str, Any]) -> bytes:
     told = {name: value for name, value in message.items() if value is not None}
+    if message["role"] == "assistant":
+        told = _canonical(message)
     return xxhash.xxh3_128_digest(key + orjson.dumps(told, option=orjson.OPT_SORT_KEYS))
 
 
@@ -158,18 +161,47 @@ def _common(old: "array[int]", new: "array[int]", most: int) -> int:
     return int(differ[0]) if len(differ) else size
 
 
-def _num_told(tokenizer: Tokenizer, answer: Transcript) -> int:
-    """The answer's tokens that are wholly in its text: not the end of sequence, not a stop
-    string."""
-    room = len(answer.text.encode())
+def _canonical(message: Mapping[str, Any]) -> dict[str, Any]:
+    """An answer as far as clients send it back alike: without its reasoning, the ids of its calls
+    and the spelling of their arguments."""
+    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    return {"role": "assistant", "content": (message.get("content") or "").strip(), "calls": calls}
+
+
+def _call(call: Mapping[str, Any]) -> list[Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return [call]
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = orjson.loads(arguments or "{}")
+        except orjson.JSONDecodeError:
+            arguments = str(arguments)
+    return [function.get("name"), arguments]
+
+
+def _told(tokenizer: Tokenizer, answer: Transcript) -> tuple[int, str | None]:
+    """The answer's tokens that are wholly in its text, and what of the text they leave.
+
+    Not counted: the end of the sequence, and tokens that a stop string begins in. Special tokens
+    that no text shows count where others follow.
+    """
+    text, place, num_told = answer.text.encode(), 0, 0
     for number, token in enumerate(answer.tokens):
-        room -= len(tokenizer.token_bytes(token))
-        if room < 0:
-            return number
-    return len(answer.tokens)
+        piece = tokenizer.token_bytes(token)
+        if piece and text[place : place + len(piece)] == piece:
+            place += len(piece)
+            num_told = number + 1
+        elif token not in tokenizer.special_token_ids:
+            break
+    try:
+        return num_told, text[place:].decode()
+    except UnicodeDecodeError:
+        return num_told, None
 
 
-def _reason(tokenizer: Tokenizer, old: "array[int]", new: "array[int]") -> PartReason:
+def _reason(tokenizer: Tokenizer, old: "array[int]", new: "array[int]") -> DivergenceReason:
     """Whether the same text goes on, for as long as the first token on either side is."""
     pieces = [[tokenizer.token_bytes(t) for t in side[:_LOOKED_AT]] for side in (old, new)]
     longest = max((len(side[0]) for side in pieces if side), default=0)
@@ -179,4 +211,4 @@ def _reason(tokenizer: Tokenizer, old: "array[int]", new: "array[int]") -> PartR
         if one != other:
             break
         same += 1
-    return PartReason.TOKENIZER if longest and same >= longest else PartReason.TEMPLATE
+    return DivergenceReason.TOKENIZER if longest and same >= longest else DivergenceReason.TEMPLATE

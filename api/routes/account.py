@@ -1,4 +1,4 @@
-"""GET /user/balance: what the caller's tenant has left, in DeepSeek's shape."""
+"""What a caller may ask about itself: its balance, its requests, and the keys of its receipts."""
 
 import asyncio
 from typing import Any
@@ -6,13 +6,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from api.context import authorised, wire_of
+from api.errors import RequestNotFound
+from api.journal.documents import details
 from billing.keys import Scope
 from billing.money import format_units
 
-router = APIRouter(tags=["balance"])
+router = APIRouter()
 
 
-@router.get("/user/balance")
+@router.get("/user/balance", tags=["balance"])
 @router.get("/v1/user/balance", include_in_schema=False)
 async def user_balance(request: Request) -> dict[str, Any]:
     """Amounts are decimal strings. What running requests hold is not taken off; what is owed is."""
@@ -29,3 +31,27 @@ async def user_balance(request: Request) -> dict[str, Any]:
         "is_available": not account.suspended and (available is None or available > 0),
         "balance_infos": [balance],
     }
+
+
+@router.get("/v1/receipts/keys", tags=["receipts"])
+async def receipt_keys(request: Request) -> dict[str, list[dict[str, str]]]:
+    """Every key that ever signed here, in hex (Ed25519, 32 bytes); a receipt names its `key_id`."""
+    await authorised(request, Scope.USAGE)
+    keys = wire_of(request).receipt_keys
+    return {"keys": [{"key_id": name, "public_key": key} for name, key in keys.items()]}
+
+
+@router.get("/v1/cache/requests/{request_id}", tags=["cache"])
+async def request_details(request: Request, request_id: str) -> dict[str, Any]:
+    """By the `id` of the answer, or the X-Request-Id: timeline, hits by block, reasons and bill.
+
+    Kept in memory for the latest requests. Another tenant's request does not exist for the caller.
+    """
+    principal = await authorised(request, Scope.USAGE)
+    record = wire_of(request).journal.find(request_id, tenant=principal.tenant)
+    if record is None:
+        raise RequestNotFound(
+            f"This server remembers no request {request_id[:80]!r} of tenant "
+            f"'{principal.tenant}'; it keeps the latest in memory only."
+        )
+    return details(record)

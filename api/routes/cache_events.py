@@ -34,10 +34,10 @@ async def cache_events(request: Request) -> Response:
     wire = wire_of(request)
     principal = await authorised(request)
     scopes = None if principal.may(Scope.ADMIN) else scopes_of_tenant(wire, principal.tenant)
-    return feed_for(request, scopes)
+    return feed_for(request, principal.tenant, scopes)
 
 
-def feed_for(request: Request, scopes: frozenset[PrefixKey] | None) -> FeedResponse:
+def feed_for(request: Request, tenant: str, scopes: frozenset[PrefixKey] | None) -> FeedResponse:
     """The stream that the query asks for: `tier` and `kind` (repeatable), `tokens`, `after`.
 
     Raises InvalidRequest and Overloaded.
@@ -50,7 +50,14 @@ def feed_for(request: Request, scopes: frozenset[PrefixKey] | None) -> FeedRespo
         tokens=query.get("tokens", "").lower() in ("1", "true", "yes"),
     )
     after = _number(request.headers.get("last-event-id") or query.get("after"))
-    return FeedResponse(wire.feeds, after, wanted, wire.settings.keepalive_s)
+    return FeedResponse(
+        wire.feeds,
+        tenant,
+        after,
+        wanted,
+        keepalive_s=wire.settings.keepalive_s,
+        write_timeout_s=wire.settings.write_timeout_s,
+    )
 
 
 def _named(kind: type[Name], param: str, given: Iterable[str]) -> frozenset[Name]:

@@ -9,17 +9,21 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.admission import check_size, deliver, request_context, scope_for
-from api.collaborators import Collaborators, ServedModel
-from api.context import authorised, story_of, wire_of
-from api.requests.generation import Delta, Job, Served
+from api.collaborators import Collaborators
+from api.context import authorised, read_body, request_log_of, wire_of
+from api.errors import Answer
+from api.headers import DONE, event
+from api.job import Asked, Bill, Delta, Job, Served
 from api.routes.models import find_model
 from api.routes.prompts import encode_prompt, room_for_answer
+from api.served_model import ServedModel
 from api.shapes.contents import contents_of
 from api.shapes.logprobs import prompt_logprobs, text_logprobs
 from api.shapes.schemas import CompletionBody, parse, sampling_params
 from api.shapes.structured import source_asked
-from api.shapes.usage import Asked, Bill, closing
+from api.shapes.usage import closing
 from billing.gate.outcomes import Outcome
+from billing.usage import Usage
 from engine.request import FinishReason, TokenLogprob
 
 router = APIRouter(tags=["completions"])
@@ -29,15 +33,17 @@ router = APIRouter(tags=["completions"])
 @router.post("/completions", include_in_schema=False)
 async def completions(request: Request) -> Response:
     """Answers as JSON, or as server-sent events with `stream`."""
-    wire, story = wire_of(request), story_of(request)
+    wire, story = wire_of(request), request_log_of(request)
     principal = await authorised(request)
-    raw = await request.body()
+    wire.queue.check_wait(principal.tenant)
+    raw = await read_body(request)
     body = parse(raw, CompletionBody)
     body.refuse_unserved()
     model = find_model(wire.models, body.model)
     given = body.prompts()
     check_size(wire, body, len(given))
-    prompts = await asyncio.gather(*(encode_prompt(wire, model, prompt) for prompt in given))
+    encoding = (encode_prompt(wire, model, prompt, tenant=principal.tenant) for prompt in given)
+    prompts = await asyncio.gather(*encoding)
     job = Job(
         request_id=story.request_id,
         model=model,
@@ -47,13 +53,14 @@ async def completions(request: Request) -> Response:
             max_tokens=_answer_limit(wire, model, body, prompts),
             logprobs=body.logprobs,
         ),
+        tenant=principal.tenant,
         scope=scope_for(wire.salts, model, principal, body.extension.share),
         stop=body.stop_strings,
         source=source_asked(body),
         cache=body.extension.cache is not False,
         stream=bool(body.stream),
         arrival_ns=story.arrival_ns,
-        context=request_context(request, principal, raw),
+        context=request_context(request, principal, raw, body),
         contents=contents_of(
             body.extension, prompts, allow_perceptual=wire.settings.perceptual_digests
         ),
@@ -74,8 +81,8 @@ def _answer_limit(
     """What every prompt has room for; without max_tokens the default, or less if less fits."""
     longest = max(map(len, prompts))
     if body.max_tokens is not None:
-        return room_for_answer(model, longest, body.max_tokens, "prompt")
-    room = room_for_answer(model, longest, None, "prompt")
+        return room_for_answer(model, longest, body.max_tokens, prompt="prompt")
+    room = room_for_answer(model, longest, None, prompt="prompt")
     return min(room, wire.settings.default_completion_tokens)
 
 
@@ -116,22 +123,30 @@ class CompletionFormat:
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in self._echoes]
         self._finishes: list[FinishReason | None] = [None for _ in self._echoes]
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, usage: Usage) -> bytes:
         """The echoed prompts; nothing without `echo`."""
         echoes = enumerate(self._echoes)
-        return [self._chunk(number, echo, None, None) for number, echo in echoes if echo]
+        return b"".join(event(self._chunk(n, echo, None, None)) for n, echo in echoes if echo)
 
-    def chunk(self, delta: Delta, outcome: Outcome) -> dict[str, Any] | None:
+    def chunk(self, delta: Delta, outcome: Outcome) -> bytes:
         told = self._told(delta)
         if not delta.text and delta.finish is None and told is None:
-            return None
+            return b""
         chunk = self._chunk(delta.choice, delta.text, told, delta.finish)
         if delta.finish and outcome is Outcome.BUDGET:
             chunk["cachesvc"] = {"ended_by": "insufficient_balance"}
-        return chunk
+        return event(chunk)
 
-    def usage_chunk(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
-        return self._head | {"choices": []} | closing(served, bill, asked)
+    def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
+        if not self._usage_follows and asked == Asked():
+            return DONE
+        return event(self._head | {"choices": []} | closing(served, bill, asked)) + DONE
+
+    def error(self, answer: Answer) -> bytes:
+        return event(answer.body()) + DONE
+
+    def refusal(self, answer: Answer) -> dict[str, Any]:
+        return answer.body()
 
     def absorb(self, delta: Delta) -> None:
         self._texts[delta.choice].append(delta.text)

@@ -10,9 +10,12 @@ router = APIRouter(tags=["health"])
 
 @router.get("/health")
 @router.head("/health", include_in_schema=False)  # what watchers of sites ask with
-async def alive() -> dict[str, str]:
-    """The process answers; nothing more is said."""
-    return {"status": "ok"}
+async def alive(request: Request) -> Response:
+    """200 while the process can go on; 503 with the reason when only a restart helps."""
+    state = wire_of(request).readiness()
+    if state.alive:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "failed", "reason": state.reason}, status_code=503)
 
 
 @router.get("/health/ready")

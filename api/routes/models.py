@@ -5,9 +5,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from api.collaborators import ServedModel
 from api.context import authorised, wire_of
 from api.errors import ModelNotFound
+from api.served_model import ServedModel
 
 router = APIRouter(tags=["models"])
 
@@ -35,9 +35,23 @@ def card(model: ServedModel) -> dict[str, Any]:
     }
 
 
+@router.post("/v1/embeddings")
+@router.post("/embeddings", include_in_schema=False)
+async def embeddings(request: Request) -> None:
+    """Not served; the refusal says what is."""
+    await authorised(request)
+    served = ", ".join(f"'{name}'" for name in wire_of(request).models)
+    raise ModelNotFound(
+        f"No embedding model is served here. {served} answer /v1/chat/completions, /v1/responses, "
+        "/v1/messages and /v1/completions.",
+        param="model",
+    )
+
+
 @router.get("/v1/models")
 @router.get("/models", include_in_schema=False)
 async def list_models(request: Request) -> dict[str, Any]:
+    """The model that is served, and its adapters."""
     await authorised(request)
     models = wire_of(request).models
     return {"object": "list", "data": [card(model) for model in models.values()]}
@@ -46,5 +60,6 @@ async def list_models(request: Request) -> dict[str, Any]:
 @router.get("/v1/models/{name:path}")
 @router.get("/models/{name:path}", include_in_schema=False)
 async def show_model(request: Request, name: str) -> dict[str, Any]:
+    """One of them; 404 where no such name is served."""
     await authorised(request)
     return card(find_model(wire_of(request).models, name))

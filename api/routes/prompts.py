@@ -1,15 +1,21 @@
 """Messages and prompts to token ids. Long texts go to the bounded thread pool, not the loop."""
 
-import asyncio
+import uuid
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import orjson
 
-from api.collaborators import Collaborators, ServedModel
-from api.errors import ContextLengthExceeded, InvalidRequest, Unsupported
-from api.shapes.schemas import Message
+from api.collaborators import Collaborators
+from api.errors import ContextLengthExceeded, InvalidRequest
+from api.requests.turns import Replay
+from api.served_model import ServedModel
+from api.shapes.tooling import Tooling
+from api.tools.history import for_template
+from api.tools.style import Style
+from engine.errors import RequestError
 from engine.structure import check_document
 
 Made = TypeVar("Made")
@@ -17,51 +23,98 @@ Made = TypeVar("Made")
 MESSAGE_CHARS = 50  # a template takes as long for a message as the tokenizer for so many
 
 
-async def encode_text(wire: Collaborators, model: ServedModel, text: str) -> "array[int]":
+async def encode_text(
+    wire: Collaborators, model: ServedModel, text: str, *, tenant: str
+) -> "array[int]":
     """Raises ContextLengthExceeded for a text that is too long before it is looked at."""
     _check_length(model, len(text), "prompt")
-    return await _encode(wire, len(text), lambda: model.tokenizer.encode(text))
+    return await _encode(wire, tenant, len(text), lambda: model.tokenizer.encode(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    """What a chat template is given. `messages` are as the client sent them, in plain values."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tooling: Tooling
+    style: Style
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    dropped_lines: tuple[str, ...] = ()
+
+    @property
+    def told_tools(self) -> list[dict[str, Any]]:
+        return [tool.for_template() for tool in self.tooling.tools]
 
 
 async def encode_chat(
     wire: Collaborators,
     model: ServedModel,
-    messages: Sequence[Message],
+    prompt: ChatPrompt,
     *,
-    tools: Sequence[dict[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
+    tenant: str,
+    replay: Replay | None = None,
 ) -> "array[int]":
-    """The chat as the model's template writes it.
+    """The chat as the model's template writes it; after what `replay` has of it, where the template
+    shows what follows.
 
-    Raises Unsupported where there is none, InvalidParameter for tools nested without measure, and
-    ContextLengthExceeded as `encode_text`.
+    Raises InvalidParameter for calls nested without measure, and ContextLengthExceeded as
+    `encode_text`.
     """
-    if not model.tokenizer.has_chat_template:
-        raise Unsupported(
-            f"The model '{model.name}' has no chat template; use /v1/completions.",
-            param="messages",
-        )
-    plain = [message.for_template(number) for number, message in enumerate(messages)]
-    check_document(tools, "tools")
-    for number, message in enumerate(plain):
+    for number, message in enumerate(prompt.messages):
         check_document(message.get("tool_calls"), f"messages[{number}].tool_calls")
-    size = sum(map(_size, plain)) + (len(orjson.dumps(tools)) if tools else 0)
+    tools = prompt.told_tools
+    size = sum(map(_size, prompt.messages))
+    size += sum(len(orjson.dumps(one)) for one in (tools, prompt.arguments) if one)
     _check_length(model, size, "messages")
-    return await _encode(
-        wire,
-        size + MESSAGE_CHARS * len(plain),
-        lambda: model.tokenizer.chat(
-            plain, add_generation_prompt=add_generation_prompt, tools=tools or None
-        ),
+
+    def work() -> "array[int]":
+        if replay is not None and (after := _after(model, prompt, replay)) is not None:
+            return after
+        return model.tokenizer.encode(
+            _rendered(model, prompt, prompt.messages), add_special_tokens=False
+        )
+
+    return await _encode(wire, tenant, size + MESSAGE_CHARS * len(prompt.messages), work)
+
+
+def _rendered(model: ServedModel, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]]) -> str:
+    template = model.tokenizer.chat_template
+    plain, told = for_template(messages, prompt.tooling.tools, template, prompt.style)
+    return model.tokenizer.render(
+        plain,
+        add_generation_prompt=prompt.add_generation_prompt,
+        continue_final_message=prompt.continue_final_message,
+        tools=told,
+        template_arguments=prompt.arguments,
     )
 
 
+def _after(model: ServedModel, prompt: ChatPrompt, replay: Replay) -> "array[int] | None":
+    """The replayed tokens, and what the template writes behind the answer that they end with.
+
+    None where it does not show: it refuses a stand-in for the answer, or does not write it once.
+    """
+    stand_in = uuid.uuid4().hex
+    messages = list(prompt.messages)
+    messages[replay.place] = {"role": "assistant", "content": stand_in}
+    try:
+        text = _rendered(model, prompt, messages)
+    except RequestError:
+        return None
+    if text.count(stand_in) != 1:
+        return None
+    tail = replay.rest + text.partition(stand_in)[2]
+    return replay.tokens + model.tokenizer.encode(tail, add_special_tokens=False)
+
+
 async def encode_prompt(
-    wire: Collaborators, model: ServedModel, prompt: str | list[int]
+    wire: Collaborators, model: ServedModel, prompt: str | list[int], *, tenant: str
 ) -> "array[int]":
     """A completion's prompt: text, or ids that must be the model's."""
     if isinstance(prompt, str):
-        return await encode_text(wire, model, prompt)
+        return await encode_text(wire, model, prompt, tenant=tenant)
     if (highest := max(prompt)) >= model.vocab_size or min(prompt) < 0:
         raise InvalidRequest(
             f"prompt has a token id outside 0..{model.vocab_size - 1} (highest: {highest}); "
@@ -72,22 +125,30 @@ async def encode_prompt(
 
 
 def room_for_answer(
-    model: ServedModel, prompt_tokens: int, max_tokens: int | None, param: str
+    model: ServedModel,
+    prompt_tokens: int,
+    max_tokens: int | None,
+    *,
+    prompt: str,
+    limit: str = "max_tokens",
 ) -> int:
-    """How many tokens an answer may have. Raises ContextLengthExceeded with the numbers."""
+    """How many tokens an answer may have. `prompt` and `limit` name the fields that say so.
+
+    Raises ContextLengthExceeded with the numbers.
+    """
     room = model.max_context - prompt_tokens
     if room < 1:
         raise ContextLengthExceeded(
             f"This model's context is {model.max_context} tokens; the prompt has {prompt_tokens} "
             "and leaves no room for an answer. Shorten the prompt.",
-            param=param,
+            param=prompt,
         )
     if max_tokens is not None and max_tokens > room:
         raise ContextLengthExceeded(
             f"This model's context is {model.max_context} tokens; the prompt has {prompt_tokens} "
-            f"and {max_tokens} were asked for the answer. Shorten the prompt, or ask for at most "
-            f"{room} tokens.",
-            param=param,
+            f"and {limit} asks for {max_tokens} more. Shorten the prompt, or set {limit} to "
+            f"{room} at most.",
+            param=limit,
         )
     return room if max_tokens is None else max_tokens
 
@@ -106,7 +167,7 @@ def _check_length(model: ServedModel, num_chars: int, param: str) -> None:
         )
 
 
-async def _encode(wire: Collaborators, size: int, work: Callable[[], Made]) -> Made:
+async def _encode(wire: Collaborators, tenant: str, size: int, work: Callable[[], Made]) -> Made:
     if size <= wire.settings.inline_encode_chars:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(wire.encoders, work)
+    return await wire.encoders.run(tenant, work)

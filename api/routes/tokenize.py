@@ -4,11 +4,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from api.collaborators import Collaborators, ServedModel
-from api.context import authorised, wire_of
+from api.collaborators import Collaborators
+from api.context import authorised, read_body, wire_of
 from api.errors import InvalidRequest
+from api.routes.conversation import chat_prompt
 from api.routes.models import find_model
 from api.routes.prompts import encode_chat, encode_text
+from api.served_model import ServedModel
 from api.shapes.schemas import DetokenizeBody, TokenizeBody, parse
 
 router = APIRouter(tags=["tokens"])
@@ -18,23 +20,19 @@ router = APIRouter(tags=["tokens"])
 @router.post("/v1/tokenize", include_in_schema=False)
 async def tokenize(request: Request) -> dict[str, Any]:
     """Ids and their count of `prompt` (or `text`), or of `messages` under the chat template."""
-    await authorised(request)
+    tenant = (await authorised(request)).tenant
     wire = wire_of(request)
-    body = parse(await request.body(), TokenizeBody)
+    body = parse(await read_body(request), TokenizeBody)
     model = _model(wire, body.model)
     text = body.prompt if body.prompt is not None else body.text
     if (text is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt (a text) or messages (a chat).", param="prompt")
     if body.messages is not None:
         tokens = await encode_chat(
-            wire,
-            model,
-            body.messages,
-            tools=body.tools,
-            add_generation_prompt=body.add_generation_prompt is not False,
+            wire, model, chat_prompt(wire, model, body.as_chat(model.name)), tenant=tenant
         )
     else:
-        tokens = await encode_text(wire, model, text or "")
+        tokens = await encode_text(wire, model, text or "", tenant=tenant)
     return {
         "model": model.name,
         "tokens": list(tokens),
@@ -49,7 +47,7 @@ async def detokenize(request: Request) -> dict[str, Any]:
     """The text of `tokens`."""
     await authorised(request)
     wire = wire_of(request)
-    body = parse(await request.body(), DetokenizeBody)
+    body = parse(await read_body(request), DetokenizeBody)
     model = _model(wire, body.model)
     if body.tokens and (highest := max(body.tokens)) >= model.vocab_size:
         raise InvalidRequest(

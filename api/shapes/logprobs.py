@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from api.collaborators import Tokenizer
+from api.served_model import Tokenizer
 from engine.request import TokenLogprob
 
 FLOOR = -9999.0  # what OpenAI writes for a token that cannot be; JSON knows no infinity

@@ -9,7 +9,7 @@ its bound or its first wrong item: pydantic's report on eight million of them to
 
 import gc
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
 from pydantic import (
@@ -21,6 +21,14 @@ from pydantic import (
 )
 
 from api.errors import InvalidRequest, NotJson, Unsupported
+from api.shapes.unserved import CHAT, COMPLETIONS, GENERATION, Unserved, refuse_unserved
+from engine.bounds import (
+    MAX_COUNT,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MIN_REPETITION_PENALTY,
+    MIN_SEED,
+)
 from engine.request import SamplingParams
 
 TOP_LOGPROBS_MAX = 20  # OpenAI's bound for chat; served for completions too
@@ -35,6 +43,7 @@ Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(max_length=ITEMS_MAX, fail_fast=True)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 class Body(BaseModel):
@@ -89,6 +98,7 @@ class Message(Body):
     name: str | None = None
     tool_calls: Items[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     def text(self, number: int) -> str:
         """The content as one string; parts other than text are refused, by position."""
@@ -110,7 +120,7 @@ class Message(Body):
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text(number),
         }
-        for name in ("name", "tool_calls", "tool_call_id"):
+        for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 plain[name] = value
         return plain
@@ -119,21 +129,27 @@ class Message(Body):
 class GenerationBody(Body):
     """What chat and completions share. None everywhere means the default."""
 
+    model_config = ConfigDict(extra="allow")  # kept to be refused by name, where they must be
+
+    unserved: ClassVar[Mapping[str, Unserved]] = {}
+
     model: str
     n: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Probability | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: int | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    min_tokens: Count | None = None
     stop: str | Items[str] | None = None
     stop_token_ids: Items[Annotated[int, Field(ge=0)]] | None = None
     ignore_eos: bool | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: (
+        Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None
+    ) = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
     stream: bool | None = None
@@ -179,6 +195,7 @@ class GenerationBody(Body):
 
     def refuse_unserved(self) -> None:
         """Raises Unsupported for known fields that would change the answer."""
+        refuse_unserved(self.model_extra or {}, GENERATION, self.unserved)
         if self.prompt_logprobs is not None and self.stream:
             raise Unsupported(
                 "prompt_logprobs are not served in streams; leave out stream.",
@@ -203,12 +220,19 @@ class GenerationBody(Body):
 
 
 class ChatBody(GenerationBody):
+    unserved = CHAT
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
     tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
     audio: Any = None
@@ -219,10 +243,6 @@ class ChatBody(GenerationBody):
 
     def refuse_unserved(self) -> None:
         super().refuse_unserved()
-        if self.tool_choice not in (None, "none", "auto"):
-            raise Unsupported(
-                "A forced tool_choice is not served; use 'auto' or 'none'.", param="tool_choice"
-            )
         for name in ("functions", "function_call"):
             if getattr(self, name) is not None:
                 raise Unsupported(f"{name} is not served; use tools.", param=name)
@@ -250,9 +270,11 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
+    unserved = COMPLETIONS
+
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0 computes the prompt alone
+    max_tokens: Count | None = None  # 0 computes the prompt alone
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
@@ -314,7 +336,14 @@ class TokenizeBody(Body):
     text: str | None = None
     messages: Annotated[list[Message], Field(max_length=MESSAGES_MAX, fail_fast=True)] | None = None
     tools: Items[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+
+    def as_chat(self, model: str) -> ChatBody:
+        """The chat that is asked about."""
+        fields = {"messages", "tools", "chat_template_kwargs", "add_generation_prompt"}
+        given = {name: getattr(self, name) for name in fields & self.model_fields_set}
+        return ChatBody.model_construct(model=model, **given)
 
 
 class DetokenizeBody(Body):

@@ -1,40 +1,16 @@
 """What clients read about tokens and money, every form derived from the one billed record."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from api.requests.generation import Served
+from api.job import Asked, Bill, Served
 from billing.gate.outcomes import Outcome
-from billing.prices.book import RateRef
-from billing.prices.rating import Line
-from billing.usage import EMPTY, Usage
+from billing.usage import Usage
 from engine.request import Timeline
 
 
-@dataclass(frozen=True, slots=True)
-class Bill:
-    """What settling a request came to. Amounts are decimal strings in `currency`."""
-
-    usage: Usage = EMPTY
-    currency: str | None = None
-    cost: str | None = None
-    saved: str | None = None  # against the same tokens with no cache
-    price_version: str | None = None
-    rate: RateRef | None = None  # the price that it was rated at
-    lines: tuple[Line, ...] = ()
-    receipt: Callable[[], Mapping[str, Any]] | None = None  # signs when called
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Which parts of the vendor block a client asked for."""
-
-    details: bool = False
-    receipt: bool = False
-
-
-def wire_usage(usage: Usage, approximate_tokens: int | None = None) -> dict[str, Any]:
+def wire_usage(
+    usage: Usage, approximate_tokens: int | None = None, reasoning_tokens: int = 0
+) -> dict[str, Any]:
     """OpenAI's and DeepSeek's fields together. hit + miss == prompt; the tiers sum to the hits.
 
     `approximate_tokens` of the hits stand behind perceptual digests; None where none was sent.
@@ -45,6 +21,7 @@ def wire_usage(usage: Usage, approximate_tokens: int | None = None) -> dict[str,
     details: dict[str, Any] = {"cached_tokens": usage.hit, "cached_tokens_details": tiers}
     if approximate_tokens is not None:
         details["approximate_cached_tokens"] = min(approximate_tokens, usage.hit)
+    thought = {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.output,
@@ -52,13 +29,15 @@ def wire_usage(usage: Usage, approximate_tokens: int | None = None) -> dict[str,
         "prompt_cache_hit_tokens": usage.hit,
         "prompt_cache_miss_tokens": usage.miss,
         "prompt_tokens_details": details,
-    }
+    } | (thought if reasoning_tokens else {})
 
 
-def closing(served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
+def closing(
+    served: Served, bill: Bill, asked: Asked, *, reasoning_tokens: int = 0
+) -> dict[str, Any]:
     """What closes an answer: `usage`, and the vendor block where there is one."""
     block = vendor_block(served, bill, asked)
-    usage = wire_usage(bill.usage, served.approximate_tokens)
+    usage = wire_usage(bill.usage, served.approximate_tokens, reasoning_tokens)
     return {"usage": usage} | ({"cachesvc": block} if block else {})
 
 
@@ -70,10 +49,14 @@ def vendor_block(served: Served, bill: Bill, asked: Asked) -> dict[str, Any] | N
     if asked.details:
         reasons = {str(reason): tokens for reason, tokens in served.miss_reasons.items() if tokens}
         block["miss_reasons"] = reasons
-        if served.parting is not None:
-            block["parted_at_token"] = served.parting.at_token
-            block["parted_of_tokens"] = served.parting.of_tokens
-            block["parted_by"] = str(served.parting.reason)
+        if served.divergence is not None:
+            block["diverged_at_token"] = served.divergence.at_token
+            block["diverged_of_tokens"] = served.divergence.of_tokens
+            block["diverged_by"] = str(served.divergence.reason)
+        if served.replayed_tokens:
+            block["replayed_tokens"] = served.replayed_tokens
+        if served.dropped_lines:
+            block["dropped_lines"] = list(served.dropped_lines)
         if served.jumped_tokens:
             block["jumped_tokens"] = served.jumped_tokens
         block["timings_ms"] = timings_ms(served.timeline, served.usage.output)

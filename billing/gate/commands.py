@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from billing.gate.entries import Kind
 from billing.gate.holds import Hold
 from billing.gate.outcomes import Outcome
+from billing.names import bare_id
 from billing.usage import Usage
 
 Key = tuple[str, str]  # tenant, request id
@@ -53,10 +54,22 @@ class Reap:
 
 @dataclass(frozen=True, slots=True)
 class Deposit:
-    """A grant or a top-up of the balance; `reference` makes it happen once."""
+    """A grant, top-up, withdrawal or chargeback; `reference` makes it happen once."""
 
     tenant: str
     kind: Kind
+    reference: str
+    amount: int
+    by: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adjust:
+    """Makes the deposit of reference `deposit` what it should have been: `amount`."""
+
+    tenant: str
+    deposit: str
     reference: str
     amount: int
     by: str
@@ -75,7 +88,7 @@ class Correct:
     reason: str
 
 
-Command = Reserve | TopUp | Settle | Reap | Deposit | Correct
+Command = Reserve | TopUp | Settle | Reap | Deposit | Adjust | Correct
 
 
 def moves_money(command: Command) -> bool:
@@ -94,8 +107,11 @@ def keys_of(command: Command) -> list[Key]:
             return [(tenant, request_id)]
         case Deposit(tenant, _, reference):
             return [(tenant, reference)]
+        case Adjust(tenant, deposit, reference):
+            return [(tenant, deposit), (tenant, reference)]
         case Correct(tenant, request_id, reference):
-            return [(tenant, request_id), (tenant, reference)]
+            names = {request_id, bare_id(request_id), reference}
+            return [(tenant, name) for name in sorted(names)]
 
 
 def fingerprint_of(command: Command) -> Key | None:

@@ -31,7 +31,14 @@ class Kind(StrEnum):
     CHARGE = "charge"  # one per settled request, also when it is zero
     GRANT = "grant"
     TOPUP = "topup"
-    CORRECTION = "correction"  # names the entry it corrects
+    CORRECTION = "correction"  # gives back a charge, which it names
+    WITHDRAWAL = "withdrawal"  # paid money paid out again
+    CHARGEBACK = "chargeback"  # a payment that the payer's bank took back
+    ADJUSTMENT = "adjustment"  # puts right a deposit, which it names
+
+
+CORRECTABLE = (Kind.CHARGE, Kind.GRANT, Kind.TOPUP)
+CORRECTING = (Kind.CORRECTION, Kind.ADJUSTMENT)  # their bodies name the entry that they `corrects`
 
 
 Postings = Mapping[str, int]
@@ -50,6 +57,12 @@ class Entry:
     postings: str  # "topup:-8 revenue:8", in the order of ACCOUNTS, zeros left out
     body: str  # canonical JSON
     hash: bytes
+    billed_ns: int | None = None  # a copy from the body, to be found by; None: it is `at_ns`
+
+    @property
+    def moment_ns(self) -> int:
+        """The instant whose day and month it belongs to: a charge's is its admission."""
+        return self.at_ns if self.billed_ns is None else self.billed_ns
 
     @property
     def amounts(self) -> dict[str, int]:

@@ -7,32 +7,31 @@ changes nothing, so one refusal leaves the rest of its batch alone.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
 
 from billing.errors import (
-    AlreadyExists,
     BillingError,
     CurrencyMismatch,
     DuplicateRequest,
-    InsufficientBalance,
-    InvalidAmount,
-    InvalidName,
     TenantSuspended,
     UnknownHold,
-    UnknownTenant,
 )
 from billing.gate import outcomes as policy
-from billing.gate.commands import Command, Correct, Deposit, Key, Reap, Reserve, Settle, TopUp
+from billing.gate.commands import (
+    Adjust,
+    Command,
+    Correct,
+    Deposit,
+    Key,
+    Reap,
+    Reserve,
+    Settle,
+    TopUp,
+)
+from billing.gate.corrections import correct, cost_of, give_back, taken_by
+from billing.gate.deposits import adjust, deposit
 from billing.gate.entries import (
-    ACCOUNTS,
-    TENANT_ACCOUNTS,
     Entry,
     Kind,
-    Postings,
-    canonical,
-    digest,
-    format_postings,
 )
 from billing.gate.holds import (
     Hold,
@@ -44,124 +43,10 @@ from billing.gate.holds import (
     request_body,
 )
 from billing.gate.outcomes import PRESUMED
-from billing.money import format_units
-from billing.prices.book import PriceBook
-from billing.prices.rating import Charge, rate
+from billing.gate.postings import refund, spend
+from billing.gate.work import SYSTEM, Settled, TenantAccount, Work, insufficient_balance
+from billing.prices.rating import rate
 from billing.usage import Usage
-
-SYSTEM = "system"  # who posts what no person decided
-OWN_REFERENCES = ("late:", "retry:")  # of the corrections that it makes itself
-
-
-@dataclass(slots=True)
-class Account:
-    """A tenant's projection: what its entries and holds sum to, and where its chain ends."""
-
-    tenant: str
-    currency: str
-    credit_limit: int | None  # how far below zero it may go: 0 is prepaid, None is unlimited
-    suspended: bool
-    head: bytes
-    seq: int = 0
-    at_ns: int = 0
-    held: int = 0
-    balances: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTS, 0))
-
-    @property
-    def worth(self) -> int:
-        return sum(self.balances[name] for name in TENANT_ACCOUNTS)
-
-    @property
-    def available(self) -> int | None:
-        """What a new hold may take; None is unlimited."""
-        return None if self.credit_limit is None else self.worth + self.credit_limit - self.held
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """A request's charge as it stands. `repeated` when it had been settled before."""
-
-    entry: Entry
-    charge: Charge
-    usage: Usage
-    repeated: bool = False
-
-
-@dataclass(slots=True)
-class Work:
-    """What one transaction read, and what it is to write. Mutated by `apply` alone."""
-
-    book: PriceBook
-    now_ns: int
-    accounts: dict[str, Account]
-    holds: dict[Key, StoredHold] = field(default_factory=dict)
-    entries: dict[Key, list[Entry]] = field(default_factory=dict)
-    undelivered: dict[Key, list[Entry]] = field(default_factory=dict)  # by fingerprint
-    corrections: dict[tuple[str, int], list[Entry]] = field(
-        default_factory=dict
-    )  # by corrected seq
-    new_entries: list[Entry] = field(default_factory=list)
-    put_holds: dict[Key, StoredHold] = field(default_factory=dict)
-    dropped_holds: set[Key] = field(default_factory=set)
-    decisions: list[tuple[Entry, int]] = field(default_factory=list)  # an admin's, and worth before
-    touched: set[str] = field(default_factory=set)  # tenants whose account row changes
-    put_undelivered: set[tuple[Key, str]] = field(default_factory=set)  # fingerprint, request id
-    dropped_undelivered: set[Key] = field(default_factory=set)
-
-    def account(self, tenant: str) -> Account:
-        try:
-            return self.accounts[tenant]
-        except KeyError:
-            raise UnknownTenant(
-                f"tenant {tenant!r} does not exist; create it with "
-                f"`cachesvc tenants create {tenant}`"
-            ) from None
-
-    def entry(self, tenant: str, request_id: str, kind: Kind) -> Entry | None:
-        found = self.entries.get((tenant, request_id), ())
-        return next((entry for entry in found if entry.kind is kind), None)
-
-    def put_hold(self, hold: StoredHold) -> None:
-        before = self.holds.get(hold.key)
-        self.accounts[hold.tenant].held += hold.amount - (before.amount if before else 0)
-        self.holds[hold.key] = self.put_holds[hold.key] = hold
-        self.dropped_holds.discard(hold.key)
-        self.touched.add(hold.tenant)
-
-    def drop_hold(self, key: Key) -> None:
-        hold = self.holds.pop(key, None)
-        if hold is None:
-            return
-        self.accounts[hold.tenant].held -= hold.amount
-        self.put_holds.pop(key, None)
-        self.dropped_holds.add(key)
-        self.touched.add(hold.tenant)
-
-    def post(
-        self,
-        account: Account,
-        kind: Kind,
-        request_id: str,
-        postings: Postings,
-        body: dict[str, Any],
-    ) -> Entry:
-        """Append an entry to the tenant's chain and move its balances."""
-        text, record = format_postings(postings), canonical(body)
-        seq, at_ns = account.seq + 1, max(self.now_ns, account.at_ns)
-        fields = (account.tenant, seq, kind, request_id, at_ns, account.currency, text, record)
-        account.head = digest(account.head, *fields)
-        account.seq, account.at_ns = seq, at_ns
-        entry = Entry(*fields, hash=account.head)
-        if body.get("by", SYSTEM) != SYSTEM:
-            self.decisions.append((entry, account.worth))
-        for name, units in postings.items():
-            account.balances[name] += units
-        self.new_entries.append(entry)
-        self.entries.setdefault((account.tenant, request_id), []).append(entry)
-        if "corrects" in body:
-            self.corrections.setdefault((account.tenant, body["corrects"]), []).append(entry)
-        self.touched.add(account.tenant)
-        return entry
 
 
 def apply(work: Work, command: Command) -> object:
@@ -176,9 +61,11 @@ def apply(work: Work, command: Command) -> object:
         case Reap():
             return _reap(work, command)
         case Deposit():
-            return _deposit(work, command)
+            return deposit(work, command)
+        case Adjust():
+            return adjust(work, command)
         case Correct():
-            return _correct(work, command)
+            return correct(work, command)
 
 
 def apply_all(work: Work, commands: Iterable[Command]) -> list[object]:
@@ -192,10 +79,10 @@ def apply_all(work: Work, commands: Iterable[Command]) -> list[object]:
     return results
 
 
-def _take(account: Account, amount: int) -> None:
+def _take(account: TenantAccount, amount: int) -> None:
     available = account.available
     if available is not None and amount > 0 and amount > available:
-        raise InsufficientBalance(
+        raise insufficient_balance(
             account.tenant, needed=amount, available=available, currency=account.currency
         )
 
@@ -258,12 +145,14 @@ def _settle(work: Work, command: Settle) -> Settled:
         "usage": usage.record(),
         "outcome": command.outcome,
         "saved": str(charge.saved),
+        "fees": str(charge.fees) if charge.fees else "",
     }
     if usage != command.usage:
         body["unbilled"] = command.usage.record()
     stored = work.holds.get(hold.key)
     work.drop_hold(hold.key)
-    entry = work.post(account, Kind.CHARGE, hold.request_id, spend(account, charge.amount), body)
+    postings, admitted_ns = spend(account, charge.amount), hold.context.admitted_ns
+    entry = work.post(account, Kind.CHARGE, hold.request_id, postings, body, billed_ns=admitted_ns)
     _note_delivery(work, command, entry, answered=stored is not None and is_answered(stored))
     return Settled(entry, charge, usage)
 
@@ -323,7 +212,7 @@ def _note_delivery(work: Work, command: Settle, entry: Entry, *, answered: bool 
         _tell_running(work, key)
     elif not command.delivered and answered:
         _forgive(work, [entry])
-    elif not command.delivered and _cost(work, entry):
+    elif not command.delivered and cost_of(work, entry):
         work.put_undelivered.add((key, entry.request_id))
         work.undelivered.setdefault(key, []).append(entry)  # a retry may be in the same batch
 
@@ -332,7 +221,7 @@ def _forgive(work: Work, lost: Iterable[Entry]) -> None:
     """Give back charges of answers that were lost, whose retry arrived."""
     reason = "the answer was not delivered, and its retry was"
     for entry in lost:
-        if _cost(work, entry):  # else it was free, or was given back by an admin
+        if cost_of(work, entry):  # else it was free, or was given back by an admin
             reference = f"retry:{entry.request_id}"
             command = Correct(entry.tenant, entry.request_id, reference, None, SYSTEM, reason)
             give_back(work, entry, command)
@@ -357,95 +246,3 @@ def _reap(work: Work, command: Reap) -> Settled | None:
     ref, context = decode_request(stored.body)
     hold = Hold(stored.tenant, stored.request_id, work.book.pinned(ref), context)
     return _settle(work, Settle(hold, stored.usage, command.outcome, delivered=True))
-
-
-def _deposit(work: Work, command: Deposit) -> Entry:
-    account = work.account(command.tenant)
-    standing = work.entry(command.tenant, command.reference, command.kind)
-    if standing is not None:
-        if standing.amount != command.amount:
-            raise AlreadyExists(
-                f"reference {command.reference!r} was used for another amount; use a new one"
-            )
-        return standing
-    source = "promotion" if command.kind is Kind.GRANT else "cash"
-    postings = {source: -command.amount}
-    if command.kind is Kind.GRANT:
-        postings["granted"] = command.amount
-    else:
-        postings |= pay_in(account, command.amount)
-    body = {"by": command.by, "reason": command.reason}
-    return work.post(account, command.kind, command.reference, postings, body)
-
-
-def pay_in(account: Account, amount: int) -> dict[str, int]:
-    """Money paid in settles what is owed first."""
-    owed = min(amount, -account.balances["receivable"])
-    return {"receivable": owed, "topup": amount - owed}
-
-
-def spend(account: Account, amount: int) -> dict[str, int]:
-    """Postings of a charge: granted money first, then paid money, the rest is owed."""
-    granted = min(amount, max(0, account.balances["granted"]))
-    topup = min(amount - granted, max(0, account.balances["topup"]))
-    owed = amount - granted - topup
-    return {"granted": -granted, "topup": -topup, "receivable": -owed, "revenue": amount}
-
-
-def refund(account: Account, taken: Postings, amount: int) -> dict[str, int]:
-    """Postings that give back `amount` of what was `taken`: paid money first, granted money last.
-
-    Money that goes back settles what is owed before it can be spent again.
-    """
-    paid = min(amount, sum(taken.values()) - taken["granted"])
-    return {**pay_in(account, paid), "granted": amount - paid, "revenue": -amount}
-
-
-def taken_by(work: Work, charged: Entry) -> dict[str, int]:
-    """What a charge took from each of the tenant's accounts, less what was given back since."""
-    taken = dict.fromkeys(TENANT_ACCOUNTS, 0)
-    for entry in (charged, *work.corrections.get((charged.tenant, charged.seq), ())):
-        for name, units in entry.amounts.items():
-            if name in taken:
-                taken[name] -= units
-    return taken
-
-
-def _cost(work: Work, charged: Entry) -> int:
-    """What is left of a charge."""
-    return sum(taken_by(work, charged).values())
-
-
-def _correct(work: Work, command: Correct) -> Entry:
-    if command.reference.startswith(OWN_REFERENCES):
-        raise InvalidName(f"reference {command.reference!r} begins as the ledger's own do")
-    charged = work.entry(command.tenant, command.request_id, Kind.CHARGE)
-    if charged is None:
-        raise UnknownHold(
-            f"request {command.request_id!r} of tenant {command.tenant!r} was never charged"
-        )
-    standing = work.entry(command.tenant, command.reference, Kind.CORRECTION)
-    if standing is None:
-        return give_back(work, charged, command)
-    amount = _cost(work, charged) + standing.amount if command.amount is None else command.amount
-    if (charged.seq, amount) != (standing.details["corrects"], standing.amount):
-        raise AlreadyExists(
-            f"reference {command.reference!r} was used for another correction; use a new one"
-        )
-    return standing
-
-
-def give_back(work: Work, charged: Entry, command: Correct) -> Entry:
-    """Return a charge, or `command.amount` of it, to the accounts it was taken from."""
-    account = work.account(charged.tenant)
-    taken = taken_by(work, charged)
-    left = sum(taken.values())
-    amount = left if command.amount is None else command.amount
-    if not 0 <= amount <= left:
-        raise InvalidAmount(
-            f"request {charged.request_id!r} has {format_units(left)} {charged.currency} left of "
-            f"its charge; {format_units(amount)} cannot be given back"
-        )
-    body = {"corrects": charged.seq, "by": command.by, "reason": command.reason}
-    postings = refund(account, taken, amount)
-    return work.post(account, Kind.CORRECTION, command.reference, postings, body)

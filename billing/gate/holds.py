@@ -23,6 +23,9 @@ class RequestContext:
     project: str = ""
     key_id: str = ""
     session: str = ""
+    user: str = ""  # whom the client asks for
+    tags: tuple[tuple[str, str], ...] = ()  # the request's `metadata`
+    service_tier: str = ""  # as asked for; where the card has a factor for it, the price says so
     fingerprint: str = ""
     is_retry: bool = False
     admitted_ns: int = 0
@@ -75,6 +78,8 @@ def request_body(ref: RateRef, context: RequestContext) -> dict[str, Any]:
         "project": context.project,
         "key": context.key_id,
         "session": context.session,
+        "user": context.user,
+        "tags": dict(context.tags),
         "fingerprint": context.fingerprint,
         "retry": context.is_retry,
         "admitted_ns": context.admitted_ns,
@@ -92,6 +97,8 @@ def decode_request(body: str) -> tuple[RateRef, RequestContext]:
         project=data.get("project", ""),
         key_id=data.get("key", ""),
         session=data.get("session", ""),
+        user=data.get("user", ""),
+        tags=tuple(data.get("tags", {}).items()),
         fingerprint=data.get("fingerprint", ""),
         is_retry=data.get("retry", False),
         admitted_ns=data.get("admitted_ns", 0),

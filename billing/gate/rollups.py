@@ -15,7 +15,12 @@ DAY_NS = 86_400 * 10**9
 DAILY_KEY = ("tenant", "day", "project", "key_id", "model", "card", "version", "window_name")
 SESSION_KEY = ("tenant", "session")
 STORED = {"storage_token_hours"}
-COUNTERS = ("requests", *CLASSES, "amount_hi", "amount_lo", "saved_hi", "saved_lo")
+AMOUNTS = ("amount", "saved", "fees")
+COUNTERS = (
+    "requests",
+    *CLASSES,
+    *(f"{name}_{part}" for name in AMOUNTS for part in ("hi", "lo")),
+)
 
 Row = dict[str, Any]
 
@@ -31,7 +36,7 @@ class Rollups:
         """Add one charge."""
         key = (
             entry.tenant,
-            entry.at_ns // DAY_NS,
+            entry.moment_ns // DAY_NS,
             details.get("project", ""),
             details.get("key", ""),
             details["model"],
@@ -44,7 +49,7 @@ class Rollups:
         session = details.get("session")
         if session:
             row = _row(self._sessions, SESSION_KEY, (entry.tenant, session))
-            row["last_ns"] = entry.at_ns
+            row["last_ns"] = max(row.get("last_ns", 0), entry.moment_ns)
             _add(row, amount, details)
 
     def rows(self) -> tuple[list[Row], list[Row]]:
@@ -70,7 +75,7 @@ def _row(rows: dict[tuple[Any, ...], Row], names: tuple[str, ...], key: tuple[An
     row = rows.get(key)
     if row is None:
         row = rows[key] = dict(zip(names, key, strict=True))
-        row.update(dict.fromkeys(("requests", *CLASSES, "amount", "saved"), 0))
+        row.update(dict.fromkeys(("requests", *CLASSES, *AMOUNTS), 0))
     return row
 
 
@@ -85,12 +90,13 @@ def _add(row: Row, amount: int, details: dict[str, Any]) -> None:
         row[name] += count
     row["amount"] -= amount
     row["saved"] += int(details["saved"])
+    row["fees"] += int(details.get("fees", 0))
 
 
 def carried(row: Row) -> Row:
     """The row as stored: amounts in two parts that can be added in SQL without overflow."""
-    stored = {name: value for name, value in row.items() if name not in ("amount", "saved")}
-    for name in ("amount", "saved"):
+    stored = {name: value for name, value in row.items() if name not in AMOUNTS}
+    for name in AMOUNTS:
         stored[f"{name}_hi"], stored[f"{name}_lo"] = divmod(row[name], SPLIT)
     return stored
 
@@ -98,6 +104,6 @@ def carried(row: Row) -> Row:
 def joined(stored: Row) -> Row:
     """The row with its amounts whole again; the inverse of `carried`."""
     row = {k: v for k, v in stored.items() if not k.endswith(("_hi", "_lo"))}
-    for name in ("amount", "saved"):
+    for name in AMOUNTS:
         row[name] = stored[f"{name}_hi"] * SPLIT + stored[f"{name}_lo"]
     return row

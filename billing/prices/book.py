@@ -1,15 +1,15 @@
 """Rate cards and the book of them: which price a model has at an instant. Pure values, any thread.
 
 A card is read by `billing.prices.cards`, kept forever once applied, and found again by name and
-version.
-A `PinnedRate` is what a request carries from its admission to its entry: the price does not change
-under a running request, and any entry can be rated again from its reference alone.
+version. A `PinnedRate` is what a request carries from its admission to its entry: the price does
+not change under a running request, and any entry can be rated again from its reference alone.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, date, datetime, time, timedelta
 from enum import StrEnum
+from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 from zoneinfo import ZoneInfo
@@ -24,7 +24,10 @@ DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Units per token of each usage class; storage per token and started hour, None if not sold."""
+    """Units per token of each usage class; storage per token and started hour, None if not sold.
+
+    `request` is the fee of each request, and `minimum` the least that one costs.
+    """
 
     hit_device: int
     hit_host: int
@@ -33,7 +36,24 @@ class Rates:
     miss: int
     output: int
     cache_write: int = 0
+    cache_write_1h: int = 0
     storage: int | None = None
+    request: int = 0
+    minimum: int = 0
+
+    def times(self, factor: Fraction) -> "Rates":
+        """Every rate times `factor`. Raises `ValueError` where one would not be whole."""
+        scaled: dict[str, int | None] = {}
+        for name in RATE_NAMES:
+            units = getattr(self, name)
+            product = None if units is None else units * factor
+            if product is not None and product.denominator != 1:
+                raise ValueError(name)
+            scaled[name] = None if product is None else int(product)
+        return Rates(**scaled)  # type: ignore[arg-type]
+
+
+RATE_NAMES = tuple(field.name for field in fields(Rates))
 
 
 class Holidays(StrEnum):
@@ -84,6 +104,7 @@ class ModelPrice:
 
     pattern: str
     rates: Mapping[str, Rates]  # by window name; always has `standard`
+    above: Mapping[int, Rates] = field(default_factory=dict)  # of prompts of more tokens
 
     def matches(self, model: str) -> bool:
         if self.pattern.endswith("*"):
@@ -103,12 +124,42 @@ def most_specific(prices: Iterable[ModelPrice], model: str) -> ModelPrice | None
 
 
 class RateRef(NamedTuple):
-    """What an entry stores of its price; enough to find the same rates again."""
+    """What an entry stores of its price; enough to find the same rates again.
+
+    `window` names the window, or the length that the prompt is above, and then the group and the
+    service tier whose factors apply: `off_peak`, `above 200000`, `standard | partners | flex`.
+    """
 
     card: str
     version: str
     model: str
     window: str
+
+
+ABOVE = "above "
+AND = " | "  # between the terms of a price
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceGroup:
+    """Tenants whose rates are multiplied, until an instant if there is one."""
+
+    name: str
+    tenants: frozenset[str]
+    factor: Fraction
+    until_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What of a request its price depends on, beside model and instant."""
+
+    tenant: str = ""
+    prompt_tokens: int = 0
+    service: str = ""  # a service tier that was asked for; one that the card lacks is no other
+
+
+NO_TERMS = Terms()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +195,10 @@ class RateCard:
     holidays: frozenset[date] = frozenset()
     minimum_cached_tokens: int = 0
     costs: Mapping[str, Rates] = field(default_factory=dict)  # by pattern; what the operator pays
+    tenants: frozenset[str] = frozenset()  # whose card it is; empty: everybody's
+    valid_until_ns: int | None = None
+    groups: tuple[PriceGroup, ...] = ()
+    services: Mapping[str, Fraction] = field(default_factory=dict)  # factors, by service tier
     text: str = ""
 
     def window_at(self, instant_ns: int) -> str:
@@ -178,7 +233,8 @@ class RateCard:
     def pin(self, model: str, window: str) -> PinnedRate:
         """The rate of a model in a named window. Raises `NoPrice`."""
         price = self.price_of(model)
-        if price is None or window not in price.rates:
+        rates = None if price is None else self._rates(price, window)
+        if price is None or rates is None:
             raise NoPrice(
                 f"rate card {self.name} {self.version} has no price for model {model!r} "
                 f"in window {window!r}"
@@ -187,12 +243,49 @@ class RateCard:
             ref=RateRef(self.name, self.version, model, window),
             currency=self.currency,
             pattern=price.pattern,
-            rates=price.rates[window],
+            rates=rates,
             minimum_cached_tokens=self.minimum_cached_tokens,
         )
 
-    def at(self, model: str, instant_ns: int) -> PinnedRate:
-        return self.pin(model, self.window_at(instant_ns))
+    def _rates(self, price: ModelPrice, window: str) -> Rates | None:
+        """The rates that `window`, as a `RateRef` has it, names; None where it names none."""
+        first, *factors = window.split(AND)
+        rates = price.rates.get(first)
+        if first.startswith(ABOVE):
+            rates = price.above.get(int(first.removeprefix(ABOVE)))
+        by_name = dict(self.services) | {group.name: group.factor for group in self.groups}
+        for name in factors:
+            if rates is None or name not in by_name:
+                return None
+            rates = rates.times(by_name[name])
+        return rates
+
+    def at(self, model: str, instant_ns: int, terms: Terms = NO_TERMS) -> PinnedRate:
+        """The price of a request. Raises `NoPrice`."""
+        return self.pin(model, self.window_for(model, instant_ns, terms))
+
+    def window_for(self, model: str, instant_ns: int, terms: Terms = NO_TERMS) -> str:
+        """What a `RateRef` of this request names: window or length, then group, then service."""
+        price = self.price_of(model)
+        first = self.window_at(instant_ns)
+        above = price.above if price else ()
+        lengths = [length for length in above if terms.prompt_tokens > length]
+        if lengths:
+            first = f"{ABOVE}{max(lengths)}"
+        groups = (
+            group.name
+            for group in self.groups
+            if terms.tenant in group.tenants
+            and (group.until_ns is None or instant_ns < group.until_ns)
+        )
+        names = [first, *groups]
+        if terms.service in self.services:
+            names.append(terms.service)
+        return AND.join(names)
+
+    def is_valid(self, instant_ns: int) -> bool:
+        until_ns = self.valid_until_ns
+        return self.valid_from_ns <= instant_ns and (until_ns is None or instant_ns < until_ns)
 
 
 @dataclass(frozen=True)
@@ -212,18 +305,39 @@ class PriceBook:
         except KeyError:
             raise NoPrice(f"no rate card {name} {version} was ever applied") from None
 
-    def in_force(self, instant_ns: int, currency: str | None = None) -> RateCard | None:
-        """The card valid at this instant: the latest `valid_from` that is not after it."""
+    def in_force(
+        self, instant_ns: int, currency: str | None = None, tenant: str = ""
+    ) -> RateCard | None:
+        """The card valid at this instant, of a tenant or of everybody: of those that have begun and
+        have not ended, the one that began last."""
         fits = [
             card
             for card in self.cards
-            if card.valid_from_ns <= instant_ns and currency in (None, card.currency)
+            if card.is_valid(instant_ns)
+            and currency in (None, card.currency)
+            and (tenant in card.tenants if tenant else not card.tenants)
         ]
         return max(fits, key=lambda card: card.valid_from_ns, default=None)
 
-    def at(self, model: str, instant_ns: int, currency: str | None = None) -> PinnedRate:
+    def card_for(
+        self, model: str, instant_ns: int, currency: str | None = None, tenant: str = ""
+    ) -> RateCard | None:
+        """The card that prices a tenant's request: its own where that has the model, else
+        everybody's."""
+        own = self.in_force(instant_ns, currency, tenant) if tenant else None
+        if own is not None and own.price_of(model) is not None:
+            return own
+        return self.in_force(instant_ns, currency)
+
+    def at(
+        self,
+        model: str,
+        instant_ns: int,
+        currency: str | None = None,
+        terms: Terms = NO_TERMS,
+    ) -> PinnedRate:
         """The price of `model` at an instant (nanoseconds of the epoch). Raises `NoPrice`."""
-        card = self.in_force(instant_ns, currency)
+        card = self.card_for(model, instant_ns, currency, terms.tenant)
         if card is None:
             when = datetime.fromtimestamp(instant_ns // NS, UTC).isoformat()
             wanted = f" in {currency}" if currency else ""
@@ -231,7 +345,7 @@ class PriceBook:
                 f"no rate card{wanted} is in force at {when}; apply one with "
                 "`cachesvc prices apply FILE`"
             )
-        return card.at(model, instant_ns)
+        return card.at(model, instant_ns, terms)
 
     def pinned(self, ref: RateRef) -> PinnedRate:
         """The rate an entry was charged at, found again from its reference."""
@@ -250,7 +364,9 @@ class PriceBook:
                     f"rate card {card.name} {card.version} was applied already, with another text, "
                     "and never changes; give the new one another version"
                 )
-            if (other.currency, other.valid_from_ns) == (card.currency, card.valid_from_ns):
+            is_rival = other.tenants & card.tenants or other.tenants == card.tenants
+            same = (other.currency, other.valid_from_ns) == (card.currency, card.valid_from_ns)
+            if same and is_rival:
                 raise CardConflict(
                     f"rate card {other.name} {other.version} is valid from the same instant"
                 )

@@ -10,14 +10,27 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
+from fractions import Fraction
 from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 from zoneinfo import ZoneInfo
 
 from billing.errors import InvalidAmount, InvalidName, PriceError
-from billing.money import check_currency, units_per_token
-from billing.prices.book import DAYS, NS, STANDARD, Holidays, ModelPrice, RateCard, Rates, Window
+from billing.money import UNITS, check_currency, parse_not_negative, units_per_token
+from billing.names import check_name
+from billing.prices.book import (
+    ABOVE,
+    DAYS,
+    NS,
+    STANDARD,
+    Holidays,
+    ModelPrice,
+    PriceGroup,
+    RateCard,
+    Rates,
+    Window,
+)
 from billing.prices.time_zones import find_zone
 from billing.usage import HIT_CLASSES
 
@@ -25,9 +38,13 @@ DEFAULT_CARD = "deepseek-launch"
 
 _CARD_FIELDS = {
     *("name", "version", "valid_from", "currency", "time_zone", "holidays"),
-    *("minimum_cached_tokens", "note"),
+    *("minimum_cached_tokens", "note", "tenants", "valid_until"),
 }
-_RATE_FIELDS = {"hit", *HIT_CLASSES, "miss", "output", "cache_write", "storage"}
+_PER_TOKEN = {*HIT_CLASSES, "miss", "output", "cache_write", "cache_write_1h", "storage"}
+_PER_REQUEST = {"request", "minimum"}  # amounts, and not per million tokens
+_RATE_FIELDS = {"hit", *_PER_TOKEN, *_PER_REQUEST}
+_MOST_FEE = 10**6
+_MOST_FACTOR = 1000
 _WINDOW_FIELDS = {"name", "start", "end", "days", "holidays"}
 _INSTANTS_NS = range(-(2**63), 2**63)  # what the ledger can store
 _MOST_RATE = 10**9  # per million tokens; a day's charges beyond it would not fit the rollups
@@ -125,7 +142,7 @@ class _Reader:
         return value
 
     def card(self, data: dict[str, Any], text: str) -> RateCard:
-        self.known(data, {"card", "window", "model", "cost"}, "")
+        self.known(data, {"card", "window", "model", "cost", "group", "service"}, "")
         head = data.get("card")
         if not isinstance(head, dict):
             self.fail("a [card] table is needed, with name, version, valid_from and currency")
@@ -144,7 +161,10 @@ class _Reader:
         costs = [self.cost(table, at) for at, table in self.tables(data, "cost")]
         if len(dict(costs)) != len(costs):
             self.fail("two [[cost]] tables have the same match")
-        return RateCard(
+        groups = tuple(self.group(table, at, zone) for at, table in self.tables(data, "group"))
+        services = dict(self.service(table, at) for at, table in self.tables(data, "service"))
+        self.check_names(windows, groups, services)
+        card = RateCard(
             name=self.text(head, "name", "card"),
             version=self.text(head, "version", "card"),
             currency=self.currency(head),
@@ -155,8 +175,89 @@ class _Reader:
             holidays=self.days_off(head.get("holidays", [])),
             minimum_cached_tokens=self.count(head.get("minimum_cached_tokens", 0)),
             costs=dict(costs),
+            tenants=self.names(head.get("tenants", []), "card.tenants"),
+            valid_until_ns=self.until(head, "valid_until", "card", zone),
+            groups=groups,
+            services=services,
             text=text,
         )
+        if card.valid_until_ns is not None and card.valid_until_ns <= card.valid_from_ns:
+            self.fail("valid_until is not after valid_from", "card.valid_until")
+        self.check_factors(card)
+        return card
+
+    def names(self, values: object, at: str) -> frozenset[str]:
+        """Tenants by name."""
+        if not isinstance(values, list):
+            self.fail(f"{at.rpartition('.')[2]} is a list of tenants' names", at)
+        try:
+            return frozenset(check_name(str(value), "tenant") for value in values)
+        except InvalidName as error:
+            self.fail(str(error), at)
+
+    def until(self, table: dict[str, Any], name: str, at: str, zone: ZoneInfo) -> int | None:
+        if name not in table:
+            return None
+        return self.instant(table[name], zone, f"{at}.{name}")
+
+    def factor(self, table: dict[str, Any], at: str) -> Fraction:
+        value = table.get("factor")
+        try:
+            factor = Fraction(Decimal(str(value)))
+        except (ArithmeticError, ValueError):
+            self.fail(f'factor = {value!r} is not a decimal such as "0.9"', f"{at}.factor")
+        if isinstance(value, bool) or not 0 <= factor <= _MOST_FACTOR:
+            self.fail(f"factor = {value!r}: from 0 to {_MOST_FACTOR:,}", f"{at}.factor")
+        return factor
+
+    def group(self, table: dict[str, Any], at: str, zone: ZoneInfo) -> PriceGroup:
+        self.known(table, {"name", "tenants", "factor", "until"}, at)
+        return PriceGroup(
+            name=self.text(table, "name", at),
+            tenants=self.names(table.get("tenants"), f"{at}.tenants"),
+            factor=self.factor(table, at),
+            until_ns=self.until(table, "until", at, zone),
+        )
+
+    def service(self, table: dict[str, Any], at: str) -> tuple[str, Fraction]:
+        self.known(table, {"name", "factor"}, at)
+        return self.text(table, "name", at), self.factor(table, at)
+
+    def check_names(
+        self,
+        windows: tuple[Window, ...],
+        groups: tuple[PriceGroup, ...],
+        services: Mapping[str, Any],
+    ) -> None:
+        """Every name says one thing within the terms of a price."""
+        names = [*(w.name for w in windows), *(g.name for g in groups), *services]
+        for name in names:
+            if "|" in name or name.startswith(ABOVE):
+                self.fail(f"{name!r} cannot be a name: it has another meaning in a price's terms")
+        if len(set(names)) != len(names):
+            self.fail("two windows, groups or service tiers have the same name")
+        members = Counter(tenant for group in groups for tenant in group.tenants)
+        for tenant, count in members.items():
+            if count > 1:
+                self.fail(f"tenant {tenant!r} is in {count} groups; one factor applies")
+
+    def check_factors(self, card: RateCard) -> None:
+        """Every price that factors make is a whole number of units, so that nothing rounds."""
+        groups = [None, *card.groups]
+        services = [None, *card.services.items()]
+        for price in card.models:
+            for where, rates in (*price.rates.items(), *price.above.items()):
+                for group in groups:
+                    for service in services:
+                        factor = group.factor if group else Fraction(1)
+                        factor *= service[1] if service else 1
+                        try:
+                            rates.times(factor)
+                        except ValueError as error:
+                            self.fail(
+                                f"{error} of model {price.pattern!r} ({where}) times "
+                                f"{factor} has more than six decimal places per million"
+                            )
 
     def tables(self, data: dict[str, Any], name: str) -> list[tuple[str, dict[str, Any]]]:
         """The tables of a name, each with its path."""
@@ -180,20 +281,20 @@ class _Reader:
                 "card.time_zone",
             )
 
-    def instant(self, value: object, zone: ZoneInfo) -> int:
-        at = "card.valid_from"
+    def instant(self, value: object, zone: ZoneInfo, at: str = "card.valid_from") -> int:
+        name = at.rpartition(".")[2]
         if isinstance(value, str):
             try:
                 value = datetime.fromisoformat(value)
             except ValueError:
-                self.fail(f"valid_from {value!r} is not a date and time", at)
+                self.fail(f"{name} {value!r} is not a date and time", at)
         if not isinstance(value, datetime):
-            self.fail("valid_from needs a date and time such as 2024-08-02T00:00:00+08:00", at)
+            self.fail(f"{name} needs a date and time such as 2024-08-02T00:00:00+08:00", at)
         moment = value if value.tzinfo else value.replace(tzinfo=zone)
         span = moment - datetime(1970, 1, 1, tzinfo=UTC)
         instant_ns = (span.days * 86_400 + span.seconds) * NS + span.microseconds * 1000
         if instant_ns not in _INSTANTS_NS:
-            self.fail(f"valid_from {value} is not between the years 1678 and 2262", at)
+            self.fail(f"{name} {value} is not between the years 1678 and 2262", at)
         return instant_ns
 
     def days_off(self, values: object) -> frozenset[date]:
@@ -257,7 +358,7 @@ class _Reader:
 
     def model(self, table: dict[str, Any], windows: list[str], at: str) -> ModelPrice:
         pattern = self.pattern(table, at)
-        self.known(table, {"match", *_RATE_FIELDS, *windows}, at)
+        self.known(table, {"match", "above", *_RATE_FIELDS, *windows}, at)
         standard = {name: table[name] for name in _RATE_FIELDS if name in table}
         rates = {STANDARD: self.rates(standard, at)}
         for name in windows:
@@ -268,7 +369,26 @@ class _Reader:
                 k: v for k, v in standard.items() if not ("hit" in changes and k in HIT_CLASSES)
             }
             rates[name] = self.rates({**kept, **changes}, f"{at}.{name}")
-        return ModelPrice(pattern=pattern, rates=rates)
+        above = self.above(table.get("above", []), standard, at)
+        if above and any(name in table for name in windows):
+            self.fail(f"model {pattern!r} is priced by windows or by length, not by both", at)
+        return ModelPrice(pattern=pattern, rates=rates, above=above)
+
+    def above(self, tables: object, standard: dict[str, Any], at: str) -> dict[int, Rates]:
+        """Rates of longer prompts; what a length does not say is as for short ones."""
+        if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+            self.fail("write [[model.above]] with two brackets: there can be several", at)
+        found: dict[int, Rates] = {}
+        for table in tables:
+            changes = {k: v for k, v in table.items() if k != "prompt_tokens"}
+            length = table.get("prompt_tokens")
+            if type(length) is not int or length <= 0 or length in found:
+                self.fail(f"prompt_tokens = {length!r}: a whole number, and each once", at)
+            kept = {
+                k: v for k, v in standard.items() if not ("hit" in changes and k in HIT_CLASSES)
+            }
+            found[length] = self.rates({**kept, **changes}, at)
+        return found
 
     def rates(self, table: dict[str, Any], at: str) -> Rates:
         self.known(table, _RATE_FIELDS, at)
@@ -278,12 +398,24 @@ class _Reader:
             if name not in priced and hit is None:
                 self.fail(f"a price for 'hit', or for each tier, is needed ({name!r} has none)", at)
             priced.setdefault(name, hit or 0)
+        priced.setdefault("cache_write_1h", priced.get("cache_write", 0))
         for name in ("miss", "output"):
             if name not in priced:
                 self.fail(f"a price for {name!r} is needed", at)
         return Rates(**priced)
 
+    def fee(self, name: str, value: object, at: str) -> int:
+        try:
+            units = parse_not_negative(str(value))
+        except InvalidAmount:
+            self.fail(f"{name} = {value!r} is not an amount for each request", at)
+        if units > _MOST_FEE * UNITS:
+            self.fail(f"{name} = {value}: an amount is from zero to {_MOST_FEE:,}", at)
+        return units
+
     def rate(self, name: str, value: object, at: str) -> int:
+        if name in _PER_REQUEST:
+            return self.fee(name, value, at)
         if isinstance(value, bool) or not isinstance(value, int | str | Decimal):
             self.fail(f"{name} = {value!r} is not a price per million tokens", at)
         try:

@@ -16,14 +16,14 @@ from billing.prices.book import STANDARD, ModelPrice, RateCard, Rates, Window, m
 from billing.usage import HIT_CLASSES
 
 
-class Level(StrEnum):
+class Severity(StrEnum):
     ERROR = "error"
     WARNING = "warning"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    level: Level
+class CardFinding:
+    level: Severity
     rule: str
     where: str
     message: str
@@ -35,27 +35,31 @@ class Finding:
 MOST_MINIMUM = 4096  # tokens; the public price lists ask for 64 to 4,096
 
 
-def lint(card: RateCard) -> list[Finding]:
+def lint(card: RateCard) -> list[CardFinding]:
     """All findings, errors first."""
-    findings = [*_patterns(card), *_windows(card), *_minimum(card), *_costs(card)]
+    findings = [*_patterns(card), *_windows(card), *_minimum(card), *_costs(card), *_factors(card)]
     for price in card.models:
+        for length, rates in price.above.items():
+            where = f"model {price.pattern!r}, prompts above {length:,} tokens"
+            findings += [*_hits(where, rates), *_free(where, rates), *_write(where, rates)]
+        findings += _lengths(price)
         for window, rates in price.rates.items():
             where = f"model {price.pattern!r}, window {window}"
             findings += [*_hits(where, rates), *_free(where, rates), *_write(where, rates)]
             findings += _pins(where, window, price)
-    return sorted(findings, key=lambda finding: finding.level != Level.ERROR)
+    return sorted(findings, key=lambda finding: finding.level != Severity.ERROR)
 
 
 def _cheapest_hit(rates: Rates) -> int:
     return min(rates.hit_device, rates.hit_host, rates.hit_disk, rates.hit_remote)
 
 
-def _hits(where: str, rates: Rates) -> Iterator[Finding]:
+def _hits(where: str, rates: Rates) -> Iterator[CardFinding]:
     hits = [(name, getattr(rates, name)) for name in HIT_CLASSES]  # from the hottest tier down
     for name, price in hits:
         if price > rates.miss:
-            yield Finding(
-                Level.ERROR,
+            yield CardFinding(
+                Severity.ERROR,
                 "hit-above-miss",
                 where,
                 f"{name} costs {_rate(price)} and a miss {_rate(rates.miss)}: clients would avoid "
@@ -63,8 +67,8 @@ def _hits(where: str, rates: Rates) -> Iterator[Finding]:
             )
     for (hotter, price), (colder, less) in pairwise(hits):
         if less < price:
-            yield Finding(
-                Level.WARNING,
+            yield CardFinding(
+                Severity.WARNING,
                 "cold-below-hot",
                 where,
                 f"{colder} ({_rate(less)}) costs less than {hotter} ({_rate(price)}): clients gain "
@@ -72,49 +76,51 @@ def _hits(where: str, rates: Rates) -> Iterator[Finding]:
             )
 
 
-def _free(where: str, rates: Rates) -> Iterator[Finding]:
+def _free(where: str, rates: Rates) -> Iterator[CardFinding]:
     if _cheapest_hit(rates) == 0 and rates.miss:
-        yield Finding(
-            Level.WARNING, "free-hits", where, "hits are free: only rate limits bound them"
+        yield CardFinding(
+            Severity.WARNING, "free-hits", where, "hits are free: only rate limits bound them"
         )
     free = {"computed prompts": rates.miss, "output": rates.output, "pins": rates.storage}
     names = " and ".join(name for name, price in free.items() if price == 0)
     if names:
-        yield Finding(Level.WARNING, "free", where, f"free: {names}; only rate limits bound them")
+        yield CardFinding(
+            Severity.WARNING, "free", where, f"free: {names}; only rate limits bound them"
+        )
 
 
-def _write(where: str, rates: Rates) -> Iterator[Finding]:
+def _write(where: str, rates: Rates) -> Iterator[CardFinding]:
     if rates.cache_write and rates.cache_write + _cheapest_hit(rates) > rates.miss:
-        yield Finding(
-            Level.WARNING,
+        yield CardFinding(
+            Severity.WARNING,
             "write-never-pays",
             where,
             "with its write price, a prefix used twice costs more cached than not",
         )
 
 
-def _pins(where: str, window: str, price: ModelPrice) -> Iterator[Finding]:
+def _pins(where: str, window: str, price: ModelPrice) -> Iterator[CardFinding]:
     rates = price.rates[window]
     hit = _cheapest_hit(rates)
     if rates.storage is None and any(r.storage is not None for r in price.rates.values()):
         message = "storage has a price in other windows only: clients gain by pinning in this one"
-        yield Finding(Level.WARNING, "pin-across-windows", where, message)
+        yield CardFinding(Severity.WARNING, "pin-across-windows", where, message)
     for begun, other in price.rates.items():
         if other.storage is None or other.storage + hit >= rates.miss:
             continue
         sums = f"({_rate(other.storage)}) and a hit ({_rate(hit)}) cost less than one miss"
         if begun == window:
             message = f"an hour of storage {sums} ({_rate(rates.miss)}): pinning all would pay"
-            yield Finding(Level.ERROR, "pin-below-miss", where, message)
+            yield CardFinding(Severity.ERROR, "pin-below-miss", where, message)
         elif other.storage < (rates.storage or 0):
             message = (
                 f"an hour of storage that begins in window {begun} {sums} ({_rate(rates.miss)}) "
                 "here: clients gain by pinning just before the windows change"
             )
-            yield Finding(Level.WARNING, "pin-across-windows", where, message)
+            yield CardFinding(Severity.WARNING, "pin-across-windows", where, message)
 
 
-def _costs(card: RateCard) -> Iterator[Finding]:
+def _costs(card: RateCard) -> Iterator[CardFinding]:
     """Prices below the card's own costs, for every kind of model that the patterns tell apart."""
     costs = [ModelPrice(pattern=p, rates={STANDARD: r}) for p, r in card.costs.items()]
     seen: set[tuple[str, str]] = set()
@@ -128,22 +134,52 @@ def _costs(card: RateCard) -> Iterator[Finding]:
                 yield from _below(where, rates, cost.rates[STANDARD])
 
 
-def _below(where: str, rates: Rates, cost: Rates) -> Iterator[Finding]:
-    for name in (*HIT_CLASSES, "miss", "output", "cache_write", "storage"):
+def _below(where: str, rates: Rates, cost: Rates) -> Iterator[CardFinding]:
+    for name in (*HIT_CLASSES, "miss", "output", "cache_write", "cache_write_1h", "storage"):
         asked, paid = getattr(rates, name), getattr(cost, name)
         if asked is not None and paid is not None and asked < paid:
-            yield Finding(
-                Level.ERROR,
+            yield CardFinding(
+                Severity.ERROR,
                 "below-cost",
                 where,
                 f"{name} is sold at {_rate(asked)} and costs {_rate(paid)}",
             )
 
 
-def _minimum(card: RateCard) -> Iterator[Finding]:
+def _lengths(price: ModelPrice) -> Iterator[CardFinding]:
+    """A longer prompt that costs less in all would be padded."""
+    before = price.rates[STANDARD]
+    for length, rates in sorted(price.above.items()):
+        if rates.miss < before.miss or _cheapest_hit(rates) < _cheapest_hit(before):
+            message = f"prompts above {length:,} tokens cost less a token: clients gain by padding"
+            yield CardFinding(
+                Severity.WARNING, "longer-is-cheaper", f"model {price.pattern!r}", message
+            )
+        before = rates
+
+
+def _factors(card: RateCard) -> Iterator[CardFinding]:
+    """Groups and service tiers that are free, or sold below what the card says that they cost."""
+    for group in card.groups:
+        where = f"group {group.name!r}"
+        if group.factor == 0 and group.until_ns is None:
+            message = "everything is free for ever; give it `until`"
+            yield CardFinding(Severity.WARNING, "free", where, message)
+    costs = [ModelPrice(pattern=p, rates={STANDARD: r}) for p, r in card.costs.items()]
+    factors = {f"group {group.name!r}": group.factor for group in card.groups if group.factor}
+    factors |= {f"service {name!r}": factor for name, factor in card.services.items()}
+    for where, factor in factors.items():
+        for price in card.models:
+            cost = most_specific(costs, price.pattern.replace("*", "\0"))
+            for rates in (*price.rates.values(), *price.above.values()):
+                if cost is not None:
+                    yield from _below(where, rates.times(factor), cost.rates[STANDARD])
+
+
+def _minimum(card: RateCard) -> Iterator[CardFinding]:
     if card.minimum_cached_tokens > MOST_MINIMUM:
-        yield Finding(
-            Level.WARNING,
+        yield CardFinding(
+            Severity.WARNING,
             "large-minimum",
             "card",
             f"hits of fewer than {card.minimum_cached_tokens:,} tokens cost as much as misses: "
@@ -151,17 +187,17 @@ def _minimum(card: RateCard) -> Iterator[Finding]:
         )
 
 
-def _patterns(card: RateCard) -> Iterator[Finding]:
+def _patterns(card: RateCard) -> Iterator[CardFinding]:
     if not any(price.pattern == "*" for price in card.models):
-        yield Finding(
-            Level.WARNING,
+        yield CardFinding(
+            Severity.WARNING,
             "no-default",
             "models",
             'no [[model]] matches "*": requests for other models are refused',
         )
 
 
-def _windows(card: RateCard) -> Iterator[Finding]:
+def _windows(card: RateCard) -> Iterator[CardFinding]:
     """Windows that overlap: the first listed wins, which a reader of the card may not see."""
     monday = date(2024, 1, 1)
     week = [monday + timedelta(days=number) for number in range(8)]
@@ -174,8 +210,8 @@ def _windows(card: RateCard) -> Iterator[Finding]:
             elif _overlap(first, second, around, card.holidays):
                 when = "they are open at the same time on a holiday"
             if when:
-                yield Finding(
-                    Level.ERROR,
+                yield CardFinding(
+                    Severity.ERROR,
                     "windows-overlap",
                     f"windows {first.name!r} and {second.name!r}",
                     f"{when}; a request would have two prices",

@@ -6,7 +6,7 @@ two implementations.
 
 from dataclasses import dataclass
 
-from billing.prices.book import PinnedRate
+from billing.prices.book import PinnedRate, Rates
 from billing.usage import HIT_CLASSES, Usage
 
 
@@ -22,12 +22,16 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a usage costs. `saved` is the price without any cache less this one."""
+    """What a usage costs. `saved` is the price of its tokens without any cache less this one.
+
+    `fees` is what of the amount is no token's: the request's fee, and what a minimum adds.
+    """
 
     lines: tuple[Line, ...]
     amount: int
     saved: int
     currency: str
+    fees: int = 0
 
 
 def rate(usage: Usage, pinned: PinnedRate) -> Charge:
@@ -41,10 +45,25 @@ def rate(usage: Usage, pinned: PinnedRate) -> Charge:
     _add(lines, "miss", usage.miss, rates.miss)
     _add(lines, "output", usage.output, rates.output)
     _add(lines, "cache_write", usage.cache_write, rates.cache_write)
+    _add(lines, "cache_write_1h", usage.cache_write_1h, rates.cache_write_1h)
     _add(lines, "storage_token_hours", usage.storage_token_hours, rates.storage or 0)
-    amount = sum(line.amount for line in lines)
+    of_tokens = sum(line.amount for line in lines)
+    is_request = bool(usage.prompt or usage.output)
+    fees = _fees(lines, of_tokens, rates) if is_request else 0
     uncached = usage.prompt * rates.miss + usage.output * rates.output
-    return Charge(tuple(lines), amount, uncached - amount, pinned.currency)
+    saved = uncached - of_tokens
+    return Charge(tuple(lines), of_tokens + fees, saved, pinned.currency, fees)
+
+
+def _fees(lines: list[Line], of_tokens: int, rates: Rates) -> int:
+    """Add the request's fee, and what is missing to the least that a request costs."""
+    fee = rates.request
+    if fee:
+        lines.append(Line("request", 1, fee, fee))
+    missing = max(0, rates.minimum - of_tokens - fee)
+    if missing:
+        lines.append(Line("minimum", 1, missing, missing))
+    return fee + missing
 
 
 def _add(lines: list[Line], name: str, tokens: int, per_token: int) -> None:
@@ -55,11 +74,11 @@ def _add(lines: list[Line], name: str, tokens: int, per_token: int) -> None:
 def hold_amount(pinned: PinnedRate, *, prompt_tokens: int, output_tokens: int) -> int:
     """What must be held so that this prompt and this much output is surely covered.
 
-    The prompt is held at the dearest a prompt token can be (a miss, with its cache write).
+    The prompt is held at the dearest a prompt token can be (a miss, with its cache write), with the
+    fee and the minimum of a request. Without a prompt it is a further slice of output.
     """
     rates = pinned.rates
     hits = (rates.hit_device, rates.hit_host, rates.hit_disk, rates.hit_remote)
-    dearest = max(rates.miss, *hits)
-    return prompt_tokens * (dearest + rates.cache_write) + output_tokens * (
-        rates.output + rates.cache_write
-    )
+    dearest = max(rates.miss + max(rates.cache_write, rates.cache_write_1h), *hits)
+    amount = prompt_tokens * dearest + output_tokens * rates.output
+    return max(amount + rates.request, rates.minimum) if prompt_tokens else amount

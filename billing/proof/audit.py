@@ -8,20 +8,26 @@ hangs on it.
     gapless     numbers run 1, 2, 3, ... and times never go back
     chained     the hash is that of the entry after the one before it
     balanced    postings name known accounts and sum to zero
-    rated       a charge is its usage times its card, in the window of its admission, taken from
-                the accounts in their order; what was saved is as said
-    corrected   a correction names a charge and gives back no more than is left of it
+    rated       a charge is its usage times the card in force at its admission, in that window,
+                taken from the accounts in their order; what was saved is as said
+    billed      a charge belongs to the month of its admission
+    corrected   a correction names a charge and gives back no more than is left of it; an
+                adjustment names a deposit
+    decided     whatever a person booked is in the admin trail, and the other way round
     projected   account rows and rollups are what the entries and holds sum to
     readable    every row says something
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from billing.errors import BillingError
+from billing.gate.corrections import OWN_REFERENCES
+from billing.gate.deposits import INCOMING
 from billing.gate.entries import (
     ACCOUNTS,
+    CORRECTING,
     TENANT_ACCOUNTS,
     Entry,
     Kind,
@@ -29,13 +35,16 @@ from billing.gate.entries import (
     genesis,
     parse_postings,
 )
-from billing.gate.gate import Account, pay_in, refund, spend
 from billing.gate.holds import StoredHold, decode_request, rate_ref
+from billing.gate.postings import deposited, refund, spend
 from billing.gate.rollups import DAILY_KEY, Rollups, Row
+from billing.gate.work import SYSTEM, TenantAccount
 from billing.money import format_units
-from billing.prices.book import PinnedRate, PriceBook, RateCard, RateRef
+from billing.prices.book import ABOVE, AND, PinnedRate, PriceBook, RateCard, RateRef, Terms
 from billing.prices.cards import card_digest, parse_card
 from billing.prices.rating import rate
+from billing.proof.decisions import Decisions, check_decisions
+from billing.proof.history import CardHistory
 from billing.proof.result import UNREADABLE, Head, Problem, Proof, readable
 from billing.proof.trail import TRAIL, check_trail, trail_head
 from billing.store import accounts as store_accounts
@@ -43,7 +52,10 @@ from billing.store import reports as store_reports
 from billing.store.store import Connection, LedgerStore
 from billing.usage import Usage
 
+Heads = dict[str, Head]  # by tenant, and of the admin trail
+KeptHeads = dict[str, dict[int, set[str]]]  # the same by number: several states of a ledger
 Progress = Callable[[int], None]  # called with the number of entries checked
+DEPOSITS = (*INCOMING, Kind.WITHDRAWAL, Kind.CHARGEBACK)
 
 
 class _Differs(Exception):
@@ -55,30 +67,35 @@ class _Differs(Exception):
 def verify(
     store: LedgerStore,
     *,
-    heads: dict[str, Head] | None = None,
+    heads: Heads | Sequence[Heads] = (),
     progress: Progress | None = None,
 ) -> Proof:
-    """Recompute every hash, charge, balance and rollup. `heads` kept elsewhere prove that no tail
-    was cut off or written anew."""
+    """Recompute every hash, charge, balance and rollup. `heads` kept elsewhere, one state of them
+    or several, prove that no tail was cut off or written anew."""
+    kept = _by_number(heads)
     with store.reading() as connection:
         proof = Proof()
         book = _book(connection, proof)
-        replay = Replay(book, store_reports.correction_rows(connection), heads or {})
+        corrections = store_reports.correction_rows(connection)
+        replay = ProofRun(book, corrections, kept, _history(connection, book))
         for entry in store_reports.stream_entries(connection):
             replay.take(entry)
             proof.num_entries += 1
             if progress is not None and proof.num_entries % store_reports.CHUNK == 0:
                 progress(proof.num_entries)
         proof.problems += replay.problems.values()
-        proof.problems += _missing_heads(replay, heads or {})
+        proof.problems += _missing_heads(replay, kept)
         proof.problems += readable("holds", lambda: _check_holds(book, connection))
         broken = set(replay.problems)
         proof.problems += readable("accounts", lambda: _compare_accounts(replay, connection))
         if not broken:
             rollups = replay.rollups
             proof.problems += readable("usage", lambda: _compare_rollups(rollups, connection))
-        known = (heads or {}).get(TRAIL)
+        known = kept.get(TRAIL, {})
         proof.problems += readable(TRAIL, lambda: check_trail(connection, known))
+        if not broken:
+            decisions = replay.decisions
+            proof.problems += readable(TRAIL, lambda: check_decisions(connection, decisions))
         proof.num_tenants = len(replay.accounts)
         proof.heads = {name: (a.seq, a.head.hex()) for name, a in replay.accounts.items()}
         proof.heads[TRAIL] = trail_head(connection)
@@ -98,7 +115,8 @@ def rebuild(store: LedgerStore) -> Proof:
         stored = store_reports.all_accounts(connection, lock=True)
         proof = Proof()
         corrections = store_reports.correction_rows(connection)
-        replay = Replay(_book(connection, proof), corrections, {})
+        book = _book(connection, proof)
+        replay = ProofRun(book, corrections, {}, _history(connection, book))
         for entry in store_reports.stream_entries(connection):
             replay.take(entry)
         for problem in (*proof.problems, *replay.problems.values()):
@@ -114,17 +132,19 @@ def rebuild(store: LedgerStore) -> Proof:
     return verify(store)
 
 
-class Replay:
+class ProofRun:
     """Walks entries in order and keeps what they sum to."""
 
     def __init__(
         self,
         book: PriceBook,
         corrections: dict[tuple[str, int], int],
-        heads: dict[str, Head],
+        heads: KeptHeads,
+        history: "CardHistory",
     ) -> None:
         self.book = book
-        self.accounts: dict[str, Account] = {}
+        self._history = history
+        self.accounts: dict[str, TenantAccount] = {}
         self.problems: dict[str, Problem] = {}
         self.rollups = Rollups()
         self._corrections = corrections
@@ -132,12 +152,14 @@ class Replay:
         self._heads = heads
         self._charges: dict[tuple[str, int], dict[str, int]] = {}  # what is left of corrected ones
         self._amounts: dict[tuple[str, int], int] = {}
+        self._deposits: dict[tuple[str, int], tuple[Kind, int]] = {}  # of those put right
+        self.decisions = Decisions()
         self._rates: dict[RateRef, PinnedRate] = {}
 
-    def account(self, tenant: str, currency: str) -> Account:
+    def account(self, tenant: str, currency: str) -> TenantAccount:
         found = self.accounts.get(tenant)
         if found is None:
-            found = Account(tenant, currency, None, False, genesis(tenant))
+            found = TenantAccount(tenant, currency, None, False, genesis(tenant))
             self.accounts[tenant] = found
         return found
 
@@ -176,39 +198,79 @@ class Replay:
         )
         if head != entry.hash:
             raise _Differs("chained", f"its hash is {entry.hash.hex()}, not {head.hex()}")
-        expected = self._heads.get(entry.tenant)
-        if expected is not None and expected[0] == entry.seq and expected[1] != head.hex():
-            raise _Differs("chained", f"its hash was {expected[1]} when that was written down")
+        others = self._heads.get(entry.tenant, {}).get(entry.seq, set()) - {head.hex()}
+        if others:
+            said = " and ".join(sorted(others))
+            raise _Differs("chained", f"its hash was {said} when that was written down")
         if entry.currency != account.currency:
             raise _Differs("balanced", f"its currency is {entry.currency}")
         postings = parse_postings(entry.postings)
         details = entry.details
         self._check_kind(entry, account, postings, details)
         copy = self._corrections.get((entry.tenant, entry.seq))
-        if copy != (details["corrects"] if entry.kind == Kind.CORRECTION else None):
+        if copy != (details["corrects"] if entry.kind in CORRECTING else None):
             raise _Differs("corrected", f"it is found by {copy} as what it corrects")
+        if entry.billed_ns != details.get("billed_ns"):
+            raise _Differs("billed", f"it is found by {entry.billed_ns} as when it is billed")
+        if entry.kind != Kind.CHARGE and entry.moment_ns > entry.at_ns:
+            raise _Differs("billed", "it is billed after it was made")
+        self.decisions.take(entry, details)
         account.head, account.seq, account.at_ns = head, entry.seq, entry.at_ns
         for name, units in postings.items():
             account.balances[name] += units
 
     def _check_kind(
-        self, entry: Entry, account: Account, postings: dict[str, int], details: dict[str, Any]
+        self,
+        entry: Entry,
+        account: TenantAccount,
+        postings: dict[str, int],
+        details: dict[str, Any],
     ) -> None:
         if entry.kind == Kind.CHARGE:
             self._check_charge(entry, account, postings, details)
         elif entry.kind == Kind.CORRECTION:
             self._check_correction(entry, account, postings, details)
-        elif entry.kind in (Kind.GRANT, Kind.TOPUP):
-            amount = entry.amount
-            paid = {"granted": amount, "promotion": -amount}
-            if entry.kind == Kind.TOPUP:
-                paid = {**pay_in(account, amount), "cash": -amount}
-            _same("balanced", postings, paid)
+        elif entry.kind == Kind.ADJUSTMENT:
+            self._check_adjustment(entry, account, postings, details)
+        elif entry.kind in DEPOSITS:
+            self._check_deposit(entry, account, postings)
         else:
             raise _Differs("readable", f"{entry.kind!r} is no kind of entry")
 
+    def _check_deposit(
+        self, entry: Entry, account: TenantAccount, postings: dict[str, int]
+    ) -> None:
+        gains = entry.kind in INCOMING
+        if gains != (entry.amount > 0):
+            raise _Differs("balanced", f"a {entry.kind} cannot be {format_units(entry.amount)}")
+        if entry.kind == Kind.WITHDRAWAL and account.balances["topup"] + entry.amount < 0:
+            raise _Differs("balanced", "it pays out more than was paid in and is left")
+        _same("balanced", postings, deposited(account, Kind(entry.kind), entry.amount))
+        if (entry.tenant, entry.seq) in self._corrected:
+            self._deposits[entry.tenant, entry.seq] = Kind(entry.kind), entry.amount
+
+    def _check_adjustment(
+        self,
+        entry: Entry,
+        account: TenantAccount,
+        postings: dict[str, int],
+        details: dict[str, Any],
+    ) -> None:
+        key = (entry.tenant, details["corrects"])
+        kind, stands = self._deposits.get(key, (None, 0))
+        if kind not in INCOMING:
+            raise _Differs("corrected", f"entry {details['corrects']} is no deposit before it")
+        if stands + entry.amount < 0:
+            raise _Differs("corrected", "it takes more from a deposit than there was")
+        _same("corrected", postings, deposited(account, kind, entry.amount))
+        self._deposits[key] = kind, stands + entry.amount
+
     def _check_charge(
-        self, entry: Entry, account: Account, postings: dict[str, int], details: dict[str, Any]
+        self,
+        entry: Entry,
+        account: TenantAccount,
+        postings: dict[str, int],
+        details: dict[str, Any],
     ) -> None:
         pinned = self._pinned(rate_ref(details))
         charge = rate(Usage.from_record(details.get("usage", {})), pinned)
@@ -217,21 +279,53 @@ class Replay:
         _same("rated", postings, spend(account, charge.amount))
         if int(details["saved"]) != charge.saved:
             raise _Differs("rated", f"it saved {charge.saved} units, not {details['saved']}")
-        self._check_window(pinned.ref, details.get("admitted_ns", 0))
+        if int(details.get("fees", 0)) != charge.fees:
+            raise _Differs("rated", f"its fees are {charge.fees} units")
+        admitted_ns = details.get("admitted_ns", 0)
+        if entry.billed_ns not in (None, admitted_ns):
+            raise _Differs("billed", "it is not billed by its admission")
+        if admitted_ns:
+            self._check_card(entry, pinned.ref, admitted_ns)
+            self._check_terms(entry, details, pinned.ref, admitted_ns)
         self.rollups.add(entry, details)
         key = (entry.tenant, entry.seq)
         if key in self._corrected:
             self._charges[key] = {name: -postings.get(name, 0) for name in TENANT_ACCOUNTS}
             self._amounts[key] = charge.amount
 
-    def _check_window(self, ref: RateRef, admitted_ns: int) -> None:
+    def _check_terms(
+        self, entry: Entry, details: dict[str, Any], ref: RateRef, admitted_ns: int
+    ) -> None:
+        """Window, group and length are the request's; a service tier is what it asked for."""
         card = self.book.card(ref.card, ref.version)
-        window = card.window_at(admitted_ns) if card.windows and admitted_ns else ref.window
+        first, *factors = ref.window.split(AND)
+        service = next((name for name in factors if name in card.services), "")
+        named = int(first.removeprefix(ABOVE)) if first.startswith(ABOVE) else 0
+        usage = Usage.from_record(details.get("usage", {}))
+        if usage.prompt and details["outcome"] == "finished" and usage.prompt <= named:
+            raise _Differs("rated", f"its prompt of {usage.prompt} tokens is not above {named}")
+        terms = Terms(tenant=entry.tenant, prompt_tokens=named + 1 if named else 0, service=service)
+        window = card.window_for(ref.model, admitted_ns, terms)
         if window != ref.window:
             raise _Differs("rated", f"it was admitted in window {window!r}, not {ref.window!r}")
 
+    def _check_card(self, entry: Entry, ref: RateRef, admitted_ns: int) -> None:
+        """The card is the one that was in force, and known, at the admission."""
+        seen = self._history.at(ref.model, admitted_ns, entry.currency, entry.tenant)
+        if (ref.card, ref.version) not in seen:
+            named = " or ".join(f"{name} {version}" for name, version in sorted(seen)) or "none"
+            raise _Differs(
+                "rated",
+                f"it is rated by card {ref.card} {ref.version}, and {named} was in force when it "
+                "was admitted",
+            )
+
     def _check_correction(
-        self, entry: Entry, account: Account, postings: dict[str, int], details: dict[str, Any]
+        self,
+        entry: Entry,
+        account: TenantAccount,
+        postings: dict[str, int],
+        details: dict[str, Any],
     ) -> None:
         key = (entry.tenant, details["corrects"])
         taken = self._charges.get(key)
@@ -243,6 +337,10 @@ class Replay:
             charge = rate(usage, self._pinned(rate_ref(details)))
             if amount != charge.amount - self._amounts[key]:
                 raise _Differs("corrected", "it is not the difference of the two usages")
+        elif details.get("by") == SYSTEM:
+            own = entry.request_id.startswith(OWN_REFERENCES)
+            if not own or -amount != sum(taken.values()):
+                raise _Differs("corrected", "the server gives back a charge whole, or not at all")
         if amount < 0 and -amount > sum(taken.values()):
             raise _Differs("corrected", f"it gives back more than the {sum(taken.values())} left")
         due = spend(account, amount) if amount > 0 else refund(account, taken, -amount)
@@ -276,6 +374,14 @@ def _book(connection: Connection, proof: Proof) -> PriceBook:
     return PriceBook(tuple(cards))
 
 
+def _history(connection: Connection, book: PriceBook) -> CardHistory:
+    applied = {
+        (row["name"], row["version"]): row["applied_ns"]
+        for row in store_accounts.card_rows(connection)
+    }
+    return CardHistory(book, applied)
+
+
 def _read_card(row: Any, name: str, cards: list[RateCard]) -> Iterator[Problem]:
     card = parse_card(row["text"])
     cards.append(card)
@@ -284,17 +390,26 @@ def _read_card(row: Any, name: str, cards: list[RateCard]) -> Iterator[Problem]:
         yield Problem(name, 0, "rated", "its text was changed")
 
 
-def _missing_heads(replay: Replay, heads: dict[str, Head]) -> Iterator[Problem]:
-    for tenant, (seq, _) in heads.items():
+def _by_number(heads: Heads | Sequence[Heads]) -> KeptHeads:
+    kept: KeptHeads = {}
+    for each in [heads] if isinstance(heads, dict) else heads:
+        for name, (seq, written) in each.items():
+            kept.setdefault(name, {}).setdefault(seq, set()).add(written)
+    return kept
+
+
+def _missing_heads(replay: ProofRun, heads: KeptHeads) -> Iterator[Problem]:
+    for tenant, by_number in heads.items():
         if tenant == TRAIL:
             continue
+        seq = max(by_number)
         account = replay.accounts.get(tenant)
         ends = account.seq if account else 0
         if tenant not in replay.problems and ends < seq:
             yield Problem(tenant, seq, "gapless", f"it was written down, and now {ends} is last")
 
 
-def _compare_accounts(replay: Replay, connection: Connection) -> Iterator[Problem]:
+def _compare_accounts(replay: ProofRun, connection: Connection) -> Iterator[Problem]:
     broken = replay.problems.keys()
     stored = store_reports.all_accounts(connection)
     held = store_reports.held_by_tenant(connection)

@@ -8,15 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from billing.errors import NoPrice
-from billing.gate.entries import Kind
+from billing.gate.entries import Entry, Kind
 from billing.gate.holds import rate_ref
-from billing.prices.book import PinnedRate, PriceBook, RateCard
+from billing.prices.book import AND, PinnedRate, PriceBook, RateCard, Terms
 from billing.prices.rating import rate
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
 from billing.usage import Usage
 
-Pricing = Callable[[str, int, str], PinnedRate | None]  # model, admission instant, currency
+# model, admission instant, currency, and what else the price depends on
+Pricing = Callable[[str, int, str, Terms], PinnedRate | None]
 
 
 @dataclass(slots=True)
@@ -58,8 +59,10 @@ def under_card(card: RateCard) -> Pricing:
     Raises `NoPrice`.
     """
 
-    def price(model: str, instant_ns: int, currency: str) -> PinnedRate | None:
-        return card.at(model, instant_ns) if currency == card.currency else None
+    def price(model: str, instant_ns: int, currency: str, terms: Terms) -> PinnedRate | None:
+        if currency != card.currency or (card.tenants and terms.tenant not in card.tenants):
+            return None
+        return card.at(model, instant_ns, terms)
 
     return price
 
@@ -67,6 +70,14 @@ def under_card(card: RateCard) -> Pricing:
 def under_book(book: PriceBook) -> Pricing:
     """What the book as it stands says of each request's admission instant."""
     return book.at
+
+
+def terms_of(entry: Entry) -> Terms:
+    """Those of a charge, as far as it says them: a service tier that its card had."""
+    details = entry.details
+    _, *factors = details["window"].split(AND)
+    prompt = Usage.from_record(details.get("usage", {})).prompt
+    return Terms(tenant=entry.tenant, prompt_tokens=prompt, service=factors[-1] if factors else "")
 
 
 def rerate(
@@ -78,13 +89,18 @@ def rerate(
     unpriced: dict[tuple[str, str], Difference] = {}
     with store.reading() as connection:
         for entry in store_reports.stream_entries(connection, tenant, since_ns=since_ns):
-            if entry.kind is not Kind.CHARGE:
+            if entry.kind is not Kind.CHARGE or entry.moment_ns < since_ns:
                 continue
             details = entry.details
             model = rate_ref(details).model
             planned = 0
             try:
-                pinned = pricing(model, details.get("admitted_ns", entry.at_ns), entry.currency)
+                pinned = pricing(
+                    model,
+                    details.get("admitted_ns", entry.moment_ns),
+                    entry.currency,
+                    terms_of(entry),
+                )
                 into = rows
             except NoPrice:
                 into = unpriced

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from billing.proof.history import LAG_NS
 from billing.proof.result import Head, Problem
 from billing.store import accounts as store_accounts
 from billing.store import trail as store_trail
@@ -19,9 +20,12 @@ from billing.store.store import Connection
 
 TRAIL = "admin trail"  # among heads; no tenant's name has a space
 
+ABOUT = "about "  # an instant that an earlier version did not write into the trail
+
 Row = Mapping[Any, Any]
 _Name = tuple[str, str]  # kind of thing, name
 _Facts = dict[_Name, dict[str, str | None]]
+_CARD_FACTS = ("name", "version", "valid_from_ns", "applied_ns", "digest")
 _MADE_BY = {
     "tenant.create": "tenant",
     "tenant.limit": "tenant",
@@ -33,7 +37,7 @@ _MADE_BY = {
 }
 
 
-def check_trail(connection: Connection, written_down: Head | None = None) -> Iterator[Problem]:
+def check_trail(connection: Connection, written_down: Mapping[int, set[str]]) -> Iterator[Problem]:
     """The first row that differs, else the first thing that is not as the trail has it."""
     rows = store_trail.trail_rows(connection)
     broken = [*_check_chain(rows, written_down)]
@@ -45,7 +49,7 @@ def trail_head(connection: Connection) -> Head:
     return seq, digest.hex()
 
 
-def _check_chain(rows: Sequence[Row], written_down: Head | None) -> Iterator[Problem]:
+def _check_chain(rows: Sequence[Row], written_down: Mapping[int, set[str]]) -> Iterator[Problem]:
     head, last = store_trail.TRAIL_GENESIS, 0
     for row in rows:
         head = store_trail.trail_hash(head, row)
@@ -53,12 +57,13 @@ def _check_chain(rows: Sequence[Row], written_down: Head | None) -> Iterator[Pro
             yield Problem(f"trail entry {row['seq']}", 0, "trailed", "it differs from its hash")
             return
         last = row["seq"]
-        if written_down and written_down[0] == last and written_down[1] != head.hex():
-            message = f"its hash was {written_down[1]} when that was written down"
+        if others := written_down.get(last, set()) - {head.hex()}:
+            said = " and ".join(sorted(others))
+            message = f"its hash was {said} when that was written down"
             yield Problem(f"trail entry {last}", 0, "trailed", message)
             return
-    if written_down and last < written_down[0]:
-        message = f"entry {written_down[0]} was written down, and now {last} is last"
+    if written_down and last < max(written_down):
+        message = f"entry {max(written_down)} was written down, and now {last} is last"
         yield Problem(TRAIL, 0, "trailed", message)
 
 
@@ -69,6 +74,8 @@ def _decided(rows: Iterable[Row]) -> _Facts:
         kind = _MADE_BY.get(row["action"])
         if kind is not None:
             changed = orjson.loads(row["after"])
+            if row["action"] == "prices.apply":
+                changed.setdefault("applied_ns", f"{ABOUT}{row['at_ns']}")
             facts.setdefault((kind, row["subject"]), {}).update(_texts(changed))
     return facts
 
@@ -86,7 +93,7 @@ def _standing(connection: Connection) -> _Facts:
         facts["key", row["key_id"]] = _texts({k: v for k, v in row.items() if k != "digest"})
     for row in store_accounts.card_rows(connection):
         facts["rate card", f"{row['name']} {row['version']}"] = _texts(
-            {name: row[name] for name in ("name", "version", "valid_from_ns", "digest")}
+            {name: row[name] for name in _CARD_FACTS}
         )
     return facts
 
@@ -94,6 +101,12 @@ def _standing(connection: Connection) -> _Facts:
 def _texts(values: dict[str, Any]) -> dict[str, str | None]:
     """As the trail writes amounts and switches: texts, also of what it wrote as numbers."""
     return {name: None if value is None else str(value) for name, value in values.items()}
+
+
+def _agree(found: str | None, said: str | None) -> bool:
+    if found and said and said.startswith(ABOUT):
+        return abs(int(found) - int(said.removeprefix(ABOUT))) < LAG_NS
+    return found == said
 
 
 def _differences(standing: _Facts, decided: _Facts) -> Iterator[Problem]:
@@ -106,7 +119,7 @@ def _differences(standing: _Facts, decided: _Facts) -> Iterator[Problem]:
         if kind == "tenant":
             said.setdefault("suspended", "False")
         for fact in sorted(found.keys() | said.keys()):
-            if found.get(fact) != said.get(fact):
+            if not _agree(found.get(fact), said.get(fact)):
                 message = f"its {fact} is {found.get(fact)}, and the trail says {said.get(fact)}"
                 yield Problem(f"{kind} {name!r}", 0, "decided", message)
                 break

@@ -5,6 +5,8 @@ instants are nanoseconds since 1970, `None` is unlimited.
 """
 
 from datetime import UTC, datetime
+from decimal import Context, Decimal
+from fractions import Fraction
 from typing import Any
 
 import orjson
@@ -14,15 +16,17 @@ from billing.gate.entries import Entry
 from billing.gate.holds import StoredHold, decode_request
 from billing.keys import Scope
 from billing.money import format_units, rate_per_million
-from billing.prices.book import DAYS, NS, RateCard, Rates
-from billing.prices.lint import Finding
+from billing.prices.book import ABOVE, DAYS, NS, ModelPrice, RateCard, Rates
+from billing.prices.lint import CardFinding
 from billing.proof.rerate import Difference, Plan
 from billing.proof.result import Proof
 
 RATES = ("hit_device", "hit_host", "hit_disk", "hit_remote", "miss", "output")
-EXTRAS = ("cache_write", "storage")
+EXTRAS = ("cache_write", "cache_write_1h", "storage")
+FEES = ("request", "minimum")  # amounts of each request
 
 Document = dict[str, Any]
+_CONTEXT = Context(prec=80)
 
 
 def tenant_document(tenant: Tenant) -> Document:
@@ -86,16 +90,40 @@ def card_document(card: RateCard) -> Document:
             for window in card.windows
         ],
         "holidays": [day.isoformat() for day in sorted(card.holidays)],
+        "tenants": sorted(card.tenants),
+        "valid_until_ns": card.valid_until_ns,
+        "groups": [
+            {
+                "name": group.name,
+                "tenants": sorted(group.tenants),
+                "factor": _decimal(group.factor),
+                "until_ns": group.until_ns,
+            }
+            for group in card.groups
+        ],
+        "services": {name: _decimal(factor) for name, factor in card.services.items()},
         "models": [
             {
                 "match": price.pattern,
                 "window": window,
                 **{name: price_text(rates, name) for name in (*RATES, *EXTRAS)},
+                **{name: format_units(getattr(rates, name)) for name in FEES},
             }
             for price in card.models
-            for window, rates in price.rates.items()
+            for window, rates in _priced(price)
         ],
     }
+
+
+def _priced(price: ModelPrice) -> list[tuple[str, Rates]]:
+    """A model's rates by window, and by the lengths that prompts are above."""
+    by_length = [(f"{ABOVE}{length}", rates) for length, rates in sorted(price.above.items())]
+    return [*price.rates.items(), *by_length]
+
+
+def _decimal(factor: Fraction) -> str:
+    """A factor as a decimal; it was read from one, so that it has one."""
+    return str(_CONTEXT.divide(Decimal(factor.numerator), Decimal(factor.denominator)))
 
 
 def price_text(rates: Rates, name: str) -> str:
@@ -117,9 +145,18 @@ def _flat(card: RateCard) -> dict[str, str]:
     prices = {
         f"{price.pattern} {window} {name}": price_text(rates, name)
         for price in card.models
-        for window, rates in price.rates.items()
+        for window, rates in _priced(price)
         for name in (*RATES, *EXTRAS)
+    } | {
+        f"{price.pattern} {window} {name}": format_units(getattr(rates, name))
+        for price in card.models
+        for window, rates in _priced(price)
+        for name in FEES
     }
+    factors = {
+        f"group {group.name}": f"{_decimal(group.factor)} {' '.join(sorted(group.tenants))}"
+        for group in card.groups
+    } | {f"service {name}": _decimal(factor) for name, factor in card.services.items()}
     windows = {
         f"window {window['name']}": " ".join(
             (
@@ -139,11 +176,16 @@ def _flat(card: RateCard) -> dict[str, str]:
         prices
         | windows
         | costs
+        | factors
         | {
             "name": card.name,
             "version": card.version,
             "currency": card.currency,
             "valid_from": datetime.fromtimestamp(card.valid_from_ns // NS, UTC).isoformat(),
+            "tenants": " ".join(sorted(card.tenants)) or "-",
+            "valid_until": "-"
+            if card.valid_until_ns is None
+            else datetime.fromtimestamp(card.valid_until_ns // NS, UTC).isoformat(),
             "time_zone": card.zone.key,
             "holidays": " ".join(day.isoformat() for day in sorted(card.holidays)) or "-",
             "minimum_cached_tokens": str(card.minimum_cached_tokens),
@@ -151,7 +193,7 @@ def _flat(card: RateCard) -> dict[str, str]:
     )
 
 
-def finding_document(finding: Finding) -> Document:
+def finding_document(finding: CardFinding) -> Document:
     return {
         "level": finding.level.value,
         "rule": finding.rule,

@@ -33,6 +33,9 @@ EVENT_TYPES = {
     Kind.CORRECTION: "cachesvc.usage.corrected.v1",
     Kind.GRANT: "cachesvc.balance.granted.v1",
     Kind.TOPUP: "cachesvc.balance.topped_up.v1",
+    Kind.WITHDRAWAL: "cachesvc.balance.withdrawn.v1",
+    Kind.CHARGEBACK: "cachesvc.balance.charged_back.v1",
+    Kind.ADJUSTMENT: "cachesvc.balance.adjusted.v1",
 }
 CHUNK = 1_000
 
@@ -110,7 +113,7 @@ def cloud_event(entry: Entry, source: str = "cachesvc") -> dict[str, Any]:
         "id": entry_id(entry),
         "source": source,
         "type": EVENT_TYPES[entry.kind],
-        "time": _time(entry.at_ns),
+        "time": _time(entry.moment_ns),
         "subject": entry.tenant,
         "datacontenttype": "application/json",
         "data": {
@@ -134,6 +137,8 @@ def cloud_event_lines(entries: Iterable[Entry], source: str = "cachesvc") -> byt
     return b"".join(orjson.dumps(cloud_event(entry, source)) + b"\n" for entry in entries)
 
 
+PER_REQUEST = ("request", "minimum")
+RATE_OF = {"storage_token_hours": "storage"}  # where a class and its rate have two names
 FOCUS_COLUMNS = (
     *("BilledCost", "BillingAccountId", "BillingAccountName", "BillingCurrency"),
     *("BillingPeriodEnd", "BillingPeriodStart", "ChargeCategory", "ChargeClass"),
@@ -141,8 +146,16 @@ FOCUS_COLUMNS = (
     *("ConsumedQuantity", "ConsumedUnit", "ContractedCost", "ContractedUnitPrice"),
     *("EffectiveCost", "InvoiceIssuerName", "ListCost", "ListUnitPrice", "PricingCategory"),
     *("PricingQuantity", "PricingUnit", "ProviderName", "PublisherName", "ResourceId"),
-    *("ServiceCategory", "ServiceName", "SkuId", "SkuPriceId", "SubAccountId", "SubAccountName"),
-    *("x_RequestId", "x_EntryId"),
+    *(
+        "ServiceCategory",
+        "ServiceName",
+        "SkuId",
+        "SkuPriceId",
+        "SubAccountId",
+        "SubAccountName",
+        "Tags",
+    ),
+    *("x_RequestId", "x_EntryId", "x_KeyId", "x_Session", "x_User"),
 )
 
 
@@ -170,10 +183,12 @@ def focus_rows(
         if entry.kind is Kind.CHARGE:
             ref = rate_ref(entry.details)
             pinned = book.pinned(ref)
+            price_id = f"{ref.card}/{ref.version}/{ref.window}"
             for line in rate(Usage.from_record(entry.details.get("usage", {})), pinned).lines:
+                per_token = getattr(pinned.rates, RATE_OF.get(line.name, line.name))
                 uncached = pinned.rates.miss if line.name.startswith("hit_") else line.per_token
                 sku = f"{ref.model}:{line.name}"
-                yield _focus_base(entry) | _focus_line(line, uncached, sku, "/".join(ref[:2]))
+                yield _focus_base(entry) | _focus_line(line, uncached, sku, price_id, per_token)
         elif entry.kind is Kind.CORRECTION:
             yield _focus_base(entry) | _focus_correction(entry, corrected[entry_id(entry)])
 
@@ -181,7 +196,7 @@ def focus_rows(
 def _focus_correction(entry: Entry, corrected_ns: int) -> dict[str, Any]:
     """A `Correction` is of an earlier billing period; within the period it is an `Adjustment`."""
     cost = format_units(-entry.amount)
-    is_earlier = _billing_period(corrected_ns) != _billing_period(entry.at_ns)
+    is_earlier = _billing_period(corrected_ns) != _billing_period(entry.moment_ns)
     return {
         "BilledCost": cost,
         "EffectiveCost": cost,
@@ -202,8 +217,9 @@ def _billing_period(at_ns: int) -> tuple[datetime, datetime]:
 
 
 def _focus_base(entry: Entry) -> dict[str, Any]:
-    start, end = _billing_period(entry.at_ns)
-    project = entry.details.get("project", "")
+    start, end = _billing_period(entry.moment_ns)
+    details = entry.details
+    project, tags = details.get("project", ""), details.get("tags", {})
     return dict.fromkeys(FOCUS_COLUMNS, "") | {
         "BillingAccountId": entry.tenant,
         "BillingAccountName": entry.tenant,
@@ -212,8 +228,8 @@ def _focus_base(entry: Entry) -> dict[str, Any]:
         "BillingPeriodEnd": _iso(end),
         "ChargeCategory": "Usage",
         "ChargeFrequency": "Usage-Based",
-        "ChargePeriodStart": _time(entry.at_ns),
-        "ChargePeriodEnd": _time(entry.at_ns + 10**9),
+        "ChargePeriodStart": _time(entry.moment_ns),
+        "ChargePeriodEnd": _time(entry.moment_ns + 10**9),
         "InvoiceIssuerName": "cachesvc",
         "ProviderName": "cachesvc",
         "PublisherName": "cachesvc",
@@ -223,12 +239,23 @@ def _focus_base(entry: Entry) -> dict[str, Any]:
         "SubAccountName": project,
         "x_RequestId": entry.request_id,
         "x_EntryId": entry_id(entry),
+        "x_KeyId": details.get("key", ""),
+        "x_Session": details.get("session", ""),
+        "x_User": details.get("user", ""),
+        "Tags": orjson.dumps(tags, option=orjson.OPT_SORT_KEYS).decode() if tags else "",
     }
 
 
-def _focus_line(line: Line, uncached: int, sku: str, price_id: str) -> dict[str, Any]:
+def _focus_line(
+    line: Line, uncached: int, sku: str, price_id: str, per_token: int
+) -> dict[str, Any]:
     cost, unit_price = format_units(line.amount), format_units(line.per_token)
+    # Hits of a prompt below the card's minimum are sold at another price, which has its own id.
+    short = "" if line.per_token == per_token else ":below_minimum"
+    if line.name in PER_REQUEST:
+        short = ""
     unit = "Token-Hours" if line.name == "storage_token_hours" else "Tokens"
+    unit = "Requests" if line.name in PER_REQUEST else unit
     return {
         "BilledCost": cost,
         "EffectiveCost": cost,
@@ -243,7 +270,7 @@ def _focus_line(line: Line, uncached: int, sku: str, price_id: str) -> dict[str,
         "PricingUnit": unit,
         "ChargeDescription": line.name,
         "SkuId": sku,
-        "SkuPriceId": f"{price_id}:{line.name}",
+        "SkuPriceId": f"{price_id}:{line.name}{short}",
     }
 
 

@@ -42,6 +42,7 @@ _LABELS = {
     "miss": "Prompt, computed",
     "output": "Output",
     "cache_write": "Written to the cache",
+    "cache_write_1h": "Written to the cache for an hour",
     "storage_token_hours": "Pinned, token-hours",
 }
 
@@ -115,7 +116,7 @@ class Invoice:
     def closing(self) -> int:
         return self.opening + sum(movement.amount for movement in self.movements) - self.exact
 
-    def moved(self, kind: Kind) -> int:
+    def moved(self, kind: str) -> int:
         """What the movements of a kind sum to."""
         return sum(movement.amount for movement in self.movements if movement.kind == kind)
 
@@ -146,7 +147,7 @@ def invoice(store: LedgerStore, tenant: str, month: str, zone: tzinfo = UTC) -> 
         rows = [row for _, row in charged(connection, query, Unit.ALL)]
         rare = store_reports.rare_entries(connection, tenant, 0, to_ns)
     places = _places(account.currency)
-    now = [entry for entry in rare if entry.at_ns >= from_ns]
+    now = [entry for entry in rare if entry.moment_ns >= from_ns]
     return Invoice(
         tenant=tenant,
         month=first.strftime("%Y-%m"),
@@ -162,7 +163,7 @@ def invoice(store: LedgerStore, tenant: str, month: str, zone: tzinfo = UTC) -> 
         exact=sum(row["amount"] for row in rows),
         saved=sum(row["saved"] for row in rows),
         corrected=sum(entry.amount for entry in now if entry.kind is Kind.CORRECTION),
-        opening=sum(entry.amount for entry in rare if entry.at_ns < from_ns) - before,
+        opening=sum(entry.amount for entry in rare if entry.moment_ns < from_ns) - before,
     )
 
 
@@ -194,7 +195,7 @@ def _lines(rows: Sequence[Row], book: PriceBook, places: int) -> tuple[InvoiceLi
 
 def _group_lines(ref: RateRef, sums: Period, book: PriceBook, places: int) -> Iterable[InvoiceLine]:
     rates = book.pinned(ref).rates
-    left = sums.amount
+    left = sums.amount - sums.fees
     for name, tokens in sums.tokens.items():
         field_name = "storage" if name == "storage_token_hours" else name
         per_token = getattr(rates, field_name) or 0
@@ -203,6 +204,9 @@ def _group_lines(ref: RateRef, sums: Period, book: PriceBook, places: int) -> It
         if tokens:
             rate, rounded = rate_per_million(per_token), round_half_even(amount, places)
             yield _line(ref, name, _LABELS[name], tokens, rate, amount, rounded)
+    if sums.fees:
+        label, rounded = "Fees and minimum charges of requests", round_half_even(sums.fees, places)
+        yield _line(ref, "fees", label, 0, "", sums.fees, rounded)
     if left:
         label = "Hits below the minimum cached size, at the price of computed tokens"
         rounded = round_half_even(left, places)
@@ -214,7 +218,7 @@ def _line(ref: RateRef, *rest: Any) -> InvoiceLine:
 
 
 def _movement(entry: Entry, zone: tzinfo) -> Movement:
-    at = datetime.fromtimestamp(entry.at_ns // 10**9, zone).isoformat()
+    at = datetime.fromtimestamp(entry.moment_ns // 10**9, zone).isoformat()
     reason = entry.details.get("reason", "")
     return Movement(at, entry.kind.value, entry.request_id, entry.amount, reason)
 

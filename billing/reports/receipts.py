@@ -7,6 +7,7 @@ names its own by a short id, so that a new private key leaves earlier receipts p
 """
 
 import base64
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ from billing.usage import Usage
 
 KEY_FILE = "receipt_key"
 PUBLIC_FILE = "receipt_keys"  # one line a key: its id, and the key in hex
+
+
+class Purpose(StrEnum):
+    """What a signature is for; that of one is none of the other."""
+
+    RECEIPT = "receipt"
+    HEADS = "heads"
 
 
 class ReceiptSigner:
@@ -63,10 +71,10 @@ class ReceiptSigner:
     def key_id(self) -> str:
         return key_id(self.public_key)
 
-    def sign(self, receipt: dict[str, Any]) -> dict[str, Any]:
-        """The receipt with its signature."""
+    def sign(self, receipt: dict[str, Any], purpose: Purpose = Purpose.RECEIPT) -> dict[str, Any]:
+        """The document with its signature, which holds for its purpose alone."""
         named = receipt | {"key_id": self.key_id}
-        signature = self._key.sign(_canonical(named))
+        signature = self._key.sign(_canonical(named, purpose))
         return named | {"signature": base64.b64encode(signature).decode()}
 
 
@@ -82,10 +90,16 @@ def published_keys(data_dir: Path) -> dict[str, str]:
 
 def verify_receipt(receipt: dict[str, Any], public_key: bytes) -> bool:
     """Whether `receipt` is word for word what the holder of the key signed."""
+    return verify_signed(receipt, public_key, Purpose.RECEIPT)
+
+
+def verify_signed(receipt: dict[str, Any], public_key: bytes, purpose: Purpose) -> bool:
+    """Whether the holder of the key signed this document, word for word, for this purpose."""
     unsigned = {name: value for name, value in receipt.items() if name != "signature"}
     try:
         signature = base64.b64decode(receipt["signature"], validate=True)
-        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, _canonical(unsigned))
+        key = Ed25519PublicKey.from_public_bytes(public_key)
+        key.verify(signature, _canonical(unsigned, purpose))
     except (InvalidSignature, KeyError, TypeError, ValueError):
         return False
     return True
@@ -141,8 +155,8 @@ def key_id(public_key: bytes) -> str:
     return public_key[:8].hex()
 
 
-def _canonical(receipt: dict[str, Any]) -> bytes:
-    return b"cachesvc.receipt.v1\0" + orjson.dumps(receipt, option=orjson.OPT_SORT_KEYS)
+def _canonical(document: dict[str, Any], purpose: Purpose) -> bytes:
+    return f"cachesvc.{purpose}.v1\0".encode() + orjson.dumps(document, option=orjson.OPT_SORT_KEYS)
 
 
 def _raw(key: Ed25519PublicKey) -> bytes:

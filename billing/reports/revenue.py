@@ -16,8 +16,9 @@ from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
 from billing.usage import CLASSES
 
+FEES = "fees"  # of requests, and what minimum charges added
 BELOW_MINIMUM = "below_minimum"  # hits too short to be priced as such
-REVENUE_CLASSES = (*CLASSES, BELOW_MINIMUM)
+REVENUE_CLASSES = (*CLASSES, FEES, BELOW_MINIMUM)
 _EPOCH = date(1970, 1, 1)
 
 
@@ -35,7 +36,8 @@ class Revenue:
     def add(self, row: Row, book: PriceBook) -> None:
         ref = RateRef(row["card"], row["version"], row["model"], row["window_name"])
         rates = book.pinned(ref).rates
-        left = row["amount"]
+        self.amounts[FEES] += row["fees"]
+        left = row["amount"] - row["fees"]
         for name in CLASSES:
             rate = rates.storage if name == "storage_token_hours" else getattr(rates, name)
             amount = row[name] * (rate or 0)

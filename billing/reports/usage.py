@@ -21,7 +21,7 @@ from billing.store.store import Connection, LedgerStore
 from billing.usage import CLASSES, HIT_CLASSES
 
 FIRST_DAY, LAST_DAY = date(1970, 1, 1), date(2261, 12, 31)  # of instants that the ledger can store
-_TOKENS = {*HIT_CLASSES, "miss", "output", "cache_write"}
+_TOKENS = {*HIT_CLASSES, "miss", "output", "cache_write", "cache_write_1h"}
 
 
 class Split(StrEnum):
@@ -54,12 +54,14 @@ class Period:
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0))
     amount: int = 0
     saved: int = 0
+    fees: int = 0
     part: str = ""  # the model, project or key, where periods are split by one
 
     def add(self, row: Row) -> None:
         self.requests += row["requests"]
         self.amount += row["amount"]
         self.saved += row["saved"]
+        self.fees += row["fees"]
         for name in CLASSES:
             self.tokens[name] += row[name]
 
@@ -84,6 +86,7 @@ class Period:
             **{f"{name}_tokens" if name in _TOKENS else name: n for name, n in self.tokens.items()},
             "amount": format_units(self.amount),
             "saved": format_units(self.saved),
+            "fees": format_units(self.fees),
         }
 
 
@@ -204,7 +207,7 @@ def charged(connection: Connection, query: Query, unit: Unit) -> Iterator[tuple[
         span = max(begin_ns, from_ns), min(begin_ns + DAY_NS, to_ns)
         sums: dict[str, Rollups] = {}
         for entry in store_reports.charges_between(connection, tenant, *span):
-            sums.setdefault(name_of(entry.at_ns), Rollups()).add(entry, entry.details)
+            sums.setdefault(name_of(entry.moment_ns), Rollups()).add(entry, entry.details)
         for name, rollups in sums.items():
             yield from ((name, row) for row in rollups.rows()[0])
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, select, update
+from sqlalchemy import Connection, bindparam, delete, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.postgresql import psycopg
 from sqlalchemy.dialects.sqlite import pysqlite
@@ -165,7 +165,8 @@ def _adding(dialect: str, table: Any, key: Sequence[str], last: str = "") -> Any
     new = statement.excluded
     changes: dict[str, Any] = {name: table.c[name] + new[name] for name in COUNTERS}
     if last:
-        changes[last] = new[last]
+        later = func.greatest if dialect == "postgresql" else func.max
+        changes[last] = later(table.c[last], new[last])
     return statement.on_conflict_do_update(index_elements=list(key), set_=changes)
 
 

@@ -3,18 +3,20 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy import ColumnElement, Connection, delete, func, select, update
 
 from billing.gate.entries import ACCOUNTS, Entry, Kind
-from billing.gate.gate import Account
-from billing.gate.holds import StoredHold
+from billing.gate.holds import StoredHold, decode_request
 from billing.gate.rollups import Row, joined
+from billing.gate.work import TenantAccount
+from billing.names import bare_id
 from billing.store.rows import read_account, read_entry, read_hold
 from billing.store.schema import (
     accounts,
     entries,
     export_cursors,
     holds,
+    trail,
     usage_daily,
     usage_sessions,
 )
@@ -28,14 +30,17 @@ def stream_entries(
     connection: Connection, tenant: str | None = None, *, after: int = 0, since_ns: int = 0
 ) -> Iterator[Entry]:
     """Entries by tenant and number, in bounded memory."""
-    columns = [column for column in entries.c if column.name != "corrects"]
-    query = select(*columns).order_by(*_IN_ORDER)
+    wanted = entries.c.seq > after
     if tenant is not None:
-        query = query.where(entries.c.tenant == tenant)
-    if after:
-        query = query.where(entries.c.seq > after)
+        wanted &= entries.c.tenant == tenant
     if since_ns:
-        query = query.where(entries.c.at_ns >= since_ns)
+        wanted &= entries.c.at_ns >= since_ns
+    yield from _stream(connection, wanted)
+
+
+def _stream(connection: Connection, wanted: ColumnElement[bool]) -> Iterator[Entry]:
+    columns = [column for column in entries.c if column.name != "corrects"]
+    query = select(*columns).where(wanted).order_by(*_IN_ORDER)
     kinds = {kind.value: kind for kind in Kind}
     found = connection.execute(query, execution_options={"yield_per": CHUNK})
     for tenant_, seq, kind, *rest in found:
@@ -45,13 +50,13 @@ def stream_entries(
 def charges_between(
     connection: Connection, tenant: str, from_ns: int, to_ns: int
 ) -> Iterator[Entry]:
-    """The charges of a tenant with `from_ns <= at_ns < to_ns`; reads no others."""
+    """The charges of a tenant that are billed in `from_ns <= moment < to_ns`; reads no others."""
+    charges = (entries.c.tenant == tenant) & (entries.c.kind == Kind.CHARGE.value)
+    billed = (entries.c.billed_ns >= from_ns) & (entries.c.billed_ns < to_ns)
+    yield from _stream(connection, charges & billed)
+    dated = entries.c.billed_ns.is_(None) & (entries.c.at_ns < to_ns)
     first = _first_seq(connection, tenant, from_ns)
-    for entry in stream_entries(connection, tenant, after=first - 1):
-        if entry.at_ns >= to_ns:
-            return
-        if entry.kind is Kind.CHARGE:
-            yield entry
+    yield from _stream(connection, charges & dated & (entries.c.seq >= first))
 
 
 def _first_seq(connection: Connection, tenant: str, at_ns: int) -> int:
@@ -76,7 +81,13 @@ def correction_rows(connection: Connection) -> dict[tuple[str, int], int]:
 
 
 def find_request(connection: Connection, tenant: str, request_id: str) -> Entry | None:
-    """The charge of a request."""
+    """The charge of a request, by its id or by that of its answer."""
+    bare = bare_id(request_id)
+    found = _charge_of(connection, tenant, request_id)
+    return found if found or bare == request_id else _charge_of(connection, tenant, bare)
+
+
+def _charge_of(connection: Connection, tenant: str, request_id: str) -> Entry | None:
     query = select(entries).where(
         (entries.c.tenant == tenant)
         & (entries.c.request_id == request_id)
@@ -87,8 +98,9 @@ def find_request(connection: Connection, tenant: str, request_id: str) -> Entry 
 
 
 def instant_of(connection: Connection, tenant: str, seq: int) -> int:
-    """When an entry was made."""
-    query = select(entries.c.at_ns).where((entries.c.tenant == tenant) & (entries.c.seq == seq))
+    """The instant that an entry is billed by."""
+    moment = func.coalesce(entries.c.billed_ns, entries.c.at_ns)
+    query = select(moment).where((entries.c.tenant == tenant) & (entries.c.seq == seq))
     at_ns: int = connection.execute(query).scalar_one()
     return at_ns
 
@@ -116,13 +128,14 @@ def rare_entries(
     query = (
         select(entries)
         .where((entries.c.tenant == tenant) & (entries.c.kind != Kind.CHARGE.value))
-        .where((entries.c.at_ns >= from_ns) & (entries.c.at_ns < to_ns))
+        .where(entries.c.at_ns >= from_ns)  # never before its moment
         .order_by(entries.c.seq)
     )
-    return [read_entry(row) for row in connection.execute(query).mappings().all()]
+    found = map(read_entry, connection.execute(query).mappings())
+    return [entry for entry in found if from_ns <= entry.moment_ns < to_ns]
 
 
-def all_accounts(connection: Connection, *, lock: bool = False) -> dict[str, Account]:
+def all_accounts(connection: Connection, *, lock: bool = False) -> dict[str, TenantAccount]:
     query = select(accounts).order_by(accounts.c.tenant)
     if lock:
         query = query.with_for_update()
@@ -174,13 +187,22 @@ def all_sessions(connection: Connection) -> list[Row]:
     ]
 
 
+def newest_ns(connection: Connection) -> int:
+    """The latest instant of any entry, running request or decision. A card is never dated before
+    it, whatever the clock says, or a proof would ask for it in requests that came earlier."""
+    made: int = connection.scalar(select(func.coalesce(func.max(accounts.c.at_ns), 0))) or 0
+    decided: int = connection.scalar(select(func.coalesce(func.max(trail.c.at_ns), 0))) or 0
+    running = (decode_request(hold.body)[1].admitted_ns for hold in hold_list(connection))
+    return max(made, decided, *running)
+
+
 def num_entries(connection: Connection) -> int:
     return connection.scalar(select(func.coalesce(func.sum(accounts.c.seq), 0))) or 0
 
 
 def replace_projections(
     connection: Connection,
-    projected: Iterable[Account],
+    projected: Iterable[TenantAccount],
     daily_rows: Sequence[Row],
     session_rows: Sequence[Row],
 ) -> None:

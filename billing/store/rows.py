@@ -8,17 +8,17 @@ from typing import Any
 
 import orjson
 
-from billing.gate.entries import ACCOUNTS, Entry, Kind
-from billing.gate.gate import Account
+from billing.gate.entries import ACCOUNTS, CORRECTING, Entry, Kind
 from billing.gate.holds import StoredHold
+from billing.gate.work import TenantAccount
 from billing.usage import Usage
 
 Row = Mapping[Any, Any]
 
 
-def read_account(row: Row) -> Account:
+def read_account(row: Row) -> TenantAccount:
     limit = row["credit_limit"]
-    return Account(
+    return TenantAccount(
         tenant=row["tenant"],
         currency=row["currency"],
         credit_limit=None if limit is None else int(limit),
@@ -55,11 +55,12 @@ def read_entry(row: Row) -> Entry:
         postings=row["postings"],
         body=row["body"],
         hash=bytes(row["hash"]),
+        billed_ns=row["billed_ns"],
     )
 
 
 def entry_row(entry: Entry) -> dict[str, Any]:
-    corrects = entry.details["corrects"] if entry.kind is Kind.CORRECTION else None
+    corrects = entry.details["corrects"] if entry.kind in CORRECTING else None
     return {
         "tenant": entry.tenant,
         "seq": entry.seq,
@@ -71,6 +72,7 @@ def entry_row(entry: Entry) -> dict[str, Any]:
         "body": entry.body,
         "hash": entry.hash,
         "corrects": corrects,
+        "billed_ns": entry.billed_ns,
     }
 
 
@@ -87,7 +89,7 @@ def hold_row(hold: StoredHold) -> dict[str, Any]:
     }
 
 
-def account_row(account: Account) -> dict[str, Any]:
+def account_row(account: TenantAccount) -> dict[str, Any]:
     return {
         "of_tenant": account.tenant,
         "held": account.held,

@@ -91,6 +91,7 @@ entries = Table(
     Column("body", Text, nullable=False),
     Column("hash", LargeBinary(32), nullable=False),
     Column("corrects", BigInteger),  # a copy from the body, to be found by
+    Column("billed_ns", BigInteger),  # likewise; null: it is `at_ns`
 )
 Index("entries_once", entries.c.tenant, entries.c.request_id, entries.c.kind, unique=True)
 _RARE = text("kind <> 'charge'")
@@ -108,6 +109,14 @@ Index(
     entries.c.corrects,
     sqlite_where=_CORRECTS,
     postgresql_where=_CORRECTS,
+)
+_BILLED = text("billed_ns IS NOT NULL")
+Index(
+    "entries_billed",
+    entries.c.tenant,
+    entries.c.billed_ns,
+    sqlite_where=_BILLED,
+    postgresql_where=_BILLED,
 )
 
 holds = Table(
@@ -223,6 +232,28 @@ export_cursors = Table(
     Column("name", String, primary_key=True),
     Column("tenant", String, primary_key=True),
     Column("seq", BigInteger, nullable=False),
+)
+
+budgets = Table(
+    "budgets",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("tenant", String, nullable=False),
+    Column("amount", Wide, nullable=False),
+    Column("span", String, nullable=False),
+    Column("of", String, nullable=False),
+    Column("value", String, nullable=False),
+)
+
+outbox = Table(
+    "outbox",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("at_ns", BigInteger, nullable=False),
+    Column("body", Text, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("next_ns", BigInteger, nullable=False),
+    Column("delivered_ns", BigInteger),
 )
 
 APPEND_ONLY = ("entries", "trail")

@@ -31,10 +31,11 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlche
 
 from billing.errors import LedgerUnavailable, StoreError, Unwritable
 from billing.gate.commands import Command, fingerprint_of, keys_of, moves_money
-from billing.gate.entries import Entry, Kind
-from billing.gate.gate import Work, apply_all
+from billing.gate.entries import CORRECTABLE, Entry
+from billing.gate.gate import apply_all
 from billing.gate.holds import StoredHold
 from billing.gate.rollups import rollups
+from billing.gate.work import Work
 from billing.money import format_units
 from billing.prices.book import PriceBook
 from billing.store import claim as store_claim
@@ -49,7 +50,7 @@ __all__ = ["Connection", "LedgerStore", "database_url", "open_store"]
 
 T = TypeVar("T")
 
-REVISION = "0002"
+REVISION = "0005"
 MIGRATIONS = Path(__file__).parent / "migrations"
 RETRIES = 8  # of a transaction that another process made fail
 BUSY_TIMEOUT_S = 10
@@ -284,6 +285,16 @@ class LedgerStore:
                 raise Unwritable(f"the ledger cannot be written: {_cause(error)}") from error
         raise AssertionError("unreachable")
 
+    def clock_ns(self) -> int | None:
+        """The time of the database's own host; None where it is this one."""
+        if self.engine.dialect.name != "postgresql":
+            return None
+        with self.engine.connect() as connection:
+            micros = connection.scalar(
+                text("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint")
+            )
+        return int(micros or 0) * 1000
+
     @property
     def syncs_apart(self) -> bool:
         """Whether `apply` can commit without waiting for the disk, and `sync` make it durable."""
@@ -385,7 +396,7 @@ class LedgerStore:
         standing = [entry for found in work.entries.values() for entry in found]
         forgiven = [entry for found in work.undelivered.values() for entry in found]
         for entry in (*standing, *forgiven):
-            if entry.kind is Kind.CHARGE:
+            if entry.kind in CORRECTABLE:
                 found = find_corrections(connection, entry)
                 work.corrections[entry.tenant, entry.seq] = found
         return work
@@ -420,7 +431,7 @@ class LedgerStore:
 
 
 def find_corrections(connection: Connection, charged: Entry) -> list[Entry]:
-    """The entries that correct a charge."""
+    """The entries that correct a charge or put a deposit right."""
     query = select(entries).where(
         (entries.c.tenant == charged.tenant) & (entries.c.corrects == charged.seq)
     )

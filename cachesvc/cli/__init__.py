@@ -5,32 +5,23 @@ Exit codes: 0 done, 1 it could not be done, 2 the command line was wrong, 130 in
 143 terminated before it served.
 """
 
-import importlib
 import os
 import signal
 import sys
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
-from typer.main import get_command
 
 import cachesvc
+from cachesvc.cli.lazy import Entry, lazy_group
+from cachesvc.cli.lazy import load as load_entry
 from cachesvc.cli.render import fail
-
-
-class Entry(NamedTuple):
-    """Where a command lives, as `module:attribute` (a function or a `Typer`), and what it does."""
-
-    target: str
-    help: str
-
 
 COMMANDS = {
     "serve": Entry("cachesvc.cli.serve:serve", "Serve a model over HTTP"),
+    "node": Entry("cachesvc.cli.node:node", "Keep KV blocks for the engines of this machine"),
     "top": Entry("cachesvc.cli.top:top", "Watch the running server on one screen"),
     "monitor": Entry("cachesvc.cli.monitor:monitor", "Print what happens to blocks as it happens"),
-    "latency": Entry("cachesvc.cli.latency:latency", "Latencies of the running server, or probed"),
     "doctor": Entry("cachesvc.cli.doctor:doctor", "Check this machine and say what to fix"),
     "cache": Entry("cachesvc.cli.cache.app:app", "Look into the disk tier and maintain it"),
     "config": Entry("cachesvc.cli.config:app", "Show every setting, its value and its origin"),
@@ -42,6 +33,7 @@ COMMANDS = {
     "tenants": Entry("cachesvc.cli.money.tenants:app", "Create and list tenants"),
     "keys": Entry("cachesvc.cli.money.keys:app", "Create, list and revoke API keys"),
     "balance": Entry("cachesvc.cli.money.balance:app", "Show, grant and top up balances"),
+    "budgets": Entry("cachesvc.cli.money.budgets:app", "Tell when money runs out or runs away"),
     "admin": Entry("cachesvc.cli.admin:app", "Let people into the dashboard"),
     "prices": Entry("cachesvc.cli.money.prices:app", "Lint, show, plan and apply rate cards"),
     "ledger": Entry("cachesvc.cli.money.ledger:app", "Verify the ledger"),
@@ -50,42 +42,20 @@ COMMANDS = {
 
 def load(name: str) -> Any:
     """The command itself, imported."""
-    module, _, attribute = COMMANDS[name].target.partition(":")
-    target = getattr(importlib.import_module(module), attribute)
-    if isinstance(target, typer.Typer):
-        outer = typer.Typer(add_completion=False)
-        outer.add_typer(target, name=name)
-        group = get_command(outer)
-        assert isinstance(group, TyperGroup), group
-        return group.commands[name]
-    outer = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    outer.command(name)(target)
-    return get_command(outer)
+    return load_entry(name, COMMANDS[name])
 
 
-class Root(TyperGroup):
-    """Knows each command by name and help, and imports the one that is called."""
+REMOVED = {
+    "latency": "`cachesvc top` and the dashboard show percentiles, GET /metrics has them",
+}
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, stub, rest = super().resolve_command(ctx, args)
-        return name, load(name) if name in COMMANDS else stub, rest
-
-
-app = typer.Typer(
+app = lazy_group(
+    COMMANDS,
+    removed=REMOVED,
     name="cachesvc",
-    cls=Root,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="A context cache for LLM serving: tiered KV blocks, and a bill that can be proved.",
 )
-
-
-def _stub() -> None:
-    """Stands for a command in the list of commands; `Root` calls the command itself."""
-
-
-for _name, _entry in COMMANDS.items():
-    app.command(_name, help=_entry.help)(_stub)
 
 
 def _print_version(wanted: bool) -> None:

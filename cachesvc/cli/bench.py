@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from api.format import seconds
 from cachesvc.bench import Measured, Scenario, as_json
-from cachesvc.cli.render import AsJson, print_json, print_table, seconds
+from cachesvc.cli.render import AsJson, print_json, print_table
 from cachesvc.config import load_settings
 from cachesvc.server.compute import load
 

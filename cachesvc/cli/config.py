@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 
 from cachesvc.cli.render import AsJson, print_json, print_table
 from cachesvc.config import (
@@ -46,6 +47,8 @@ def show(
 
 def shown(name: str, value: Any) -> str:
     """A value as a person writes it; passwords in URLs are masked."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_defaults=True)
     if isinstance(value, dict):
         return ", ".join(f"{key}={shown(name, each)}" for key, each in value.items()) or "-"
     if isinstance(value, bool):
@@ -62,6 +65,8 @@ def shown(name: str, value: Any) -> str:
 
 def _as_json(row: Setting) -> dict[str, Any]:
     value = PASSWORD.sub(r"\1***@", row.value) if isinstance(row.value, str) else row.value
+    if isinstance(value, BaseModel):
+        value = value.model_dump()
     return {
         "name": row.name,
         "value": value,

@@ -8,9 +8,10 @@ from urllib.parse import urlencode
 
 import typer
 
+from api.format import size
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir
-from cachesvc.cli.render import KEY_DIGITS, note, print_json_line, size
+from cachesvc.cli.render import KEY_DIGITS, note, print_json_line
 from tiers.telemetry.events import EventKind
 from tiers.tier import TierName
 

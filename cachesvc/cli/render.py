@@ -121,43 +121,5 @@ def _plain(value: object) -> object:
     return ("no", "yes")[value] if isinstance(value, bool) else value
 
 
-def size(num_bytes: float) -> str:
-    """`1.4 GiB`, `1020 MiB`: at least three digits and a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{_digits(num_bytes)} {unit}"
-        num_bytes /= 1024
-    return f"{_digits(num_bytes)} TiB"
-
-
-def seconds(duration_s: float) -> str:
-    """`340 µs`, `12.3 ms`, `4.20 s`, `3 h`: three digits and the unit that suits."""
-    for bound, unit, factor in ((1e-3, "µs", 1e6), (1, "ms", 1e3), (120, "s", 1)):
-        if duration_s < bound:
-            return f"{_digits(duration_s * factor)} {unit}"
-    for bound, unit, factor in ((7200, "min", 1 / 60), (172_800, "h", 1 / 3600)):
-        if duration_s < bound:
-            return f"{_digits(duration_s * factor)} {unit}"
-    return f"{_digits(duration_s / 86400)} d"
-
-
-def ago(age_s: float) -> str:
-    return f"{seconds(round(age_s))} ago" if age_s >= 1 else "now"
-
-
-def _digits(number: float) -> str:
-    """Three digits, or all before the point; never an exponent."""
-    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
-
-
-def number_of(number: int, one: str, many: str = "") -> str:
-    """`1 block`, `2 blocks`; `many` where an s does not make the plural."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
 def _escape(text: str) -> str:
     return text.replace("[", r"\[")

@@ -12,11 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cachesvc.cli.replay_report import Prices, as_json, as_table, chart_svg, chart_text
 from tiers.errors import ConfigurationError
-from tiers.policy import PolicyName
-from tiers.policy.admission import Promotion, WritePolicy
+from tiers.policy import PolicyName, policy_in
+from tiers.policy.admission import WritePolicy
 from tiers.replay.replay import MIN, ReplayResult, TierPlan, check_plans
 from tiers.replay.replay import replay as run_replay
 from tiers.replay.trace import MOONCAKE_BLOCK_TOKENS, Trace, TraceError, read_trace
+from tiers.tier import TierName
 
 DEFAULT_CAPACITIES = "1%,5%,10%,25%,50%,100%"
 DEFAULT_TOKEN_BYTES = 23_040  # SmolLM2-135M in bf16: 30 layers x 2 x 3 heads x 64 x 2 bytes
@@ -32,9 +33,6 @@ def replay(
     tiers: Annotated[
         str | None, typer.Option(help="Tiers instead of a sweep: device=1%,host=9%,disk=90%.")
     ] = None,
-    promotion: Annotated[
-        Promotion, typer.Option(help="What becomes of the copy below a promoted block.")
-    ] = Promotion.MOVE,
     write_policy: Annotated[
         WritePolicy, typer.Option(help="When a block is copied from the top tier down.")
     ] = WritePolicy.ON_EVICT,
@@ -62,7 +60,7 @@ def replay(
     try:
         loaded = read_trace(trace, block_tokens)
         plans = _plans(loaded, names, capacity_blocks, tiers)
-        results = _run(loaded, plans, promotion, write_policy, stderr)
+        results = _run(loaded, plans, write_policy, stderr)
     except TraceError as error:
         raise typer.BadParameter(str(error), param_hint="TRACE") from error
     except ConfigurationError as error:
@@ -82,16 +80,12 @@ def replay(
 def _run(
     trace: Trace,
     plans: Sequence[Sequence[TierPlan]],
-    promotion: Promotion,
     write_policy: WritePolicy,
     stderr: Console,
 ) -> list[ReplayResult]:
     with _progress(stderr, len(plans) * len(trace.requests)) as advance:
         return [
-            run_replay(
-                trace, plan, promotion=promotion, write_policy=write_policy, progress=advance
-            )
-            for plan in plans
+            run_replay(trace, plan, write_policy=write_policy, progress=advance) for plan in plans
         ]
 
 
@@ -110,7 +104,10 @@ def _plans(
     working_set = trace.working_set_blocks()
     if tiers is not None:
         sizes = [_tier(part, working_set) for part in tiers.split(",")]
-        plans = [[TierPlan(name, size, policy) for name, size in sizes] for policy in names]
+        plans = [
+            [TierPlan(tier, size, _policy_in(tier, policy)) for tier, size in sizes]
+            for policy in names
+        ]
     else:
         blocks = [_blocks(part, working_set, "--capacity-blocks") for part in capacities.split(",")]
         plans = [[TierPlan("cache", size, policy)] for policy in names for size in blocks]
@@ -130,13 +127,22 @@ def _policies(text: str) -> list[str]:
     return names
 
 
-def _tier(text: str, working_set: int) -> tuple[str, int]:
+def _policy_in(tier: TierName, policy: str) -> str:
+    return policy if policy == MIN else policy_in(tier, policy)
+
+
+def _tier(text: str, working_set: int) -> tuple[TierName, int]:
     name, separator, size = text.partition("=")
     if not separator or not name.strip():
         raise typer.BadParameter(
             f"{text!r} is not NAME=SIZE, as in device=1%", param_hint="--tiers"
         )
-    return name.strip(), _blocks(size, working_set, "--tiers")
+    if name.strip() not in list(TierName):
+        raise typer.BadParameter(
+            f"there is no tier {name.strip()!r}; the tiers are {', '.join(TierName)}",
+            param_hint="--tiers",
+        )
+    return TierName(name.strip()), _blocks(size, working_set, "--tiers")
 
 
 def _blocks(text: str, working_set: int, option: str) -> int:

@@ -3,22 +3,19 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
 import cachesvc
-from cachesvc.cli.render import size
+from api.format import seconds, size
+from cachesvc.cli.startup_bar import StartupBar
 from cachesvc.config import ConfigError, Settings, known_settings, load_settings
-from cachesvc.server import compute as core
+from cachesvc.serve import serve as run
 from cachesvc.server.logs import configure
-from cachesvc.service import serve as run
+from cachesvc.server.startup import Startup
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +81,15 @@ def serve(
     }
     settings = load_settings(flags, config).settings
     configure(settings.log)
-    with _progress() as report:
-        run(settings, progress=report, on_ready=partial(_announce, settings))
+    console = Console(stderr=True, highlight=False)
+    with StartupBar(console) as bar:
+        startup = Startup(bar.show)
+
+        def ready(url: str, link: str) -> None:
+            bar.stop()
+            _announce(settings, startup, console, url, link)
+
+        run(settings, startup=startup, on_ready=ready)
     _leave()
 
 
@@ -102,7 +106,7 @@ def _adapters(given: list[str]) -> dict[str, str]:
     return adapters
 
 
-def _announce(settings: Settings, url: str, link: str) -> None:
+def _announce(settings: Settings, startup: Startup, console: Console, url: str, link: str) -> None:
     """Where it listens; and a way into the dashboard, for a person and not for log files."""
     cache = settings.cache
     tiers = ", ".join(
@@ -118,7 +122,8 @@ def _announce(settings: Settings, url: str, link: str) -> None:
         f"cachesvc {cachesvc.__version__} serves {settings.model.name} on {url} "
         f"({tiers}; data in {settings.server.data_dir})"
     )
-    console = Console(stderr=True, highlight=False)
+    took = ", ".join(f"{phase} {seconds(took_s)}" for phase, took_s in startup.took_s.items())
+    logger.info(f"ready after {seconds(startup.total_s)}: {took}")
     if console.is_terminal:
         console.print(f"Dashboard (this link logs in once): {link}", soft_wrap=True)
     else:
@@ -135,36 +140,3 @@ def _leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-@contextmanager
-def _progress() -> Iterator[core.Progress]:
-    """A bar on a terminal, a log line for each kind of slow work elsewhere."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        seen: set[str] = set()
-
-        def tell(what: str, fraction: float) -> None:
-            if what not in seen:
-                seen.add(what)
-                logger.info(what)
-
-        yield tell
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    bar = Progress(*columns, console=console, transient=True)
-    tasks: dict[str, TaskID] = {}
-
-    def advance(what: str, fraction: float) -> None:
-        if what not in tasks:
-            tasks[what] = bar.add_task(what, total=1.0)
-        bar.update(tasks[what], completed=fraction, visible=fraction < 1.0)
-        if bar.finished:  # it would draw itself ten times a second as long as the server lives
-            bar.stop()
-        else:
-            bar.start()
-
-    try:
-        yield advance
-    finally:
-        bar.stop()

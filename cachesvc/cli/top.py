@@ -18,11 +18,11 @@ def top(
 ) -> None:
     """Watch the running server: queues, tiers, hit rates, latencies and tenants; ? tells the keys.
 
-    Needs a terminal. For a script there are `cachesvc cache stats -i` and `latency`, with --json.
+    Needs a terminal. A script asks for `/admin/api/stats` or `/metrics`.
     """
     server = running_server(data_dir)
     if not sys.stdout.isatty():
-        fail("top needs a terminal; for a script use `cachesvc cache stats -i 1 --json`")
+        fail("top needs a terminal; a script asks the server for /admin/api/stats or /metrics")
     from cachesvc.top.app import TopApp
     from cachesvc.top.source import LiveSource
 

@@ -6,7 +6,7 @@ package that reads the environment.
     sources -> settings -> sections -> places, quantities
 """
 
-from cachesvc.config.places import default_data_dir, disk_path, models_path
+from cachesvc.config.places import default_data_dir, disk_path, models_path, notify_socket
 from cachesvc.config.quantities import format_duration, format_size, parse_duration, parse_size
 from cachesvc.config.sections import (
     CacheSection,
@@ -49,6 +49,7 @@ __all__ = [
     "known_settings",
     "load_settings",
     "models_path",
+    "notify_socket",
     "parse_duration",
     "parse_size",
     "parser_of",

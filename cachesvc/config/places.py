@@ -24,3 +24,9 @@ def disk_path(data_dir: Path) -> Path:
 def models_path(data_dir: Path) -> Path:
     """Where prepared models of a data directory lie."""
     return data_dir / "models"
+
+
+def notify_socket() -> str | None:
+    """Where systemd listens for this process, if it does; `@` begins an abstract address."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    return address.replace("@", "\0", 1) if address.startswith("@") else address or None

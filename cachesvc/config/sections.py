@@ -43,7 +43,6 @@ class ServerSection(Section):
         4 << 20,
         description="Largest request body; reading one of brackets alone takes 60 ns a byte",
     )
-    max_choices: int = Field(64, ge=1, description="Most answers of one request: prompts times n")
     write_timeout: Duration = Field(
         60, gt=0, description="A client that reads nothing so long has gone"
     )
@@ -55,6 +54,15 @@ class ServerSection(Section):
         1 << 20,
         ge=0,
         description="Tokens of recent chat turns kept, to tell where the next turn parts; 0: none",
+    )
+    replay_turns: bool = Field(
+        False,
+        description="Chats go on from the tokens of their last turn, whatever the template "
+        "would make of its text; with previous_response_id always",
+    )
+    drop_lines: tuple[Literal["claude-code-billing"], ...] = Field(
+        ("claude-code-billing",),
+        description="Lines dropped at the head of system prompts, since they change each time",
     )
     groups: dict[str, list[str]] = Field(
         default_factory=dict,
@@ -99,17 +107,22 @@ class CacheSection(Section):
     """The tiers: how large they are and how blocks move between them."""
 
     block_size: int = Field(64, ge=1, le=4096, description="Tokens in a block")
-    device_bytes: Size = Field(1 << 30, description="Capacity of the device tier")
+    device_bytes: Size = Field(
+        1 << 30,
+        description="Capacity of the device tier; on a CPU running requests take up to 2 GiB more, "
+        "for a second copy of their KV",
+    )
     host_bytes: Size = Field(2 << 30, description="Capacity of the host tier; 0 turns it off")
     disk_bytes: Size = Field(8 << 30, description="Capacity of the disk tier; 0 turns it off")
+    disk_dirs: list[Path] = Field(
+        default_factory=list,
+        description="Folders on further disks for blocks, each of disk_bytes; beside the data dir",
+    )
     policy: str = Field(
         "lru", description="What to evict from memory: lru, sieve, s3fifo, arc, ..."
     )
     write_policy: Literal["on_evict", "write_through", "on_second_hit"] = Field(
         "on_evict", description="When a block is copied to the tier below"
-    )
-    partial_blocks: bool = Field(
-        True, description="Reuse partly filled last blocks, not only full ones"
     )
     perceptual_digests: bool = Field(
         False, description="Serve hits across perceptual content digests, labelled approximate"
@@ -117,24 +130,30 @@ class CacheSection(Section):
     weigh_loads: bool = Field(
         True, description="Load from disk only what loads faster than it is recomputed"
     )
-    readers: int = Field(2, ge=1, le=64, description="Threads that read and decompress from disk")
     disk_shards: int = Field(
-        1, ge=1, le=64, description="LMDB files of a new disk tier; one that stands keeps its own"
+        2,
+        ge=1,
+        le=64,
+        description="LMDB files of a new disk tier, at most one a GiB; others keep theirs",
     )
     disk_order: Literal["lru", "fifo"] = Field(
         "lru", description="Which block leaves the disk first: unused the longest, or written first"
     )
+    remote_url: str = Field(
+        "",
+        description="Tier that servers share: redis://, redis+cluster:// or s3://bucket/prefix",
+    )
+    remote_writes: Literal["reused", "all"] = Field(
+        "reused", description="What goes to the remote tier: hit twice or pinned, or everything"
+    )
+    remote_key_file: Path | None = Field(
+        None, description="File with a key of 64 hex digits; encrypts what the remote tier holds"
+    )
+    remote_timeout: Duration = Field(
+        1, description="Longest wait for an answer of the remote tier; later is a miss"
+    )
     idle_ttl: Duration = Field(
         0, description="Forget blocks on disk that nobody used for so long; 0 keeps them"
-    )
-    device_idle_ttl: Duration = Field(
-        0, description="Blocks that nobody used for so long leave the device; 0 keeps them"
-    )
-    host_idle_ttl: Duration = Field(
-        0, description="Blocks that nobody used for so long leave the host; 0 keeps them"
-    )
-    promotion: Literal["keep", "move", "auto"] = Field(
-        "keep", description="Whether the copy below a promoted block ages or is the first to leave"
     )
     pinned_share: float = Field(
         0.25, ge=0, le=0.5, description="Most of the lowest tier that pins may take"
@@ -158,22 +177,20 @@ class EngineSection(Section):
     """How requests share the model."""
 
     max_running: int = Field(64, ge=1, description="Sequences that decode at once")
-    max_waiting: int = Field(1024, ge=1, description="Requests that may wait; more are refused")
+    max_waiting: int = Field(
+        1024,
+        ge=1,
+        description="Prompts that may be in flight; more are refused, and one tenant alone has "
+        "three quarters",
+    )
+    max_wait: Duration = Field(
+        10,
+        gt=0,
+        description="A request that would wait longer to begin is refused, with a Retry-After",
+    )
     chunk_tokens: int = Field(512, ge=1, description="Prompt tokens computed in one step")
     mixed_chunk_tokens: int = Field(
         128, ge=1, description="The same while other sequences decode, so that they do not stall"
-    )
-    order: Literal["cached_first", "arrival"] = Field(
-        "cached_first", description="Which waiting request goes first"
-    )
-    max_passed: Duration = Field(
-        5, description="Longest that a request is passed by for better cached ones"
-    )
-    jump_forward: bool = Field(
-        True, description="Compute the tokens that a grammar forces in one step; never other ones"
-    )
-    grammar_timeout: Duration = Field(
-        5, gt=0, description="Longest that a schema, expression or grammar may take to compile"
     )
 
 
@@ -191,13 +208,18 @@ class BillingSection(Section):
     slice_tokens: int = Field(
         256, ge=1, description="Output tokens that a hold pays for at a time, by answer"
     )
-    hold_lease: Duration = Field(
-        120,
-        description="A hold ends so long after its request went silent; at least twice "
-        "server.write_timeout and server.keepalive",
-    )
     server_name: str = Field(
         "server", description="Names this server in its holds; each on one database needs its own"
+    )
+    alerts_to: str = Field(
+        "",
+        pattern=r"^(https?://.*)?$",
+        description="URL that takes signed webhooks of budgets and low balances; empty: none",
+    )
+    heads_to: str = Field(
+        "",
+        description="Where signed heads of the ledger are kept, every hour: a file on another "
+        "machine's disk, or an http(s) URL that takes a POST; empty keeps none",
     )
 
 
@@ -214,21 +236,17 @@ class LimitsSection(Section):
     """Quotas per minute by tenant and by key; 0 sets no limit. Hits count against none."""
 
     url: str = Field("memory://", description="Where they are counted: memory:// or a redis:// URL")
-    tenant_requests: int = Field(0, ge=0, description="Requests of a tenant in a minute")
-    tenant_miss_tokens: int = Field(0, ge=0, description="Computed prompt tokens of a tenant")
-    tenant_output_tokens: int = Field(0, ge=0, description="Generated tokens of a tenant")
-    tenant_concurrency: int = Field(0, ge=0, description="Requests of a tenant running at once")
-    key_requests: int = Field(0, ge=0, description="Requests of one key in a minute")
-    key_miss_tokens: int = Field(0, ge=0, description="Computed prompt tokens of one key")
-    key_output_tokens: int = Field(0, ge=0, description="Generated tokens of one key")
-    key_concurrency: int = Field(0, ge=0, description="Requests of one key running at once")
+    tenant: QuotaTable = Field(
+        default_factory=QuotaTable,
+        description="Quotas of every tenant a minute: requests, miss_tokens (computed prompt "
+        "tokens), output_tokens; and concurrency, requests running at once",
+    )
+    key: QuotaTable = Field(default_factory=QuotaTable, description="The same for every key")
     tenants: dict[str, QuotaTable] = Field(
-        default_factory=dict,
-        description="Tenants with quotas of their own: requests, miss_tokens, output_tokens, "
-        "concurrency",
+        default_factory=dict, description="Quotas of single tenants, instead, by name"
     )
     keys: dict[str, QuotaTable] = Field(
-        default_factory=dict, description="The same for keys, by their id"
+        default_factory=dict, description="Quotas of single keys, instead, by id"
     )
 
 
@@ -245,7 +263,6 @@ class EventsSection(Section):
     zmq_format: Literal["map", "array"] = Field(
         "map", description="How an event is written: map for readers of vLLM 0.24 on, else array"
     )
-    zmq_keep: int = Field(10_000, ge=1, description="Batches kept for replay")
 
 
 class TracingSection(Section):
@@ -257,14 +274,15 @@ class TracingSection(Section):
     sample: float = Field(
         1.0, ge=0, le=1, description="Share of requests traced; a client's own decision wins"
     )
-    service_name: str = Field("cachesvc", description="Name of this service in traces")
 
 
 class AdminSection(Section):
     """The dashboard at /admin."""
 
-    session: Duration = Field(12 * 3600, description="A login to the dashboard ends after so long")
-    idle: Duration = Field(2 * 3600, description="It ends sooner when unused for so long")
+    session: Duration = Field(
+        12 * 3600,
+        description="A login ends after this long, or 2 h without use",
+    )
 
 
 class LogFormat(StrEnum):
@@ -293,12 +311,11 @@ class MetricsSection(Section):
 
 
 class JournalSection(Section):
-    """What is remembered of the latest requests, in memory, for the admin pages."""
+    """What is remembered of the latest requests for the admin pages, also over a restart."""
 
     requests: int = Field(2000, ge=0, description="Ended requests that are kept; 0 keeps none")
-    bytes: Size = Field(16 << 20, description="Most memory that they take")
     keep_prompts: bool = Field(
-        False, description="Keep the prompts' tokens as well, for admins to read"
+        False, description="Keep the prompts' tokens as well, in memory, for admins to read"
     )
 
 
@@ -314,8 +331,7 @@ Price = Annotated[str, AfterValidator(_price)]
 class CostsSection(Section):
     """What memory and disk cost the operator, to weigh it against what they save."""
 
-    device_gib_month: Price = Field(
-        "", description="A GiB of device memory a month, in the rate card's currency"
+    gib_month: dict[Literal["device", "host", "disk"], Price] = Field(
+        default_factory=dict,
+        description="A GiB a month of the tiers device, host and disk, in the card's currency",
     )
-    host_gib_month: Price = Field("", description="A GiB of host memory a month")
-    disk_gib_month: Price = Field("", description="A GiB of disk a month")

@@ -74,6 +74,33 @@ def load_settings(
 
 _Layer = dict[str, tuple[Any, str]]
 
+REMOVED = {
+    "cache.promotion": "the sizes of the tiers decide now, as `auto` did; take it out",
+    "cache.device_idle_ttl": "blocks leave memory for room alone; take it out",
+    "cache.host_idle_ttl": "blocks leave memory for room alone; take it out",
+    "cache.partial_blocks": "partly filled blocks are always reused; take it out",
+    "cache.readers": "two threads read; take it out",
+    "server.max_choices": "a request may have 64 answers; take it out",
+    "engine.order": "requests with more cached go first; take it out",
+    "engine.max_passed": "no request is passed by for longer than 5s; take it out",
+    "engine.jump_forward": "forced tokens are always computed in one step; take it out",
+    "engine.grammar_timeout": "compiling a grammar may take 5s; take it out",
+    "billing.hold_lease": "it follows server.write_timeout and server.keepalive; take it out",
+    "events.zmq_keep": "10000 batches are kept for replay; take it out",
+    "tracing.service_name": "set OTEL_SERVICE_NAME instead",
+    "admin.idle": "a login ends after 2h without use; take it out",
+    "journal.bytes": "the journal takes 16MiB at most; take it out",
+    **{
+        f"limits.{who}_{what}": f"write limits.{who} = {{{what} = N}} instead"
+        for who in ("tenant", "key")
+        for what in ("requests", "miss_tokens", "output_tokens", "concurrency")
+    },
+    **{
+        f"costs.{tier}_gib_month": f'write costs.gib_month = {{{tier} = "N"}} instead'
+        for tier in ("device", "host", "disk")
+    },
+}
+
 
 def _file_layer(path: Path) -> _Layer:
     try:
@@ -89,6 +116,7 @@ def _file_layer(path: Path) -> _Layer:
         for key, value in table.items():
             name = f"{section}.{key}"
             if name not in known_settings():
+                _refuse_removed(name, str(path))
                 raise ConfigError(_unknown(name, str(path), known_settings()))
             layer[name] = (value, str(path))
     return layer
@@ -98,6 +126,9 @@ def _env_layer() -> _Layer:
     names = {env_name(name): name for name in known_settings()}
     for variable in os.environ:
         if variable.startswith(ENV_PREFIX) and variable not in {*names, ENV_CONFIG}:
+            for name in REMOVED:
+                if variable == env_name(name):
+                    _refuse_removed(name, f"the environment ({variable})")
             raise ConfigError(_unknown(variable, "the environment", names))
     try:
         values = EnvSettingsSource(Settings)()
@@ -108,6 +139,11 @@ def _env_layer() -> _Layer:
         for section, table in values.items()
         for key, value in table.items()
     }
+
+
+def _refuse_removed(name: str, origin: str) -> None:
+    if name in REMOVED:
+        raise ConfigError(f"the setting {name} in {origin} is gone: {REMOVED[name]}")
 
 
 def _unknown(name: str, origin: str, known: Mapping[str, Any]) -> str:

@@ -15,8 +15,10 @@ paths, so a page decides what it draws and nothing is declared twice:
 Event loop only.
 """
 
+import io
 import re
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -26,7 +28,7 @@ import numpy.typing as npt
 
 from api.errors import InvalidRequest
 from cachesvc.observability.latency import BOUNDS_S, NAMES, percentile
-from cachesvc.observability.plain import numbers
+from cachesvc.observability.snapshot import numbers
 from tiers.histogram import Spread
 
 RINGS = ((1, 900), (10, 1080), (60, 1440), (600, 1008))  # seconds between samples, and how many
@@ -44,6 +46,7 @@ class _Ring:
         self.step = step
         self.capacity = capacity
         self.count = 0  # samples ever written
+        self.began = 0  # of these, those of earlier runs: counters begin anew with each
         self.times: Floats = np.zeros(capacity)
         self.values: Floats = np.zeros((capacity, 64))
         self.spreads = np.zeros((capacity, len(NAMES), len(BOUNDS_S) + 1), np.uint32)
@@ -58,6 +61,27 @@ class _Ring:
         self.values[place, : len(row)] = row
         self.spreads[place] = spreads
         self.count += 1
+
+    def fill(
+        self,
+        times: Floats,
+        values: Floats,
+        spreads: npt.NDArray[np.uint32],
+        *,
+        width: int,
+        before_s: float,
+    ) -> None:
+        """The samples of an earlier run; those of a clock that was ahead are left out."""
+        num = int(np.searchsorted(times, before_s))
+        first = max(0, num - self.capacity)
+        if spreads.shape[1:] != self.spreads.shape[1:] or len(values) != len(times):
+            raise ValueError("the samples have another shape")
+        if width > self.values.shape[1]:
+            self.values = np.zeros((self.capacity, 2 * width))
+        self.count = self.began = num - first
+        self.times[: self.count] = times[first:num]
+        self.values[: self.count, : values.shape[1]] = values[first:num]
+        self.spreads[: self.count] = spreads[first:num]
 
     def pick(self, window_s: float, since_s: float) -> npt.NDArray[np.int64]:
         """Places of the samples to show and, first, of the one that their growth starts from.
@@ -74,7 +98,7 @@ class _Ring:
 
     def ends(self, window_s: float) -> npt.NDArray[np.int64]:
         """Places of the first and the latest sample of the window."""
-        held = np.arange(max(0, self.count - self.capacity), self.count)
+        held = np.arange(max(self.began, self.count - self.capacity), self.count)
         if not len(held):
             return held
         times = self.times[held % self.capacity]
@@ -110,6 +134,31 @@ class History:
                 ring.add(now_s, row, spreads)
         self._ticks += 1
 
+    def dump(self) -> dict[str, npt.NDArray[Any]]:
+        """Copies of all samples, some 20 MB of them: on another thread, while samples are taken.
+
+        The oldest two of a full ring are left out, whose places the next samples take.
+        """
+        told: dict[str, npt.NDArray[Any]] = {"columns": np.array(list(self._columns))}
+        for ring in self._rings:
+            places = np.arange(max(0, ring.count - ring.capacity + 2), ring.count) % ring.capacity
+            told[f"times{ring.step}"] = ring.times[places]
+            told[f"values{ring.step}"] = ring.values[places, : len(self._columns)]
+            told[f"spreads{ring.step}"] = ring.spreads[places]
+        return told
+
+    def restore(self, body: bytes) -> None:
+        """Samples of an earlier run, before the first of this. Raises ValueError for others."""
+        try:
+            with np.load(io.BytesIO(body), allow_pickle=False) as told:
+                columns = [str(name) for name in told["columns"]]
+                for ring in self._rings:
+                    parts = (told[f"{part}{ring.step}"] for part in ("times", "values", "spreads"))
+                    ring.fill(*parts, width=len(columns), before_s=self._clock_s())
+        except (KeyError, OSError, zipfile.BadZipFile) as error:
+            raise ValueError(f"no samples: {error}") from error
+        self._columns = {name: place for place, name in enumerate(columns)}
+
     def read(
         self, series: Sequence[str], *, window_s: float, since_s: float = 0.0
     ) -> dict[str, Any]:
@@ -129,7 +178,11 @@ class History:
 
     def over(self, series: Sequence[str], *, window_s: float) -> dict[str, float | None]:
         """Each series as one number: over the whole window, or for `value:` as it is now."""
-        rings = (r for r in self._rings if r.step * r.capacity >= window_s or r.count < r.capacity)
+        rings = (
+            r
+            for r in self._rings
+            if r.step * r.capacity >= window_s or r.count - r.began < r.capacity
+        )
         ring = next(rings, self._rings[-1])
         view = _View(ring, self._columns, ring.ends(window_s))
         values = {name: _told(each) for text in series for name, each in view.evaluate(text)}
@@ -143,6 +196,13 @@ class History:
         for name, value in found.items():
             row[self._columns[name]] = value
         return row
+
+
+def pack(samples: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    """What `History.dump` gave, as bytes for `restore`. Any thread."""
+    body = io.BytesIO()
+    np.savez(body, allow_pickle=False, **samples)
+    return body.getvalue()
 
 
 class _View:
@@ -186,7 +246,7 @@ class _View:
         upper, _, lower = expression.partition("/")
         below = np.diff(self._sum(lower))
         ratio: Floats = np.full(len(below), np.nan)
-        np.divide(np.diff(self._sum(upper)), below, out=ratio, where=below > 0)
+        np.divide(np.maximum(0.0, np.diff(self._sum(upper))), below, out=ratio, where=below > 0)
         return ratio
 
     def _percentile(self, path: str, share: float) -> Floats:
@@ -197,6 +257,7 @@ class _View:
                 f"there are no percentiles of {path!r}; there are of {known}", param="series"
             )
         counts = np.diff(self._spreads[:, NAMES.index(name)].astype(np.int64), axis=0)
+        counts = np.maximum(0, counts)  # a restart begins them anew
         return np.array([percentile(row.tolist(), share) for row in counts])
 
     def _sum(self, expression: str) -> Floats:

@@ -34,6 +34,7 @@ MEDIA = {
     TierName.DISK: "DISK",
     TierName.REMOTE: "REMOTE",
 }
+KEPT_BATCHES = 10_000  # for who missed some
 GATHER_S = 0.005  # events of one step travel in one batch
 END = (-1).to_bytes(8, "big", signed=True)
 _HASH_BYTES = 8
@@ -74,7 +75,7 @@ class KvEventPublisher:
         self._stream = stream
         self._settings = settings
         self._block_size = block_size
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=settings.zmq_keep)
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT_BATCHES)
         self._context = zmq.Context()
         try:
             self._pub = self._bound(zmq.PUB, settings.zmq, "events.zmq")

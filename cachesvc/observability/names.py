@@ -129,7 +129,7 @@ SPECS: Mapping[str, Spec] = {
         "gauge", "Of a shard's map, bytes in pages that hold something", ("shard",)
     ),
     "cachesvc_disk_shards": Spec(
-        "gauge", "Shards of the disk tier: ready, or being replaced after damage", ("state",)
+        "gauge", "Shards of the disk tier: ready, read while checked, or unusable", ("state",)
     ),
     "cachesvc_load_bytes_per_second": Spec("gauge", "Rate of loads from disk, smoothed"),
     "cachesvc_prefill_tokens_per_second": Spec("gauge", "Rate of prefill, smoothed"),
@@ -174,6 +174,9 @@ SPECS: Mapping[str, Spec] = {
     "cachesvc_ledger_commit_seconds_total": Spec("counter", "Time spent in these transactions"),
     "cachesvc_ledger_commit_seconds_max": Spec("gauge", "The longest of them since the start"),
     "cachesvc_ledger_queue": Spec("gauge", "Commands that wait for the ledger"),
+    "cachesvc_ledger_clock_skew_seconds": Spec(
+        "gauge", "How far the host's clock is from where it should be; beyond 120 no hold is taken"
+    ),
     "cachesvc_invariant_violations_total": Spec(
         "counter", "Invariants found broken while running; anything but 0 is a bug", ("invariant",)
     ),

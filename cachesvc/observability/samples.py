@@ -6,15 +6,17 @@ Pure; called at each scrape, on the thread that scrapes.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import cachesvc
 from billing.ledger import LedgerStats
-from engine.engine import EngineStats
-from tiers.cache import CacheStats
 from tiers.histogram import Spread
-from tiers.operations.operations import GroupUse
 from tiers.tier import ShardStats, TierName, TierStats
+
+if TYPE_CHECKING:
+    from engine.engine import EngineStats
+    from tiers.cache import CacheStats
+    from tiers.operations.operations import GroupUse
 
 _SECOND = 1e9  # nanoseconds
 
@@ -41,7 +43,7 @@ class MoneyStats:
 class Snapshots:
     """Where a scrape finds the state of now; each is called on the thread that scrapes."""
 
-    engine: Callable[[], EngineStats]
+    engine: "Callable[[], EngineStats]"
     money: Callable[[], MoneyStats] = MoneyStats
     violations: Callable[[], Mapping[str, int]] = field(default=dict)
 
@@ -70,9 +72,10 @@ def _ledger_samples(ledger: LedgerStats) -> Iterator[Sample]:
     yield Sample("cachesvc_ledger_commit_seconds_total", (), ledger.commit_ns / _SECOND)
     yield Sample("cachesvc_ledger_commit_seconds_max", (), ledger.commit_ns_max / _SECOND)
     yield Sample("cachesvc_ledger_queue", (), ledger.queued)
+    yield Sample("cachesvc_ledger_clock_skew_seconds", (), ledger.clock_skew_s)
 
 
-def _engine_samples(stats: EngineStats) -> Iterator[Sample]:
+def _engine_samples(stats: "EngineStats") -> Iterator[Sample]:
     yield Sample("cachesvc_running_requests", (), stats.num_running)
     yield Sample("cachesvc_waiting_requests", (), stats.num_waiting)
     yield Sample("cachesvc_loading_requests", (), stats.num_loading)
@@ -83,8 +86,8 @@ def _engine_samples(stats: EngineStats) -> Iterator[Sample]:
     yield from _cache_samples(stats.cache)
 
 
-def _cache_samples(cache: CacheStats) -> Iterator[Sample]:
-    for tier in (cache.device, cache.host, cache.disk):
+def _cache_samples(cache: "CacheStats") -> Iterator[Sample]:
+    for tier in (cache.device, cache.host, cache.disk, cache.remote):
         if tier is not None:
             yield from _tier_samples(tier)
     for (name, event), count in cache.events.items():
@@ -93,6 +96,10 @@ def _cache_samples(cache: CacheStats) -> Iterator[Sample]:
         yield Sample("cachesvc_transfer_bytes_total", ("disk", "host"), cache.disk.read_bytes)
         yield Sample("cachesvc_transfer_bytes_total", ("host", "disk"), cache.disk.written_bytes)
         yield from _shard_samples(cache.disk.shards)
+    if cache.remote is not None:
+        read, written = cache.remote.read_bytes, cache.remote.written_bytes
+        yield Sample("cachesvc_transfer_bytes_total", ("remote", "host"), read)
+        yield Sample("cachesvc_transfer_bytes_total", ("disk", "remote"), written)
     for lane, moved in cache.transfers.items():
         yield Sample("cachesvc_transfer_seconds", lane, moved.seconds)
         if TierName.DISK not in lane:
@@ -109,7 +116,7 @@ def _cache_samples(cache: CacheStats) -> Iterator[Sample]:
     yield Sample("cachesvc_events_missed_total", (), cache.events_missed)
 
 
-def _quota_samples(groups: Sequence[GroupUse]) -> Iterator[Sample]:
+def _quota_samples(groups: "Sequence[GroupUse]") -> Iterator[Sample]:
     """By group; scopes that have the default quota are one, for they are many."""
     used: Counter[tuple[str, str]] = Counter()
     share: Counter[tuple[str, str]] = Counter()
@@ -143,7 +150,9 @@ def _tier_samples(tier: TierStats) -> Iterator[Sample]:
 def _shard_samples(shards: Sequence[ShardStats]) -> Iterator[Sample]:
     num_ready = sum(shard.ready for shard in shards)
     yield Sample("cachesvc_disk_shards", ("ready",), num_ready)
-    yield Sample("cachesvc_disk_shards", ("replacing",), len(shards) - num_ready)
+    num_checking = sum(shard.checking for shard in shards)
+    yield Sample("cachesvc_disk_shards", ("checking",), num_checking)
+    yield Sample("cachesvc_disk_shards", ("replacing",), len(shards) - num_ready - num_checking)
     for shard in shards:
         if shard.ready:
             yield Sample("cachesvc_disk_map_bytes", (shard.name,), shard.map_bytes)

@@ -53,7 +53,7 @@ class RequestTracer:
     ) -> None:
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
@@ -63,7 +63,9 @@ class RequestTracer:
         self._extract = TraceContextTextMapPropagator().extract
         self._provider = TracerProvider(
             sampler=ParentBasedTraceIdRatio(settings.sample),
-            resource=Resource.create({"service.name": settings.service_name}),
+            resource=Resource.create({"service.name": "cachesvc"}).merge(
+                OTELResourceDetector().detect()  # OTEL_SERVICE_NAME
+            ),
             shutdown_on_exit=False,
         )
         exporter = OTLPSpanExporter(

@@ -19,13 +19,13 @@ from cachesvc.operator.storage_meter import Storage
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
 from tiers.policy.retention import Pin, PinError
-from tiers.telemetry.traffic import TrafficReport
+from tiers.telemetry.working_set import TrafficReport
 
 T = TypeVar("T")
 
 
 class CacheOperator:
-    """Pins, evictions and purges on one engine; see `api.admin.parts.CacheHands`."""
+    """Pins, evictions and purges on one engine; see `api.admin.parts.CacheAdmin`."""
 
     def __init__(
         self,

@@ -16,12 +16,13 @@ from typing import Any
 from billing.reports.receipts import ReceiptSigner
 from cachesvc.config import disk_path
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.directory import DirectoryLock
+from tiers.disk.directory import DirectoryLock, read_elsewhere
 from tiers.disk.maintenance import count
 from tiers.disk.maintenance import purge as purge_shard
 from tiers.disk.pin_file import load_pins, save_pins
-from tiers.disk.rows import Removed
 from tiers.disk.view import open_shards
+from tiers.errors import ConfigurationError
+from tiers.tier import Removed
 
 RECEIPTS = "receipts"  # folder of the data directory
 
@@ -102,9 +103,14 @@ def _receipt_path(data_dir: Path, finished_ns: int) -> Path:
 def purge_stopped(data_dir: Path, roots: Collection[PrefixKey]) -> Done:
     """Purge the disk of a server that does not run.
 
-    Raises DirectoryLocked where it does, ConfigurationError where there is no disk tier.
+    Raises DirectoryLocked where it does, ConfigurationError where there is no disk tier, or where
+    its blocks are kept elsewhere too.
     """
     folder = disk_path(data_dir)
+    if places := read_elsewhere(folder):
+        raise ConfigurationError(
+            f"blocks are kept in {', '.join(places)} too; start the server, and purge through it"
+        )
     with open_shards(folder, readonly=False) as (_, shards):
         lock = DirectoryLock(folder)
         try:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from api.access.auth import Salts
-from api.collaborators import ServedModel
+from api.served_model import ServedModel
 from cachesvc.config import CacheSection, ConfigError
 from cachesvc.operator.scopes import Kind, roots_of
 from tiers.blocks.keys import PrefixKey

@@ -10,12 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from api.access.auth import Salts
-from api.collaborators import ServedModel
-from cachesvc.operator.storage_meter import Payer
-from cachesvc.server.money import SECRET_NAME, read_secret
+from cachesvc.operator.secret import has_secret, read_secret
 from tiers.blocks.keys import CacheScope, PrefixKey
 
 FILE_NAME = "scopes.json"
@@ -28,10 +26,27 @@ class Kind(StrEnum):
     GROUP = "group"
 
 
+class Payer(NamedTuple):
+    """Who pays for a scope's pins, and whose price it is."""
+
+    tenant: str
+    model: str
+
+
+class Scoped(Protocol):
+    """A served model, as far as its scope goes."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def scope(self) -> CacheScope: ...
+
+
 MAX_SCOPES = 200  # of models that were served one after the other; the oldest are forgotten
 
 
-def note_scopes(data_dir: Path, models: Iterable[ServedModel]) -> None:
+def note_scopes(data_dir: Path, models: Iterable[Scoped]) -> None:
     """Add the scopes of these models, which lack a tenant's salt, to the directory's list."""
     path = data_dir / FILE_NAME
     known = _read(path)
@@ -49,7 +64,7 @@ def roots_of(data_dir: Path, name: str, *kinds: Kind) -> Mapping[PrefixKey, str]
 
     Without `kinds`, of both.
     """
-    if not (data_dir / SECRET_NAME).exists():
+    if not has_secret(data_dir):
         return {}
     salts = Salts(read_secret(data_dir))
     roots: dict[PrefixKey, str] = {}

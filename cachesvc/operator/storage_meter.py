@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil, floor
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from api.admin.parts import Trail
 from api.cache.explorer import Caller
@@ -24,14 +24,15 @@ from billing.errors import (
     NoPrice,
     TenantSuspended,
 )
-from billing.gate.gate import SYSTEM
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import PRESUMED, Outcome
+from billing.gate.work import SYSTEM
 from billing.ledger import Ledger
-from billing.prices.book import NS
+from billing.prices.book import NS, Terms
 from billing.prices.rating import rate
 from billing.store.reports import find_request
 from billing.usage import Usage
+from cachesvc.operator.scopes import Payer
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
 from tiers.policy.retention import Pin
@@ -41,13 +42,6 @@ logger = logging.getLogger(__name__)
 HOUR_S = 3600
 LOOK_S = 60.0  # the longest between two looks: clocks jump, and a ledger may be away
 T = TypeVar("T")
-
-
-class Payer(NamedTuple):
-    """Who pays for a scope's pins, and whose price it is."""
-
-    tenant: str
-    model: str
 
 
 Payers = Callable[[], Mapping[PrefixKey, Payer]]
@@ -177,7 +171,9 @@ class StorageMeter:
         begins_s = pin.since_s + number * HOUR_S
         admitted_ns = int(begins_s * NS)
         try:
-            pinned = self._ledger.book.at(payer.model, admitted_ns, currency)
+            pinned = self._ledger.book.at(
+                payer.model, admitted_ns, currency, Terms(tenant=payer.tenant)
+            )
         except NoPrice:
             return None
         if not pinned.rates.storage:

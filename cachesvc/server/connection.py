@@ -1,29 +1,52 @@
-"""A client's connection, bounded while its request arrives: in bytes of its head, and in time.
+"""A client's connection, bounded while its request arrives: in bytes and in time.
 
-uvicorn keeps headers of any length and waits for the rest of a request for ever, so whoever reaches
-the port, with a key or without, could fill the memory or hold every connection. Event loop only.
+uvicorn keeps headers and trailers of any length, queues any number of pipelined requests, and waits
+for the rest of a request for ever. All of this happens before anybody checks a key, so whoever
+reaches the port could fill the memory or hold every connection. Event loop only.
 """
 
 import asyncio
+from http import HTTPStatus
 from typing import Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 MAX_HEAD_BYTES: Final = 64 << 10  # of a request line and its headers; proxies allow 8 to 32 KiB
+MAX_PIPELINED: Final = 32  # requests of one connection that wait for the answer before theirs
+MAX_UNREAD_BYTES: Final = 1 << 20  # of a body that nobody reads, its request being answered
 HEAD_S: Final = 20.0  # for a head to arrive, from its connection's beginning or its first byte
 BODY_S: Final = 60.0  # without a byte of a body that is still to come
+WRITE_S: Final = 120.0  # without room for a byte of an answer: the client reads nothing
+BODY_BYTES_PER_S: Final = 1024  # a body that arrives more slowly, beyond BODY_S, is given up
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Invariant: while a request is on its way, a timer runs that ends the connection."""
+    """Invariant: while a request is on its way, a timer runs that ends the connection.
+
+    `_framing` counts raw bytes that brought no body since the last progress, which is the end of
+    a head, a piece of a body, or the end of a message. The parser is never fed more of them than
+    the bound allows, so a head, a chunk's extensions and the trailers all stay below it.
+    """
 
     max_head_bytes = MAX_HEAD_BYTES
+    max_unread_bytes = MAX_UNREAD_BYTES
     head_s = HEAD_S
     body_s = BODY_S
+    write_s = WRITE_S
+    body_bytes_per_s = BODY_BYTES_PER_S
 
+    _stuck: asyncio.TimerHandle | None = None
     _patience: asyncio.TimerHandle | None = None
     _in_head = True
-    _head_bytes = 0
+    _framing = 0
+    _progressed = False
+    _body_bytes = 0
+    _body_began_s = 0.0
+    _unread_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -31,30 +54,74 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_for(None)
+        self._end_stuck()
         super().connection_lost(exc)
 
+    def pause_writing(self) -> None:
+        """The client does not read. One that never does is cut off: closing waits for it."""
+        super().pause_writing()
+        self._end_stuck()
+        self._stuck = self.loop.call_later(self.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._end_stuck()
+        super().resume_writing()
+
     def data_received(self, data: bytes) -> None:
-        if not self._in_head and self._patience is not None:
-            self._wait_for(self.body_s)
-        super().data_received(data)
-        if self._in_head and not self.transport.is_closing():
-            self._head_bytes += len(data)
-            if self._head_bytes > self.max_head_bytes:
-                self.send_400_response(f"Headers exceed {self.max_head_bytes} bytes.")
+        while data and not self.transport.is_closing():
+            room = self.max_head_bytes - self._framing
+            if room <= 0:
+                self._refuse_framing()
+                return
+            self._feed(data[:room])
+            data = data[room:]
+        self._renew_patience()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head = True
         self._wait_for(self.head_s)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Ignores trailers, which uvicorn would add to the headers that were checked already."""
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._in_head, self._progressed = False, True
+        self._body_bytes, self._unread_bytes = 0, 0
+        self._body_began_s = self.loop.time()
         self._wait_for(self.body_s)
         super().on_headers_complete()
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.transport.abort()
+
+    def on_body(self, body: bytes) -> None:
+        self._progressed = True
+        self._body_bytes += len(body)
+        if self.cycle.response_complete:
+            self._unread_bytes += len(body)
+            if self._unread_bytes > self.max_unread_bytes:
+                self.transport.close()
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._progressed = True
         self._wait_for(None)
         super().on_message_complete()
+
+    def _feed(self, part: bytes) -> None:
+        self._progressed = False
+        super().data_received(part)
+        self._framing = 0 if self._progressed else self._framing + len(part)
+
+    def _renew_patience(self) -> None:
+        """A byte of a body has come: more time, as long as the body is not too slow altogether."""
+        if self._in_head or self._patience is None:
+            return
+        allowed_s = self.body_s + self._body_bytes / self.body_bytes_per_s
+        left_s = self._body_began_s + allowed_s - self.loop.time()
+        self._wait_for(min(self.body_s, max(0.0, left_s)))
 
     def _wait_for(self, seconds: float | None) -> None:
         """End the connection after so long; None waits without end, as for an answer."""
@@ -66,4 +133,26 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _give_up(self) -> None:
         if not self.transport.is_closing():
-            self.send_400_response("The request did not arrive in time.")
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, "The request did not arrive in time.")
+
+    def _end_stuck(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+        self._stuck = None
+
+    def _refuse_framing(self) -> None:
+        if self._in_head:
+            status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            self._refuse(status, f"Headers exceed {self.max_head_bytes} bytes.")
+        else:
+            status = HTTPStatus.BAD_REQUEST
+            self._refuse(status, f"Trailers or chunk sizes exceed {self.max_head_bytes} bytes.")
+
+    def _refuse(self, status: HTTPStatus, message: str) -> None:
+        """Says why and ends the connection. In the middle of an answer it only ends."""
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None or not cycle.response_started or cycle.response_complete:
+            head = f"content-type: text/plain\r\ncontent-length: {len(message)}\r\n"
+            answer = f"{head}connection: close\r\n\r\n{message}"
+            self.transport.write(STATUS_LINE[status] + answer.encode())
+        self.transport.close()

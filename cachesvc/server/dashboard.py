@@ -4,30 +4,35 @@ The composition root makes one per server and runs `keep_history` while it serve
 """
 
 import asyncio
+import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from api.admin.books import Books
 from api.admin.login.passwords import Passwords
 from api.admin.login.sessions import Admin, Sessions
-from api.admin.parts import AdminParts, BlockReader, CacheHands
+from api.admin.parts import AdminParts, BlockReader, Books, CacheAdmin
 from api.cache.explorer import Explorer
 from api.journal.journal import Journal
 from billing.money import parse_amount
 from cachesvc.config import CostsSection, Settings
-from cachesvc.observability.history import History
+from cachesvc.observability.history import History, pack
 from cachesvc.observability.snapshot import Sources, snapshot
 from cachesvc.server.money import limit_settings
+from cachesvc.server.remembered import Remembered
 from cachesvc.server.server_file import new_token, reachable
 from tiers.histogram import Spread
-from tiers.telemetry.traffic import TrafficReport
+from tiers.telemetry.working_set import TrafficReport
 
 logger = logging.getLogger(__name__)
 
 SAMPLE_S = 1.0
+KEEP_SESSIONS_EVERY = 5  # samples; a session that is ended on purpose is kept at once
+KEEP_HISTORY_EVERY = 300
+IDLE_S = 2 * 3600.0  # without a use, after which a login ends
 RECENT_S = 60.0
 FIRST_LINK_S = 24 * 3600.0  # a server is often started long before somebody looks
 RECENT = {
@@ -59,13 +64,14 @@ class Dashboard:
         decode: Callable[[Sequence[int]], str],
         working_set: Callable[[], Future[TrafficReport]] | None = None,
         blocks: BlockReader | None = None,
-        cache: CacheHands | None = None,
+        cache: CacheAdmin | None = None,
     ) -> None:
         admin = settings.admin
+        self._remembered = Remembered(None, max_records=0)
         self._sources = sources
         self.history = History(partial(snapshot, sources), latencies)
         self.parts = AdminParts(
-            sessions=Sessions(lifetime_s=admin.session, idle_s=admin.idle),
+            sessions=Sessions(lifetime_s=admin.session, idle_s=IDLE_S),
             keys=books.accounts,
             passwords=Passwords(settings.server.data_dir),
             currency=lambda: (
@@ -97,18 +103,44 @@ class Dashboard:
         token = self.parts.sessions.make_link(Admin("operator"), FIRST_LINK_S)
         return f"{reachable(url)}/admin/login?token={token}"
 
+    def remember(self, remembered: Remembered) -> None:
+        """Go on where the last run ended; what cannot be read is left out."""
+        self._remembered = remembered
+        sessions = self.parts.sessions
+        for name, restore in (
+            ("sessions", lambda body: sessions.restore(body, time.time())),
+            ("history", self.history.restore),
+        ):
+            body = remembered.read(name)
+            try:
+                if body is not None:
+                    restore(body)
+            except ValueError as error:
+                logger.warning(f"the dashboard begins without its {name}: {error}")
+        sessions.on_end = self._keep_sessions
+
     async def keep_history(self) -> None:
-        """Takes a sample each second until cancelled."""
-        while True:
+        """Takes a sample each second until cancelled, and keeps what a restart would lose."""
+        for turn in itertools.count(1):
             self.history.sample()
+            if turn % KEEP_SESSIONS_EVERY == 0:
+                self._keep_sessions()
+            if turn % KEEP_HISTORY_EVERY == 0:
+                self._remembered.keep("history", await asyncio.to_thread(self._packed))
             await asyncio.sleep(SAMPLE_S)
+
+    def close(self) -> None:
+        """Keep what is known now. After the last request."""
+        self._keep_sessions()
+        self._remembered.keep("history", self._packed())
+
+    def _packed(self) -> bytes:
+        return pack(self.history.dump())
+
+    def _keep_sessions(self) -> None:
+        self._remembered.keep("sessions", self.parts.sessions.dump(time.time()))
 
 
 def _gib_month(costs: CostsSection) -> dict[str, int]:
     """Units that a GiB of each tier costs a month, of the tiers with a price."""
-    told = {
-        "device": costs.device_gib_month,
-        "host": costs.host_gib_month,
-        "disk": costs.disk_gib_month,
-    }
-    return {tier: parse_amount(text) for tier, text in told.items() if text}
+    return {tier: parse_amount(text) for tier, text in costs.gib_month.items() if text}

@@ -1,8 +1,7 @@
-"""The HTTP server: its socket, its signals, and the count of what it answered. Event loop only."""
+"""The HTTP server: its signals, and the count of what it answered. Event loop only."""
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import socket
@@ -13,7 +12,6 @@ from typing import Any
 
 import uvicorn
 
-from cachesvc.config import ConfigError
 from cachesvc.observability.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -29,35 +27,6 @@ Asgi = Callable[
     ],
     Awaitable[None],
 ]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, taken before the slow start so that a port in use is said at once."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"cannot listen on {host!r}: {error.strerror}; check --host") from None
-    listener = socket.socket(family, kind, proto)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; "
-            f"another server may run there: choose another --port, or 0 for a free one"
-        ) from None
-    return listener
 
 
 class HttpServer(uvicorn.Server):

@@ -4,47 +4,53 @@
 and `audit` read the store and are called off the event loop.
 """
 
+import base64
 import logging
+import math
 import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from limits.errors import ConfigurationError
 
 from api.access.auth import KeyGate, Salts
 from api.access.limits import LimitSettings, NoLimits, Quota, RateLimits, open_limits
-from api.admin.books import Books
+from api.admin.parts import Books
 from api.requests.metering import LedgerMeter
-from billing import secret_file
 from billing.accounts import Accounts
+from billing.alerts.budgets import BudgetWatch
+from billing.alerts.outbox import Outbox
+from billing.clock import boot_timer_ns
+from billing.errors import BillingError
 from billing.gate.entries import Entry, Kind
-from billing.gate.gate import Settled
 from billing.gate.holds import decode_request
+from billing.gate.work import Settled
 from billing.idempotency import Idempotency
 from billing.ledger import Ledger
 from billing.prices.book import RateCard
-from billing.prices.cards import find_card
-from billing.prices.lint import Level, lint
+from billing.prices.cards import default_card, find_card
+from billing.prices.lint import Severity, lint
 from billing.prices.rating import rate
 from billing.proof.prover import Prover
+from billing.reports.heads import send_heads, signed_heads
 from billing.reports.receipts import ReceiptSigner, describe
+from billing.secret_file import read_or_make
 from billing.store import reports as store_reports
-from billing.store.store import database_url, open_store
+from billing.store.store import LedgerStore, database_url, open_store
 from billing.usage import Usage
-from cachesvc.config import ConfigError, LimitsSection, QuotaTable, Settings, format_duration
+from cachesvc.config import ConfigError, LimitsSection, QuotaTable, ServerSection, Settings
 from cachesvc.observability.samples import MoneyStats
+from cachesvc.operator.secret import read_secret
 
+WEBHOOK_SECRET = "webhook_secret"  # noqa: S105  the file's name, not the secret
 logger = logging.getLogger(__name__)
 
-SECRET_NAME = "secret"  # noqa: S105  the file's name, not the secret
-SECRET_BYTES = 32
-
 PASSWORD = re.compile(r"://[^/\s]*@")  # with its user's name, in a URL that is told to people
+LEAST_LEASE_S = 120.0  # of a hold; it ends so long after its request went silent
 ObserveBill = Callable[[str, Mapping[str, int], int], None]
 
 
@@ -61,6 +67,9 @@ class Money:
     required: bool
     lease_s: int
     slice_tokens: int
+    heads_to: str = ""
+    outbox: Outbox | None = None  # None: nobody is told of budgets
+    watch: BudgetWatch | None = None
     _stats: MoneyStats = field(default_factory=MoneyStats)
 
     @property
@@ -111,6 +120,23 @@ class Money:
             logger.error(f"the ledger does not add up: {problem}")
         return len(problems)
 
+    def alert(self) -> None:
+        """Tell of budgets that are reached. What is not taken waits in the outbox."""
+        if self.outbox is not None and self.watch is not None:
+            now_ns = time.time_ns()
+            self.outbox.take(self.watch.look(now_ns), now_ns)
+            self.outbox.deliver(now_ns)
+
+    def keep_heads(self) -> None:
+        """Send the signed heads to where they are kept; what fails is said in the log."""
+        if not self.heads_to:
+            return
+        try:
+            line = signed_heads(self.books.store, self.books.signer, time.time_ns())
+            send_heads(line, self.heads_to)
+        except BillingError as error:
+            logger.error(f"{error}; until it can, nothing proves that no tail was cut off")
+
     def _receipt(self, settled: Settled) -> Mapping[str, Any]:
         return self.books.signer.sign(describe(settled.entry, self.accounts.book))
 
@@ -136,10 +162,10 @@ class Bills:
 def open_money(settings: Settings) -> Money:
     """Open the ledger of a data directory, or of `billing.database_url`.
 
-    Raises StoreError, and ConfigError for a lease, a first card or a quota's store that cannot be
+    Raises StoreError, and ConfigError for a first card or a quota's store that cannot be
     used; then nothing is left open.
     """
-    lease_s = _lease_s(settings)
+    lease_s = _lease_s(settings.server)
     data_dir = settings.server.data_dir
     first_card = _first_card(settings.billing.first_card)
     limits = _limits(settings.limits)
@@ -148,12 +174,15 @@ def open_money(settings: Settings) -> Money:
         opened.callback(store.close)
         store.claim(settings.billing.server_name)
         accounts = Accounts(store)
+        if first_card is not None:
+            _say_if_ignored(settings.billing.first_card, first_card, accounts)
         bills = Bills(accounts)
         ledger = Ledger(
             store,
             accounts,
             owner=settings.billing.server_name,
-            default_card=first_card,
+            first_card=first_card or default_card(),
+            timer_ns=boot_timer_ns,
             observers=(bills,),
         )
         required = settings.server.require_keys
@@ -170,29 +199,21 @@ def open_money(settings: Settings) -> Money:
             required=required,
             lease_s=lease_s,
             slice_tokens=settings.billing.slice_tokens,
+            heads_to=settings.billing.heads_to,
+            outbox=_outbox(settings, store),
+            watch=BudgetWatch(store),
         )
         opened.pop_all()  # from here on `Money.close` closes it
         return money
 
 
-def _lease_s(settings: Settings) -> int:
-    """Seconds of a hold's lease. Raises ConfigError where a live request may outlast one.
+def _lease_s(server: ServerSection) -> int:
+    """Seconds of a hold's lease: longer than a live request may be silent.
 
     A request renews its hold when a quarter of the lease is over, but not while a client that reads
     nothing is waited for, nor within a silence of the engine.
     """
-    lease_s, server = settings.billing.hold_lease, settings.server
-    for name, silence_s in (
-        ("write_timeout", server.write_timeout),
-        ("keepalive", server.keepalive),
-    ):
-        if lease_s < 2 * silence_s:
-            raise ConfigError(
-                f"billing.hold_lease is {format_duration(lease_s)}; make it at least twice "
-                f"server.{name}, which is {format_duration(silence_s)}, or a hold may end while "
-                "its request runs"
-            )
-    return max(1, round(lease_s))
+    return math.ceil(max(LEAST_LEASE_S, 2 * server.write_timeout, 2 * server.keepalive))
 
 
 def _first_card(name_or_path: str) -> RateCard | None:
@@ -200,51 +221,45 @@ def _first_card(name_or_path: str) -> RateCard | None:
     if not name_or_path:
         return None
     card = find_card(name_or_path)
-    errors = [finding for finding in lint(card) if finding.level is Level.ERROR]
+    errors = [finding for finding in lint(card) if finding.level is Severity.ERROR]
     if errors:
         raise ConfigError(f"billing.first_card {name_or_path!r} is refused: {errors[0]}")
     return card
 
 
-def read_secret(data_dir: Path) -> bytes:
-    """The server's secret, from which tenants' salts come; made at the first start.
-
-    Blocks on disk are found again only under the secret that they were stored under. Raises
-    ConfigError for a file that does not hold one.
-    """
-    path = data_dir / SECRET_NAME
-    held = secret_file.read_or_make(
-        path, lambda: f"{secrets.token_hex(SECRET_BYTES)}\n".encode("ascii")
-    )
+def _outbox(settings: Settings, store: LedgerStore) -> Outbox | None:
+    """The receiver checks signatures with the text in the file `webhook_secret`."""
+    url = settings.billing.alerts_to
+    if not url:
+        return None
+    path = settings.server.data_dir / WEBHOOK_SECRET
+    held = read_or_make(path, lambda: b"whsec_" + base64.b64encode(secrets.token_bytes(32)) + b"\n")
     try:
-        secret = bytes.fromhex(held.decode("ascii").strip())
+        secret = base64.b64decode(held.strip().removeprefix(b"whsec_"), validate=True)
     except ValueError:
-        secret = b""
-    if len(secret) != SECRET_BYTES:
-        raise ConfigError(
-            f"{path} does not hold {SECRET_BYTES} bytes in hex; restore it from a copy, or remove "
-            "it: a new one is made, under which nothing that is on disk now is found"
+        raise ConfigError(f"{path} holds no secret; remove it, and a new one is made") from None
+    return Outbox(store, url, secret, source=settings.billing.server_name)
+
+
+def _say_if_ignored(setting: str, card: RateCard, accounts: Accounts) -> None:
+    """A first card has no effect once another was applied, and whoever set it should know."""
+    cards = accounts.book.cards
+    if cards and all(other.text != card.text for other in cards):
+        first = cards[0]
+        logger.warning(
+            f"billing.first_card = {setting!r} has no effect: rate card {first.name} "
+            f"{first.version} was applied before; put it in force with "
+            f"`cachesvc prices apply {setting}`"
         )
-    return secret
 
 
 def limit_settings(section: LimitsSection) -> LimitSettings:
     """The quotas of tenants and keys as the settings have them."""
-    tenant = Quota(
-        requests=section.tenant_requests or None,
-        miss_tokens=section.tenant_miss_tokens or None,
-        output_tokens=section.tenant_output_tokens or None,
-        concurrency=section.tenant_concurrency or None,
-    )
-    key = Quota(
-        requests=section.key_requests or None,
-        miss_tokens=section.key_miss_tokens or None,
-        output_tokens=section.key_output_tokens or None,
-        concurrency=section.key_concurrency or None,
-    )
     tenants = {name: _quota(table) for name, table in section.tenants.items()}
     keys = {name: _quota(table) for name, table in section.keys.items()}
-    return LimitSettings(tenant=tenant, key=key, tenants=tenants, keys=keys)
+    return LimitSettings(
+        tenant=_quota(section.tenant), key=_quota(section.key), tenants=tenants, keys=keys
+    )
 
 
 def _limits(section: LimitsSection) -> RateLimits:

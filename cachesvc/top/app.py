@@ -56,7 +56,7 @@ class TopApp(App[None]):
     Screen { layout: vertical; }
     #headline { height: 1; text-style: bold; background: $primary-darken-2; padding: 0 1; }
     #alarm { height: auto; background: $error; color: $text; padding: 0 1; display: none; }
-    #summary { height: 2; padding: 0 1; }
+    #summary { height: auto; max-height: 6; padding: 0 1; }
     #sparks { height: 4; padding: 0 1; color: $accent; }
     #tiers { height: auto; max-height: 6; }
     #tenants { height: 1fr; overflow-x: hidden; }
@@ -147,7 +147,9 @@ class TopApp(App[None]):
         if reading is not None:
             mark = "  [paused]" if self.paused else ""
             self.query_one("#headline", Static).update(model.headline(reading) + mark)
-            self.query_one("#summary", Static).update("\n".join(model.summary(reading)))
+            self.query_one("#summary", Static).update(
+                "\n".join(model.summary(reading, self.size.width - 2))
+            )
             sparks = model.spark_lines(reading, self.size.width - 2)
             self.query_one("#sparks", Static).update("\n".join(sparks))
             alarms += model.alarms(reading)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
 
-from cachesvc.cli.render import percent, seconds, size
+from api.format import percent, seconds, size
 from cachesvc.observability.latency import percentile
 from cachesvc.top.source import Reading
 
@@ -45,8 +45,8 @@ def headline(reading: Reading) -> str:
     )
 
 
-def summary(reading: Reading) -> list[str]:
-    """Queues, traffic and latencies of the last minute, in two lines."""
+def summary(reading: Reading, width: int = 200) -> list[str]:
+    """Queues, traffic and latencies of the last minute; no figure is cut off at the edge."""
     engine, recent = reading.stats["engine"], reading.stats.get("recent", {})
     errors = sum(
         count
@@ -58,11 +58,26 @@ def summary(reading: Reading) -> list[str]:
         f"loading {engine['num_loading']}  preempted {engine['num_preemptions']}  "
         f"refused {errors:.0f}  holds {reading.stats['money']['num_holds']}"
     )
-    times = "  ".join(
+    times = [
         f"{name} " + "/".join(_ms(recent.get(f"{key}_{p}_s")) for p in ("p50", "p95", "p99"))
         for name, key in (("ttft", "ttft"), ("token", "inter_token"), ("request", "request"))
-    )
-    return [load, f"ms at p50/p95/p99: {times}"]
+    ]
+    whole = "ms at p50/p95/p99: " + "  ".join(times)
+    if len(whole) <= width:
+        return [*_folded(load, width), whole]
+    return [*_folded(load, width), "ms at p50/p95/p99:", *(f"  {each}" for each in times)]
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """Lines of at most `width`, parted between figures."""
+    lines = [""]
+    for part in text.split("  "):
+        longer = f"{lines[-1]}  {part}" if lines[-1] else part
+        if len(longer) <= width or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return lines
 
 
 def alarms(reading: Reading) -> list[str]:

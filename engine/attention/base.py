@@ -18,10 +18,13 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from engine.attention.kv_pool import KvPool, LayerKv
 from engine.batch import Span
 from engine.errors import ModelError
+from tiers.blocks.layout import LayerLayout
 
 IMPLEMENTATION = "cachesvc_paged"  # the name in `config._attn_implementation`
+LATENT = "cachesvc_latent"  # the attribute of an attention module that keeps latents
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +32,13 @@ class AttentionOptions:
     """What varies between layers and models: `softmax(cap(q k^T * scaling)) v`.
 
     `window` w lets position p see (p - w, p]; `softcap` c turns scores s into c * tanh(s / c).
+    `sinks` [Hq] are a further score of each head, which takes its share and has no value.
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 class PagedAttention(Protocol):
@@ -55,7 +60,8 @@ class PagedAttention(Protocol):
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """query: [T, Hq, D]; key, value: [T, Hkv, D], any strides. Returns [T, Hq, D].
+        """query: [T, Hq, Dk]; key: [T, Hkv, Dk]; value: [T, Hkv, Dv]; any strides. Where the layer
+        keeps no value apart, `value` is the leading part of `key`. Returns [T, Hq, Dv].
 
         T may exceed the spans' tokens; the rows beyond are padding, and their result is unused.
         """
@@ -75,10 +81,11 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: PagedAttention,
+    paged: PagedAttention | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     dropout: float = 0.0,
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -86,25 +93,31 @@ def paged_attention(
 
     Raises ModelError for a model that asks for more than `AttentionOptions` can say.
     """
+    if paged is None:
+        raise ModelError(
+            f"{type(module).__name__} is not handed the arguments of the model's forward, so that "
+            f"paged attention does not reach it"
+        )
     refuse_extras(type(module).__name__, attention_mask, extras)
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
+        sinks=s_aux,
     )
     layer = module.layer_idx
     assert isinstance(layer, int), layer
-    output = paged.attend(
-        layer,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        options,
-    )
-    return output.unsqueeze(0), None
+    rows = [each[0].transpose(0, 1) for each in (query, key, value)]
+    latent = getattr(module, LATENT, None)
+    if latent is not None:
+        return latent.attend(paged, layer, rows[0], rows[1], options).unsqueeze(0), None
+    return paged.attend(layer, rows[0], rows[1], rows[2], options).unsqueeze(0), None
 
 
-_HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "output_attentions"})
+# What changes nothing of what attention computes.
+_HARMLESS = frozenset(
+    {"position_ids", "use_cache", "is_causal", "output_attentions", "output_router_logits"}
+)
 
 
 def refuse_extras(caller: str, attention_mask: torch.Tensor | None, extras: dict[str, Any]) -> None:
@@ -131,9 +144,9 @@ def register() -> None:
 class ReferenceAttention:
     """Obviously right, on any device: write the span's KV, gather the prefix, SDPA with a mask."""
 
-    def __init__(self, pool: torch.Tensor) -> None:
-        """pool: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
-        self._pool = pool
+    def __init__(self, pool: torch.Tensor, layers: Sequence[LayerLayout] = ()) -> None:
+        """pool, layers: as `KvPool` takes them."""
+        self._pool = KvPool(pool, layers)
         self._spans: Sequence[Span] = ()
 
     def begin(self, spans: Sequence[Span]) -> None:
@@ -155,8 +168,8 @@ class ReferenceAttention:
                 attend_span(self._pool, layer, span, query[rows], key[rows], value[rows], options)
             )
             first = rows.stop
-        outputs.append(torch.zeros_like(query[first:]))  # padding
-        return torch.cat(outputs)
+        outputs.append(query.new_zeros(len(query) - first, query.shape[1], value.shape[2]))
+        return torch.cat(outputs)  # the last rows are padding
 
     def finish(self) -> None:
         self._spans = ()
@@ -166,7 +179,7 @@ class ReferenceAttention:
 
 
 def attend_span(
-    pool: torch.Tensor,
+    pool: KvPool,
     layer: int,
     span: Span,
     query: torch.Tensor,
@@ -174,7 +187,7 @@ def attend_span(
     value: torch.Tensor,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """One span of one layer. query: [T, Hq, D]; key, value: [T, Hkv, D]. Returns [T, Hq, D]."""
+    """One span of one layer. Shapes as in `PagedAttention.attend`."""
     if span.write_kv:
         write_span(pool, layer, span, key, value)
     end = span.start + len(span.tokens)
@@ -189,13 +202,14 @@ def attend_span(
 
 
 def write_span(
-    pool: torch.Tensor, layer: int, span: Span, key: torch.Tensor, value: torch.Tensor
+    pool: KvPool, layer: int, span: Span, key: torch.Tensor, value: torch.Tensor
 ) -> None:
     """Write a span's keys and values ([T, Hkv, D]) of one layer to the blocks of its table."""
-    block_size = pool.shape[3]
-    for offset, count, block, row in pieces(span, block_size):
-        pool[block, layer, 0, row : row + count] = key[offset : offset + count]
-        pool[block, layer, 1, row : row + count] = value[offset : offset + count]
+    kept = pool.layers[layer]
+    for offset, count, block, row in pieces(span, pool.block_size):
+        kept.key[block, row : row + count] = key[offset : offset + count]
+        if not kept.shared:
+            kept.value[block, row : row + count] = value[offset : offset + count]
 
 
 def pieces(span: Span, block_size: int) -> list[tuple[int, int, int, int]]:
@@ -211,21 +225,22 @@ def pieces(span: Span, block_size: int) -> list[tuple[int, int, int, int]]:
 
 
 def gather(
-    pool: torch.Tensor, layer: int, block_table: Sequence[int], num_tokens: int
+    pool: KvPool, layer: int, block_table: Sequence[int], num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of positions [0, num_tokens) of one layer, each [num_tokens, Hkv, D]."""
-    num_blocks = -(-num_tokens // pool.shape[3])
-    table = torch.tensor(block_table[:num_blocks], device=pool.device)
-    return gather_blocks(pool, layer, table, num_tokens)
+    """Keys and values of positions [0, num_tokens) of one layer, [num_tokens, Hkv, Dk or Dv]."""
+    num_blocks = -(-num_tokens // pool.block_size)
+    table = torch.tensor(block_table[:num_blocks], device=pool.tensor.device)
+    return gather_blocks(pool.layers[layer], table, num_tokens)
 
 
 def gather_blocks(
-    pool: torch.Tensor, layer: int, table: torch.Tensor, num_tokens: int
+    kept: LayerKv, table: torch.Tensor, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, of a table that is on the device and names no more blocks than are needed."""
-    blocks = pool[:, layer].index_select(0, table)  # [n, 2, block_size, Hkv, D]
-    key, value = blocks.transpose(0, 1).flatten(1, 2)[:, :num_tokens]
-    return key, value
+    key = kept.key.index_select(0, table).flatten(0, 1)[:num_tokens]
+    if kept.shared:
+        return key, key[..., : kept.value.shape[-1]]
+    return key, kept.value.index_select(0, table).flatten(0, 1)[:num_tokens]
 
 
 def attend_dense(
@@ -237,13 +252,12 @@ def attend_dense(
 ) -> torch.Tensor:
     """Causal attention of positions [start, start + T) over [0, N), N = start + T.
 
-    query: [T, Hq, D]; key, value: [N, Hkv, D]. Returns [T, Hq, D].
+    query: [T, Hq, Dk]; key: [N, Hkv, Dk]; value: [N, Hkv, Dv]. Returns [T, Hq, Dv].
     """
     groups = query.shape[1] // key.shape[1]
-    wide_key = key.transpose(0, 1).repeat_interleave(groups, 0)  # [Hq, N, D]
-    wide_value = value.transpose(0, 1).repeat_interleave(groups, 0)
+    wide_key, wide_value = _widened(key, groups), _widened(value, groups)  # [Hq, N, Dk or Dv]
     mask = causal_mask(query.shape[0], start, options.window, query.device)
-    if options.softcap is None:
+    if options.softcap is None and options.sinks is None:
         output = scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             wide_key[None],
@@ -253,10 +267,26 @@ def attend_dense(
         )[0]
     else:
         scores = query.transpose(0, 1) @ wide_key.transpose(1, 2) * options.scaling
-        scores = torch.tanh(scores / options.softcap) * options.softcap
+        if options.softcap is not None:
+            scores = torch.tanh(scores / options.softcap) * options.softcap
         scores = scores.masked_fill(~mask, float("-inf"))
-        output = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ wide_value
+        sinks = None if options.sinks is None else options.sinks[:, None, None]
+        output = softmax_with_sinks(scores, sinks).to(query.dtype) @ wide_value
     return output.transpose(0, 1)
+
+
+def _widened(rows: torch.Tensor, groups: int) -> torch.Tensor:
+    """[N, Hkv, D] as [Hkv * groups, N, D]; a single head is not copied."""
+    heads = rows.transpose(0, 1)
+    return heads.expand(groups, -1, -1) if len(heads) == 1 else heads.repeat_interleave(groups, 0)
+
+
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax over the last axis in float32; a sink, [..., 1, 1] or none, takes its share first."""
+    if sinks is None:
+        return torch.softmax(scores, -1, dtype=torch.float32)
+    sink = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, sink], -1), -1, dtype=torch.float32)[..., :-1]
 
 
 def causal_mask(

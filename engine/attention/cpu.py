@@ -4,8 +4,11 @@ Same contract as `attention.ReferenceAttention`. The pool is block-first, which 
 and not reading one layer's keys in a row; so each running sequence has its KV a second time, head
 by head, in the compute dtype:
 
-    pool   [blocks, layers, 2, block_size, Hkv, D]      the truth, shared, any dtype
-    copy   [2, layers, Hkv, capacity, D]                this sequence's, rebuilt from the pool
+    pool   [blocks, parts, block_size, Hkv, D]      the truth, shared, any dtype
+    copy   [parts, Hkv, capacity, D]                this sequence's, rebuilt from the pool
+
+for each run of parts of one shape (`KvPool.runs`): most models have one, of all layers' keys and
+values.
 
 A copy is filled from the pool when a sequence comes with a prefix already cached, grows with each
 step, and is dropped by `forget`. It holds what the pool holds, rounded as the pool rounds. Copies
@@ -17,28 +20,36 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.base import AttentionOptions, attend_span, causal_mask, pieces
-from engine.batch import Span
-
-_TILE = (
-    128  # query positions attended at once: scores of a tile stay in the cache (docs/compute.md)
+from engine.attention.base import (
+    AttentionOptions,
+    attend_span,
+    causal_mask,
+    pieces,
+    softmax_with_sinks,
 )
+from engine.attention.kv_pool import KvPool
+from engine.batch import Span
+from tiers.blocks.layout import LayerLayout
+
+_TILE = 128  # query positions attended at once: scores of a tile stay in the cache
+
+_TILE_ROWS = 2048  # the same, times the query heads that share a key
 _CAPACITY_STEP = 256  # tokens by which a copy's capacity is rounded up
 DEFAULT_BUDGET_BYTES = 2 << 30
 
 
 @dataclass(slots=True)
 class _Copy:
-    """KV of positions [0, length). `memory` is the flat buffer that `key` and `value` view."""
+    """KV of positions [0, length). `memory` is the flat buffer that the others view."""
 
     memory: torch.Tensor
-    key: torch.Tensor  # [layers, Hkv, capacity, D]
-    value: torch.Tensor
+    runs: list[torch.Tensor]  # [parts, Hkv, capacity, D]
+    layers: list[tuple[torch.Tensor, torch.Tensor]]  # key and value, [Hkv, capacity, D]
     length: int = 0
 
     @property
     def capacity(self) -> int:
-        return self.key.shape[2]
+        return self.runs[0].shape[2]
 
 
 class _Memory:
@@ -87,11 +98,15 @@ class CpuAttention:
     def __init__(
         self,
         pool: torch.Tensor,
+        layers: Sequence[LayerLayout] = (),
+        *,
         dtype: torch.dtype = torch.float32,
         budget_bytes: int = DEFAULT_BUDGET_BYTES,
     ) -> None:
-        self._pool = pool
-        self._block_size = pool.shape[3]
+        """pool, layers: as `KvPool` takes them."""
+        self._kv = KvPool(pool, layers)
+        self._block_size = self._kv.block_size
+        self._token_items = pool[0].numel() // self._block_size
         self._memory = _Memory(budget_bytes, dtype)
         self._copies: dict[int, _Copy] = {}
         self._step: list[tuple[Span, slice, _Copy | None]] = []
@@ -115,16 +130,16 @@ class CpuAttention:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        output = query.new_empty(*query.shape[:2], value.shape[2])
         for span, rows, copy in self._step:
             if copy is None:
                 output[rows] = attend_span(
-                    self._pool, layer, span, query[rows], key[rows], value[rows], options
+                    self._kv, layer, span, query[rows], key[rows], value[rows], options
                 )
                 continue
             if span.write_kv:
                 self._append(copy, layer, span, key[rows], value[rows])
-            keys, values = copy.key[layer], copy.value[layer]
+            keys, values = copy.layers[layer]
             self._attend_copy(query[rows], keys, values, span.start, options, output[rows])
         if self._step and rows.stop < query.shape[0]:
             output[rows.stop :] = 0  # padding
@@ -150,11 +165,10 @@ class CpuAttention:
         """Touch the memory of a copy of `num_tokens`, or as much of it as a quarter of the budget.
 
         Memory that a virtual machine touches for the first time comes at about 1 GB/s, slower than
-        a prefix is copied from the pool (docs/compute.md).
+        a prefix is copied from the pool (docs/measurements).
         """
-        layers, _, _, heads, dim = self._pool.shape[1:]
         memory = self._memory.take(
-            min(_capacity(num_tokens) * 2 * layers * heads * dim, self._memory.quarter)
+            min(_capacity(num_tokens) * self._token_items, self._memory.quarter)
         )
         if memory is not None:
             self._memory.give(memory.zero_())
@@ -178,21 +192,33 @@ class CpuAttention:
     def _grown(self, span: Span, old: _Copy | None, running: set[int]) -> _Copy | None:
         """A copy with room for the span and what will follow; `old`'s contents move over."""
         capacity = _capacity(max(span.start + len(span.tokens), span.num_prompt_tokens))
-        layers, _, _, heads, dim = self._pool.shape[1:]
-        shape = (2, layers, heads, capacity, dim)
-        memory = self._take(torch.Size(shape).numel(), running)
+        memory = self._take(capacity * self._token_items, running)
         if memory is None:
             self.forget(span.sequence_id)
             return None
-        key, value = memory[: torch.Size(shape).numel()].view(shape)
-        copy = _Copy(memory, key, value)
+        copy = self._view(memory, capacity)
         if old is not None:
-            copy.key[:, :, : old.length] = old.key[:, :, : old.length]
-            copy.value[:, :, : old.length] = old.value[:, :, : old.length]
+            for new, before in zip(copy.runs, old.runs, strict=True):
+                new[:, :, : old.length] = before[:, :, : old.length]
             copy.length = old.length
             self._memory.give(old.memory)
         self._copies[span.sequence_id] = copy
         return copy
+
+    def _view(self, memory: torch.Tensor, capacity: int) -> _Copy:
+        runs, start = [], 0
+        for run in self._kv.runs:
+            _, parts, _, heads, dim = run.shape
+            end = start + parts * heads * capacity * dim
+            runs.append(memory[start:end].view(parts, heads, capacity, dim))
+            start = end
+        each = iter(part for run in runs for part in run)
+        layers = []
+        for kept in self._kv.layers:
+            key = next(each)
+            value = key[..., : kept.value.shape[3]] if kept.shared else next(each)
+            layers.append((key, value))
+        return _Copy(memory, runs, layers)
 
     def _take(self, num_elements: int, running: set[int]) -> torch.Tensor | None:
         """Memory for a copy; where there is none, copies that this step does not need go first."""
@@ -211,27 +237,29 @@ class CpuAttention:
         while position < end:
             number, row = divmod(position, size)
             count = min(size - row, end - position)
-            block = self._pool[block_table[number], :, :, row : row + count]  # [L, 2, n, Hkv, D]
-            to = slice(position, position + count)
-            copy.key[:, :, to] = block[:, 0].transpose(1, 2)
-            copy.value[:, :, to] = block[:, 1].transpose(1, 2)
+            for to, run in zip(copy.runs, self._kv.runs, strict=True):
+                rows = run[block_table[number], :, row : row + count]  # [parts, n, Hkv, D]
+                to[:, :, position : position + count] = rows.transpose(1, 2)
             position += count
 
     def _append(
         self, copy: _Copy, layer: int, span: Span, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        if key.dtype != self._pool.dtype:
-            key, value = key.to(self._pool.dtype), value.to(self._pool.dtype)
+        dtype = self._kv.tensor.dtype
+        if key.dtype != dtype:
+            key, value = key.to(dtype), value.to(dtype)
         to = slice(span.start, span.start + len(span.tokens))
-        copy.key[layer, :, to] = key.transpose(0, 1)
-        copy.value[layer, :, to] = value.transpose(0, 1)
+        keys, values = copy.layers[layer]
+        keys[:, to] = key.transpose(0, 1)
+        if not self._kv.layers[layer].shared:
+            values[:, to] = value.transpose(0, 1)
 
     def _write(self, copy: _Copy, span: Span) -> None:
         for offset, count, block, row in pieces(span, self._block_size):
             position = span.start + offset
-            to = self._pool[block, :, :, row : row + count]
-            to[:, 0] = copy.key[:, :, position : position + count].transpose(1, 2)
-            to[:, 1] = copy.value[:, :, position : position + count].transpose(1, 2)
+            for run, rows in zip(self._kv.runs, copy.runs, strict=True):
+                there = rows[:, :, position : position + count]  # [parts, Hkv, n, D]
+                run[block, :, row : row + count] = there.transpose(1, 2)
 
     # Attention over one copy.
 
@@ -244,13 +272,15 @@ class CpuAttention:
         options: AttentionOptions,
         output: torch.Tensor,
     ) -> None:
-        """query, output: [T, Hq, D]; key, value: [Hkv, capacity, D] holding [0, start + T)."""
+        """query: [T, Hq, Dk]; key, value: [Hkv, capacity, Dk or Dv] holding [0, start + T);
+        output: [T, Hq, Dv]."""
         if query.shape[0] == 1:
             attend_one(query, key, value, start, options, output)
             return
         end = start + query.shape[0]
-        for low in range(start - start % _TILE, end, _TILE):
-            first, stop = max(low, start), min(low + _TILE, end)
+        tile = max(1, min(_TILE, _TILE_ROWS * key.shape[0] // query.shape[1]))
+        for low in range(start - start % tile, end, tile):
+            first, stop = max(low, start), min(low + tile, end)
             rows = slice(first - start, stop - start)
             seen = _seen(first, stop, options.window)
             self._attend_tile(
@@ -269,6 +299,7 @@ class CpuAttention:
         """Queries [T, Hq, D] at positions from `start` over keys [Hkv, start + T, D]."""
         num_queries, num_heads, dim = query.shape
         num_kv_heads, num_keys, _ = key.shape
+        value_dim = value.shape[2]
         groups = num_heads // num_kv_heads
         folded = (query * options.scaling).view(num_queries, num_kv_heads, groups, dim)
         folded = folded.permute(1, 2, 0, 3).reshape(num_kv_heads, groups * num_queries, dim)
@@ -281,9 +312,14 @@ class CpuAttention:
             else:
                 mask = causal_mask(num_queries, start, options.window, scores.device)
                 scores.masked_fill_(~mask, -torch.inf)
-            weights = self._softmax(scores.view(-1, num_keys))
-            attended = _matmul(weights, value[head].t()).view(groups, num_queries, dim)
-            output.view(num_queries, num_kv_heads, groups, dim)[:, head] = attended.transpose(0, 1)
+            if options.sinks is None:
+                weights = self._softmax(scores.view(-1, num_keys))
+            else:
+                sinks = options.sinks.view(num_kv_heads, groups, 1, 1)[head]
+                weights = softmax_with_sinks(scores, sinks).view(-1, num_keys)
+            attended = _matmul(weights, value[head].t()).view(groups, num_queries, value_dim)
+            to = output.view(num_queries, num_kv_heads, groups, value_dim)
+            to[:, head] = attended.transpose(0, 1)
 
     def _softmax(self, scores: torch.Tensor) -> torch.Tensor:
         """Row-wise, into memory that the next call reuses: fresh pages would cost twice as much."""
@@ -309,13 +345,17 @@ def attend_one(
     options: AttentionOptions,
     output: torch.Tensor,
 ) -> None:
-    """One query [1, Hq, D] at `position` over [Hkv, capacity, D]; a group's heads share a GEMM."""
+    """One query [1, Hq, Dk] at `position` over [Hkv, capacity, D]; a group's heads share a GEMM."""
     seen = _seen(position, position + 1, options.window)
     folded = query.view(key.shape[0], -1, query.shape[2])
     scores = torch.bmm(folded * options.scaling, key[:, seen].transpose(1, 2))
     if options.softcap is not None:
         scores = torch.tanh(scores.div_(options.softcap)).mul_(options.softcap)
-    attended = torch.bmm(torch.softmax(scores, -1), value[:, seen])
+    if options.sinks is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        weights = softmax_with_sinks(scores, options.sinks.view(*scores.shape[:2], 1))
+    attended = torch.bmm(weights, value[:, seen])
     output.view(attended.shape).copy_(attended)
 
 

@@ -18,13 +18,16 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.base import AttentionOptions, attend_dense, gather_blocks
+from engine.attention.kv_pool import KvPool
 from engine.attention.varlen import attend_varlen, can_varlen, varlen_works
 from engine.batch import Span
 from engine.hardware import upload
+from tiers.blocks.layout import LayerLayout
 
 _TILE = 64  # keys that a program looks at together
 _SPLIT_KEYS = 512  # keys that one program walks over, at least, when a sequence is split
 _PROGRAMS = 264  # programs worth launching: two for each of an H100's 132 multiprocessors
+_TILE_SCORES = 64 << 20  # scores computed at once where none of the kernels serves
 _MIN_DOT = 16  # the fewest rows that `tl.dot` multiplies
 
 
@@ -178,13 +181,25 @@ def decode(
         HAS_WINDOW=options.window is not None,
         HAS_SOFTCAP=options.softcap is not None,
     )
-    return _merge(partial, maxima, sums).view(num_sequences, num_heads, dim).to(query.dtype)
+    return (
+        _merge(partial, maxima, sums, options.sinks)
+        .view(num_sequences, num_heads, dim)
+        .to(query.dtype)
+    )
 
 
-def _merge(partial: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+def _merge(
+    partial: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """Softmax over splits (axis 2), as FlashDecoding joins them. Returns [S, Hkv, G, D]."""
-    weights = torch.exp(maxima - maxima.amax(2, keepdim=True))
+    highest = maxima.amax(2, keepdim=True)
+    if sinks is not None:
+        sink = sinks.float().view(maxima.shape[1], 1, maxima.shape[3])
+        highest = torch.maximum(highest, sink)
+    weights = torch.exp(maxima - highest)
     total = (weights * sums).sum(2)
+    if sinks is not None:
+        total += torch.exp(sink - highest)[:, :, 0]
     return (weights[..., None] * partial).sum(2) / total[..., None]
 
 
@@ -205,19 +220,21 @@ class _Step:
 class TritonAttention:
     """`PagedAttention` on CUDA. Keeps nothing between steps."""
 
-    def __init__(self, pool: torch.Tensor) -> None:
+    def __init__(self, pool: torch.Tensor, layers: Sequence[LayerLayout] = ()) -> None:
+        """pool, layers: as `KvPool` takes them. What the kernel is not made for is gathered."""
         self._pool = pool
-        self._varlen = varlen_works(pool)
+        self._kv = KvPool(pool, layers)
+        self._varlen = self._kv.paired and varlen_works(pool)
         self._step: _Step | None = None
 
     def begin(self, spans: Sequence[Span]) -> None:
-        block_size = self._pool.shape[3]
+        block_size = self._kv.block_size
         firsts = np.cumsum([0, *(len(span.tokens) for span in spans)]).tolist()
         long, single, lengths, tables = [], [], [], []
         written, positions, owners = [], [], []
         for span, first in zip(spans, firsts, strict=False):
             count = len(span.tokens)
-            if count == 1:
+            if count == 1 and self._kv.paired:
                 single.append(first)
                 lengths.append(span.start + 1)
                 tables.append(span.block_table[: span.start // block_size + 1])
@@ -253,7 +270,7 @@ class TritonAttention:
         """A step of one token for each of S sequences, from tensors on the device, for a graph that
         is replayed when they were filled anew. tables: [S, max_blocks]; the others: [S]."""
         everyone = torch.arange(len(lengths), device=lengths.device)
-        longest = tables.shape[1] * self._pool.shape[3]
+        longest = tables.shape[1] * self._kv.block_size
         num_splits = self._splits(len(lengths), longest)
         self._step = _Step([], everyone, tables, lengths, num_splits, everyone, blocks, rows)
 
@@ -267,17 +284,18 @@ class TritonAttention:
     ) -> torch.Tensor:
         step = self._step
         assert step is not None, "attend before begin"
-        pool = self._pool[:, layer]
+        kept = self._kv.layers[layer]
         if len(step.written):
-            pool[step.blocks, 0, step.rows] = key[step.written].to(pool.dtype)
-            pool[step.blocks, 1, step.rows] = value[step.written].to(pool.dtype)
-        output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+            kept.key[step.blocks, step.rows] = key[step.written].to(self._pool.dtype)
+            if not kept.shared:
+                kept.value[step.blocks, step.rows] = value[step.written].to(self._pool.dtype)
+        output = query.new_zeros(*query.shape[:2], value.shape[2])
         for span, rows, table in step.long:
             output[rows] = self._attend_long(layer, span, table, query[rows], options)
         if len(step.single):
             chosen = query[step.single]
             output[step.single] = decode(
-                chosen, pool, step.tables, step.lengths, options, step.num_splits
+                chosen, self._pool[:, layer], step.tables, step.lengths, options, step.num_splits
             )
         return output
 
@@ -298,19 +316,39 @@ class TritonAttention:
         """One span of several tokens. query: [T, Hq, D]; returns the same."""
         if self._varlen and can_varlen(query, self._pool, options):
             return attend_varlen(query, self._pool[:, layer], table, span.start, options)
-        keys, values = gather_blocks(self._pool, layer, table, span.start + len(span.tokens))
+        keys, values = gather_blocks(self._kv.layers[layer], table, span.start + len(span.tokens))
         keys, values = keys.to(query.dtype), values.to(query.dtype)
-        if options.window is None and options.softcap is None:
+        if not self._kv.paired:
+            return _attend_tiled(query, keys, values, span.start, options)
+        if options == AttentionOptions(options.scaling):
             return _attend_causal(query, keys, values, options.scaling)
         return attend_dense(query, keys, values, span.start, options)
 
     def _splits(self, num_sequences: int, longest: int) -> int:
         """How many programs share a sequence: enough to fill the device, each with some work."""
-        programs = max(1, num_sequences * self._pool.shape[4])
+        programs = max(1, num_sequences * self._kv.layers[0].key.shape[2])
         return min(-(-_PROGRAMS // programs), -(-longest // _SPLIT_KEYS))
 
     def _upload(self, values: np.ndarray) -> torch.Tensor:
         return upload(values, self._pool.device)
+
+
+def _attend_tiled(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: int,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """`attend_dense`, a few queries at a time: no flash kernel takes heads as wide as latents, and
+    all scores of a chunk over a long prefix would be gigabytes."""
+    tile = max(1, _TILE_SCORES // (query.shape[1] * key.shape[0]))
+    outputs = []
+    for low in range(0, len(query), tile):
+        rows = query[low : low + tile]
+        end = start + low + len(rows)
+        outputs.append(attend_dense(rows, key[:end], value[:end], start + low, options))
+    return torch.cat(outputs)
 
 
 def _attend_causal(

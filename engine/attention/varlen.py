@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from engine.attention.base import AttentionOptions, attend_dense, gather_blocks
+from engine.attention.kv_pool import KvPool
 
 varlen: Any
 try:
@@ -33,8 +34,8 @@ def has_block_tables() -> bool:
 
 
 def can_varlen(query: torch.Tensor, pool: torch.Tensor, options: AttentionOptions) -> bool:
-    """Whether it gives these scores: of one precision throughout, windows but no caps."""
-    return query.dtype == pool.dtype and options.softcap is None
+    """Whether it gives these scores: of one precision throughout, windows but no caps or sinks."""
+    return query.dtype == pool.dtype and options.softcap is None and options.sinks is None
 
 
 def attend_varlen(
@@ -96,7 +97,7 @@ def trial(
     query = normal(num_keys - start, 3 * num_kv_heads, dim)
     table = torch.tensor([3, 0, 4], device=device)
     options = AttentionOptions(scaling=dim**-0.5)
-    keys, values = gather_blocks(pool, 1, table, num_keys)
+    keys, values = gather_blocks(KvPool(pool).layers[1], table, num_keys)
     expected = attend_dense(query, keys, values, start, options)
     try:
         actual = attend_varlen(query, pool[:, 1], table, start, options)

@@ -3,8 +3,9 @@
 A decode step of a small model is a thousand kernels of a few microseconds each, and Python takes
 longer to launch them than they run. A graph is captured once for each of a few batch sizes, over
 tensors that stay where they are; a step fills them with one copy and replays it. A batch that is
-smaller is filled up with repetitions of its first sequence, which write the same KV to the same
-rows once more. Steps that a graph cannot be are computed launch by launch. Engine thread only.
+smaller is filled up with sequences of one token in a scratch block: repeating a sequence would
+repeat its attention (of 33 sequences the first one's 31 times more). Steps
+that a graph cannot be are computed launch by launch. Engine thread only.
 """
 
 import logging
@@ -78,9 +79,10 @@ class DecodeGraphs:
         *,
         batch_sizes: Sequence[int] = BATCH_SIZES,
         record: Callable[[Work], Work] | None = None,
+        scratch: int,
     ) -> None:
         """`forward`: tokens and positions [1, S] to logits [S, vocabulary]; `max_blocks`: of the
-        longest sequence."""
+        longest sequence; `scratch`: a block that is nobody's, for the rows that fill a batch up."""
         self._forward = forward
         self._attention = attention
         self._block_size = pool.shape[3]
@@ -92,14 +94,16 @@ class DecodeGraphs:
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
         self._device = torch.zeros(shape, dtype=torch.int32, device=pool.device)
         self._values = self._host.numpy()
+        self._padding = np.zeros(shape[1], np.int32)
+        self._padding[2:4] = 1, scratch  # one key, its own: as little work as a row can be
+        self._padding[_COLUMNS] = scratch
         self._works = True
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Record every batch size. Writes to rows of block 0, which must be nobody's."""
+        """Record every batch size. Writes to the scratch block alone."""
         for size in self._sizes:
-            self._values[:size] = 0
-            self._values[:size, 2] = 1  # one key: their own
+            self._values[:size] = self._padding
             self._replay(size)
 
     def takes(self, spans: Sequence[Span]) -> bool:
@@ -122,7 +126,7 @@ class DecodeGraphs:
         size = next(size for size in self._sizes if size >= len(spans))
         for number, span in enumerate(spans):
             self._fill(self._values[number], span)
-        self._values[len(spans) : size] = self._values[0]
+        self._values[len(spans) : size] = self._padding
         return self._replay(size)[: len(spans)]
 
     def _fill(self, row: np.ndarray, span: Span) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from engine.attention.base import PagedAttention, ReferenceAttention
 from engine.attention.cpu import CpuAttention
+from engine.attention.kv_pool import KvPool
 from engine.batch import Batch, Sampled, Span
 from engine.execution.cuda_graphs import DecodeGraphs, cuda_graphs
 from engine.execution.sampler import Sampler, target_logprobs
@@ -23,29 +24,31 @@ from engine.hardware import upload
 from engine.models.load import LoadedModel
 from engine.models.packing import MIN_ROWS
 from engine.request import SamplingParams, TokenLogprob
-from tiers.blocks.layout import DTYPES
+from tiers.blocks.layout import DTYPES, LayerLayout
 
 LOGITS_BYTES = 32 << 20  # of one piece of the prompt logits
 
 
-def pick_attention(pool: torch.Tensor, dtype: torch.dtype) -> PagedAttention:
+def pick_attention(
+    pool: torch.Tensor, layers: Sequence[LayerLayout], dtype: torch.dtype
+) -> PagedAttention:
     """The fastest attention for the pool's device; `dtype` is the one the model computes in."""
     if pool.device.type == "cpu" and dtype == torch.float32:
-        return CpuAttention(pool, dtype)
+        return CpuAttention(pool, layers, dtype=dtype)
     if pool.device.type == "cuda":
         # Triton is there only beside CUDA builds of torch.
         from engine.attention.triton import TritonAttention
 
-        return TritonAttention(pool)
-    return ReferenceAttention(pool)
+        return TritonAttention(pool, layers)
+    return ReferenceAttention(pool, layers)
 
 
 class Runner:
     """Runs the model over the pool.
 
-    `pool`: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], on the model's device.
-    `attention` None picks the fastest path for the device; without `graphs` a GPU's decode steps
-    are launched kernel by kernel.
+    `pool`: `[num_blocks, *layout.shape]` of the model's layout, on the model's device.
+    `attention` None picks the fastest path for the device. `scratch` is a block of the pool that is
+    nobody's; without one a GPU's decode steps are launched kernel by kernel.
     """
 
     def __init__(
@@ -54,22 +57,26 @@ class Runner:
         pool: torch.Tensor,
         attention: PagedAttention | None = None,
         *,
-        graphs: bool = True,
+        scratch: int | None = None,
     ) -> None:
-        expected = (loaded.num_layers, 2, loaded.num_kv_heads, loaded.head_dim)
-        assert (*pool.shape[1:3], *pool.shape[4:]) == expected, (pool.shape, expected)
+        kv = KvPool(pool, loaded.layers)
+        assert pool.shape[1:] == loaded.layout(kv.block_size).shape, pool.shape
         self._model: Any = loaded.model
         self._adapters = loaded.adapters
         self._max_context = loaded.max_context
         self._vocab_size = loaded.vocab_size
         self._device = torch.device(loaded.device)
-        self._attention = attention or pick_attention(pool, DTYPES[loaded.dtype])
+        self._attention = attention or pick_attention(pool, loaded.layers, DTYPES[loaded.dtype])
         self._sampler = Sampler(loaded.eos_token_ids)
         self._graphs: DecodeGraphs | None = None
-        if graphs and cuda_graphs(self._device, self._attention):
-            max_blocks = -(-loaded.max_context // pool.shape[3])
+        if scratch is not None and kv.paired and cuda_graphs(self._device, self._attention):
+            max_blocks = -(-loaded.max_context // kv.block_size)
             self._graphs = DecodeGraphs(
-                self._decode_logits, self._attention, pool, min(max_blocks, len(pool))
+                self._decode_logits,
+                self._attention,
+                pool,
+                min(max_blocks, len(pool)),
+                scratch=scratch,
             )
 
     @torch.inference_mode()
@@ -97,12 +104,17 @@ class Runner:
         """
         if isinstance(self._attention, CpuAttention):
             self._attention.warm_up(self._max_context)
+        self.probe()
+        if self._graphs is not None:
+            self._graphs.warm_up()
+
+    def probe(self) -> None:
+        """Compute two tokens over whatever block 0 holds, and write nothing. Raises what the
+        device or the model raises."""
         params = SamplingParams(temperature=0)
         tokens = np.zeros(2, np.int32)
         self.step(Batch([Span(-1, tokens, 0, [0], True, params, write_kv=False)]))
         self.forget(-1)
-        if self._graphs is not None:
-            self._graphs.warm_up()
 
     def forget(self, sequence_id: int) -> None:
         """Drop what was derived for this sequence; its blocks may be given to others."""

@@ -1,60 +1,98 @@
-"""The child process that compiles grammars: a stranger's schema may hang it, fill its memory or
-crash it, and the server only starts another.
+"""The processes that compile and match grammars, each with a bound on memory and on CPU time.
 
-Started by `engine.grammar.compiler` with pipes for stdin and stdout. Messages are a length of four
-bytes and that many bytes: first the vocabulary as JSON, then one source after another; each answer
-begins with `+` and the compiled grammar, or with `-` and what is wrong.
+`engine.grammar.compiler` starts one process, the nursery: it knows the vocabulary and forks another
+for each grammar. A stranger's grammar may hang its process, fill its memory or crash it: the kernel
+ends it (SIGPROF, a timer of its own CPU time, which no busy machine runs down), and nobody else
+notices. `engine.grammar.process` speaks to it over a socket that keeps messages apart.
+
+The nursery reads the vocabulary as JSON from stdin, then takes one socket for each grammar from its
+control socket. A grammar's process gets `seconds kind text` and answers `.` when it is compiled,
+then `+` and the first look, or `-` and what is wrong. After that each message is a state's number
+and its further tokens, answered by the number and the look; a number alone ends the state.
 """
 
 import contextlib
 import json
+import os
 import resource
-import struct
+import signal
+import socket
 import sys
+import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
+
+import numpy as np
 
 from engine.errors import InvalidParameter
-from engine.grammar.matcher import Vocabulary, compile_source, new_compiler
-from engine.structure import Source, SourceKind
+from engine.grammar.matcher import Compiler, Look, Matcher
+from engine.grammar.vocabulary import Vocabulary
+from engine.structure import MAX_SOURCE_BYTES, Source, SourceKind
 
 MEMORY_BYTES = 1 << 30  # of address space beyond what the process has when it is ready
-HEADER = struct.Struct("<I")
+LOOK_S = 0.5  # CPU time of one look ahead; an ordinary one takes a millisecond
+MAX_MESSAGE_BYTES = MAX_SOURCE_BYTES + 1024
 
 
 def main() -> None:
-    reader, writer = sys.stdin.buffer, sys.stdout.buffer
-    given = json.loads(_read(reader) or b"{}")
-    vocabulary = Vocabulary([t.encode("latin-1") for t in given["tokens"]], given["end"])
-    compiler = new_compiler(vocabulary)
+    given = json.load(sys.stdin)
+    control = socket.socket(fileno=int(sys.argv[2]))
+    tokens = [token.encode("latin-1") for token in given["tokens"]]
+    compiler = Compiler(Vocabulary(tokens, given["end"]))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
+    control.send(b"+")
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return
+        if os.fork() == 0:
+            control.close()
+            with contextlib.suppress(OSError):  # who asked has gone
+                _serve(socket.socket(fileno=descriptors[0]), compiler)
+            os._exit(0)
+        os.close(descriptors[0])
+
+
+def _serve(link: socket.socket, compiler: Compiler) -> None:
+    """Compile one grammar, then match it until nobody needs it any more."""
     _bound_memory()
-    _write(writer, b"+")
-    while (message := _read(reader)) is not None:
-        kind, text = json.loads(message)
-        try:
-            compiled = compile_source(compiler, Source(SourceKind(kind), text))
-            answer = b"+" + compiled.serialize_json().encode()
-        except InvalidParameter as error:
-            answer = b"-" + str(error).encode()
-        _write(writer, answer)
+    seconds, kind, text = link.recv(MAX_MESSAGE_BYTES).decode().split(" ", 2)
+    _bound_time(float(seconds))
+    try:
+        compiled = compiler.compile(Source(SourceKind(kind), text))
+    except InvalidParameter as error:
+        link.send(b"-" + str(error).encode())
+        return
+    link.send(b".")
+    states: dict[int, Matcher] = {}
+    link.send(b"+" + _looked(Matcher(compiler.vocabulary, compiled), []).pack())
+    while message := link.recv(MAX_MESSAGE_BYTES):
+        number, *further = np.frombuffer(message, dtype=np.int32).tolist()
+        if not further:
+            states.pop(number, None)
+            continue
+        if number not in states:
+            states[number] = Matcher(compiler.vocabulary, compiled)
+        look = _looked(states[number], further)
+        link.send(np.int32(number).tobytes() + look.pack())
+
+
+def _looked(matcher: Matcher, tokens: list[int]) -> Look:
+    _bound_time(LOOK_S)
+    begun_s = time.process_time()
+    look = matcher.follow(tokens)
+    _bound_time(0)
+    return Look(look.mask, look.text, look.crosses, time.process_time() - begun_s)
+
+
+def _bound_time(seconds: float) -> None:
+    """End this process after so much CPU time from now on; 0 takes the bound away."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _bound_memory() -> None:
     """More than this raises or aborts; the server reports either."""
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + MEMORY_BYTES
+        limit: Any = pages * resource.getpagesize() + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _read(reader: BinaryIO) -> bytes | None:
-    """One message; None at the end of the pipe."""
-    header = reader.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    return reader.read(HEADER.unpack(header)[0])
-
-
-def _write(writer: BinaryIO, message: bytes) -> None:
-    writer.write(HEADER.pack(len(message)) + message)
-    writer.flush()

@@ -45,7 +45,7 @@ class AdapterRouting:
 class Update(nn.Module):
     """A low-rank update as two linear layers, packed where the model's own are.
 
-    Packed, a row's bits do not depend on the rows beside it (docs/compute.md), so that an answer
+    Packed, a row's bits do not depend on the rows beside it (docs/measurements), so that an answer
     is the same alone and in any batch.
     """
 

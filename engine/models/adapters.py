@@ -91,9 +91,8 @@ def load_adapter(
 ) -> Adapter:
     """Read the adapter in folder or hub id `source`, for a model of these `linear_shapes`.
 
-    `dtype` is the model's, from `tiers.blocks.layout.DTYPES`. Raises AdapterError, with the
-    reason, for
-    files that are missing or broken, another base model's shapes, and what is not plain LoRA.
+    `dtype` is the model's, from `tiers.blocks.layout.DTYPES`. Raises AdapterError, with the reason,
+    for files that are missing or broken, another base model's shapes, and what is not plain LoRA.
     """
     config, tensors = _read(name, source)
     _refuse_unserved(name, config)

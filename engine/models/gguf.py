@@ -1,8 +1,7 @@
 """GGUF files: dequantised once into a folder of safetensors, a config and a tokenizer.
 
 `engine.models.load` calls `convert` at start-up, on the thread that starts the server. Weights go
-through transformers' GGUF support. The tokenizer does not: it is rebuilt here from the file's own
-fields, because the conversion in transformers loses the pre-tokenizer and moves the special tokens.
+through transformers' GGUF support. The tokenizer does not: see `gguf_tokenizer`.
 """
 
 import json
@@ -16,39 +15,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoModelForCausalLM
 from transformers import modeling_gguf_pytorch_utils as modeling_gguf
 
 from engine.errors import ModelError
+from engine.models.gguf_tokenizer import bos_token, build_tokenizer
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 
 DEQUANTISING = "dequantising the weights"
-FORMAT = "v1"  # of the folder below; raise it when `convert` writes something else
-CONTROL_TOKEN, USER_TOKEN = 3, 4  # values of `tokenizer.ggml.token_type`
-
-# The splits that come before byte-level BPE, by `tokenizer.ggml.pre`. Sources: llama.cpp
-# `src/llama-vocab.cpp` (names) and the `tokenizer.json` of the models named.
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLITS: dict[str, tuple[bool, str]] = {  # (individual digits first, pattern)
-    "smollm": (True, _GPT2),  # HuggingFaceTB/SmolLM2-135M-Instruct
-    "gpt-2": (False, _GPT2),
-    "llama-bpe": (False, _LLAMA3),  # meta-llama/Meta-Llama-3-8B
-    "llama3": (False, _LLAMA3),
-    "qwen2": (False, _QWEN2),  # Qwen/Qwen2-7B, Qwen/Qwen3-8B
-}
+FORMAT = "v2"  # of the folder below; raise it when `convert` writes something else
 
 
 def converted_folder(cache_dir: Path, digest: bytes) -> Path:
@@ -99,40 +78,6 @@ def _counting(progress: Progress, start: float, end: float) -> Iterator[None]:
         modeling_gguf.tqdm = bar
 
 
-def build_tokenizer(fields: Mapping[str, Any]) -> FastTokenizer:
-    """A byte-level BPE tokenizer from a GGUF file's `tokenizer.*` fields.
-
-    Raises ModelError where the file's tokenizer is of another kind.
-    """
-    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "gpt-2")
-    if kind != "gpt2" or pre not in _SPLITS:
-        raise ModelError(
-            f"the GGUF file's tokenizer ({kind}, pre-tokenizer {pre}) is not supported; supported "
-            f"are byte-level BPE with {', '.join(sorted(_SPLITS))}; give the model as a folder "
-            f"with safetensors and tokenizer.json instead"
-        )
-    tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = FastTokenizer(
-        models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges)
-    )
-    digits_first, pattern = _SPLITS[pre]
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits_first else []
-    steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
-    steps.append(
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False, trim_offsets=True)
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    tokenizer.decoder = decoders.ByteLevel()
-    types: list[int] = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    for token, type_ in zip(tokens, types, strict=True):
-        if type_ in (CONTROL_TOKEN, USER_TOKEN):
-            tokenizer.add_tokens(
-                [AddedToken(token, special=type_ == CONTROL_TOKEN, normalized=False)]
-            )
-    return tokenizer
-
-
 def _read_fields(path: Path) -> dict[str, Any]:
     try:
         # Only a GGUF file needs it: machines that serve safetensors may lack the package.
@@ -174,8 +119,8 @@ def _save_tokenizer(tokenizer: FastTokenizer, fields: Mapping[str, Any], folder:
         )
         if key in fields
     }
-    if fields.get("tokenizer.ggml.add_bos_token", False):
-        named["bos_token"] = tokens[fields["tokenizer.ggml.bos_token_id"]]
+    if (bos := bos_token(fields)) is not None:
+        named["bos_token"] = bos
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

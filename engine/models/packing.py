@@ -1,11 +1,12 @@
 """Linear layers with their weights in the order oneDNN's kernels read them.
 
 `engine.models.load` packs a float32 model on a CPU after loading it. What is gained, and that a
-row's
-result then does not depend on how many rows are computed with it, is measured in docs/compute.md.
+row's result then does not depend on how many rows are computed with it, is measured in
+docs/measurements.
 """
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,16 @@ logger = logging.getLogger(__name__)
 
 # The number of rows that weights are laid out for. With this many oneDNN picks one blocked layout
 # that serves 2 rows as well as 2,000 and gives each row the same bits; laid out for one row they
-# are up to twice as slow for others (docs/compute.md, "GEMM").
+# are up to twice as slow for others (docs/measurements, "GEMM").
 _PACKED_FOR_ROWS = 512
+
+# oneDNN and ideep each keep 1,024 kernels of the shapes that they have met, and a kernel for each
+# number of rows. Each holds about half a megabyte, which nobody accounts for: 400 MB after some
+# hundred requests of different lengths. Making one again takes 0.6 to 0.9 ms (576 by 960 to 3,072,
+# Intel Sapphire Rapids). Both libraries read their bound from the environment at first use.
+_MAX_KERNELS = 128
+for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_name, str(_MAX_KERNELS))  # noqa: TID251  written for them, never read
 
 MIN_ROWS = 2  # below it oneDNN uses kernels that sum in another order
 
@@ -34,10 +43,19 @@ class PackedLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self._bias = linear.bias
+        self._plain: torch.Tensor | None = None  # the weight, of a layer whose weight is asked for
         self._packed = torch.ops.mkldnn._reorder_linear_weight(
             linear.weight.detach(), _PACKED_FOR_ROWS
         )
         self._linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as `nn.Linear` has it, for a model that multiplies by it itself (a router in
+        float32, say). Unpacked when first asked for, and kept."""
+        if self._plain is None:
+            self._plain = self._packed.to_dense().view(self.out_features, self.in_features)
+        return self._plain
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self._linear(rows, self._packed, self._bias, "none", [], "")

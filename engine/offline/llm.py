@@ -22,26 +22,23 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
-from engine.engine import Engine, EngineSettings
+from engine.composition import compose
+from engine.engine import EngineSettings
 from engine.errors import InvalidParameter
-from engine.execution.runner import Runner
-from engine.execution.sampler import check_params
-from engine.grammar.compiler import GrammarCompiler, compiler_for
-from engine.hardware import pick_device
+from engine.hardware import pick_device, run_apart
 from engine.models.files import DEFAULT_MODEL
 from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.offline.outputs import LoRARequest, PendingRequest, RequestOutput
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.structure import source_of
-from tiers.blocks.keys import CacheScope
-from tiers.blocks.layout import BlockLayout
-from tiers.cache import CacheSettings, TieredCache
+from tiers.cache import CacheSettings
 from tiers.disk.open import open_disk
 from tiers.errors import ConfigurationError
 
 DEFAULT_PARAMS = SamplingParams(max_tokens=16)  # as long as vLLM's answers where nothing is said
 
 Prompt = tuple[str | None, "array[int]"]  # its text, where it was given as text, and its tokens
+PromptDict = Mapping[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}, as in vLLM
 Message = Mapping[str, Any]
 
 
@@ -78,33 +75,32 @@ class LLM:
                 "disk_cache_bytes to 0"
             )
         folder = Path(cache_dir or Path.home() / ".cache" / "cachesvc").expanduser()
-        loaded = _load(model, folder, device, dtype)
+        loaded = run_apart(lambda: _load(model, folder, device, dtype))
         layout = loaded.layout(block_size, kv_dtype)
-        settings = CacheSettings(device_bytes=device_cache_bytes, host_bytes=host_cache_bytes)
-        cache = _open_cache(layout, settings, loaded.device, folder / "disk", disk_cache_bytes)
-        runner = Runner(loaded, cache.pool.tensor)
+        disk = open_disk(folder / "disk", layout, disk_cache_bytes) if disk_cache_bytes else None
         self._outputs: SimpleQueue[Seq[StepOutput]] = SimpleQueue()
         # The engine's thread knows the queue and not this object, which may so be collected.
-        engine = Engine(runner, cache, _engine_settings(loaded), self._outputs.put)
-        self._loaded = loaded
-        self._engine = engine
-        self._scope = CacheScope(
-            weights=loaded.weights_digest,
-            tokenizer=loaded.tokenizer.digest,
-            layout=layout.digest(),
+        core = compose(
+            loaded,
+            layout,
+            self._outputs.put,
+            cache=CacheSettings(device_bytes=device_cache_bytes, host_bytes=host_cache_bytes),
+            disk=disk,
+            pin_folder=folder / "disk",
+            # The prompts are in memory already: nothing is gained by refusing one.
+            engine=EngineSettings(max_waiting=sys.maxsize),
         )
-        self._grammars = compiler_for(loaded)
+        self._loaded, self._engine = loaded, core.engine
+        self._scope, self._grammars = core.scope, core.grammars
         self._caching = enable_prefix_caching
         self._numbers = itertools.count()
         self._turn = threading.Lock()
-        runner.warm_up()
-        cache.warm_up()
-        engine.start()
-        self._close = weakref.finalize(self, _close, engine, cache, self._grammars)
+        core.start()
+        self._close = weakref.finalize(self, core.close)
 
     def generate(
         self,
-        prompts: str | Seq[str] | Seq[Seq[int]],
+        prompts: str | PromptDict | Seq[str | Seq[int] | PromptDict],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
@@ -167,11 +163,18 @@ class LLM:
     def _prompts(self, given: Any) -> list[Prompt]:
         if isinstance(given, str):
             given = [given]
+        if isinstance(given, Mapping):
+            given = [given]
         if not isinstance(given, Seq):
             raise _bad_prompt("prompts", given)
         return [self._prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(given)]
 
     def _prompt(self, given: Any, name: str) -> Prompt:
+        if isinstance(given, Mapping):
+            text, given = _of_dictionary(given, name)
+            if given is not None:
+                return text, self._prompt(given, name)[1]
+            given = text
         if isinstance(given, str):
             return given, self._loaded.tokenizer.encode(given)
         if not isinstance(given, Seq | array) or isinstance(given, bytes):
@@ -257,34 +260,6 @@ def _load(model: str, folder: Path, device: str, dtype: str) -> LoadedModel:
     return load_model(model, device=pick_device(device), dtype=dtype, cache_dir=models)
 
 
-def _open_cache(
-    layout: BlockLayout, settings: CacheSettings, device: str, folder: Path, disk_bytes: int
-) -> TieredCache:
-    disk = open_disk(folder, layout, disk_bytes) if disk_bytes else None
-    try:
-        return TieredCache(layout, settings, device=device, disk=disk)
-    except BaseException:
-        if disk is not None:
-            disk.close()
-        raise
-
-
-def _engine_settings(loaded: LoadedModel) -> EngineSettings:
-    return EngineSettings(
-        max_waiting=sys.maxsize,  # the prompts are in memory already: nothing is gained by refusing
-        max_context=loaded.max_context,
-        eos_token_ids=loaded.eos_token_ids,
-        adapters=loaded.adapters.digests,
-        check_params=partial(check_params, vocab_size=loaded.vocab_size),
-    )
-
-
-def _close(engine: Engine, cache: TieredCache, grammars: GrammarCompiler) -> None:
-    engine.close()
-    cache.close()
-    grammars.close()
-
-
 def _params_of(
     given: SamplingParams | Iterable[SamplingParams] | None, num_prompts: int
 ) -> list[SamplingParams]:
@@ -339,9 +314,27 @@ def _checked(params: Any) -> SamplingParams:
     return params if stops == stop else replace(params, stop=stops)
 
 
+def _of_dictionary(given: PromptDict, name: str) -> tuple[str | None, Any]:
+    """The text and the token ids of one of vLLM's prompt dictionaries; ids win where both stand."""
+    others = sorted(given.keys() - {"prompt", "prompt_token_ids"})
+    if others and any(given[other] is not None for other in others):
+        raise InvalidParameter(
+            f"{name} has {', '.join(others)}; a prompt dictionary has prompt or prompt_token_ids",
+            param=name,
+        )
+    text, ids = given.get("prompt"), given.get("prompt_token_ids")
+    if text is None and ids is None:
+        raise InvalidParameter(f"{name} has neither prompt nor prompt_token_ids", param=name)
+    if text is not None and not isinstance(text, str):
+        raise _bad_prompt(f"{name}['prompt']", text)
+    if isinstance(ids, str):
+        raise _bad_prompt(f"{name}['prompt_token_ids']", ids)
+    return text, ids
+
+
 def _bad_prompt(name: str, given: Any) -> InvalidParameter:
     return InvalidParameter(
-        f"{name} is {type(given).__name__}; prompts are a string, a list of strings, or a list of "
-        f"lists of token ids",
+        f"{name} is {type(given).__name__}; prompts are a string, a list of strings, a list of "
+        f"lists of token ids, or dictionaries with prompt or prompt_token_ids",
         param=name,
     )

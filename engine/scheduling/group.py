@@ -69,7 +69,8 @@ class Group:
         tokens: Seq[int] = (),
         error: str | None = None,
     ) -> StepOutput:
-        """What this step made for a sequence: `tokens`, of which `result` chose the first."""
+        """What this step made for a sequence: `tokens`, of which `result` chose the first; without
+        a result a grammar forced them all."""
         told, self._told_reasons = self._told_reasons, True
         prompt_logprobs = tuple(sequence.prompt_logprobs) if not told else ()
         return StepOutput(
@@ -78,7 +79,7 @@ class Group:
             tokens=tuple(tokens),
             counts=self._counts(sequence),
             prompt_logprobs=prompt_logprobs,
-            num_jumped=max(0, len(tokens) - 1),
+            num_jumped=len(tokens) - (result is not None and len(tokens) > 0),
             finish=sequence.finish,
             logprobs=(result.logprob,) if result is not None and result.logprob else (),
             miss_reasons={} if told or sequence.cut_short else sequence.miss_reasons,
@@ -119,6 +120,20 @@ class Group:
         if sequence.cut_short:
             counts = replace(counts, prompt=max(counts.hit, sequence.prompt_done))
         return replace(counts, output=self.num_output)
+
+
+def unbegun(request: Request, error: str, now_ns: int) -> StepOutput:
+    """The only output of a request that failed before it had a sequence."""
+    return StepOutput(
+        request_id=request.request_id,
+        index=0,
+        tokens=(),
+        counts=TokenCounts(prompt=0),
+        finish=FinishReason.ERROR,
+        timeline=Timeline(arrival_ns=request.arrival_ns or now_ns, last_token_ns=now_ns),
+        error=error,
+        last=True,
+    )
 
 
 def seed_of(seed: int, index: int) -> int:

@@ -1,16 +1,21 @@
 """The order in which waiting requests are admitted.
 
-Pure. Longest cached prefix first serves more hits before they are evicted (SGLang's cache-aware
-scheduling, arXiv 2312.07104, section 3), but may pass a request by for ever; so each request is
-passed by for a bounded time only. The time counts from when it is first passed by, not from its
-arrival: where all wait longer than the bound, an order by arrival would serve fewer hits and let
-all wait longer still (DESIGN.md, "Measured").
+Pure. Shares (tenants) take turns by what each has been served. Within a share, longest cached
+prefix first serves more hits before they are evicted (SGLang's cache-aware scheduling, arXiv
+2312.07104, section 3), but may pass a request by for ever; so each request is passed by for a
+bounded time only. The time counts from when it is first passed by, not from its arrival: where all
+wait longer than the bound, an order by arrival would serve fewer hits and let all wait longer still
+(DESIGN.md, "Measured").
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.shares import ServedShares
+
+MIN_WINDOW = 4  # sequences of each share that are looked at, however many shares there are
 
 
 class QueueOrder(StrEnum):
@@ -23,8 +28,16 @@ class QueueOrder(StrEnum):
 class WaitingQueue:
     """Sequences that wait, oldest first. Invariant: no sequence that was preempted is passed by."""
 
-    def __init__(self, order: QueueOrder, *, max_passed_s: float, window: int = 64) -> None:
+    def __init__(
+        self,
+        order: QueueOrder,
+        *,
+        max_passed_s: float,
+        window: int = 64,
+        served: ServedShares | None = None,
+    ) -> None:
         self._order = order
+        self._served = served or ServedShares()
         self._max_passed_ns = int(max_passed_s * 1e9)
         self._window = window
         self._sequences: list[Sequence] = []
@@ -47,27 +60,54 @@ class WaitingQueue:
         self._sequences.remove(sequence)
 
     def admit(self, sequence: Sequence, now_ns: int) -> None:
-        """The sequence begins to run, and passes by all that wait longer."""
+        """The sequence begins to run, and passes by all of its share that wait longer."""
         place = self._sequences.index(sequence)
         del self._sequences[place]
         for passed in self._sequences[:place]:
-            passed.passed_ns = passed.passed_ns or now_ns
+            if passed.share == sequence.share:
+                passed.passed_ns = passed.passed_ns or now_ns
+
+    def work(self) -> dict[str, float]:
+        """By share, the tokens of work that wait."""
+        waiting: dict[str, float] = defaultdict(float)
+        for sequence in self._sequences:
+            waiting[sequence.share] += sequence.work
+        return dict(waiting)
 
     def candidates(self, now_ns: int, num_cached: Callable[[Sequence], int]) -> list[Sequence]:
         """Who may be admitted now, in order; `num_cached` tells a sequence's cached tokens.
 
-        The oldest `window` sequences are looked at. Those that were preempted, or were passed by
-        for as long as the bound, come first, by age; then the longest cached prefix, and age among
-        equals.
+        First those that were preempted, by age. Then the shares take turns, the least served one
+        first. Of each the oldest sequences are looked at, `window` in all: those that were passed
+        by for as long as the bound come first, by age; then the longest cached prefix, and age
+        among equals.
         """
-        window = self._sequences[: self._window]
-        if self._order is QueueOrder.ARRIVAL or len(window) < 2:
-            return window
+        if len(self._sequences) < 2:
+            return list(self._sequences)
+        preempted = [s for s in self._sequences if s.num_preemptions]
+        lines: dict[str, list[Sequence]] = defaultdict(list)
+        for sequence in self._sequences:
+            if not sequence.num_preemptions:
+                lines[sequence.share].append(sequence)
+        if not lines:
+            return preempted
+        length = max(MIN_WINDOW, self._window // len(lines))
+        ordered = {
+            share: self._in_line(line[:length], now_ns, num_cached) for share, line in lines.items()
+        }
+        if len(ordered) == 1:
+            return [*preempted, *next(iter(ordered.values()))][: self._window]
+        works = {share: [float(s.num_tokens) for s in line] for share, line in ordered.items()}
+        return [*preempted, *self._served.merged(ordered, works)][: self._window]
+
+    def _in_line(
+        self, line: list[Sequence], now_ns: int, num_cached: Callable[[Sequence], int]
+    ) -> list[Sequence]:
+        """The sequences of one share in their order."""
+        if self._order is QueueOrder.ARRIVAL or len(line) < 2:
+            return line
         bound = now_ns - self._max_passed_ns
-        overdue: list[Sequence] = []
-        rest: list[Sequence] = []
-        for sequence in window:
-            long_passed = 0 < sequence.passed_ns <= bound
-            (overdue if long_passed or sequence.num_preemptions else rest).append(sequence)
+        overdue = [s for s in line if 0 < s.passed_ns <= bound]
+        rest = [s for s in line if not 0 < s.passed_ns <= bound]
         rest.sort(key=num_cached, reverse=True)  # a stable sort keeps age among equals
         return overdue + rest

@@ -8,6 +8,7 @@ Engine thread only. Each step: running sequences first (one decode token each, t
 within the step's budget), then new ones as long as there is room. Chunks end on block borders.
 """
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
@@ -18,12 +19,16 @@ from engine.request import FinishReason, Lookup, TokenCounts
 from engine.scheduling.lookup import runs_of
 from engine.scheduling.queue import QueueOrder, WaitingQueue
 from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.shares import Backlog, BeginRate, ServedShares
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
 from tiers.errors import MissReason, OutOfBlocks
 from tiers.memory.tails import Tail, TailCase
 from tiers.tier import TierName
 from tiers.transfer.promotion import Progress, Ticket
+
+SPAN_WORK = 16.0  # what a sequence costs in a step beside its tokens, as tokens of a prompt
+RESERVED = 8  # one in so many places is for shares of which nothing runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +37,8 @@ class SchedulerSettings:
 
     max_running: int = 64
     step_tokens: int = 512  # prompt tokens computed in a step
-    mixed_step_tokens: int = 128  # the same while others decode, so that they do not stall
+    mixed_step_tokens: int = 128  # the same while others decode, so that they do not stall; more
+    # where more wait for their first token than decode
     max_tickets: int = 8  # waiting requests whose prefix may be brought up at once; those that wait
     # for a block that another request computes pin what that one does, and do not count
     order: QueueOrder = QueueOrder.CACHED_FIRST
@@ -53,7 +59,11 @@ class Scheduler:
         self._clock_ns = clock_ns
         self._settings = settings
         self._block_size = cache.layout.block_size
-        self.waiting = WaitingQueue(settings.order, max_passed_s=settings.max_passed_s)
+        self._served = ServedShares()
+        self._begin_rate = BeginRate()
+        self.waiting = WaitingQueue(
+            settings.order, max_passed_s=settings.max_passed_s, served=self._served
+        )
         self.running: list[Sequence] = []
         self.left: list[int] = []  # sequence ids that stopped running, for the runner to forget
         self.num_preemptions = 0
@@ -65,6 +75,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         sequence.queued_ns = self._clock_ns()
+        sequence.work = SPAN_WORK + sequence.num_tokens - self._num_cached(sequence)
+        self._served.enter(sequence.share)
         self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -74,7 +86,15 @@ class Scheduler:
         elif sequence.state is not SequenceState.FINISHED:
             self.waiting.remove(sequence)
             self._close_ticket(sequence)
+        if sequence.state is not SequenceState.FINISHED:
+            self._served.leave(sequence.share)
         sequence.state, sequence.finish = SequenceState.FINISHED, reason
+
+    def backlog(self) -> Backlog:
+        """What waits, and how fast it begins. Once per step."""
+        waiting = self.waiting.work()
+        self._begin_rate.look(self._clock_ns(), waits=bool(waiting))
+        return Backlog(waiting, self._begin_rate.tokens_per_s)
 
     def disown(self, roots: Collection[PrefixKey]) -> None:
         """Scopes are being purged: what their sequences compute from here on is kept by nobody."""
@@ -86,22 +106,55 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next step's work. Empty when nobody can make progress but by waiting."""
         batch, settings = Batch(), self._settings
-        for sequence in [s for s in self.running if s.state is SequenceState.DECODE]:
+        for sequence in [s for s in self.running if s.state is SequenceState.DECODE and s.ready]:
             if sequence.state is SequenceState.DECODE:  # not preempted for one before it
                 # One token, or the run of tokens that a grammar forced.
                 self._add_span(batch, sequence, settings.mixed_step_tokens)
         budget = settings.step_tokens
         if batch.spans:
-            budget = settings.mixed_step_tokens - (batch.num_tokens - len(batch.spans))
-        for sequence in [s for s in self.running if s.state is SequenceState.PREFILL]:
+            budget = self._mixed_budget() - (batch.num_tokens - len(batch.spans))
+        most = self._most_served()
+        prefilling = [
+            s
+            for s in self.running
+            if s.state is SequenceState.PREFILL and s.ready and self._served[s.share] < most
+        ]
+        prefilling.sort(key=lambda s: self._served[s.share])
+        if prefilling and budget > 0:
+            budget -= self._admit_spans(batch, budget, self._served[prefilling[0].share])
+        for sequence in prefilling:
             if budget > 0 and sequence.state is SequenceState.PREFILL:
                 budget -= self._add_span(batch, sequence, budget)
         if budget > 0:
-            for sequence in self._admit():
-                budget -= self._add_span(batch, sequence, budget)
-                if budget <= 0:
-                    break
+            self._admit_spans(batch, budget, most)
         return batch
+
+    def _mixed_budget(self) -> int:
+        """Prompt tokens beside those who decode: the more wait for their first token than for their
+        next, the more, so that a crowd that comes at once is not fed in crumbs."""
+        num_decoding = sum(s.state is SequenceState.DECODE for s in self.running)
+        num_first = len(self.running) - num_decoding + len(self.waiting)
+        wanted = self._settings.mixed_step_tokens * num_first // num_decoding
+        return max(self._settings.mixed_step_tokens, min(self._settings.step_tokens, wanted))
+
+    def _most_served(self) -> float:
+        """A share that was served more has no prefill in this step, which would make the step long
+        for a share that was served less and decodes."""
+        if not self._served.several:
+            return math.inf
+        decoding = (s.share for s in self.running if s.state is SequenceState.DECODE)
+        least = min((self._served[share] for share in decoding), default=math.inf)
+        return least + self._settings.mixed_step_tokens
+
+    def _admit_spans(self, batch: Batch, budget: int, served: float = math.inf) -> int:
+        """Begin waiting sequences, of shares that were served less than `served`, and compute
+        their first tokens within the budget; returns how many."""
+        added = 0
+        for sequence in self._admit(served):
+            added += self._add_span(batch, sequence, budget - added)
+            if added >= budget:
+                break
+        return added
 
     # Running sequences.
 
@@ -113,6 +166,7 @@ class Scheduler:
             self._make_room(batch, sequence, end)
         except OutOfBlocks:
             return 0  # the sequence itself was the one to give way
+        self._served.charge(sequence.share, SPAN_WORK + end - start)
         sample = end == sequence.num_tokens and sequence.params.max_tokens != 0
         params, grammar = sequence.params, sequence.grammar
         batch.spans.append(
@@ -198,18 +252,25 @@ class Scheduler:
 
     # Waiting sequences.
 
-    def _admit(self) -> Iterator[Sequence]:
-        """Sequences that begin to run, one by one; the caller stops when its budget is spent."""
+    def _admit(self, served: float) -> Iterator[Sequence]:
+        """Sequences that begin to run, one by one, of shares that were served less than `served`;
+        the caller stops when its budget is spent."""
         if len(self.running) >= self._settings.max_running:
             return  # before anybody is looked up, which is most of a step's work here
+        if all(self._served[s.share] >= served for s in self.waiting):
+            return
         now_ns = self._clock_ns()
         holders = {s for s in self.waiting if s.ticket is not None and not s.follows}
         for sequence in self.waiting.candidates(now_ns, self._num_cached):
             if len(self.running) >= self._settings.max_running:
                 return
+            if self._served[sequence.share] >= served or not self._has_place(sequence):
+                continue
             if sequence.ticket is None:
-                if len(holders) >= self._settings.max_tickets:
-                    continue
+                if len(holders) >= self._settings.max_tickets and any(
+                    holder.share == sequence.share for holder in holders
+                ):
+                    continue  # a share that holds none may always have one
                 sequence.ticket = self._cache.open(sequence.chain, reads=sequence.reads_cache)
                 sequence.admitted_ns = sequence.admitted_ns or now_ns
             progress = self._cache.advance(sequence.ticket)
@@ -234,6 +295,13 @@ class Scheduler:
             holders.discard(sequence)
             self._begin(sequence, tail)
             yield sequence
+
+    def _has_place(self, sequence: Sequence) -> bool:
+        """Whether it may run beside those who do: some places wait for shares that have none."""
+        limit = self._settings.max_running
+        if not self._served.several or len(self.running) < limit - limit // RESERVED:
+            return True
+        return all(running.share != sequence.share for running in self.running)
 
     def _num_cached(self, sequence: Sequence) -> int:
         if sequence.ticket is not None:
@@ -272,6 +340,7 @@ class Scheduler:
         sequence.loaded_ns = sequence.loaded_ns or now_ns
         sequence.state = SequenceState.PREFILL
         self.waiting.admit(sequence, now_ns)
+        self._begin_rate.begun(sequence.work)
         self.running.append(sequence)
 
     def _count_hits(
@@ -370,4 +439,5 @@ class Scheduler:
         twin.queued_ns, twin.loaded_ns = sequence.queued_ns, sequence.loaded_ns
         twin.admitted_ns = sequence.admitted_ns
         twin.state = SequenceState.PREFILL
+        self._served.enter(twin.share)
         self.running.append(twin)

@@ -63,6 +63,16 @@ class Sequence:
     loaded_ns: int = 0
     first_token_ns: int = 0
     num_preemptions: int = 0
+    work: float = 0.0  # tokens to compute before it can answer, as estimated when it came
+
+    @property
+    def share(self) -> str:
+        return self.request.share
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is known what its grammar allows next; without that it sits a step out."""
+        return self.grammar is None or self.grammar.ready
 
     @property
     def reads_cache(self) -> bool:

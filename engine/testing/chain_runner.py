@@ -25,7 +25,7 @@ SEED = 0x5EED
 
 def chain_layout(block_size: int = 4) -> BlockLayout:
     """The smallest layout that the runner can write: 16 bytes of KV a token."""
-    return BlockLayout(
+    return BlockLayout.uniform(
         num_layers=1, block_size=block_size, num_kv_heads=1, head_dim=2, dtype="float32"
     )
 
@@ -58,6 +58,9 @@ class ChainRunner:
 
     def forget(self, sequence_id: int) -> None:
         self.forgotten.append(sequence_id)
+
+    def probe(self) -> None:
+        pass
 
     def _span(self, span: Span) -> Sampled:
         adapter = self._adapters[span.adapter] if span.adapter is not None else b""

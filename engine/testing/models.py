@@ -16,6 +16,7 @@ from transformers import (
     Gemma2Config,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
@@ -47,11 +48,21 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": EOS,
     "initializer_range": 0.2,  # large enough that greedy tokens vary with the context
 }
+_LONGROPE: dict[str, Any] = {  # as Phi-3-128k: short tables up to 64 tokens, long ones beyond
+    "original_max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.0, 1.1, 1.1, 1.2, 1.2, 1.3, 1.3],
+        "long_factor": [1.0, 1.2, 2.0, 4.0, 8.0, 12.0, 16.0, 16.0],
+    },
+}
 _CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**_SHAPE, use_sliding_window=False),
     "qwen3": lambda: Qwen3Config(**_SHAPE),
     "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=40),
+    "phi3": lambda: Phi3Config(**{**_SHAPE, "hidden_size": 96}, **_LONGROPE),
     "gemma2": lambda: Gemma2Config(**_SHAPE, sliding_window=24, query_pre_attn_scalar=16),
 }
 ARCHITECTURES = tuple(_CONFIGS)

@@ -1,10 +1,9 @@
 """A trace through the real scheduler and cache, in simulated time and without a model.
 
 What an order of the queue serves from the cache, and how long it lets requests wait, is decided by
-`engine.scheduling.queue`, `engine.scheduling.scheduler` and `tiers` themselves; only the runner
-and the clock are made
-up. One simulated token stands for several of the trace, so that an hour of it takes a minute. For
-`tests/bench/queue_order.py` and the tests; one thread.
+`engine.scheduling.queue`, `engine.scheduling.scheduler` and `tiers` themselves; only the runner and
+the clock are made up. One simulated token stands for several of the trace, so that an hour of it
+takes a minute. For `tests/bench/queue_order.py` and the tests; one thread.
 """
 
 from array import array
@@ -115,10 +114,13 @@ class _TimedRunner:
     def forget(self, sequence_id: int) -> None:
         self.forgotten += 1
 
+    def probe(self) -> None:
+        pass
+
 
 def simulate(trace: Trace, server: SimulatedServer) -> SimulatedRun:
     """Serve a trace as it arrives; deterministic."""
-    layout = BlockLayout(
+    layout = BlockLayout.uniform(
         num_layers=1, block_size=BLOCK, num_kv_heads=1, head_dim=1, dtype="float16"
     )
     settings = CacheSettings(

@@ -5,7 +5,7 @@ stop strings', whatever was generated before.
 """
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 
@@ -35,9 +35,16 @@ class IncrementalDetokenizer:
         *,
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        shown: Collection[str] = (),
     ) -> None:
+        """`shown` are the special tokens that are part of the text nevertheless."""
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        if shown:
+            kept = {text.encode() for text in shown}
+            self._skipped = frozenset(
+                token for token in self._skipped if tokenizer.token_bytes(token) not in kept
+            )
         self._stop = tuple(text for text in stop if text)
         self._include_stop = include_stop
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

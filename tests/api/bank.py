@@ -10,6 +10,7 @@ from billing.accounts import Accounts
 from billing.gate.entries import Entry, Kind
 from billing.idempotency import Idempotency
 from billing.ledger import Ledger
+from billing.prices.cards import default_card
 from billing.reports.receipts import ReceiptSigner, describe
 from billing.store.store import database_url, open_store
 
@@ -33,7 +34,9 @@ class Bank:
         self.store = open_store(database_url(folder))
         self.accounts = Accounts(self.store)
         self.entries: list[Entry] = []
-        self.ledger = Ledger(self.store, self.accounts, observers=[self.entries.extend])
+        self.ledger = Ledger(
+            self.store, self.accounts, observers=[self.entries.extend], first_card=default_card()
+        )
         self.ledger.start()
         self.signer = ReceiptSigner.open(folder)
         self.house = fake_house(
@@ -48,6 +51,7 @@ class Bank:
             ),
             replays=Idempotency(self.store),
             balances=self.accounts.tenant,
+            ledger_store=self.store,
             receipt_keys=self.signer.published,
             settings=settings,
         )

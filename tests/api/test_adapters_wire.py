@@ -11,8 +11,9 @@ import pytest
 
 from cachesvc.config import load_settings
 from cachesvc.server import compute as core
+from cachesvc.server.listen import make_data_dir
 from cachesvc.server.money import open_money
-from cachesvc.service import Service, make_data_dir
+from cachesvc.service import Service
 from engine.testing.models import save_tiny_adapter, save_tiny_model
 from tiers.telemetry.events import EventStream
 
@@ -57,7 +58,7 @@ async def served(
         loaded = core.load(settings.model, data_dir)
         with contextlib.closing(Service(settings, loaded, money, EventStream())) as service:
             app: Any = service.app(money.start(service.metrics.observe_bill))
-            service.core.start()
+            service.core.start(64)
             inner = app.app  # lifespans are the application's
             async with (
                 inner.router.lifespan_context(inner),

@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from api.access.auth import Salts
-from api.admin.books import Books
-from api.admin.parts import AdminParts
+from api.admin.parts import AdminParts, Books
 from api.admin.router import admin_router
 from api.admin.testing import OPERATOR_TOKEN, RecordingTrail, fake_parts
 from api.app import create_app
@@ -28,7 +27,7 @@ from cachesvc.config import disk_path
 from cachesvc.operator.operator import CacheOperator
 from cachesvc.operator.purge import RECEIPTS, purge_stopped
 from cachesvc.operator.scopes import Kind, note_scopes, roots_of
-from cachesvc.server.money import read_secret
+from cachesvc.operator.secret import read_secret
 from engine.engine import Engine, EngineSettings
 from engine.request import Request, SamplingParams, StepOutput
 from engine.testing.chain_runner import ChainRunner, chain_layout

@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from api.admin.headers import POLICY
 from api.admin.login.guard import PER_ADDRESS
 from api.admin.pages.base import PAGES
 from api.admin.parts import AdminParts
 from api.admin.testing import OPERATOR_TOKEN, fake_parts
+from api.page_headers import POLICY
 from tests.api.test_admin_access import admin_client, code_of
 
 pytestmark = pytest.mark.anyio
@@ -77,6 +77,19 @@ async def test_a_person_is_sent_to_the_login_page_and_back(
     assert [("admin.login", "ada")] == actions(parts)
 
 
+async def test_a_login_leads_back_to_what_was_chosen_on_the_page(
+    client: httpx.AsyncClient,
+) -> None:
+    sent = await client.get("/admin/probe?tenant=acme&page=2", headers=PERSON)
+    wanted = "/admin/probe?tenant=acme&page=2"
+    assert wanted == httpx.URL(sent.headers["location"]).params["next"]
+    assert wanted == (await log_in(client, next=wanted)).headers["location"]
+    client.cookies.clear()
+    part = {"hx-request": "true", "hx-current-url": f"http://t{wanted}"}
+    refused = await client.get("/admin/probe", headers=part)
+    assert wanted == httpx.URL(refused.headers["hx-redirect"]).params["next"]
+
+
 @pytest.mark.parametrize(
     "target", ["https://evil.example/", "//evil.example", "/v1/models", "/adminx", "/admin?x=//e"]
 )
@@ -124,7 +137,7 @@ async def test_a_session_that_was_lost_is_told_on_the_login_page(client: httpx.A
     async with admin_client(fake_parts(stats=lambda: STATS)) as restarted:
         restarted.cookies = client.cookies
         lost = await restarted.get("/admin", headers=PERSON, follow_redirects=True)
-        assert "Your session has ended: the server was started again" in lost.text
+        assert "Your session has ended: it was too old" in lost.text
         assert 303 == (await log_in(restarted)).status_code
         assert 200 == (await restarted.get("/admin", headers=PERSON)).status_code
 
@@ -246,7 +259,7 @@ async def test_what_a_person_may_not_do_is_told_on_a_page(client: httpx.AsyncCli
     assert 404 == missing.status_code
     assert "That did not work" in missing.text
     moved = await client.get("/admin/api/stats", headers={"HX-Request": "true"})
-    assert (401, "/admin/login") == (moved.status_code, moved.headers["hx-redirect"])
+    assert (401, "/admin/login?next=/admin") == (moved.status_code, moved.headers["hx-redirect"])
 
 
 async def test_assets_are_kept_by_digest_and_compressed(client: httpx.AsyncClient) -> None:

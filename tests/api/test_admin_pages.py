@@ -108,6 +108,20 @@ async def test_a_page_holds_neither_script_nor_style_of_its_own(
         assert not re.search(r"<script(?! src=)|<style|\sstyle=|\son\w+=", page), name
 
 
+async def test_a_person_finds_the_dashboard_and_the_api_at_the_root(
+    client: httpx.AsyncClient,
+) -> None:
+    led = await client.get("http://t/")
+    assert (307, "/admin") == (led.status_code, led.headers["location"])
+    page = await client.get("http://t/docs")
+    assert 200 == page.status_code
+    assert "script-src 'self'" in page.headers["content-security-policy"]
+    assert "<script" not in page.text
+    for path in ("POST /v1/chat/completions", "GET /v1/models", "GET /health/ready"):
+        assert path in page.text
+    assert "max_completion_tokens" in page.text
+
+
 async def test_the_explorer_shows_whose_a_prefix_is(
     client: httpx.AsyncClient, cache: Cache
 ) -> None:

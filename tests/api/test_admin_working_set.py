@@ -10,8 +10,7 @@ from api.admin.testing import OPERATOR_TOKEN, fake_parts
 from billing.prices.book import PriceBook
 from billing.prices.cards import default_card
 from tests.api.test_admin_access import admin_client, code_of
-from tiers.telemetry.traffic import TierPoint, TrafficReport
-from tiers.telemetry.working_set import MissRatioCurve
+from tiers.telemetry.working_set import MissRatioCurve, TierPoint, TrafficReport
 from tiers.tier import TierName
 
 pytestmark = pytest.mark.anyio

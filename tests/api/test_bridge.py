@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from api.job import Job
 from api.requests.bridge import OutputBridge
-from api.requests.generation import Generation, Job
+from api.requests.generation import Generation
 from api.testing import byte_model
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage

@@ -21,8 +21,7 @@ from billing.keys import Principal, Scope
 from tests.api.driver import Visit
 from tiers.blocks.keys import PrefixKey, token_bytes
 from tiers.telemetry.events import EventKind
-from tiers.telemetry.lifetimes import Cause
-from tiers.tier import TierName
+from tiers.tier import Cause, TierName
 
 pytestmark = pytest.mark.anyio
 
@@ -206,14 +205,37 @@ async def test_a_stop_ends_the_streams_and_refuses_new_ones(house: FakeHouse, ap
 
 
 async def test_only_so_many_may_listen(house: FakeHouse, app: FastAPI) -> None:
-    listeners = [
-        await Listener(app, "/v1/cache/events", "sk-admin").opened() for _ in range(MAX_FEEDS)
-    ]
-    refused = Listener(app, "/v1/cache/events", "sk-admin").start()
-    await refused.task
-    assert 503 == refused.messages[0]["status"]
+    """One tenant's connections leave places for another's, and for the operator's."""
+    listeners, refused = [], 0
+    for _ in range(MAX_FEEDS + 5):
+        listener = Listener(app, "/v1/cache/events", "sk-admin").start()
+        await listener.first_text()
+        if listener.messages[0]["status"] == 200:
+            listeners.append(listener)
+        else:
+            refused += 1
+            assert 503 == listener.messages[0]["status"]
+            assert f"{MAX_FEEDS * 3 // 4} of them of this tenant" in listener.text
+    assert 5 + MAX_FEEDS // 4 == refused
+    listeners.append(await Listener(app, "/v1/cache/events", "sk-acme").opened())
+    listeners.append(await Listener(app, "/admin/api/events", OPERATOR_TOKEN).opened())
     for listener in listeners:
         await listener.gone()
+    again = await Listener(app, "/v1/cache/events", "sk-admin").opened()
+    await again.gone()
+
+
+async def test_a_listener_that_stops_reading_loses_its_place() -> None:
+    settings = WireSettings(keepalive_s=0.02, write_timeout_s=0.05)
+    house = fake_house(gatekeeper=Keys(), salts=SALTS, settings=settings)
+    app = create_app(house.wire)
+    async with app.router.lifespan_context(app):
+        listener = await Listener(app, "/v1/cache/events", "sk-acme").opened()
+        listener.stuck = True
+        async with asyncio.timeout(10):
+            await listener.task
+        assert 0 == house.wire.feeds.stream.num_subscribers
+    house.close()
 
 
 @pytest.mark.parametrize(

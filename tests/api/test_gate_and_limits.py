@@ -9,14 +9,18 @@ from hypothesis import strategies as st
 from limits.aio.storage import MemoryStorage
 from limits.errors import StorageError
 
-from api.access.auth import OpenGate, Salts, bearer_token
-from api.access.circuit_breaker import Outage
+from api.access.auth import KeyGate, OpenGate, Salts, bearer_token
+from api.access.circuit_breaker import CircuitBreaker
 from api.access.limits import LimitSettings, Quota, WindowLimits, open_storage
-from api.errors import MissingScope, RateLimited
+from api.errors import MissingKey, MissingScope, RateLimited
 from api.testing import FakeHouse, Script, fake_house
+from billing.errors import KeyExpired, KeyRevoked, UnknownKey
 from billing.keys import Principal, Scope
+from billing.prices.cards import default_card
 from billing.usage import EMPTY, Usage
-from tests.api.conftest import running
+from tests.api.bank import Bank
+from tests.api.conftest import begun, running
+from tests.api.driver import Visit
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
@@ -69,6 +73,48 @@ async def test_members_of_a_group_share_and_others_may_not() -> None:
 )
 def test_bearer_tokens(header: str | None, token: str | None) -> None:
     assert token == bearer_token(header)
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+async def test_who_asks_is_known_without_a_thread(
+    bank: Bank, monkeypatch: pytest.MonkeyPatch, with_keys: bool
+) -> None:
+    """The store is looked into at most twice a second; the requests between need no thread."""
+    authorization = bank.customer(0)["authorization"] if with_keys else None
+    bank.accounts.prepare(default_card())
+    gate = KeyGate(bank.accounts)
+    first = await gate.identify(authorization)
+    look, looks = gate._look, 0
+
+    def counted(token: str | None) -> Principal:
+        nonlocal looks
+        looks += 1
+        return look(token)
+
+    monkeypatch.setattr(gate, "_look", counted)
+    bank.accounts.refresh()
+    assert [first] * 20 == [await gate.identify(authorization) for _ in range(20)]
+    assert 0 == looks
+    bank.accounts._looked_s -= 1
+    assert first == await gate.identify(authorization)
+    assert 1 == looks
+
+
+async def test_a_revoked_or_expired_key_is_refused_from_memory_too(bank: Bank) -> None:
+    bank.accounts.create_tenant("acme", "CNY", by="test")
+    gate = KeyGate(bank.accounts)
+    key, info = bank.accounts.create_key("acme", by="test")
+    old, _ = bank.accounts.create_key("acme", by="test", expires_ns=1)
+    assert "acme" == (await gate.identify(f"Bearer {key}")).tenant
+    bank.accounts.revoke_key(info.key_id, by="test")
+    with pytest.raises(KeyRevoked):
+        await gate.identify(f"Bearer {key}")
+    with pytest.raises(KeyExpired):
+        await gate.identify(f"Bearer {old}")
+    with pytest.raises(UnknownKey):
+        await gate.identify("Bearer sk-other")
+    with pytest.raises(MissingKey):
+        await gate.identify(None)
 
 
 def limited(**quota: int) -> FakeHouse:
@@ -157,6 +203,65 @@ async def test_keys_and_tenants_have_their_own_quotas() -> None:
         await limits.admit(Principal("vip", key_id=f"vip_{number}"))
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_who_would_wait_too_long_is_told_when_to_come_back(path: str) -> None:
+    """Before the body is read: what is refused costs next to nothing. Other tenants are served."""
+    tenants = iter(["storm", "storm", "polite"])
+
+    class Gate:
+        async def identify(self, authorization: str | None) -> Principal:
+            return Principal(next(tenants), key_id="k", scopes=frozenset(Scope))
+
+    house = fake_house(gatekeeper=Gate())
+    async with running(house) as (_, client):
+        for wait_s, retry_s in ((12.5, "3"), (500.0, "60")):
+            house.engine.script = Script(wait_s={"storm": wait_s})
+            refused = await client.post(path, content=b"not even JSON")
+            assert (503, "queue_too_long", retry_s) == (
+                refused.status_code,
+                refused.json()["error"]["code"],
+                refused.headers["retry-after"],
+            )
+            assert f"wait about {wait_s:.0f} s" in refused.json()["error"]["message"]
+        body = HELLO if path == CHAT else {"model": "bytes", "prompt": "hi"}
+        assert 200 == (await client.post(path, json=body)).status_code
+        assert ["polite"] == [request.share for request in house.engine.requests]
+
+
+async def test_the_prompts_own_length_counts_and_nothing_is_held_for_a_refused_one() -> None:
+    house = fake_house()
+    house.engine.predicted_wait_s = lambda share, num_tokens: float(num_tokens)
+    async with running(house) as (_, client):
+        assert 503 == (await client.post(CHAT, json=HELLO)).status_code
+        short = {"model": "bytes", "prompt": "x" * 9}
+        assert 200 == (await client.post("/v1/completions", json=short)).status_code
+    assert 1 == len(house.meter.charges)
+
+
+async def test_one_tenant_leaves_places_in_the_engine_to_others() -> None:
+    tenants = iter(["storm"] * 12 + ["polite"] + ["storm"] * 6)
+
+    class Gate:
+        async def identify(self, authorization: str | None) -> Principal:
+            return Principal(next(tenants), key_id="k", scopes=frozenset(Scope))
+
+    house = fake_house(gatekeeper=Gate(), max_in_flight=8)
+    house.engine.script = Script(stall=True)
+    async with running(house) as (app, client):
+        visits = [Visit(app, CHAT, HELLO).start() for _ in range(12)]
+        await begun(house, requests=6)
+        done = [visit.messages[0]["status"] for visit in visits if visit.messages]
+        assert [503] * 6 == done
+        house.engine.script = Script(answer="x")
+        assert 200 == (await client.post(CHAT, json=HELLO)).status_code
+        for visit in visits:
+            visit.leave()
+        await asyncio.gather(*(visit.task for visit in visits))
+        several = {"model": "bytes", "prompt": ["a", "b", "c"]}
+        for _ in range(6):  # every place came back
+            assert 200 == (await client.post("/v1/completions", json=several)).status_code
+
+
 async def test_a_store_that_fails_lets_requests_in() -> None:
     class Broken(MemoryStorage):
         async def get(self, key: str) -> int:
@@ -183,8 +288,8 @@ async def test_a_store_that_fails_is_asked_again_after_a_while() -> None:
             raise StorageError(OSError("redis is gone"))
 
     storage, now_s = Failing(), 0.0
-    outage = Outage(clock_s=lambda: now_s)
-    limits = WindowLimits(LimitSettings(tenant=Quota(requests=1)), storage, outage=outage)
+    breaker = CircuitBreaker(clock_s=lambda: now_s)
+    limits = WindowLimits(LimitSettings(tenant=Quota(requests=1)), storage, breaker=breaker)
     for asked, now_s in ((1, 0.0), (1, 2.9), (2, 3.0), (2, 5.9), (3, 6.0)):
         await (await limits.admit(ACME)).close(EMPTY)
         assert asked == storage.num_asked, f"at {now_s} s"

@@ -30,6 +30,10 @@ USER = {"role": "user", "content": "hi"}
 MODEL = byte_model()
 
 
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
 def chat(**fields: Any) -> dict[str, Any]:
     return {"model": "bytes", "messages": [USER], "max_tokens": 2} | fields
 
@@ -56,11 +60,16 @@ TOO_MUCH = [
     (CHAT, chat(stop_token_ids=[1] * (ITEMS_MAX + 1)), "stop_token_ids"),
     (CHAT, chat(logit_bias={str(i): 1 for i in range(BIASES_MAX + 1)}), "logit_bias"),
     (CHAT, chat(logit_bias={"9" * 5000: 1}), "logit_bias"),
+    (CHAT, chat(repetition_penalty=1e-300), "repetition_penalty"),
+    (CHAT, chat(top_k=1 << 40), "top_k"),
+    (CHAT, chat(seed=-(1 << 63) - 1), "seed"),
+    (CHAT, chat(min_tokens=1 << 40), "min_tokens"),
+    (TEXT, {"model": "bytes", "prompt": [1, 2], "max_tokens": 1 << 40}, "max_tokens"),
     (CHAT, chat(guided_json={"enum": [1] * MAX_VALUES}), "guided_json"),
     (CHAT, chat(structured_outputs={"choice": ["a"] * MAX_VALUES}), "structured_outputs.choice"),
     (CHAT, chat(messages=[{"role": "user", "content": "x" * (MODEL.max_chars + 1)}]), "messages"),
     (CHAT, chat(messages=[USER | {"name": "x" * (MODEL.max_chars + 1)}]), "messages"),
-    (CHAT, chat(tools=[{"a": "x" * MODEL.max_chars}]), "messages"),
+    (CHAT, chat(tools=[tool(description="x" * MODEL.max_chars)]), "messages"),
     (TEXT, {"model": "bytes", "prompt": [1] * (IDS_MAX + 1)}, "prompt"),
     (TEXT, {"model": "bytes", "prompt": "x" * (MODEL.max_chars + 1)}, "prompt"),
     ("/tokenize", {"prompt": "x" * (MODEL.max_chars + 1)}, "prompt"),
@@ -86,7 +95,7 @@ async def test_any_count_of_retries_is_answered(client: httpx.AsyncClient, retri
 
 async def test_as_much_as_is_served_is_served(client: httpx.AsyncClient) -> None:
     body = chat(
-        tools=[nested(MAX_DEPTH - 2)],
+        tools=[tool(parameters={"type": "object", "default": nested(MAX_DEPTH - 5)})],
         messages=calling(nested(MAX_DEPTH - 2)),
         stop=["~" * STOP_CHARS_MAX],
     )

@@ -1,15 +1,21 @@
 """What HTTP allows and clients get wrong: long bodies, headers said twice, odd paths."""
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 
+from api.access.body_bound import BODIES_AT_ONCE
 from api.admin.router import admin_router
 from api.admin.testing import OPERATOR_TOKEN, fake_parts
 from api.app import create_app
 from api.collaborators import WireSettings
-from api.testing import FakeHouse, fake_house
+from api.testing import FakeHouse, Script, fake_house
+from billing.keys import Principal, Scope
+from tests.api.conftest import begun, running
+from tests.api.driver import Visit
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -57,6 +63,56 @@ async def test_no_route_reads_a_body_beyond_the_bound(
         assert "server.max_body_bytes" in answer.json()["error"]["message"]
         assert "close" == answer.headers["connection"]
     assert BOUND < num_read <= BOUND + 200
+
+
+async def test_all_bodies_together_are_bounded_and_tenants_share_the_room() -> None:
+    """A tenant's bodies that are still on their way leave room for another tenant's."""
+    tenants = iter(["greedy"] * 20 + ["polite"])
+
+    class Gate:
+        async def identify(self, authorization: str | None) -> Principal:
+            return Principal(next(tenants), key_id="k", scopes=frozenset(Scope))
+
+    house = fake_house(gatekeeper=Gate(), settings=WireSettings(max_body_bytes=BOUND))
+    app = create_app(house.wire)
+    go_on = asyncio.Event()
+
+    async def half() -> AsyncIterator[bytes]:
+        body = json.dumps(HELLO).encode()
+        yield body + b" " * (BOUND - len(body) - 10)
+        await go_on.wait()
+        yield b" " * 10
+
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
+        sending = [asyncio.create_task(client.post(CHAT, content=half())) for _ in range(20)]
+        await asyncio.sleep(0.1)
+        refused = [task.result() for task in sending if task.done()]
+        assert [503] * (20 - 3 * BODIES_AT_ONCE // 4) == [one.status_code for one in refused]
+        assert {"1"} == {one.headers["retry-after"] for one in refused}
+        assert 200 == (await client.post(CHAT, json=HELLO)).status_code
+        go_on.set()
+        answers = await asyncio.gather(*sending)
+        assert 3 * BODIES_AT_ONCE // 4 == [one.status_code for one in answers].count(200)
+    house.close()
+
+
+async def test_a_body_that_was_read_leaves_its_room_while_its_answer_runs() -> None:
+    house = fake_house(settings=WireSettings(max_body_bytes=BOUND))
+    house.engine.script = Script(stall=True)
+    async with running(house) as (app, _):
+        visits = []
+        for _ in range(40):
+            visits.append(Visit(app, CHAT, HELLO | {"user": "x" * 800}).start())
+            await asyncio.sleep(0.001)
+        await begun(house, requests=40)
+        assert 40 == len(house.engine.requests), "the room is enough for 16 bodies at once"
+        for visit in visits:
+            visit.leave()
+        await asyncio.gather(*(visit.task for visit in visits))
 
 
 @pytest.mark.parametrize("name", ["Authorization", "Idempotency-Key"])

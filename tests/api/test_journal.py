@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from api.access.auth import OpenGate
 from api.journal.journal import Journal, JournalSettings, Record, State
 from api.testing import FakeHouse, Script, fake_house
-from billing.errors import InsufficientBalance
+from billing.gate.work import insufficient_balance
 from billing.keys import Principal, Scope
 from tests.api.conftest import quiet, running
 from tests.api.driver import Visit
@@ -112,7 +112,7 @@ async def test_a_running_request_is_told_as_far_as_it_is(house: FakeHouse, app: 
 async def test_a_refused_request_says_with_what(
     house: FakeHouse, client: httpx.AsyncClient
 ) -> None:
-    house.meter.refuse = InsufficientBalance(
+    house.meter.refuse = insufficient_balance(
         "the balance does not cover it", needed=2, available=1, currency="CNY"
     )
     await client.post(CHAT, json=HELLO, headers={"X-Request-Id": "poor"})

@@ -16,8 +16,8 @@ import pytest
 from fastapi.routing import APIRoute
 from typer.testing import CliRunner
 
-from api.admin.books import Books
 from api.admin.login.sessions import Admin, Role, Sessions
+from api.admin.parts import Books
 from api.admin.router import admin_router
 from api.admin.routes import account as account_routes
 from api.admin.routes import ledger as ledger_routes
@@ -29,7 +29,7 @@ from billing.accounts import Accounts
 from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
 from billing.money import UNITS
-from billing.prices.cards import shipped_cards
+from billing.prices.cards import default_card, shipped_cards
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner, verify_receipt
 from billing.store.store import database_url, open_store
@@ -64,7 +64,7 @@ class House:
 def house(tmp_path: Path) -> Iterator[House]:
     store = open_store(database_url(tmp_path))
     accounts = Accounts(store)
-    ledger = Ledger(store, accounts)
+    ledger = Ledger(store, accounts, first_card=default_card())
     ledger.start()
     accounts.create_tenant("acme", "CNY", by="test")
     ledger.deposit("acme", 10 * UNITS, reference="first", by="test").result()

@@ -1,17 +1,13 @@
 """Models, tokens, health, metrics, request ids, and the one log line of a request."""
 
-import threading
 from dataclasses import replace
 
 import httpx
-import pytest
 import structlog.testing
 from fastapi import APIRouter
 
 from api.app import create_app
 from api.collaborators import Readiness
-from api.errors import Overloaded, answer_to
-from api.requests.encoders import EncoderPool
 from api.testing import FakeHouse, Script, byte_model, fake_house
 from tests.api.conftest import running
 
@@ -55,20 +51,7 @@ async def test_tokens_there_and_back(client: httpx.AsyncClient) -> None:
 async def test_long_texts_leave_the_event_loop(client: httpx.AsyncClient, house: FakeHouse) -> None:
     text = "x" * 3000
     assert 3000 == (await client.post("/tokenize", json={"prompt": text})).json()["count"]
-    assert house.wire.encoders._threads
-
-
-async def test_too_many_long_texts_are_refused_at_once() -> None:
-    pool, gate = EncoderPool(1, max_pending=2), threading.Event()
-    running, waiting = pool.submit(gate.wait), pool.submit(len, "text")
-    with pytest.raises(Overloaded, match="retry"):
-        pool.submit(len, "one more")
-    gate.set()
-    assert (True, 4) == (running.result(), waiting.result())
-    pool.shutdown()
-    with pytest.raises(RuntimeError):
-        pool.submit(len, "late")
-    assert 503 == answer_to(Overloaded("later")).status
+    assert house.wire.encoders._threads._threads
 
 
 async def test_alive_and_ready_are_two_questions(house: FakeHouse) -> None:
@@ -83,6 +66,15 @@ async def test_alive_and_ready_are_two_questions(house: FakeHouse) -> None:
         )
         heads = [await client.head(path) for path in ("/health", "/health/ready")]
         assert [200, 503] == [head.status_code for head in heads]
+        dead = Readiness(False, "the engine has failed", alive=False)
+        app = create_app(replace(house.wire, readiness=lambda: dead))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        failed = await client.get("/health")
+        assert (503, {"status": "failed", "reason": "the engine has failed"}) == (
+            failed.status_code,
+            failed.json(),
+        )
         metrics = await client.get("/metrics")
         assert ("# none\n", "text/plain; version=0.0.4") == (
             metrics.text,

@@ -1,12 +1,14 @@
 """The fields that say what an answer must look like: OpenAI's, vLLM's and SGLang's."""
 
+import asyncio
 import threading
 from typing import Any
 
 import httpx
 import pytest
 
-from api.shapes.structured import GrammarDesk
+from api.errors import Overloaded
+from api.requests.grammars import MAX_PENDING, NUM_THREADS, GrammarPool
 from api.testing import FakeHouse, fake_house
 from engine.errors import InvalidParameter, StructureUnavailable
 from engine.structure import Source, SourceKind
@@ -33,10 +35,10 @@ class RecordingCompiler:
         self.threads: set[str] = set()
         self.refuse: Exception | None = None
 
-    def known(self, source: Source) -> Compiled | None:
+    def known(self, source: Source, owner: str) -> Compiled | None:
         return Compiled(source) if source in self.sources else None
 
-    def compile(self, source: Source) -> Compiled:
+    def compile(self, source: Source, owner: str) -> Compiled:
         self.threads.add(threading.current_thread().name)
         if self.refuse is not None:
             raise self.refuse
@@ -48,8 +50,8 @@ def chat(**fields: object) -> dict[str, object]:
     return {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]} | fields
 
 
-def house_with(compiler: RecordingCompiler) -> tuple[FakeHouse, GrammarDesk]:
-    desk = GrammarDesk(compiler)
+def house_with(compiler: RecordingCompiler) -> tuple[FakeHouse, GrammarPool]:
+    desk = GrammarPool(compiler)
     return fake_house(grammars=desk), desk
 
 
@@ -139,6 +141,35 @@ async def test_what_the_compiler_refuses_is_the_clients_error_and_holds_no_money
         assert "unsupported_parameter" == answer.json()["error"]["code"]
         assert [] == house.meter.charges == house.engine.requests
     desk.close()
+
+
+async def test_a_tenants_grammars_do_not_stand_before_anothers() -> None:
+    """A few threads compile them; thirty of one tenant wait, and another's first is next."""
+    gate, order = threading.Event(), []
+
+    class Slow(RecordingCompiler):
+        def known(self, source: Source, owner: str) -> None:
+            return None
+
+        def compile(self, source: Source, owner: str) -> Compiled:
+            assert gate.wait(10)
+            order.append(source.text)
+            return Compiled(source)
+
+    pool = GrammarPool(Slow())
+    greedy = [
+        asyncio.create_task(pool.get("greedy", Source(SourceKind.REGEX, f"g{number}")))
+        for number in range(40)
+    ]
+    await asyncio.sleep(0)
+    polite = asyncio.create_task(pool.get("polite", Source(SourceKind.REGEX, "p")))
+    await asyncio.sleep(0)
+    gate.set()
+    answers = await asyncio.gather(*greedy, polite, return_exceptions=True)
+    pool.close()
+    refused = [answer for answer in answers if isinstance(answer, Overloaded)]
+    assert 40 - MAX_PENDING * 3 // 4 == len(refused)
+    assert "p" in order[: NUM_THREADS + 2]
 
 
 async def test_without_a_compiler_it_is_refused() -> None:

@@ -81,8 +81,9 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture
-def tracer(collector: Collector) -> Iterator[RequestTracer]:
-    tracer = open_tracer(TracingSection(endpoint=collector.url, service_name="shop"))
+def tracer(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestTracer]:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "shop")
+    tracer = open_tracer(TracingSection(endpoint=collector.url))
     assert tracer is not None
     yield tracer
     tracer.close()

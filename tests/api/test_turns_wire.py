@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from api.access.auth import Salts
-from api.requests.turns import Conversations, Parting, PartReason, Transcript, turn_of
+from api.collaborators import WireSettings
+from api.job import Divergence, DivergenceReason, Transcript
+from api.requests.turns import Conversations, assistant_message, turn_of
 from api.testing import ByteTokenizer, Script, byte_model, fake_house
 from tests.api.conftest import running
 from tiers.blocks.keys import CacheScope
@@ -23,38 +25,40 @@ FIRST = "user: hi\nassistant: "
 class StrippingTokenizer(ByteTokenizer):
     """Its template leaves the reasoning out of old answers, as reasoning models' do."""
 
-    def chat(
+    def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> "array[int]":
+        **_: Any,
+    ) -> str:
         plain = [
             {**message, "content": re.sub("<think>.*</think>", "", message["content"])}
             for message in messages
         ]
-        return super().chat(plain, add_generation_prompt=add_generation_prompt, tools=tools)
+        return super().render(plain, add_generation_prompt=add_generation_prompt, tools=tools)
 
 
 class PairingTokenizer(ByteTokenizer):
     """Has a token for `ab`, which the scripted engine never generates."""
 
-    def encode(self, text: str) -> "array[int]":
+    def encode(self, text: str, **_: Any) -> "array[int]":
         return array("i", [255 if pair == "ab" else ord(pair) for pair in re.findall("ab|.", text)])
 
     def token_bytes(self, token: int) -> bytes:
         return b"ab" if token == 255 else super().token_bytes(token)
 
-    def chat(
+    def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> "array[int]":
+        **_: Any,
+    ) -> str:
         text = "".join(f"{m['role'][0]}:{m['content']}|" for m in messages)
-        return self.encode(text + ("a:" if add_generation_prompt else ""))
+        return text + ("a:" if add_generation_prompt else "")
 
 
 async def second_turn(
@@ -67,12 +71,12 @@ async def second_turn(
     body = {"model": "bytes", "cachesvc": {"details": True}, "max_tokens": 100} | fields
     async with running(house) as (_, client):
         first = await client.post(CHAT, json=body | {"messages": [ASK]})
-        assert "parted_at_token" not in first.text
+        assert "diverged_at_token" not in first.text
         messages = [ASK, *(between or [{"role": "assistant", "content": answer}]), MORE]
         second: dict[str, Any] = (
             await client.post(CHAT, json=body | {"messages": messages})
         ).json()
-        return {k: v for k, v in second["cachesvc"].items() if k.startswith("parted")}
+        return {k: v for k, v in second["cachesvc"].items() if k.startswith("diverged")}
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -86,17 +90,21 @@ async def test_a_template_that_rewrites_an_old_turn_is_named_with_the_token(
     answer = "<think>hm</think>four"
     told = await second_turn(StrippingTokenizer(), answer)
     assert {
-        "parted_at_token": len(FIRST),
-        "parted_of_tokens": len(FIRST + answer),
-        "parted_by": "template",
+        "diverged_at_token": len(FIRST),
+        "diverged_of_tokens": len(FIRST + answer),
+        "diverged_by": "template",
     } == told
-    assert f"parted_at_token={len(FIRST)} parted_by=template" in capsys.readouterr().out
+    assert f"diverged_at_token={len(FIRST)} diverged_by=template" in capsys.readouterr().out
 
 
 async def test_a_tokenizer_that_spells_the_answer_otherwise_is_named_with_the_token() -> None:
     told = await second_turn(PairingTokenizer(), "xxabyy")
     at = len("u:hi|a:xx")
-    assert {"parted_at_token": at, "parted_of_tokens": at + 4, "parted_by": "tokenizer"} == told
+    assert {
+        "diverged_at_token": at,
+        "diverged_of_tokens": at + 4,
+        "diverged_by": "tokenizer",
+    } == told
 
 
 @pytest.mark.parametrize(
@@ -138,6 +146,114 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes() -> None:
         assert conversations.num_tokens <= 1000
     other = array("i", [7] * 120)
     answered = {"role": "assistant", "content": "abc"}
-    assert None is conversations.parting(turn(0, answered), other, tokenizer)
-    expected = Parting(0, 103, PartReason.TEMPLATE)
-    assert expected == conversations.parting(turn(19, answered), other, tokenizer)
+    assert None is conversations.divergence(turn(0, answered), other, tokenizer)
+    expected = Divergence(0, 103, DivergenceReason.TEMPLATE)
+    assert expected == conversations.divergence(turn(19, answered), other, tokenizer)
+
+
+REPLAYS = WireSettings(replay_turns=True)
+
+
+async def two_turns(
+    tokenizer: ByteTokenizer, answer: str, settings: WireSettings = REPLAYS, **fields: Any
+) -> tuple[Any, Sequence[int], Sequence[int]]:
+    """The second turn's details, and the tokens that the first left and that the second had."""
+    house = fake_house(models=[byte_model(tokenizer=tokenizer)], settings=settings)
+    house.engine.script = Script(answer=answer)
+    async with running(house) as (_, client):
+        first = (
+            await client.post(CHAT, json={"model": "bytes", "messages": [ASK], **fields})
+        ).json()
+        said = {k: v for k, v in first["choices"][0]["message"].items() if k != "reasoning_content"}
+        asked = {"messages": [ASK, said, MORE], "cachesvc": {"details": True}}
+        second = await client.post(CHAT, json={"model": "bytes", **asked, **fields})
+        assert 200 == second.status_code, second.text
+        one, two = house.engine.requests
+        return second.json()["cachesvc"], [*one.tokens, *answer.encode()], two.tokens
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "template", "answer", "fields"),
+    [
+        (StrippingTokenizer, "<think></think>", "<think>hm</think>yes", {}),
+        (PairingTokenizer, "", "abab", {}),
+        (
+            ByteTokenizer,
+            "{{ tools }}<tool_call>",
+            'I look. <tool_call>{"name":"f","arguments":{"a":1}}</tool_call>',
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        ),
+    ],
+    ids=["a template that drops reasoning", "a tokenizer that re-cuts text", "calls"],
+)
+async def test_a_replayed_turn_begins_with_all_that_the_last_left(
+    tokenizer: type[ByteTokenizer], template: str, answer: str, fields: dict[str, Any]
+) -> None:
+    made = tokenizer()
+    made.chat_template = template
+    details, left, tokens = await two_turns(made, answer, **fields)
+    assert len(left) == details["replayed_tokens"]
+    assert "diverged_at_token" not in details
+    assert left == list(tokens[: len(left)])
+    assert b"and?" in b"".join(made.token_bytes(token) for token in tokens[len(left) :])
+
+
+async def test_turns_are_not_replayed_unless_it_is_set() -> None:
+    tokenizer = StrippingTokenizer()
+    tokenizer.chat_template = "<think></think>"
+    details, _, _ = await two_turns(tokenizer, "<think>hm</think>yes", WireSettings())
+    assert "replayed_tokens" not in details
+    assert "diverged_at_token" in details
+
+
+async def test_another_tenants_turn_is_not_replayed() -> None:
+    conversations = Conversations(10_000)
+    messages = [ASK, {"role": "assistant", "content": "yes"}, MORE]
+    ours, theirs = (
+        turn_of(CacheScope(weights=b"w", tokenizer=b"t", layout=b"l", tenant=salt), messages)
+        for salt in (b"a", b"b")
+    )
+    first = replace(ours, keys=ours.keys[:1], roles=ours.roles[:1])
+    said = [Transcript("yes", (121, 101, 115))]
+    conversations.remember(first, array("i", [1]), said, ByteTokenizer(), assistant_message)
+    found = conversations.replay(ours)
+    assert found is not None
+    assert (1, [1, 121, 101, 115], "") == (found.place, list(found.tokens), found.rest)
+    assert conversations.replay(theirs) is None
+
+
+async def test_what_a_stop_string_cut_is_replayed_as_its_text() -> None:
+    details, left, tokens = await two_turns(ByteTokenizer(), "one. two", stop=["."])
+    assert left[: details["replayed_tokens"]] == list(tokens[: details["replayed_tokens"]])
+    assert "assistant: one\nuser: and?" in ByteTokenizer().decode(tokens)
+
+
+async def test_previous_response_id_always_replays() -> None:
+    tokenizer = StrippingTokenizer()
+    tokenizer.chat_template = "<think></think>"
+    house = fake_house(models=[byte_model(tokenizer=tokenizer)])
+    house.engine.script = Script(answer="<think>hm</think>yes")
+    async with running(house) as (_, client):
+        first = await client.post("/v1/responses", json={"model": "bytes", "input": "hi"})
+        body = {"model": "bytes", "input": "and?", "previous_response_id": first.json()["id"]}
+        headers = {"X-Cachesvc": "details"}
+        second = await client.post("/v1/responses", json=body, headers=headers)
+    left = len(FIRST) + len("<think>hm</think>yes")
+    assert left == second.json()["cachesvc"]["replayed_tokens"]
+
+
+async def test_a_line_that_changes_each_time_is_dropped_and_named() -> None:
+    system = "x-anthropic-billing-header: cc_version=2.1; cch=a7f;\n\nBe short."
+    body = {
+        "model": "bytes",
+        "messages": [{"role": "system", "content": system}, ASK],
+        "cachesvc": {"details": True},
+    }
+    for settings, dropped in ((WireSettings(), True), (WireSettings(drop_lines=()), False)):
+        house = fake_house(settings=settings)
+        house.engine.script = Script(answer="x")
+        async with running(house) as (_, client):
+            details = (await client.post(CHAT, json=body)).json()["cachesvc"]
+            prompt = ByteTokenizer().decode(house.engine.requests[0].tokens)
+        assert dropped == prompt.startswith("system: Be short.")
+        assert (["claude-code-billing"] if dropped else None) == details.get("dropped_lines")

@@ -6,7 +6,9 @@ import random
 import httpx
 import pytest
 from fastapi import FastAPI
+from limits.aio.storage import MemoryStorage
 
+from api.access.limits import LimitSettings, Quota, WindowLimits
 from api.collaborators import WireSettings
 from api.routes.chat import ChatFormat
 from api.testing import FakeHouse, Script, fake_house
@@ -209,6 +211,36 @@ async def test_one_prompt_refused_gives_all_back(
     body = {"model": "bytes", "prompt": ["one", "two"]}
     assert 500 == (await client.post("/v1/completions", json=body)).status_code
     assert (0, 1) == (house.meter.last.num_settled, house.meter.last.num_voided)
+
+
+@pytest.mark.parametrize("stage", ["limits", "meter", "engine", "journal"])
+async def test_a_fault_at_any_stage_of_admission_gives_back_what_came_before(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place under the limit, the hold and the engine's work, whichever the request had."""
+    limits = WindowLimits(LimitSettings(tenant=Quota(concurrency=1)), MemoryStorage())
+    house = fake_house(limits=limits)
+    house.engine.script = Script(stall=True)
+    owner, method = {
+        "limits": (WindowLimits, "admit"),
+        "meter": (house.meter, "admit"),
+        "engine": (house.engine, "submit"),
+        "journal": (house.wire.journal, "begin"),
+    }[stage]
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    async with running(house) as (_, client):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, broken)
+            for _ in range(2):
+                assert 500 == (await client.post(CHAT, json=HELLO)).status_code
+        assert 0 == house.wire.bridge.num_open
+        assert {"limits": 0, "meter": 0}.get(stage, 2) == len(house.meter.charges)
+        assert all(charge.num_voided == 1 for charge in house.meter.charges)
+        house.engine.script = Script(answer="abc")
+        assert 200 == (await client.post(CHAT, json=HELLO)).status_code
 
 
 async def test_cancelling_at_random_reconciles_to_the_token(app: FastAPI, house: FakeHouse) -> None:

@@ -10,7 +10,8 @@ from api import errors as api_errors
 from api.errors import TABLE, answer_to
 from api.testing import FakeHouse, Script, byte_model, fake_house
 from billing import errors as billing_errors
-from billing.errors import InsufficientBalance, LedgerUnavailable
+from billing.errors import LedgerUnavailable
+from billing.gate.work import insufficient_balance
 from engine import errors as engine_errors
 from engine.errors import EngineClosed, InvalidParameter, PromptTooLong, QueueFull
 from tests.api.conftest import running
@@ -50,7 +51,14 @@ CASES = [
     (CHAT, chat(max_tokens=0), 400, "max_tokens", None),
     (CHAT, chat(max_tokens="3"), 400, "max_tokens", None),
     (CHAT, chat(max_completion_tokens=-1), 400, "max_completion_tokens", None),
-    (CHAT, chat(max_tokens=5000), 400, "messages", "context_length_exceeded"),
+    (CHAT, chat(max_tokens=5000), 400, "max_tokens", "context_length_exceeded"),
+    (
+        CHAT,
+        chat(max_completion_tokens=5000),
+        400,
+        "max_completion_tokens",
+        "context_length_exceeded",
+    ),
     (CHAT, chat(temperature=2.1), 400, "temperature", None),
     (CHAT, chat(temperature="hot"), 400, "temperature", None),
     (CHAT, chat(top_p=0), 400, "top_p", None),
@@ -73,7 +81,7 @@ CASES = [
     (CHAT, chat(response_format={"type": "xml"}), 400, "response_format.type", None),
     (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format", None),
     (CHAT, chat(guided_regex="a+"), 400, "guided_regex", "unsupported_parameter"),
-    (CHAT, chat(tool_choice="required"), 400, "tool_choice", "unsupported_parameter"),
+    (CHAT, chat(tool_choice="required"), 400, "tool_choice", "invalid_value"),
     (TEXT, text(echo=True, logprobs=1, stream=True), 400, "logprobs", "unsupported_parameter"),
     (CHAT, chat(cachesvc={"share": "nobody's"}), 403, "cachesvc.share", "insufficient_scope"),
     (TEXT, {"model": "bytes"}, 400, "prompt", None),
@@ -158,7 +166,7 @@ async def test_what_the_engine_refuses(
 
 
 async def test_no_balance_is_402(client: httpx.AsyncClient, house: FakeHouse) -> None:
-    house.meter.refuse = InsufficientBalance("acme", needed=5, available=3, currency="CNY")
+    house.meter.refuse = insufficient_balance("acme", needed=5, available=3, currency="CNY")
     response = await client.post(CHAT, json=chat())
     assert (402, "insufficient_balance") == (
         response.status_code,

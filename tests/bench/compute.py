@@ -3,7 +3,7 @@
     python -m tests.bench.compute --cache-dir DIR [--json FILE] [--only ours|batch|adapter]
 
 Run it on a quiet machine: a busy core makes torch's threads wait for each other. Every figure is
-the best of a few runs in one process, in milliseconds unless it says otherwise. docs/compute.md
+the best of a few runs in one process, in milliseconds unless it says otherwise. docs/measurements
 holds the estimates beside results.
 """
 

@@ -29,7 +29,7 @@ from tiers.disk.tier import DiskTier
 from tiers.testing.faulty_storage import chain, take
 
 RUN = 16  # blocks of one prefix
-LAYOUT = BlockLayout(30, 64, 3, 64, "bfloat16")  # SmolLM2-135M's, 1.5 MB a block
+LAYOUT = BlockLayout.uniform(30, 64, 3, 64, "bfloat16")  # SmolLM2-135M's, 1.5 MB a block
 
 
 def fill(tier: DiskTier, frames: list[Frame]) -> int:

@@ -76,8 +76,8 @@ def parity(name: str, device: str) -> dict[str, Any]:
     """Greedy tokens on the device: cold, and from blocks that went to pinned memory and back."""
     loaded = _moved(tiny_model(name), device)
     layout = loaded.layout(16)
-    pool, arena = DevicePool(layout, 32, device), FrameArena(layout, 16)
-    runner = Runner(loaded, pool.tensor)
+    pool, arena = DevicePool(layout, 32, device), FrameArena(layout, 16, device)
+    runner = Runner(loaded, pool.tensor, scratch=pool.scratch)
     prompt = np.array([(7 * i * i + 3) % loaded.vocab_size for i in range(70)], np.int32)
     cold = _generate(runner, 1, prompt, 0, list(range(8)), 8)
     frames = [arena.take() for _ in range(4)]
@@ -87,7 +87,7 @@ def parity(name: str, device: str) -> dict[str, Any]:
         time.sleep(0.001)
     pool.copy_in(held, [20, 21, 22, 23])
     hit = _generate(runner, 2, prompt, 64, [20, 21, 22, 23, 24, 25, 26, 27], 8)
-    launched = Runner(loaded, pool.tensor, graphs=False)
+    launched = Runner(loaded, pool.tensor)
     eager = _generate(launched, 3, prompt, 0, list(range(8, 16)), 8)
     same = {"from_host": hit == cold, "without_graphs": eager == cold}
     return {"model": name, "same_tokens": all(same.values()), **same, "tokens": cold}
@@ -95,10 +95,10 @@ def parity(name: str, device: str) -> dict[str, Any]:
 
 def copies(device: str, num_blocks: int) -> dict[str, Any]:
     """Promotion and demotion, block by block, as a share of one plain pinned `copy_`."""
-    layout = BlockLayout(
+    layout = BlockLayout.uniform(
         num_layers=32, block_size=BLOCK, num_kv_heads=8, head_dim=128, dtype="bfloat16"
     )
-    pool, arena = DevicePool(layout, num_blocks, device), FrameArena(layout, num_blocks)
+    pool, arena = DevicePool(layout, num_blocks, device), FrameArena(layout, num_blocks, device)
     frames = [frame for _ in range(num_blocks) if (frame := arena.take()) is not None]
     slots = list(range(num_blocks))
     pinned = torch.cuda.is_available()
@@ -147,7 +147,13 @@ def speed(name: str, config: LlamaConfig, device: str, num_tokens: int) -> dict[
     pool = DevicePool(loaded.layout(BLOCK), batch * per_prompt, device)
     tables = [list(range(n * per_prompt, (n + 1) * per_prompt)) for n in range(batch)]
     ours = {
-        kind: serve(Runner(loaded, pool.tensor, graphs=graphs), prompts, tables, steps, device)
+        kind: serve(
+            Runner(loaded, pool.tensor, scratch=pool.scratch if graphs else None),
+            prompts,
+            tables,
+            steps,
+            device,
+        )
         for kind, graphs in (("graphs", True), ("launches", False))
     }
     tokens = batch * (num_tokens + steps)

@@ -4,7 +4,7 @@
 
 Estimate: of an answer of F forced and C chosen tokens, stepping computes F + C single tokens, and
 jumping C spans of 1 + F / C tokens. A decode step of the default model on two cores takes 25 ms and
-one of ten tokens 35 to 40 (docs/compute.md), so with F = 3 C time should fall to about
+one of ten tokens 35 to 40 (docs/measurements), so with F = 3 C time should fall to about
 (35 C) / (25 * 4 C) = 0.35.
 """
 

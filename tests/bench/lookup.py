@@ -34,7 +34,7 @@ from tiers.cache import CacheSettings, TieredCache
 from tiers.transfer.promotion import Progress
 
 BLOCK_SIZE = 64
-LAYOUT = BlockLayout(
+LAYOUT = BlockLayout.uniform(
     num_layers=1, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=1, dtype="float16"
 )
 RESIDENT = 100_000

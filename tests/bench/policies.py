@@ -2,8 +2,8 @@
 
 Token hit rates at 1, 5, 10 and 25 per cent of each trace's distinct blocks, the microseconds a
 block use costs in the replay, and what keeping or moving promoted blocks hits and writes. The
-loads are seeded (`tiers.testing.workloads`, none names its tenants); with --trace also a trace
-from a file.
+loads are seeded (`tiers.testing.workloads`, none names its tenants); with --trace also a trace from
+a file.
 
 Estimate before the first run: an ordered dict takes 0.2 us a call and a block use makes two or
 three, so 0.5 us for LRU, 1 us for the queues, 3 us for a heap; adaptive spends 100 us of numpy
@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.bench.provenance import commit, machine
 from tiers.policy import PolicyName
-from tiers.policy.admission import Promotion
 from tiers.replay.replay import MIN, TierPlan, replay
 from tiers.replay.trace import Trace, read_trace
 from tiers.testing.workloads import Agents, Chat, Documents, Scan, Workload, make_trace
@@ -62,20 +61,20 @@ def sweep(trace: Trace, names: Sequence[str]) -> dict[str, dict[str, object]]:
 
 
 def promotions(trace: Trace) -> dict[str, dict[str, object]]:
-    """Per sizes and promotion: hit rate, and blocks written to host and disk."""
+    """Per sizes and what becomes of copies below: hit rate, and blocks written to host and disk."""
     working_set = trace.working_set_blocks()
     found: dict[str, dict[str, object]] = {}
     for sizes, shares in TIERS.items():
-        names = zip(("device", "host", "disk"), shares, strict=True)
-        plans = [TierPlan(name, max(1, round(share * working_set))) for name, share in names]
-        for promotion in Promotion:
-            result = replay(trace, plans, promotion=promotion)
-            found[f"{sizes} {promotion}"] = {
+        tiers = zip(("device", "host", "disk"), shares, strict=True)
+        plans = [TierPlan(tier, max(1, round(share * working_set))) for tier, share in tiers]
+        for name, keeps in (("keep", True), ("move", False), ("rule", None)):
+            result = replay(trace, plans, keeps=keeps)
+            found[f"{sizes} {name}"] = {
                 "hit_rate": round(result.hit_rate, 4),
                 "host_writes": result.tiers[1].written_blocks,
                 "disk_writes": result.tiers[2].written_blocks,
             }
-            print(f"  {sizes} {promotion:5}", *found[f"{sizes} {promotion}"].values(), flush=True)
+            print(f"  {sizes} {name:5}", *found[f"{sizes} {name}"].values(), flush=True)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What reusing partly filled blocks gains and costs (`cache.partial_blocks`), on and off.
+"""What reusing partly filled blocks gains and costs, on and off.
 
     python -m tests.bench.tails --cache-dir DIR [--json FILE] [--no-model]
 
@@ -32,7 +32,9 @@ from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
 
 BLOCK, HEAD, TAIL = 64, 512, 48  # a prompt is HEAD tokens of whole blocks and TAIL more
-LAYOUT = BlockLayout(num_layers=1, block_size=BLOCK, num_kv_heads=1, head_dim=1, dtype="float16")
+LAYOUT = BlockLayout.uniform(
+    num_layers=1, block_size=BLOCK, num_kv_heads=1, head_dim=1, dtype="float16"
+)
 
 
 class Served:

@@ -61,7 +61,7 @@ class Bench:
 
     def __init__(self, folder: Path, dtype: str, num_blocks: int) -> None:
         self.folder = folder
-        self.layout = BlockLayout(30, 64, 3, 64, dtype)
+        self.layout = BlockLayout.uniform(30, 64, 3, 64, dtype)
         self.num_blocks = num_blocks
         self.arena = FrameArena(self.layout, 3 * RUN)
         self.source = take(self.arena, RUN)

@@ -14,9 +14,9 @@ from billing.errors import (
     StoreError,
 )
 from billing.gate.commands import Command, Reserve, Settle
-from billing.gate.gate import Settled
 from billing.gate.holds import Hold
 from billing.gate.outcomes import Outcome
+from billing.gate.work import Settled
 from billing.money import UNITS
 from billing.prices.book import NS
 from billing.store.store import open_store

@@ -14,14 +14,16 @@ from tiers.disk.settings import DiskSettings
 from tiers.errors import MissReason, TierClosed
 from tiers.testing.faulty_storage import SCOPE, chain, fill, holds, take, wipe
 from tiers.testing.memory_tier import MemoryTier
-from tiers.tier import Loaded, Tier
+from tiers.tier import Loaded, ManagedTier
 
-LAYOUT = BlockLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32")
+LAYOUT = BlockLayout.uniform(
+    num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
+)
 CAPACITY = 2 << 20
 NUM_FRAMES = 24
 
 # A tier of about CAPACITY bytes for LAYOUT, given a folder of its own.
-TIERS: dict[str, Callable[[Path], Tier]] = {
+TIERS: dict[str, Callable[[Path], ManagedTier]] = {
     "disk": lambda folder: open_disk(folder, LAYOUT, CAPACITY),
     "disk of three shards": lambda folder: open_disk(folder, LAYOUT, 3 * CAPACITY, num_shards=3),
     "memory": lambda folder: MemoryTier(CAPACITY // LAYOUT.nbytes, block_bytes=LAYOUT.nbytes),
@@ -29,7 +31,7 @@ TIERS: dict[str, Callable[[Path], Tier]] = {
 
 
 @pytest.fixture(params=TIERS)
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ManagedTier]:
     tier = TIERS[request.param](tmp_path / "tier")
     yield tier
     tier.close()
@@ -44,7 +46,7 @@ def blocks(count: int, seed: int = 0, scope: CacheScope = SCOPE) -> list[BlockId
     return chain(count, block_size=LAYOUT.block_size, seed=seed, scope=scope)
 
 
-def stored(tier: Tier, frames: list[Frame], count: int, seed: int = 0) -> list[BlockId]:
+def stored(tier: ManagedTier, frames: list[Frame], count: int, seed: int = 0) -> list[BlockId]:
     """Store a chain and wipe the frames it came from."""
     ids = blocks(count, seed)
     for frame, block in zip(frames, ids, strict=False):
@@ -54,14 +56,14 @@ def stored(tier: Tier, frames: list[Frame], count: int, seed: int = 0) -> list[B
     return ids
 
 
-def test_what_was_stored_is_loaded(tier: Tier, frames: list[Frame]) -> None:
+def test_what_was_stored_is_loaded(tier: ManagedTier, frames: list[Frame]) -> None:
     ids = stored(tier, frames, 6)
     assert tier.probe(ids) == 6
     assert tier.load(ids, frames[:6]) == Loaded(6, None)
     assert all(holds(frame, block, frames[-1]) for frame, block in zip(frames, ids, strict=False))
 
 
-def test_an_empty_tier_misses(tier: Tier, frames: list[Frame]) -> None:
+def test_an_empty_tier_misses(tier: ManagedTier, frames: list[Frame]) -> None:
     ids = blocks(3)
     assert tier.probe(ids) == 0
     assert tier.load(ids, frames[:3]) == Loaded(0, MissReason.ABSENT)
@@ -69,7 +71,7 @@ def test_an_empty_tier_misses(tier: Tier, frames: list[Frame]) -> None:
     assert tier.probe([]) == 0
 
 
-def test_a_run_ends_at_its_first_gap(tier: Tier, frames: list[Frame]) -> None:
+def test_a_run_ends_at_its_first_gap(tier: ManagedTier, frames: list[Frame]) -> None:
     ids = stored(tier, frames, 6)
     assert tier.discard([ids[3].key]) == 1
     assert tier.probe(ids) == 3
@@ -77,13 +79,13 @@ def test_a_run_ends_at_its_first_gap(tier: Tier, frames: list[Frame]) -> None:
     assert tier.probe(ids[4:]) == 2
 
 
-def test_no_more_is_loaded_than_there_are_frames(tier: Tier, frames: list[Frame]) -> None:
+def test_no_more_is_loaded_than_there_are_frames(tier: ManagedTier, frames: list[Frame]) -> None:
     ids = stored(tier, frames, 6)
     assert tier.load(ids, frames[:2]) == Loaded(2, None)
 
 
 @pytest.mark.parametrize("field", ["scope", "parent", "tokens", "content"])
-def test_an_equal_key_is_not_enough(tier: Tier, frames: list[Frame], field: str) -> None:
+def test_an_equal_key_is_not_enough(tier: ManagedTier, frames: list[Frame], field: str) -> None:
     """A block of the same key and another identity is a collision, and fills nothing."""
     ids = stored(tier, frames, 2)
     value = getattr(ids[1], field)
@@ -94,7 +96,7 @@ def test_an_equal_key_is_not_enough(tier: Tier, frames: list[Frame], field: str)
     assert tier.load(ids, frames[:2]) == Loaded(2, None)
 
 
-def test_storing_again_writes_nothing(tier: Tier, frames: list[Frame]) -> None:
+def test_storing_again_writes_nothing(tier: ManagedTier, frames: list[Frame]) -> None:
     ids = stored(tier, frames, 4)
     before = tier.stats()
     assert tier.store(ids, frames[:4]) == []
@@ -104,7 +106,7 @@ def test_storing_again_writes_nothing(tier: Tier, frames: list[Frame]) -> None:
     assert holds(frames[4], ids[0], frames[-1])
 
 
-def test_what_is_to_be_kept_is_not_discarded(tier: Tier, frames: list[Frame]) -> None:
+def test_what_is_to_be_kept_is_not_discarded(tier: ManagedTier, frames: list[Frame]) -> None:
     ids = stored(tier, frames, 3)
     tier.keep([ids[0].key])
     assert 2 == tier.discard([block.key for block in ids])
@@ -113,7 +115,7 @@ def test_what_is_to_be_kept_is_not_discarded(tier: Tier, frames: list[Frame]) ->
     assert 1 == tier.discard([block.key for block in ids])
 
 
-def test_discard_says_how_many_were_held(tier: Tier, frames: list[Frame]) -> None:
+def test_discard_says_how_many_were_held(tier: ManagedTier, frames: list[Frame]) -> None:
     ids = stored(tier, frames, 3)
     absent = blocks(2, seed=9)
     assert tier.discard([block.key for block in ids[1:] + absent]) == 2
@@ -121,14 +123,14 @@ def test_discard_says_how_many_were_held(tier: Tier, frames: list[Frame]) -> Non
     assert tier.stats().num_blocks == 1
 
 
-def test_scopes_do_not_meet(tier: Tier, frames: list[Frame]) -> None:
+def test_scopes_do_not_meet(tier: ManagedTier, frames: list[Frame]) -> None:
     """The same tokens under another tenant are other blocks."""
     stored(tier, frames, 3)
     theirs = blocks(3, scope=CacheScope(weights=b"tiny", tenant=b"other"))
     assert tier.probe(theirs) == 0
 
 
-def test_capacity_holds_and_the_dropped_are_named(tier: Tier, frames: list[Frame]) -> None:
+def test_capacity_holds_and_the_dropped_are_named(tier: ManagedTier, frames: list[Frame]) -> None:
     """Ten capacities are written: what is held is exactly what was stored and not dropped."""
     held: set[bytes] = set()
     total = 0
@@ -152,7 +154,7 @@ def test_capacity_holds_and_the_dropped_are_named(tier: Tier, frames: list[Frame
     assert holds(frames[8], last[0], frames[-1])
 
 
-def test_stats_count_hits_and_misses(tier: Tier, frames: list[Frame]) -> None:
+def test_stats_count_hits_and_misses(tier: ManagedTier, frames: list[Frame]) -> None:
     ids = stored(tier, frames, 3)
     tier.load(ids + blocks(2, seed=5), frames[:5])
     stats = tier.stats()
@@ -162,7 +164,7 @@ def test_stats_count_hits_and_misses(tier: Tier, frames: list[Frame]) -> None:
     assert 0 < stats.read_bytes <= 3 * LAYOUT.nbytes + 3 * 4096
 
 
-def test_a_closed_tier_says_so(tier: Tier, frames: list[Frame]) -> None:
+def test_a_closed_tier_says_so(tier: ManagedTier, frames: list[Frame]) -> None:
     ids = blocks(1)
     tier.close()
     tier.close()
@@ -176,7 +178,9 @@ def test_a_closed_tier_says_so(tier: Tier, frames: list[Frame]) -> None:
             call()
 
 
-def test_readers_beside_a_writer_never_see_another_block(tier: Tier, frames: list[Frame]) -> None:
+def test_readers_beside_a_writer_never_see_another_block(
+    tier: ManagedTier, frames: list[Frame]
+) -> None:
     """While blocks are evicted and their room reused, a load is right or a miss."""
     wrong: list[str] = []
     done = threading.Event()
@@ -209,12 +213,12 @@ def test_readers_beside_a_writer_never_see_another_block(tier: Tier, frames: lis
     assert not set(tier.stats().faults) - {MissReason.NO_ROOM}
 
 
-def fill_up(tier: Tier, frames: list[Frame], first_seed: int, num_chains: int) -> None:
+def fill_up(tier: ManagedTier, frames: list[Frame], first_seed: int, num_chains: int) -> None:
     for seed in range(first_seed, first_seed + num_chains):
         stored(tier, frames, 8, seed)
 
 
-def test_what_is_to_be_kept_is_not_dropped_for_room(tier: Tier, frames: list[Frame]) -> None:
+def test_what_is_to_be_kept_is_not_dropped_for_room(tier: ManagedTier, frames: list[Frame]) -> None:
     kept, other = stored(tier, frames, 4, seed=1), stored(tier, frames, 4, seed=2)
     tier.keep([block.key for block in kept])
     fill_up(tier, frames, 100, 150)
@@ -224,14 +228,16 @@ def test_what_is_to_be_kept_is_not_dropped_for_room(tier: Tier, frames: list[Fra
     assert tier.probe(kept) == 0
 
 
-def test_a_block_is_told_by_its_key(tier: Tier, frames: list[Frame]) -> None:
+def test_a_block_is_told_by_its_key(tier: ManagedTier, frames: list[Frame]) -> None:
     ids = stored(tier, frames, 4)
     missing = blocks(1, seed=9)[0]
     assert tier.held([ids[3].key, missing.key, ids[0].key]) == [True, False, True]
     assert (tier.trace(ids[2].key), tier.trace(missing.key)) == (ids[2], None)
 
 
-def test_a_purged_scope_is_gone_and_the_others_stand(tier: Tier, frames: list[Frame]) -> None:
+def test_a_purged_scope_is_gone_and_the_others_stand(
+    tier: ManagedTier, frames: list[Frame]
+) -> None:
     ids = stored(tier, frames, 6)
     scope = CacheScope(weights=b"tiny", tenant=b"other")
     others = blocks(3, scope=scope)

@@ -23,7 +23,9 @@ from tiers.testing.faulty_storage import KillingStorage, chain, fill, holds, tak
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
-LAYOUT = BlockLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32")
+LAYOUT = BlockLayout.uniform(
+    num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
+)
 CAPACITY = 1 << 20
 POINTS = ["begin_write", "delete", "put", "view", "commit", "committed", "sync"]
 FRAMES = take(FrameArena(LAYOUT, 9), 9)

@@ -1,7 +1,7 @@
 """The real server is killed under load, again and again; afterwards nobody paid twice or nothing.
 
 Two kinds of customers: one sends an Idempotency-Key and asks until it has its answer, the other
-takes what it gets.
+takes what it gets. Beside the server a cashier pays in, pays out and puts deposits right.
 """
 
 import asyncio
@@ -15,8 +15,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from billing.accounts import Accounts
 from billing.gate.entries import Entry, Kind
 from billing.gate.outcomes import Outcome
+from billing.ledger import Ledger
 from billing.money import UNITS
 from billing.proof import audit
 from billing.proof.result import Problem
@@ -45,6 +47,7 @@ class Load:
     keyed: dict[str, Answer] = field(default_factory=dict)  # by idempotency key
     plain: list[Answer] = field(default_factory=list)
     lost: int = 0
+    paid: list[Entry] = field(default_factory=list)  # by the cashier
 
     async def ask_until_answered(self, client: httpx.AsyncClient, number: int) -> None:
         for turn in itertools.count():
@@ -74,12 +77,27 @@ class Load:
                 self.lost += 1
                 await asyncio.sleep(0.05)
 
+    async def pay(self) -> None:
+        """As the command line does it: on a ledger of its own, whether the server lives or not."""
+        store = self.server.store()
+        ledger = Ledger(store, Accounts(store), owner="cashier")
+        ledger.start()
+        try:
+            while not self.stopping:
+                booked = await asyncio.to_thread(pay_once, ledger, len(self.paid) // 3)
+                self.paid += booked
+                await asyncio.sleep(0.02)
+        finally:
+            ledger.close()
+            store.close()
+
     async def run(self, kills: int) -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=60, limits=limits) as client, asyncio.TaskGroup() as g:
             for number in range(CLIENTS):
                 g.create_task(self.ask_until_answered(client, number))
                 g.create_task(self.ask_once_each(client))
+            g.create_task(self.pay())
             for _ in range(kills):
                 await asyncio.to_thread(self.server.start)
                 self.up.set()
@@ -91,6 +109,14 @@ class Load:
             self.stopping = True
             self.up.set()
         await asyncio.to_thread(self.server.stop)
+
+
+def pay_once(ledger: Ledger, turn: int) -> list[Entry]:
+    by = {"by": "cashier", "reason": "test"}
+    paid_in = ledger.deposit("plain", 1000, reference=f"in-{turn}", **by).result()
+    paid_out = ledger.withdraw("plain", 300, reference=f"out-{turn}", **by).result()
+    right = ledger.adjust("plain", f"in-{turn}", 900, reference=f"right-{turn}", **by).result()
+    return [paid_in, paid_out, right]
 
 
 def prove(server: LiveServer) -> list[Problem]:
@@ -121,6 +147,7 @@ def test_after_kill_9_under_load_every_answer_was_paid_once(tmp_path: Path, kill
         store.close()
     print(f"{len(load.keyed)} + {len(load.plain)} answers, {load.lost} lost")
     assert load.lost >= kills
+    assert len(load.paid) > kills
 
 
 def check(store: LedgerStore, load: Load) -> None:
@@ -130,6 +157,7 @@ def check(store: LedgerStore, load: Load) -> None:
         plain = list(store_reports.stream_entries(connection, "plain"))
     told = sum((answer.cost for answer in load.keyed.values()), Decimal())
     assert spent(keyed) == told, "somebody with a key paid twice, or nothing"
+    assert set(load.paid) <= set(plain), "a payment that was booked is lost"
     charges = [entry for entry in plain if entry.kind is Kind.CHARGE]
     by_request = {entry.request_id: entry for entry in charges}
     assert len(by_request) == len(charges)

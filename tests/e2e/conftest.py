@@ -1,11 +1,27 @@
 """One server for all tests of the dashboard, a browser for each module, a visit for each test."""
 
+import asyncio
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import uvicorn
 from playwright.sync_api import Browser
 
+from api.app import create_app
+from api.testing import FakeHouse, fake_house
 from tests.dashboard_server import Served, Visitor, chromium, serving
+
+SCRIPT = Path(sys.executable).with_name("cachesvc")
+READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +32,65 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             running.ask(question)
         running.ask("Who are you?", system="")
         yield running
+
+
+@dataclass(frozen=True)
+class Server:
+    house: FakeHouse
+    url: str
+
+
+@contextmanager
+def on_a_socket(house: FakeHouse) -> Iterator[Server]:
+    """uvicorn as `cachesvc serve` runs it, in a thread of its own."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        create_app(house.wire), log_config=None, lifespan="on", http="httptools"
+    )
+    http = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
+    thread.start()
+    give_up = time.monotonic() + 10
+    while not http.started and time.monotonic() < give_up:
+        time.sleep(0.005)
+    try:
+        yield Server(house, f"http://127.0.0.1:{listener.getsockname()[1]}/v1")
+    finally:
+        http.should_exit = True
+        thread.join(10)
+        listener.close()
+        house.close()
+    assert not thread.is_alive()
+    assert all(charge.num_settled + charge.num_voided == 1 for charge in house.meter.charges)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """A server over the scripted engine."""
+    with on_a_socket(fake_house()) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def default_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of `cachesvc serve` on the default model, for the tests of client libraries."""
+    folder = tmp_path_factory.mktemp("clients")
+    log = folder / "serve.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [SCRIPT, "serve", "--port", "0", "--data-dir", folder, "--disk-cache", "64MiB"],
+            stdout=out,
+            stderr=out,
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while not (found := READY.search(log.read_text())):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        yield found[1]
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture(scope="module")

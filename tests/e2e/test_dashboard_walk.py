@@ -131,7 +131,7 @@ def test_the_pictures_of_the_readme(
     page = visitor.log_in()
     page.goto(f"/admin/{listing}")
     if listing == "requests":
-        page.locator("tbody tr", has_text="parted").locator("th a").first.click()
+        page.locator("tbody tr", has_text="diverged").locator("th a").first.click()
         page.wait_for_url("**/admin/requests/*")
     made = visitor.shot(f"picture-{picture}", full_page=False)
     if os.environ.get("PICTURES") == "1":

@@ -4,60 +4,25 @@ The server is uvicorn as `cachesvc serve` runs it, over the scripted engine, in 
 once it is the real program with the default model.
 """
 
-import asyncio
 import re
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import openai
 import pytest
-import uvicorn
 from pydantic import BaseModel, Field
 
-from api.app import create_app
-from api.testing import FakeHouse, Script, fake_house
-from billing.errors import InsufficientBalance
+from api.testing import Script
 from billing.gate.outcomes import Outcome
+from billing.gate.work import insufficient_balance
+from tests.e2e.conftest import Server
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 PROMPT_TOKENS = len("user: hi\nassistant: ")
-
-
-@dataclass(frozen=True)
-class Server:
-    house: FakeHouse
-    url: str
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    house = fake_house()
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        create_app(house.wire), log_config=None, lifespan="on", http="httptools"
-    )
-    http = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
-    thread.start()
-    give_up = time.monotonic() + 10
-    while not http.started and time.monotonic() < give_up:
-        time.sleep(0.005)
-    try:
-        yield Server(house, f"http://127.0.0.1:{listener.getsockname()[1]}/v1")
-    finally:
-        http.should_exit = True
-        thread.join(10)
-        listener.close()
-        house.close()
-    assert not thread.is_alive()
-    assert all(charge.num_settled + charge.num_voided == 1 for charge in house.meter.charges)
 
 
 @pytest.fixture
@@ -171,7 +136,7 @@ REFUSED = {
     "functions": [{"name": "f"}],
     "modalities": ["text", "audio"],
     "store": True,
-    "tool_choice": "required",
+    "documents": [{"text": "x"}],
     "web_search_options": {},
 }
 
@@ -198,7 +163,9 @@ def test_a_parameter_that_would_change_the_answer_is_refused_by_name(
     client: openai.OpenAI, name: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model="bytes", messages=MESSAGES, **{name: REFUSED[name]})
+        client.chat.completions.create(
+            model="bytes", messages=MESSAGES, extra_body={name: REFUSED[name]}
+        )
     assert (name, "unsupported_parameter") == (refused.value.param, refused.value.code)
 
 
@@ -218,7 +185,7 @@ def test_errors_are_the_clients_own(server: Server, client: openai.OpenAI) -> No
     with pytest.raises(openai.BadRequestError) as too_long:
         create(model="bytes", messages=[{"role": "user", "content": "x" * 9000}])
     assert "context_length_exceeded" == too_long.value.code
-    server.house.meter.refuse = InsufficientBalance("t", needed=2, available=1, currency="CNY")
+    server.house.meter.refuse = insufficient_balance("t", needed=2, available=1, currency="CNY")
     with pytest.raises(openai.APIStatusError) as poor:
         create(model="bytes", messages=MESSAGES)
     assert (402, "insufficient_balance") == (poor.value.status_code, poor.value.code)
@@ -371,7 +338,7 @@ def test_the_next_turn_of_a_chat_computes_what_is_new(real_server: str) -> None:
             )
             usage, details = answer.usage, answer.model_extra["cachesvc"]
             assert usage is not None
-            assert "parted_at_token" not in details
+            assert "diverged_at_token" not in details
             if prompt:
                 stood = prompt + completion - 1  # the last token of an answer is not computed
                 assert usage.prompt_tokens - stood == usage.model_extra["prompt_cache_miss_tokens"]

@@ -109,9 +109,9 @@ def test_every_architecture_takes_adapters(architecture: str, tmp_path: Path) ->
     save_tiny_adapter(tmp_path, architecture, r=4, target_modules="all-linear")
     loaded = tiny_model(architecture)
     load_adapter(loaded, "own", str(tmp_path))
-    [adapted] = run(runner_of(loaded), [("own", prompt(50))], chunk=16)
-    assert peft_tokens(architecture, tmp_path, prompt(50)) == adapted
-    [reference] = run(runner_of(loaded, ReferenceAttention), [("own", prompt(50))])
+    [adapted] = run(runner_of(loaded), [("own", prompt(70))], chunk=16)
+    assert peft_tokens(architecture, tmp_path, prompt(70)) == adapted
+    [reference] = run(runner_of(loaded, ReferenceAttention), [("own", prompt(70))])
     assert reference == adapted
 
 

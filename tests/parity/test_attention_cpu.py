@@ -8,6 +8,7 @@ from engine.attention.base import AttentionOptions, PagedAttention, ReferenceAtt
 from engine.attention.cpu import CpuAttention
 from engine.batch import Span
 from engine.request import SamplingParams
+from tiers.blocks.layout import BlockLayout, LayerLayout
 
 LAYERS, KV_HEADS, GROUPS, DIM, BLOCK = 2, 3, 3, 32, 16
 PARAMS = SamplingParams(temperature=0)
@@ -16,6 +17,7 @@ OPTIONS = {
     "window": AttentionOptions(scaling=DIM**-0.5, window=21),
     "softcap": AttentionOptions(scaling=0.3, softcap=5.0),
     "both": AttentionOptions(scaling=0.3, window=40, softcap=5.0),
+    "sinks": AttentionOptions(scaling=0.3, window=40, sinks=torch.linspace(-1, 4, 9)),
 }
 
 
@@ -55,6 +57,45 @@ STEPS = [
     [span(2, 67, 3, 20), span(1, 203, 1, 0)],
     [span(1, 200, 4, 0, write_kv=False)],
 ]
+
+
+LATENT = LayerLayout(1, 24, 16, shared=True)  # as DeepSeek's
+SHAPES = {
+    "latents": (LATENT, LATENT),
+    "two sizes of head": (LayerLayout(2, 16, 16), LayerLayout(1, 32, 32)),
+    "values smaller than keys": (LayerLayout(2, 24, 8), LayerLayout(4, 24, 8)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("budget", [1 << 30, 0], ids=["ample", "none"])
+@pytest.mark.parametrize("layers", SHAPES.values(), ids=SHAPES)
+def test_layers_of_other_shapes_agree_with_the_reference(
+    layers: tuple[LayerLayout, ...], dtype: torch.dtype, budget: int
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    layout = BlockLayout(layers, BLOCK, "float32")
+    pool = torch.randn(40, *layout.shape, generator=generator).to(dtype)
+    pools = pool.clone(), pool.clone()
+    reference = ReferenceAttention(pools[0], layers)
+    fast = CpuAttention(pools[1], layers, budget_bytes=budget)
+    for spans in STEPS:
+        total = sum(len(span.tokens) for span in spans)
+        reference.begin(spans)
+        fast.begin(spans)
+        for number, layer in enumerate(layers):
+            heads, dim = layer.num_heads, layer.key_dim
+            query = torch.randn(total, 40, dim, generator=generator)
+            key = torch.randn(total, heads, dim, generator=generator)
+            value = torch.randn(total, heads, layer.value_dim, generator=generator)
+            value = key[..., : layer.value_dim] if layer.shared else value
+            given = (number, query, key, value, OPTIONS["plain"])
+            expected, actual = reference.attend(*given), fast.attend(*given)
+            assert (total, 40, layer.value_dim) == actual.shape
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        reference.finish()
+        fast.finish()
+    assert torch.equal(pools[0], pools[1]), "both paths write the same"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,6 +8,7 @@ import inspect
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from engine.execution.cuda_graphs import DecodeGraphs, Work
 from engine.execution.runner import Runner
 from engine.request import SamplingParams
 from engine.testing.models import new_pool, tiny_model
+from tiers.blocks.layout import LayerLayout
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
@@ -55,7 +57,7 @@ def test_the_kernel_under_the_interpreter() -> None:
         check=False,
     )
     assert child.returncode == 0, child.stdout
-    assert "17 passed" in child.stdout
+    assert "19 passed" in child.stdout
 
 
 def span(sequence_id: int, start: int, count: int, table: list[int], **fields: bool) -> Span:
@@ -81,6 +83,7 @@ def run(
 @pytest.mark.parametrize(
     ("groups", "dim", "window", "softcap", "dtype"),
     [
+        (4, 16, 21, "sinks", torch.float32),
         (3, 32, None, None, torch.float32),
         (1, 16, None, None, torch.float32),
         (4, 24, None, None, torch.float32),  # neither a power of two nor a multiple of 16
@@ -93,13 +96,17 @@ def test_decode_and_prefill_agree_with_the_reference(
     groups: int,
     dim: int,
     window: int | None,
-    softcap: float | None,
+    softcap: float | str | None,
     dtype: torch.dtype,
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     pool = torch.randn(30, LAYERS, 2, BLOCK, KV_HEADS, dim, generator=generator).to(dtype)
     pools = pool.clone(), pool.clone()
-    options = AttentionOptions(scaling=dim**-0.5, window=window, softcap=softcap)
+    options = AttentionOptions(scaling=dim**-0.5, window=window)
+    if softcap == "sinks":
+        options = replace(options, sinks=torch.linspace(-2, 9, KV_HEADS * groups))
+    elif isinstance(softcap, float):
+        options = replace(options, softcap=softcap)
     spans = [
         span(1, 0, 1, [3]),
         span(2, 140, 1, [9, 2, 17, 4, 5, 6, 7, 8, 1]),
@@ -111,6 +118,26 @@ def test_decode_and_prefill_agree_with_the_reference(
     actual = run(kernels.TritonAttention(pools[1]), spans, groups, dim, options)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(pools[0], pools[1]), "both paths write the same KV"
+
+
+@in_child
+def test_latents_are_gathered_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_TILE_SCORES", 8 * 40)
+    layers = (LayerLayout(1, 24, 16, shared=True),)
+    pool = torch.randn(10, 1, 1, BLOCK, 1, 24, generator=torch.Generator().manual_seed(1))
+    pools = pool.clone(), pool.clone()
+    paths = ReferenceAttention(pools[0], layers), kernels.TritonAttention(pools[1], layers)
+    spans = [span(1, 25, 9, [3, 1, 2]), span(2, 5, 1, [4]), span(3, 0, 12, [5])]
+    outputs = []
+    for path in paths:
+        generator = torch.Generator().manual_seed(2)
+        query = torch.randn(22, 8, 24, generator=generator)
+        key = torch.randn(22, 1, 24, generator=generator)
+        path.begin(spans)
+        outputs.append(path.attend(0, query, key, key[..., :16], AttentionOptions(scaling=0.2)))
+        path.finish()
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-5)
+    assert torch.equal(pools[0], pools[1])
 
 
 @in_child
@@ -161,6 +188,7 @@ def test_decode_steps_told_by_tensors_are_those_told_by_spans() -> None:
         max_blocks=8,
         batch_sizes=(1, 2, 4),
         record=lambda work: work,
+        scratch=23,
     )
     graphs.warm_up()
     tables = [[3, 4, 5], [9, 1, 7], [20, 21]]
@@ -177,6 +205,9 @@ def test_decode_steps_told_by_tensors_are_those_told_by_spans() -> None:
         assert graphs.takes(spans)
         eager, replayed = (runner.step(Batch(spans[: 3 - step])) for runner in runners)
         assert eager == replayed
+    padding = graphs._values[3]
+    assert [0, 0, 1, 23, 0, 23] == padding[:6].tolist()
+    assert not padding[6:].any(), "a row that fills a batch up attends to one key"
     written = [slot for table in tables for slot in table]
     assert torch.equal(pools[0][written].nan_to_num(), pools[1][written].nan_to_num())
 
@@ -185,7 +216,9 @@ def test_decode_steps_told_by_tensors_are_those_told_by_spans() -> None:
 def test_what_a_graph_cannot_compute_is_left_to_the_launches() -> None:
     loaded = tiny_model()
     pool = new_pool(loaded, 4)
-    failing = DecodeGraphs(lambda *_: torch.zeros(1, 1), _Told(), pool, 2, record=_refuse)
+    failing = DecodeGraphs(
+        lambda *_: torch.zeros(1, 1), _Told(), pool, 2, record=_refuse, scratch=3
+    )
     assert not failing.takes([span(1, 0, 2, [0])])
     assert not failing.takes([span(1, 0, 1, [0], write_kv=False)])
     assert not failing.takes([span(n, 0, 1, [0]) for n in range(65)])
@@ -196,7 +229,7 @@ def test_what_a_graph_cannot_compute_is_left_to_the_launches() -> None:
 
 class _Told(ReferenceAttention):
     def __init__(self) -> None:
-        super().__init__(torch.empty(0))
+        super().__init__(torch.empty(1, 1, 2, 1, 1, 1))
 
     def begin_decode(self, *_: torch.Tensor) -> None:
         pass

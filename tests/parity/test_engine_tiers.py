@@ -22,6 +22,8 @@ from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.open import open_disk
+from tiers.disk.tier import DiskTier
+from tiers.tier import Tier
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]
 BLOCK = 16
@@ -40,6 +42,7 @@ class House:
         step_tokens: int = 64,
         kv_dtype: str | None = None,
         share_tails: bool = True,
+        above: Callable[[DiskTier], Tier] = lambda disk: disk,
     ) -> None:
         layout = loaded.layout(BLOCK, kv_dtype)
         settings = CacheSettings(
@@ -48,7 +51,7 @@ class House:
             weigh_loads=False,
             share_tails=share_tails,
         )
-        disk = open_disk(folder, layout, 64 << 20)
+        disk = above(open_disk(folder, layout, 64 << 20))
         self.cache = TieredCache(layout, settings, disk=disk)
         scheduler = SchedulerSettings(step_tokens=step_tokens, mixed_step_tokens=step_tokens)
         self._outputs: queue.Queue[StepOutput] = queue.Queue()

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
@@ -153,3 +154,26 @@ def test_warming_up_writes_nothing(loaded: LoadedModel) -> None:
     pool = new_pool(loaded, 2, BLOCK)
     Runner(loaded, pool).warm_up()
     assert pool.isnan().all()
+
+
+def test_a_prefix_that_a_short_prompt_left_serves_a_long_one() -> None:
+    """LongRoPE's border lies at 64: the prefix ends before it, what continues it ends beyond."""
+    loaded = tiny_model("phi3")
+    tokens = prompt(90)
+    cold = Sequence(1, tokens, 0)
+    generate(runner(loaded), [cold])
+    both = runner(loaded)
+    short = Sequence(1, tokens[:40], 0)
+    generate(both, [short])
+    both.forget(1)
+    hit = Sequence(2, tokens, 0)
+    hit.computed = 2 * BLOCK
+    generate(both, [hit])
+    assert hit.generated == cold.generated == stock_tokens(loaded, tokens)
+
+
+def test_the_table_is_part_of_the_weights_digest() -> None:
+    """KV that an earlier release kept was turned by either table; it must not be found."""
+    digests = {tiny_model(name).weights_digest for name in ("llama", "phi3")}
+    assert xxhash.xxh3_128_digest(b"tiny-llama-0") in digests
+    assert xxhash.xxh3_128_digest(b"tiny-phi3-0") not in digests

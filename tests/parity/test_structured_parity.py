@@ -12,11 +12,13 @@ import pytest
 
 from engine.engine import Engine, EngineSettings
 from engine.execution.runner import Runner
-from engine.grammar.matcher import CompiledGrammar, Vocabulary, compile_source, new_compiler
+from engine.grammar.matcher import Compiler
+from engine.grammar.vocabulary import Vocabulary
 from engine.models.load import LoadedModel
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduling.scheduler import SchedulerSettings
 from engine.structure import Grammar, StructuredOutputs, source_of
+from engine.testing.grammars import LocalGrammar
 from engine.testing.models import EOS, tiny_model
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
@@ -50,8 +52,7 @@ def vocabulary() -> Vocabulary:
 @cache
 def person() -> Grammar:
     source = source_of(StructuredOutputs(json=PERSON))
-    compiled = compile_source(new_compiler(vocabulary()), source)
-    return CompiledGrammar(vocabulary(), compiled.serialize_json())
+    return LocalGrammar(Compiler(vocabulary()), source)
 
 
 class House:

@@ -5,6 +5,7 @@ come in every phase of a request, and who was cancelled is often asked for again
 """
 
 import itertools
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -12,9 +13,12 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import Any
 
+import pytest
+
+from engine.errors import InvalidParameter
 from engine.testing.chain_runner import replay
 from tests.sim.random_grammar import RandomGrammar
-from tests.sim.watched import ADAPTERS, BLOCK
+from tests.sim.watched import ADAPTERS, BLOCK, VOCAB_SIZE
 from tests.sim.world import PICTURES, PLACEHOLDER, World
 from tiers.blocks.chain import Chain
 from tiers.blocks.contents import Content
@@ -24,6 +28,30 @@ from tiers.operations.purge import Purged
 from tiers.policy.retention import PinError
 
 TENANTS = (b"", b"other", b"third")
+SERVED: dict[str, tuple[Any, ...]] = {  # what a hostile client may ask for, and is served
+    "temperature": (0, 1e-300, 1e-5, 1.0, 100.0),
+    "top_p": (1e-300, 0.5, 1.0),
+    "top_k": (0, 1, 7, (1 << 31) - 1),
+    "min_p": (0.0, 0.5, 1.0),
+    "repetition_penalty": (0.01, 0.5, 10.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "logit_bias": ({}, dict.fromkeys(range(VOCAB_SIZE), -100.0), {3: 100.0}),
+    "logprobs": (None, 0, 20),
+}
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "temperature": (-1.0, 1e300, math.nan, math.inf, "hot"),
+    "top_p": (0.0, -1e-300, 1.5, math.nan),
+    "top_k": (-1, 1 << 70),
+    "min_p": (-0.1, 2.0, math.nan),
+    "repetition_penalty": (0.0, 1e-300, 1e300, math.nan),
+    "presence_penalty": (-1e300, math.nan),
+    "frequency_penalty": (math.inf, 3.0),
+    "logit_bias": ({VOCAB_SIZE: 1.0}, {0: math.nan}, {0: 1e300}),
+    "logprobs": (-1, 1 << 70),
+    "seed": (1 << 70,),
+    "min_tokens": (-1, 1 << 70),
+}
 MAX_TURNS = 2000  # that any request may take, whoever comes and goes beside it
 
 
@@ -88,7 +116,7 @@ class Life:
         self.purges.append(self.world.cache.purge([root_of(self.chance.choice(TENANTS))]))
 
     def break_step(self) -> None:
-        """Now and then: the next step fails, and whoever runs in it."""
+        """Now and then: the next step fails, and none of those who run in it."""
         self.world.runner.broken = self.chance.random() < 0.2
 
     def trouble_disk(self) -> None:
@@ -147,16 +175,37 @@ class Life:
             digest = ADAPTERS[adapter] if adapter else b""
             answer = replay(prompt, 5, adapter=digest, contents=contents)
             self.trunks[tenant][chance.randrange(3)] = prompt + answer
+        if chance.random() < 0.05:
+            chance.choice((world.runner.poisoned, world.runner.mad)).add(name)
+        if chance.random() < 0.1:
+            self._ask_too_much(asked)
+        hostile = {}
+        if chance.random() < 0.3:
+            fields = chance.sample(sorted(SERVED), chance.randrange(1, 5))
+            hostile = {field: chance.choice(SERVED[field]) for field in fields}
         world.submit(
             name,
             **asked,
+            sampling=hostile,
+            share=chance.choice(("", "", "other", "third")),
             max_tokens=chance.choice((0, *range(1, 12))),
             prompt_logprobs=0 if chance.random() < 0.1 else None,
-            grammar=RandomGrammar(len(self.sent) % 7) if chance.random() < 0.3 else None,
+            grammar=self._grammar() if chance.random() < 0.3 else None,
             n=chance.choice((1, 1, 1, 3)),
             cache=chance.random() > 0.1,
             seed=chance.choice((None, None, 1, 2)),
         )
+
+    def _grammar(self) -> RandomGrammar:
+        return RandomGrammar(len(self.sent) % 7, slow=self.chance.random() < 0.5)
+
+    def _ask_too_much(self, asked: dict[str, Any]) -> None:
+        """What is out of its range is refused by name, and leaves nothing behind."""
+        field = self.chance.choice(sorted(REFUSED))
+        value = self.chance.choice(REFUSED[field])
+        with pytest.raises(InvalidParameter) as refused:
+            self.world.submit("refused", **asked, sampling={field: value})
+        assert field == refused.value.param
 
     def _cancel(self) -> None:
         """Somebody leaves, from whichever phase; often the same prompt comes again."""

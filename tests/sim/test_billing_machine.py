@@ -31,12 +31,12 @@ from billing.accounts import Accounts
 from billing.errors import InsufficientBalance, LedgerUnavailable
 from billing.gate.commands import Command, Correct, Deposit, Reserve, Settle, TopUp
 from billing.gate.entries import Kind
-from billing.gate.gate import Settled
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import PRESUMED, Outcome, billable
+from billing.gate.work import Settled
 from billing.ledger import Ledger
 from billing.prices.book import NS
-from billing.prices.cards import parse_card
+from billing.prices.cards import default_card, parse_card
 from billing.prices.rating import rate
 from billing.proof import audit
 from billing.store.prepared import Prepared
@@ -146,7 +146,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.clock = ManualClock()
         self.stores = self.scope.enter_context(self.databases.fresh())
         self.accounts = Accounts(self.stores[0], clock_ns=self.clock)
-        self.accounts.prepare()
+        self.accounts.prepare(default_card())
         self.accounts.create_tenant("acme", "CNY", by="test")
         self.ledgers = [
             Ledger(store, self.accounts, owner=f"s{number}", clock_ns=self.clock)
@@ -319,11 +319,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def correct(self, pick: int, die_at: int) -> None:
         names = sorted(self.model.charges)
         name = names[pick % len(names)]
-        hold = self.model.charges[name][2]
+        cost, _, hold = self.model.charges[name]
         command = Correct("acme", name, f"c:{name}", None, "test", "")
         self.apply(0, command, die_at)
         self.apply(1, command)
-        self.model.charges[name] = (0, Outcome.FINISHED, hold)
+        if cost:  # else nothing is left to give back, and it is refused
+            self.model.charges[name] = (0, Outcome.FINISHED, hold)
 
     @rule(hit=st.integers(0, 3), miss=st.integers(3, 9))
     def change_price(self, hit: int, miss: int) -> None:

@@ -33,7 +33,9 @@ from tiers.testing.faulty_storage import (
     take,
 )
 
-LAYOUT = BlockLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="bfloat16")
+LAYOUT = BlockLayout.uniform(
+    num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="bfloat16"
+)
 CAPACITY = 1 << 20
 NUM_CHAINS = 60
 CHAIN_BLOCKS = 8

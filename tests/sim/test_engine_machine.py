@@ -70,7 +70,7 @@ def test_each_token_is_computed_once_whoever_leaves(seed: int) -> None:
 def test_requests_are_cancelled_in_every_phase() -> None:
     """What the lives here draw: without it they would prove less than they say."""
     cancelled: Counter[str] = Counter()
-    for seed in range(5):
+    for seed in range(12):
         life = Life(World(seed=seed, step_tokens=8), random.Random(seed))
         life.run(60)
         cancelled += life.cancelled
@@ -329,7 +329,7 @@ def test_tail_candidates_of_one_prefix_are_few_and_none_says_what_another_does()
         world.run()
     assert 1 == world.cache.index.num_partials
     for number in range(2 * MAX_CANDIDATES):
-        world.submit(f"parting {number}", [*prefix, 10 + number], max_tokens=1)
+        world.submit(f"divergence {number}", [*prefix, 10 + number], max_tokens=1)
         world.run()
     assert MAX_CANDIDATES == world.cache.index.num_partials
     world.submit("twice", [*prefix, 49], max_tokens=2, n=2)
@@ -386,10 +386,10 @@ def test_tail_whose_tokens_all_match_is_extended_in_place() -> None:
 def test_tail_that_parts_in_the_middle_is_copied_up_to_there() -> None:
     world, prompt = _tail_world()
     computed = world.runner.computed
-    world.submit("parting", [*prompt[:-1], 33, 34], max_tokens=1)
+    world.submit("divergence", [*prompt[:-1], 33, 34], max_tokens=1)
     world.run()
     world.check()
-    assert world.counts("parting").hit_device == len(prompt) - 1
+    assert world.counts("divergence").hit_device == len(prompt) - 1
     assert world.runner.computed - computed == 2
     world.submit("first again", prompt, max_tokens=1)
     world.run()

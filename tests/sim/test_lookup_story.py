@@ -7,10 +7,8 @@ from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tiers.blocks.keys import PrefixKey, token_bytes
 from tiers.errors import MissReason
-from tiers.telemetry.departures import Departures
-from tiers.telemetry.lifetimes import Cause
-from tiers.telemetry.misses import MARK_BYTES, marks_of
-from tiers.tier import TierName
+from tiers.telemetry.misses import MARK_BYTES, Departures, marks_of
+from tiers.tier import Cause, TierName
 
 FIRST = [*range(1, 3 * BLOCK + 2)]  # three full blocks and a token
 

@@ -18,6 +18,7 @@ from engine.testing.chain_runner import ChainRunner, chain_layout
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.tree import Node, TreeQuery, tree_json
 from tiers.cache import CacheSettings, TieredCache
+from tiers.memory.view import live_tree
 
 BLOCK = 4
 NUM_BLOCKS = 15  # so few that steps 5, 8 and 9 must evict
@@ -61,7 +62,7 @@ class Figure:
         return self.runner.computed - before
 
     def draw(self) -> str:
-        tree = self.cache.tree(TreeQuery(num_tokens=100))
+        tree = live_tree(self.cache.index, TreeQuery(num_tokens=100))
         assert json.loads(json.dumps(tree_json(tree)))["num_seen"] == tree.num_blocks
         lines = list(tree_lines(tree, label=self._label))[1:]  # without the scope
         return "\n".join(re.sub(r", \d+ tokens.*", "", line) for line in lines)

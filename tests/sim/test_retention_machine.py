@@ -1,4 +1,4 @@
-"""The engine's random lives once more, under pins, quotas, idle limits, moves and purges.
+"""The engine's random lives once more, under pins, quotas, moves and purges.
 
 What an operator was promised holds whatever the interleaving: a pinned block is never lost, a
 tenant within its share loses nothing to another's scan, and after a purge nothing is found.
@@ -14,9 +14,8 @@ from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tiers.blocks.chain import Chain
 from tiers.memory.counters import CacheEvent
-from tiers.operations.operations import UpkeepSettings
 from tiers.policy import PolicyName
-from tiers.policy.admission import Promotion, WritePolicy
+from tiers.policy.admission import WritePolicy
 from tiers.tier import TierName
 
 
@@ -30,11 +29,11 @@ def check_quotas(world: World) -> None:
         assert not uses or sum(uses) == held, tier.name
 
 
-@pytest.mark.parametrize("promotion", list(Promotion))
+@pytest.mark.parametrize("host_moves", [False, True])
 @pytest.mark.parametrize("policy", [PolicyName.LRU, PolicyName.S3FIFO, PolicyName.ARC])
 @pytest.mark.parametrize("seed", range(3))
 def test_any_interleaving_with_an_operator_is_exact(
-    seed: int, policy: PolicyName, promotion: Promotion
+    seed: int, policy: PolicyName, host_moves: bool
 ) -> None:
     chance = random.Random(seed * 104_729)
     world = World(
@@ -45,11 +44,8 @@ def test_any_interleaving_with_an_operator_is_exact(
         seed=seed,
         write_policy=chance.choice(list(WritePolicy)),
         policy=policy,
-        promotion=promotion,
+        host_moves=host_moves,
         quotas={root_of(b"other"): 0.3} if seed else None,
-        upkeep=UpkeepSettings(
-            device_idle_s=chance.choice((None, 5.0)), host_idle_s=chance.choice((None, 20.0))
-        ),
     )
     life = Life(world, chance)
     life.run(
@@ -73,15 +69,15 @@ def test_any_interleaving_with_an_operator_is_exact(
         assert purge.result(0).num_left == 0
 
 
-@pytest.mark.parametrize("promotion", list(Promotion))
-def test_a_tenant_within_its_share_loses_nothing_to_a_scan(promotion: Promotion) -> None:
+@pytest.mark.parametrize("host_moves", [False, True])
+def test_a_tenant_within_its_share_loses_nothing_to_a_scan(host_moves: bool) -> None:
     """Half of every tier is promised to one tenant, and another asks for ever new prompts."""
     world = World(
         device_blocks=40,
         host_blocks=40,
         disk_blocks=120,
         quotas={root_of(b"acme"): 0.5},
-        promotion=promotion,
+        host_moves=host_moves,
         max_running=2,
     )
     prompts = [[tenth * 5 + n % 5 for n in range(18)] for tenth in range(4)]

@@ -15,7 +15,8 @@ from billing.proof.audit import verify
 from billing.store.reports import daily, stream_entries
 from billing.testing import ManualClock, TestLedger, running_ledger
 from cachesvc.operator.operator import CacheOperator
-from cachesvc.operator.storage_meter import HOUR_S, Payer, StorageMeter, hours_begun
+from cachesvc.operator.scopes import Payer
+from cachesvc.operator.storage_meter import HOUR_S, StorageMeter, hours_begun
 from engine.testing.chain_runner import chain_layout
 from tiers.blocks.keys import CacheScope, PrefixKey, prefix_keys, token_bytes
 from tiers.cache import CacheSettings, TieredCache

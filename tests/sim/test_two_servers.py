@@ -29,11 +29,12 @@ from billing.accounts import Accounts
 from billing.errors import InsufficientBalance
 from billing.ledger import Ledger
 from billing.gate.outcomes import Outcome
+from billing.prices.cards import default_card
 from billing.store.store import open_store
 from billing.usage import Usage
 url, owner, run, turns = sys.argv[1:]
 store = open_store(url)
-ledger = Ledger(store, Accounts(store), owner=owner)
+ledger = Ledger(store, Accounts(store), owner=owner, first_card=default_card())
 ledger.start()
 pinned = ledger.book.at("model", 2 * 10**18, "CNY")
 lock = threading.Lock()

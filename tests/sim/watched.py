@@ -4,15 +4,18 @@
 makes copies between device and host arrive when they please.
 """
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from engine.batch import Batch, Sampled, Span
+from engine.execution.sampler import Sampler
 from engine.scheduling.sequence import Sequence
 from engine.testing.chain_runner import ChainRunner, advance, before, content_at
 from tiers.blocks.frames import Frame
@@ -21,6 +24,8 @@ from tiers.cache import TieredCache
 from tiers.memory.device import Copy, DevicePool
 
 BLOCK = 4
+VOCAB_SIZE = 51  # the tokens that the model chooses among, and the end
+PEAKS = (3e38, math.inf, 1.0)  # the logit of the token that the model chooses; the others have less
 ADAPTERS = {"a": b"A" * 16, "b": b"B" * 16, "twin of a": b"A" * 16}  # contents by name
 
 
@@ -30,7 +35,7 @@ class Watched(ChainRunner):
     `rows` counts how often each row of KV was computed that others may read: by scope, position
     and what it proves. `prompt_tokens` counts by request what its first sequence computed of its
     prompt; each further one computes the last token again. With `broken` set the next step fails
-    halfway.
+    halfway. Steps with a request of `poisoned` fail always; logits of `mad` are no numbers.
     """
 
     def __init__(self, cache: TieredCache, sequence_of: Callable[[int], Sequence]) -> None:
@@ -44,6 +49,9 @@ class Watched(ChainRunner):
         self.prompt_tokens: Counter[str] = Counter()
         self.wrong: AssertionError | None = None  # the engine takes it for a failure of the step
         self.broken = False
+        self.poisoned: set[str] = set()
+        self.mad: set[str] = set()
+        self._sampler = Sampler(frozenset({VOCAB_SIZE - 1}))
 
     def step(self, batch: Batch) -> list[Sampled]:
         try:
@@ -61,11 +69,40 @@ class Watched(ChainRunner):
             self.broken = False
             super().step(Batch(batch.spans[::2]))
             raise RuntimeError("out of memory")
-        sampled = super().step(batch)
+        names = {self._name(span) for span in batch.spans}
+        if names & self.poisoned:
+            super().step(Batch(batch.spans[:1]))
+            raise ValueError("a fault in one row")
+        sampled = self._through_sampler(batch, super().step(batch))
         for span in batch.spans:
             self._prove(span, self._sequence_of(span.sequence_id))
             self._note(span, self._sequence_of(span.sequence_id))
         return sampled
+
+    def _name(self, span: Span) -> str:
+        return self._sequence_of(span.sequence_id).request.request_id
+
+    def _through_sampler(self, batch: Batch, chosen: list[Sampled]) -> list[Sampled]:
+        """The same choices made by the real sampler, of logits as extreme as they come."""
+        spans = [span for span in batch.spans if span.sample]
+        by_id = {one.sequence_id: one for one in chosen}
+        if not spans:
+            return chosen
+        logits = torch.zeros(len(spans), VOCAB_SIZE)
+        for row, span in enumerate(spans):
+            plain = span.params == replace(span.params, temperature=0, logit_bias={})
+            plain = plain and span.history is None
+            peak = PEAKS[span.sequence_id % 3] if plain else PEAKS[span.sequence_id % 2]
+            logits[row] = -peak if math.isfinite(peak) else 0.0
+            logits[row, by_id[span.sequence_id].token] = peak
+            if self._name(span) in self.mad:
+                logits[row, span.sequence_id % VOCAB_SIZE] = math.nan
+        for span, one in zip(spans, self._sampler.sample(logits, spans), strict=True):
+            if one.error is None:
+                assert by_id[span.sequence_id].token == one.token, (span.params, one)
+            else:
+                by_id[span.sequence_id] = one
+        return [by_id[span.sequence_id] for span in batch.spans]
 
     def _prove(self, span: Span, sequence: Sequence) -> None:
         """Every row that attention read or wrote is the KV of the sequence's own prefix."""

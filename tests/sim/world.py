@@ -11,7 +11,10 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
+from engine.bounds import check_params
 from engine.engine import Engine, EngineSettings
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduling.group import seed_of
@@ -26,13 +29,12 @@ from engine.testing.chain_runner import (
     replay,
 )
 from tests.sim.random_grammar import EOS, RandomGrammar
-from tests.sim.watched import ADAPTERS, BLOCK, LateCopies, Watched
+from tests.sim.watched import ADAPTERS, BLOCK, VOCAB_SIZE, LateCopies, Watched
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.cache import CacheSettings, TieredCache
 from tiers.memory.index import Block, BlockState
-from tiers.operations.operations import UpkeepSettings
-from tiers.policy.admission import Promotion, WritePolicy
+from tiers.policy.admission import WritePolicy
 from tiers.policy.quota import Shares
 from tiers.telemetry.events import EventKind
 from tiers.testing.memory_tier import MemoryTier, SteppedMover
@@ -62,10 +64,9 @@ class World:
         step_tokens: int = 16,
         policy: str = "lru",
         jump_forward: bool = True,
-        promotion: Promotion = Promotion.KEEP,
+        host_moves: bool = False,
         quotas: dict[PrefixKey, float] | None = None,
         late_copies: bool = False,
-        upkeep: UpkeepSettings | None = None,
     ) -> None:
         """`quotas` are parts of every tier, by scope."""
         layout = chain_layout(BLOCK)
@@ -91,15 +92,13 @@ class World:
                 write_policy=write_policy,
                 weigh_loads=False,
                 policy=policy,
-                promotion=promotion,
-                upkeep=upkeep or UpkeepSettings(),
             ),
             disk=tier,
             mover=self.mover,
             shares=shares,
-            clock=lambda: self.now_s,
             wall_clock=lambda: self.now_s,
         )
+        self.cache.residency.host_moves = host_moves
         if late_copies:
             LateCopies(self.cache.pool, random.Random(seed))
         self.events = self.cache.stream.subscribe(capacity=1_000_000)
@@ -116,6 +115,7 @@ class World:
             eos_token_ids=frozenset({EOS}),
             jump_forward=jump_forward,
             adapters=ADAPTERS,
+            check_params=partial(check_params, vocab_size=VOCAB_SIZE),
         )
         self.engine = Engine(self.runner, self.cache, settings, self._take)
         self.grammars: dict[str, RandomGrammar] = {}
@@ -138,29 +138,35 @@ class World:
         prompt_logprobs: int | None = None,
         adapter: str | None = None,
         contents: tuple[Content, ...] = (),
+        sampling: dict[str, Any] | None = None,
+        share: str = "",
     ) -> None:
-        if grammar is not None:
-            self.grammars[name] = grammar
+        """`sampling` are further parameters; what the engine refuses leaves nothing behind."""
         digest = ADAPTERS[adapter] if adapter is not None else b""
-        self.outputs[name] = []
-        self.turns[name] = 0
-        self.requests[name] = Request(
+        given = {
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "n": n,
+            "seed": seed,
+            "prompt_logprobs": prompt_logprobs,
+        }
+        request = Request(
             request_id=name,
             tokens=array("i", prompt),
-            params=SamplingParams(
-                temperature=0,
-                max_tokens=max_tokens,
-                n=n,
-                seed=seed,
-                prompt_logprobs=prompt_logprobs,
-            ),
+            params=SamplingParams(**{**given, **(sampling or {})}),
             scope=CacheScope(tenant=tenant, adapter=digest),
             adapter=adapter,
             contents=contents,
             cache=cache,
             grammar=grammar,
+            share=share,
         )
-        self.engine.submit(self.requests[name])
+        self.engine.submit(request)
+        self.requests[name] = request
+        self.outputs[name] = []
+        self.turns[name] = 0
+        if grammar is not None:
+            self.grammars[name] = grammar
 
     def live(self) -> list[str]:
         return [name for name, outputs in self.outputs.items() if not _ended(outputs)]
@@ -215,6 +221,8 @@ class World:
                 expected = self._cold(self.requests[name], index)
                 got = self.tokens(name, index)
                 reason = next((o.finish for o in outputs if o.index == index and o.finish), None)
+                faulty = name in self.runner.mad or name in self.runner.poisoned
+                assert faulty or reason is not FinishReason.ERROR, name
                 if reason in (FinishReason.ABORT, FinishReason.ERROR, None):
                     assert got == expected[: len(got)], name
                 else:
@@ -225,7 +233,8 @@ class World:
             counts = outputs[-1].counts
             if outputs[-1].finish not in CUT or any(output.tokens for output in outputs):
                 assert counts.prompt == len(self.requests[name].tokens)
-            if not self.engine.stats().num_preemptions:
+            mad = name in self.runner.mad  # its last span is computed, and not believed
+            if not self.engine.stats().num_preemptions and not mad:
                 assert counts.miss == self.runner.prompt_tokens[name], name
             billed = {replace(o.counts, output=0) for o in outputs if o.tokens}
             assert len(billed) <= 1, "hits and misses changed after the first admission"
@@ -297,7 +306,7 @@ class World:
                 pins.update(ticket.blocks)
             if sequence.state is SequenceState.LOADING:
                 assert ticket is not None and (ticket.probe is not None or ticket.loading)
-        loading = {block for _, blocks in self.cache._promoter._loads for block in blocks}
+        loading = {block for _, blocks, _ in self.cache._promoter._loads for block in blocks}
         for block in self._blocks():
             assert block.pins == pins[block], f"{block} has {pins[block]} owners"
             if block.state is BlockState.COMPUTING:

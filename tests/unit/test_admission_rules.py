@@ -1,16 +1,13 @@
-"""What is copied down, what stays below, and how much may be written."""
+"""What is copied down, and what stays below."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tiers.policy.admission import (
-    AUTO_KEEP_SHARE,
+    KEEP_SHARE,
     Demotion,
     GhostList,
-    Promotion,
-    WriteBudget,
     WritePolicy,
+    keeps_copies,
 )
 
 
@@ -41,28 +38,6 @@ def test_ghosts_are_forgotten_oldest_first():
     assert len(ghosts) == 2
 
 
-def test_auto_keeps_what_is_a_small_share_of_all_room():
-    for above, keeps in ((100 * AUTO_KEEP_SHARE, True), (100 * AUTO_KEEP_SHARE + 1, False)):
-        assert Promotion.AUTO.keeps(above, 100) is keeps
-    assert Promotion.KEEP.keeps(10, 1)
-    assert not Promotion.MOVE.keeps(1, 1000)
-
-
-@given(st.lists(st.tuples(st.integers(1, 50), st.floats(0, 5000)), max_size=40))
-def test_a_budget_is_never_exceeded(writes):
-    """What was written is at most the burst and what was earned since the start."""
-    budget = WriteBudget(bytes_per_day=86_400, burst_bytes=100)
-    written, now_s = 0, 0.0
-    for nbytes, pause_s in writes:
-        now_s += pause_s
-        if budget.take(nbytes, now_s):
-            written += nbytes
-        assert written <= 100 + now_s + 1e-6
-
-
-def test_a_budget_fills_up_again_and_ignores_a_clock_that_steps_back():
-    budget = WriteBudget(bytes_per_day=86_400, burst_bytes=100)
-    assert budget.take(100, 0.0)
-    assert not budget.take(10, 5.0)
-    assert not budget.take(10, 1.0)
-    assert budget.take(10, 11.5)
+def test_a_tier_keeps_copies_where_they_are_a_small_share_of_all_room():
+    assert keeps_copies(100 * KEEP_SHARE, 100)
+    assert not keeps_copies(100 * KEEP_SHARE + 1, 100)

@@ -60,7 +60,11 @@ def test_a_tenant_is_made_funded_used_and_proved(shell: Shell) -> None:
     assert shell.json("usage", "daily")[0]["requests"] == 1
     assert shell.json("usage", "session")[0]["period"] == "chat"
     assert shell.json("ledger", "verify")["ok"] is True
-    assert shell.json("ledger", "trail")[0]["action"] == "balance.grant"
+    actions = [row["action"] for row in shell.json("ledger", "trail")]
+    assert actions == [
+        *("tenant.create", "prices.apply"),  # of the server, for open mode
+        *("balance.grant", "balance.topup", "tenant.create"),
+    ]
     assert shell.json("ledger", "rerate", "--dry-run", "--days", "9999")["rows"][0]["requests"] == 1
 
 
@@ -131,7 +135,6 @@ def test_scopes_of_a_key_are_those_of_all_options(shell: Shell) -> None:
         (("tenants", "create", "bolt", "--postpaid=-5"), "below zero"),
         (("keys", "revoke", "key_none"), "no API key"),
         (("usage", "invoice", "acme", "May"), "2026-11"),
-        (("ledger", "rerate"), "--dry-run"),
         (("ledger", "correct", "acme", "r9", "--reason", "x"), "never charged"),
         (("ledger", "show", "acme", "r9"), "never charged"),
         *(
@@ -234,3 +237,29 @@ def test_a_broken_ledger_ends_with_1_and_names_the_entry(shell: Shell) -> None:
     store.close()
     said = shell("ledger", "verify", code=1)
     assert "entry 1 of tenant 'acme' (request 'r1') is not chained" in said
+
+
+def test_a_card_that_was_wrong_is_mended_by_a_batch_of_refunds(
+    shell: Shell, tmp_path: Path
+) -> None:
+    shell("tenants", "create", "acme")
+    shell("balance", "topup", "acme", "1")
+    use(shell)  # 0.000204 under the launch card
+    cheap = CARD + '[[model]]\nmatch="*"\nhit=0.05\nmiss=0.5\noutput=1\n'
+    (tmp_path / "cheap.toml").write_text(cheap.replace("2020-01-01", "2025-01-01"))
+    shell("prices", "apply", str(tmp_path / "cheap.toml"))
+    batch = tmp_path / "batch.json"
+    said = shell("ledger", "rerate", "--days", "9999", "--out", str(batch))
+    assert "1 request, 0.000102 CNY to give back" in said
+    refund = partial(shell, "ledger", "refund", str(batch), "--reason", "wrong card")
+    assert "nothing is booked" in refund()
+    assert "names another batch" in refund("--approve", "0" * 16, code=1)
+    digest = json.loads(batch.read_text())["digest"]
+    for _ in range(2):  # booked once
+        assert "1 request given back" in refund("--approve", digest)
+        assert shell.json("balance", "show", "acme")["balance"] == "0.999898"
+    assert "0 requests, nothing" in shell("ledger", "rerate", "--days", "9999", "--out", str(batch))
+    changed = batch.read_text().replace('"refunds": []', '"refunds": [{"tenant": "acme"}]')
+    batch.write_text(changed)
+    assert "no batch of refunds" in refund(code=1)
+    assert "proved" in shell("ledger", "verify")

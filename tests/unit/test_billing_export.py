@@ -86,7 +86,7 @@ ContractedCost EffectiveCost InvoiceIssuerName ListCost PricingQuantity PricingU
 PublisherName ServiceCategory ServiceName""")
 NULLABLE = words("""BillingAccountName ChargeClass ChargeDescription PricingQuantity PricingUnit
 ConsumedQuantity ConsumedUnit ContractedUnitPrice ListUnitPrice PricingCategory ResourceId SkuId
-SkuPriceId SubAccountId SubAccountName""")
+SkuPriceId SubAccountId SubAccountName Tags x_KeyId x_Session x_User""")
 OF_USAGE = words("""PricingQuantity PricingUnit PricingCategory ConsumedQuantity ConsumedUnit SkuId
 SkuPriceId ListUnitPrice ContractedUnitPrice""")
 DECIMALS = words("""BilledCost ContractedCost EffectiveCost ListCost PricingQuantity

@@ -7,7 +7,7 @@ import pytest
 from billing.errors import CardConflict, NoPrice, PriceError
 from billing.prices.book import NS, PriceBook, RateRef
 from billing.prices.cards import card_digest, default_card, find_card, parse_card, shipped_cards
-from billing.prices.lint import Level, lint
+from billing.prices.lint import Severity, lint
 from billing.reports.documents import differences
 
 BASE = """
@@ -42,7 +42,7 @@ def ns(text: str) -> int:
 
 @pytest.mark.parametrize("name", sorted(shipped_cards()))
 def test_shipped_cards_are_without_objection(name: str) -> None:
-    assert [finding for finding in lint(find_card(name)) if finding.level is Level.ERROR] == []
+    assert [finding for finding in lint(find_card(name)) if finding.level is Severity.ERROR] == []
 
 
 def test_bare_decimals_are_read_exactly() -> None:
@@ -271,7 +271,7 @@ def test_lint_finds_cards_that_lose_money() -> None:
         *("hit_device", "hit_host", "hit_disk", "hit_remote"),
         "output",
     }
-    assert all(f.level is Level.ERROR for f in found)
+    assert all(f.level is Severity.ERROR for f in found)
 
 
 @pytest.mark.parametrize(

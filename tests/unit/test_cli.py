@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from cachesvc.cli import COMMANDS, app, load, main, render
+import cachesvc
+from api.format import seconds, size
+from cachesvc.cli import COMMANDS, REMOVED, app, load, main
 from cachesvc.config import ConfigError, known_settings
 
 
@@ -22,9 +24,27 @@ def test_help_lists_every_command() -> None:
     assert [] == [name for name in COMMANDS if name not in shown]
 
 
-def test_help_does_not_wait_for_torch() -> None:
-    code = "import sys, cachesvc.cli; sys.exit('torch' in sys.modules)"
-    assert 0 == subprocess.run([sys.executable, "-c", code], timeout=60).returncode
+def test_only_commands_that_compute_import_torch() -> None:
+    """In a process of its own, where nothing else has imported it."""
+    code = (
+        "import importlib, json, sys\n"
+        "from cachesvc.cli import COMMANDS\n"
+        "from cachesvc.cli.cache.app import COMMANDS as CACHE\n"
+        "import billing.errors, engine.errors, tiers.errors\n"
+        "guilty = []\n"
+        "computing = ('serve', 'bench', 'doctor')\n"
+        "entries = {**{n: e for n, e in COMMANDS.items() if n not in computing}, **CACHE}\n"
+        "for name, entry in entries.items():\n"
+        "    importlib.import_module(entry.target.partition(':')[0])\n"
+        "    if {'torch', 'transformers', 'uvicorn', 'fastapi'} & set(sys.modules):\n"
+        "        guilty.append(name)\n"
+        "        break\n"
+        "print(json.dumps([guilty, len(entries)]))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    guilty, num_imported = json.loads(told.stdout)
+    assert [] == guilty
+    assert num_imported > 25
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -40,6 +60,13 @@ def test_a_mistyped_command_is_told_the_nearest() -> None:
     failed = call("serv")
     assert 2 == failed.exit_code
     assert "serve" in failed.stderr
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_command_says_what_to_do_instead(name: str) -> None:
+    failed = call(name, "--json")
+    assert 2 == failed.exit_code
+    assert f"{name} is gone: " in failed.stderr
 
 
 def test_an_error_is_one_sentence_and_exit_code_1(
@@ -123,7 +150,7 @@ def test_serve_refuses_what_cannot_work_before_it_loads_a_model(
     ],
 )
 def test_sizes_read_well(num_bytes: int, text: str) -> None:
-    assert text == render.size(num_bytes)
+    assert text == size(num_bytes)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +165,7 @@ def test_sizes_read_well(num_bytes: int, text: str) -> None:
     ],
 )
 def test_durations_read_well(duration_s: float, text: str) -> None:
-    assert text == render.seconds(duration_s)
+    assert text == seconds(duration_s)
 
 
 @pytest.mark.parametrize(
@@ -174,3 +201,17 @@ def test_a_sigterm_ends_what_handles_none_itself() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert (143, b"", b"") == (ended.returncode, ended.stdout, ended.stderr)
+
+
+def test_the_public_names_come_from_the_package_and_wait_for_torch() -> None:
+    code = (
+        "import sys, cachesvc\n"
+        "early = 'torch' in sys.modules\n"
+        "from cachesvc import LLM, SamplingParams\n"
+        "import engine\n"
+        "print(early, LLM is engine.LLM, SamplingParams is engine.SamplingParams)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "False True True" == done.stdout.strip()
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        cachesvc.Nothing  # noqa: B018

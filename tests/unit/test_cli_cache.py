@@ -18,7 +18,9 @@ from tiers.disk.tier import DiskTier
 from tiers.disk.view import open_shards
 from tiers.testing.faulty_storage import chain, fill, take
 
-LAYOUT = BlockLayout(num_layers=2, block_size=64, num_kv_heads=2, head_dim=8, dtype="float32")
+LAYOUT = BlockLayout.uniform(
+    num_layers=2, block_size=64, num_kv_heads=2, head_dim=8, dtype="float32"
+)
 NUM_BLOCKS = 6
 
 

@@ -19,7 +19,7 @@ from cachesvc.cli import app
 from cachesvc.config import disk_path
 from cachesvc.operator.purge import RECEIPTS
 from cachesvc.operator.scopes import note_scopes
-from cachesvc.server.money import read_secret
+from cachesvc.operator.secret import read_secret
 from tests.unit.test_cli_cache import LAYOUT, store
 from tiers.blocks.keys import BlockId, CacheScope
 from tiers.disk.directory import DirectoryLock
@@ -268,6 +268,38 @@ def test_an_export_is_imported_elsewhere_and_is_sound(data_dir: Path, elsewhere:
     assert len(EVERY) == told(call("verify", elsewhere, "--json"))["num_blocks"]
     again = told(call("import", elsewhere, str(file), "--json"))
     assert (0, len(EVERY)) == (again["num_blocks"], again["num_held"])
+
+
+def test_an_import_prepares_an_empty_machine(
+    data_dir: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh = tmp_path_factory.mktemp("fresh") / "data"
+    monkeypatch.setenv("CACHESVC_CACHE__DISK_BYTES", "64MiB")
+    file = data_dir / "blocks"
+    told(call("export", data_dir, str(file), "--json"))
+    arrived = call("import", fresh, str(file))
+    assert 0 == arrived.exit_code, arrived.stderr
+    assert "had no disk tier; one of 64 MiB was made" in arrived.stderr
+    assert key_set(EVERY) == keys(fresh)
+    tier = open_disk(disk_path(fresh), LAYOUT, 32 << 20)  # a server, with a size of its own
+    try:
+        assert len(EVERY) == tier.stats().num_blocks
+    finally:
+        tier.close()
+
+
+def test_a_pipe_that_closes_early_is_no_damage(data_dir: Path) -> None:
+    command = (
+        f"import sys; sys.argv = ['cachesvc', 'cache', 'tree', '--data-dir', {str(data_dir)!r}]"
+    )
+    start = f"{command}; from cachesvc.cli import main; main()"
+    for line in ("", "import sys, io; sys.stdout.reconfigure(write_through=True); "):
+        with subprocess.Popen(
+            [sys.executable, "-c", line + start], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as running:
+            assert running.stdout is not None and running.stderr is not None
+            running.stdout.close()
+            assert b"" == running.stderr.read()
 
 
 def test_an_export_of_a_scope_or_a_prefix_leaves_the_rest(data_dir: Path, elsewhere: Path) -> None:

@@ -10,12 +10,14 @@ from cachesvc import config
 from cachesvc.cli.config import shown
 from cachesvc.config import (
     ConfigError,
+    env_name,
     format_duration,
     format_size,
     load_settings,
     parse_duration,
     parse_size,
 )
+from cachesvc.config.sources import REMOVED
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +79,7 @@ def test_a_formatted_duration_reads_back_the_same(seconds: float) -> None:
         ("cache.idle_ttl", 0.0, "0s"),
         ("cache.pinned_share", 0.25, "0.25"),
         ("tracing.sample", 1.0, "1"),
-        ("journal.bytes", 16 << 20, "16MiB"),
+        ("server.max_body_bytes", 16 << 20, "16MiB"),
         ("cache.default_quota", 1 << 30, "1GiB"),
         ("cache.tenant_quotas", {"acme": 64 << 20}, "acme=64MiB"),
         ("server.require_keys", True, "true"),
@@ -92,23 +94,25 @@ def test_a_setting_is_shown_in_its_unit(name: str, value: object, text: str) -> 
 def test_flags_win_over_environment_over_file_over_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(tmp_path, '[server]\nhost = "a"\nport = 1\ndrain = "1m"\n[cache]\nreaders = 3\n')
+    path = write(
+        tmp_path, '[server]\nhost = "a"\nport = 1\ndrain = "1m"\n[cache]\nblock_size = 32\n'
+    )
     monkeypatch.setenv("CACHESVC_SERVER__PORT", "2")
     monkeypatch.setenv("CACHESVC_SERVER__HOST", "b")
-    loaded = load_settings({"server.host": "c", "cache.readers": None}, path)
+    loaded = load_settings({"server.host": "c", "cache.block_size": None}, path)
 
     server = loaded.settings.server
-    assert ("c", 2, 60.0, 3) == (
+    assert ("c", 2, 60.0, 32) == (
         server.host,
         server.port,
         server.drain,
-        loaded.settings.cache.readers,
+        loaded.settings.cache.block_size,
     )
     origins = {row.name: row.origin for row in loaded.rows()}
     assert "flag" == origins["server.host"]
     assert "env CACHESVC_SERVER__PORT" == origins["server.port"]
-    assert str(path) == origins["server.drain"] == origins["cache.readers"]
-    assert "default" == origins["cache.block_size"]
+    assert str(path) == origins["server.drain"] == origins["cache.block_size"]
+    assert "default" == origins["cache.policy"]
 
 
 def test_the_environment_may_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +135,7 @@ def test_the_data_directory_follows_the_environment(
         ("[cache]\ndevise_bytes = 1\n", r"cache\.devise_bytes in .*; did you mean cache\.device"),
         ("[cash]\nblock_size = 1\n", r"unknown setting cash in .*did you mean cache\?"),
         ("port = 1\n", r"unknown setting port in .*\.toml"),
+        ("[cache]\npromotion = 'auto'\n", r"cache\.promotion in .*\.toml is gone: the sizes of"),
         ("[cache]\ndevice_bytes = '12 bananas'\n", r"cache\.device_bytes = '12 bananas' \(from /"),
         ("[server]\nport = 70000\n", r"server\.port = 70000 .* less than or equal to 65535"),
         ("[server\n", "is no TOML"),
@@ -179,3 +184,15 @@ def test_settings_never_change() -> None:
     settings = load_settings().settings
     with pytest.raises(ValueError, match="frozen"):
         settings.server.port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED))
+def test_a_removed_setting_is_refused_by_name_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    section, key = name.split(".")
+    with pytest.raises(ConfigError, match=f"the setting {name} in .* is gone: "):
+        load_settings({}, write(tmp_path, f"[{section}]\n{key} = 1\n"))
+    monkeypatch.setenv(env_name(name), "1")
+    with pytest.raises(ConfigError, match=f"the setting {name} in the environment .* is gone: "):
+        load_settings()

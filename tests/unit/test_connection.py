@@ -1,20 +1,30 @@
 """A connection whose request does not end: how much of it is kept, and for how long."""
 
 import asyncio
+import contextlib
+import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from cachesvc.server.connection import BoundedConnection
+from cachesvc.server.connection import MAX_HEAD_BYTES, BoundedConnection
 
 pytestmark = pytest.mark.anyio
 
 GET = b"GET / HTTP/1.1\r\nHost: here\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 20\r\n\r\n"
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture
@@ -31,13 +41,14 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def connected(
+    app: Any = echo,
     **bounds: float,
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A client of `echo` behind connections with these bounds."""
+    """A client of `app` behind connections with these bounds."""
     kind = type("Bounded", (BoundedConnection,), bounds)
-    config, state = uvicorn.Config(echo, lifespan="off", log_config=None), ServerState()
+    config, state = uvicorn.Config(app, lifespan="off", log_config=None), ServerState()
     loop = asyncio.get_running_loop()
     server = await loop.create_server(
         lambda: kind(config=config, server_state=state, app_state={}), "127.0.0.1", 0
@@ -51,11 +62,121 @@ async def connected(
         await server.wait_closed()
 
 
-async def test_headers_without_end_are_refused() -> None:
-    async with connected(max_head_bytes=1000) as (reader, writer):
-        writer.write(GET + b"X: " + b"a" * 2000)
+@pytest.mark.parametrize("ends", [b"", b"\r\n\r\n"])
+async def test_a_head_beyond_the_bound_is_refused_also_when_it_comes_at_once(ends: bytes) -> None:
+    async with connected() as (reader, writer):
+        writer.write(GET + b"X: " + b"a" * MAX_HEAD_BYTES + ends)
         answer = await reader.read()
-        assert answer.startswith(b"HTTP/1.1 400") and b"Headers exceed 1000 bytes" in answer
+        assert answer.startswith(b"HTTP/1.1 431") and b"Headers exceed 65536 bytes" in answer
+
+
+async def test_a_head_of_just_the_bound_is_served() -> None:
+    async with connected() as (reader, writer):
+        for _ in range(2):
+            head = POST[:-2] + b"X: "
+            writer.write(head + b"a" * (MAX_HEAD_BYTES - len(head) - 4) + b"\r\n\r\n" + b"b" * 20)
+            answer = await reader.readuntil(b"b" * 20)
+            assert answer.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "filler",
+    [b"0\r\n" + b"X: y\r\n" * 20_000, b"0\r\nX: " + b"y" * 100_000, b"1;" + b"x" * 100_000],
+)
+async def test_trailers_and_chunk_extensions_without_end_are_refused(filler: bytes) -> None:
+    """300 MiB of them would be kept, before any key is checked."""
+    before, sent = resident_bytes(), 0
+    async with connected() as (reader, writer):
+        writer.write(CHUNKED + b"1\r\na\r\n" + filler)
+        with contextlib.suppress(ConnectionError):
+            while sent < 300 << 20:
+                writer.write(b"X: y\r\n" * 20_000)
+                sent += 120_000
+                await writer.drain()
+        with contextlib.suppress(ConnectionError):
+            assert (await reader.read(12)) in (b"HTTP/1.1 400", b"")
+    assert sent < 30 << 20
+    assert resident_bytes() - before < 32 << 20
+
+
+async def test_trailers_are_no_headers() -> None:
+    """A key in a trailer would come after the check of the keys."""
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await echo(scope, receive, send)
+        seen.extend(scope["headers"])
+
+    async with connected(app) as (reader, writer):
+        writer.write(CHUNKED + b"1\r\na\r\n0\r\nAuthorization: Bearer x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    assert [b"host", b"transfer-encoding"] == [name for name, _ in seen]
+
+
+async def test_a_body_that_only_drips_is_given_up() -> None:
+    async with connected(body_s=0.1, body_bytes_per_s=1000) as (reader, writer):
+        writer.write(POST.replace(b"20", b"2000"))
+        # Read as it comes: a byte sent after the server has closed resets the connection.
+        answer = asyncio.create_task(reader.readuntil(b"did not arrive in time"))
+        for _ in range(200):
+            if not answer.done():
+                writer.write(b"a")
+                await asyncio.sleep(0.005)
+        assert (await answer).startswith(b"HTTP/1.1 408")
+
+
+async def test_a_body_that_nobody_reads_ends_its_connection() -> None:
+    """The request was refused at its head; its client sends on without end."""
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with connected(refuse, max_unread_bytes=100_000) as (reader, writer):
+        writer.write(POST.replace(b"20", b"%d" % (1 << 30)))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            for _ in range(3000):
+                writer.write(b"a" * 10_000)
+                await writer.drain()
+                sent += 10_000
+        assert sent < 20 << 20
+
+
+async def test_a_client_that_never_reads_is_cut_off() -> None:
+    """uvicorn would wait for it for ever, also after the route has given up."""
+    ended = asyncio.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while (await asyncio.wait_for(receive(), 10))["type"] != "http.disconnect":
+            for _ in range(100):
+                await send(
+                    {"type": "http.response.body", "body": b"a" * 100_000, "more_body": True}
+                )
+        ended.set()
+
+    async with connected(endless, write_s=0.1) as (_, writer):
+        writer.write(GET + b"\r\n")
+        await asyncio.wait_for(ended.wait(), 10)
+    assert ended.is_set()
+
+
+async def test_a_flood_of_pipelined_requests_ends_its_connection() -> None:
+    started = 0
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal started
+        started += 1
+        await asyncio.sleep(0.1)
+        await echo(scope, receive, send)
+
+    async with connected(slow) as (reader, writer):
+        writer.write((GET + b"\r\n") * 2000)
+        with contextlib.suppress(ConnectionError):
+            assert b"" == await reader.read()
+    assert started <= 2
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HT", GET, POST, POST + b"half"])

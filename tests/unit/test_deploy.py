@@ -1,7 +1,11 @@
 """What `ops/` deploys holds together: probes, volumes, time to drain, what is mounted where."""
 
 import json
+import os
 import re
+import shutil
+import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ from fastapi.routing import APIRoute
 
 from api.routes import health
 from cachesvc.config import Settings, env_name, known_settings, parse_duration, parse_size
+from cachesvc.server.supervisor import notify
 
 ROOT = Path(__file__).parents[2]
 OPS = ROOT / "ops"
@@ -21,9 +26,17 @@ SETTINGS = Settings.model_validate({})
 NEEDED_S = SETTINGS.server.drain + FLUSH_S
 
 
+K8S = OPS / "k8s"
+
+
 def kubernetes() -> dict[str, Any]:
-    documents = yaml.safe_load_all((OPS / "k8s" / "cachesvc.yaml").read_text())
-    return {document["kind"]: document for document in documents}
+    """The base by kind; of the two services, the one for clients."""
+    base = K8S / "base"
+    names = yaml.safe_load((base / "kustomization.yaml").read_text())["resources"]
+    documents = [
+        document for name in names for document in yaml.safe_load_all((base / name).read_text())
+    ]
+    return {document["kind"]: document for document in reversed(documents)}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +73,43 @@ def test_the_service_finds_its_pods() -> None:
     labels = stateful["spec"]["template"]["metadata"]["labels"]
     assert service["selector"].items() <= labels.items()
     assert stateful["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    assert found["Service"]["metadata"]["name"] == stateful["spec"]["serviceName"]
+    headless = list(yaml.safe_load_all((K8S / "base" / "service.yaml").read_text()))[1]
+    assert "None" == headless["spec"]["clusterIP"]
+    assert headless["metadata"]["name"] == stateful["spec"]["serviceName"]
+    for kind, chosen in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
+        assert found[kind]["spec"][chosen]["matchLabels"].items() <= labels.items()
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+@pytest.mark.parametrize("components", [(), ("gpu",), ("gpu", "monitoring", "postgres")])
+def test_kustomize_builds_what_kubernetes_knows(
+    tmp_path: Path, components: tuple[str, ...]
+) -> None:
+    """Each document by the schema of its kind, where `kubernetes-validate` is installed."""
+    shutil.copytree(K8S, tmp_path / "k8s")
+    chosen = tmp_path / "k8s" / "chosen"
+    chosen.mkdir()
+    parts = [f"../components/{name}" for name in components]
+    (chosen / "kustomization.yaml").write_text(
+        yaml.safe_dump({"resources": ["../base"], "components": parts})
+    )
+    built = subprocess.run(
+        ["kubectl", "kustomize", chosen], capture_output=True, text=True, timeout=60
+    )
+    assert 0 == built.returncode, built.stderr
+    documents = list(yaml.safe_load_all(built.stdout))
+    kinds = [document["kind"] for document in documents]
+    assert ("monitoring" in components) == ("ServiceMonitor" in kinds)
+    (stateful,) = (each for each in documents if each["kind"] == "StatefulSet")
+    (container,) = stateful["spec"]["template"]["spec"]["containers"]
+    names = {each["name"] for each in container["env"]}
+    assert ("postgres" in components) == (env_name("billing.database_url") in names)
+    assert ("gpu" in components) == ("nvidia.com/gpu" in container["resources"]["limits"])
+    assert {env_name("server.require_keys"), env_name("server.data_dir")} <= names
+    validator = pytest.importorskip("kubernetes_validate")
+    for document in documents:
+        if document["kind"] != "ServiceMonitor":  # the Prometheus operator's own
+            validator.validate(document, "1.32", strict=True)
 
 
 def test_the_disk_tier_lies_on_a_volume_that_holds_it(pod: dict[str, Any]) -> None:
@@ -130,7 +179,7 @@ def mounts(compose: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 def test_compose_mounts_what_there_is(compose: dict[str, Any]) -> None:
     folders = [source for _, source, _ in mounts(compose) if source.startswith(".")]
     assert folders
-    assert [] == [folder for folder in folders if not (DOCKER / folder).is_dir()]
+    assert [] == [folder for folder in folders if not (DOCKER / folder).exists()]
     named = {source for _, source, _ in mounts(compose) if not source.startswith(".")}
     assert named == set(compose["volumes"])
     built = compose["services"]["cachesvc"]["build"]
@@ -175,3 +224,46 @@ def test_panels_of_a_board_have_their_own_ids_and_places(board: Path) -> None:
     ]
     assert len(cells) == len(set(cells)), "two panels overlap"
     assert max(x for x, _ in cells) < 24
+
+
+def test_compose_opens_ports_of_this_machine_alone(compose: dict[str, Any]) -> None:
+    ports = [port for service in compose["services"].values() for port in service.get("ports", ())]
+    assert ports
+    assert [] == [port for port in ports if not port.startswith("127.0.0.1:")]
+    assert ["gpu"] == compose["services"]["cachesvc-gpu"]["profiles"]
+
+
+def test_prometheus_sends_alerts_to_a_service_of_the_compose_file(compose: dict[str, Any]) -> None:
+    watched = yaml.safe_load((OPS / "prometheus" / "prometheus.yml").read_text())
+    (manager,) = watched["alerting"]["alertmanagers"]
+    (target,) = manager["static_configs"][0]["targets"]
+    assert target.split(":")[0] in compose["services"]
+    routes = yaml.safe_load((OPS / "prometheus" / "alertmanager.yml").read_text())
+    assert routes["route"]["receiver"] in {each["name"] for each in routes["receivers"]}
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_a_supervisor_hears_that_the_server_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abstract: bool
+) -> None:
+    notify("READY=1")  # nobody supervises: nothing happens
+    address = f"\0cachesvc-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        supervisor.bind(address)
+        monkeypatch.setenv("NOTIFY_SOCKET", address.replace("\0", "@"))
+        notify("READY=1")
+        assert b"READY=1" == supervisor.recv(100)
+    notify("STOPPING=1")  # it has gone: nothing happens either
+    assert "Type=notify" in (OPS / "systemd" / "cachesvc.service").read_text()
+
+
+@pytest.mark.parametrize(
+    "board", sorted((OPS / "grafana" / "dashboards").glob("*.json")), ids=lambda path: path.stem
+)
+def test_every_panel_is_of_the_servers_that_were_chosen(board: Path) -> None:
+    told = json.loads(board.read_text())
+    assert ["instance"] == [each["name"] for each in told["templating"]["list"]]
+    for panel in told["panels"]:
+        for target in panel["targets"]:
+            metrics = re.findall(r"\bcachesvc[_:][a-z0-9_:]+", target["expr"])
+            assert len(metrics) == target["expr"].count('{instance=~"$instance"'), target["expr"]

@@ -14,7 +14,9 @@ from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout
 from tiers.memory.device import DevicePool
 
-LAYOUT = BlockLayout(num_layers=1, block_size=2, num_kv_heads=1, head_dim=2, dtype="float32")
+LAYOUT = BlockLayout.uniform(
+    num_layers=1, block_size=2, num_kv_heads=1, head_dim=2, dtype="float32"
+)
 
 
 class Stream:

@@ -32,7 +32,9 @@ from tiers.testing.faulty_storage import (
 )
 from tiers.tier import Loaded
 
-LAYOUT = BlockLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32")
+LAYOUT = BlockLayout.uniform(
+    num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
+)
 CAPACITY = 2 << 20
 FRAMES = take(FrameArena(LAYOUT, 9), 9)
 SPARE = FRAMES[8]
@@ -252,7 +254,9 @@ def test_another_layout_is_never_served(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     store(tier, blocks())
     tier.close()
-    other = BlockLayout(num_layers=2, block_size=16, num_kv_heads=1, head_dim=32, dtype="float32")
+    other = BlockLayout.uniform(
+        num_layers=2, block_size=16, num_kv_heads=1, head_dim=32, dtype="float32"
+    )
     assert other.nbytes == LAYOUT.nbytes
     tier = opened(tmp_path, layout=other)
     assert tier.load(blocks(), FRAMES[:4]) == Loaded(0, MissReason.LAYOUT)

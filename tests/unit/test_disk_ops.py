@@ -12,10 +12,10 @@ import pytest
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId, CacheScope
 from tiers.blocks.layout import BlockLayout
+from tiers.disk.directory import shard_of
 from tiers.disk.export import chain_rule, export, import_blocks
 from tiers.disk.maintenance import remove, verify
 from tiers.disk.open import open_disk
-from tiers.disk.reader import shard_of
 from tiers.disk.rows import DAY_S
 from tiers.disk.settings import DiskOrder, DiskSettings
 from tiers.disk.storage import Storage
@@ -25,7 +25,9 @@ from tiers.errors import ConfigurationError, MissReason
 from tiers.testing.faulty_storage import SCOPE, chain, fill, holds, take, wipe
 from tiers.tier import Loaded
 
-LAYOUT = BlockLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32")
+LAYOUT = BlockLayout.uniform(
+    num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
+)
 CAPACITY = 2 << 20
 FRAMES = take(FrameArena(LAYOUT, 17), 17)
 OTHER = CacheScope(weights=b"tiny", tenant=b"other")

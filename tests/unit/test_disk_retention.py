@@ -11,10 +11,12 @@ from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskOrder, DiskSettings
 from tiers.disk.tier import DiskTier
 from tiers.policy.quota import COMMON, Shares
-from tiers.telemetry.lifetimes import Cause
 from tiers.testing.faulty_storage import chain, fill, take
+from tiers.tier import Cause
 
-LAYOUT = BlockLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32")
+LAYOUT = BlockLayout.uniform(
+    num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
+)
 CAPACITY = 3 << 20
 ACME = CacheScope(tenant=b"acme")
 SCAN = CacheScope(tenant=b"scan")
@@ -107,6 +109,20 @@ def test_what_was_read_leaves_first_where_the_tier_moves(
     assert tier.load(read, frames[:8]).num_blocks == 8
     scan(tier, frames, 4, first=2000)
     assert (tier.probe(read), tier.probe(other)) == (0, 8)
+    tier.close()
+
+
+def test_what_the_tiers_above_gave_up_was_used_until_then(
+    tmp_path: Path, frames: list[Frame]
+) -> None:
+    tier = open_tier(tmp_path)
+    old, other = store(tier, frames, ACME, 1), store(tier, frames, ACME, 2)
+    tier.demoted([block.key for block in reversed(old)])
+    seed = 1000
+    while tier.probe(other) == 8:
+        scan(tier, frames, 1, first=seed)
+        seed += 1
+    assert tier.probe(old) == 8
     tier.close()
 
 

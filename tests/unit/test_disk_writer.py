@@ -1,5 +1,7 @@
 """One write of the disk tier: the order it leaves, what it spares, and what it says of a fault."""
 
+import errno
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,8 @@ from tests.unit.test_disk_ops import CAPACITY, LAYOUT, Clock, blocks, load, open
 from tests.unit.test_disk_retention import ACME
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.disk.open import open_disk
-from tiers.disk.storage import Panic
+from tiers.disk.reader import shard_of
+from tiers.disk.storage import Panic, Storage
 from tiers.disk.tier import DiskTier
 from tiers.policy.quota import Shares
 from tiers.testing.faulty_storage import FaultyStorage, map_full
@@ -146,4 +149,26 @@ def test_idle_blocks_behind_pinned_ones_expire_a_few_at_a_time(tmp_path: Path) -
             gone.append(len(writer.evicted))
     assert gone == [0, 2, 2]
     assert oldest_first(tier) == keys(blocks(0))[::-1]
+    tier.close()
+
+
+def test_shards_are_written_side_by_side_and_fail_alone(tmp_path: Path) -> None:
+    """Blocks of a shard whose writes fail are refused; those of the others are stored."""
+
+    class OneBadShard(Storage):
+        def put(self, txn: object, key: bytes, value: object, db: object) -> None:
+            if threading.current_thread().name.startswith("cachesvc-shard-002"):
+                raise OSError(errno.EIO, "bad")
+            super().put(txn, key, value, db)
+
+    tier = open_disk(tmp_path, LAYOUT, 4 * CAPACITY, num_shards=4, storage=OneBadShard())
+    ids = [block for seed in range(8) for block in blocks(seed)]
+    refused = set()
+    for start in range(0, len(ids), 4):
+        refused |= set(store(tier, ids[start : start + 4]))
+    bad = {block.key for block in ids if shard_of(block.key, 4) == 2}
+    assert bad
+    assert refused == bad
+    assert tier.stats().num_blocks == len(ids) - len(bad)
+    assert all(load(tier, [block]) for block in ids if block.key not in bad)
     tier.close()

@@ -12,6 +12,7 @@ from cachesvc.observability.names import SPECS
 from cachesvc.reference import pages
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("cachesvc", "api", "engine", "billing", "tiers")
 FOLDERS = ("cachesvc", "api", "engine", "billing", "tiers", "ops", "tests", "docs")
 DOCUMENTS = (
     *ROOT.glob("*.md"),
@@ -57,9 +58,19 @@ def test_a_packages_readme_names_its_modules(package: str) -> None:
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     named = [name for row in rows for name in re.findall(r"`([\w*]+)`", row)]
     modules = {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__"}
-    modules |= {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
-    assert [] == [each for each in sorted(modules) if not any(fnmatch(each, n) for n in named)]
-    assert [] == [name for name in named if not any(fnmatch(each, name) for each in modules)]
+    folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+    there = modules | folders
+    assert [] == [each for each in sorted(there) if not any(fnmatch(each, n) for n in named)]
+    assert [] == [name for name in named if not any(fnmatch(each, name) for each in there)]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_folder_of_the_house_is_small_and_says_what_lives_there(package: str) -> None:
+    for folder in {path.parent for path in (ROOT / package).rglob("*.py")}:
+        if "migrations" in folder.parts:
+            continue
+        assert 23 >= len(list(folder.glob("[!_]*.py"))), f"{folder} is crowded"
+        assert (folder / "__init__.py").read_text(encoding="utf-8").strip(), folder
 
 
 def test_the_readme_leads_to_every_page() -> None:

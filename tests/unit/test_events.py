@@ -12,11 +12,12 @@ from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
 from tiers.telemetry.events import BlockEvent, EventKind, EventStream
-from tiers.telemetry.lifetimes import Cause
 from tiers.testing.faulty_storage import SCOPE, chain, fill, take
-from tiers.tier import TierName
+from tiers.tier import Cause, TierName
 
-LAYOUT = BlockLayout(num_layers=2, block_size=64, num_kv_heads=2, head_dim=8, dtype="float32")
+LAYOUT = BlockLayout.uniform(
+    num_layers=2, block_size=64, num_kv_heads=2, head_dim=8, dtype="float32"
+)
 
 
 class Clock:

@@ -15,7 +15,7 @@ def test_the_check_runs_whole_on_a_cpu(tmp_path: Path) -> None:
     gpu_check.main(["--device", "cpu", "--small", "--json", str(path)])
     figures = json.loads(path.read_text())
     assert all(row["same_tokens"] for row in figures["parity"])
-    assert len(figures["parity"]) == 5
+    assert len(figures["parity"]) == 6
     assert {"promote_share", "demote_share"} <= set(figures["copies"])
     (speed,) = figures["speed"]
     assert speed["ours"]["graphs"]["decode_tokens_per_s"] > 0

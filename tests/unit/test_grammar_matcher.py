@@ -13,13 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidParameter
-from engine.grammar.matcher import (
-    CompiledGrammar,
-    Matcher,
-    Vocabulary,
-    compile_source,
-    new_compiler,
-)
+from engine.grammar.matcher import Compiler
+from engine.grammar.state import State
+from engine.grammar.vocabulary import Vocabulary
 from engine.structure import (
     MAX_DEPTH,
     MAX_SOURCE_BYTES,
@@ -27,6 +23,7 @@ from engine.structure import (
     StructuredOutputs,
     source_of,
 )
+from engine.testing.grammars import LocalGrammar
 
 EOS = 256
 PIECES = [
@@ -61,20 +58,20 @@ def greedy(text: str) -> list[int]:
 
 
 VOCABULARY = Vocabulary(TOKENS, [EOS], greedy)
-COMPILER = new_compiler(VOCABULARY)
+COMPILER = Compiler(VOCABULARY)
 
 
-def grammar(**asked: Any) -> tuple[CompiledGrammar, Any]:
+def grammar(**asked: Any) -> tuple[LocalGrammar, Any]:
     """The grammar as the server has it, and xgrammar's own."""
-    compiled = compile_source(COMPILER, source_of(StructuredOutputs(**asked)))
-    return CompiledGrammar(VOCABULARY, compiled.serialize_json()), compiled
+    made = LocalGrammar(COMPILER, source_of(StructuredOutputs(**asked)))
+    return made, made.compiled
 
 
 def ids(mask: np.ndarray) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
-def walk(matcher: Matcher, chance: random.Random, limit: int = 400) -> tuple[list[int], int]:
+def walk(matcher: State, chance: random.Random, limit: int = 400) -> tuple[list[int], int]:
     """Tokens up to and with the end, by chance where there is a choice, and how many were forced.
 
     Closing tokens are preferred, so that strings come to an end.
@@ -207,8 +204,8 @@ def test_a_grammar_without_answers_is_stuck_and_says_so() -> None:
 def test_an_ambiguous_grammar_is_given_up_before_it_holds_up_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.grammar.matcher.MATCH_SLACK_S", 0.02)
-    monkeypatch.setattr("engine.grammar.matcher.MATCH_S_PER_TOKEN", 0.0)
+    monkeypatch.setattr("engine.grammar.state.MATCH_SLACK_S", 0.02)
+    monkeypatch.setattr("engine.grammar.state.MATCH_S_PER_TOKEN", 0.0)
     matcher = grammar(grammar='root ::= root root root | "a" | "b"')[0].begin(0)
     num_tokens = 0
     while matcher.stuck is None and num_tokens < 2000:
@@ -257,5 +254,5 @@ def test_what_is_no_grammar_is_said_in_one_line(kind: SourceKind, asked: dict[st
     source = source_of(StructuredOutputs(**asked))
     assert source.kind is kind
     with pytest.raises(InvalidParameter) as refused:
-        compile_source(COMPILER, source)
+        COMPILER.compile(source)
     assert "\n" not in str(refused.value) and "/project/" not in str(refused.value)

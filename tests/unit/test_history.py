@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from api.errors import InvalidRequest
 from cachesvc.observability.history import MAX_POINTS, RINGS, History
 from cachesvc.observability.latency import BOUNDS_S, NAMES, Latencies, percentile
-from cachesvc.observability.plain import numbers, plain
+from cachesvc.observability.snapshot import numbers, plain
 from engine.request import FinishReason, StepOutput, Timeline, TokenCounts
 from tiers.errors import MissReason
 from tiers.histogram import Histogram

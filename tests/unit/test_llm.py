@@ -145,6 +145,18 @@ def test_token_ids_and_text_are_the_same_prompt(llm: LLM) -> None:
     assert by_ids.num_cached_tokens == len(PROMPT) - 1
 
 
+def test_prompt_dictionaries_are_the_same_prompts(llm: LLM) -> None:
+    """As vLLM takes them: by text, by ids, by both, one alone, and among strings."""
+    ids = list(PROMPT.encode())
+    [by_text] = llm.generate(PROMPT, GREEDY)
+    given = [{"prompt": PROMPT}, {"prompt_token_ids": ids}, PROMPT]
+    outputs = llm.generate([*given, {"prompt": "shown", "prompt_token_ids": ids}], GREEDY)
+    assert [by_text.outputs] * 4 == [output.outputs for output in outputs]
+    assert [PROMPT, None, PROMPT, "shown"] == [output.prompt for output in outputs]
+    [alone] = llm.generate({"prompt_token_ids": ids, "multi_modal_data": None}, GREEDY)
+    assert by_text.outputs == alone.outputs
+
+
 def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 5)]
     assert [len(ids) for ids in tokens(llm.generate(["one", "two"], params))] == [2, 5]
@@ -179,6 +191,11 @@ def test_the_disk_tier_outlives_the_object(model: Path, tmp_path: Path) -> None:
         ([["a"]], r"prompts\[0\] holds 'a', and a token id is an integer below 258"),
         ([[1], [258]], r"prompts\[1\] holds 258"),
         ([[-1]], "holds -1"),
+        ({}, r"prompts\[0\] has neither prompt nor prompt_token_ids"),
+        ([{"prompt": 1}], r"prompts\[0\]\['prompt'\] is int"),
+        ([{"prompt_token_ids": "1"}], r"prompts\[0\]\['prompt_token_ids'\] is str"),
+        ([{"prompt_token_ids": 1}], r"prompts\[0\] is int"),
+        ([{"prompt": "x", "multi_modal_data": {}}], r"prompts\[0\] has multi_modal_data"),
         ("", "the prompt has no tokens"),
         ("x" * 2000, "2000 tokens"),
     ],

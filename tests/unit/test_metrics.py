@@ -14,9 +14,9 @@ from tiers.cache import CacheStats
 from tiers.errors import MissReason
 from tiers.memory.counters import CacheEvent
 from tiers.operations.operations import GroupUse
-from tiers.telemetry.lifetimes import Cause, Lives
+from tiers.telemetry.lifetimes import Lives
 from tiers.telemetry.transfers import Transfers
-from tiers.tier import ShardStats, TierName, TierStats
+from tiers.tier import Cause, ShardStats, TierName, TierStats
 
 MS = 1_000_000
 

@@ -12,9 +12,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 from engine.batch import Batch, Span
 from engine.errors import ModelError
 from engine.execution.runner import Runner
-from engine.models.load import load_model, prepare
+from engine.models.load import load_model
+from engine.models.probe import prepare
 from engine.request import SamplingParams
 from engine.testing.models import bytes_tokenizer, new_pool, save_tiny_model
+from tests.parity import architectures
+from tiers.blocks.layout import LayerLayout
 
 
 def load(name: object, tmp_path: Path, **arguments: str) -> object:
@@ -27,7 +30,7 @@ def test_a_folder_is_loaded_and_described(tmp_path: Path) -> None:
     loaded = load_model(
         str(tmp_path / "model"), device="cpu", dtype="auto", cache_dir=tmp_path / "cache"
     )
-    assert (loaded.num_layers, loaded.num_kv_heads, loaded.head_dim) == (3, 2, 16)
+    assert loaded.layers == (LayerLayout(2, 16, 16),) * 3
     assert (loaded.dtype, loaded.max_context, loaded.eos_token_ids) == ("float32", 1024, {256})
     assert loaded.tokenizer.digest == bytes_tokenizer().digest
     assert loaded.layout(64, "bfloat16").shape == (3, 2, 64, 2, 16)
@@ -120,3 +123,102 @@ def test_a_model_whose_attention_is_not_what_we_compute_is_refused() -> None:
     model.model.layers[1].self_attn.forward = biased
     with torch.inference_mode(), pytest.raises(ModelError, match="other logits"):
         prepare(model)
+
+
+def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
+    """Its repository names a type of its own, and brings DeepSeek's code along."""
+    folder = tmp_path / "model"
+    save_tiny_model(folder)  # for its tokenizer
+    architectures.stock("deepseek_v3").save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"model_type": "kimi_k2"}
+    config["auto_map"] = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    path.write_text(json.dumps(config))
+    loaded = load_model(str(folder), device="cpu", dtype="auto", cache_dir=tmp_path)
+    assert "DeepseekV3ForCausalLM" == type(loaded.model).__name__
+    assert loaded.layers == (LayerLayout(1, 40, 32, shared=True),) * 2
+
+
+def quantized_by(folder: Path, method: str, **settings: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, **settings}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8_weights_in_blocks_are_dequantized(tmp_path: Path, dtype: str) -> None:
+    """As DeepSeek's checkpoints come: float8 and a scale for each block of 128 by 128."""
+    folder = tmp_path / "model"
+    save_tiny_model(folder)
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for each in [each for each in weights if each.endswith("proj.weight")]:
+        scale = weights[each].abs().max() / 448
+        weights[each] = (weights[each] / scale).to(torch.float8_e4m3fn)
+        weights[f"{each}_scale_inv"] = scale.view(1, 1)
+    expected = (weights[name].float() * weights[f"{name}_scale_inv"]).to(getattr(torch, dtype))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    quantized_by(folder, "fp8", activation_scheme="dynamic", weight_block_size=[128, 128])
+    loaded = load_model(str(folder), device="cpu", dtype=dtype, cache_dir=tmp_path)
+    actual = loaded.model.get_submodule(name.removesuffix(".weight")).weight
+    assert torch.equal(expected, actual)
+    assert {expected.dtype} == {each.dtype for each in loaded.model.parameters()}
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "bitsandbytes"])
+def test_other_quantizations_are_refused_by_name(tmp_path: Path, method: str) -> None:
+    save_tiny_model(tmp_path / "model")
+    quantized_by(tmp_path / "model", method, bits=4)
+    with pytest.raises(ModelError, match=f"quantized by {method}; served are fp8, mxfp4"):
+        load(tmp_path / "model", tmp_path)
+
+
+def test_a_repository_with_code_of_its_own_is_refused_and_nobody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would ask on stdin whether to run it."""
+    save_tiny_model(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text()) | {"model_type": "own"}
+    config["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    path.write_text(json.dumps(config))
+    (tmp_path / "model" / "code.py").write_text("raise SystemExit('it was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
+    with pytest.raises(ModelError, match=r"cannot be loaded|no usable tokenizer"):
+        load(tmp_path / "model", tmp_path)
+
+
+def fp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """MXFP4 told plainly: two numbers a byte, the low one first, times a power of two for each 32.
+
+    blocks: [E, rows, groups, 16]; scales: [E, rows, groups]. Returns [E, rows, 32 * groups].
+    """
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).long()
+    signed = torch.where(numbers >= 8, -1.0, 1.0) * table[numbers & 7]
+    return (signed * torch.exp2(scales.float() - 127)[..., None]).flatten(-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mxfp4_experts_are_dequantized(tmp_path: Path, dtype: str) -> None:
+    """As gpt-oss comes."""
+    model = architectures.stock("gpt_oss")
+    folder = tmp_path / "model"
+    save_tiny_model(folder)  # for its tokenizer
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    expected = {}
+    for name in [name for name in weights if name.endswith(("up_proj", "down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(118, 122, shape, generator=generator, dtype=torch.uint8)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = fp4(blocks, scales).transpose(1, 2).to(getattr(torch, dtype))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    quantized_by(folder, "mxfp4", modules_to_not_convert=["model.layers.*.self_attn"])
+    loaded = load_model(str(folder), device="cpu", dtype=dtype, cache_dir=tmp_path)
+    actual = dict(loaded.model.named_parameters())
+    assert expected and all(torch.equal(actual[name], value) for name, value in expected.items())
+    assert {getattr(torch, dtype)} == {each.dtype for each in actual.values()}

@@ -1,5 +1,6 @@
 """What the settings of billing and limits make of the money half."""
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 
 from api.access.limits import Quota
+from billing.alerts.budgets import Budget, BudgetSpan, set_budget
 from billing.errors import PriceError, ReceiptKeyError
 from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
 from billing.prices.cards import shipped_cards
+from billing.store import alerts as store_alerts
 from billing.testing import running_ledger
 from billing.usage import EMPTY, Usage
 from cachesvc.config import ConfigError, load_settings
@@ -50,28 +53,24 @@ def test_a_first_card_that_does_not_do_stops_the_start(tmp_path: Path) -> None:
         open_money(load_settings({"billing.first_card": str(gamed)}).settings)
 
 
-def test_slices_and_leases_are_those_of_the_settings(tmp_path: Path) -> None:
-    with money_of(tmp_path, billing__slice_tokens=7, billing__hold_lease=130.0) as money:
+def test_slices_are_those_of_the_settings(tmp_path: Path) -> None:
+    with money_of(tmp_path, billing__slice_tokens=7) as money:
         meter = money.start(lambda *_: None)
-        assert (7, 130) == (meter._slice_tokens, meter._lease_s)
+        assert (7, 120) == (meter._slice_tokens, meter._lease_s)
 
 
 @pytest.mark.parametrize("silence", ["write_timeout", "keepalive"])
 def test_a_lease_outlasts_what_a_live_request_may_wait(tmp_path: Path, silence: str) -> None:
     """A client that reads nothing for a while, or a long queue, must not end a hold."""
-    settings = {"server.data_dir": str(tmp_path), f"server.{silence}": "70s"}
-    with pytest.raises(ConfigError, match=f"at least twice server.{silence}, which is 70s"):
-        open_money(load_settings(settings).settings)
-    open_money(
-        load_settings(settings | {"billing.hold_lease": "140s"}).settings
-    ).books.store.close()
+    with money_of(tmp_path, **{f"server__{silence}": "70s"}) as money:
+        assert 140 == money.lease_s
     with pytest.raises(ConfigError, match=silence):
         load_settings({f"server.{silence}": 0})
 
 
 def test_quotas_of_one_tenant_and_one_key(tmp_path: Path) -> None:
     tenants = {"vip": {"requests": 9, "concurrency": 0}}
-    with money_of(tmp_path, limits__tenants=tenants, limits__key_requests=3) as money:
+    with money_of(tmp_path, limits__tenants=tenants, limits__key={"requests": 3}) as money:
         settings: Any = money.limits.__getattribute__("_settings")
         assert {"vip": Quota(requests=9)} == settings.tenants
         assert (Quota(), Quota(requests=3)) == (settings.tenant, settings.key)
@@ -84,7 +83,7 @@ def test_a_wrong_url_of_the_limits_is_said_at_the_start(tmp_path: Path, url: str
     settings = load_settings({"server.data_dir": tmp_path, "limits.url": url})
     open_money(settings.settings).close()  # no quota, no store
     with_quota = load_settings(
-        {"server.data_dir": tmp_path, "limits.url": url, "limits.key_requests": 1}
+        {"server.data_dir": tmp_path, "limits.url": url, "limits.key": {"requests": 1}}
     )
     with pytest.raises(ConfigError, match=r"limits\.url"):
         open_money(with_quota.settings)
@@ -148,7 +147,34 @@ def test_a_command_whose_waiter_gave_up_before_it_began_is_not_applied(tmp_path:
 
 def test_a_store_of_limits_is_refused_without_its_password(tmp_path: Path) -> None:
     url = "rediss+wrong://user:hunter2@host:6379/0"
-    flags = {"server.data_dir": tmp_path, "limits.url": url, "limits.key_requests": 1}
+    flags = {"server.data_dir": tmp_path, "limits.url": url, "limits.key": {"requests": 1}}
     with pytest.raises(ConfigError, match=r"limits\.url") as refused:
         open_money(load_settings(flags).settings)
     assert "hunter2" not in str(refused.value)
+
+
+def test_heads_are_kept_and_alerts_wait_for_their_receiver(tmp_path: Path) -> None:
+    kept = tmp_path / "heads.jsonl"
+    nobody = "http://127.0.0.1:9/hook"
+    with money_of(tmp_path, billing__heads_to=str(kept), billing__alerts_to=nobody) as money:
+        money.start(lambda *_: None)
+        budget = Budget(name="low", tenant="default", amount=1, span=BudgetSpan.BALANCE)
+        set_budget(money.accounts, budget, by="ops", now_ns=1, reason="")
+        money.alert()
+        money.keep_heads()
+        with money.books.store.reading() as connection:
+            waiting = store_alerts.due_messages(connection, 2**62, 9)
+        assert [(1, None)] == [(row["attempts"], row["delivered_ns"]) for row in waiting]
+    (line,) = kept.read_text().splitlines()
+    assert "admin trail" in json.loads(line)["heads"]
+    assert (tmp_path / "webhook_secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_first_card_that_comes_too_late_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with money_of(tmp_path) as money:
+        money.start(lambda *_: None)
+    with money_of(tmp_path, billing__first_card="two-tier"):
+        pass
+    assert "billing.first_card = 'two-tier' has no effect" in caplog.text

@@ -124,7 +124,7 @@ def test_removing_a_block_twice_or_one_never_seen_is_ignored(name):
     assert list(driver.drain()) == [2]
 
 
-@pytest.mark.parametrize("name", ["lru", "cost_aware", "adaptive"])
+@pytest.mark.parametrize("name", ["lru", "adaptive"])
 def test_a_leaf_leaves_before_its_parent(name):
     """Chains that branch: no victim has a resident child."""
     rng = random.Random(7)

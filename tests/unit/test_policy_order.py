@@ -2,7 +2,6 @@
 
 from tiers.policy import Policy, Use
 from tiers.policy.arc import Arc
-from tiers.policy.cost_aware import CostAware
 from tiers.policy.fifo import Fifo
 from tiers.policy.lru import Lru
 from tiers.policy.s3fifo import S3Fifo
@@ -82,23 +81,6 @@ def test_arc_prefers_blocks_used_again_and_learns_from_ghosts():
     assert victims(policy, 1) == "b"
     filled(policy, "b")  # a ghost of the recent list: that list should have been longer
     assert victims(policy, 4) == "cabd"
-
-
-def test_cost_aware_evicts_cheap_leaves_first():
-    """The shallow leaf x goes before the deep leaf c, and parents after their children."""
-    policy = CostAware[str](attention_depth=1.0)
-    for depth, key in ((2, "c"), (1, "b"), (0, "a")):
-        policy.insert(key, USE, "ab"[depth - 1] if depth else None, depth)
-    policy.insert("x", USE)
-    assert policy.coldest(2) == ["x", "c"]
-    assert victims(policy, 5) == "xcba-"
-
-
-def test_cost_aware_counts_bytes():
-    policy = CostAware[str]()
-    policy.insert("small", USE, nbytes=10)
-    policy.insert("large", USE, nbytes=1000)
-    assert policy.victim() == "large"
 
 
 def test_min_evicts_what_is_needed_last():

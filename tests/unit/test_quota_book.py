@@ -10,7 +10,7 @@ from api.testing import fake_house
 from cachesvc.config import CacheSection, ConfigError
 from cachesvc.operator.quotas import QuotaBook
 from cachesvc.operator.scopes import note_scopes
-from cachesvc.server.money import read_secret
+from cachesvc.operator.secret import read_secret
 from tiers.policy.quota import COMMON
 
 SIZES = {"device_bytes": 100, "host_bytes": 300, "disk_bytes": 600}

@@ -1,10 +1,10 @@
-"""Pins with an expiry and a bound, and the idle limit."""
+"""Pins with an expiry and a bound."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiers.policy.retention import IdleClock, Pin, PinError, Pins
+from tiers.policy.retention import Pin, PinError, Pins
 
 
 def put(pins, name, keys, until_s):
@@ -60,16 +60,3 @@ def test_held_and_released_keys_balance(operations):
         held -= set(release)
         assert held == {key for pin in pins.pins() for key in pin.keys}
         assert len(held) == pins.num_blocks <= 5
-
-
-def test_blocks_idle_for_longer_than_the_limit_expire_longest_first():
-    clock = IdleClock[str](limit_s=10.0)
-    for now_s, key in enumerate("abcd"):
-        clock.use(key, float(now_s))
-    clock.use("a", 4.0)
-    clock.forget("c")
-    clock.forget("c")
-    assert clock.expire(11.0, at_most=9) == []
-    assert clock.expire(13.5, at_most=1) == ["b"]
-    assert clock.expire(13.5, at_most=9) == ["d"]
-    assert len(clock) == 1

@@ -21,7 +21,7 @@ class Cache:
     """One tier of `capacity` bytes under quotas; every block is one byte."""
 
     def __init__(self, quotas: Quotas, capacity: int) -> None:
-        self.policy = FairPolicy[tuple[str, int]](quotas, Lru)
+        self.policy = FairPolicy[tuple[str, int]](quotas, Lru, 1)
         self.capacity = capacity
         self.blocks: set[tuple[str, int]] = set()
 

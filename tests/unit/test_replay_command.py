@@ -65,6 +65,13 @@ def test_tiers_show_hits_and_writes_of_each(trace):
     assert one["moved_bytes"] > one["disk_written_bytes"]
 
 
+def test_each_tier_has_the_policy_that_serves_there(trace):
+    """`adaptive` ranks the device alone, and the disk is LRU whatever ranks memory."""
+    sizes = "device=3,host=3,disk=4"
+    (adaptive, arc) = results(trace, "--tiers", sizes, "--policy", "adaptive,arc")
+    assert [adaptive["policy"], arc["policy"]] == ["adaptive+lru", "arc+lru"]
+
+
 def test_the_table_and_the_chart_are_for_people(trace):
     shown = run(trace, "--policy", "lru,adaptive", "--capacity-blocks", "10", "--plot", "-")
     assert shown.exit_code == 0
@@ -87,7 +94,11 @@ def test_a_plot_is_an_svg_file(trace, tmp_path):
         (["--capacity-blocks", "5,"], "'' is neither a number of blocks"),
         (["--capacity-blocks", "nan%"], "'nan%' is neither"),
         (["--tiers", "device"], "is not NAME=SIZE"),
-        (["--tiers", "a=5,b=5", "--policy", "min"], "min knows the future of a single tier"),
+        (["--tiers", "a=5"], "there is no tier 'a'; the tiers are device, host, disk"),
+        (
+            ["--tiers", "device=5,host=5", "--policy", "min"],
+            "min knows the future of a single tier",
+        ),
         (["--hit-price", "cheap"], "is not a price of 0 or more"),
         (["--hit-price", "inf"], "is not a price of 0 or more"),
         (["--block-tokens", "2000"], "give the trace's own block size"),

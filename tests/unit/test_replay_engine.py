@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiers.errors import ConfigurationError
-from tiers.policy.admission import Promotion, WritePolicy
+from tiers.policy.admission import WritePolicy
 from tiers.replay.replay import ReplayResult, TierPlan, replay
 from tiers.replay.trace import Trace, TraceRequest, read_trace
 from tiers.testing.workloads import Agents, Chat, Documents, Scan, make_trace
@@ -111,11 +111,11 @@ def test_min_is_the_limit(chains, capacity):
     assert run(trace, capacity, policy="min").hit_tokens == best_hits(trace, capacity)
 
 
-@pytest.mark.parametrize("promotion", Promotion)
+@pytest.mark.parametrize("keeps", [True, False, None])
 @pytest.mark.parametrize("write_policy", WritePolicy)
-def test_tiers_count_every_token_once(promotion, write_policy):
+def test_tiers_count_every_token_once(keeps, write_policy):
     """Hits by tier sum to the hits, and more tiers never hit less than the first alone."""
-    result = run(MIXED, 40, 300, 2000, promotion=promotion, write_policy=write_policy)
+    result = run(MIXED, 40, 300, 2000, keeps=keeps, write_policy=write_policy)
     assert sum(tier.hit_tokens for tier in result.tiers) == result.hit_tokens
     assert result.tiers[0].hit_tokens == run(MIXED, 40).hit_tokens
     for tier in result.tiers:
@@ -124,26 +124,26 @@ def test_tiers_count_every_token_once(promotion, write_policy):
 
 def test_move_serves_what_one_large_lru_serves():
     """LRU tiers that move blocks hold as many different ones as one LRU of their summed size."""
-    moved = run(MIXED, 40, 300, 2000, promotion=Promotion.MOVE)
+    moved = run(MIXED, 40, 300, 2000, keeps=False)
     assert moved.hit_tokens == run(MIXED, 2340).hit_tokens
 
 
 def test_keep_writes_less_and_move_hits_more():
-    """The trade, where the tiers are of a size; AUTO moves there and keeps where they are not."""
+    """The trade, where the tiers are of a size; the rule moves there and keeps elsewhere."""
     sizes = (600, 800, 1200)
-    keep, move, auto = (run(MIXED, *sizes, promotion=promotion) for promotion in Promotion)
+    keep, move, rule = (run(MIXED, *sizes, keeps=keeps) for keeps in (True, False, None))
     assert keep.hit_tokens < move.hit_tokens
     assert keep.tiers[1].written_blocks < move.tiers[1].written_blocks
-    assert auto.tiers == move.tiers
+    assert rule.tiers == move.tiers
     steep = (20, 300, 4000)
-    keep, _, auto = (run(MIXED, *steep, promotion=promotion) for promotion in Promotion)
-    assert auto.tiers == keep.tiers
+    keep, rule = (run(MIXED, *steep, keeps=keeps) for keeps in (True, None))
+    assert rule.tiers == keep.tiers
 
 
 def test_demoting_a_promoted_block_again_is_free():
     """a goes down, up and down again with room to spare below: one write."""
-    for promotion in (Promotion.KEEP, Promotion.MOVE):
-        result = run(trace_of([1], [2], [1], [2]), 1, 10, promotion=promotion)
+    for keeps in (True, False):
+        result = run(trace_of([1], [2], [1], [2]), 1, 10, keeps=keeps)
         assert result.tiers[1].written_blocks == 2
         assert result.hit_tokens == 20
 
@@ -179,6 +179,6 @@ def test_the_public_trace_gives_the_published_rates():
     for policy, rates in expected.items():
         for capacity, rate in zip((1828, 9140), rates, strict=True):
             assert run(trace, capacity, policy=policy).hit_rate == pytest.approx(rate, abs=1e-4)
-    tiers = run(trace, 1828, 16451, 164511, promotion=Promotion.MOVE).tiers
+    tiers = run(trace, 1828, 16451, 164511, keeps=False).tiers
     rates = [tier.hit_tokens / trace.input_tokens for tier in tiers]
     assert rates == pytest.approx([0.0535, 0.2309, 0.0892], abs=1e-4)

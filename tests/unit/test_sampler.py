@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from engine.batch import Span
+from engine.bounds import check_params
 from engine.errors import InvalidParameter
-from engine.execution.sampler import Sampler, check_params, truncate, uniform
+from engine.execution.drawing import candidates, uniform
+from engine.execution.sampler import NOT_A_NUMBER, NOTHING_LEFT, Sampler
 from engine.request import SamplingParams
 
 VOCAB_SIZE = 64
@@ -35,7 +37,11 @@ def rows(count: int, seed: int = 0) -> torch.Tensor:
         ("temperature", -0.1),
         ("temperature", math.inf),
         ("temperature", math.nan),
+        ("temperature", 1e300),
+        ("temperature", "hot"),
+        ("temperature", True),
         ("top_p", 0.0),
+        ("top_p", math.nan),
         ("top_p", 1.1),
         ("top_k", -1),
         ("min_p", -0.1),
@@ -45,6 +51,14 @@ def rows(count: int, seed: int = 0) -> torch.Tensor:
         ("presence_penalty", 2.5),
         ("frequency_penalty", -2.5),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-300),
+        ("repetition_penalty", 11.0),
+        ("repetition_penalty", math.nan),
+        ("top_k", 1 << 40),
+        ("n", 1 << 20),
+        ("seed", 1 << 64),
+        pytest.param("seed", 10**5000, id="a huge seed"),
+        ("seed", 0.5),
         ("logprobs", 21),
         ("logit_bias", {VOCAB_SIZE: 1.0}),
         ("logit_bias", {3: 101.0}),
@@ -157,7 +171,8 @@ def test_top_p_over_a_large_vocabulary_looks_as_far_as_it_must(scale: float) -> 
     """Flat rows need more candidates than the first look takes; the answer is the same."""
     generator = torch.Generator().manual_seed(0)
     probabilities = torch.softmax(torch.randn(5000, generator=generator) * scale, -1)
-    kept, _ = truncate(probabilities, SamplingParams(top_p=0.9))
+    [weights], _ = candidates(probabilities[None], [SamplingParams(top_p=0.9)])
+    kept = weights[weights > 0]
     ordered = probabilities.double().sort(descending=True).values.cumsum(0)
     expected = int((ordered < 0.9 * ordered[-1]).sum()) + 1
     assert abs(len(kept) - expected) <= 1  # float32 sums
@@ -198,3 +213,54 @@ def test_a_mask_leaves_only_what_it_allows() -> None:
     allowed = np.zeros(VOCAB_SIZE // 32, np.int32)
     allowed[1] = 1 << 3  # token 35
     assert sample(rows(1), span(SamplingParams(seed=1), allowed=allowed)) == [35]
+
+
+HOSTILE_ROWS = {
+    "an overflow": torch.tensor([math.inf, *[1.0] * (VOCAB_SIZE - 1)]),
+    "two overflows": torch.tensor([math.inf, math.inf, *[-math.inf] * (VOCAB_SIZE - 2)]),
+    "the widest": torch.tensor([3.4e38, *[-3.4e38] * (VOCAB_SIZE - 1)]),
+    "one left": torch.tensor([0.0, *[-math.inf] * (VOCAB_SIZE - 1)]),
+    "all alike": torch.full((VOCAB_SIZE,), -3.4e38),
+}
+
+
+@pytest.mark.parametrize("params", MIXED)
+@pytest.mark.parametrize("name", HOSTILE_ROWS)
+def test_any_row_with_a_largest_logit_gives_a_token_of_its_own(
+    name: str, params: SamplingParams
+) -> None:
+    row = HOSTILE_ROWS[name]
+    harmless = rows(1)[0]
+    wanted = [harmless.argmax().item(), harmless.argmax().item()]
+    greedy = SamplingParams(temperature=0)
+    tokens = sample(
+        torch.stack([harmless, row, harmless]), span(greedy), span(params), span(greedy)
+    )
+    assert wanted == [tokens[0], tokens[2]]
+    assert tokens[1] is not None
+    if "all" not in name and not params.logit_bias:
+        assert row[tokens[1]] == row.max()
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0), *MIXED[1:]])
+def test_a_row_without_a_largest_logit_is_a_fault_of_its_own(params: SamplingParams) -> None:
+    logits = rows(4)
+    logits[1, 7] = math.nan
+    logits[2] = -math.inf
+    sampler = Sampler(frozenset({EOS}))
+    good, not_numbers, nothing, last = sampler.sample(logits, [span(params)] * 4)
+    assert (None, NOT_A_NUMBER) == (not_numbers.token, not_numbers.error)
+    assert (None, NOTHING_LEFT) == (nothing.token, nothing.error)
+    for one, row in ((good, 0), (last, 3)):
+        assert one.error is None
+        assert [one.token] == sample(logits[row : row + 1], span(params))
+
+
+def test_a_row_that_needs_a_longer_look_does_not_change_the_others() -> None:
+    """Flat and steep rows together, over more tokens than the first look takes."""
+    generator = torch.Generator().manual_seed(1)
+    flat, steep = torch.zeros(5000), torch.randn(5000, generator=generator) * 8
+    params = [SamplingParams(seed=seed, top_p=0.9) for seed in range(6)]
+    logits = torch.stack([flat, steep] * 3)
+    together = sample(logits, *map(span, params))
+    assert together == [sample(logits[i : i + 1], span(params[i]))[0] for i in range(6)]

@@ -3,15 +3,19 @@
 import asyncio
 import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cachesvc.config import ConfigError, ServerSection, disk_path
-from cachesvc.server.http import Timed, bind, is_loopback
-from cachesvc.server.money import read_secret
-from cachesvc.service import check_address, make_data_dir
+from cachesvc.operator.secret import read_secret
+from cachesvc.server.http import Timed
+from cachesvc.server.listen import bind, check_address, is_loopback, make_data_dir
+from cachesvc.service import Service
 from tiers.disk.directory import DirectoryLock
 from tiers.errors import DirectoryLocked
 
@@ -46,6 +50,39 @@ def test_a_port_in_use_is_said_at_once() -> None:
         taken.listen()
         with pytest.raises(ConfigError, match="choose another --port"):
             bind("127.0.0.1", taken.getsockname()[1])
+
+
+def test_a_bound_port_takes_connections_before_anybody_serves_on_it() -> None:
+    with bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname(), 5):
+        pass
+
+
+def refused_without_torch(data_dir: Path, *flags: str) -> str:
+    """What `serve` refuses with, in a process of its own; torch must not have been imported."""
+    code = (
+        "import sys\n"
+        "from cachesvc.cli import app\n"
+        f"try: app({['serve', '--data-dir', str(data_dir), *flags]!r}, standalone_mode=False)\n"
+        "except Exception as error: print('torch' in sys.modules, type(error).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return done.stdout.strip()
+
+
+def test_a_port_or_a_data_directory_in_use_is_refused_before_the_model_is_imported(
+    tmp_path: Path,
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert "False ConfigError" == refused_without_torch(tmp_path, "--port", port)
+    disk_path(tmp_path).mkdir()
+    lock = DirectoryLock(disk_path(tmp_path))
+    try:
+        assert "False DirectoryLocked" == refused_without_torch(tmp_path, "--port", "0")
+    finally:
+        lock.release()
 
 
 def test_the_secret_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
@@ -101,3 +138,19 @@ def test_responses_are_counted_by_their_code_also_when_they_fail() -> None:
         drive(timed, "/broken")
     drive(timed, "/left")
     assert [("/fine", 204), ("/broken", 500), ("/left", 499)] == recorder.seen
+
+
+def test_a_server_whose_engine_is_dead_ends() -> None:
+    engine = SimpleNamespace(failure=None)
+    service: Any = SimpleNamespace(core=SimpleNamespace(engine=engine))
+    http: Any = SimpleNamespace(should_exit=False)
+
+    async def watch() -> None:
+        watching = asyncio.create_task(Service._watch_engine(service, http))
+        await asyncio.sleep(0)
+        assert not http.should_exit
+        engine.failure = RuntimeError("the device is gone")
+        await watching
+
+    asyncio.run(watch())
+    assert http.should_exit

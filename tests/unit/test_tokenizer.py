@@ -1,17 +1,20 @@
 """Text to ids and back, chat templates, and tokenizers rebuilt from GGUF fields."""
 
+import random
 import threading
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.errors import ModelError, RequestError
-from engine.models.gguf import build_tokenizer
+from engine.models.gguf import _save_tokenizer
+from engine.models.gguf_tokenizer import build_tokenizer
 from engine.testing.models import EOS, IM_START, bytes_tokenizer
 from engine.text.tokenizer import Tokenizer
 
@@ -136,8 +139,128 @@ def test_gguf_control_tokens_are_special() -> None:
 
 
 def test_gguf_tokenizer_of_another_kind_is_refused_with_its_name() -> None:
-    with pytest.raises(ModelError, match="pre-tokenizer tekken"):
-        build_tokenizer(gguf_fields("tekken"))
+    with pytest.raises(ModelError, match=r"pre-tokenizer superbpe.*deepseek-r1-qwen.*tekken"):
+        build_tokenizer(gguf_fields("superbpe"))
+
+
+TEXT = "I'll say: DON'T 12345 été  naïve/日本語\n\n  x"
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        (
+            "llama-bpe",
+            "I|'ll| say|:| DON|'T| |123|45| été| | naïve|/日本語|\n\n| | x",
+        ),
+        (
+            "qwen2",
+            "I|'ll| say|:| DON|'T| |1|2|3|4|5| été| | naïve|/日本語|\n\n| | x",
+        ),
+        (
+            "deepseek-r1-qwen",
+            "I|'ll| say|:| DON|'T| |1|2|3|4|5| été| | naïve|/日本語|\n\n| | x",
+        ),
+        (
+            "tekken",
+            "I|'ll| say|:| DON|'T| |1|2|3|4|5| été| | naïve|/日本語|\n\n| | x",
+        ),
+        (
+            "deepseek-v3",
+            "I|'ll| say|:| DON|'T| |123|45| été| | naïve|/|日本語|\n\n| | x",
+        ),
+    ],
+)
+def test_text_is_split_as_the_named_pre_tokenizer_splits_it(pre: str, expected: str) -> None:
+    step = build_tokenizer(gguf_fields(pre)).pre_tokenizer
+    assert step is not None
+    bounds = [bounds for _, bounds in step.pre_tokenize_str(TEXT)]
+    assert expected.split("|") == [TEXT[start:end] for start, end in bounds]
+
+
+@pytest.mark.parametrize(("pre", "expected"), [("llama-bpe", [6]), ("gpt-2", [4, 5])])
+def test_a_word_that_is_a_token_is_that_token_where_merges_are_ignored(
+    pre: str, expected: list[int]
+) -> None:
+    fields = gguf_fields(pre)
+    fields["tokenizer.ggml.tokens"] = ["<s>", "x", "y", "z", "a", "b", "ab", "Ġ", "Ġa", "c"]
+    fields["tokenizer.ggml.merges"] = ["Ġ a"]
+    assert expected == build_tokenizer(fields).encode("ab").ids
+
+
+def sentencepiece_fields(**given: Any) -> dict[str, Any]:
+    """Control tokens, bytes, letters, and longer pieces with scores in no particular order."""
+    letters = ["▁", *"abcdef"]
+    pieces = ["ab", "▁a", "bc", "▁ab", "abc", "de", "def", "▁d", "cd", "▁▁", "fa", "bcd"]
+    scores = [-3.0, -9.0, -1.0, -4.0, -2.0, -8.0, -5.0, -7.0, -6.0, -10.0, -12.0, -11.0]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), *letters, *pieces]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-100.0] * len(letters) + scores,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(letters) + len(pieces)),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        **given,
+    }
+
+
+def merged_by_score(fields: dict[str, Any], text: str) -> list[int]:
+    """SentencePiece's rule, told plainly: join the best pair until none can be joined."""
+    number = {token: n for n, token in enumerate(fields["tokenizer.ggml.tokens"])}
+    score = fields["tokenizer.ggml.scores"]
+    parts = list("▁" + text.replace(" ", "▁"))
+    while joined := [
+        (-score[number[a + b]], at)
+        for at, (a, b) in enumerate(pairwise(parts))
+        if a + b in number and a in number and b in number
+    ]:
+        at = min(joined)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    ids: list[int] = []
+    for part in parts:
+        ids += [number[part]] if part in number else [3 + byte for byte in part.encode()]
+    return ids
+
+
+def test_sentencepiece_of_a_gguf_merges_by_score_and_falls_back_to_bytes() -> None:
+    fields = sentencepiece_fields()
+    tokenizer = build_tokenizer(fields)
+    source = random.Random(0)
+    for _ in range(300):
+        text = "".join(source.choice("abcdef é日") for _ in range(source.randrange(1, 20)))
+        assert [1, *merged_by_score(fields, text)] == tokenizer.encode(text).ids
+        assert text == tokenizer.decode(tokenizer.encode(text).ids)
+
+
+@pytest.mark.parametrize(
+    ("pre", "said", "expected"),
+    [
+        ("llama-bpe", None, [1, 7]),
+        ("tekken", None, [1, 7]),
+        ("llama-bpe", False, [7]),
+        ("qwen2", None, [7]),
+        ("qwen2", True, [1, 7]),
+    ],
+)
+def test_texts_begin_as_the_file_says_or_as_its_kind_does(
+    pre: str, said: bool | None, expected: list[int]
+) -> None:
+    fields = gguf_fields(pre) | {"tokenizer.ggml.bos_token_id": 1}
+    if said is not None:
+        fields["tokenizer.ggml.add_bos_token"] = said
+    assert expected == build_tokenizer(fields).encode("ab").ids
+
+
+def test_what_a_sentencepiece_file_says_of_its_beginning_is_done() -> None:
+    bare = sentencepiece_fields(
+        **{"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}
+    )
+    number = bare["tokenizer.ggml.tokens"].index
+    assert [number("abc")] == build_tokenizer(bare).encode("abc").ids
+    chat = build_tokenizer(sentencepiece_fields()).encode("<s>ab</s>", add_special_tokens=False)
+    assert [1, number("▁ab"), 2] == chat.ids
 
 
 def test_other_threads_run_while_a_long_text_is_encoded() -> None:
@@ -157,3 +280,16 @@ def test_other_threads_run_while_a_long_text_is_encoded() -> None:
     other.join()
     seen.append(time.monotonic())
     assert max(after - before for before, after in pairwise(seen)) < 0.7 * took
+
+
+def test_a_sentencepiece_tokenizer_comes_back_from_its_folder_with_one_beginning(
+    tmp_path: Path,
+) -> None:
+    fields = sentencepiece_fields(**{"general.architecture": "llama"})
+    _save_tokenizer(build_tokenizer(fields), fields, tmp_path)
+    loaded = Tokenizer(AutoTokenizer.from_pretrained(tmp_path))
+    expected = [1, *merged_by_score(fields, "abc déf")]
+    assert expected == list(loaded.encode("abc déf"))
+    assert expected[1:] == list(loaded.encode("abc déf", add_special_tokens=False))
+    assert 2 == loaded.eos_token_id
+    assert " abc déf" == loaded.decode(expected)

@@ -23,6 +23,7 @@ from cachesvc.top.source import SPARKS, Reading
 
 pytestmark = pytest.mark.anyio
 
+NAMES = ("ttft", "inter_token", "request")
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "top.svg"
 GIB = 1 << 30
 IDLE = {"bounds": [1, 60, 900, 3600], "counts": [0, 10, 80, 10, 0], "total": 0.0}
@@ -169,6 +170,17 @@ async def test_no_size_of_terminal_breaks_it(size: tuple[int, int]) -> None:
         await pilot.press("question_mark", "x", "s", "slash", "a", "escape")
         for line in text(app, "#sparks").splitlines():
             assert len(line) <= max(32, size[0] - 2)
+
+
+def test_at_80_columns_every_percentile_is_seen() -> None:
+    """Also of a slow server, whose figures have more digits."""
+    slow = {f"{name}_{p}_s": 123.456 for name in NAMES for p in ("p50", "p95", "p99")}
+    now = reading()
+    now = replace(now, stats={**now.stats, "recent": slow})
+    lines = model.summary(now, 78)
+    assert 3 == "\n".join(lines).count("123456/123456/123456")
+    assert 78 >= max(map(len, lines))
+    assert 2 == len(model.summary(reading(), 78))
 
 
 async def test_at_80_columns_every_column_but_the_last_is_seen() -> None:

@@ -7,7 +7,7 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.tree import Node, TreeQuery, tree_json
 from tiers.errors import ConfigurationError
-from tiers.memory.index import Block, BlockIndex, BlockState
+from tiers.memory.index import Below, Block, BlockIndex, BlockState
 from tiers.memory.view import live_tree
 
 ROOT = CacheScope(tenant=b"a").root()
@@ -75,7 +75,7 @@ def test_every_scope_is_a_root_until_its_last_block_leaves() -> None:
 def test_a_node_tells_tiers_pins_hits_and_what_costs_nothing_to_evict() -> None:
     index = BlockIndex()
     blocks = add(index, list(range(8)))
-    blocks[0].pins, blocks[0].hits, blocks[1].hits, blocks[1].on_disk = 2, 5, 3, True
+    blocks[0].pins, blocks[0].hits, blocks[1].hits, blocks[1].below = 2, 5, 3, Below.HELD
     blocks[2].slot = blocks[3].slot = None
     blocks[3].state = BlockState.COMPUTING
     ((node,),) = [root.children for root in live_tree(index, TreeQuery(num_tokens=3)).roots]

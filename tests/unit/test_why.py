@@ -6,10 +6,8 @@ from api.journal.why import NOTHING, Finding, Kind, format_seconds, why
 from engine.request import BlockRun, Lookup
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import MissReason
-from tiers.telemetry.departures import Departure
-from tiers.telemetry.lifetimes import Cause
-from tiers.telemetry.misses import Absence
-from tiers.tier import TierName
+from tiers.telemetry.misses import Absence, Departure
+from tiers.tier import Cause, TierName
 
 PARENT, KEY, OTHER = (PrefixKey(bytes([n]) * 16) for n in (1, 2, 3))
 NOW = 1_000_000.0
@@ -52,14 +50,14 @@ def missing(**known: object) -> Absence:
         (
             lookup(75, 200, missing(rows=11, parted=True, sibling=OTHER)),
             NOTHING,
-            Kind.PARTED,
-            "at token 75: the 75 tokens before it are cached",
+            Kind.DIVERGED,
+            "at token 75. The 75 tokens before it are cached",
         ),
         (
             lookup(64, 200, missing()),
             Finding(rows=11, sibling="03"),
-            Kind.PARTED,
-            "Tokens 64 to 74 are cached within a block",
+            Kind.DIVERGED,
+            "Tokens 64 to 74 are cached in a block",
         ),
         (lookup(75, 200, missing(rows=11)), NOTHING, Kind.ENDED, "ends at token 75"),
         (

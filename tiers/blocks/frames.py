@@ -1,19 +1,26 @@
 """Host frames: the memory in which every copy between tiers meets.
 
-A `FrameArena` is one allocation of whole-block frames, pinned where there is a CUDA device. The
-engine thread takes and gives frames back; reader and writer threads only fill or read the frames
+A `FrameArena` is one allocation of whole-block frames, pinned where blocks go to a GPU. The engine
+thread takes and gives frames back; reader and writer threads only fill or read the frames
 they were handed.
 """
 
 import logging
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tiers.blocks.layout import BlockLayout
 from tiers.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
+
+PIN_BYTES = 1 << 30  # registered at once
+PAGE_BYTES = 4096
 
 
 class Frame:
@@ -35,7 +42,7 @@ class Frame:
 class FrameArena:
     """`num_frames` frames in one allocation. Invariant: free + taken == num_frames."""
 
-    def __init__(self, layout: BlockLayout, num_frames: int) -> None:
+    def __init__(self, layout: BlockLayout, num_frames: int, device: str = "cpu") -> None:
         if num_frames < 1:
             raise ConfigurationError(
                 f"the host cache must hold at least one block of {layout.nbytes} bytes; "
@@ -43,8 +50,14 @@ class FrameArena:
             )
         self.layout = layout
         self.num_frames = num_frames
-        self.pinned = torch.cuda.is_available()
-        pool = _pinned(layout, num_frames) if self.pinned else _pageable(layout, num_frames)
+        memory = _huge_pages(num_frames * layout.nbytes)
+        self.num_pinned_bytes = 0
+        if torch.device(device).type == "cuda":
+            cudart: Any = torch.cuda.cudart()
+            self.num_pinned_bytes = pin(memory, cudart)
+            release = weakref.finalize(self, _unpin, memory, self.num_pinned_bytes, cudart)
+            release.atexit = False  # the driver lets go of a process's memory by itself
+        pool = torch.from_numpy(memory).view(layout.torch_dtype).view(num_frames, *layout.shape)
         self._memory = pool
         self._frames = [Frame(number, pool[number]) for number in range(num_frames)]
         self._free = list(reversed(self._frames))
@@ -71,15 +84,44 @@ class FrameArena:
         self._free.append(frame)
 
 
-def _pinned(layout: BlockLayout, num_frames: int) -> torch.Tensor:
-    return torch.empty((num_frames, *layout.shape), dtype=layout.torch_dtype, pin_memory=True)
+def pin(memory: NDArray[np.uint8], cudart: Any) -> int:
+    """Lock memory for the GPU's copies, piece by piece; how many bytes were, from the first on.
+
+    torch's own pinned memory is rounded up to a power of two: an arena of 80 GiB would lock 128.
+    What the system does not let be locked (`ulimit -l`, a container's limit) is copied more slowly.
+    """
+    pinned = 0
+    for address, num_bytes in _pieces(memory):
+        error = cudart.cudaHostRegister(address, num_bytes, 0)
+        if int(error) != 0:
+            logger.warning(
+                f"{pinned >> 20} of {memory.nbytes >> 20} MiB of host cache are locked for the "
+                f"GPU, then CUDA said {error}; copies of the rest are slow: raise the limit on "
+                f"locked memory or lower --host-cache"
+            )
+            break
+        pinned += num_bytes
+    return pinned
 
 
-def _pageable(layout: BlockLayout, num_frames: int) -> torch.Tensor:
+def _unpin(memory: NDArray[np.uint8], num_bytes: int, cudart: Any) -> None:
+    for address, _ in _pieces(memory[:num_bytes]):
+        cudart.cudaHostUnregister(address)
+
+
+def _pieces(memory: NDArray[np.uint8]) -> Iterator[tuple[int, int]]:
+    """Address and length of pieces that share no page: a page is registered once."""
+    begin, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
+    while begin < end:
+        border = min(end, (begin + PIN_BYTES) // PAGE_BYTES * PAGE_BYTES)
+        yield begin, border - begin
+        begin = border
+
+
+def _huge_pages(num_bytes: int) -> NDArray[np.uint8]:
     """Memory of huge pages where the system gives them, as numpy asks and torch does not.
 
     The first touch of 190 MiB took 0.30 s in pages of 4 KiB and 0.02 s in huge ones (two cores of a
     virtual machine), which the first hits after a start would wait for.
     """
-    memory = np.zeros(num_frames * layout.nbytes, np.uint8)
-    return torch.from_numpy(memory).view(layout.torch_dtype).view(num_frames, *layout.shape)
+    return np.zeros(num_bytes, np.uint8)

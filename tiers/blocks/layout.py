@@ -1,6 +1,9 @@
 """The one layout of a block, the same in every tier: block-first and contiguous."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self
 
 import torch
 import xxhash
@@ -13,21 +16,56 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 @dataclass(frozen=True, slots=True)
-class BlockLayout:
-    """Shape and dtype: `[num_layers, 2, block_size, num_kv_heads, head_dim]`, contiguous.
+class LayerLayout:
+    """What a layer keeps of a token: for each head a key and a value.
 
-    Axis 1 is (key, value). `dtype` is a name from `DTYPES`.
+    With `shared`, the value is the first `value_dim` numbers of the key and is not kept a second
+    time. So it is with multi-head latent attention (DeepSeek): the key of its one head is the
+    latent and, beside it, the rotated part; its value is the latent.
     """
 
-    num_layers: int
-    block_size: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    shared: bool = False
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        return (self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
+    def parts(self) -> tuple[int, ...]:
+        """Numbers a head of each part that is kept: key and value, or the key alone."""
+        return (self.key_dim,) if self.shared else (self.key_dim, self.value_dim)
+
+    @property
+    def token_items(self) -> int:
+        return self.num_heads * sum(self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Layer after layer, part after part, each `[block_size, num_heads, dim]`; contiguous.
+
+    Where all layers keep parts of one shape, `shape` has an axis for each of these, and for most
+    models it is `[num_layers, 2, block_size, num_kv_heads, head_dim]`, axis 1 being (key, value).
+    Elsewhere it is flat. `dtype` is a name from `DTYPES`.
+    """
+
+    layers: tuple[LayerLayout, ...]
+    block_size: int
+    dtype: str
+
+    @classmethod
+    def uniform(
+        cls, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: str
+    ) -> Self:
+        """The common case: keys and values of one shape in every layer."""
+        return cls((LayerLayout(num_kv_heads, head_dim, head_dim),) * num_layers, block_size, dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.layers[0]
+        if len({*self.layers}) == 1 and len({*first.parts}) == 1:
+            head = (first.num_heads, first.key_dim)
+            return (len(self.layers), len(first.parts), self.block_size, *head)
+        return (self.block_size * self._token_items,)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -36,7 +74,7 @@ class BlockLayout:
     @property
     def token_nbytes(self) -> int:
         """Bytes of KV that one token has over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.torch_dtype.itemsize
+        return self._token_items * self.torch_dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -45,5 +83,32 @@ class BlockLayout:
 
     def digest(self) -> bytes:
         """16 bytes that differ whenever a block of another layout would be read wrongly."""
-        text = f"cachesvc.layout.v1:{self.shape}:{self.dtype}"
+        first = self.layers[0]
+        if first.shared or len(self.shape) == 1:
+            layers = [(each.num_heads, *each.parts, each.value_dim) for each in self.layers]
+            text = f"cachesvc.layout.v2:{self.block_size}:{layers}:{self.dtype}"
+        else:
+            text = f"cachesvc.layout.v1:{self.shape}:{self.dtype}"
         return xxhash.xxh3_128_digest(text.encode())
+
+    @property
+    def _token_items(self) -> int:
+        return sum(layer.token_items for layer in self.layers)
+
+
+def part_views(blocks: torch.Tensor, layers: Sequence[LayerLayout]) -> list[list[torch.Tensor]]:
+    """Each layer's parts as `[num_blocks, block_size, num_heads, dim]`, over the same memory.
+
+    blocks: [num_blocks, *shape of their layout].
+    """
+    flat = blocks.flatten(1)
+    block_size = flat.shape[1] // sum(layer.token_items for layer in layers)
+    heads = [(layer.num_heads, dim) for layer in layers for dim in layer.parts]
+    bounds = [0]
+    for num_heads, dim in heads:
+        bounds.append(bounds[-1] + block_size * num_heads * dim)
+    views = iter(
+        flat[:, start:end].unflatten(1, (block_size, *head))
+        for (start, end), head in zip(pairwise(bounds), heads, strict=True)
+    )
+    return [[next(views) for _ in layer.parts] for layer in layers]

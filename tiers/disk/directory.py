@@ -14,14 +14,17 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from tiers.blocks.keys import PrefixKey
 from tiers.errors import ConfigurationError, DirectoryLocked
 
 FORMAT = 1
 META_NAME = "disk.json"
 LOCK_NAME = "server.lock"
+ELSEWHERE_NAME = "elsewhere.json"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -122,11 +125,39 @@ def write_meta(root: Path, meta: Meta) -> None:
     temporary.replace(root / META_NAME)
 
 
+def prepare(root: Path, map_bytes: int) -> None:
+    """Make an empty disk tier of one shard, to be filled before a server opens it."""
+    make_root(root)
+    write_meta(root, Meta(FORMAT, 1, map_bytes, clean=True, boot=boot_id()))
+
+
 def mark(root: Path, *, clean: bool, num_blocks: int) -> None:
     """Note whether the folder is at rest."""
     meta = read_meta(root)
     if meta is not None:
         write_meta(root, replace(meta, clean=clean, boot=boot_id(), num_blocks=num_blocks))
+
+
+def shard_of(key: PrefixKey, num_shards: int) -> int:
+    """Which shard holds a key."""
+    return int.from_bytes(key[:4], "little") % num_shards
+
+
+def note_elsewhere(root: Path, places: Sequence[str]) -> None:
+    """Note where else blocks of this tier are kept, for who purges without its server."""
+    path = root / ELSEWHERE_NAME
+    if places:
+        path.write_text(json.dumps(list(places)))
+    else:
+        path.unlink(missing_ok=True)
+
+
+def read_elsewhere(root: Path) -> list[str]:
+    """Where else blocks of this tier are kept."""
+    try:
+        return [str(place) for place in json.loads((root / ELSEWHERE_NAME).read_text())]
+    except FileNotFoundError:
+        return []
 
 
 def shard_path(root: Path, number: int) -> Path:

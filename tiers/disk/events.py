@@ -11,11 +11,11 @@ from tiers.disk.record import parent_of, tokens_of, written_s_of
 from tiers.disk.rows import Entry
 from tiers.disk.transaction import Writer
 from tiers.telemetry.events import EventKind, EventStream
-from tiers.telemetry.lifetimes import LifeStats, Lives
-from tiers.tier import TierName
+from tiers.telemetry.lifetimes import Lives
+from tiers.tier import LifeStats, TierName
 
 
-class DiskChronicle:
+class DiskEvents:
     """One disk tier's lives, and its voice in the stream. Times are whole seconds."""
 
     def __init__(self, stream: EventStream, clock: Callable[[], float]) -> None:

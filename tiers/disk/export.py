@@ -18,9 +18,9 @@ from tiers.blocks.keys import PrefixKey, child_key
 from tiers.disk.codec import CodecId
 from tiers.disk.maintenance import pages_by_age
 from tiers.disk.record import Header, check_payload, parent_of, unpack_header
-from tiers.disk.room import Room
 from tiers.disk.rows import Entry
 from tiers.disk.shard import Shard
+from tiers.disk.storage import PageBuffer
 from tiers.disk.transaction import MIN_RECORD, Record
 from tiers.errors import MissReason
 
@@ -80,7 +80,7 @@ def export(shards: Sequence[Shard], to: BinaryIO, rule: Rule) -> Moved:
             if isinstance(found, MissReason):
                 bad[found] += 1
                 continue
-            whole = record[: _whole_nbytes(record, found)]
+            whole = record[: whole_nbytes(record, found)]
             to.write(_LENGTH.pack(len(whole)))
             to.write(whole)
             num_blocks += 1
@@ -168,7 +168,7 @@ def _records(shard: Shard, rule: Rule) -> Iterator[tuple[PrefixKey, memoryview]]
 
 
 def read_record(shard: Shard, key: PrefixKey, entry: Entry) -> memoryview:
-    return shard.read(key, entry, Room().take(shard.room_for(entry)))
+    return shard.read(key, entry, PageBuffer().take(shard.room_for(entry)))
 
 
 def proven(record: memoryview, key: PrefixKey | None) -> Header | MissReason:
@@ -190,7 +190,8 @@ def _header_nbytes(record: memoryview | bytes) -> int:
     return int.from_bytes(record[12:16], "little")
 
 
-def _whole_nbytes(record: memoryview, header: Header) -> int:
+def whole_nbytes(record: memoryview, header: Header) -> int:
+    """Length of a record without the zeros that fill its page."""
     return _header_nbytes(record) + header.payload_nbytes
 
 

@@ -4,6 +4,7 @@ The order of eviction knows ages alone. A block at its old end that must not go 
 recent end instead, so that eviction never looks at it twice in one turnover of the disk.
 """
 
+import threading
 from collections.abc import Collection, Hashable, Mapping
 
 from tiers.blocks.keys import PrefixKey
@@ -12,10 +13,11 @@ from tiers.policy.quota import COMMON, Quotas
 
 
 class DiskGuard:
-    """Asked by the one writer thread; `keep` may be called by any."""
+    """Asked by the writer threads, one a shard; any thread may call any method."""
 
     def __init__(self, quotas: Quotas | None = None) -> None:
         self._quotas = quotas
+        self._lock = threading.Lock()
         self._kept: Collection[PrefixKey] = ()
         self._victims: Hashable = COMMON  # the group furthest over its share, when last compared
 
@@ -32,21 +34,24 @@ class DiskGuard:
         quotas = self._quotas
         if quotas is None:
             return False
-        group = quotas.group(scope)
-        if quotas.is_over(group):
-            return False
-        if not quotas.is_over(self._victims):
-            self._victims = max(quotas.shares.groups(), key=quotas.pressure)
-        return quotas.is_over(self._victims) or group != self._victims
+        with self._lock:
+            group = quotas.group(scope)
+            if quotas.is_over(group):
+                return False
+            if not quotas.is_over(self._victims):
+                self._victims = max(quotas.shares.groups(), key=quotas.pressure)
+            return quotas.is_over(self._victims) or group != self._victims
 
     def is_over(self, scope: PrefixKey) -> bool:
         """Whether this scope's group has more than it was promised."""
-        return self._quotas is not None and self._quotas.is_over(self._quotas.group(scope))
+        with self._lock:
+            return self._quotas is not None and self._quotas.is_over(self._quotas.group(scope))
 
     def moved(self, scope: PrefixKey, stored_bytes: int) -> None:
         """A block of this scope came, or went (less than 0)."""
-        if self._quotas is not None:
-            self._quotas.charge(self._quotas.group(scope), stored_bytes)
+        with self._lock:
+            if self._quotas is not None:
+                self._quotas.charge(self._quotas.group(scope), stored_bytes)
 
     def recount(self, accounts: Mapping[PrefixKey, Account]) -> None:
         """Begin again from what the shards say: after a fault, and since commands change them."""
@@ -56,8 +61,10 @@ class DiskGuard:
         for scope, account in accounts.items():
             group = self._quotas.group(scope)
             used[group] = used.get(group, 0) + account.stored_bytes
-        self._quotas.reset(used)
+        with self._lock:
+            self._quotas.reset(used)
 
     def usage(self) -> dict[Hashable, tuple[int, int]]:
         """Per group: (used, share) in bytes as they lie on disk."""
-        return self._quotas.usage() if self._quotas is not None else {}
+        with self._lock:
+            return self._quotas.usage() if self._quotas is not None else {}

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from tiers.blocks.keys import PrefixKey, child_key
 from tiers.disk.codec import Codec, DecodeError
 from tiers.disk.record import Header, check_payload, unpack_header
-from tiers.disk.room import Room
-from tiers.disk.rows import Entry, Removed
+from tiers.disk.rows import Entry
 from tiers.disk.shard import Shard
-from tiers.disk.storage import StorageError
+from tiers.disk.storage import PageBuffer, StorageError
 from tiers.errors import MissReason
+from tiers.tier import Removed
 
 PAGE_BLOCKS = 256
 
@@ -136,13 +136,13 @@ def _still_there(shard: Shard, key: PrefixKey, entry: Entry) -> bool:
 
 
 class _Checker:
-    """Checks records of one shard; holds the room to do it in."""
+    """Checks records of one shard; holds the memory to do it in."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self._codec = Codec(1)
-        self._record = Room()
-        self._block = Room()
+        self._record = PageBuffer()
+        self._block = PageBuffer()
 
     def check(self, key: PrefixKey, entry: Entry) -> MissReason | None:
         header = unpack_header(entry.header)
@@ -151,8 +151,8 @@ class _Checker:
         if header.key != key or child_key(header.parent, header.tokens, header.content) != key:
             return MissReason.COLLISION
         try:
-            room = self._record.take(self._shard.room_for(entry))
-            record = self._shard.read(key, entry, room)
+            buffer = self._record.take(self._shard.room_for(entry))
+            record = self._shard.read(key, entry, buffer)
         except StorageError:
             return MissReason.IO_ERROR
         return self._check_record(entry, header, record)

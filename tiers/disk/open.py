@@ -1,14 +1,12 @@
 """Opening a disk tier: lock, format, recovery after a crash, and the size of the maps.
 
-What stands in the folder is kept where it can be: another format version or an environment that
-LMDB refuses is cleared and counted as faults; after a power cut, where LMDB's own pages may be
-torn, each shard is first walked by a child process, whose death costs the shard, not the server.
+What stands in the folder is kept where it can be: another format version is cleared and counted as
+faults, and each shard is checked before LMDB opens it (`tiers.disk.recovery`), whether the machine
+lost power, the disk changed a bit or somebody cut the file.
 """
 
 import logging
 import shutil
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +18,7 @@ from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.codec import bound
 from tiers.disk.compact import NEW_SUFFIX, compact
+from tiers.disk.counts import DiskCounts
 from tiers.disk.directory import (
     FORMAT,
     DirectoryLock,
@@ -31,14 +30,14 @@ from tiers.disk.directory import (
     shard_path,
     write_meta,
 )
-from tiers.disk.events import DiskChronicle
+from tiers.disk.events import DiskEvents
 from tiers.disk.guard import DiskGuard
 from tiers.disk.pin_file import keys_in_force
-from tiers.disk.recovery import claimed_bytes
+from tiers.disk.recovery.check import CHECK_AT_ONCE_S
 from tiers.disk.settings import DiskSettings
 from tiers.disk.shard import Shard, ShardDamaged
-from tiers.disk.slot import ShardSlot
-from tiers.disk.storage import NotAnEnvironment, Storage, StorageError
+from tiers.disk.slot import Opening, ShardSlot
+from tiers.disk.storage import Storage, StorageError
 from tiers.disk.tier import DiskTier
 from tiers.disk.transaction import reserve_pages
 from tiers.errors import ConfigurationError, MissReason
@@ -51,7 +50,6 @@ OVERHEAD_BYTES = 96 << 10  # lock.mdb of a shard (64 bytes a reader slot), disk.
 MIN_BLOCKS = 4
 BATCHES_IN_MAP = 32  # a transaction writes at most this part of a shard
 RECORDS = 0.9  # of the pages in use; the rest is the index, some 500 bytes a block
-WALK_S = 60  # a shard that takes longer to walk after a power cut is dropped
 _PAGE = 4096
 
 
@@ -66,16 +64,19 @@ def open_disk(
     shares: Shares | None = None,
     clock: Callable[[], float] = time.time,
     stream: EventStream | None = None,
+    check_s: float = CHECK_AT_ONCE_S,
 ) -> DiskTier:
     """Open or create the disk tier in `root`; its files never take more than `capacity_bytes`.
 
     `num_shards` counts for a new folder; one that stands keeps its own. With `shares`, no group
-    within its part of the disk loses a block to another. Raises DirectoryLocked
-    where another server holds it, ConfigurationError where folder or size cannot work.
+    within its part of the disk loses a block to another. A shard that cannot be checked within
+    `check_s` is read at once, and written once a child process has checked it. Raises
+    DirectoryLocked where another server holds the folder, ConfigurationError where folder or size
+    cannot work.
     """
     storage = storage or Storage()
     settings = settings or DiskSettings()
-    chronicle = DiskChronicle(stream or EventStream(), clock)
+    events = DiskEvents(stream or EventStream(), clock)
     make_root(root)
     lock = DirectoryLock(root)
     try:
@@ -88,26 +89,32 @@ def open_disk(
         at_once = min(settings.batch_bytes, map_bytes // BATCHES_IN_MAP)
         guard = _guard(shares, num_shards, map_bytes, max(at_once, bound(layout.nbytes)))
 
+        counts = DiskCounts(num_shards, faults)
+        old_map_bytes = max(map_bytes, meta.map_bytes if meta else 0)
+        pinned = keys_in_force(root, clock())
+
         def open_shard(path: Path) -> Shard:
             path.mkdir(parents=True, exist_ok=True)
+            data = path / "data.mdb"
+            if data.exists() and data.stat().st_size > map_bytes:
+                _shrink(path, old_map_bytes, map_bytes, storage, pinned)
             shard = Shard(
                 path,
                 map_bytes,
                 storage=storage,
                 clock=clock,
                 guard=guard,
-                on_commit=chronicle.committed,
+                on_commit=events.committed,
             )
-            chronicle.opened(shard.totals.num_blocks)
+            events.opened(shard.totals.num_blocks)
             return shard
 
-        pinned = keys_in_force(root, clock())
-        slots = [
-            _open_slot(
-                shard_path(root, number), map_bytes, meta, storage, open_shard, faults, pinned
-            )
-            for number in range(num_shards)
-        ]
+        def open_slot(path: Path) -> ShardSlot:
+            lost = partial(counts.fault, MissReason.TORN)
+            opening = Opening(storage, old_map_bytes, partial(open_shard, path), lost, check_s)
+            return ShardSlot(path, opening, meta.num_blocks // num_shards if meta else 0)
+
+        slots = [open_slot(shard_path(root, number)) for number in range(num_shards)]
         num_blocks = meta.num_blocks if meta else 0
         write_meta(root, Meta(FORMAT, num_shards, map_bytes, boot=boot_id(), num_blocks=num_blocks))
     except BaseException:
@@ -122,8 +129,8 @@ def open_disk(
         replace(settings, batch_bytes=at_once),
         guard=guard,
         clock=clock,
-        faults=faults,
-        chronicle=chronicle,
+        counts=counts,
+        events=events,
     )
 
 
@@ -167,70 +174,15 @@ def _standing(root: Path, faults: Counter[MissReason]) -> Meta | None:
     return None
 
 
-def _open_slot(
-    path: Path,
-    map_bytes: int,
-    meta: Meta | None,
-    storage: Storage,
-    open_shard: Callable[[Path], Shard],
-    faults: Counter[MissReason],
-    pinned: Sequence[PrefixKey],
-) -> ShardSlot:
-    """One shard, walked first where its pages may be torn, and emptied where it cannot be used."""
-    why = (
-        _unusable(path, map_bytes, meta, storage, pinned)
-        if meta and (path / "data.mdb").exists()
-        else None
-    )
-    if why is None:
-        try:
-            return ShardSlot(path, partial(open_shard, path))
-        except (*NotAnEnvironment, ShardDamaged) as error:
-            why = str(error)
-    logger.error(f"disk cache: {path} is dropped: {why}")
-    faults[MissReason.TORN] += max(1, meta.num_blocks // meta.num_shards if meta else 0)
-    shutil.rmtree(path, ignore_errors=True)
-    return ShardSlot(path, partial(open_shard, path))
-
-
-def _unusable(
-    path: Path, map_bytes: int, meta: Meta, storage: Storage, pinned: Sequence[PrefixKey]
-) -> str | None:
-    """Why this standing shard must be dropped; None where it can be opened."""
-    file_bytes = (path / "data.mdb").stat().st_size
-    power_cut = not meta.clean and meta.boot != boot_id()
-    if power_cut or file_bytes < claimed_bytes(path):
-        why = _walk(path, meta.map_bytes)
-        if why is not None:
-            return why
-    if file_bytes > map_bytes:
-        return _shrink(path, map_bytes, meta, storage, pinned)
-    return None
-
-
 def _shrink(
-    path: Path, map_bytes: int, meta: Meta, storage: Storage, pinned: Sequence[PrefixKey]
-) -> str | None:
-    """Rewrite a shard whose capacity was lowered; why it could not be."""
+    path: Path, old_map_bytes: int, map_bytes: int, storage: Storage, pinned: Sequence[PrefixKey]
+) -> None:
+    """Rewrite a shard whose capacity was lowered; dropped where it cannot be rewritten."""
     logger.warning(
         f"disk cache: the capacity was lowered; {path} is rewritten to {map_bytes} bytes"
     )
     try:
-        done = compact(path, meta.map_bytes, map_bytes, storage, pinned)
+        done = compact(path, old_map_bytes, map_bytes, storage, pinned)
     except StorageError as error:
-        return str(error)
+        raise ShardDamaged(f"it cannot be rewritten: {error}") from error
     logger.warning(f"disk cache: {done.num_kept} blocks of {path} kept, {done.num_dropped} dropped")
-    return None
-
-
-def _walk(path: Path, map_bytes: int) -> str | None:
-    """Walk the shard's pages in a child process, which torn ones may kill; why they are no good."""
-    command = [sys.executable, "-m", "tiers.disk.recovery", str(path), str(map_bytes)]
-    here = Path(__file__).parent.parent.parent
-    try:
-        child = subprocess.run(command, cwd=here, capture_output=True, timeout=WALK_S, check=False)
-    except subprocess.TimeoutExpired:
-        return f"walking its pages took over {WALK_S} s"
-    if child.returncode == 0:
-        return None
-    return child.stderr.decode(errors="replace").strip()[-200:] or f"exit {child.returncode}"

@@ -14,26 +14,26 @@ from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.codec import Codec, DecodeError
 from tiers.disk.counts import DiskCounts
+from tiers.disk.directory import shard_of
 from tiers.disk.record import Header, check_payload, is_block, unpack_header
-from tiers.disk.room import Room
 from tiers.disk.rows import Entry
 from tiers.disk.shard import ShardDamaged
 from tiers.disk.slot import ShardSlot
-from tiers.disk.storage import StorageError
+from tiers.disk.storage import PageBuffer, StorageError
 from tiers.errors import MissReason
 from tiers.tier import Loaded
 
 
 class Scratch(threading.local):
-    """Each thread's codec, and its room for one record."""
+    """The codec of each thread, and its memory for one record."""
 
     def __init__(self, item_bytes: int) -> None:
         self.codec = Codec(item_bytes)
-        self._room = Room()
+        self._buffer = PageBuffer()
 
-    def room(self, nbytes: int) -> memoryview:
+    def buffer(self, nbytes: int) -> memoryview:
         """At least `nbytes`, from a page's start; valid until the next call."""
-        return self._room.take(nbytes)
+        return self._buffer.take(nbytes)
 
 
 class Found(NamedTuple):
@@ -100,7 +100,7 @@ class BlockReader:
             run: list[Entry] = []
             try:
                 if keys[number]:
-                    with slot.use() as shard:
+                    with slot.read() as shard:
                         run = shard.find(keys[number])
             except (*StorageError, ShardDamaged) as error:
                 broken.add(number)
@@ -125,7 +125,7 @@ class BlockReader:
         for number, slot in enumerate(self._slots):
             entries = [place.entry for place in found if place.number == number]
             try:
-                with slot.use() as shard:
+                with slot.read() as shard:
                     shard.will_need(entries)
             except (*StorageError, ShardDamaged):
                 return  # only a hint; the read itself will say what is wrong
@@ -135,9 +135,9 @@ class BlockReader:
             return MissReason.LAYOUT
         slot, entry, header = self._slots[found.number], found.entry, found.header
         try:
-            with slot.use() as shard:
-                room = self._scratch.room(shard.room_for(entry))
-                record = shard.read(found.key, entry, room)
+            with slot.read() as shard:
+                buffer = self._scratch.buffer(shard.room_for(entry))
+                record = shard.read(found.key, entry, buffer)
         except (*StorageError, ShardDamaged) as error:
             self._counts.fault(MissReason.IO_ERROR, 1, f"reading a block of {slot.path}: {error}")
             return MissReason.IO_ERROR
@@ -167,7 +167,7 @@ class BlockReader:
             return why
         slot = self._slots[found.number]
         try:
-            with slot.use() as shard:
+            with slot.read() as shard:
                 now = shard.find([found.key])
         except (*StorageError, ShardDamaged):
             now = []
@@ -176,8 +176,3 @@ class BlockReader:
         self._counts.fault(why, 1, f"block {found.key.hex()} in {slot.path} is not as written")
         self._counts.condemn(found.number, found.key)
         return why
-
-
-def shard_of(key: PrefixKey, num_shards: int) -> int:
-    """Which shard holds a key."""
-    return int.from_bytes(key[:4], "little") % num_shards

@@ -82,17 +82,6 @@ class Account(NamedTuple):
         )
 
 
-class Removed(NamedTuple):
-    """What was taken away."""
-
-    num_blocks: int = 0
-    stored_bytes: int = 0  # as they lay in the tier
-    logical_bytes: int = 0  # of KV
-
-    def plus(self, other: "Removed") -> "Removed":
-        return Removed(*(a + b for a, b in zip(self, other, strict=True)))
-
-
 class Day(NamedTuple):
     """One day's wear of the disk, and what was served for it."""
 

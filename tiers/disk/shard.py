@@ -20,6 +20,7 @@ over all processes. Errors of LMDB and of the system leave here as they are; `Di
 of them.
 """
 
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +30,14 @@ from typing import Any
 
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.guard import DiskGuard
+from tiers.disk.recovery.consistency import Fixes
+from tiers.disk.recovery.pages import is_run_head, run_head
 from tiers.disk.rows import (
     Account,
     Day,
     Entry,
     Totals,
+    pack_order,
     pack_sequence,
     unpack_day,
     unpack_order,
@@ -47,6 +51,10 @@ SYNC_BYTES = 64 << 20  # measured: a sync per 64 MiB writes 1.2 to 1.5 GB/s, per
 
 class ShardDamaged(TierError):
     """The file under this shard was cut short or removed; nothing in it can be trusted."""
+
+
+class ShardBusy(ShardDamaged):
+    """The shard is being checked or replaced; nothing new is known to be wrong with it."""
 
 
 class Shard:
@@ -111,6 +119,8 @@ class Shard:
         txn = self._storage.begin(self._env, write=False)
         try:
             yield txn
+        except struct.error as error:
+            raise ShardDamaged(f"{self.path} has a row of another length: {error}") from error
         finally:
             txn.abort()
 
@@ -247,10 +257,14 @@ class Shard:
                     room_pages=self.map_bytes // self.page_bytes - self._slack_pages,
                     now_s=int(self._clock()),
                     guard=self.guard,
+                    before_free=self.mend_run,
                 )
                 yield writer
                 writer.finish()
                 self._storage.commit(txn)
+            except struct.error as error:
+                txn.abort()
+                raise ShardDamaged(f"{self.path} has a row of another length: {error}") from error
             except BaseException:
                 txn.abort()
                 raise
@@ -260,6 +274,44 @@ class Shard:
         self._on_commit(writer)
         if self._unsynced_bytes >= SYNC_BYTES:
             self.sync()
+
+    def mend_run(self, offset: int, nbytes: int) -> None:
+        """Write what stands before the record at `offset` anew, where it is damaged.
+
+        LMDB frees as many pages as it says there, and dies where that is more than there are.
+        """
+        first = offset // self.page_bytes
+        at = first * self.page_bytes
+        head = self._storage.peek(self._data_file, PAGE_HEADER, at)
+        if offset and not is_run_head(head, first, nbytes):
+            self._storage.patch(self.path / "data.mdb", run_head(first, nbytes), at)
+
+    def fix(self, fixes: Fixes) -> None:
+        """Make the databases agree again, as a check of the shard found it."""
+        for _, first, nbytes in fixes.keys:
+            self.mend_run(first * self.page_bytes + PAGE_HEADER if first else 0, nbytes)
+        dbs, storage = self._dbs, self._storage
+        txn = storage.begin(self._env, write=True)
+        try:
+            for key, _, _ in fixes.keys:
+                storage.delete(txn, key, dbs.data)
+                storage.delete(txn, key, dbs.index)
+            for sequence in fixes.sequences:
+                storage.delete(txn, pack_sequence(sequence), dbs.order)
+            for sequence, key, used_s in fixes.places:
+                storage.put(txn, pack_sequence(sequence), pack_order(key, used_s), dbs.order)
+            for day in fixes.days:
+                storage.delete(txn, day, dbs.days)
+            if fixes.accounts is not None and fixes.totals is not None:
+                txn.drop(dbs.scopes, delete=False)
+                for root, account in fixes.accounts.items():
+                    storage.put(txn, root, account.pack(), dbs.scopes)
+                storage.put(txn, b"totals", fixes.totals.pack(), dbs.state)
+            storage.commit(txn)
+        except BaseException:
+            txn.abort()
+            raise
+        self.totals = self.read_totals()
 
     def sync(self) -> None:
         """Make every commit so far durable."""

@@ -1,7 +1,11 @@
-"""A shard's place in the tier, so that a damaged shard can be replaced under its readers.
+"""A shard's place in the tier, so that a shard can be checked and replaced under its readers.
 
-Readers enter and leave; whoever replaces or closes the shard waits until all have left. LMDB's map
-must not be unmapped while anyone is inside.
+    checking ──sound──► ready ──an error of LMDB, a file cut short or removed──► checking
+        └──broken──► replaced by an empty shard, and counted
+
+While it is being checked, blocks are looked up and read past LMDB (`UncheckedShard`), and nothing
+is written. Readers enter and leave; whoever replaces or closes the shard waits until all have left:
+LMDB's map must not be unmapped while anyone is inside.
 """
 
 import logging
@@ -9,71 +13,196 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from tiers.disk.shard import Shard, ShardDamaged
-from tiers.disk.storage import StorageError
+from tiers.disk.recovery.check import CHECK_AT_ONCE_S, Report, ShardCheck, roll_back
+from tiers.disk.recovery.unchecked import UncheckedShard
+from tiers.disk.shard import Shard, ShardBusy, ShardDamaged
+from tiers.disk.storage import Doubtful, Storage
 
 logger = logging.getLogger(__name__)
 
+_S = TypeVar("_S", bound=Shard | UncheckedShard)
+MAX_DOUBTS = 3  # errors of a shard that each check finds sound, before it is replaced all the same
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a slot opens what it finds."""
+
+    storage: Storage
+    map_bytes: int  # of the file that stands; it may be larger than what `open_shard` allows
+    open_shard: Callable[[], Shard]
+    on_loss: Callable[[int, str], None]  # told how many blocks were given up, and why
+    check_s: float = CHECK_AT_ONCE_S
+
 
 class ShardSlot:
-    """Holds one open shard, or none after damage until `replace` brought a new one."""
+    """Holds one shard: open, being checked, or none where none could be opened yet."""
 
-    def __init__(self, path: Path, open_shard: Callable[[], Shard]) -> None:
+    def __init__(self, path: Path, opening: Opening, num_expected: int = 0) -> None:
         self.path = path
-        self._open = open_shard
+        self._opening = opening
         self._changed = threading.Condition()
         self._num_inside = 0
-        self._shard: Shard | None = open_shard()
-        self._damaged = False
+        self._num_blocks = num_expected
+        self._num_doubts = 0
+        self._shard: Shard | None = None
+        self._unchecked: UncheckedShard | None = None
+        self._check: ShardCheck | None = None
+        self._doubted = False  # set by readers, cleared by the writer
+        if (path / "data.mdb").exists():
+            self._begin_check()
+        else:
+            self._shard = opening.open_shard()
 
     @property
     def damaged(self) -> bool:
-        return self._damaged
+        """Whether what lies in the file is not known to be right."""
+        return self._doubted or self._shard is None
 
     @contextmanager
     def use(self) -> Iterator[Shard]:
         """The shard, kept open meanwhile. Raises ShardDamaged where there is none to use."""
+        with self._inside(self._ready()) as shard:
+            yield shard
+
+    @contextmanager
+    def read(self) -> Iterator[Shard | UncheckedShard]:
+        """What blocks can be read from, also while it is being checked. Raises ShardDamaged."""
+        found = self._unchecked if self._check is not None else self._ready()
+        if found is None:
+            raise ShardBusy(f"{self.path} is being checked")
+        with self._inside(found) as shard:
+            yield shard
+
+    def settle(self) -> bool:
+        """Take in a check that ended, and look into a doubt. Whether the shard can be written.
+
+        For the thread that writes to it. Raises OSError where the system lets nothing be opened.
+        """
+        if self._check is not None:
+            report = self._check.poll()
+            if report is not None:
+                self._adopt(report)
+        elif self._doubted:
+            self._doubt()
+        elif self._shard is None:
+            self._begin_check()
+        return self._shard is not None
+
+    def mend(self, error: Exception) -> bool:
+        """Look after a shard in which an error came up; whether it is worth trying again."""
+        if isinstance(error, (ShardDamaged, *Doubtful)) and not isinstance(error, ShardBusy):
+            self._doubted = True
+            return self.settle()
+        return False
+
+    def close(self) -> None:
+        if self._check is not None:
+            self._check.cancel()
+        self._leave()
+
+    def _ready(self) -> Shard:
+        if self._shard is None or self._doubted:
+            raise ShardBusy(f"{self.path} is being replaced or checked")
+        return self._shard
+
+    @contextmanager
+    def _inside(self, shard: _S) -> Iterator[_S]:
         with self._changed:
-            if self._shard is None or self._damaged:
-                raise ShardDamaged(f"{self.path} is being replaced")
-            shard = self._shard
+            if shard is not self._shard and shard is not self._unchecked:
+                raise ShardBusy(f"{self.path} is being replaced")
             self._num_inside += 1
         try:
             yield shard
-        except ShardDamaged:
-            self._damaged = True
+        except (ShardDamaged, *Doubtful):
+            self._doubted = True
             raise
         finally:
             with self._changed:
                 self._num_inside -= 1
                 self._changed.notify_all()
 
-    def condemn(self) -> None:
-        """Let nobody in until `replace`."""
-        self._damaged = True
-
-    def replace(self, *, keep_files: bool) -> bool:
-        """Close the shard and open it again, empty unless `keep_files`. False: it did not open."""
+    def _doubt(self) -> None:
+        """LMDB said that its pages are wrong: check them, though not for ever."""
+        self._num_doubts += 1
+        if self._num_doubts > MAX_DOUBTS:
+            self._replace("LMDB refuses it again and again")
+            return
         self._leave()
+        self._begin_check()
+
+    def _begin_check(self) -> None:
+        opening = self._opening
+        self._doubted = False
+        check = ShardCheck(self.path, opening.map_bytes)
+        report = check.begin(opening.check_s)
+        if report is not None:
+            self._adopt(report)
+            return
+        logger.warning(f"disk cache: {self.path} is being checked; it is read and not written")
         try:
-            if not keep_files:
-                shutil.rmtree(self.path, ignore_errors=True)
-            self._shard = self._open()
-        except (*StorageError, ShardDamaged) as error:
-            logger.error(f"disk cache: {self.path} cannot be opened: {error}")
-            return False
-        self._damaged = False
-        return True
+            self._unchecked = UncheckedShard(self.path, opening.map_bytes, opening.storage)
+            self._num_blocks = self._unchecked.totals.num_blocks
+        except OSError as error:
+            logger.error(f"disk cache: {self.path} cannot be read while it is checked: {error}")
+        self._check = check
 
-    def close(self) -> None:
+    def _adopt(self, report: Report) -> None:
+        """Open the shard as the check found it."""
         self._leave()
+        if report.problem is not None:
+            self._replace(report.problem)
+            return
+        try:
+            if report.rolled_back is not None:
+                what = f"its last commit is given up: {report.rolled_back}"
+                logger.error(f"disk cache: {self.path}: {what}")
+                self._opening.on_loss(1, f"{self.path}: {what}")
+                roll_back(self.path, report.slot)
+            if report.fixes:
+                self._fix(report)
+            self._open()
+        except (ShardDamaged, *Doubtful) as error:
+            self._replace(str(error))
+
+    def _fix(self, report: Report) -> None:
+        shard = Shard(self.path, self._opening.map_bytes, storage=self._opening.storage)
+        try:
+            shard.fix(report.fixes)
+            shard.sync()
+        finally:
+            shard.close()
+        if report.fixes.keys:
+            what = f"{self.path}: entries contradict each other"
+            self._opening.on_loss(len(report.fixes.keys), what)
+
+    def _replace(self, why: str) -> None:
+        """Start again with an empty shard."""
+        self._leave()
+        logger.error(f"disk cache: {self.path} is replaced by an empty shard: {why}")
+        self._opening.on_loss(max(1, self._num_blocks), f"{self.path} is dropped: {why}")
+        self._num_blocks = self._num_doubts = 0
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._open()
+
+    def _open(self) -> None:
+        shard = self._opening.open_shard()
+        with self._changed:
+            self._shard = shard
+            self._num_blocks = shard.totals.num_blocks
+            self._doubted = False
 
     def _leave(self) -> None:
         with self._changed:
-            self._damaged = True
-            self._changed.wait_for(lambda: self._num_inside == 0)
             shard, self._shard = self._shard, None
+            unchecked, self._unchecked = self._unchecked, None
+            self._check = None
+            self._changed.wait_for(lambda: self._num_inside == 0)
         if shard is not None:
             shard.close()
+        if unchecked is not None:
+            unchecked.close()

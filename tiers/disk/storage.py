@@ -5,6 +5,7 @@ first says its own name to `before`, which does nothing here; `tiers.testing.fau
 overrides it to fail the Nth call or to kill the process at a named point of a write.
 """
 
+import mmap
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +17,22 @@ NUM_DATABASES = 8
 
 StorageError = (lmdb.Error, OSError)
 MapFull = lmdb.MapFullError
-NotAnEnvironment = (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError)
 Panic = lmdb.PanicError
+# What LMDB says of pages that are not as it wrote them.
+Doubtful = (
+    Panic,
+    lmdb.BadTxnError,
+    lmdb.BadValsizeError,
+    lmdb.CorruptedError,
+    lmdb.CursorFullError,
+    lmdb.IncompatibleError,
+    lmdb.InvalidError,
+    lmdb.KeyExistsError,
+    lmdb.PageFullError,
+    lmdb.PageNotFoundError,
+    lmdb.ProblemError,
+    lmdb.VersionMismatchError,
+)
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -121,11 +136,42 @@ class Storage:
             count = 0
         return count if count == len(into) else _read_all(file.direct, into, offset)
 
+    def peek(self, file: DataFile, nbytes: int, offset: int) -> bytes:
+        """A few bytes, through the page cache."""
+        self.before("peek")
+        return os.pread(file.cached, nbytes, offset)
+
+    def patch(self, path: Path, data: bytes, offset: int) -> None:
+        """Overwrite a few bytes of a file in place."""
+        self.before("patch")
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(fd, data, offset)
+        finally:
+            os.close(fd)
+
     def will_need(self, file: DataFile, offset: int, nbytes: int) -> None:
         """Tell the kernel to start reading this extent, where it goes through the page cache."""
         self.before("will_need")
         if file.direct is None:
             os.posix_fadvise(file.cached, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+class PageBuffer:
+    """Memory for one record: it begins on a page, as reads past the page cache demand.
+
+    Grows to the largest record asked for, and belongs to one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._view = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
+
+    def take(self, nbytes: int) -> memoryview:
+        """At least `nbytes`; the same memory as at the call before."""
+        if len(self._view) < nbytes:
+            whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            self._view = memoryview(mmap.mmap(-1, whole))
+        return self._view
 
 
 def _read_all(fd: int, into: memoryview, offset: int) -> int:

@@ -5,13 +5,14 @@ Lives in the folder that `tiers.disk.directory` describes. `Mover`'s reader thre
 
 What cannot be served is a miss with its reason: no error of LMDB, of the file system or of the
 bytes themselves leaves these methods. A record that proves unreadable is condemned and deleted by
-the next write; a shard whose file was cut or removed is replaced by an empty one.
+the next write. A shard in which LMDB finds an error, or whose file was cut or removed, is checked;
+where its structure is broken it is replaced by an empty one.
 """
 
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import reduce
 from pathlib import Path
 
@@ -19,21 +20,22 @@ from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.counts import Counted, DiskCounts
-from tiers.disk.directory import FORMAT, DirectoryLock, Meta, mark
-from tiers.disk.events import DiskChronicle
+from tiers.disk.directory import FORMAT, DirectoryLock, Meta, mark, shard_of
+from tiers.disk.events import DiskEvents
+from tiers.disk.export import proven, whole_nbytes
 from tiers.disk.guard import DiskGuard
 from tiers.disk.maintenance import count, purge
-from tiers.disk.reader import BlockReader, Scratch, shard_of
+from tiers.disk.reader import BlockReader, Scratch
 from tiers.disk.record import Header, unpack_header
-from tiers.disk.rows import Removed
+from tiers.disk.rows import Entry
 from tiers.disk.settings import DiskOrder, DiskSettings
-from tiers.disk.shard import ShardDamaged
+from tiers.disk.shard import Shard, ShardBusy, ShardDamaged
 from tiers.disk.slot import ShardSlot
-from tiers.disk.storage import StorageError
+from tiers.disk.storage import PageBuffer, StorageError
 from tiers.disk.view import DiskView
 from tiers.disk.writer import BlockWriter
-from tiers.errors import MissReason, TierClosed
-from tiers.tier import Loaded, ShardStats, TierName, TierStats
+from tiers.errors import TierClosed
+from tiers.tier import Loaded, Removed, ShardStats, TierName, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +55,8 @@ class DiskTier:
         settings: DiskSettings,
         *,
         guard: DiskGuard,
-        faults: Mapping[MissReason, int],
-        chronicle: DiskChronicle,
+        counts: DiskCounts,
+        events: DiskEvents,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.root = root
@@ -63,9 +65,9 @@ class DiskTier:
         self.settings = settings
         self._slots = slots
         self._lock = lock
-        self._chronicle = chronicle
+        self._events = events
         self._guard = guard
-        self._counts = DiskCounts(len(slots), faults)
+        self._counts = counts
         scratch = Scratch(layout.torch_dtype.itemsize)
         self._reader = BlockReader(slots, layout, scratch, self._counts)
         self._writer = BlockWriter(slots, layout, scratch, self._counts, settings, guard, clock)
@@ -91,7 +93,7 @@ class DiskTier:
             num_missed=len(wanted) - len(served),
             read_bytes=sum(place.entry.place.nbytes for place in served),
         )
-        self._chronicle.served([place.entry for place in served])
+        self._events.served([place.entry for place in served])
         for number in range(len(self._slots)):
             # Tail first, so that a prefix outlives what follows it.
             keys = [place.key for place in reversed(served) if place.number == number]
@@ -119,23 +121,41 @@ class DiskTier:
         self._guard.keep(frozenset(keys))
 
     def demoted(self, keys: Sequence[PrefixKey]) -> None:
-        """The tiers above gave these up: they are no longer the first to leave."""
-        if self.settings.moves:
+        """The tiers above gave these up: they were in use until now."""
+        if self.settings.moves or self.settings.order is DiskOrder.LRU:
             for number in range(len(self._slots)):
                 mine = [key for key in keys if shard_of(key, len(self._slots)) == number]
                 self._counts.use(number, mine)
 
     def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
         """Which of these are held, each for itself. Raises what storage raises."""
-        with self.view() as view:
-            return [bool(view.shards[shard_of(key, len(view.shards))].find([key])) for key in keys]
+        return [bool(self._find(key)) for key in keys]
 
     def trace(self, key: PrefixKey) -> BlockId | None:
         """The identity of the block under a key, as far as its header can be read."""
-        with self.view() as view:
-            found = view.shards[shard_of(key, len(view.shards))].find([key])
+        found = self._find(key)
         header = unpack_header(found[0].header) if found else None
         return header.block_id if isinstance(header, Header) else None
+
+    def read_record(self, key: PrefixKey) -> tuple[PrefixKey, bytes] | None:
+        """The scope of a block and its record as it lies here, proven; None where there is none."""
+        self._check_open()
+        try:
+            with self._slots[shard_of(key, len(self._slots))].read() as shard:
+                for entry in shard.find([key]):
+                    buffer = PageBuffer().take(shard.room_for(entry))
+                    record = shard.read(key, entry, buffer)
+                    header = proven(record, key)
+                    if isinstance(header, Header):
+                        return header.scope, bytes(record[: whole_nbytes(record, header)])
+        except (*StorageError, ShardDamaged):
+            return None
+        return None
+
+    def _find(self, key: PrefixKey) -> list[Entry]:
+        self._check_open()
+        with self._slots[shard_of(key, len(self._slots))].read() as shard:
+            return shard.find([key])
 
     def quotas(self) -> Mapping[Hashable, tuple[int, int]]:
         """Per group: (used, share) in bytes; empty without quotas."""
@@ -150,8 +170,11 @@ class DiskTier:
         totals, used_bytes, shards = [], 0, []
         for slot in self._slots:
             try:
-                with slot.use() as shard:
-                    state = ShardStats(slot.path.name, True, shard.map_bytes, shard.used_bytes())
+                with slot.read() as shard:
+                    state = ShardStats(slot.path.name, ready=False, checking=True)
+                    if isinstance(shard, Shard):
+                        used = shard.used_bytes()
+                        state = ShardStats(slot.path.name, True, shard.map_bytes, used)
                     totals.append(shard.totals)
                     used_bytes += shard.file_bytes()
             except (*StorageError, ShardDamaged):
@@ -171,7 +194,7 @@ class DiskTier:
             read_bytes=counted.read_bytes,
             written_bytes=counted.written_bytes,
             faults=counted.faults,
-            lives=self._chronicle.lives(),
+            lives=self._events.lives(),
             shards=tuple(shards),
         )
 
@@ -183,17 +206,29 @@ class DiskTier:
     def view(self) -> Iterator[DiskView]:
         """The tier as an inspector sees it: blocks, accounts by scope, wear by day.
 
-        Raises what storage raises, and ShardDamaged while a shard is being replaced.
+        Shards that are being checked or replaced are left out. Raises what storage raises.
         """
-        self._check_open()
         with ExitStack() as stack:
-            shards = [stack.enter_context(slot.use()) for slot in self._slots]
-            meta = Meta(FORMAT, len(shards), shards[0].map_bytes)
-            yield DiskView(self.root, meta, shards)
+            shards = []
+            for slot in self._slots:
+                with suppress(ShardBusy):
+                    shards.append(stack.enter_context(slot.use()))
+            yield self._view(shards)
+
+    @contextmanager
+    def _whole_view(self) -> Iterator[DiskView]:
+        """The same of every shard. Raises ShardBusy where one is being checked or replaced."""
+        with ExitStack() as stack:
+            yield self._view([stack.enter_context(slot.use()) for slot in self._slots])
+
+    def _view(self, shards: Sequence[Shard]) -> DiskView:
+        self._check_open()
+        map_bytes = max((shard.map_bytes for shard in shards), default=0)
+        return DiskView(self.root, Meta(FORMAT, len(self._slots), map_bytes), shards)
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
-        """Delete every block of these scopes; raises what storage raises."""
-        with self.view() as view:
+        """Delete every block of these scopes; raises what storage raises, and ShardBusy."""
+        with self._whole_view() as view:
             removed = reduce(
                 Removed.plus, (purge(shard, roots) for shard in view.shards), Removed()
             )
@@ -204,7 +239,7 @@ class DiskTier:
 
     def count(self, roots: Collection[PrefixKey]) -> int:
         """How many blocks of these scopes are held, by looking at each; raises likewise."""
-        with self.view() as view:
+        with self._whole_view() as view:
             return sum(count(shard, frozenset(roots)) for shard in view.shards)
 
     def close(self) -> None:
@@ -215,6 +250,7 @@ class DiskTier:
         num_blocks = self.stats().num_blocks
         whole = not any(slot.damaged for slot in self._slots)
         self._closed = True
+        self._writer.close()
         for slot in self._slots:
             slot.close()
         try:

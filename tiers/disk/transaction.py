@@ -14,7 +14,7 @@ and LMDB copies what it changes, so the pages in use must stay below the map's b
 
 import ctypes
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from tiers.disk.rows import (
     unpack_sequence,
 )
 from tiers.disk.storage import Database, Storage, Transaction
-from tiers.telemetry.lifetimes import Cause
+from tiers.tier import Cause
 
 PAGE_HEADER = 16  # LMDB 0.9, struct MDB_page: number u64, pad u16, flags u16, pages in the run u32
 MIN_RECORD = (
@@ -97,7 +97,9 @@ class Writer:
         room_pages: int,
         now_s: int,
         guard: DiskGuard | None = None,
+        before_free: Callable[[int, int], None] = lambda offset, nbytes: None,
     ) -> None:
+        self._before_free = before_free
         self._storage = storage
         self._txn = txn
         self._dbs = dbs
@@ -159,6 +161,7 @@ class Writer:
         entry = self.find(key)
         if entry is None:
             return False
+        self._before_free(entry.place.offset, entry.place.nbytes)
         self._storage.delete(self._txn, key, self._dbs.data)
         self._storage.delete(self._txn, key, self._dbs.index)
         self._storage.delete(self._txn, pack_sequence(entry.place.sequence), self._dbs.order)

@@ -1,8 +1,13 @@
-"""Writing blocks: encode, make room, put, and mend a shard after a fault. The writer thread."""
+"""Writing blocks: encode, make room, put, and mend a shard after a fault.
+
+The mover's writer thread calls; what it brings to several shards is encoded and written side by
+side, on a thread for each, so that one shard's encoding overlaps another's write.
+"""
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -11,17 +16,18 @@ from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.codec import bound
 from tiers.disk.counts import DiskCounts
+from tiers.disk.directory import shard_of
 from tiers.disk.guard import DiskGuard
-from tiers.disk.reader import Scratch, shard_of
+from tiers.disk.reader import Scratch
 from tiers.disk.record import header_nbytes, is_block, pack_header
 from tiers.disk.rows import Account
 from tiers.disk.settings import DiskSettings
 from tiers.disk.shard import ShardDamaged
 from tiers.disk.slot import ShardSlot
-from tiers.disk.storage import MapFull, Panic, StorageError
+from tiers.disk.storage import MapFull, StorageError
 from tiers.disk.transaction import MIN_RECORD, Record, Writer
 from tiers.errors import MissReason
-from tiers.telemetry.lifetimes import Cause
+from tiers.tier import Cause
 
 logger = logging.getLogger(__name__)
 
@@ -67,16 +73,35 @@ class BlockWriter:
         self._settings = settings
         self._guard = guard
         self._clock = clock
+        self._threads = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"cachesvc-{slot.path.name}") for slot in slots
+        ]
 
     def store(self, pairs: Sequence[Pair]) -> None:
-        """Write blocks not yet held, those of one shard side by side and in batches."""
+        """Write blocks not yet held, each shard's on the thread of its own, side by side."""
+        shares: list[list[Pair]] = [[] for _ in self._slots]
+        for pair in pairs:
+            shares[shard_of(pair[0].key, len(self._slots))].append(pair)
+        work = [(number, share) for number, share in enumerate(shares) if share]
+        if len(work) < 2:
+            for number, share in work:
+                self._store(number, share)
+            return
+        jobs = [self._threads[row[0]].submit(self._store, *row) for row in work]
+        for done in jobs:
+            done.result()
+
+    def _store(self, number: int, pairs: Sequence[Pair]) -> None:
+        """Write blocks of one shard, in batches."""
         at_once = max(1, self._settings.batch_bytes // self._block_bytes)
-        for number in range(len(self._slots)):
-            mine = [pair for pair in pairs if shard_of(pair[0].key, len(self._slots)) == number]
-            first: int | None = None
-            for start in range(0, len(mine), at_once):
-                run = _Run(mine[start : start + at_once], first, len(mine), start)
-                first = self._write(number, run)
+        first: int | None = None
+        for start in range(0, len(pairs), at_once):
+            run = _Run(pairs[start : start + at_once], first, len(pairs), start)
+            first = self._write(number, run)
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.shutdown()
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
         """Forget these blocks, but those to keep; returns how many were held."""
@@ -84,7 +109,7 @@ class BlockWriter:
         doomed = [key for key in keys if not self._guard.keeps(key)]
         for number in range(len(self._slots)):
             mine = [key for key in doomed if shard_of(key, len(self._slots)) == number]
-            if not mine:
+            if not mine or not self._can_write(number):
                 continue
             with self._guarded(number, "discarding from"), self.transaction(number) as writer:
                 num_held += sum(writer.delete(key) for key in mine)
@@ -94,6 +119,8 @@ class BlockWriter:
         """Settle what readers left, clear dead readers, and make every commit durable."""
         self.recount()
         for number, slot in enumerate(self._slots):
+            if not self._can_write(number):
+                continue
             with self._guarded(number, "flushing"):
                 with self.transaction(number):
                     pass
@@ -147,6 +174,9 @@ class BlockWriter:
     def _write(self, number: int, run: _Run) -> int | None:
         """One batch, tried again after a full map or damage; the first sequence of its run."""
         path = self._slots[number].path
+        if not self._can_write(number):
+            self._counts.refused(block.key for block, _ in run.batch)
+            return run.first
         for _ in range(MAX_TRIES):
             try:
                 with self.transaction(number) as writer:
@@ -217,7 +247,7 @@ class BlockWriter:
 
     def _encode(self, block: BlockId, buffer: memoryview) -> Record:
         assert len(buffer) == self._block_bytes, f"a frame of {len(buffer)} bytes"
-        room = self._scratch.room(self._record_bound(block))
+        room = self._scratch.buffer(self._record_bound(block))
         start = header_nbytes(block)
         codec, nbytes = self._scratch.codec.encode(buffer, room[start:])
         end = start + nbytes
@@ -247,10 +277,17 @@ class BlockWriter:
 
     def _mend(self, number: int, error: Exception) -> bool:
         """Bring back a shard that can no longer be used; whether it is worth trying again."""
-        slot = self._slots[number]
-        if isinstance(error, ShardDamaged):
-            logger.error(f"disk cache: {error}; {slot.path} starts empty")
-            return slot.replace(keep_files=False)
-        if isinstance(error, Panic):
-            return slot.replace(keep_files=True) or slot.replace(keep_files=False)
-        return False
+        try:
+            return self._slots[number].mend(error)
+        except StorageError as worse:
+            logger.error(f"disk cache: {self._slots[number].path} cannot be opened: {worse}")
+            return False
+
+    def _can_write(self, number: int) -> bool:
+        """Whether the shard is open, and not being checked."""
+        try:
+            return self._slots[number].settle()
+        except StorageError as error:
+            path = self._slots[number].path
+            self._counts.fault(MissReason.IO_ERROR, 1, f"opening {path}: {error}")
+            return False

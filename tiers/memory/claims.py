@@ -9,8 +9,7 @@ from collections.abc import Hashable, Mapping
 
 from tiers.memory.index import Block
 from tiers.policy.quota import Quotas
-from tiers.telemetry.lifetimes import Cause
-from tiers.tier import TierName
+from tiers.tier import Cause, TierName
 
 
 class Claims:

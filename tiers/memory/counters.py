@@ -10,9 +10,9 @@ from enum import StrEnum
 
 from tiers.memory.index import NEVER_USED, Block
 from tiers.telemetry.events import EventKind, EventStream
-from tiers.telemetry.lifetimes import Cause, Lives
+from tiers.telemetry.lifetimes import Lives
 from tiers.telemetry.transfers import Transfers
-from tiers.tier import TierName
+from tiers.tier import Cause, TierName
 
 
 class CacheEvent(StrEnum):

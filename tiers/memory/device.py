@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from tiers.blocks.frames import Frame
-from tiers.blocks.layout import BlockLayout
+from tiers.blocks.layout import BlockLayout, part_views
 from tiers.errors import ConfigurationError
 
 
@@ -32,7 +32,7 @@ DONE = Copy()
 
 
 class DevicePool:
-    """`[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]` on `device`.
+    """`[num_blocks, *layout.shape]` on `device`, and on a GPU one block more, `scratch`.
 
     Invariant: every slot is either free here or owned by exactly one `Block`.
     """
@@ -46,9 +46,14 @@ class DevicePool:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = torch.device(device)
+        # A GPU's decode graphs write the rows that fill a batch up to a block that is nobody's.
+        self.scratch = num_blocks if self.device.type == "cuda" else None
         self.tensor = torch.zeros(
-            (num_blocks, *layout.shape), dtype=layout.torch_dtype, device=self.device
+            (num_blocks + (self.scratch is not None), *layout.shape),
+            dtype=layout.torch_dtype,
+            device=self.device,
         )
+        self._parts = [part for layer in part_views(self.tensor, layout.layers) for part in layer]
         self._free = list(reversed(range(num_blocks)))
         self._down: torch.cuda.Stream | None = None
         self._up: torch.cuda.Stream | None = None
@@ -106,7 +111,11 @@ class DevicePool:
 
     def copy_rows(self, source: int, target: int, num_rows: int) -> None:
         """Copy the first `num_rows` token rows of one slot to another, in compute order."""
-        self.tensor[target, :, :, :num_rows].copy_(self.tensor[source, :, :, :num_rows])
+        if len(self.layout.shape) > 1:
+            self.tensor[target, :, :, :num_rows].copy_(self.tensor[source, :, :, :num_rows])
+            return
+        for part in self._parts:
+            part[target, :num_rows].copy_(part[source, :num_rows])
 
     def _enqueue(
         self, stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]

@@ -26,6 +26,20 @@ class BlockState(IntEnum):
     LOST = 3  # its load failed; out of the index, and `fault` says why
 
 
+class Below(IntEnum):
+    """Whether the tiers below memory hold a block. Each use lets it be written there once."""
+
+    ABSENT = 0
+    REFUSED = 1  # written since its last use, and not held: not to be written before its next one
+    WRITING = 2  # the writer thread reads its frame
+    HELD = 3  # not used since it was written
+    HELD_USED = 4  # used since: should they drop it, it may be written again
+
+
+AFTER_USE = (Below.ABSENT, Below.ABSENT, Below.WRITING, Below.HELD_USED, Below.HELD_USED)
+AFTER_DROP = (Below.ABSENT, Below.REFUSED, Below.WRITING, Below.REFUSED, Below.ABSENT)
+
+
 class Block:
     """One block's identity and whereabouts.
 
@@ -36,9 +50,9 @@ class Block:
     """
 
     __slots__ = (
-        "busy", "content", "created_s", "depth", "device_since_s", "fault", "frame", "hits",
-        "host_held", "host_since_s", "kept", "key", "left_disk", "left_host", "lent", "on_disk",
-        "parent", "pins", "ranked", "scope", "slot", "state", "tokens", "use", "writer",
+        "below", "busy", "content", "created_s", "depth", "device_since_s", "fault", "frame",
+        "hits", "host_held", "host_since_s", "kept", "key", "lent", "parent", "pins", "ranked",
+        "scope", "slot", "state", "tokens", "use", "writer",
     )  # fmt: skip
 
     def __init__(self, slot: int | None = None) -> None:
@@ -50,9 +64,7 @@ class Block:
         self.depth = 0
         self.slot = slot
         self.frame: Frame | None = None
-        self.on_disk = False
-        self.left_disk = False  # the disk had no use for it; not written again before its next use
-        self.left_host = False  # it aged there; not copied there ahead of need before its next use
+        self.below = Below.ABSENT
         self.state = BlockState.COMPUTING
         self.pins = 0
         self.busy = 0
@@ -75,6 +87,11 @@ class Block:
     def identity(self) -> BlockId:
         assert self.scope is not None and self.parent is not None and self.key is not None
         return BlockId(self.scope, self.parent, self.key, self.tokens, self.content)
+
+    @property
+    def held_below(self) -> bool:
+        """Whether the block stands in a tier under memory, so that memory may drop it."""
+        return self.below >= Below.HELD
 
     @property
     def num_tokens(self) -> int:
@@ -159,9 +176,6 @@ class BlockIndex:
     def children(self, key: PrefixKey) -> list[Block]:
         """Full blocks that continue the prefix `key` (a scope's root counts as one)."""
         return list(self._children.get(key, {}).values())
-
-    def has_children(self, key: PrefixKey) -> bool:
-        return key in self._children
 
     def scopes(self) -> list[PrefixKey]:
         """The roots under which there are blocks, the longest known first."""

@@ -7,8 +7,9 @@ a `Block`: this gives them prefix keys. Engine thread only.
 from collections.abc import Hashable
 
 from tiers.memory.index import Block
-from tiers.policy import Policy, PolicyName, Use, make_policy
+from tiers.policy import Policy, PolicyName, Use, make_policy, policy_in
 from tiers.policy.quota import FairPolicy, Quotas
+from tiers.tier import TierName
 
 
 class ByPrefix:
@@ -23,15 +24,13 @@ class ByPrefix:
         self._names: dict[Block, Hashable] = {}
         self._blocks: dict[Hashable, Block] = {}
 
-    def insert(
-        self, key: Block, use: Use, parent: Block | None = None, depth: int = 0, nbytes: int = 1
-    ) -> None:
+    def insert(self, key: Block, use: Use, parent: Block | None = None, depth: int = 0) -> None:
         name: Hashable = key.key
         if name is None or name in self._blocks:
             name = key
         self._names[key], self._blocks[name] = name, key
         above = key.parent if key.parent in self._blocks else None
-        self._policy.insert(name, use, above, depth, nbytes)
+        self._policy.insert(name, use, above, depth)
 
     def hold(self, key: Block) -> None:
         self._policy.hold(self._names[key])
@@ -60,26 +59,21 @@ class ByPrefix:
         return [self._blocks[name] for name in self._policy.coldest(count)]
 
 
-def rank_device(name: str, capacity_blocks: int, quotas: Quotas | None = None) -> Policy[Block]:
-    """The policy of that name over the device's blocks. Raises ConfigurationError if unknown.
+def rank(
+    tier: TierName, name: str, capacity_blocks: int, quotas: Quotas | None = None
+) -> Policy[Block]:
+    """The policy over a memory tier's blocks where the cache's is `name`. Raises
+    ConfigurationError if unknown.
 
     LRU and FIFO need no names of what left, and rank the blocks themselves: it is the hot path.
     With quotas, each group has a policy of its own.
     """
+    own = policy_in(tier, name)
 
     def make() -> Policy[Block]:
-        policy = make_policy(name, capacity_blocks)
-        return policy if name in (PolicyName.LRU, PolicyName.FIFO) else ByPrefix(policy)
+        policy = make_policy(own, capacity_blocks)
+        return policy if own in (PolicyName.LRU, PolicyName.FIFO) else ByPrefix(policy)
 
     if quotas is None:
         return make()
     return FairPolicy(quotas, make, quotas.capacity_bytes // capacity_blocks)
-
-
-def rank_host(name: str, capacity_blocks: int, quotas: Quotas | None = None) -> Policy[Block]:
-    """The same over host frames, where `adaptive` gives way to LRU.
-
-    It learns from whole chains used at once, and the host sees blocks one by one as they come down.
-    """
-    name = PolicyName.LRU if name == PolicyName.ADAPTIVE else name
-    return rank_device(name, capacity_blocks, quotas)

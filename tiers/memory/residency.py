@@ -14,15 +14,14 @@ from tiers.blocks.keys import PrefixKey
 from tiers.memory.claims import Claims
 from tiers.memory.counters import CacheEvent, Chronicle
 from tiers.memory.device import Copy, DevicePool
-from tiers.memory.index import NEVER_USED, Block, BlockIndex, BlockState
+from tiers.memory.index import AFTER_USE, NEVER_USED, Below, Block, BlockIndex, BlockState
 from tiers.policy import Policy, Use
 from tiers.policy.quota import Quotas
-from tiers.telemetry.departures import Departures
 from tiers.telemetry.events import EventStream
-from tiers.telemetry.lifetimes import Cause
-from tiers.tier import TierName
+from tiers.telemetry.misses import Departures
+from tiers.tier import Cause, TierName
 
-NUM_VICTIMS_SEEN = 8  # how many of the coldest host blocks are looked at for one that costs nothing
+MIN_LOOKAHEAD = 8  # the coldest host blocks looked at, at least, for one that costs nothing
 
 
 class _Copying(NamedTuple):
@@ -42,9 +41,9 @@ class Residency:
     block's; a pinned block is not a candidate of the policy of the tier it is needed in.
 
     A *kept* block is under an operator's pin (`tiers.operations.pins`). It leaves the device after
-    all
-    others, and the host only once the disk has it; the policies see it as held. A *lent* block was
-    promoted from a host tier that gives such copies up first (`Promotion.MOVE`).
+    all others, and the host only once the disk has it; the policies see it as held. A *lent* block
+    was promoted from a host tier that gives such copies up first (`keeps_copies`). A *waiting*
+    block has a frame that nobody uses, and the disk is to have it and does not.
     """
 
     def __init__(
@@ -69,9 +68,13 @@ class Residency:
         self.num_device_candidates = 0
         self.num_host_blocks = 0
         self.kept_keys: Container[PrefixKey] = ()
-        self.on_rest: Callable[[Block], None] | None = None  # told of blocks that nobody uses
         self.on_left_host: Callable[[Block], None] | None = None  # of clean ones that left
-        self._host_moves = host_moves
+        self.wants_disk: Callable[[Block], bool] = lambda block: False
+        self.waiting: OrderedDict[Block, None] = OrderedDict()  # coldest first
+        self.num_slots_taken = self.num_frames_taken = 0  # count up, from blocks that had to leave
+        self.lookahead = MIN_LOOKAHEAD
+        self.num_writing = 0  # blocks that the writer thread reads
+        self.host_moves = host_moves
         self._claims = Claims(quotas or {}, pool.layout.nbytes)
         self._kept_idle: OrderedDict[Block, None] = OrderedDict()  # on the device, coldest first
         self._kept_frames: OrderedDict[Block, None] = OrderedDict()  # that nobody uses
@@ -102,7 +105,8 @@ class Residency:
         hold, held = self.device_policy.hold, 0
         for block in blocks:
             block.hits += 1
-            block.left_disk = block.left_host = False
+            if block.below:
+                block.below = AFTER_USE[block.below]
             block.pins += 1
             if block.pins == 1:
                 if block.ranked:
@@ -140,10 +144,10 @@ class Residency:
                 self.device_policy.release(block, use)
             if block.kept:
                 self._kept_idle[block] = None
+            if block.frame is not None and not block.held_below:
+                self._sync_host(block)  # a use may have made it worth writing
         elif block.frame is not None:
             self._sync_host(block)
-        if self.on_rest is not None:
-            self.on_rest(block)
 
     # Kept blocks: what an operator pinned.
 
@@ -200,7 +204,7 @@ class Residency:
         """Only kept blocks are left: one that stands below as well, if there is any."""
         if not self._kept_idle:
             return None
-        clean = (b for b in self._kept_idle if b.on_disk or b.frame is not None)
+        clean = (b for b in self._kept_idle if b.held_below or b.frame is not None)
         block = next(clean, next(iter(self._kept_idle)))
         del self._kept_idle[block]
         self.device_policy.remove(block)
@@ -230,14 +234,17 @@ class Residency:
         slot = block.slot
         assert slot is not None
         block.slot = None
+        self.num_slots_taken += 1
         self.chronicle.left(block, TierName.DEVICE, cause)
         if block.frame is not None:
             was_held, block.lent = block.host_held, False
             self._sync_host(block)
             if not (was_held or block.host_held):
                 self.host_policy.touch(block, block.use)
+                if block in self.waiting:
+                    self.waiting.move_to_end(block)
         else:
-            if block.key is not None and not block.on_disk:
+            if block.key is not None and not block.held_below:
                 self.count(TierName.DEVICE, CacheEvent.LOST)
                 self.departures.note(block.key, TierName.DEVICE, cause)
             self._forget(block)
@@ -265,7 +272,7 @@ class Residency:
         started = time.perf_counter()
         copy = self.pool.copy_in(frames, slots)
         for block in blocks:
-            block.lent = self._host_moves
+            block.lent = self.host_moves
             self._sync_host(block)
             self.chronicle.came(block, TierName.DEVICE, TierName.HOST)
         self._watch(_Copying(copy, blocks, TierName.HOST, TierName.DEVICE, started))
@@ -302,8 +309,6 @@ class Residency:
         self.num_host_blocks += 1
         self.host_policy.insert(block, block.use, None, block.depth)
         self._sync_host(block)
-        if self.on_rest is not None:
-            self.on_rest(block)
 
     def take_frame(self, tenant: Hashable, sparing: Collection[Block] = ()) -> Frame | None:
         """A frame for a new owner, evicting a cold host block; one that costs nothing if it can."""
@@ -320,19 +325,50 @@ class Residency:
         return self._leave_host(block, self._claims.cause(TierName.HOST, block, tenant))
 
     def _host_victim(self, sparing: Collection[Block]) -> Block | None:
-        """Lent copies first; then cold blocks; then kept ones that the disk has as well."""
-        cold = [b for b in self.host_policy.coldest(NUM_VICTIMS_SEEN) if b not in sparing]
-        clean = (block for block in cold if block.on_disk or block.slot is not None)
-        block = next(iter(self._lent_frames), None) or next(clean, None)
-        if block is None and sparing:
-            block = next(iter(cold), None)
-        elif block is None:
+        """Lent copies first; then the policy's choice, but not what waits for the disk while others
+        nearly as cold do not; then kept blocks that the disk has as well."""
+        lent = (block for block in self._lent_frames if block.below is not Below.WRITING)
+        block = next(lent, None)
+        if block is None and not (sparing or self.waiting or self.num_writing):
             block = self.host_policy.victim()
             if block is not None:
                 return block
-            block = next((kept for kept in self._kept_frames if kept.on_disk), None)
+        if block is None:
+            block = self._cold_frame(sparing)
+        if block is None and not sparing:
+            block = next((kept for kept in self._kept_frames if kept.held_below), None)
         if block is not None:
             self.host_policy.remove(block)
+        return block
+
+    def _cold_frame(self, sparing: Collection[Block]) -> Block | None:
+        """The coldest block that does not wait for the disk; else one that the device has as well;
+        else the end of a prefix, for what leads to it is worth more."""
+        cold: list[Block] = []
+        for count in (MIN_LOOKAHEAD, self.lookahead):
+            cold = [
+                block
+                for block in self.host_policy.coldest(count + self.num_writing)
+                if block.below is not Below.WRITING and block not in sparing
+            ]
+            for block in cold:
+                if block not in self.waiting:
+                    return block
+            if len(cold) < MIN_LOOKAHEAD:
+                break
+        on_device = next((block for block in cold if block.slot is not None), None)
+        if on_device is not None or not cold:
+            return on_device
+        return self._last_waiting(cold[0])
+
+    def _last_waiting(self, block: Block) -> Block:
+        """The end of a prefix that goes on from this block through others that wait as it does."""
+        while block.key is not None:
+            following = self.index.children(block.key)
+            child = next((b for b in following if b in self.waiting and not b.kept), None)
+            if child is None:
+                break
+            block = child
         return block
 
     def evict_host(self, block: Block, cause: Cause = Cause.ROOM) -> None:
@@ -344,10 +380,10 @@ class Residency:
     def _leave_host(self, block: Block, cause: Cause = Cause.ROOM) -> Frame:
         assert not block.busy
         frame = self._drop_frame(block)
-        block.left_host = cause is Cause.AGE
+        self.num_frames_taken += 1
         self.chronicle.left(block, TierName.HOST, cause)
         if block.slot is None:
-            if not block.on_disk:
+            if not block.held_below:
                 self.count(TierName.HOST, CacheEvent.LOST)
                 if block.key is not None:
                     self.departures.note(block.key, TierName.HOST, cause)
@@ -368,6 +404,7 @@ class Residency:
         assert frame is not None
         self._kept_frames.pop(block, None)
         self._lent_frames.pop(block, None)
+        self.waiting.pop(block, None)
         block.frame = None
         block.host_held = block.lent = False
         self.num_host_blocks -= 1
@@ -381,6 +418,24 @@ class Residency:
     def mark_idle(self, block: Block) -> None:
         block.busy -= 1
         assert block.busy >= 0
+        self._sync_host(block)
+
+    def begin_write(self, block: Block) -> None:
+        """The writer thread is to read the block's frame; it keeps its place in the order."""
+        block.busy += 1
+        block.below = Below.WRITING
+        self.num_writing += 1
+        self._sync_host(block)
+
+    def end_write(self, block: Block, below: Below) -> None:
+        """The writer thread is done with the frame."""
+        block.busy -= 1
+        self.num_writing -= 1
+        self.set_below(block, below)
+
+    def set_below(self, block: Block, below: Below) -> None:
+        """The tiers below took the block, or gave it up."""
+        block.below = below
         self._sync_host(block)
 
     def poll_copies(self) -> None:
@@ -402,12 +457,13 @@ class Residency:
         their own."""
         if block.frame is None:
             return
-        needed = block.busy > 0 or (block.pins > 0 and block.slot is None)
+        needed = _is_needed(block)
         hold = needed or block.kept or block.lent
         if block.kept or self._kept_frames:
             _list(self._kept_frames, block, block.kept and not needed)
         if block.lent or self._lent_frames:
             _list(self._lent_frames, block, block.lent and not needed and not block.kept)
+        _list(self.waiting, block, not needed and self.wants_disk(block))
         if hold and not block.host_held:
             self.host_policy.hold(block)
         elif not hold and block.host_held:
@@ -424,7 +480,7 @@ class Residency:
     def forget_everywhere(self, block: Block, cause: Cause = Cause.REQUEST) -> None:
         """Take an unpinned block off the device and the host without demoting it."""
         assert block.pins == 0 and block.busy == 0
-        if block.key is not None and not block.on_disk:
+        if block.key is not None and not block.held_below:
             tier = TierName.HOST if block.slot is None else TierName.DEVICE
             self.departures.note(block.key, tier, cause)
         self.detach(block, cause)
@@ -469,12 +525,22 @@ class Residency:
         assert len(framed) == self.num_host_blocks
         if self.frames is not None:
             assert self.frames.num_frames - self.frames.num_free == len(framed), "a frame leaked"
+        waiting = {b for b in framed if not _is_needed(b) and self.wants_disk(b)}
+        assert waiting == set(self.waiting), (
+            "a block waits for the disk that should not, or does not"
+        )
         assert len(self._kept_idle) == sum(b.kept and b.ranked and not b.pins for b in blocks)
         for block in blocks:
             stands = block.key is not None and block.state is BlockState.READY
             assert block.kept == (stands and block.key in self.kept_keys), f"{block} is kept?"
             where = block.slot is not None or block.frame is not None
             assert where or block.state is BlockState.COMPUTING, f"{block} stands nowhere"
+
+
+def _is_needed(block: Block) -> bool:
+    """Whether a copy uses the frame's bytes, or they are all that somebody who needs the block has.
+    What the writer reads is passed over instead, and keeps its place in the order."""
+    return block.busy > (block.below is Below.WRITING) or (block.pins > 0 and block.slot is None)
 
 
 def _list(blocks: "OrderedDict[Block, None]", block: Block, member: bool) -> None:

@@ -4,7 +4,7 @@
     still being computed ............ wait for it
     holds all tokens asked for ...... share it read-only; copied when a token is to be appended
     all its tokens are asked for .... extend it in place; one writer at a time, others copy
-    parting in the middle ........... copy the rows up to the parting to a new block
+    divergence in the middle ........... copy the rows up to the divergence to a new block
 
 This is the "you only compute once" scheme. Candidates are the full and partly filled blocks that
 continue the same parent. Rows below `len(tokens)` of a block never change, so readers of them need
@@ -22,8 +22,7 @@ from tiers.errors import OutOfBlocks
 from tiers.memory.index import Block, BlockState
 from tiers.memory.residency import Residency
 from tiers.policy import Use
-from tiers.telemetry.lifetimes import Cause
-from tiers.tier import TierName
+from tiers.tier import Cause, TierName
 
 MAX_CANDIDATES = 8  # partly filled blocks kept for one parent; the oldest unused goes first
 MAX_FULL_CANDIDATES = 32  # full blocks looked at, newest first: a root may have thousands

@@ -1,4 +1,4 @@
-"""What operators and age do to a running cache: pins, idle limits, purges, quotas, the working set.
+"""What operators do to a running cache: pins, purges, quotas, the working set.
 
 `TieredCache` owns one and hands its operators' calls on. Engine thread only.
 """
@@ -14,26 +14,16 @@ from tiers.blocks.keys import PrefixKey
 from tiers.disk.pin_file import load_pins, save_pins
 from tiers.memory.index import Block
 from tiers.memory.residency import Residency
-from tiers.operations.idle import IdleLimits
 from tiers.operations.pins import Keeper
 from tiers.operations.purge import Purger
 from tiers.policy.quota import Quotas
 from tiers.policy.retention import Pin, PinError
-from tiers.telemetry.traffic import Traffic, TrafficReport
-from tiers.tier import Tier, TierName
+from tiers.telemetry.working_set import Traffic, TrafficReport
+from tiers.tier import ManagedTier, TierName
 from tiers.transfer.demotion import Demoter
 from tiers.transfer.mover import Errand, Mover
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpkeepSettings:
-    """Limits of the memory tiers in seconds, None for none; the disk has its own."""
-
-    device_idle_s: float | None = None  # what nobody used for so long leaves the tier
-    host_idle_s: float | None = None
-    pinned_share: float = 1 / 4  # of the lowest tier, that pins may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +44,16 @@ class Upkeep:
         residency: Residency,
         demoter: Demoter,
         mover: Mover | None,
-        disk: Tier | None,
+        disk: ManagedTier | None,
         *,
         capacities: Mapping[TierName, int],
         quotas: Mapping[TierName, Quotas],
-        settings: UpkeepSettings,
+        pinned_share: float,
         pin_folder: Path | None,
-        clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        """`capacities`: blocks of each tier there is, hottest first."""
+        """`capacities`: blocks of each tier there is, hottest first; `pinned_share`: of the lowest,
+        that pins may take."""
         self._residency = residency
         self._mover = mover
         self._disk = disk
@@ -71,7 +61,7 @@ class Upkeep:
         self._quotas = quotas
         self._pin_folder = pin_folder
         lowest = list(capacities)[-1]
-        share = settings.pinned_share if lowest is not TierName.DEVICE else 0.0
+        share = pinned_share if lowest is not TierName.DEVICE else 0.0
         self.keeper = Keeper(
             residency,
             max_blocks=int(share * capacities[lowest]),
@@ -80,13 +70,6 @@ class Upkeep:
             keep_below=disk.keep if disk is not None else lambda keys: None,
             changed=self._save_pins,
             clock=wall_clock,
-        )
-        self.idle = IdleLimits(
-            residency,
-            device_s=settings.device_idle_s,
-            host_s=settings.host_idle_s,
-            write=demoter.write,
-            clock=clock,
         )
         self.purger = Purger(residency, mover, self.keeper.unpin_scopes)
         self.traffic = Traffic()
@@ -104,7 +87,6 @@ class Upkeep:
     def step(self) -> None:
         """A step's share of everything here."""
         self.keeper.step()
-        self.idle.step()
         self.purger.step()
         self.traffic.step()
 
@@ -148,7 +130,7 @@ class Upkeep:
                 self._residency.forget_everywhere(block)
         loose = [key for key in keys if self._residency.index.get(key) is None]
 
-        def discard(tier: Tier) -> dict[TierName, int]:
+        def discard(tier: ManagedTier) -> dict[TierName, int]:
             return removed | {TierName.DISK: tier.discard(loose)}  # but what is pinned by then
 
         return self._send(discard, removed)
@@ -179,16 +161,15 @@ class Upkeep:
     def quotas(self) -> list[GroupUse]:
         """What each group has of each tier; empty without quotas."""
         usage = {tier: quotas.usage() for tier, quotas in self._quotas.items()}
-        of_disk = getattr(self._disk, "quotas", None)
-        if of_disk is not None:
-            usage[TierName.DISK] = of_disk()
+        if self._disk is not None:
+            usage[self._disk.name] = dict(self._disk.quotas())
         return [
             GroupUse(tier, group if isinstance(group, str) else None, used, share)
             for tier, groups in usage.items()
             for group, (used, share) in groups.items()
         ]
 
-    def _send(self, work: Callable[[Tier], T], without: T) -> "Future[T]":
+    def _send(self, work: Callable[[ManagedTier], T], without: T) -> "Future[T]":
         """Let the writer thread do something to the disk tier; `without` is the answer without."""
         if self._mover is None:
             return _done(without)
@@ -215,7 +196,7 @@ def _done(value: T) -> "Future[T]":
 
 
 def _traced(
-    tier: Tier, scope: PrefixKey, key: PrefixKey, after: list[PrefixKey]
+    tier: ManagedTier, scope: PrefixKey, key: PrefixKey, after: list[PrefixKey]
 ) -> tuple[PrefixKey, list[PrefixKey]]:
     """The writer thread: walk from block `key` to the first; `after` are the keys behind it."""
     keys = list(after)

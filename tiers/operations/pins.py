@@ -117,7 +117,7 @@ class Keeper:
         if over is not None:
             self._apply([], over)
         for block in self._resident(self._pins.keys()):
-            if not block.on_disk:
+            if not block.held_below:
                 self._write(block)
 
     def _apply(self, held: Sequence[PrefixKey], released: Sequence[PrefixKey]) -> None:

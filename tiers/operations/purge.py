@@ -14,11 +14,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.rows import Removed
 from tiers.memory.counters import CacheEvent
 from tiers.memory.index import Block
 from tiers.memory.residency import Residency
-from tiers.tier import Tier, TierName
+from tiers.tier import ManagedTier, Removed, TierName
 from tiers.transfer.mover import Errand, Mover
 
 
@@ -123,6 +122,6 @@ class Purger:
         return [block for block in [*index, *index.iter_partials()] if block.scope in roots]
 
 
-def _purge_tier(tier: Tier, roots: frozenset[PrefixKey]) -> tuple[Removed, int]:
+def _purge_tier(tier: ManagedTier, roots: frozenset[PrefixKey]) -> tuple[Removed, int]:
     """The writer thread: what was removed, and how many blocks a second look finds."""
     return tier.purge(roots), tier.count(roots)

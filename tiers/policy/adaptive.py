@@ -65,9 +65,7 @@ class Adaptive(Generic[K]):
             deque(maxlen=4 * self._max_ghosts) for _ in range(NUM_AGES)
         ]
 
-    def insert(
-        self, key: K, use: Use, parent: K | None = None, depth: int = 0, nbytes: int = 1
-    ) -> None:
+    def insert(self, key: K, use: Use, parent: K | None = None, depth: int = 0) -> None:
         if use is not self._use:
             self._flush()
             self._use = use
@@ -274,7 +272,7 @@ class Adaptive(Generic[K]):
         now_s = self._now_s
         known = [node for node in nodes if node.uses]
         pause_s = now_s - known[-1].last_s if known else 0.0
-        turn = use.turn or (known[-1].turn + 1 if known else 1)
+        turn = known[-1].turn + 1 if known else 1
         for node in nodes:
             wait_s = now_s - node.last_s
             if node.rows:

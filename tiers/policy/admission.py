@@ -11,7 +11,7 @@ from typing import Generic
 
 from tiers.policy.policy import K
 
-AUTO_KEEP_SHARE = 1 / 8  # see docs/policies.md, "keep or move", for the replays behind it
+KEEP_SHARE = 1 / 8  # see docs/policies.md, "keep or move", for the replays behind it
 
 
 class WritePolicy(StrEnum):
@@ -22,24 +22,16 @@ class WritePolicy(StrEnum):
     ON_SECOND_HIT = "on_second_hit"  # once it was used again: a block used once is never written
 
 
-class Promotion(StrEnum):
-    """What becomes of the copy below when a block is promoted."""
+def keeps_copies(above: int, total: int) -> bool:
+    """Whether a tier keeps its copy of a promoted block like any other; else that leaves first.
 
-    KEEP = "keep"  # it stays and ages like any other: fewest writes, room held twice
-    MOVE = "move"  # it is the first to leave when that tier needs room: most blocks held
-    AUTO = "auto"  # for each tier: keep where what is held twice is a small share of all room
-
-    def keeps(self, above_bytes: int, total_bytes: int) -> bool:
-        """Whether copies stay in a tier that has `above_bytes` of tiers over it.
-
-        At most `above_bytes` are then held twice, which costs hits as if the whole cache were so
-        much smaller: next to nothing where that is a small share of it, even if it is a large one
-        of the tier itself, for what leaves that tier goes to the next. Moving writes again every
-        block that comes up and goes down.
-        """
-        if self is Promotion.AUTO:
-            return above_bytes <= AUTO_KEEP_SHARE * total_bytes
-        return self is Promotion.KEEP
+    `above` is the room of the tiers over it, `total` that of all tiers. At most `above` is then
+    held twice, which costs hits as if the whole cache were so much smaller: next to nothing where
+    that is a small share of it, even if it is a large one of the tier itself, for what leaves that
+    tier goes to the next. A tier that does not keep copies writes again every block that comes up
+    and goes down.
+    """
+    return above <= KEEP_SHARE * total
 
 
 class GhostList(Generic[K]):
@@ -90,28 +82,3 @@ class Demotion(Generic[K]):
     def on_evict(self, key: K) -> bool:
         """Whether a block that no lower tier holds should be copied down before it leaves."""
         return self.write_policy is not WritePolicy.ON_SECOND_HIT
-
-
-class WriteBudget:
-    """A token bucket of bytes: bounds what a tier writes per day, for the life of its medium.
-
-    Full at first; `take` refuses what exceeds it. Time comes from the caller and may not run
-    backwards.
-    """
-
-    def __init__(self, bytes_per_day: float, burst_bytes: float) -> None:
-        self._rate = bytes_per_day / 86_400
-        self._burst = burst_bytes
-        self._available = burst_bytes
-        self._time_s: float | None = None
-
-    def take(self, nbytes: int, now_s: float) -> bool:
-        """Whether `nbytes` may be written now; they are then spent."""
-        if self._time_s is not None:
-            earned = max(0.0, now_s - self._time_s) * self._rate
-            self._available = min(self._burst, self._available + earned)
-        self._time_s = now_s
-        if nbytes > self._available:
-            return False
-        self._available -= nbytes
-        return True

@@ -26,9 +26,7 @@ class Arc(Generic[K]):
         self._frequent_ghosts: OrderedDict[K, None] = OrderedDict()  # B2
         self._target = 0.0  # p: the wished size of `recent`
 
-    def insert(
-        self, key: K, use: Use, parent: K | None = None, depth: int = 0, nbytes: int = 1
-    ) -> None:
+    def insert(self, key: K, use: Use, parent: K | None = None, depth: int = 0) -> None:
         recent, frequent = len(self._recent_ghosts), len(self._frequent_ghosts)
         if key in self._recent_ghosts:
             del self._recent_ghosts[key]

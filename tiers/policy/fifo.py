@@ -14,9 +14,7 @@ class Fifo(Generic[K]):
         self._order: OrderedDict[K, None] = OrderedDict()  # oldest first; parked blocks absent
         self._held: HeldSet[K] = HeldSet()
 
-    def insert(
-        self, key: K, use: Use, parent: K | None = None, depth: int = 0, nbytes: int = 1
-    ) -> None:
+    def insert(self, key: K, use: Use, parent: K | None = None, depth: int = 0) -> None:
         self._order[key] = None
 
     def hold(self, key: K) -> None:

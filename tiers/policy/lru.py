@@ -13,9 +13,7 @@ class Lru(Generic[K]):
     def __init__(self) -> None:
         self._order: OrderedDict[K, None] = OrderedDict()  # oldest first
 
-    def insert(
-        self, key: K, use: Use, parent: K | None = None, depth: int = 0, nbytes: int = 1
-    ) -> None:
+    def insert(self, key: K, use: Use, parent: K | None = None, depth: int = 0) -> None:
         self._order[key] = None
 
     def hold(self, key: K) -> None:

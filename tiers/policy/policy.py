@@ -22,14 +22,12 @@ K = TypeVar("K", bound=Hashable)
 class Use:
     """One request's use of its chain of blocks; the same object is passed for each of the blocks.
 
-    `time_s` never runs backwards within one policy by more than rounding. `turn` is the number of
-    the request in its conversation where the server knows it; 0 means unknown.
+    `time_s` never runs backwards within one policy by more than rounding.
     """
 
     time_s: float
     num_blocks: int  # the length of the request's chain
     tenant: Hashable = None
-    turn: int = 0
 
 
 class Policy(Protocol[K]):
@@ -40,14 +38,12 @@ class Policy(Protocol[K]):
     cannot be reached.
     """
 
-    def insert(
-        self, key: K, use: Use, parent: K | None = None, depth: int = 0, nbytes: int = 1
-    ) -> None:
+    def insert(self, key: K, use: Use, parent: K | None = None, depth: int = 0) -> None:
         """`key` is new in the tier and may be chosen from now on.
 
         For a block that a running request computes, call this when it is first released.
         `parent` is the key before it in the chain (None: it is the first), `depth` its number
-        there from 0, `nbytes` what the block takes in this tier.
+        there from 0.
         """
         ...
 

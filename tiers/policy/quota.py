@@ -122,40 +122,34 @@ class FairPolicy(Generic[K]):
     tier are compared once.
     """
 
-    def __init__(
-        self, quotas: Quotas, make: Callable[[], Policy[K]], block_bytes: int | None = None
-    ) -> None:
-        """`block_bytes`: what each block takes here, where callers do not say it."""
+    def __init__(self, quotas: Quotas, make: Callable[[], Policy[K]], block_bytes: int) -> None:
         self._quotas = quotas
         self._make = make
         self._block_bytes = block_bytes
         self._policies: dict[Hashable, Policy[K]] = {}
-        self._owners: dict[K, tuple[Hashable, int]] = {}  # key -> (group, bytes)
+        self._owners: dict[K, Hashable] = {}  # key -> group
         self._victims: Hashable = COMMON  # the group that victims are being taken from
 
-    def insert(
-        self, key: K, use: Use, parent: K | None = None, depth: int = 0, nbytes: int = 1
-    ) -> None:
+    def insert(self, key: K, use: Use, parent: K | None = None, depth: int = 0) -> None:
         group = self._quotas.group(use.tenant)
         if group not in self._policies:
             self._policies[group] = self._make()
-        charged = self._block_bytes or nbytes
-        self._quotas.charge(group, charged)
-        self._owners[key] = (group, charged)
-        self._policies[group].insert(key, use, parent, depth, nbytes)
+        self._quotas.charge(group, self._block_bytes)
+        self._owners[key] = group
+        self._policies[group].insert(key, use, parent, depth)
 
     def hold(self, key: K) -> None:
-        self._policies[self._owners[key][0]].hold(key)
+        self._policies[self._owners[key]].hold(key)
 
     def release(self, key: K, use: Use) -> None:
-        self._policies[self._owners[key][0]].release(key, use)
+        self._policies[self._owners[key]].release(key, use)
 
     def touch(self, key: K, use: Use) -> None:
-        self._policies[self._owners[key][0]].touch(key, use)
+        self._policies[self._owners[key]].touch(key, use)
 
     def remove(self, key: K) -> None:
         if key in self._owners:
-            self._policies[self._owners[key][0]].remove(key)
+            self._policies[self._owners[key]].remove(key)
             self._forget(key)
 
     def victim(self) -> K | None:
@@ -186,5 +180,4 @@ class FairPolicy(Generic[K]):
         return sorted(self._policies, key=self._quotas.pressure, reverse=True)
 
     def _forget(self, key: K) -> None:
-        group, nbytes = self._owners.pop(key)
-        self._quotas.credit(group, nbytes)
+        self._quotas.credit(self._owners.pop(key), self._block_bytes)

@@ -1,9 +1,8 @@
-"""How long blocks stay for reasons other than use: pins that an operator sets, and the idle limit.
+"""How long blocks stay for reasons other than use: the pins that an operator sets.
 
 Pure; the engine thread calls with its own clock, in seconds, and does what the answers say.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic
 
@@ -98,38 +97,3 @@ class Pins(Generic[K]):
                 del self._counts[key]
                 free.append(key)
         return free
-
-
-class IdleClock(Generic[K]):
-    """When each block of a tier was used last, whatever its policy's order is. O(1) a call.
-
-    Times may not run backwards. About 150 bytes a block with its 16-byte key object.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._last_used: OrderedDict[K, float] = OrderedDict()  # longest idle first
-
-    def __len__(self) -> int:
-        return len(self._last_used)
-
-    def __contains__(self, key: K) -> bool:
-        return key in self._last_used
-
-    def use(self, key: K, now_s: float) -> None:
-        self._last_used[key] = now_s
-        self._last_used.move_to_end(key)
-
-    def forget(self, key: K) -> None:
-        self._last_used.pop(key, None)
-
-    def expire(self, now_s: float, at_most: int) -> list[K]:
-        """Up to `at_most` blocks idle for longer than the limit; they are forgotten here."""
-        over: list[K] = []
-        while self._last_used and len(over) < at_most:
-            key, last_s = next(iter(self._last_used.items()))
-            if now_s - last_s <= self._limit_s:
-                break
-            del self._last_used[key]
-            over.append(key)
-        return over

@@ -31,9 +31,7 @@ class S3Fifo(Generic[K]):
         self._held: HeldSet[K] = HeldSet()
         self._parked_main: set[K] = set()  # held blocks that left the main queue, not the small one
 
-    def insert(
-        self, key: K, use: Use, parent: K | None = None, depth: int = 0, nbytes: int = 1
-    ) -> None:
+    def insert(self, key: K, use: Use, parent: K | None = None, depth: int = 0) -> None:
         if key in self._ghosts:
             del self._ghosts[key]
             self._main[key] = 0

@@ -33,9 +33,7 @@ class Sieve(Generic[K]):
         self._hand: _Node[K] = self._ring
         self._held: HeldSet[K] = HeldSet()
 
-    def insert(
-        self, key: K, use: Use, parent: K | None = None, depth: int = 0, nbytes: int = 1
-    ) -> None:
+    def insert(self, key: K, use: Use, parent: K | None = None, depth: int = 0) -> None:
         node = _Node(key)
         newest = self._ring.older
         node.older, node.newer = newest, self._ring

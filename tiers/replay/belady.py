@@ -38,9 +38,7 @@ class Belady(Generic[K]):
         self._heap: list[tuple[int, int, int, K]] = []  # (-next use, -depth, serial, key)
         self._serial = 0
 
-    def insert(
-        self, key: K, use: Use, parent: K | None = None, depth: int = 0, nbytes: int = 1
-    ) -> None:
+    def insert(self, key: K, use: Use, parent: K | None = None, depth: int = 0) -> None:
         self._depths[key] = depth
         self.release(key, use)
 

@@ -1,7 +1,7 @@
 """Replays a trace through tiers of policies, with no tensors: what would have hit, and what moved.
 
-The policies are those that serve. A block counts as a hit only when all before it in its request
-hit; the last block of a request may be partial and counts the tokens it has. Used by
+The policies and the rules are those that serve. A block counts as a hit only when all before it in
+its request hit. The last block of a request may be partial and counts the tokens it has. Used by
 `cachesvc replay`, the benches and the tests; one thread.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from tiers.errors import ConfigurationError
 from tiers.policy import Policy, Use, make_policy
-from tiers.policy.admission import Demotion, Promotion, WritePolicy
+from tiers.policy.admission import Demotion, WritePolicy, keeps_copies
 from tiers.replay.belady import Belady, future_uses
 from tiers.replay.trace import Trace, TraceRequest
 
@@ -72,7 +72,7 @@ class _Block:
 class _Level:
     """A tier: the blocks it holds and the policy that orders them.
 
-    `spare` are blocks that a tier above holds too and that leave first (Promotion.MOVE).
+    `spare` are copies of promoted blocks, in a tier that does not keep those: they leave first.
     Invariant: resident == those the policy knows + spare.
     """
 
@@ -104,15 +104,15 @@ class Hierarchy:
     def __init__(
         self,
         plans: Sequence[TierPlan],
-        promotion: Promotion = Promotion.MOVE,
         write_policy: WritePolicy = WritePolicy.ON_EVICT,
         policies: Sequence[Policy[Any]] = (),
+        keeps: bool | None = None,
     ) -> None:
-        """`policies` replaces those that the plans name."""
+        """`policies` replaces those that the plans name, `keeps` the rule about copies below."""
         made = policies or [make_policy(plan.policy, plan.capacity_blocks) for plan in plans]
         sizes = [plan.capacity_blocks for plan in plans]
         self._levels = [
-            _Level(plan, policy, promotion.keeps(sum(sizes[:number]), sum(sizes)))
+            _Level(plan, policy, _keeps(sizes, number) if keeps is None else keeps)
             for number, (plan, policy) in enumerate(zip(plans, made, strict=True))
         ]
         self._blocks: dict[Hashable, _Block] = {}
@@ -127,7 +127,7 @@ class Hierarchy:
         While it runs its blocks are working memory on top of the capacity, so that a policy may
         keep none of them.
         """
-        self._count_hits(request, block_tokens)
+        sources = self._count_hits(request, block_tokens)
         chain = request.blocks
         use = Use(request.time_s, len(chain), request.tenant)
         top = self._levels[0]
@@ -140,7 +140,9 @@ class Hierarchy:
                 top.resident.add(key)
                 top.written += 1
                 top.policy.insert(key, use, parent, depth)
-                self._rank_below(key, use)
+                self._blocks[key] = _Block(parent, depth, use)
+                if depth < len(sources):
+                    self._promote(key, sources[depth])
             if self._keeps_origins:
                 self._blocks[key] = _Block(parent, depth, use)
                 if self._write_early and self._demotion.on_use(key):
@@ -151,27 +153,44 @@ class Hierarchy:
     def tiers(self) -> tuple[TierReplay, ...]:
         return tuple(level.summary() for level in self._levels)
 
-    def _count_hits(self, request: TraceRequest, block_tokens: int) -> None:
+    def _count_hits(self, request: TraceRequest, block_tokens: int) -> list[int]:
+        """The numbers of the levels that the leading blocks are served from."""
         left = request.input_tokens
+        sources: list[int] = []
         for key in request.blocks:
-            for level in self._levels:
+            for number, level in enumerate(self._levels):
                 if key in level.resident:
                     level.hit_blocks += 1
                     level.hit_tokens += min(block_tokens, left)
+                    sources.append(number)
                     break
             else:
-                return
+                break
             left = max(0, left - block_tokens)
+        return sources
 
-    def _rank_below(self, key: Hashable, use: Use) -> None:
-        """A block came to the top: its copies below stay and were used, or become spare."""
-        for level in self._levels[1:]:
-            if key in level.resident and key not in level.spare:
-                if level.keeps:
-                    level.policy.touch(key, use)
-                else:
+    def _promote(self, key: Hashable, source: int) -> None:
+        """A block comes to the top by way of every level between. A copy stays in each and was
+        used just now, or is spare."""
+        block = self._blocks[key]
+        for number in range(source, 0, -1):
+            level = self._levels[number]
+            fresh = key not in level.resident
+            if fresh:
+                level.resident.add(key)
+                level.written += 1
+            elif key in level.spare:
+                continue
+            if not level.keeps:
+                if not fresh:
                     level.policy.remove(key)
-                    level.spare[key] = None
+                level.spare[key] = None
+            elif fresh:
+                level.policy.insert(key, block.use, block.parent, block.depth)
+            else:
+                level.policy.touch(key, block.use)
+            if len(level.resident) > level.plan.capacity_blocks:
+                self._evict(number)
 
     def _evict(self, number: int) -> None:
         """Take the coldest block out of a level, down to the next one where admission says so."""
@@ -210,12 +229,16 @@ def replay(
     trace: Trace,
     plans: Sequence[TierPlan],
     *,
-    promotion: Promotion = Promotion.MOVE,
+    keeps: bool | None = None,
     write_policy: WritePolicy = WritePolicy.ON_EVICT,
     progress: Progress = lambda num_requests: None,
 ) -> ReplayResult:
-    """Replay a whole trace; raises ConfigurationError. The policy `min` works for a single tier."""
-    hierarchy = Hierarchy(plans, promotion, write_policy, _clairvoyant(trace, plans))
+    """Replay a whole trace; raises ConfigurationError. The policy `min` works for a single tier.
+
+    `keeps` says for all tiers whether promoted blocks keep their copies below, to compare; None
+    is what serves.
+    """
+    hierarchy = Hierarchy(plans, write_policy, _clairvoyant(trace, plans), keeps)
     pending = 0
     for request in trace.requests:
         hierarchy.serve(request, trace.block_tokens)
@@ -234,6 +257,10 @@ def replay(
         num_accesses=trace.num_accesses,
         tiers=tiers,
     )
+
+
+def _keeps(sizes: Sequence[int], number: int) -> bool:
+    return keeps_copies(sum(sizes[:number]), sum(sizes))
 
 
 def check_plans(plans: Sequence[TierPlan]) -> None:

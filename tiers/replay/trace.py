@@ -6,15 +6,44 @@
 same predecessor. Read by `tiers.replay.replay` and the load generator; one thread.
 """
 
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import zstandard
+
 from tiers.errors import TierError
-from tiers.replay.compressed import READ_ERRORS, read_text
+
+# What `read_text` raises for a file that is missing, cut short, or not what its name says.
+READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error, zstandard.ZstdError)
+
+
+def read_text(path: Path) -> str:
+    """The whole file as UTF-8 text; `.gz` and `.zst` are decompressed."""
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        data = gzip.decompress(data)
+    elif path.suffix in (".zst", ".zstd"):
+        data = _zstd_decompress(data)
+    return data.decode("utf-8")
+
+
+def _zstd_decompress(data: bytes) -> bytes:
+    """All frames of `data`; a stream that ends within a frame raises EOFError."""
+    parts = []
+    while data:
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        parts.append(frame.decompress(data))
+        if not frame.eof:
+            raise EOFError("the compressed file ends within a frame")
+        data = frame.unused_data
+    return b"".join(parts)
+
 
 MOONCAKE_BLOCK_TOKENS = 512  # tokens a hash id stands for in the FAST'25 traces
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tiers.blocks.keys import TOKEN_BYTES, PrefixKey, token_ids
-from tiers.telemetry.lifetimes import Cause
-from tiers.tier import TierName
+from tiers.tier import Cause, TierName
 
 RING_EVENTS = 16_384  # kept for replay; some 200 bytes each
 QUEUE_EVENTS = 16_384  # of one subscription

@@ -5,13 +5,48 @@ later. Of the tokens only marks are kept: digests under a seed that lives and di
 They tell where another prompt parts from this one and cannot be read back.
 """
 
+import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
 from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
-from tiers.telemetry.departures import Departure
+from tiers.tier import Cause, TierName
+
+MAX_DEPARTURES = 65_536  # about 200 bytes each: 13 MB when full
+
+
+class Departure(NamedTuple):
+    """The end of a block's last copy. `at_s` is Unix time."""
+
+    tier: TierName
+    cause: Cause
+    at_s: float
+
+
+class Departures:
+    """The latest departures by key."""
+
+    def __init__(self, max_departures: int = MAX_DEPARTURES) -> None:
+        self._max = max_departures
+        self._left: OrderedDict[PrefixKey, Departure] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def note(self, key: PrefixKey, tier: TierName, cause: Cause) -> None:
+        """The last copy of `key` left `tier`; a later departure replaces an earlier one."""
+        self._left[key] = Departure(tier, cause, time.time())
+        self._left.move_to_end(key)
+        if len(self._left) > self._max:
+            self._left.popitem(last=False)
+
+    def find(self, key: PrefixKey) -> Departure | None:
+        return self._left.get(key)
+
 
 MARK_BYTES = 8
 

@@ -28,7 +28,7 @@ class TransferStats:
 
 
 class Transfers:
-    """One lane for each pair of neighbouring tiers."""
+    """One lane for each pair of neighbouring tiers; from a remote tier, once it has served."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -37,8 +37,9 @@ class Transfers:
 
     def observe(self, source: TierName, target: TierName, num_blocks: int, seconds: float) -> None:
         """One copy or job of `num_blocks` has arrived."""
-        self._num_blocks[source, target] += num_blocks
-        self._seconds[source, target].observe(seconds)
+        lane = source, target
+        self._num_blocks[lane] = self._num_blocks.get(lane, 0) + num_blocks
+        self._seconds.setdefault(lane, Histogram(SECONDS)).observe(seconds)
 
     def stats(self) -> Mapping[Lane, TransferStats]:
         return {

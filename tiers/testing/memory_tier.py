@@ -10,10 +10,9 @@ from itertools import takewhile
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.disk.guard import DiskGuard
-from tiers.disk.rows import Removed
 from tiers.errors import MissReason, TierClosed
 from tiers.policy.quota import Quotas, Shares
-from tiers.tier import Loaded, TierName, TierStats
+from tiers.tier import Loaded, Removed, TierName, TierStats
 from tiers.transfer.mover import Errand, Job, LoadJob, Mover, StoreJob
 
 
@@ -189,11 +188,15 @@ class MemoryTier:
 class SteppedMover(Mover):
     """A mover whose jobs are done when the simulation says so, in an order drawn from a seed."""
 
-    def __init__(self, tier: MemoryTier, *, seed: int = 0, max_jobs: int = 8) -> None:
+    def __init__(
+        self, tier: MemoryTier, *, seed: int = 0, max_jobs: int = 8, fail_rate: float = 0.05
+    ) -> None:
+        """`fail_rate` is the chance that a whole load fails."""
         super().__init__(tier, num_readers=0)
         self._memory = tier
         self._random = random.Random(seed)
         self._max_jobs = max_jobs
+        self._fail_rate = fail_rate
         self._jobs: list[Job] = []
 
     def start(self) -> None:
@@ -222,8 +225,15 @@ class SteppedMover(Mover):
         """Do some of the jobs; a store never sees frames that a load is still to fill."""
         for _ in range(min(num_jobs, len(self._jobs))):
             number = self._random.randrange(len(self._jobs))
-            fails = isinstance(self._jobs[number], LoadJob) and self._random.random() < 0.05
+            loads = isinstance(self._jobs[number], LoadJob)
+            fails = loads and self._random.random() < self._fail_rate
             self.run_job(number, fails=fails)
+
+    def read(self) -> None:
+        """Do every job but those of the writer."""
+        writes = (StoreJob, Errand)
+        while reads := [n for n, job in enumerate(self._jobs) if not isinstance(job, writes)]:
+            self.run_job(reads[0])
 
     def run_job(self, number: int, *, fails: bool = False) -> None:
         """Do the job that is `number` in line."""

@@ -1,25 +1,30 @@
 """Copying blocks down ahead of need, so that evicting them later costs nothing.
 
 Engine thread only, a bounded amount each step. From the device to host frames by a copy; from
-host frames to the disk by the mover's writer thread.
+host frames to the disk by the mover's writer thread, whenever that has room, coldest first. A
+prefix is written before what continues it, so a writer that falls behind leaves whole prefixes.
 """
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
 from tiers.blocks.keys import PrefixKey
 from tiers.memory.counters import CacheEvent
-from tiers.memory.index import Block, BlockState
-from tiers.memory.residency import Residency
+from tiers.memory.index import AFTER_DROP, Below, Block, BlockState
+from tiers.memory.residency import MIN_LOOKAHEAD, Residency
 from tiers.policy.admission import Demotion, WritePolicy
-from tiers.telemetry.lifetimes import Cause
-from tiers.tier import TierName
+from tiers.tier import Cause, TierName
 from tiers.transfer.mover import Mover, StoreJob
 
 BLOCKS_PER_STORE = 8  # written side by side, and one commit lane turn
+MAX_BUSY_SHARE = (
+    1 / 2
+)  # of the frames, that may be on their way to the disk: they cannot be evicted
+FULL_MEMORY = 64  # stores without a block dropped for room after which the disk is not full
+CLEAN_PER_BURST = 1.25  # with looks an eighth of the part apart, one burst is always clean
 FLUSH_POLL_S = 0.002
 
 
@@ -28,7 +33,7 @@ class DemotionSettings:
     """How far ahead of need blocks are copied down."""
 
     write_policy: WritePolicy = WritePolicy.ON_EVICT
-    ahead: float = 1 / 16  # share of a tier, at its cold end, that is kept clean
+    ahead: float = 1 / 16  # share of a memory tier, at its cold end, that is kept clean
     device_copies_per_step: int = 4
     num_ghosts: int = 1  # keys that ON_SECOND_HIT remembers of blocks that left
 
@@ -52,8 +57,20 @@ class Demoter:
         self._eager: OrderedDict[Block, None] = OrderedDict()  # to be written soon
         self._admission: Demotion[PrefixKey] = Demotion(settings.write_policy, settings.num_ghosts)
         self._device_window = max(2, int(residency.pool.num_blocks * settings.ahead))
+        self._device_looked_at = -self._device_window  # `num_slots_taken` then
+        self._to_copy: deque[Block] = deque()
+        self._spared: Collection[Block] = ()
         num_frames = residency.frames.num_frames if residency.frames else 0
+        self._max_busy = max(BLOCKS_PER_STORE, int(num_frames * MAX_BUSY_SHARE))
+        self._num_busy = 0  # blocks of the stores under way
         self._host_window = max(2, int(num_frames * settings.ahead))
+        self._stores_while_full = 0  # the disk dropped blocks for room, so many stores ago at most
+        self._looked_at = -num_frames  # `num_frames_taken` then
+        self._num_frames = num_frames
+        self._burst = self._last_burst = self._turnover = 0
+        self._idle_since = 0  # `num_frames_taken` when the writer had last nothing to do
+        if mover is not None:
+            residency.wants_disk = self._wants_disk
 
     def committed(self, block: Block) -> None:
         """A block has just filled: for one that was seen and evicted this is a second use."""
@@ -78,10 +95,13 @@ class Demoter:
         self._collect()
         if self._residency.frames is None:
             return
+        self._watch_bursts()
         self._clean_device()
         if self._mover is not None and self._mover.store_room:
             self._write_eager()
-            self._clean_host(self._mover)
+            self._write_behind(self._mover)
+            if not self._stores:
+                self._idle_since = self._residency.num_frames_taken
 
     @property
     def num_stores(self) -> int:
@@ -111,39 +131,89 @@ class Demoter:
         return sum(map(_is_dirty, todo))
 
     def _clean_device(self) -> None:
+        """Copy down what is next to leave the device, a few blocks a step. The cold end is looked
+        at again once an eighth of it has left, so a look costs little for each block."""
         residency = self._residency
         if residency.pool.num_free >= self._device_window:
             return
-        cold = residency.device_policy.coldest(self._device_window)
-        todo = [b for b in cold if b.frame is None and b.key is not None and not b.left_host]
-        if not todo:
-            return
-        spared = set(cold)  # one's copy does not cost another's: two would take turns for ever
-        for block in todo[: self._settings.device_copies_per_step]:
-            if not residency.copy_down(block, spared):
+        if not self._to_copy:
+            left = residency.num_slots_taken - self._device_looked_at
+            if left < max(1, self._device_window // 8):
                 return
+            self._device_looked_at = residency.num_slots_taken
+            cold = residency.device_policy.coldest(self._device_window)
+            self._spared = frozenset(cold)  # or two would take turns in one frame for ever
+            self._to_copy = deque(cold)
+        copies = 0
+        while self._to_copy and copies < self._settings.device_copies_per_step:
+            block = self._to_copy.popleft()
+            if block.ranked and not block.pins and block.frame is None and block.key is not None:
+                if not residency.copy_down(block, self._spared):
+                    self._to_copy.clear()
+                copies += 1
 
-    def _clean_host(self, mover: Mover) -> None:
-        frames = self._residency.frames
-        assert frames is not None
-        if frames.num_free >= self._host_window:
+    def _watch_bursts(self) -> None:
+        """How many frames were taken, at most, from when the writer had nothing to do until it had
+        nothing to do again: in this turnover of the host and in the one before."""
+        residency = self._residency
+        taken = residency.num_frames_taken
+        if taken - self._turnover > self._num_frames:
+            self._turnover = taken
+            self._last_burst, self._burst = self._burst, 0
+        self._burst = max(self._burst, taken - self._idle_since)
+        burst = max(self._burst, self._last_burst)
+        residency.lookahead = max(MIN_LOOKAHEAD, int(burst * CLEAN_PER_BURST))
+
+    def _write_behind(self, mover: Mover) -> None:
+        """All that waits, while the disk has room. Once that is full, what is held twice costs it
+        other blocks: then only the coldest, as many as may have to leave at once."""
+        waiting = self._residency.waiting
+        if not waiting:
             return
-        cold = self._residency.host_policy.coldest(self._host_window)
-        dirty = [block for block in cold if self._wants_disk(block)]
-        for start in range(0, len(dirty), BLOCKS_PER_STORE):
-            if not mover.store_room:
+        at_risk = self._at_risk() if self._stores_while_full else None
+        while mover.store_room and self._num_busy < self._max_busy:
+            todo = waiting if at_risk is None else [b for b in at_risk if b in waiting]
+            batch: list[Block] = []
+            for block in islice(todo, BLOCKS_PER_STORE):
+                if block not in batch:
+                    batch += self._leading_to(block, set(batch))
+                if len(batch) >= BLOCKS_PER_STORE:
+                    break
+            if not batch or self._store(batch[:BLOCKS_PER_STORE]):
                 return
-            self._store(dirty[start : start + BLOCKS_PER_STORE])
+        self._looked_at = -self._clean_part  # the writer had no room for all of it: look again
+
+    def _at_risk(self) -> list[Block]:
+        """The coldest host blocks; none while few have left since the last look, so that a look,
+        which costs as much as the part is long, costs little for each."""
+        residency = self._residency
+        if residency.num_frames_taken - self._looked_at < self._clean_part // 8:
+            return []
+        self._looked_at = residency.num_frames_taken
+        return residency.host_policy.coldest(self._clean_part)
+
+    @property
+    def _clean_part(self) -> int:
+        return max(self._host_window, min(self._max_busy, self._residency.lookahead))
+
+    def _leading_to(self, block: Block, taken: Container[Block]) -> list[Block]:
+        """The run of waiting blocks that ends with this one, first to last."""
+        run = [block]
+        index, waiting = self._residency.index, self._residency.waiting
+        while block.parent is not None:
+            above = index.get(block.parent)
+            if above is None or above not in waiting or above in taken:
+                break
+            run.append(above)
+            block = above
+        return run[::-1]
 
     def _wants_disk(self, block: Block) -> bool:
-        if not _is_dirty(block) or block.frame is None or block.busy:
-            return False
-        if block.slot is not None and block.pins:
-            return False  # it will come down again when its requests are done
-        return self._worth_writing(block)
+        """Whether the disk is to have a block and does not."""
+        return _is_dirty(block) and self._worth_writing(block)
 
     def _worth_writing(self, block: Block) -> bool:
-        if block.left_disk:
+        if block.below is not Below.ABSENT:
             return False
         return self._settings.write_policy is not WritePolicy.ON_SECOND_HIT or block.hits > 0
 
@@ -173,7 +243,7 @@ class Demoter:
             if block.frame is None or block.busy:
                 refused.append(block)
                 continue
-            residency.mark_busy(block)
+            residency.begin_write(block)
             batch.append(block)
         if not batch:
             return refused
@@ -181,9 +251,10 @@ class Demoter:
         job = StoreJob([block.identity() for block in batch], frames)
         if self._mover.submit(job):
             self._stores.append(_Store(job, batch))
+            self._num_busy += len(batch)
             return refused
         for block in batch:
-            residency.mark_idle(block)
+            residency.end_write(block, Below.ABSENT)
         return [*batch, *refused]
 
     def _collect(self) -> None:
@@ -198,25 +269,27 @@ class Demoter:
         if not store.job.failed:
             num_blocks, seconds = len(store.blocks), store.job.seconds
             residency.chronicle.transfers.observe(TierName.HOST, TierName.DISK, num_blocks, seconds)
+        self._num_busy -= len(store.blocks)
         dropped = set(store.job.dropped)
         for block in store.blocks:
-            residency.mark_idle(block)
-            block.on_disk = not store.job.failed and block.key not in dropped
-            block.left_disk = not block.on_disk
-            if block.on_disk:
+            stands = not store.job.failed and block.key not in dropped
+            residency.end_write(block, Below.HELD if stands else Below.REFUSED)
+            if stands:
                 residency.count(TierName.HOST, CacheEvent.DEMOTED)
                 residency.count(TierName.DISK, CacheEvent.STORED)
         for key in dropped:
             held = residency.index.get(key)
             if held is not None:
-                held.on_disk, held.left_disk = False, True
+                residency.set_below(held, AFTER_DROP[held.below])
             else:
                 residency.departures.note(key, TierName.DISK, Cause.ROOM)
         mine = {block.key for block in store.blocks}
         residency.count(TierName.DISK, CacheEvent.EVICTED, len(dropped - mine))
+        full = bool(dropped - mine)
+        self._stores_while_full = FULL_MEMORY if full else max(0, self._stores_while_full - 1)
         return True
 
 
 def _is_dirty(block: Block) -> bool:
-    """A full block whose KV stands and is not on disk."""
-    return block.key is not None and block.state is BlockState.READY and not block.on_disk
+    """A full block whose KV stands in memory alone."""
+    return block.key is not None and block.state is BlockState.READY and not block.held_below

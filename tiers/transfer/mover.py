@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.errors import MissReason
-from tiers.tier import Loaded, Tier
+from tiers.tier import Loaded, ManagedTier
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class ProbeJob:
     held: int = 0
     done: bool = False
 
-    def run(self, tier: Tier) -> None:
+    def run(self, tier: ManagedTier) -> None:
         self.held = tier.probe(self.ids)
 
     def fail(self) -> None:
@@ -55,7 +54,7 @@ class LoadJob:
     seconds: float = 0.0
     done: bool = False
 
-    def run(self, tier: Tier) -> None:
+    def run(self, tier: ManagedTier) -> None:
         started = time.perf_counter()
         self.loaded = tier.load(self.ids, self.frames)
         self.seconds = time.perf_counter() - started
@@ -75,7 +74,7 @@ class StoreJob:
     seconds: float = 0.0
     done: bool = False
 
-    def run(self, tier: Tier) -> None:
+    def run(self, tier: ManagedTier) -> None:
         started = time.perf_counter()
         self.dropped = tier.store(self.ids, self.frames)
         self.seconds = time.perf_counter() - started
@@ -91,11 +90,11 @@ class Errand(Generic[T]):
     Never refused, for it is an operator's word and seldom; `result` also carries its failure.
     """
 
-    work: Callable[[Tier], T]
+    work: Callable[[ManagedTier], T]
     result: "Future[T]" = field(default_factory=Future)
     done: bool = False
 
-    def run(self, tier: Tier) -> None:
+    def run(self, tier: ManagedTier) -> None:
         try:
             self.result.set_result(self.work(tier))
         except Exception as error:  # noqa: BLE001 - handed to who asked
@@ -123,7 +122,7 @@ class Mover:
 
     def __init__(
         self,
-        tier: Tier,
+        tier: ManagedTier,
         *,
         num_readers: int = 2,
         max_loads: int = 64,
@@ -138,7 +137,6 @@ class Mover:
         self._lock = threading.Lock()
         self._loads_idle = threading.Event()
         self._loads_idle.set()
-        self.errors: deque[str] = deque(maxlen=32)
 
     def start(self) -> None:
         for number in range(self._num_readers):
@@ -196,9 +194,8 @@ class Mover:
             except Empty:
                 try:
                     self._tier.flush()
-                except Exception as error:  # the top of this thread, as in `_serve`
+                except Exception:  # the top of this thread, as in `_serve`
                     logger.exception("the disk tier failed to flush")
-                    self.errors.append(repr(error))
 
     def _serve(self, lane: _Lane, niceness: int) -> None:
         if niceness:
@@ -208,9 +205,8 @@ class Mover:
                 self._loads_idle.wait(STORE_YIELD_S)
             try:
                 job.run(self._tier)
-            except Exception as error:  # the top of this thread: a tier must not raise, so say so
+            except Exception:  # the top of this thread: a tier must not raise, so say so
                 logger.exception("the disk tier failed")
-                self.errors.append(repr(error))
                 job.fail()
             with self._lock:
                 lane.pending -= 1

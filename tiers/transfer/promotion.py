@@ -4,13 +4,14 @@ Engine thread only; the scheduler opens a ticket for a request that is about to 
 once per step, and hands its blocks to the sequence. Nothing here waits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from tiers.blocks.chain import Chain
 from tiers.errors import MissReason
 from tiers.memory.counters import CacheEvent
-from tiers.memory.index import Block, BlockState
+from tiers.memory.index import Below, Block, BlockState
 from tiers.memory.residency import Residency
 from tiers.policy import Use
 from tiers.tier import TierName
@@ -55,7 +56,7 @@ class Promoter:
         self._residency = residency
         self._mover = mover
         self._economy = economy
-        self._loads: list[tuple[LoadJob, list[Block]]] = []
+        self._loads: list[tuple[LoadJob, list[Block], Ticket]] = []
 
     def open(self, chain: Chain) -> Ticket:
         """A ticket holding what stands above the disk now; the disk is asked at once."""
@@ -94,9 +95,7 @@ class Promoter:
     def collect(self) -> None:
         """Take in the loads that finished. Once per step, before tickets are advanced."""
         if self._loads:
-            self._loads = [
-                (job, blocks) for job, blocks in self._loads if not self._collect_one(job, blocks)
-            ]
+            self._loads = [load for load in self._loads if not self._collect_one(*load)]
 
     @property
     def num_loads(self) -> int:
@@ -179,7 +178,7 @@ class Promoter:
             for block in blocks:
                 self._lose(block, MissReason.OVERLOADED)
             return False
-        self._loads.append((job, blocks))
+        self._loads.append((job, blocks, ticket))
         for block in blocks:
             residency.pin(block)
             ticket.blocks.append(block)
@@ -187,25 +186,31 @@ class Promoter:
         ticket.loading = True
         return len(blocks) == end - start
 
-    def _collect_one(self, job: LoadJob, blocks: list[Block]) -> bool:
+    def _collect_one(self, job: LoadJob, blocks: list[Block], ticket: Ticket) -> bool:
         if not job.done:
             return False
-        num_loaded, reason = job.loaded
-        self._economy.observe_load(num_loaded * self._residency.pool.layout.nbytes, job.seconds)
+        num_loaded, reason, _ = job.loaded
+        sources = job.loaded.sources or (TierName.DISK,) * num_loaded
+        slowest = TierName.REMOTE if TierName.REMOTE in sources else TierName.DISK
+        if slowest is TierName.DISK:
+            self._economy.observe_load(num_loaded * self._residency.pool.layout.nbytes, job.seconds)
+        else:
+            _tell_sources(ticket, blocks[0], sources)
         if num_loaded:
             transfers = self._residency.chronicle.transfers
-            transfers.observe(TierName.DISK, TierName.HOST, num_loaded, job.seconds)
+            transfers.observe(slowest, TierName.HOST, num_loaded, job.seconds)
         for number, block in enumerate(blocks):
             if number < num_loaded:
                 block.state = BlockState.READY
-                block.on_disk = True
+                on_disk = sources[number] is TierName.DISK
+                block.below = Below.HELD_USED if on_disk else Below.ABSENT
                 block.hits += 1
                 self._residency.mark_idle(block)
                 if block.key is None:
                     continue  # a purge took it out while it loaded
                 self._residency.entered(block)
-                self._residency.count(TierName.DISK, CacheEvent.PROMOTED)
-                self._residency.chronicle.came(block, TierName.HOST, TierName.DISK)
+                self._residency.count(sources[number], CacheEvent.PROMOTED)
+                self._residency.chronicle.came(block, TierName.HOST, sources[number])
             else:
                 self._lose(block, reason if number == num_loaded and reason else MissReason.ABSENT)
         return True
@@ -245,3 +250,10 @@ class Promoter:
             frames = [block.frame for block in lifted if block.frame is not None]
             residency.lift(lifted, frames)
         return ticket.num_on_device == len(ticket.blocks)
+
+
+def _tell_sources(ticket: Ticket, first: Block, sources: Sequence[TierName]) -> None:
+    """What was expected from disk came from elsewhere: the ticket is billed by that."""
+    if first in ticket.blocks:
+        start = ticket.blocks.index(first)
+        ticket.sources[start : start + len(sources)] = sources

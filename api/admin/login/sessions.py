@@ -1,11 +1,12 @@
-"""Who is logged in: sessions and one-time links, in memory, for as long as the server runs.
+"""Who is logged in: sessions, which outlive a restart, and one-time links, which do not.
 
 A session's id is 256 random bits in a cookie; the server keeps its digest only, so that nothing in
-its memory opens a session. Ids are made at login and never taken from a request, so none can be
-planted beforehand. Event loop only.
+its memory or on its disk opens a session. Ids are made at login and never taken from a request, so
+none can be planted beforehand. Event loop only.
 """
 
 import hashlib
+import json
 import secrets
 import time
 from collections import OrderedDict
@@ -66,6 +67,7 @@ class Sessions:
         self.lifetime_s = lifetime_s
         self.idle_s = idle_s
         self._clock_s = clock_s
+        self.on_end: Callable[[], None] = lambda: None  # told when a session was ended on purpose
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()  # least recently used first
         self._links: OrderedDict[bytes, _Link] = OrderedDict()
 
@@ -93,14 +95,54 @@ class Sessions:
         return session
 
     def close(self, token: str) -> None:
-        self._sessions.pop(_digest(token), None)
+        if self._sessions.pop(_digest(token), None) is not None:
+            self.on_end()
 
     def close_all(self, name: str) -> int:
         """End every session of an admin, after a new password; returns how many there were."""
         ended = [digest for digest, each in self._sessions.items() if each.admin.name == name]
         for digest in ended:
             del self._sessions[digest]
+        if ended:
+            self.on_end()
         return len(ended)
+
+    def dump(self, wall_s: float) -> bytes:
+        """Every session, for `restore` after a restart; what is in it opens none.
+
+        Spans are of this process' clock, which begins anew with the next: ends are told as times of
+        the day.
+        """
+        now = self._clock_s()
+        told = [
+            {
+                "digest": digest.hex(),
+                "name": each.admin.name,
+                "role": each.admin.role,
+                "key_id": each.key_id,
+                "csrf_token": each.csrf_token,
+                "ends_s": wall_s + each.ends_s - now,
+                "used_s": wall_s + each.used_s - now,
+            }
+            for digest, each in self._sessions.items()
+        ]
+        return json.dumps(told).encode()
+
+    def restore(self, body: bytes, wall_s: float) -> None:
+        """The sessions of an earlier run that have not ended. Raises ValueError for other bytes.
+
+        A clock that was set back lets none last longer than a new one.
+        """
+        now = self._clock_s()
+        try:
+            for each in json.loads(body):
+                admin = Admin(str(each["name"]), Role(each["role"]))
+                ends_s = now + min(self.lifetime_s, each["ends_s"] - wall_s)
+                used_s = now + min(0.0, each["used_s"] - wall_s)
+                session = Session(admin, ends_s, used_s, each["key_id"], each["csrf_token"])
+                self._sessions[bytes.fromhex(each["digest"])] = session
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no sessions: {error}") from error
 
     def __len__(self) -> int:
         return len(self._sessions)

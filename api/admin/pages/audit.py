@@ -4,9 +4,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.admin.access import MayRead
-from api.admin.books import books_of
 from api.admin.pages.base import render
 from api.admin.pages.forms import Before, Filter
+from api.admin.parts import books_of
 from billing.reports.documents import trail_document
 
 router = APIRouter(prefix="/admin", include_in_schema=False)

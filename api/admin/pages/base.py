@@ -7,7 +7,7 @@ script and no style, which the content security policy would refuse.
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote
+from urllib.parse import SplitResult, quote, urlsplit
 
 from fastapi import Request
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -81,13 +81,20 @@ def refusal_page(request: Request, answer: Answer) -> Response | None:
         return None
     needs_login = answer.code == "login_needed"
     if request.headers.get("hx-request") and needs_login:
-        return Response(status_code=answer.status, headers={"HX-Redirect": "/admin/login"})
+        shown = urlsplit(request.headers.get("hx-current-url", "/admin"))
+        return Response(status_code=answer.status, headers={"HX-Redirect": _login_for(shown)})
     if "text/html" not in request.headers.get("accept", ""):
         return None
     if needs_login and request.method == "GET":
-        target = f"/admin/login?next={quote(request.url.path)}"
+        target = _login_for(urlsplit(str(request.url)))
         return Response(status_code=303, headers={"Location": target})
     page = render(request, "refusal.html", None, answer=answer)
     page.status_code = answer.status
     page.headers.update(answer.headers)
     return page
+
+
+def _login_for(page: SplitResult) -> str:
+    """The login that leads back to `page`, with what was chosen on it."""
+    back = page.path + (f"?{page.query}" if page.query else "")
+    return f"/admin/login?next={quote(back)}"

@@ -20,11 +20,12 @@ from api.admin.pages.base import render
 from api.admin.pages.forms import Filter
 from api.admin.pages.prefix_rows import Costs, rows_of
 from api.admin.parts import parts_of
-from api.cache.explorer import Explorer
+from api.cache.explorer import Explorer, Room
 from api.errors import InvalidRequest, Unsupported
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import Node, TreeQuery, tree_json
 from tiers.policy.retention import Pin
+from tiers.tier import TierName
 
 router = APIRouter(tags=["admin: cache"])
 
@@ -62,6 +63,20 @@ async def tree(
     return told | {"cut": grown.cut}
 
 
+@router.get("/admin/api/cache/owners")
+async def owners(request: Request, _: MayRead) -> list[dict[str, Any]]:
+    """Bytes that each tenant and sharing group takes of each tier, the most first."""
+    return [
+        {"owner": each.owner, "model": each.model, "bytes": dict(each.num_bytes)}
+        for each in await _room(request)
+    ]
+
+
+async def _room(request: Request) -> list[Room]:
+    read = parts_of(request).blocks
+    return await explorer_of(request).room(await read(None) if read is not None else ())
+
+
 @router.get("/admin/explorer", include_in_schema=False)
 async def page(
     request: Request,
@@ -96,6 +111,8 @@ async def page(
         num_seen=grown.tree.num_seen,
         cut=grown.cut,
         pins=await _pins(request),
+        room=[] if q or below else await _room(request),
+        tiers=TierName,
         now_s=time.time(),
         can_keep=parts_of(request).cache is not None,
         q=q,

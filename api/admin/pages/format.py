@@ -4,18 +4,11 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from markupsafe import Markup
+
+from api.format import size
 from api.journal.why import format_seconds
 from billing.money import format_units
-
-
-def size(num_bytes: float) -> str:
-    """ "85.7 MiB"; units of 1024."""
-    value, unit = float(num_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
 
 
 def count(number: float) -> str:
@@ -38,10 +31,12 @@ def share(part: float, whole: float) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """Unix seconds as "2026-11-21 08:15:03" in UTC."""
+    """Unix seconds as "2026-11-21 08:15:03" in UTC, which the page's script shows in the zone that
+    its reader has chosen."""
     if seconds is None:
         return "–"
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    text = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    return Markup('<time datetime="{}Z">{}</time>').format(text.replace(" ", "T"), text)
 
 
 def moment_ns(nanoseconds: int | None) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from fastapi import Form, Query, Request
 
-from api.admin.books import Books, books_of
+from api.admin.parts import Books, books_of
 from api.errors import ApiError, InvalidRequest
 from billing.errors import BillingError
 

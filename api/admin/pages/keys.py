@@ -11,10 +11,10 @@ from fastapi import APIRouter, Form, Request
 from starlette.responses import RedirectResponse, Response
 
 from api.admin.access import MayChange, MayRead
-from api.admin.books import Books, books_of
 from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
 from api.admin.pages.forms import Filter, Text, reason_in, tried
+from api.admin.parts import Books, books_of
 from api.errors import InvalidRequest
 from billing.keys import Scope
 from billing.prices.book import NS

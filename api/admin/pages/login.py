@@ -17,7 +17,7 @@ from api.admin.access import MayChange, MayRead, cookie_name, is_secure, session
 from api.admin.login.sessions import Admin, Role
 from api.admin.pages.base import render
 from api.admin.parts import parts_of
-from api.context import FIT_NAME
+from api.headers import FIT_NAME
 from billing.errors import BillingError
 from billing.keys import PREFIX, Scope
 
@@ -25,8 +25,9 @@ router = APIRouter(prefix="/admin", include_in_schema=False)
 
 LINK_TTL_S = 15 * 60.0
 WRONG = "That name and password, or key, did not match. Check both and try again."
-ENDED = "Your session has ended: the server was started again, or you were away too long. Log in."
-_NEXT = re.compile(r"/admin(/[A-Za-z0-9_./-]*)?")  # where a login may lead: our own pages
+ENDED = "Your session has ended: it was too old, or you were away too long. Log in."
+# Where a login may lead: our own pages.
+_NEXT = re.compile(r"/admin(/[A-Za-z0-9_./-]*)?(\?[A-Za-z0-9_.=&%+,~-]*)?")
 
 
 @router.get("/login")

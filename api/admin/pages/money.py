@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
 from api.admin.access import MayRead
-from api.admin.books import Books, books_of
 from api.admin.pages.base import render
+from api.admin.parts import Books, books_of
 from billing.prices.book import RateCard
 from billing.reports import usage as usage_report
 from billing.reports.documents import RATES, card_document, hold_document, proof_document

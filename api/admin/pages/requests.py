@@ -16,7 +16,7 @@ from api.admin.parts import parts_of
 from api.errors import RequestNotFound, Unsupported
 from api.journal.documents import details, summary
 from api.journal.journal import Journal, Record
-from api.journal.why import Finding, why
+from api.journal.why import Finding, Kind, why
 
 router = APIRouter(tags=["admin: requests"])
 
@@ -129,7 +129,8 @@ def _chosen(journal: Journal, tenant: str, state: str, text: str) -> Iterator[Re
 def _row(record: Record) -> dict[str, Any]:
     lookups = record.served.lookups if record.served is not None else ()
     kinds = [why(lookup, record.arrived_s).kind for lookup in lookups]
-    return summary(record) | {"arrived_s": record.arrived_s, "why": kinds[0] if kinds else None}
+    missed = [kind for kind in kinds if kind is not Kind.SERVED]
+    return summary(record) | {"arrived_s": record.arrived_s, "why": missed[0] if missed else None}
 
 
 async def _findings(request: Request, record: Record) -> dict[int, Finding]:

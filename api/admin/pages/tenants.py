@@ -13,11 +13,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
 from api.admin.access import MayChange, MayRead
-from api.admin.books import Books, books_of, found
 from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
 from api.admin.pages.forms import Before, Filter, Text, reason_in, tried
-from api.admin.parts import parts_of
+from api.admin.parts import Books, books_of, found, parts_of
 from api.errors import InvalidRequest
 from billing.accounts import Tenant
 from billing.money import parse_amount, parse_positive
@@ -57,7 +56,7 @@ def create_tenant(
     def create(books: Books) -> None:
         books.accounts.create_tenant(
             tenant.strip(),
-            currency.strip() or books.accounts.book.cards[-1].currency,
+            currency.strip() or books.accounts.usual_currency,
             credit_limit=_limit(credit_limit),
             by=admin.name,
             reason=reason_in(why),
@@ -142,7 +141,7 @@ def _tenants(
         "tenants.html",
         admin,
         tenants=[(each, used.get(each.tenant)) for each in tenants],
-        currency=books.accounts.book.cards[-1].currency,
+        currency=books.accounts.usual_currency,
         q=q,
         wrong=wrong,
         done=DONE.get(done, ""),

@@ -1,8 +1,8 @@
 """The working set: how the hit rate changes with the size of the cache, and what that is worth.
 
 The curve comes from sampled traffic (`tiers.telemetry.working_set`), so it knows sizes that the
-cache never
-had. Money is the rate card's: what clients would pay less, which is what the computing is sold for.
+cache never had. Money is the rate card's: what clients would pay less, which is what the computing
+is sold for.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from api.errors import Unsupported
 from billing.errors import NoPrice
 from billing.money import format_units
 from billing.prices.book import Rates
-from tiers.telemetry.traffic import TrafficReport
+from tiers.telemetry.working_set import TrafficReport
 from tiers.tier import TierName
 
 router = APIRouter(include_in_schema=False)
@@ -110,7 +110,7 @@ def _levels(found: TrafficReport, tiers: dict[str, Any]) -> list[Level]:
 
 
 def _cost(parts: AdminParts, tier: TierName) -> str | None:
-    """What a GiB of the tier costs a month, if the operator has said so (`costs.*_gib_month`)."""
+    """What a GiB of the tier costs a month, if the operator has said so (`costs.gib_month`)."""
     units = parts.gib_month.get(tier)
     return None if units is None else format_units(units)
 

@@ -12,10 +12,18 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 
 from api.admin.access import MayChange, MayRead
-from api.admin.books import books_of, found
-from api.admin.routes.bodies import AdminBody, CreditLimit, Deposit, NewKey, NewProject, NewTenant
+from api.admin.parts import books_of, found
+from api.admin.routes.bodies import (
+    Adjustment,
+    AdminBody,
+    CreditLimit,
+    NewDeposit,
+    NewKey,
+    NewProject,
+    NewTenant,
+)
 from billing.keys import Scope
-from billing.money import parse_amount, parse_positive
+from billing.money import parse_amount, parse_not_negative, parse_positive
 from billing.prices.book import NS
 from billing.reports.documents import Document, key_document, tenant_document
 
@@ -36,7 +44,7 @@ def create_tenant(request: Request, body: NewTenant, by: MayChange) -> Document:
     accounts = books_of(request).accounts
     made = accounts.create_tenant(
         body.tenant,
-        body.currency or accounts.book.cards[-1].currency,
+        body.currency or accounts.usual_currency,
         credit_limit=_limit(body.credit_limit),
         by=by.name,
         reason=body.why,
@@ -125,22 +133,52 @@ def show_balance(request: Request, tenant: str, _: MayRead) -> Document:
 
 
 @router.post("/balance/{tenant}/grant")
-def grant(request: Request, tenant: str, body: Deposit, by: MayChange) -> Document:
+def grant(request: Request, tenant: str, body: NewDeposit, by: MayChange) -> Document:
     """Give promotional money; it is spent before paid money."""
     return _deposit(request, "grant", tenant, body, by.name)
 
 
 @router.post("/balance/{tenant}/topup")
-def top_up(request: Request, tenant: str, body: Deposit, by: MayChange) -> Document:
+def top_up(request: Request, tenant: str, body: NewDeposit, by: MayChange) -> Document:
     """Book money that was paid; what is owed is settled first."""
     return _deposit(request, "topup", tenant, body, by.name)
 
 
-def _deposit(request: Request, kind: str, tenant: str, body: Deposit, by: str) -> Document:
+@router.post("/balance/{tenant}/withdraw")
+def withdraw(request: Request, tenant: str, body: NewDeposit, by: MayChange) -> Document:
+    """Book paid money that was paid out again; no more than is neither spent nor on hold."""
+    return _deposit(request, "withdraw", tenant, body, by.name)
+
+
+@router.post("/balance/{tenant}/chargeback")
+def charge_back(request: Request, tenant: str, body: NewDeposit, by: MayChange) -> Document:
+    """Book a payment that the payer's bank took back; what was spent of it is owed."""
+    return _deposit(request, "chargeback", tenant, body, by.name)
+
+
+@router.post("/balance/{tenant}/adjust")
+def adjust(request: Request, tenant: str, body: Adjustment, by: MayChange) -> Document:
+    """Put a mistyped top-up or grant right by an entry of the difference."""
+    books = books_of(request)
+    units = parse_not_negative(body.amount)
+    reference = body.reference or f"adjust_{secrets.token_hex(8)}"
+    with found():
+        books.ledger.adjust(
+            tenant, body.deposit, units, reference=reference, by=by.name, reason=body.why
+        ).result()
+        return tenant_document(books.accounts.tenant(tenant))
+
+
+def _deposit(request: Request, kind: str, tenant: str, body: NewDeposit, by: str) -> Document:
     books = books_of(request)
     units = parse_positive(body.amount)
     reference = body.reference or f"{kind}_{secrets.token_hex(8)}"
-    book: Any = books.ledger.grant if kind == "grant" else books.ledger.deposit
+    book: Any = {
+        "grant": books.ledger.grant,
+        "topup": books.ledger.deposit,
+        "withdraw": books.ledger.withdraw,
+        "chargeback": books.ledger.charge_back,
+    }[kind]
     with found():
         book(tenant, units, reference=reference, by=by, reason=body.why).result()
         return tenant_document(books.accounts.tenant(tenant))

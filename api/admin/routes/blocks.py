@@ -14,7 +14,7 @@ from api.collaborators import Collaborators
 from api.context import wire_of
 from api.errors import InvalidRequest, Unsupported
 from tiers.blocks.keys import PrefixKey, token_ids
-from tiers.memory.live_blocks import LiveBlock
+from tiers.memory.view import LiveBlock
 from tiers.tier import TierName
 
 router = APIRouter(prefix="/admin/api", tags=["admin"])

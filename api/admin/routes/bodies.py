@@ -55,11 +55,17 @@ class NewKey(AdminBody):
     expires_in_s: int | None = Field(None, gt=0, le=100 * 366 * 86_400)
 
 
-class Deposit(AdminBody):
+class NewDeposit(AdminBody):
     amount: Amount
     reference: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
         None, description="Your own id of the payment: booked once, however often it is said"
     )
+
+
+class Adjustment(AdminBody):
+    deposit: Annotated[str, Field(min_length=1, max_length=200, description="Its reference")]
+    amount: Amount = Field(description="What it should have been; 0 undoes it")
+    reference: Annotated[str, Field(min_length=1, max_length=200)] | None = None
 
 
 class Correction(AdminBody):

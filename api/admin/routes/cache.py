@@ -11,16 +11,18 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import Field
 
+from api.access.shares import OPERATOR
 from api.admin import cache_changes
 from api.admin.access import MayChange, MayRead
 from api.admin.cache_changes import OwnerKind, hands_of, must_exist, whole_prefix
-from api.admin.parts import CacheHands
+from api.admin.parts import CacheAdmin
 from api.admin.routes.bodies import AdminBody, Name
 from api.context import wire_of
 from api.errors import InvalidRequest
+from api.routes.conversation import chat_prompt
 from api.routes.models import find_model
 from api.routes.prompts import encode_chat, encode_prompt
-from api.shapes.schemas import Message
+from api.shapes.schemas import ChatBody, Message
 from tiers.blocks.keys import KEY_BYTES, PrefixKey, prefix_keys, token_bytes
 from tiers.policy.retention import Pin
 
@@ -117,7 +119,7 @@ async def purge(request: Request, body: Purging, by: MayChange) -> dict[str, Any
 
 
 async def _prefix(
-    request: Request, body: NewPin, hands: CacheHands
+    request: Request, body: NewPin, hands: CacheAdmin
 ) -> tuple[PrefixKey, Sequence[PrefixKey]]:
     """The scope's root and the keys of the full blocks of the prefix."""
     ways = [way for way in (body.key, body.prompt, body.messages) if way is not None]
@@ -132,10 +134,13 @@ async def _prefix(
     wire = wire_of(request)
     model = find_model(wire.models, body.model or next(iter(wire.models)))
     if body.messages is not None:
-        tokens = await encode_chat(wire, model, body.messages, add_generation_prompt=False)
+        chat = ChatBody.model_construct(
+            model=model.name, messages=body.messages, add_generation_prompt=False
+        )
+        tokens = await encode_chat(wire, model, chat_prompt(wire, model, chat), tenant=OPERATOR)
     else:
         assert body.prompt is not None
-        tokens = await encode_prompt(wire, model, body.prompt)
+        tokens = await encode_prompt(wire, model, body.prompt, tenant=OPERATOR)
     salt = (
         wire.salts.of_tenant(body.tenant)
         if body.tenant is not None

@@ -11,18 +11,17 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from api.admin.access import MayChange, MayRead
-from api.admin.books import Books, books_of, found
-from api.admin.headers import with_style
+from api.admin.parts import Books, books_of, found
 from api.admin.routes.account import OfTenant
 from api.admin.routes.bodies import Correction
 from api.errors import RecordNotFound
+from api.page_headers import with_style
 from billing.gate.entries import Entry
 from billing.money import parse_positive
 from billing.prices.book import NS
 from billing.prices.time_zones import find_zone
 from billing.proof import rerate as plan
 from billing.proof.prover import Proved
-from billing.proof.trail import TRAIL, trail_head
 from billing.reports import invoice as statements
 from billing.reports import usage as usage_report
 from billing.reports.documents import (
@@ -33,6 +32,7 @@ from billing.reports.documents import (
     proof_document,
     trail_document,
 )
+from billing.reports.heads import heads_document, heads_of
 from billing.reports.receipts import receipt_for
 from billing.reports.usage import Period, Split, Unit, parse_query
 from billing.store import reports as store_reports
@@ -178,14 +178,7 @@ def verify(request: Request, _: MayRead) -> Document | None:
 @router.get("/ledger/heads")
 def heads(request: Request, _: MayRead) -> Document:
     """The last hash of each tenant and of the admin trail, to keep where nobody can change it."""
-    with books_of(request).store.reading() as connection:
-        accounts = store_reports.all_accounts(connection)
-        last, head = trail_head(connection)
-    return {
-        name: {"entry": account.seq, "hash": account.head.hex()}
-        for name, account in accounts.items()
-        if account.seq
-    } | {TRAIL: {"entry": last, "hash": head}}
+    return heads_document(heads_of(books_of(request).store))
 
 
 @router.get("/ledger/entries/{tenant}")

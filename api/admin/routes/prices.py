@@ -9,12 +9,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from api.admin.access import MayChange, MayRead
-from api.admin.books import Books, books_of
+from api.admin.parts import Books, books_of
 from api.admin.routes.bodies import ApplyCard, CardSource, DiffBody, PlanBody
 from api.errors import InvalidRequest, RecordNotFound
 from billing.prices.book import NS, RateCard
 from billing.prices.cards import parse_card, shipped_cards
-from billing.prices.lint import Level, lint
+from billing.prices.lint import Severity, lint
 from billing.proof import rerate as plan
 from billing.reports.documents import (
     Document,
@@ -77,7 +77,7 @@ def apply(request: Request, body: ApplyCard, by: MayChange) -> Document:
     books = books_of(request)
     card = _card(books, body.card)
     findings = lint(card)
-    errors = [finding for finding in findings if finding.level is Level.ERROR]
+    errors = [finding for finding in findings if finding.level is Severity.ERROR]
     if errors:
         raise InvalidRequest(f"{card.name} {card.version} was not applied: {errors[0]}")
     books.accounts.apply_card(card, by=by.name, reason=body.why)

@@ -13,20 +13,10 @@ from urllib.parse import urlencode
 
 import typer
 
+from api.format import ago, seconds, size
 from cachesvc.cli.cache.select import Limit, Tenant, find_block, scope_filter
 from cachesvc.cli.options import DataDir, existing_data_dir
-from cachesvc.cli.render import (
-    KEY_DIGITS,
-    AsJson,
-    ago,
-    fail,
-    note,
-    print_json,
-    print_pairs,
-    print_table,
-    seconds,
-    size,
-)
+from cachesvc.cli.render import KEY_DIGITS, AsJson, fail, note, print_json, print_pairs, print_table
 from cachesvc.config import disk_path, parse_duration
 from cachesvc.server.server_file import LiveServer, find_server
 from tiers.blocks.keys import PrefixKey, token_ids

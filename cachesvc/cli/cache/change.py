@@ -15,22 +15,32 @@ from typing import Annotated, Any, BinaryIO
 
 import typer
 
+from api.format import number_of, size
 from cachesvc.cli.cache.select import find_block, find_scope, server_of
 from cachesvc.cli.options import DataDir, existing_data_dir
-from cachesvc.cli.render import AsJson, confirm, fail, note, number_of, print_json, progress, size
-from cachesvc.config import disk_path, parse_duration, parse_size
+from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress
+from cachesvc.config import (
+    default_data_dir,
+    disk_path,
+    load_settings,
+    parse_duration,
+    parse_size,
+)
+from cachesvc.server.listen import make_data_dir
 from tiers.blocks.keys import PrefixKey
 from tiers.disk import export as disk_transfer
 from tiers.disk.compact import compact_folder
+from tiers.disk.directory import prepare, read_meta, shard_of
 from tiers.disk.export import Moved, Rule, chain_rule, import_blocks
 from tiers.disk.maintenance import pages_by_age, remove
 from tiers.disk.pin_file import pinned_keys
-from tiers.disk.reader import shard_of
-from tiers.disk.rows import Entry, Removed
+from tiers.disk.rows import Entry
 from tiers.disk.shard import Shard
 from tiers.disk.storage import StorageError
 from tiers.disk.view import DiskView, open_shards, open_view
+from tiers.tier import Removed
 
+PAGE_BYTES = 4096
 STREAM = Path("-")  # standard input or output
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")]
@@ -162,8 +172,10 @@ def import_(
 ) -> None:
     """Store the blocks of an export, each proved on arrival. Safe beside a server.
 
-    Where there is no room, the least recently used blocks go, as in a server.
+    Where there is no room, the least recently used blocks go, as in a server. A machine without a
+    disk tier gets one of the size that the settings give it.
     """
+    _prepare(data_dir)
     with _view(data_dir, readonly=False) as view:
         try:
             with _read(file) as source:
@@ -185,6 +197,18 @@ def import_(
         fail(f"{_name(file, 'input')} ends early; what came whole was kept. Export it again")
     if moved.bad:
         fail("some blocks of the export are damaged; verify the tier that they came from")
+
+
+def _prepare(data_dir: Path | None) -> None:
+    path = (data_dir or default_data_dir()).expanduser()
+    if read_meta(disk_path(path)) is not None:
+        return
+    make_data_dir(path)
+    num_bytes = load_settings().settings.cache.disk_bytes
+    if not num_bytes:
+        fail("cache.disk_bytes is 0, which turns the disk tier off; give it a size to import into")
+    prepare(disk_path(path), num_bytes // PAGE_BYTES * PAGE_BYTES)
+    note(f"{path} had no disk tier; one of {size(num_bytes)} was made")
 
 
 @contextmanager

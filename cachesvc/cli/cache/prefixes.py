@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from api.format import ago, size
 from cachesvc.cli.cache.select import Limit, Tenant, scope_filter
 from cachesvc.cli.options import DataDir, existing_data_dir
-from cachesvc.cli.render import KEY_DIGITS, AsJson, ago, note, print_json, print_table, size
+from cachesvc.cli.render import KEY_DIGITS, AsJson, note, print_json, print_table
 from cachesvc.config import disk_path
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.view import BlockInfo, open_view

@@ -8,21 +8,22 @@ from typing import Annotated, Any
 
 import typer
 
+from api.format import number_of, size
 from billing.reports.receipts import ReceiptSigner
 from billing.store.store import database_url as ledger_url
 from cachesvc.cli.cache.select import find_scope, server_of
 from cachesvc.cli.money.books import DatabaseUrl, actor, books
 from cachesvc.cli.options import DataDir, existing_data_dir
-from cachesvc.cli.render import AsJson, confirm, fail, note, number_of, print_json, progress, size
+from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress
 from cachesvc.config import disk_path
 from cachesvc.operator.purge import Order, PurgeFailed, keep_receipt, purge_stopped, receipt
 from cachesvc.operator.scopes import Kind, roots_of
 from cachesvc.server.server_file import LiveError, find_server
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.maintenance import purge as purge_shard
-from tiers.disk.rows import Removed
 from tiers.disk.view import open_shards
 from tiers.errors import TierError
+from tiers.tier import Removed
 
 PURGE_TIMEOUT_S = 600.0
 

@@ -1,17 +1,63 @@
-"""How a tree of prefixes is drawn, whether of the disk tier or of the live index."""
+"""`cachesvc cache tree`: the tree of prefixes, of the disk tier or of a live server's tiers."""
 
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import urlencode
 
-from cachesvc.cli.render import number_of, seconds
+import typer
+
+from api.format import number_of, seconds
+from cachesvc.cli.live_server import running_server
+from cachesvc.cli.options import DataDir, existing_data_dir
+from cachesvc.cli.render import AsJson, fail, note, print_json
+from cachesvc.config import disk_path
 from tiers.blocks.keys import PrefixKey
-from tiers.blocks.tree import Node, Tree
+from tiers.blocks.tree import MAX_DEPTH, Node, Tree, TreeQuery, tree_json
+from tiers.disk.view import open_view
 from tiers.tier import TierName
+
+SHOWN = 10_000  # nodes of a tree: what a person or a page can still take in
 
 Label = Callable[[Node], str]
 
 
 NO_NAMES: Mapping[PrefixKey, str] = {}
+
+
+def tree(
+    data_dir: DataDir = None,
+    depth: Annotated[int, typer.Option(min=1, max=MAX_DEPTH, help="Levels below each scope")] = 6,
+    children: Annotated[int, typer.Option(min=1, help="At most so many below one prefix")] = 50,
+    live: Annotated[
+        bool, typer.Option(help="All tiers of the running server, with hits, and whose they are")
+    ] = False,
+    tenant: Annotated[str, typer.Option(help="With --live: only this tenant or group")] = "",
+    json: AsJson = False,
+) -> None:
+    """Blocks as the tree of prefixes that they are: those on disk, or of all tiers with --live."""
+    if tenant and not live:
+        fail("--tenant asks the running server, which knows whose blocks are whose: add --live", 2)
+    if live:
+        asked = urlencode({"depth": depth, "tenant": tenant})
+        told = running_server(data_dir).get(f"/admin/api/cache/tree?{asked}")
+        if json:
+            print_json(told)
+            return
+        for line in tree_lines(tree_from_json(told), names=owners_in(told)):
+            typer.echo(line)
+        return
+    query = TreeQuery(depth=depth, max_children=children, max_nodes=SHOWN, max_blocks=sys.maxsize)
+    with open_view(disk_path(existing_data_dir(data_dir))) as view:
+        grown = view.tree(query, time.time())
+    if json:
+        print_json(tree_json(grown))
+        return
+    for line in tree_lines(grown):
+        typer.echo(line)
+    if not grown.num_blocks:
+        note("no block is on disk; --live draws what the running server holds in memory")
 
 
 def tree_from_json(told: Mapping[str, Any]) -> Tree:

@@ -35,9 +35,9 @@ RequestId = Annotated[str, typer.Argument(help="Id of the request", show_default
 TenantOption = Annotated[str | None, typer.Option("--tenant", help="Only this tenant")]
 
 __all__ = [
-    "Books",
     "DataDir",
     "DatabaseUrl",
+    "OpenBooks",
     "Reason",
     "RequestId",
     "TenantName",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-class Books:
+class OpenBooks:
     """An open ledger database and the accounts on it."""
 
     def __init__(self, store: LedgerStore, data_dir: Path) -> None:
@@ -66,13 +66,15 @@ class Books:
 
 
 @contextmanager
-def books(data_dir: Path | None, database: str | None, *, create: bool = False) -> Iterator[Books]:
+def books(
+    data_dir: Path | None, database: str | None, *, create: bool = False
+) -> Iterator[OpenBooks]:
     """The ledger of a data directory or URL; a billing error ends the command with its sentence."""
     path = (data_dir or default_data_dir()).expanduser()
     try:
         store = open_store(database or database_url(path), create=create)
         try:
-            yield Books(store, path)
+            yield OpenBooks(store, path)
         finally:
             store.close()
     except BillingError as error:

@@ -4,24 +4,26 @@ import json as jsonlib
 import sys
 import time
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from api.format import number_of
 from billing.errors import BillingError
 from billing.money import format_units, parse_positive
 from billing.prices.book import NS
 from billing.proof import audit
-from billing.proof import rerate as plan
 from billing.reports.documents import (
     Document,
     entry_document,
     hold_document,
-    plan_document,
     proof_document,
     trail_document,
 )
+from billing.reports.heads import read_heads, read_receipt_head, signed_heads
+from billing.reports.receipts import ReceiptSigner, published_keys
 from billing.store import reports as store_reports
 from cachesvc.cli.money.books import (
     DatabaseUrl,
@@ -32,8 +34,8 @@ from cachesvc.cli.money.books import (
     actor,
     books,
 )
-from cachesvc.cli.money.prices import print_plan
-from cachesvc.cli.render import AsJson, fail, note, number_of, print_json, print_table
+from cachesvc.cli.money.refunds import refund, rerate
+from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Prove and correct the ledger")
 
@@ -41,7 +43,16 @@ app = typer.Typer(no_args_is_help=True, help="Prove and correct the ledger")
 @app.command()
 def verify(
     heads: Annotated[
-        Path | None, typer.Option(help="Heads written down by `ledger heads`: nothing was cut off")
+        Path | None,
+        typer.Option(help="Heads kept elsewhere: nothing was cut off or written anew since"),
+    ] = None,
+    receipt: Annotated[
+        list[Path] | None,
+        typer.Option(help="A customer's receipt: its entry stands, and all before it"),
+    ] = None,
+    public_key: Annotated[
+        str | None,
+        typer.Option(help="The published key, in hex  [those of the data directory]"),
     ] = None,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -50,7 +61,9 @@ def verify(
     """Recompute every hash, charge and balance; name the first entry that differs."""
     with books(data_dir, database) as open_books:
         began = time.monotonic()
-        known = _read_heads(heads) if heads else None
+        key_of = partial(_public_key, public_key, open_books.data_dir)
+        known = read_heads(heads, key_of) if heads else []
+        known += [read_receipt_head(path, key_of) for path in receipt or ()]
         proof = audit.verify(open_books.store, heads=known, progress=_progress)
         took_s = time.monotonic() - began
     if json:
@@ -69,12 +82,13 @@ def verify(
 
 @app.command("heads")
 def show_heads(data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Print the last hash of each tenant and of the trail, to keep where nobody can change it."""
+    """Print the last hash of each tenant and of the trail, signed, to keep elsewhere."""
     with books(data_dir, database) as open_books:
         proof = audit.verify(open_books.store)
         if not proof.ok:
             fail(f"the ledger does not prove: {proof.problems[0]}")
-        print_json({t: {"entry": seq, "hash": h} for t, (seq, h) in proof.heads.items() if seq})
+        signer = ReceiptSigner.open(open_books.data_dir)
+        print_json(signed_heads(open_books.store, signer, time.time_ns()))
 
 
 @app.command()
@@ -127,27 +141,8 @@ def rebuild(data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
         note(f"rebuilt from {number_of(proof.num_entries, 'entry', 'entries')}")
 
 
-@app.command()
-def rerate(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show; change nothing")] = False,
-    days: Annotated[int, typer.Option(min=1, help="How many days back")] = 31,
-    tenant: TenantOption = None,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
-) -> None:
-    """What past requests would cost under the cards as they stand now."""
-    if not dry_run:
-        fail("entries never change: say --dry-run to compare, then `ledger correct` what is wrong")
-    with books(data_dir, database) as open_books:
-        open_books.accounts.expect(tenant)
-        pricing = plan.under_book(open_books.accounts.book)
-        since_ns = max(0, time.time_ns() - days * 86_400 * NS)
-        found = plan.rerate(open_books.store, pricing, since_ns=since_ns, tenant=tenant)
-        if json:
-            print_json(plan_document(found))
-        else:
-            print_plan(found)
+app.command()(rerate)
+app.command()(refund)
 
 
 @app.command()
@@ -220,12 +215,12 @@ def _word(values: Document, name: str) -> str:
     return "-" if value is None else value if isinstance(value, str) else jsonlib.dumps(value)
 
 
-def _read_heads(path: Path) -> dict[str, tuple[int, str]]:
+def _public_key(given: str | None, data_dir: Path, key_id: str) -> bytes | None:
     try:
-        data = jsonlib.loads(path.read_text())
-        return {tenant: (int(head["entry"]), str(head["hash"])) for tenant, head in data.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BillingError(f"{path} is not what `ledger heads` prints: {error}") from error
+        found = given or published_keys(data_dir).get(key_id)
+        return None if found is None else bytes.fromhex(found)
+    except ValueError:
+        raise BillingError("--public-key is 64 hexadecimal digits") from None
 
 
 def _progress(num_entries: int) -> None:

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
+from api.format import number_of
 from billing.errors import BillingError
 from billing.money import format_units
 from billing.prices.book import NS, RateCard
 from billing.prices.cards import find_card
-from billing.prices.lint import Finding, Level, lint
+from billing.prices.lint import CardFinding, Severity, lint
 from billing.proof import rerate as plans
 from billing.reports.documents import (
     EXTRAS,
@@ -23,7 +24,7 @@ from billing.reports.documents import (
     price_text,
 )
 from cachesvc.cli.money.books import DatabaseUrl, DataDir, Reason, TenantOption, actor, books
-from cachesvc.cli.render import AsJson, fail, note, number_of, print_json, print_table
+from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Lint, show, plan and apply rate cards")
 
@@ -132,11 +133,11 @@ def _instant(card: RateCard) -> str:
     return datetime.fromtimestamp(card.valid_from_ns // NS, UTC).isoformat()
 
 
-def _errors(findings: list[Finding]) -> bool:
-    return any(finding.level is Level.ERROR for finding in findings)
+def _errors(findings: list[CardFinding]) -> bool:
+    return any(finding.level is Severity.ERROR for finding in findings)
 
 
-def _print_findings(findings: list[Finding]) -> None:
+def _print_findings(findings: list[CardFinding]) -> None:
     for finding in findings:
         typer.echo(str(finding))
 

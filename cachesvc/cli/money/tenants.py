@@ -40,20 +40,22 @@ def create(
     """Create a tenant; prepaid unless told otherwise."""
     with books(data_dir, database, create=True) as open_books:
         accounts = open_books.accounts
-        accounts.prepare()
         made = accounts.create_tenant(
             tenant,
-            currency or accounts.book.cards[-1].currency,
+            currency or accounts.usual_currency,
             credit_limit=parse_limit(postpaid),
             by=actor(),
             reason=reason,
         )
         show_tenant(made, json)
         if accounts.book.in_force(time.time_ns(), made.currency) is None:
-            note(
-                f"no rate card in {made.currency} is in force: its requests are refused until one "
-                "is applied with `cachesvc prices apply`"
-            )
+            if made.currency != accounts.usual_currency:
+                note(
+                    f"no rate card in {made.currency} is in force: its requests are refused until "
+                    "one is applied with `cachesvc prices apply`"
+                )
+            elif not json:
+                note("the server's first start puts `billing.first_card` in force")
 
 
 @app.command("list")

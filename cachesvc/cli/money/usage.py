@@ -10,6 +10,7 @@ from typing import Annotated, BinaryIO
 
 import typer
 
+from api.format import number_of, percent
 from billing.errors import InvalidName, InvalidSpan
 from billing.gate.entries import Entry
 from billing.money import format_units
@@ -18,9 +19,16 @@ from billing.reports import export as exports
 from billing.reports import invoice as statements
 from billing.reports import usage as usage_report
 from billing.reports.usage import Period, Query, Split, Unit, parse_query, report
-from cachesvc.cli.money.books import Books, DatabaseUrl, DataDir, TenantName, TenantOption, books
+from cachesvc.cli.money.books import (
+    DatabaseUrl,
+    DataDir,
+    OpenBooks,
+    TenantName,
+    TenantOption,
+    books,
+)
 from cachesvc.cli.money.receipts import receipt, receipt_keys, verify_receipt
-from cachesvc.cli.render import AsJson, note, number_of, percent, print_json, print_table
+from cachesvc.cli.render import AsJson, note, print_json, print_table
 
 app = typer.Typer(help="Tokens by class, what they cost and what hits saved")
 
@@ -255,7 +263,7 @@ def export(
 
 
 def _append(
-    open_books: Books, file: BinaryIO, form: ExportFormat, source: str, entries: list[Entry]
+    open_books: OpenBooks, file: BinaryIO, form: ExportFormat, source: str, entries: list[Entry]
 ) -> None:
     if form is ExportFormat.CLOUDEVENTS:
         data = exports.cloud_event_lines(entries, source)

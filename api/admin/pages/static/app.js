@@ -19,6 +19,31 @@ window.cachesvc = window.cachesvc || {};
     document.dispatchEvent(new Event("themechange"));
   }
 
+  // One zone for tables and charts: the reader's own, or UTC. Without this script a page is in UTC.
+  const own = new Date().toLocaleTimeString("en", { timeZoneName: "short" }).split(" ").at(-1);
+  window.cachesvc.isUtc = localStorage.getItem("cachesvc_zone") === "utc" || own === "UTC";
+  const zone = window.cachesvc.isUtc ? "UTC" : own;
+
+  function showTimes(inside) {
+    for (const each of inside.querySelectorAll(".zone")) each.textContent = zone;
+    if (window.cachesvc.isUtc) return;
+    for (const each of inside.querySelectorAll("time[datetime]")) {
+      const when = new Date(each.dateTime);
+      // Swedish writes times as ISO 8601 does.
+      each.textContent = when.toLocaleString("sv");
+      each.title = `${each.dateTime.replace("T", " ").replace("Z", "")} UTC`;
+    }
+  }
+
+  function toggleZone() {
+    localStorage.setItem("cachesvc_zone", window.cachesvc.isUtc ? "own" : "utc");
+    location.reload();
+  }
+
+  document.getElementById("zone").textContent = zone;
+  showTimes(document);
+  document.addEventListener("htmx:afterSwap", (event) => showTimes(event.target));
+
   let went = -Infinity; // when `g` was pressed
 
   function onKey(event) {
@@ -33,11 +58,13 @@ window.cachesvc = window.cachesvc || {};
       return;
     }
     if (key === "t") toggleTheme();
+    else if (key === "z") toggleZone();
     else if (key === "?") shortcuts.showModal();
     else if (key === "p") document.getElementById("pause")?.click();
     else if (/^[1-9]$/.test(key)) document.querySelectorAll("input[name=window]")[Number(key) - 1]?.click();
   }
 
+  document.getElementById("zone").addEventListener("click", toggleZone);
   document.getElementById("theme").addEventListener("click", toggleTheme);
   document.getElementById("keys").addEventListener("click", () => shortcuts.showModal());
   document.addEventListener("keydown", onKey);

@@ -113,6 +113,7 @@
       this.plot = new uPlot({
         ...this.size(),
         legend: { show: false },
+        tzDate: (seconds) => (cachesvc.isUtc ? uPlot.tzDate(new Date(seconds * 1e3), "Etc/UTC") : new Date(seconds * 1e3)),
         padding: [8, 26, 0, 0],
         cursor: { sync: { key: sync.key }, drag: { x: false, y: false }, points: { size: 6 } },
         scales: {

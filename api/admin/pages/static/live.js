@@ -23,7 +23,7 @@
     for (const each of series) query.append("series", each);
     for (const each of over) query.append("over", each);
     const response = await fetch(`/admin/api/history?${query}`, { headers: { Accept: "application/json" } });
-    if (response.status === 401) location.assign("/admin/login");
+    if (response.status === 401) location.assign(`/admin/login?next=${encodeURIComponent(location.pathname + location.search)}`);
     if (!response.ok) throw new Error(`the server answered ${response.status}`);
     return response.json();
   }

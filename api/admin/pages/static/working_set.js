@@ -99,7 +99,7 @@
     try {
       if (document.hidden) return;
       const response = await fetch("/admin/api/working-set", { headers: { Accept: "application/json" } });
-      if (response.status === 401) location.assign("/admin/login");
+      if (response.status === 401) location.assign(`/admin/login?next=${encodeURIComponent(location.pathname + location.search)}`);
       if (!response.ok) throw new Error(`the server answered ${response.status}`);
       draw(await response.json());
       state.className = "state live";

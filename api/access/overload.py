@@ -1,0 +1,55 @@
+"""Refusal before the work: whoever would wait too long is told at once when to come back.
+
+A server that queues without end answers everybody late. Past what it can serve, each answer comes
+after its client has given up, and the work is lost. The engine predicts the wait of a tenant's next
+request from what that tenant has waiting, its fair share and the rate of late. Event loop only.
+"""
+
+import math
+from typing import Final
+
+from api.access.shares import Shares
+from api.errors import Overloaded, QueueTooLong
+from api.served_model import EngineClient
+
+MAX_RETRY_S: Final = 60  # OpenAI's clients heed no longer Retry-After
+
+
+class QueueBound:
+    """Who may still queue for the engine: by the predicted wait, and by a tenant's share of places.
+
+    Invariant: at most `max_in_flight` prompts that were let in have not been given back.
+    """
+
+    def __init__(
+        self, engine: EngineClient, *, max_wait_s: float = 10.0, max_in_flight: int = 1024
+    ) -> None:
+        self._engine = engine
+        self._max_wait_s = max_wait_s
+        self._places = Shares(max_in_flight)
+
+    def check_wait(self, tenant: str, num_tokens: int = 0) -> None:
+        """Raises QueueTooLong where a prompt of `num_tokens` would wait longer than is allowed.
+
+        Asked with no tokens before the body is read, so that a refusal costs next to nothing.
+        """
+        wait_s, bound_s = self._engine.predicted_wait_s(tenant, num_tokens), self._max_wait_s
+        if wait_s <= bound_s:
+            return
+        retry_s = min(MAX_RETRY_S, max(1, math.ceil(wait_s - bound_s)))
+        raise QueueTooLong(
+            f"The server is busy: this request would wait about {wait_s:.0f} s to begin, and at "
+            f"most {bound_s:g} s are allowed (engine.max_wait). Retry in {retry_s} s.",
+            headers={"Retry-After": str(retry_s)},
+        )
+
+    def enter(self, tenant: str, num_prompts: int) -> None:
+        """Takes a place for each prompt, until `leave`. Raises Overloaded."""
+        if not self._places.take(tenant, num_prompts):
+            raise Overloaded(
+                f"{self._places.used} prompts are in flight, {self._places.held(tenant)} of them "
+                "of this tenant, as many as are allowed (engine.max_waiting); retry shortly."
+            )
+
+    def leave(self, tenant: str, num_prompts: int) -> None:
+        self._places.give_back(tenant, num_prompts)

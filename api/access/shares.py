@@ -1,0 +1,43 @@
+"""A bounded resource that tenants share, so that none of them can take it from the others."""
+
+from collections import Counter
+from typing import Final
+
+OPERATOR: Final = ""  # whoever acts for no tenant, as the dashboard does
+_ALPHA = 3  # a tenant alone may hold 3/4, two tenants 3/7 each, three 3/10 each
+
+
+class Shares:
+    """Who holds how much of `capacity`. Event loop only.
+
+    A tenant may hold up to `_ALPHA` times what is free. So something is left for a newcomer, and
+    what nobody else wants does not lie idle. The rule is that of Choudhury and Hahne,
+    "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches" (IEEE/ACM Transactions on
+    Networking 6, 1998), section II.
+
+    Invariant: the held amounts sum to `used`, which is at most `capacity`.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._held: Counter[str] = Counter()
+        self.used = 0
+
+    def take(self, tenant: str, amount: int = 1) -> bool:
+        """Takes so much for the tenant, or gives False and takes nothing."""
+        free = self._capacity - self.used
+        if amount > free or self._held[tenant] + amount > _ALPHA * free:
+            return False
+        self._held[tenant] += amount
+        self.used += amount
+        return True
+
+    def give_back(self, tenant: str, amount: int = 1) -> None:
+        assert 0 <= amount <= self._held[tenant], (tenant, amount, self._held[tenant])
+        self._held[tenant] -= amount
+        self.used -= amount
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+    def held(self, tenant: str) -> int:
+        return self._held.get(tenant, 0)

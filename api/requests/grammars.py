@@ -1,0 +1,44 @@
+"""Grammars compiled for requests, a few at a time on threads of their own.
+
+Neither the event loop nor a prompt that is tokenised waits for one. `engine.grammar.compiler`
+bounds how long a grammar may take; here tenants take turns.
+"""
+
+from typing import Protocol
+
+from api.access.fair_pool import FairPool
+from engine.structure import Grammar, Source
+
+NUM_THREADS = 2  # so that one tenant's slow grammar does not keep the others waiting
+MAX_PENDING = 32  # grammars that are compiled or wait for it
+
+
+class Compiler(Protocol):
+    """See `engine.grammar.compiler.GrammarCompiler`."""
+
+    def known(self, source: Source, owner: str) -> Grammar | None: ...
+
+    def compile(self, source: Source, owner: str) -> Grammar: ...
+
+
+class GrammarPool:
+    """Compiles grammars for requests. A known one is answered at once."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self._pool = FairPool(
+            NUM_THREADS,
+            max_pending=MAX_PENDING,
+            name="cachesvc-grammar",
+            what="grammars wait to be compiled",
+        )
+
+    async def get(self, tenant: str, source: Source) -> Grammar:
+        """The grammar. Raises Overloaded, and what the compiler raises."""
+        known = self._compiler.known(source, tenant)
+        if known is not None:
+            return known
+        return await self._pool.run(tenant, lambda: self._compiler.compile(source, tenant))
+
+    def close(self) -> None:
+        self._pool.close()

@@ -1,0 +1,114 @@
+// The customer's page: reads /v1/usage* with the key that was typed in, which never leaves memory.
+"use strict";
+
+let key = "";
+const at = (id) => document.getElementById(id);
+
+async function ask(path) {
+  const answer = await fetch(path, { headers: { authorization: `Bearer ${key}` }, cache: "no-store" });
+  if (!answer.ok) {
+    const said = await answer.json().catch(() => ({}));
+    throw new Error(said.error?.message ?? `the server answered ${answer.status}`);
+  }
+  return answer;
+}
+
+const count = (value) => Number(value).toLocaleString("en");
+const moment = (ns) => new Date(ns / 1e6).toLocaleString();
+
+// Columns: title, what a row shows in it, and whether it is a number.
+const USED = [
+  ["Requests", (row) => count(row.requests), true],
+  ["Prompt tokens", (row) => count(row.prompt_tokens), true],
+  ["Of them hits", (row) => count(row.hit_tokens), true],
+  ["Output tokens", (row) => count(row.output_tokens), true],
+  ["Amount", (row) => `${row.amount} ${row.currency}`, true],
+  ["Saved by the cache", (row) => row.saved, true],
+];
+const TABLES = {
+  daily: [["Day", (row) => row.period], ...USED],
+  monthly: [["", (row) => row.part ?? ""], ...USED],
+  sessions: [["Session", (row) => row.period], ...USED],
+  entries: [
+    ["When", (row) => moment(row.details.billed_ns ?? row.at_ns)],
+    ["What", (row) => row.kind],
+    ["Id", (row) => row.request_id],
+    ["Model", (row) => row.details.model ?? row.details.reason ?? ""],
+    ["Amount", (row) => `${row.amount} ${row.currency}`, true],
+  ],
+};
+
+function cell(kind, text, isNumber) {
+  const made = document.createElement(kind);
+  made.textContent = text;
+  if (isNumber) made.className = "n";
+  return made;
+}
+
+function fill(name, rows) {
+  const columns = TABLES[name];
+  const head = document.createElement("tr");
+  head.append(...columns.map(([title, , isNumber]) => cell("th", title, isNumber)));
+  const lines = rows.map((row) => {
+    const line = document.createElement("tr");
+    line.append(...columns.map(([, show, isNumber]) => cell("td", show(row), isNumber)));
+    return line;
+  });
+  if (!lines.length) lines.push(cell("caption", "Nothing yet."));
+  at(name).replaceChildren(head, ...lines);
+}
+
+async function showMonth() {
+  const first = new Date().toISOString().slice(0, 8) + "01";
+  const path = `/v1/usage?unit=month&since=${first}&breakdown=${at("split").value}`;
+  fill("monthly", await (await ask(path)).json());
+}
+
+async function show() {
+  const account = await (await ask("/v1/usage/account")).json();
+  at("tenant").textContent = account.tenant;
+  const limit = account.credit_limit === null ? "unlimited" : account.credit_limit;
+  const facts = [
+    ["Balance", account.balance], ["Granted of it", account.granted], ["Owed", account.owed],
+    ["On hold", account.held], ["Credit limit", limit], ["Available", account.available ?? "unlimited"],
+  ];
+  at("balance").replaceChildren(...facts.map(([name, value]) => {
+    const pair = document.createElement("div");
+    pair.append(cell("dt", `${name}, ${account.currency}`), cell("dd", value));
+    return pair;
+  }));
+  fill("daily", (await (await ask("/v1/usage?unit=day")).json()).reverse());
+  fill("sessions", await (await ask("/v1/usage/sessions?limit=20")).json());
+  fill("entries", await (await ask("/v1/usage/entries?limit=50")).json());
+  await showMonth();
+  at("shown").hidden = false;
+}
+
+async function tried(work) {
+  at("wrong").textContent = "";
+  try { await work(); } catch (error) { at("wrong").textContent = error.message; }
+}
+
+async function save(path, name) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(await (await ask(path)).blob());
+  if (name) link.download = name; else link.target = "_blank";
+  link.click();
+}
+
+at("login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key = at("key").value.trim();
+  tried(show);
+});
+at("split").addEventListener("change", () => tried(showMonth));
+at("month").value = new Date().toISOString().slice(0, 7);
+document.addEventListener("click", (event) => {
+  const { csv, invoice } = event.target.dataset ?? {};
+  if (csv) tried(() => save(`${csv}${csv.includes("?") ? "&" : "?"}format=csv`, "usage.csv"));
+  if (invoice) {
+    const month = at("month").value;
+    const name = invoice === "csv" ? `invoice-${month}.csv` : "";
+    tried(() => save(`/v1/usage/invoice/${month}?format=${invoice}`, name));
+  }
+});

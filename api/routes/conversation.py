@@ -1,0 +1,204 @@
+"""A chat from its checked body to a job and the reader of its answer, for every protocol."""
+
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+
+from api.admission import check_size, request_context, scope_for
+from api.collaborators import Collaborators
+from api.context import request_log_of, wire_of
+from api.errors import InvalidRequest, Unsupported
+from api.job import Delta, Job, Turn
+from api.requests.turns import Replay, turn_of
+from api.routes.models import find_model
+from api.routes.prompts import ChatPrompt, encode_chat, room_for_answer
+from api.served_model import ServedModel
+from api.shapes.chat import message_of
+from api.shapes.contents import contents_of
+from api.shapes.reply import Reply
+from api.shapes.schemas import ChatBody, sampling_params
+from api.shapes.structured import source_asked
+from api.shapes.template_arguments import template_arguments
+from api.shapes.tooling import tooling_of, tools_source
+from api.shapes.volatile import without_volatile
+from api.tools.reasoning import OPEN, ThinkParser
+from api.tools.style import THOUGHT_MARKERS, Style, parser_of, style_of, thinks
+from billing.keys import Principal
+from engine.request import FinishReason
+from engine.structure import Source
+from tiers.blocks.keys import CacheScope
+
+_TAIL_TOKENS = 8  # of a prompt: enough to tell whether it ends with the mark of reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What the model is asked, and how each choice of its answer is read."""
+
+    job: Job
+    new_reply: Callable[[], Reply]
+
+
+async def chat_of(
+    request: Request,
+    principal: Principal,
+    body: ChatBody,
+    raw: bytes,
+    *,
+    keep_1h: bool = False,
+    replays: bool = False,
+) -> Chat:
+    """Raises what is wrong with the body, by field. `replays`: go on from the last turn's tokens,
+    also where the settings do not say so."""
+    wire, log = wire_of(request), request_log_of(request)
+    body.refuse_unserved()
+    model = find_model(wire.models, body.model)
+    check_size(wire, body, 1)
+    prompt = chat_prompt(wire, model, body)
+    scope = scope_for(wire.salts, model, principal, body.extension.share)
+    turn = _turn(wire, body, scope, prompt)
+    replays = (replays or wire.settings.replay_turns) and not body.extension.contents
+    replay = _replay(wire, prompt, turn) if replays else None
+    tokens = await encode_chat(wire, model, prompt, tenant=principal.tenant, replay=replay)
+    limit = room_for_answer(
+        model,
+        len(tokens),
+        body.completion_limit,
+        prompt="messages",
+        limit="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
+    )
+    opened = _ends_thinking(model, tokens)
+    source = tools_source(prompt.tooling, prompt.style, source_asked(body), thinking=opened)
+    job = Job(
+        request_id=log.request_id,
+        model=model,
+        prompts=(tokens,),
+        params=sampling_params(body, max_tokens=limit, logprobs=body.logprobs_asked),
+        tenant=principal.tenant,
+        scope=scope,
+        stop=body.stop_strings,
+        source=source,
+        cache=body.extension.cache is not False,
+        stream=bool(body.stream),
+        arrival_ns=log.arrival_ns,
+        context=request_context(request, principal, raw, body),
+        contents=contents_of(
+            body.extension, (tokens,), allow_perceptual=wire.settings.perceptual_digests
+        ),
+        markers=_markers(prompt, model),
+        keep_1h=keep_1h,
+        dropped_lines=prompt.dropped_lines,
+    )
+    new_reply = partial(
+        _new_reply,
+        prompt,
+        model,
+        opened=opened,
+        forced=_is_bare(prompt, source),
+    )
+    if turn is not None and wire.conversations is not None:
+        same = _num_same(replay, tokens)
+        job = replace(
+            job,
+            turn=turn,
+            message_of=partial(_answered, new_reply),
+            replayed_tokens=same,
+            divergence=None
+            if same
+            else wire.conversations.divergence(turn, tokens, model.tokenizer),
+        )
+    return Chat(job, new_reply)
+
+
+def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> ChatPrompt:
+    """What the model's template is given. Raises as `chat_of`."""
+    if not model.tokenizer.has_chat_template:
+        raise Unsupported(
+            f"The model '{model.name}' has no chat template; use /v1/completions.",
+            param="messages",
+        )
+    template = model.tokenizer.chat_template
+    tooling = tooling_of(body)
+    continues = bool(body.continue_final_message)
+    if continues and (body.add_generation_prompt or body.messages[-1].role != "assistant"):
+        raise InvalidRequest(
+            "continue_final_message needs a last message of the assistant, and no "
+            "add_generation_prompt.",
+            param="continue_final_message",
+        )
+    messages = [message.for_template(number) for number, message in enumerate(body.messages)]
+    plain, dropped = without_volatile(messages, wire.settings.drop_lines)
+    return ChatPrompt(
+        messages=plain,
+        dropped_lines=dropped,
+        tooling=tooling,
+        style=style_of(template),
+        add_generation_prompt=body.add_generation_prompt is not False and not continues,
+        continue_final_message=continues,
+        arguments=template_arguments(body, template),
+    )
+
+
+def _turn(
+    wire: Collaborators, body: ChatBody, scope: CacheScope, prompt: ChatPrompt
+) -> Turn | None:
+    """The turn that the chat is of its conversation; None where turns are not remembered."""
+    if wire.conversations is None or body.extension.cache is False:
+        return None
+    return turn_of(scope, prompt.messages, prompt.told_tools)
+
+
+def _replay(wire: Collaborators, prompt: ChatPrompt, turn: Turn | None) -> Replay | None:
+    """What the chat goes on from. Not from calls in harmony, which end in a mark of their own."""
+    if wire.conversations is None or turn is None or prompt.continue_final_message:
+        return None
+    replay = wire.conversations.replay(turn)
+    if replay is None or replay.place == len(prompt.messages) - 1:
+        return None
+    calls = prompt.messages[replay.place].get("tool_calls")
+    return None if calls and prompt.style is Style.HARMONY else replay
+
+
+def _num_same(replay: Replay | None, tokens: "array[int]") -> int:
+    """Tokens that were replayed; none where the template's own were taken after all."""
+    if replay is None or tokens[: len(replay.tokens)] != replay.tokens:
+        return 0
+    return len(replay.tokens)
+
+
+def _is_bare(prompt: ChatPrompt, source: Source | None) -> bool:
+    """A grammar has the calls written as JSON without the style's marks."""
+    return source is not None and bool(prompt.tooling.tools) and not prompt.style.has_text_marks
+
+
+def _answered(new_reply: Callable[[], Reply], text: str) -> Mapping[str, Any]:
+    """An answer as the message that the next turn sends back."""
+    reply = new_reply()
+    reply.read(Delta(0, text, finish=FinishReason.STOP))
+    return message_of(reply)
+
+
+def _markers(prompt: ChatPrompt, model: ServedModel) -> tuple[str, ...]:
+    """Special tokens that the answer's reader must see."""
+    calls = bool(prompt.tooling.tools) or prompt.style is Style.HARMONY
+    thought = THOUGHT_MARKERS if thinks(model.tokenizer.chat_template) else ()
+    return (*(prompt.style.markers if calls else ()), *thought)
+
+
+def _new_reply(prompt: ChatPrompt, model: ServedModel, *, opened: bool, forced: bool) -> Reply:
+    parser = parser_of(prompt.style, prompt.tooling.names, forced=forced)
+    if thinks(model.tokenizer.chat_template) and prompt.style is not Style.HARMONY:
+        parser = ThinkParser(parser, opened=opened)
+    return Reply(parser, prompt.style)
+
+
+def _ends_thinking(model: ServedModel, tokens: "array[int]") -> bool:
+    """The prompt ends inside of reasoning, which the answer goes on with."""
+    if not thinks(model.tokenizer.chat_template):
+        return False
+    tail = b"".join(model.tokenizer.token_bytes(token) for token in tokens[-_TAIL_TOKENS:])
+    return tail.rstrip().endswith(OPEN.encode())

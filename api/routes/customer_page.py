@@ -1,0 +1,32 @@
+"""/account: a page that shows customers what `/v1/usage*` says.
+
+The page itself is the same for everybody. It reads those routes with a key that the visitor types
+in, which stays in the page.
+"""
+
+from importlib import resources
+from typing import Literal
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from api.page_headers import HEADERS, POLICY
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/account")
+async def account_page() -> Response:
+    """The page; it asks for a key and reads the routes above with it."""
+    return _asset("account.html", "text/html")
+
+
+@router.get("/account/{name}")
+async def account_asset(name: Literal["account.js", "account.css"]) -> Response:
+    return _asset(name, "text/css" if name.endswith("css") else "text/javascript")
+
+
+def _asset(name: str, media_type: str) -> Response:
+    text = (resources.files("api.routes") / "account_page" / name).read_text("utf-8")
+    headers = HEADERS | {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
+    return Response(text, media_type=media_type, headers=headers)

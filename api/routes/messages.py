@@ -1,0 +1,48 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol over the same chats."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.admission import deliver
+from api.context import authorised, read_body, wire_of
+from api.routes.conversation import chat_of, chat_prompt
+from api.routes.models import find_model
+from api.routes.prompts import encode_chat
+from api.shapes.messages import CountBody, MessagesBody
+from api.shapes.messages_format import MessagesFormat
+from api.shapes.schemas import parse
+from api.shapes.template_arguments import fitting_thinking
+
+router = APIRouter(tags=["messages"])
+
+
+@router.post("/v1/messages")
+async def messages(request: Request) -> Response:
+    """A message as JSON, or as Anthropic's events with `stream`."""
+    principal = await authorised(request)
+    wire = wire_of(request)
+    wire.queue.check_wait(principal.tenant)
+    raw = await read_body(request)
+    body = parse(raw, MessagesBody)
+    model = find_model(wire.models, body.model)
+    thinking = fitting_thinking(body.thinking, model.tokenizer.chat_template)
+    asked = body.generation().model_copy(update={"thinking": thinking})
+    keep_1h = any(control.ttl == "1h" for control in body.breakpoints)
+    chat = await chat_of(request, principal, asked, raw, keep_1h=keep_1h)
+    wire_format = MessagesFormat(chat.job, chat.new_reply)
+    return await deliver(request, principal, chat.job, asked, wire_format, raw)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request) -> dict[str, Any]:
+    """The tokens of the prompt that the same body would have."""
+    principal = await authorised(request)
+    wire = wire_of(request)
+    body = parse(await read_body(request), CountBody)
+    model = find_model(wire.models, body.model)
+    thinking = fitting_thinking(body.thinking, model.tokenizer.chat_template)
+    asked = body.as_chat().model_copy(update={"thinking": thinking})
+    prompt = chat_prompt(wire, model, asked)
+    return {"input_tokens": len(await encode_chat(wire, model, prompt, tenant=principal.tenant))}

@@ -1,0 +1,110 @@
+"""POST /v1/responses and what belongs to it: OpenAI's Responses over the same chats."""
+
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.admission import deliver
+from api.collaborators import Collaborators
+from api.context import authorised, read_body, wire_of
+from api.errors import ResponseNotFound
+from api.requests.responses import Kept
+from api.routes.conversation import chat_of, chat_prompt
+from api.routes.models import find_model
+from api.routes.prompts import encode_chat
+from api.shapes.responses import InputBody, ResponsesBody
+from api.shapes.responses_format import ResponsesFormat
+from api.shapes.schemas import parse
+
+router = APIRouter(tags=["responses"])
+
+
+@router.post("/v1/responses")
+@router.post("/responses", include_in_schema=False)
+async def responses(request: Request) -> Response:
+    """A response as JSON, or as events with `stream`; kept for later turns unless `store` is
+    false."""
+    principal = await authorised(request)
+    wire = wire_of(request)
+    wire.queue.check_wait(principal.tenant)
+    raw = await read_body(request)
+    body = parse(raw, ResponsesBody)
+    asked = body.generation(_history(wire, principal.tenant, body))
+    keep_1h = body.prompt_cache_retention == "24h"
+    replays = body.previous_response_id is not None
+    chat = await chat_of(request, principal, asked, raw, keep_1h=keep_1h, replays=replays)
+    keep = None if body.store is False else partial(_keep, wire, principal.tenant, body)
+    wire_format = ResponsesFormat(chat.job, chat.new_reply, body, keep)
+    return await deliver(request, principal, chat.job, asked, wire_format, raw)
+
+
+@router.post("/v1/responses/input_tokens")
+async def input_tokens(request: Request) -> dict[str, Any]:
+    """The tokens of the prompt that the same body would have."""
+    principal = await authorised(request)
+    wire = wire_of(request)
+    body = parse(await read_body(request), InputBody)
+    model = find_model(wire.models, body.model)
+    prompt = chat_prompt(wire, model, body.as_chat(_history(wire, principal.tenant, body)))
+    tokens = await encode_chat(wire, model, prompt, tenant=principal.tenant)
+    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
+
+
+@router.get("/v1/responses/{name}")
+async def show_response(request: Request, name: str) -> dict[str, Any]:
+    principal = await authorised(request)
+    return _found(wire_of(request), principal.tenant, name).response
+
+
+@router.get("/v1/responses/{name}/input_items")
+async def show_items(request: Request, name: str) -> dict[str, Any]:
+    """What the response answered, oldest first."""
+    principal = await authorised(request)
+    items = list(_found(wire_of(request), principal.tenant, name).items)
+    ends = {"first_id": None, "last_id": None, "has_more": False}
+    return {"object": "list", "data": items, **ends}
+
+
+@router.delete("/v1/responses/{name}")
+async def delete_response(request: Request, name: str) -> dict[str, Any]:
+    principal = await authorised(request)
+    _found(wire_of(request), principal.tenant, name)
+    wire_of(request).responses.delete(principal.tenant, name)
+    return {"id": name, "object": "response", "deleted": True}
+
+
+def _history(wire: Collaborators, tenant: str, body: InputBody) -> list[dict[str, Any]]:
+    """The chat that the body goes on from; instructions are each request's own."""
+    if body.previous_response_id is None:
+        return []
+    return list(_found(wire, tenant, body.previous_response_id, "previous_response_id").messages)
+
+
+def _found(wire: Collaborators, tenant: str, name: str, param: str | None = None) -> Kept:
+    kept = wire.responses.get(tenant, name)
+    if kept is None:
+        raise ResponseNotFound(
+            f"Response '{name[:80]}' is not kept: it was sent with store false, deleted, or was "
+            "before a restart or many others. Send the whole conversation as input.",
+            param=param,
+        )
+    return kept
+
+
+def _keep(
+    wire: Collaborators,
+    tenant: str,
+    body: ResponsesBody,
+    response: dict[str, Any],
+    answer: dict[str, Any],
+) -> None:
+    items = body.input
+    if isinstance(items, str):
+        told = [{"type": "message", "role": "user", "content": items}]
+    else:
+        told = [item.model_dump(exclude_none=True) for item in items]
+    said = {name: value for name, value in answer.items() if value is not None}
+    messages = [*_history(wire, tenant, body), *body.messages(), {"content": "", **said}]
+    wire.responses.put(tenant, response, told, messages)

@@ -1,0 +1,161 @@
+"""What customers see of their own use and money: usage, requests, invoices, receipts, limits.
+
+Only ever of the caller's own tenant. The store is read off the event loop.
+"""
+
+import asyncio
+import io
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import HTMLResponse, Response
+
+from api.context import authorised, wire_of
+from api.errors import RecordNotFound, Unsupported
+from api.page_headers import with_style
+from billing.keys import Scope
+from billing.prices.time_zones import find_zone
+from billing.reports import invoice as statements
+from billing.reports import usage as usage_report
+from billing.reports.csv import safe_writer
+from billing.reports.documents import entry_document, tenant_document
+from billing.reports.usage import Split, Unit, parse_query
+from billing.store import reports as store_reports
+from billing.store.store import LedgerStore
+from billing.usage import CLASSES
+
+router = APIRouter(tags=["usage"])
+
+MOST_ROWS = 1000
+Read = TypeVar("Read")
+Form = Annotated[Literal["json", "csv"], Query(alias="format")]
+Day = Annotated[
+    str | None, Query(description="A day: 2026-11-01, today, yesterday, or 7d for a week back")
+]
+Timezone = Annotated[str, Query(description="Where days begin, such as Asia/Shanghai")]
+Month = Annotated[str, Path(description="Such as 2026-11")]
+Row = dict[str, Any]
+
+
+async def _read(request: Request, read: Callable[[LedgerStore, str], Read]) -> Read:
+    """What `read` finds in the store of the caller's tenant."""
+    principal = await authorised(request, Scope.USAGE)
+    store = wire_of(request).ledger_store
+    if store is None:
+        raise Unsupported("this server keeps no accounts")
+    return await asyncio.to_thread(read, store, principal.tenant)
+
+
+@router.get("/v1/usage", response_model=None)
+async def usage(
+    request: Request,
+    unit: Unit = Unit.DAY,
+    since: Day = None,
+    until: Day = None,
+    timezone: Timezone = "UTC",
+    breakdown: Annotated[Split | None, Query(description="By model, project or key")] = None,
+    form: Form = "json",
+) -> list[Row] | Response:
+    """Your usage by day, month, or all in one; the last 31 days where nothing else is asked."""
+
+    def read(store: LedgerStore, tenant: str) -> list[Row]:
+        first = since or (None if unit is Unit.ALL else "30d")
+        query = parse_query(tenant=tenant, since=first, until=until, zone=timezone, split=breakdown)
+        return [period.as_json() for period in usage_report.report(store, query, unit)]
+
+    return _table(await _read(request, read), form)
+
+
+@router.get("/v1/usage/sessions", response_model=None)
+async def sessions(
+    request: Request,
+    since: Day = None,
+    until: Day = None,
+    limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = 100,
+    form: Form = "json",
+) -> list[Row] | Response:
+    """Your usage by the session that requests name, the latest first."""
+
+    def read(store: LedgerStore, tenant: str) -> list[Row]:
+        query = parse_query(tenant=tenant, since=since, until=until)
+        return [period.as_json() for period in usage_report.by_session(store, query, limit=limit)]
+
+    return _table(await _read(request, read), form)
+
+
+@router.get("/v1/usage/entries", response_model=None)
+async def entries(
+    request: Request,
+    before: Annotated[
+        int | None, Query(ge=1, lt=1 << 63, description="Older than this number")
+    ] = None,
+    request_id: Annotated[str | None, Query(description="One request, by any id of it")] = None,
+    limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = 100,
+    form: Form = "json",
+) -> list[Row] | Response:
+    """Your charges, payments and corrections, the newest first; or those of one request."""
+
+    def read(store: LedgerStore, tenant: str) -> list[Row]:
+        with store.reading() as connection:
+            if request_id is None:
+                found = store_reports.last_entries(connection, tenant, limit, before)
+            else:
+                found = store_reports.request_entries(connection, tenant, request_id)
+        return [entry_document(entry) for entry in found]
+
+    rows = await _read(request, read)
+    if request_id is not None and not rows:
+        raise RecordNotFound(f"no charge of yours has the id {request_id[:80]!r}")
+    return _table([_flat(row) for row in rows] if form == "csv" else rows, form)
+
+
+@router.get("/v1/usage/invoice/{month}", response_model=None)
+async def invoice(
+    request: Request,
+    month: Month,
+    timezone: Timezone = "UTC",
+    form: Annotated[Literal["json", "csv", "html"], Query(alias="format")] = "json",
+) -> Row | Response:
+    """Your month, as JSON, CSV or a page to print."""
+    zone = find_zone(timezone)
+    made = await _read(
+        request, lambda store, tenant: statements.invoice(store, tenant, month, zone)
+    )
+    if form == "csv":
+        return Response(statements.invoice_csv(made), media_type="text/csv")
+    if form == "html":
+        page = statements.invoice_html(made)
+        return HTMLResponse(page, headers=with_style(page))
+    return statements.invoice_json(made)
+
+
+@router.get("/v1/usage/account")
+async def account(request: Request) -> Row:
+    """What you have, owe and have on hold, and your limits."""
+    principal = await authorised(request, Scope.USAGE)
+    tenant = await asyncio.to_thread(wire_of(request).balances, principal.tenant)
+    return tenant_document(tenant)
+
+
+def _table(rows: list[Row], form: str) -> list[Row] | Response:
+    if form == "json":
+        return rows
+    out = io.StringIO()
+    write = safe_writer(out)
+    if rows:
+        write(rows[0])
+    for row in rows:
+        write("" if value is None else value for value in row.values())
+    return Response(out.getvalue(), media_type="text/csv")
+
+
+def _flat(row: Row) -> Row:
+    """An entry on one line."""
+    details, plain = row["details"], ("tenant", "entry", "kind", "request_id", "currency", "amount")
+    return {name: row[name] for name in plain} | {
+        "at_ns": details.get("billed_ns", row["at_ns"]),
+        **{name: details.get(name, "") for name in ("model", "key", "session", "user", "outcome")},
+        "tags": " ".join(f"{name}={value}" for name, value in details.get("tags", {}).items()),
+        **{name: details.get("usage", {}).get(name, 0) for name in CLASSES},
+    }

@@ -1,0 +1,117 @@
+"""A model as the wire sees it, and the protocols of the engine and tokenizers behind it."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.request import FinishReason, Request
+from tiers.blocks.keys import CacheScope
+
+
+class EngineClient(Protocol):
+    """The engine's face: thread-safe, never blocking."""
+
+    def submit(self, request: Request) -> None: ...
+
+    def abort(
+        self,
+        request_id: str,
+        reason: FinishReason = FinishReason.ABORT,
+        index: int | None = None,
+    ) -> None: ...
+
+    def predicted_wait_s(self, share: str, num_tokens: int) -> float:
+        """How long a prompt of so many tokens would wait to begin; `share` is who asks."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. Calls may come from several threads at once."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_token_bytes(self) -> int: ...
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    @property
+    def special_token_ids(self) -> frozenset[int]: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> "array[int]": ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> "array[int]": ...
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> str: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+
+class Detokenizer(Protocol):
+    """One sequence's ids to text that is safe to send; finds stop strings."""
+
+    stopped: bool
+    stop_string: str | None
+
+    def feed(self, token_ids: Sequence[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class NewDetokenizer(Protocol):
+    """Makes a detokenizer from stop strings, and the special tokens that are text here."""
+
+    def __call__(self, stop: Sequence[str], *, shown: Sequence[str] = ()) -> Detokenizer: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A name that clients may ask for: the base model, or an adapter on it.
+
+    `scope` lacks only the tenant's salt. `detokenizer` makes one per sequence. `max_context` is
+    what the engine can hold of prompt and answer together.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    detokenizer: NewDetokenizer
+    scope: CacheScope
+    max_context: int
+    vocab_size: int
+    adapter: str | None = None
+    parent: str | None = None
+    created: int = 0  # Unix seconds
+    owned_by: str = "cachesvc"
+
+    @property
+    def max_chars(self) -> int:
+        """A longer text has more tokens than the context, whatever it says.
+
+        A token stands for as many bytes of the text as tokenizers see; where they compose it first
+        (Unicode's NFC), up to four characters have become one.
+        """
+        return 4 * self.tokenizer.max_token_bytes * self.max_context

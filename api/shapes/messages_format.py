@@ -1,0 +1,178 @@
+"""An answer as an Anthropic message, whole or in events; and errors in Anthropic's shape."""
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from api.errors import Answer
+from api.headers import event
+from api.job import Asked, Bill, Delta, Job, Served
+from api.shapes.reply import Reply
+from api.shapes.usage import vendor_block
+from api.tools.pieces import CallArguments, CallStart, Piece, Text, Thought
+from billing.gate.outcomes import Outcome
+from billing.usage import Usage
+from engine.request import FinishReason
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(answer: Answer) -> dict[str, Any]:
+    """An error as Anthropic's clients read it; `param` and `code` are this server's own."""
+    error: dict[str, Any] = {
+        "type": _KINDS.get(answer.status, "api_error"),
+        "message": answer.message,
+    }
+    error |= {"param": answer.param} if answer.param else {}
+    error |= {"code": answer.code} if answer.code else {}
+    return {"type": "error", "error": error}
+
+
+def anthropic_usage(usage: Usage) -> dict[str, Any]:
+    """The same record in Anthropic's classes: read, written and other input make up the prompt."""
+    written = usage.cache_write + usage.cache_write_1h
+    return {
+        "input_tokens": usage.miss - written,
+        "cache_read_input_tokens": usage.hit,
+        "cache_creation_input_tokens": written,
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": usage.cache_write,
+            "ephemeral_1h_input_tokens": usage.cache_write_1h,
+        },
+        "output_tokens": usage.output,
+        "service_tier": "standard",
+    }
+
+
+class MessagesFormat:
+    """One message; see `api.requests.delivery.WireFormat`."""
+
+    def __init__(self, job: Job, new_reply: Callable[[], Reply]) -> None:
+        self._job = job
+        self._reply = new_reply()
+        self._blocks = 0  # opened so far
+        self._open: str | None = None  # the kind of the block that is open
+        self._stop: str | None = None
+
+    def opening(self, usage: Usage) -> bytes:
+        if not usage.prompt:  # not admitted yet: what it is made of is not known
+            usage = Usage(miss=self._job.prompt_tokens)
+        message = self._message([], None, anthropic_usage(usage))
+        return _event({"type": "message_start", "message": message})
+
+    def chunk(self, delta: Delta, outcome: Outcome) -> bytes:
+        self._stop = self._stop or delta.stop
+        events = b"".join([self._written(piece) for piece in self._reply.read(delta)])
+        return events + (self._close() if delta.finish is not None else b"")
+
+    def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
+        reason = {"stop_reason": self._reason(), "stop_sequence": self._stop}
+        ended = {"type": "message_delta", "delta": reason, "usage": anthropic_usage(bill.usage)}
+        block = vendor_block(served, bill, asked)
+        ended |= {"cachesvc": block} if block else {}
+        return self._close() + _event(ended) + _event({"type": "message_stop"})
+
+    def error(self, answer: Answer) -> bytes:
+        return _event(anthropic_error(answer))
+
+    def refusal(self, answer: Answer) -> dict[str, Any]:
+        return anthropic_error(answer)
+
+    def absorb(self, delta: Delta) -> None:
+        self._stop = self._stop or delta.stop
+        self._reply.read(delta)
+
+    def body(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
+        reply, content = self._reply, list[dict[str, Any]]()
+        if reply.thoughts:
+            content.append({"type": "thinking", "thinking": reply.thought, "signature": ""})
+        if reply.texts or not reply.calls:
+            content.append({"type": "text", "text": reply.text})
+        for call in reply.calls:
+            given = _read(call.written)
+            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+        message = self._message(content, self._reason(), anthropic_usage(bill.usage))
+        block = vendor_block(served, bill, asked)
+        return message | ({"cachesvc": block} if block else {})
+
+    def _message(
+        self, content: list[dict[str, Any]], reason: str | None, usage: dict[str, Any]
+    ) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self._job.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._job.model.name,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": self._stop,
+            "usage": usage,
+        }
+
+    def _reason(self) -> str | None:
+        reply = self._reply
+        if reply.called:
+            return "tool_use"
+        if reply.finish is FinishReason.LENGTH:
+            return "max_tokens"
+        return "stop_sequence" if self._stop is not None else "end_turn"
+
+    def _written(self, piece: Piece) -> bytes:
+        match piece:
+            case Text(text):
+                return self._said("text", {"text": ""}, {"type": "text_delta", "text": text})
+            case Thought(text):
+                empty = {"thinking": "", "signature": ""}
+                return self._said("thinking", empty, {"type": "thinking_delta", "thinking": text})
+            case CallStart(index, name):
+                call = self._reply.calls[index]
+                block = {"type": "tool_use", "id": call.id, "name": name, "input": {}}
+                return self._close() + self._begin("tool_use", block)
+            case CallArguments(_, text):
+                return self._delta({"type": "input_json_delta", "partial_json": text})
+
+    def _said(self, kind: str, empty: dict[str, Any], delta: dict[str, Any]) -> bytes:
+        begun = b""
+        if self._open != kind:
+            begun = self._close() + self._begin(kind, {"type": kind, **empty})
+        return begun + self._delta(delta)
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
+        self._open = kind
+        self._blocks += 1
+        index = self._blocks - 1
+        return _event({"type": "content_block_start", "index": index, "content_block": block})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        index = self._blocks - 1
+        return _event({"type": "content_block_delta", "index": index, "delta": delta})
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        return _event({"type": "content_block_stop", "index": self._blocks - 1})
+
+
+def _read(arguments: str) -> Any:
+    """A call's arguments; none where the answer was cut before they were whole."""
+    try:
+        read = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError:
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return event(document, document["type"])

@@ -1,0 +1,82 @@
+"""One choice of a chat's answer as it is read: reasoning, text and calls, for every protocol."""
+
+import uuid
+from dataclasses import dataclass, field
+
+from api.job import Delta
+from api.tools.pieces import CallArguments, CallStart, Parser, Piece, Text, Thought
+from api.tools.style import Style
+from engine.request import FinishReason, TokenLogprob
+
+MISTRAL_ID_CHARS = 9  # what its templates ask of a call's id: nine letters or digits
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a tool."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+    @property
+    def written(self) -> str:
+        """The arguments as JSON text."""
+        return "".join(self.arguments)
+
+
+@dataclass(slots=True)
+class Reply:
+    """What one choice has said so far."""
+
+    parser: Parser
+    style: Style
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+    reasoning_tokens: int = 0
+    _thinking: bool = False
+
+    def read(self, delta: Delta) -> list[Piece]:
+        """Takes in a delta; gives what it adds."""
+        pieces = self.parser.feed(delta.text)
+        if delta.finish is not None:
+            self.finish = delta.finish
+            pieces += self.parser.finish()
+        if pieces:
+            self._thinking = all(isinstance(piece, Thought) for piece in pieces)
+        self.reasoning_tokens += len(delta.tokens) if self._thinking else 0
+        self.logprobs += delta.logprobs
+        for piece in pieces:
+            self._take(piece)
+        return pieces
+
+    def _take(self, piece: Piece) -> None:
+        match piece:
+            case Text(text):
+                self.texts.append(text)
+            case Thought(text):
+                self.thoughts.append(text)
+            case CallStart(_, name):
+                self.calls.append(Call(self._call_id(), name))
+            case CallArguments(index, text):
+                self.calls[index].arguments.append(text)
+
+    def _call_id(self) -> str:
+        name = uuid.uuid4().hex
+        return name[:MISTRAL_ID_CHARS] if self.style is Style.MISTRAL else f"call_{name[:24]}"
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def thought(self) -> str:
+        return "".join(self.thoughts)
+
+    @property
+    def called(self) -> bool:
+        """It ended with calls, for the client to run."""
+        return bool(self.calls) and self.finish is FinishReason.STOP

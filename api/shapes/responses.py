@@ -1,0 +1,214 @@
+"""OpenAI's Responses: the body, checked, and its items as a chat."""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from api.errors import InvalidRequest, Unsupported
+from api.shapes.schemas import ITEMS_MAX, MESSAGES_MAX, Body, ChatBody, Extension, Items
+from api.shapes.translation import Plain, call_message, chat_body, merged_systems
+from api.shapes.unserved import Unserved, refuse_unserved
+from engine.bounds import MAX_COUNT
+
+_UNSERVED = {
+    "background": Unserved("leave it out, and stream instead"),
+    "conversation": Unserved("use previous_response_id", ("",)),
+    "max_tool_calls": Unserved("this server runs no tools of its own", ()),
+    "prompt": Unserved("send the prompt's text as instructions and input", ({},)),
+    "top_logprobs": Unserved("use /v1/chat/completions", (0,)),
+    "truncation": Unserved("shorten the input yourself", ("disabled",)),
+}
+_INCLUDES = frozenset({"reasoning.encrypted_content"})  # reasoning comes in the open, always
+_TEXTS = frozenset({"input_text", "output_text", "text", "refusal", "reasoning_text"})
+
+
+class Item(Body):
+    """One item of the input, of any type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(max_length=ITEMS_MAX)] | None = None
+
+
+class Reasoning(Body):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class TextConfig(Body):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class InputBody(Body):
+    """What a prompt is made of: all that `input_tokens` needs."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    input: str | Annotated[list[Item], Field(max_length=MESSAGES_MAX, fail_fast=True)] = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: Items[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+
+    def messages(self) -> list[Plain]:
+        """The input alone, without what came before. Raises InvalidRequest or Unsupported."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}] if self.input else []
+        return _merged(_messages(self.input))
+
+    def as_chat(self, history: Sequence[Plain], **more: object) -> ChatBody:
+        """The chat after `history`, which ends where `previous_response_id` did."""
+        refuse_unserved(self.model_extra or {}, _UNSERVED)
+        for name in (self.model_extra or {}).get("include") or []:
+            if name not in _INCLUDES:
+                raise Unsupported(f"include {str(name)[:60]!r} is not served.", param="include")
+        said = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        messages = merged_systems([*said, *history, *self.messages()])
+        if not messages:
+            raise InvalidRequest("input is empty; give a text or items.", param="input")
+        return chat_body(
+            {
+                "model": self.model,
+                "messages": messages,
+                "tools": [_function(n, tool) for n, tool in enumerate(self.tools or [])] or None,
+                "tool_choice": _chosen(self.tool_choice),
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+                "response_format": _format(self.text.format) if self.text else None,
+                **more,
+            }
+        )
+
+
+class ResponsesBody(InputBody):
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    user: str | None = None
+    cachesvc: Extension | None = None
+
+    def generation(self, history: Sequence[Plain]) -> ChatBody:
+        """The chat with all that decides on its answer."""
+        return self.as_chat(
+            history,
+            max_completion_tokens=self.max_output_tokens,
+            stream=self.stream,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            metadata=self.metadata,
+            user=self.user,
+            service_tier=self.service_tier,
+            cachesvc=self.cachesvc.model_dump() if self.cachesvc else None,
+        )
+
+
+def _messages(items: Sequence[Item]) -> Iterator[Plain]:
+    """Each item as a message; those of one answer are merged by the caller."""
+    for number, item in enumerate(items):
+        where, extra = f"input[{number}]", item.model_extra or {}
+        match item.type:
+            case None | "message" if item.role is not None:
+                yield {"role": item.role, "content": _text(item.content, f"{where}.content")}
+            case "function_call":
+                call = call_message(*_named(extra, where, "name", "call_id", "arguments"))
+                yield {"role": "assistant", "content": "", "tool_calls": [call]}
+            case "function_call_output":
+                (call_id,) = _named(extra, where, "call_id")
+                text = _text(extra.get("output"), f"{where}.output")
+                yield {"role": "tool", "tool_call_id": call_id, "content": text}
+            case "reasoning":
+                thought = _text(item.content, f"{where}.content") or _summary(extra)
+                yield {"role": "assistant", "content": "", "reasoning_content": thought}
+            case _:
+                raise Unsupported(
+                    f"{where} is of type {str(item.type)[:40]!r}; this server reads messages, "
+                    "function_call, function_call_output and reasoning.",
+                    param=where,
+                )
+
+
+def _merged(messages: Iterator[Plain]) -> list[Plain]:
+    """An answer's items as one message: its reasoning, its text and its calls."""
+    merged: list[Plain] = []
+    for message in messages:
+        last = merged[-1] if merged else {}
+        if message["role"] != "assistant" or last.get("role") != "assistant":
+            merged.append(message)
+            continue
+        last["content"] = "\n\n".join(filter(None, (last["content"], message["content"])))
+        for name, value in message.items():
+            if name == "tool_calls":
+                last[name] = [*last.get(name, ()), *value]
+            elif name == "reasoning_content":
+                last[name] = "\n".join(filter(None, (last.get(name), value)))
+    return merged
+
+
+def _named(extra: Plain, where: str, *names: str) -> tuple[str, ...]:
+    for name in names:
+        if not isinstance(extra.get(name), str):
+            raise InvalidRequest(f"{where}.{name} must be a text.", param=f"{where}.{name}")
+    return tuple(extra[name] for name in names)
+
+
+def _summary(extra: Plain) -> str:
+    parts = extra.get("summary")
+    return "".join(str(p.get("text") or "") for p in parts) if isinstance(parts, list) else ""
+
+
+def _text(content: object, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be a text or a list of parts.", param=where)
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXTS:
+            raise Unsupported(
+                f"{where}[{number}] is of type {str(kind)[:40]!r}; this server reads text only.",
+                param=f"{where}[{number}]",
+            )
+    return "".join(str(part.get("text") or part.get("refusal") or "") for part in content)
+
+
+def _function(number: int, tool: Plain) -> Plain:
+    if tool.get("type") != "function":
+        raise Unsupported(
+            f"tools[{number}] is of type {str(tool.get('type'))[:40]!r}; this server runs no "
+            "tools of its own, give those of type 'function'.",
+            param=f"tools[{number}].type",
+        )
+    names = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _chosen(choice: str | Plain | None) -> object:
+    if not isinstance(choice, dict):
+        return choice
+    return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+
+
+def _format(given: Plain | None) -> Plain | None:
+    """Its fields are flat, where those of a chat stand in an object of their own."""
+    if given is None or given.get("type") != "json_schema":
+        return given
+    names = ("name", "schema", "strict")
+    return {
+        "type": "json_schema",
+        "json_schema": {name: given[name] for name in names if name in given},
+    }

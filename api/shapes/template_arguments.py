@@ -1,0 +1,83 @@
+"""What a chat says to the model's template beside its messages: `chat_template_kwargs`, `thinking`
+and `reasoning_effort`. A template that does not read an argument cannot honour it.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from api.errors import InvalidRequest, Unsupported
+from api.shapes.schemas import ChatBody
+from api.tools.style import thinks
+from engine.structure import check_document
+
+SWITCHES: Final = ("enable_thinking", "thinking")  # what templates call it
+_TAKEN: Final = frozenset(  # what the server gives a template, or its renderer
+    """messages conversation tools documents chat_template add_generation_prompt tokenize padding
+    continue_final_message truncation max_length return_tensors return_dict tokenizer_kwargs
+    return_assistant_tokens_mask processor_kwargs template_kwargs""".split()  # noqa: SIM905  a word list
+)
+
+
+def template_arguments(body: ChatBody, template: str | None) -> dict[str, Any]:
+    """Raises InvalidRequest or Unsupported for what the template cannot be told."""
+    given = dict(body.chat_template_kwargs or {})
+    check_document(given, "chat_template_kwargs")
+    for name, value in given.items():
+        _check(name, value, template or "")
+    given |= _thinking(body, template) | _effort(body, template)
+    return {name: value for name, value in given.items() if _reads(template, name)}
+
+
+def fitting_thinking(
+    thinking: Mapping[str, Any] | None, template: str | None
+) -> Mapping[str, Any] | None:
+    """`thinking`, where the model can be told to; agents send it to every model alike."""
+    can = any(_reads(template, name) for name in SWITCHES)
+    return dict(thinking) if thinking is not None and can else None
+
+
+def _check(name: str, value: object, template: str) -> None:
+    where = f"chat_template_kwargs.{name[:80]}"
+    if name in _TAKEN or not name.isidentifier():
+        raise InvalidRequest(f"{where} is not the request's to set; leave it out.", param=where)
+    if not _reads(template, name) and not (name in SWITCHES and not value):
+        raise Unsupported(
+            f"The model's chat template reads no '{name[:80]}'; leave it out.", param=where
+        )
+
+
+def _thinking(body: ChatBody, template: str | None) -> dict[str, Any]:
+    if body.thinking is None:
+        return {}
+    enabled = _enabled(body.thinking)
+    switch = next((name for name in SWITCHES if _reads(template, name)), None)
+    if switch is not None:
+        return {switch: enabled}
+    if enabled != thinks(template):
+        does = "does not think" if enabled else "always thinks"
+        raise Unsupported(f"This model {does}; leave out thinking.", param="thinking")
+    return {}
+
+
+def _enabled(thinking: Mapping[str, Any]) -> bool:
+    if thinking.get("type") not in ("enabled", "disabled", "adaptive"):
+        raise InvalidRequest(
+            "thinking.type must be 'enabled', 'disabled' or 'adaptive'.", param="thinking.type"
+        )
+    return bool(thinking["type"] != "disabled")
+
+
+def _effort(body: ChatBody, template: str | None) -> dict[str, Any]:
+    """A hint, told where the template takes it; `none` turns thinking off where that is known."""
+    if body.reasoning_effort is None:
+        return {}
+    if _reads(template, "reasoning_effort"):
+        return {"reasoning_effort": body.reasoning_effort}
+    if body.reasoning_effort == "none" and body.thinking is None:
+        return {name: False for name in SWITCHES if _reads(template, name)}
+    return {}
+
+
+def _reads(template: str | None, name: str) -> bool:
+    return re.search(rf"(?<![\w.'\"]){re.escape(name)}(?![\w'\"])", template or "") is not None

@@ -1,0 +1,38 @@
+"""What the translations of other protocols into a chat share."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from api.shapes.schemas import ChatBody, refusal
+
+Plain = dict[str, Any]
+
+
+def chat_body(fields: Mapping[str, Any]) -> ChatBody:
+    """The chat of those fields; None is left out. Raises InvalidRequest as `parse`."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return ChatBody.model_validate(given)
+    except ValidationError as error:
+        raise refusal(error.errors(include_url=False, include_context=False)) from None
+
+
+def merged_systems(messages: list[Plain]) -> list[Plain]:
+    """The system's messages at the beginning as one: templates know one only."""
+    texts = []
+    for message in messages:
+        if message["role"] not in ("system", "developer"):
+            break
+        texts.append(message["content"])
+    if len(texts) < 2:
+        return messages
+    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[len(texts) :]]
+
+
+def call_message(name: str, call_id: str, arguments: object) -> Plain:
+    """One of an assistant's `tool_calls`. `arguments` is JSON text, or what it says."""
+    written = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": written}}

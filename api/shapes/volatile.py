@@ -1,0 +1,29 @@
+"""Lines that clients put at the head of a system prompt and change with every request: each would
+make the whole prompt miss. A named rule drops them, and the answer's details name the rule.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+RULES: Final[Mapping[str, re.Pattern[str]]] = {
+    # Claude Code says its version and a digest of the conversation for its own billing.
+    "claude-code-billing": re.compile(r"x-anthropic-billing-header:[^\n]*\n*"),
+}
+
+
+def without_volatile(
+    messages: Sequence[Mapping[str, Any]], rules: Collection[str]
+) -> tuple[list[Mapping[str, Any]], tuple[str, ...]]:
+    """The messages, and the rules of `rules` that took a line from the head of the first one."""
+    plain = list(messages)
+    if not plain or plain[0]["role"] not in ("system", "developer"):
+        return plain, ()
+    text, applied = plain[0]["content"], []
+    for name in rules:
+        if found := RULES[name].match(text):
+            text = text[found.end() :]
+            applied.append(name)
+    if applied:
+        plain[0] = {**plain[0], "content": text}
+    return plain, tuple(applied)

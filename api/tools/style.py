@@ -1,0 +1,92 @@
+"""The style in which a model writes calls, as its chat template tells."""
+
+import re
+from collections.abc import Collection
+from enum import StrEnum
+
+from api.tools import deepseek, harmony, reasoning
+from api.tools.deepseek import DeepSeekParser
+from api.tools.harmony import HarmonyParser
+from api.tools.hermes import HermesParser
+from api.tools.json_list import PYTHON_TAG, JsonParser
+from api.tools.mistral import ARGS, CALL_ID, CALLS, MistralParser
+from api.tools.pieces import Parser, Plain
+
+_TOOLS = re.compile(r"\{[{%][^{}]*\btools\b")
+
+
+class Style(StrEnum):
+    """`TAUGHT` is Hermes' style, told to the model by the server: its template knows no tools."""
+
+    HERMES = "hermes"
+    LLAMA = "llama"
+    MISTRAL = "mistral"
+    DEEPSEEK = "deepseek"
+    HARMONY = "harmony"
+    TAUGHT = "taught"
+
+    @property
+    def has_text_marks(self) -> bool:
+        """Its marks are text, which a grammar can ask for."""
+        return self in (Style.HERMES, Style.TAUGHT)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Special tokens that its parser must see."""
+        return _MARKERS.get(self, ())
+
+
+_MARKERS = {
+    Style.LLAMA: (PYTHON_TAG,),
+    Style.MISTRAL: (CALLS, ARGS, CALL_ID),
+    Style.DEEPSEEK: (
+        deepseek.CALLS_BEGIN,
+        deepseek.CALLS_END,
+        deepseek.CALL_BEGIN,
+        deepseek.CALL_END,
+        deepseek.SEPARATOR,
+    ),
+    Style.HARMONY: harmony.MARKERS,
+}
+THOUGHT_MARKERS = (reasoning.OPEN, reasoning.CLOSE)
+
+
+def style_of(template: str | None) -> Style:
+    """By the marks that the template writes; a template that reads no `tools` is not used for
+    them."""
+    template = template or ""
+    if harmony.CHANNEL in template:
+        return Style.HARMONY
+    if not _TOOLS.search(template):
+        return Style.TAUGHT
+    if deepseek.CALLS_BEGIN in template:
+        return Style.DEEPSEEK
+    if CALLS in template:
+        return Style.MISTRAL
+    if PYTHON_TAG in template or '"parameters": dictionary' in template:
+        return Style.LLAMA
+    if "<tool_call>" in template:
+        return Style.HERMES
+    return Style.TAUGHT
+
+
+def thinks(template: str | None) -> bool:
+    """The template knows reasoning between `<think>` and `</think>`."""
+    return reasoning.CLOSE in (template or "")
+
+
+def parser_of(style: Style, names: Collection[str], *, forced: bool) -> Parser:
+    """For an answer that may hold calls of `names`."""
+    match style:
+        case Style.HARMONY if not forced:
+            return HarmonyParser()
+        case _ if not names:
+            return Plain()
+        case Style.HERMES | Style.TAUGHT:
+            return HermesParser()
+        case Style.MISTRAL if not forced:
+            return MistralParser()
+        case Style.DEEPSEEK if not forced:
+            return DeepSeekParser()
+        case _:
+            return JsonParser(names)

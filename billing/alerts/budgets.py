@@ -1,0 +1,236 @@
+"""Budgets: an amount that a tenant, key, user or tag may spend in a day or month, and a least
+balance. They stop nothing; they tell.
+
+Admins set them, with a row in the admin trail. `BudgetWatch` is called every few seconds, off the
+event loop, and reads what was posted since its last look.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from billing.accounts import Accounts
+from billing.errors import InvalidName, UnknownBudget
+from billing.gate.deposits import INCOMING
+from billing.gate.entries import Entry, Kind
+from billing.money import format_units
+from billing.names import check_name, check_text
+from billing.prices.book import NS
+from billing.store import alerts as rows
+from billing.store import reports as store_reports
+from billing.store.store import Connection, LedgerStore
+from billing.store.trail import add_trail
+
+TOLD_AT = (80, 100)  # percent of a budget
+
+
+class Of(StrEnum):
+    """Whose spending a budget bounds, within its tenant."""
+
+    TENANT = "tenant"
+    KEY = "key"
+    USER = "user"
+    TAG = "tag"
+
+
+class BudgetSpan(StrEnum):
+    """What a budget bounds: a day's or month's charges (UTC), or the balance from below."""
+
+    DAY = "day"
+    MONTH = "month"
+    BALANCE = "balance"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """`value` is the key's id, the user, or the tag as `name=value`; empty for the tenant."""
+
+    name: str
+    tenant: str
+    amount: int
+    span: BudgetSpan = BudgetSpan.MONTH
+    of: Of = Of.TENANT
+    value: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Something to tell, once for each `id`."""
+
+    id: str
+    type: str
+    data: dict[str, Any]
+
+
+def set_budget(accounts: Accounts, budget: Budget, *, by: str, now_ns: int, reason: str) -> None:
+    """Make a budget, or change the one of its name."""
+    check_name(budget.name, "budget")
+    check_text(budget.value, "value")
+    check_text(reason, "reason")
+    accounts.tenant(budget.tenant)
+    if (budget.of is Of.TENANT) != (not budget.value):
+        raise InvalidName(f"a budget of a {budget.of} says whose it is, one of a tenant does not")
+    if budget.span is BudgetSpan.BALANCE and budget.of is not Of.TENANT:
+        raise InvalidName("only a tenant has a balance")
+    store = accounts.store
+
+    def write(connection: Connection) -> None:
+        before = rows.find_budget(connection, budget.name)
+        rows.put_budget(store, connection, asdict(budget))
+        was = None if before is None else _told(before)
+        _note(connection, "budget.set", budget.name, was, _told(asdict(budget)), by, now_ns, reason)
+
+    store.retrying(write)
+
+
+def remove_budget(store: LedgerStore, name: str, *, by: str, now_ns: int, reason: str) -> None:
+    """Raises `UnknownBudget`."""
+    check_text(reason, "reason")
+
+    def write(connection: Connection) -> None:
+        before = rows.find_budget(connection, name)
+        if before is None:
+            raise UnknownBudget(f"there is no budget {name!r}; see `cachesvc budgets list`")
+        rows.drop_budget(connection, name)
+        _note(connection, "budget.remove", name, _told(before), None, by, now_ns, reason)
+
+    store.retrying(write)
+
+
+def all_budgets(store: LedgerStore) -> list[Budget]:
+    with store.reading() as connection:
+        return [_budget(row) for row in rows.budget_rows(connection)]
+
+
+def _note(
+    connection: Connection,
+    action: str,
+    name: str,
+    before: Any,
+    after: Any,
+    by: str,
+    now_ns: int,
+    reason: str,
+) -> None:
+    add_trail(
+        connection,
+        at_ns=now_ns,
+        actor=by,
+        action=action,
+        subject=name,
+        before=before,
+        after=after,
+        reason=reason,
+    )
+
+
+def _told(row: Any) -> dict[str, str]:
+    return {**{str(k): str(v) for k, v in row.items()}, "amount": format_units(row["amount"])}
+
+
+def _budget(row: Any) -> Budget:
+    values = dict(row)
+    return Budget(**values | {"span": BudgetSpan(row["span"]), "of": Of(row["of"])})
+
+
+_Spent = dict[tuple[str, Of, str], int]  # period, whose
+
+
+class _Spending:
+    """What a tenant was charged in the running month, by whom."""
+
+    def __init__(self) -> None:
+        self.month = ""
+        self.last_seq = 0
+        self.sums: _Spent = {}
+
+    def read(self, connection: Connection, tenant: str, now: datetime) -> None:
+        """Add what was posted since; a new month begins anew."""
+        month = now.strftime("%Y-%m")
+        since_ns = 0
+        if month != self.month:
+            self.month, self.sums = month, {}
+            begins = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+            since_ns = int(begins.timestamp()) * NS if not self.last_seq else 0
+        for entry in store_reports.stream_entries(
+            connection, tenant, after=self.last_seq, since_ns=since_ns
+        ):
+            self.last_seq = entry.seq
+            if entry.kind is Kind.CHARGE:
+                self._add(entry)
+
+    def _add(self, entry: Entry) -> None:
+        at = datetime.fromtimestamp(entry.moment_ns // NS, UTC)
+        details = entry.details
+        whose = [
+            (Of.TENANT, ""),
+            (Of.KEY, details.get("key", "")),
+            (Of.USER, details.get("user", "")),
+        ]
+        whose += [(Of.TAG, f"{name}={value}") for name, value in details.get("tags", {}).items()]
+        for period in (at.strftime("%Y-%m-%d"), at.strftime("%Y-%m")):
+            if period.startswith(self.month):
+                for of, value in whose:
+                    key = (period, of, value)
+                    self.sums[key] = self.sums.get(key, 0) - entry.amount
+
+
+class BudgetWatch:
+    """Finds budgets that are reached. One thread."""
+
+    def __init__(self, store: LedgerStore) -> None:
+        self._store = store
+        self._spending: dict[str, _Spending] = {}
+
+    def look(self, now_ns: int) -> list[Alert]:
+        """What is to be told as of now; the same again until the period is over."""
+        now = datetime.fromtimestamp(now_ns // NS, UTC)
+        budgets = all_budgets(self._store)
+        with self._store.reading() as connection:
+            for tenant in {
+                budget.tenant for budget in budgets if budget.span is not BudgetSpan.BALANCE
+            }:
+                self._spending.setdefault(tenant, _Spending()).read(connection, tenant, now)
+            accounts = store_reports.all_accounts(connection) if budgets else {}
+            found: list[Alert] = []
+            for budget in budgets:
+                account = accounts[budget.tenant]
+                if budget.span is BudgetSpan.BALANCE:
+                    found += self._low(connection, budget, account.worth, account.currency)
+                else:
+                    found += self._spent(budget, now, account.currency)
+        return found
+
+    def _spent(self, budget: Budget, now: datetime, currency: str) -> Iterator[Alert]:
+        period = now.strftime("%Y-%m-%d" if budget.span is BudgetSpan.DAY else "%Y-%m")
+        sums = self._spending[budget.tenant].sums
+        spent = sums.get((period, budget.of, budget.value), 0)
+        for percent in TOLD_AT:
+            if spent * 100 >= budget.amount * percent:
+                yield Alert(
+                    f"budget/{budget.name}/{format_units(budget.amount)}/{period}/{percent}",
+                    "cachesvc.budget.reached.v1",
+                    {
+                        **_told(asdict(budget)),
+                        "currency": currency,
+                        "period": period,
+                        "percent": percent,
+                        "spent": format_units(spent),
+                    },
+                )
+
+    def _low(
+        self, connection: Connection, budget: Budget, worth: int, currency: str
+    ) -> Iterator[Alert]:
+        """Once after each payment."""
+        if worth >= budget.amount:
+            return
+        rare = store_reports.rare_entries(connection, budget.tenant)
+        last = max((entry.seq for entry in rare if entry.kind in INCOMING), default=0)
+        yield Alert(
+            f"balance/{budget.name}/{format_units(budget.amount)}/{last}",
+            "cachesvc.balance.low.v1",
+            {**_told(asdict(budget)), "currency": currency, "balance": format_units(worth)},
+        )

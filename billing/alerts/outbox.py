@@ -1,0 +1,137 @@
+"""The outbox: messages wait in the database until their receiver has taken them, at least once.
+
+A message is posted as a CloudEvent, signed as Standard Webhooks says (webhook-id, -timestamp and
+-signature; HMAC-SHA256 over `id.timestamp.body`). A receiver drops ids that it has. Retried after
+10 s, doubled up to an hour, for three days. Called off the event loop, by one thread.
+"""
+
+import base64
+import hashlib
+import hmac
+import http.client
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+import orjson
+
+from billing.alerts.budgets import Alert
+from billing.prices.book import NS
+from billing.store import alerts as rows
+from billing.store.store import LedgerStore
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY_NS = 10 * NS
+LAST_RETRY_NS = 3600 * NS
+TRIED_NS = 3 * 86_400 * NS
+KEPT_NS = 90 * 86_400 * NS  # delivered ones; longer than any period of a budget
+NEVER_NS = 2**63 - 1
+AT_ONCE = 20
+POST_TIMEOUT_S = 10
+
+
+class Outbox:
+    """Takes alerts in and delivers what is due to one URL."""
+
+    def __init__(self, store: LedgerStore, url: str, secret: bytes, *, source: str) -> None:
+        self._store = store
+        self._url = url
+        self._secret = secret
+        self._source = source
+
+    def take(self, alerts: Iterable[Alert], now_ns: int) -> int:
+        """Keep the alerts that are new; gives how many."""
+        messages = [
+            {
+                "id": alert.id,
+                "at_ns": now_ns,
+                "body": self._event(alert, now_ns),
+                "attempts": 0,
+                "next_ns": now_ns,
+                "delivered_ns": None,
+            }
+            for alert in alerts
+        ]
+        if not messages:
+            return 0
+        store = self._store
+        return len(store.retrying(lambda open_: rows.add_messages(store, open_, messages)))
+
+    def deliver(self, now_ns: int) -> int:
+        """Post what is due; gives how many the receiver took."""
+        with self._store.reading() as connection:
+            due = rows.due_messages(connection, now_ns, AT_ONCE)
+        taken = 0
+        for message in due:
+            error = self._post(message["id"], message["body"], now_ns)
+            attempts = message["attempts"] + 1
+            changes: dict[str, int] = {"attempts": attempts}
+            if error is None:
+                changes["delivered_ns"] = now_ns
+                taken += 1
+            else:
+                next_ns = self._next_ns(message["id"], message["at_ns"], attempts, now_ns)
+                changes["next_ns"] = next_ns
+                log.warning("alert %s was not taken by %s: %s", message["id"], self._host, error)
+            self._change(message["id"], changes)
+            if error is not None:
+                break  # the receiver may be away, and each try waits for it
+        if due:
+            self._store.retrying(lambda open_: rows.forget_messages(open_, now_ns - KEPT_NS))
+        return taken
+
+    def _change(self, name: str, changes: dict[str, int]) -> None:
+        self._store.retrying(lambda open_: rows.change_message(open_, name, **changes))
+
+    def _next_ns(self, name: str, at_ns: int, attempts: int, now_ns: int) -> int:
+        if now_ns - at_ns > TRIED_NS:
+            log.error("alert %s was not taken in three days, and is not sent again", name)
+            return NEVER_NS
+        return now_ns + min(LAST_RETRY_NS, FIRST_RETRY_NS << min(attempts - 1, 20))
+
+    @property
+    def _host(self) -> str:
+        return urllib.request.Request(self._url).host or ""  # noqa: S310  for the log only
+
+    def _event(self, alert: Alert, now_ns: int) -> str:
+        event = {
+            "specversion": "1.0",
+            "id": alert.id,
+            "source": self._source,
+            "type": alert.type,
+            "time": datetime.fromtimestamp(now_ns // NS, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "subject": alert.data["tenant"],
+            "datacontenttype": "application/json",
+            "data": alert.data,
+        }
+        return orjson.dumps(event).decode()
+
+    def _post(self, name: str, body: str, now_ns: int) -> str | None:
+        """None once it was taken, else why it was not."""
+        headers = {
+            "content-type": "application/cloudevents+json",
+            **signature(self._secret, name, now_ns // NS, body),
+        }
+        request = urllib.request.Request(  # noqa: S310  the setting takes http(s) only
+            self._url, body.encode(), headers, method="POST"
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=POST_TIMEOUT_S) as answer:  # noqa: S310
+                answer.read(1024)
+        except (OSError, http.client.HTTPException) as error:
+            return str(error) or type(error).__name__
+        return None
+
+
+def signature(secret: bytes, name: str, at_s: int, body: str) -> dict[str, str]:
+    """The headers of Standard Webhooks 1.0."""
+    text = f"{name}.{at_s}.{body}".encode()
+    made = base64.b64encode(hmac.new(secret, text, hashlib.sha256).digest()).decode()
+    return {
+        "webhook-id": name,
+        "webhook-timestamp": str(at_s),
+        "webhook-signature": f"v1,{made}",
+    }

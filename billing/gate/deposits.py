@@ -1,0 +1,77 @@
+"""Money that comes in and goes out: deposits, withdrawals, chargebacks, and deposits put right.
+
+Each is booked once for its reference, is a person's decision, and leaves one entry. A deposit that
+was mistyped stays in the chain: an `adjustment` books the difference and names it.
+"""
+
+from billing.errors import AlreadyExists, InvalidAmount, InvalidName, UnknownDeposit
+from billing.gate.commands import Adjust, Deposit
+from billing.gate.entries import Entry, Kind
+from billing.gate.postings import deposited
+from billing.gate.work import SYSTEM, TenantAccount, Work, insufficient_balance
+from billing.money import format_units
+
+INCOMING = (Kind.GRANT, Kind.TOPUP)
+
+
+def deposit(work: Work, command: Deposit) -> Entry:
+    """A grant or top-up, or with a kind that goes out a withdrawal or a chargeback."""
+    account = work.account(command.tenant)
+    _decided(command.by)
+    gain = command.amount if command.kind in INCOMING else -command.amount
+    standing = work.entry(command.tenant, command.reference, command.kind)
+    if standing is not None:
+        if standing.amount != gain:
+            raise AlreadyExists(
+                f"reference {command.reference!r} was used for another amount; use a new one"
+            )
+        return standing
+    if command.kind is Kind.WITHDRAWAL:
+        _check_withdrawal(account, command.amount)
+    body = {"by": command.by, "reason": command.reason}
+    postings = deposited(account, command.kind, gain)
+    return work.post(account, command.kind, command.reference, postings, body)
+
+
+def adjust(work: Work, command: Adjust) -> Entry:
+    """Make a deposit what it should have been; what was spent of it meanwhile is owed."""
+    account = work.account(command.tenant)
+    _decided(command.by)
+    found = (work.entry(command.tenant, command.deposit, kind) for kind in INCOMING)
+    mistyped = next((entry for entry in found if entry is not None), None)
+    if mistyped is None:
+        raise UnknownDeposit(
+            f"tenant {command.tenant!r} has no top-up and no grant with reference "
+            f"{command.deposit!r}; see `cachesvc balance history`"
+        )
+    before = work.corrections.get((mistyped.tenant, mistyped.seq), ())
+    standing = work.entry(command.tenant, command.reference, Kind.ADJUSTMENT)
+    others = [entry for entry in before if entry != standing]
+    difference = command.amount - mistyped.amount - sum(entry.amount for entry in others)
+    if standing is not None:
+        if (standing.details["corrects"], standing.amount) != (mistyped.seq, difference):
+            raise AlreadyExists(
+                f"reference {command.reference!r} was used for another adjustment; use a new one"
+            )
+        return standing
+    if not difference:
+        amount = format_units(command.amount)
+        raise InvalidAmount(f"deposit {command.deposit!r} is {amount} {account.currency} already")
+    body = {"corrects": mistyped.seq, "by": command.by, "reason": command.reason}
+    postings = deposited(account, mistyped.kind, difference)
+    return work.post(account, Kind.ADJUSTMENT, command.reference, postings, body)
+
+
+def _decided(by: str) -> None:
+    if by == SYSTEM:
+        raise InvalidName(f"{SYSTEM!r} is the server's own name; say who decides")
+
+
+def _check_withdrawal(account: TenantAccount, amount: int) -> None:
+    """Only what was paid in and neither spent nor held by running requests can be paid out."""
+    held_beyond = max(0, account.held - account.balances["granted"])
+    available = account.balances["topup"] - held_beyond
+    if amount > available:
+        raise insufficient_balance(
+            account.tenant, needed=amount, available=available, currency=account.currency
+        )

@@ -1,0 +1,161 @@
+"""What one ledger transaction read and is to write: accounts, holds and entries in memory. Pure.
+
+`billing.gate.gate` applies commands to it; `billing.store` fills it and writes what changed.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from billing.errors import InsufficientBalance, UnknownTenant
+from billing.gate.commands import Key
+from billing.gate.entries import (
+    ACCOUNTS,
+    TENANT_ACCOUNTS,
+    Entry,
+    Kind,
+    Postings,
+    canonical,
+    digest,
+    format_postings,
+)
+from billing.gate.holds import StoredHold
+from billing.money import format_units
+from billing.prices.book import PriceBook
+from billing.prices.rating import Charge
+from billing.usage import Usage
+
+SYSTEM = "system"  # who posts what no person decided
+
+
+@dataclass(slots=True)
+class TenantAccount:
+    """A tenant's projection: what its entries and holds sum to, and where its chain ends."""
+
+    tenant: str
+    currency: str
+    credit_limit: int | None  # how far below zero it may go: 0 is prepaid, None is unlimited
+    suspended: bool
+    head: bytes
+    seq: int = 0
+    at_ns: int = 0
+    held: int = 0
+    balances: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTS, 0))
+
+    @property
+    def worth(self) -> int:
+        return sum(self.balances[name] for name in TENANT_ACCOUNTS)
+
+    @property
+    def available(self) -> int | None:
+        """What a new hold may take; None is unlimited."""
+        return None if self.credit_limit is None else self.worth + self.credit_limit - self.held
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A request's charge as it stands. `repeated` when it had been settled before."""
+
+    entry: Entry
+    charge: Charge
+    usage: Usage
+    repeated: bool = False
+
+
+@dataclass(slots=True)
+class Work:
+    """What one transaction read, and what it is to write. Mutated by `apply` alone."""
+
+    book: PriceBook
+    now_ns: int
+    accounts: dict[str, TenantAccount]
+    holds: dict[Key, StoredHold] = field(default_factory=dict)
+    entries: dict[Key, list[Entry]] = field(default_factory=dict)
+    undelivered: dict[Key, list[Entry]] = field(default_factory=dict)  # by fingerprint
+    corrections: dict[tuple[str, int], list[Entry]] = field(
+        default_factory=dict
+    )  # by corrected seq
+    new_entries: list[Entry] = field(default_factory=list)
+    put_holds: dict[Key, StoredHold] = field(default_factory=dict)
+    dropped_holds: set[Key] = field(default_factory=set)
+    decisions: list[tuple[Entry, int]] = field(default_factory=list)  # an admin's, and worth before
+    touched: set[str] = field(default_factory=set)  # tenants whose account row changes
+    put_undelivered: set[tuple[Key, str]] = field(default_factory=set)  # fingerprint, request id
+    dropped_undelivered: set[Key] = field(default_factory=set)
+
+    def account(self, tenant: str) -> TenantAccount:
+        try:
+            return self.accounts[tenant]
+        except KeyError:
+            raise UnknownTenant(
+                f"tenant {tenant!r} does not exist; create it with "
+                f"`cachesvc tenants create {tenant}`"
+            ) from None
+
+    def entry(self, tenant: str, request_id: str, kind: Kind) -> Entry | None:
+        found = self.entries.get((tenant, request_id), ())
+        return next((entry for entry in found if entry.kind is kind), None)
+
+    def put_hold(self, hold: StoredHold) -> None:
+        before = self.holds.get(hold.key)
+        self.accounts[hold.tenant].held += hold.amount - (before.amount if before else 0)
+        self.holds[hold.key] = self.put_holds[hold.key] = hold
+        self.dropped_holds.discard(hold.key)
+        self.touched.add(hold.tenant)
+
+    def drop_hold(self, key: Key) -> None:
+        hold = self.holds.pop(key, None)
+        if hold is None:
+            return
+        self.accounts[hold.tenant].held -= hold.amount
+        self.put_holds.pop(key, None)
+        self.dropped_holds.add(key)
+        self.touched.add(hold.tenant)
+
+    def post(
+        self,
+        account: TenantAccount,
+        kind: Kind,
+        request_id: str,
+        postings: Postings,
+        body: dict[str, Any],
+        *,
+        billed_ns: int = 0,
+    ) -> Entry:
+        """Append an entry to the tenant's chain and move its balances.
+
+        It belongs to the day and month of `billed_ns`, or of now. A chain's dates never go back, so
+        behind an entry of a clock that was ahead its own date is that one's.
+        """
+        seq, at_ns = account.seq + 1, max(self.now_ns, account.at_ns)
+        billed = billed_ns or self.now_ns
+        if billed != at_ns:
+            body = body | {"billed_ns": billed}
+        text, record = format_postings(postings), canonical(body)
+        fields = (account.tenant, seq, kind, request_id, at_ns, account.currency, text, record)
+        account.head = digest(account.head, *fields)
+        account.seq, account.at_ns = seq, at_ns
+        entry = Entry(*fields, hash=account.head, billed_ns=body.get("billed_ns"))
+        if body.get("by", SYSTEM) != SYSTEM:
+            self.decisions.append((entry, account.worth))
+        for name, units in postings.items():
+            account.balances[name] += units
+        self.new_entries.append(entry)
+        self.entries.setdefault((account.tenant, request_id), []).append(entry)
+        if "corrects" in body:
+            self.corrections.setdefault((account.tenant, body["corrects"]), []).append(entry)
+        self.touched.add(account.tenant)
+        return entry
+
+
+def insufficient_balance(
+    tenant: str, *, needed: int, available: int, currency: str
+) -> InsufficientBalance:
+    """The refusal of a hold, with the amounts in it."""
+    message = (
+        f"insufficient balance: {format_units(needed)} {currency} is needed and "
+        f"{format_units(max(0, available))} {currency} is available to tenant {tenant!r}; "
+        "top up, or ask for fewer tokens"
+    )
+    return InsufficientBalance(
+        message, tenant=tenant, needed=needed, available=available, currency=currency
+    )

@@ -1,0 +1,68 @@
+"""Proves what persons booked: each deposit, withdrawal and correction has its decision in the admin
+trail, and each decision its entry. Either alone is somebody's work on the database.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from billing.gate.entries import Entry, Kind
+from billing.gate.work import SYSTEM
+from billing.money import parse_units
+from billing.proof.result import Problem
+from billing.store import trail as store_trail
+from billing.store.store import Connection
+
+_PREFIX = "balance."
+
+_Decision = tuple[str, str, str, int, int]  # action, who, why, when, what the tenant gained
+
+
+class Decisions:
+    """What the entries say that persons decided, by `tenant/number`."""
+
+    def __init__(self) -> None:
+        self.booked: dict[str, _Decision] = {}
+
+    def take(self, entry: Entry, details: dict[str, Any]) -> None:
+        decided_by = details.get("by", SYSTEM)
+        is_deposit = entry.kind not in (Kind.CHARGE, Kind.CORRECTION)
+        if is_deposit or decided_by != SYSTEM:
+            what = f"{_PREFIX}{entry.kind}"
+            why = details.get("reason", "")
+            subject = f"{entry.tenant}/{entry.seq}"
+            self.booked[subject] = what, decided_by, why, entry.at_ns, entry.amount
+
+
+def check_decisions(connection: Connection, decisions: Decisions) -> Iterator[Problem]:
+    """What was booked and decided by nobody, was decided otherwise, or never booked."""
+    left = dict(decisions.booked)
+    for row in store_trail.trail_rows(connection):
+        if not row["action"].startswith(_PREFIX):
+            continue
+        seq = row["seq"]
+        booked = left.pop(row["subject"], None)
+        if booked is None:
+            message = f"{row['action']} of {row['subject']} was decided, and no entry books it"
+            yield Problem(f"trail entry {seq}", 0, "decided", message)
+        elif booked != (decided := _decision(row)):
+            names = ("kind", "who", "why", "when", "amount")
+            pairs = zip(names, booked, decided, strict=True)
+            differing = next(name for name, found, said in pairs if found != said)
+            message = f"trail entry {seq} says otherwise of its {differing}"
+            yield _problem(row["subject"], message)
+    for subject in left:
+        yield _problem(subject, "nobody decided it: it is not in the admin trail")
+
+
+def _decision(row: Any) -> _Decision:
+    before, after = (
+        parse_units(orjson.loads(row[name])["balance"]) for name in ("before", "after")
+    )
+    return row["action"], row["actor"], row["reason"], row["at_ns"], after - before
+
+
+def _problem(subject: str, message: str) -> Problem:
+    tenant, _, seq = subject.rpartition("/")
+    return Problem(tenant, int(seq), "decided", message)

@@ -1,0 +1,39 @@
+"""Which rate card was in force at an instant, as far as servers could know it then. Pure."""
+
+from billing.prices.book import NS, PriceBook, RateCard
+
+# A server sees a new card within a second. Clocks of hosts differ, and are set: beyond two minutes
+# the server takes no requests.
+LAG_NS = 600 * NS
+
+Ref = tuple[str, str]  # a card's name and version
+
+
+class CardHistory:
+    """The applied cards and when each was applied."""
+
+    def __init__(self, book: PriceBook, applied_ns: dict[Ref, int]) -> None:
+        dated = [(applied_ns.get((card.name, card.version), 0), card) for card in book.cards]
+        self._cards = sorted(dated, key=lambda pair: pair[0])
+
+    def at(self, model: str, admitted_ns: int, currency: str, tenant: str) -> set[Ref]:
+        """The cards that a request admitted then may have been priced by.
+
+        A card that was applied well before cannot have been passed over. One that is dated later
+        may have been known all the same: by a clock that was set back since, or, for the hour of a
+        pin, because none priced it when it began.
+        """
+        seen: set[Ref] = set()
+        known = [card for at_ns, card in self._cards if at_ns < admitted_ns - LAG_NS]
+        others = [card for at_ns, card in self._cards if at_ns >= admitted_ns - LAG_NS]
+        for more in ([], *([card] for card in others)):  # in any order: a clock dated them
+            _add(seen, [*known, *more], model, admitted_ns, currency, tenant)
+        return seen
+
+
+def _add(
+    seen: set[Ref], known: list[RateCard], model: str, at_ns: int, currency: str, tenant: str
+) -> None:
+    card = PriceBook(tuple(known)).card_for(model, at_ns, currency, tenant)
+    if card is not None:
+        seen.add((card.name, card.version))

@@ -1,0 +1,132 @@
+"""A batch of corrections out of a re-rating: what was charged beyond what the cards now say.
+
+A batch is made by one person, written down, and applied by another who names its digest: what was
+looked at is what is booked. Charges that would cost more now stay as they are; entries never take
+money that nobody agreed to.
+"""
+
+import hashlib
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import orjson
+
+from billing.errors import BillingError, NoPrice
+from billing.gate.entries import Entry, Kind
+from billing.gate.holds import rate_ref
+from billing.money import format_units, parse_units
+from billing.prices.rating import rate
+from billing.proof.rerate import Pricing, terms_of
+from billing.proof.result import UNREADABLE
+from billing.store import reports as store_reports
+from billing.store.store import LedgerStore
+from billing.usage import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Refund:
+    """What one request is given back, a decimal text."""
+
+    tenant: str
+    request_id: str
+    currency: str
+    amount: str
+
+    @property
+    def units(self) -> int:
+        return parse_units(self.amount)
+
+
+@dataclass(frozen=True, slots=True)
+class RefundBatch:
+    """Refunds in the order of their charges. `dearer` counts charges that would cost more."""
+
+    refunds: tuple[Refund, ...]
+    made_by: str
+    dearer: int = 0
+
+    @property
+    def digest(self) -> str:
+        """Names exactly these refunds."""
+        lines = orjson.dumps([asdict(refund) for refund in self.refunds])
+        return hashlib.sha256(b"cachesvc.refunds.v1\0" + lines).hexdigest()[:16]
+
+    def totals(self) -> dict[str, int]:
+        """Units by currency."""
+        sums: dict[str, int] = {}
+        for refund in self.refunds:
+            sums[refund.currency] = sums.get(refund.currency, 0) + refund.units
+        return sums
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "digest": self.digest,
+            "made_by": self.made_by,
+            "totals": {name: format_units(units) for name, units in self.totals().items()},
+            "charges_that_would_cost_more": self.dearer,
+            "refunds": [asdict(refund) for refund in self.refunds],
+        }
+
+
+def read_batch(text: bytes) -> RefundBatch:
+    """The batch that a document says. Raises `BillingError` where its digest is another."""
+    try:
+        data = orjson.loads(text)
+        refunds = tuple(Refund(**refund) for refund in data["refunds"])
+        batch = RefundBatch(
+            refunds, str(data["made_by"]), int(data["charges_that_would_cost_more"])
+        )
+        named = data["digest"]
+    except UNREADABLE as error:
+        raise BillingError(f"this is no batch of refunds: {error}") from error
+    if batch.digest != named:
+        raise BillingError(
+            f"the batch was changed: its digest is {batch.digest}, and it says {named}"
+        )
+    return batch
+
+
+def make_batch(
+    store: LedgerStore,
+    pricing: Pricing,
+    *,
+    made_by: str,
+    since_ns: int = 0,
+    tenant: str | None = None,
+) -> RefundBatch:
+    """What every charge since an instant cost beyond its price under `pricing`; books nothing."""
+    refunds: list[Refund] = []
+    dearer = 0
+    with store.reading() as connection:
+        entries = store_reports.stream_entries(connection, tenant, since_ns=since_ns)
+        charges: list[Entry] = []
+        given: dict[tuple[str, int], list[Entry]] = {}
+        for entry in entries:
+            if entry.kind is Kind.CHARGE and entry.moment_ns >= since_ns:
+                charges.append(entry)
+            elif entry.kind is Kind.CORRECTION:
+                given.setdefault((entry.tenant, entry.details["corrects"]), []).append(entry)
+    for entry in charges:
+        excess = _excess(entry, pricing, given.get((entry.tenant, entry.seq), ()))
+        dearer += excess < 0
+        if excess > 0:
+            amount = format_units(excess)
+            refunds.append(Refund(entry.tenant, entry.request_id, entry.currency, amount))
+    return RefundBatch(tuple(refunds), made_by, dearer)
+
+
+def _excess(entry: Entry, pricing: Pricing, corrections: Collection[Entry]) -> int:
+    """What is left of a charge beyond its price now; zero where it has none, or was settled late
+    by another usage."""
+    details = entry.details
+    moment_ns = details.get("admitted_ns", entry.moment_ns)
+    try:
+        pinned = pricing(rate_ref(details).model, moment_ns, entry.currency, terms_of(entry))
+    except NoPrice:
+        return 0
+    if pinned is None or any("card" in each.details for each in corrections):
+        return 0
+    planned = rate(Usage.from_record(details.get("usage", {})), pinned).amount
+    left = -entry.amount - sum(each.amount for each in corrections)
+    return left - planned

@@ -1,0 +1,110 @@
+"""Signed heads: what somebody else keeps, so that no past of the ledger can be written anew unseen.
+
+A head is the number and hash of the last entry of a chain, and that hash covers every entry before
+it. Lines of signed heads are appended to a file or posted to a receiver; called off the event loop.
+"""
+
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from billing.errors import BillingError, ExportError
+from billing.proof.result import Head
+from billing.proof.trail import TRAIL, trail_head
+from billing.reports.receipts import Purpose, ReceiptSigner, verify_signed
+from billing.store import reports as store_reports
+from billing.store.store import LedgerStore
+
+POST_TIMEOUT_S = 30
+Line = dict[str, Any]
+
+
+def heads_of(store: LedgerStore) -> dict[str, Head]:
+    """The last number and hash of each tenant's chain and of the admin trail."""
+    with store.reading() as connection:
+        accounts = store_reports.all_accounts(connection)
+        trail = trail_head(connection)
+    heads = {name: (account.seq, account.head.hex()) for name, account in accounts.items()}
+    return {name: head for name, head in (*heads.items(), (TRAIL, trail)) if head[0]}
+
+
+def heads_document(heads: dict[str, Head]) -> Line:
+    return {name: {"entry": seq, "hash": digest} for name, (seq, digest) in heads.items()}
+
+
+def signed_heads(store: LedgerStore, signer: ReceiptSigner, now_ns: int) -> Line:
+    """The heads of now, signed with the key that signs receipts."""
+    line = {"at_ns": now_ns, "heads": heads_document(heads_of(store))}
+    return signer.sign(line, Purpose.HEADS)
+
+
+def send_heads(line: Line, to: str) -> None:
+    """Append the line to a file, durably, or POST it to a URL. Raises `ExportError`."""
+    data = orjson.dumps(line) + b"\n"
+    try:
+        if to.startswith(("http://", "https://")):
+            _post(to, data)
+            return
+        with Path(to).expanduser().open("ab") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, ValueError) as error:
+        raise ExportError(f"the heads could not be written to {to}: {error}") from error
+
+
+def _post(url: str, data: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(url, data, headers, method="POST")  # noqa: S310  http(s) only
+    with urllib.request.urlopen(request, timeout=POST_TIMEOUT_S) as answer:  # noqa: S310
+        answer.read()
+
+
+def read_heads(path: Path, public_key: Callable[[str], bytes | None]) -> list[dict[str, Head]]:
+    """The heads in a file: what `ledger heads` printed, or lines that a server wrote.
+
+    `public_key` finds a published key by its id. Raises `BillingError` for a file that is none, and
+    for a line that was not signed so.
+    """
+    try:
+        text = path.read_bytes()
+        documents = _documents(text)
+        return [_read(document, public_key, path) for document in documents]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BillingError(f"{path} holds no heads of a ledger: {error}") from error
+
+
+def read_receipt_head(path: Path, public_key: Callable[[str], bytes | None]) -> dict[str, Head]:
+    """The head that a receipt tells: its entry's number and hash. Raises `BillingError`."""
+    try:
+        receipt = orjson.loads(path.read_bytes())
+        key = public_key(str(receipt["key_id"]))
+        if key is None or not verify_signed(receipt, key, Purpose.RECEIPT):
+            raise BillingError(f"{path} is not genuine, or its key was never published here")
+        return {str(receipt["tenant"]): (int(receipt["entry"]), str(receipt["entry_hash"]))}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BillingError(f"{path} is no receipt: {error}") from error
+
+
+def _documents(text: bytes) -> list[Line]:
+    try:
+        return [orjson.loads(text)]
+    except orjson.JSONDecodeError:
+        return [orjson.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def _read(document: Line, public_key: Callable[[str], bytes | None], path: Path) -> dict[str, Head]:
+    if "signature" in document:
+        key_id = str(document["key_id"])
+        key = public_key(key_id)
+        if key is None:
+            raise BillingError(f"{path}: key {key_id} is not among the published ones")
+        if not verify_signed(document, key, Purpose.HEADS):
+            raise BillingError(f"{path}: a line was changed, or another key signed it")
+        document = document["heads"]
+    return {name: (int(head["entry"]), str(head["hash"])) for name, head in document.items()}

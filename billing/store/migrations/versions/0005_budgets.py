@@ -1,0 +1,15 @@
+"""Budgets, and the outbox of what is told about them."""
+
+from alembic import op
+
+from billing.store.schema import budgets, outbox
+
+revision = "0005"
+down_revision = "0004"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    for table in (budgets, outbox):
+        table.create(op.get_bind(), checkfirst=True)

@@ -1,0 +1,97 @@
+"""`cachesvc cache stats`: how full the tiers are."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import typer
+
+from api.format import number_of, percent, size
+from cachesvc.cli.options import DataDir, existing_data_dir
+from cachesvc.cli.render import AsJson, print_json, print_pairs, print_table
+from cachesvc.config import disk_path
+from cachesvc.server.server_file import find_server
+from tiers.disk.view import DiskSummary, open_view
+from tiers.tier import TierName
+
+
+def stats(data_dir: DataDir = None, json: AsJson = False) -> None:
+    """The disk tier: blocks, bytes, compression, who holds the directory; live, every tier."""
+    path = existing_data_dir(data_dir)
+    server = find_server(path)
+    tiers = server.get("/admin/api/stats")["cache"]["tiers"] if server is not None else {}
+    owners = server.get("/admin/api/cache/owners") if server is not None else []
+    with open_view(disk_path(path)) as view:
+        summary = view.summary()
+    if json:
+        print_json(_summary_json(summary) | ({"tiers": tiers, "owners": owners} if tiers else {}))
+        return
+    print_pairs(_summary_pairs(summary))
+    _print_tiers(tiers)
+    _print_owners(owners)
+
+
+def _print_tiers(tiers: Mapping[str, Any]) -> None:
+    """The tiers of a running server as a table; nothing where there is none."""
+    if not tiers:
+        return
+    typer.echo("")
+    print_table(
+        ("tier", "blocks", "used", "of", "fill", "served", "stored", "evicted"),
+        [
+            (
+                name,
+                tier["num_blocks"],
+                size(tier["used_bytes"]),
+                size(tier["capacity_bytes"]),
+                percent(tier["used_bytes"], tier["capacity_bytes"]),
+                tier["hits"],
+                tier["stored"],
+                tier["evicted"],
+            )
+            for name, tier in tiers.items()
+        ],
+        right=("blocks", "used", "of", "fill", "served", "stored", "evicted"),
+    )
+
+
+def _print_owners(owners: Sequence[Mapping[str, Any]]) -> None:
+    """Who takes the room, the most first."""
+    if not owners:
+        return
+    typer.echo("")
+    names = [tier for tier in TierName if any(tier in each["bytes"] for each in owners)]
+    print_table(
+        ("owner", "model", *names),
+        [
+            (
+                each["owner"],
+                each["model"],
+                *(size(each["bytes"][tier]) if tier in each["bytes"] else "-" for tier in names),
+            )
+            for each in owners
+        ],
+        right=names,
+    )
+
+
+def _summary_json(summary: DiskSummary) -> dict[str, Any]:
+    return {"tier": "disk", **asdict(summary), "ratio": round(summary.ratio, 4)}
+
+
+def _summary_pairs(summary: DiskSummary) -> dict[str, object]:
+    not_closed = "no, the server has it open" if summary.server else "not cleanly"
+    return {
+        "directory": summary.path,
+        "server": summary.server or "none running",
+        "blocks": summary.num_blocks,
+        "files": f"{size(summary.file_bytes)} of {size(summary.map_bytes)} "
+        f"({percent(summary.file_bytes, summary.map_bytes)})",
+        "KV": f"{size(summary.logical_bytes)}, stored as {size(summary.stored_bytes)} "
+        f"(ratio {summary.ratio:.2f})",
+        "scopes": summary.num_scopes,
+        "shards": summary.num_shards,
+        "ever stored": f"{number_of(summary.num_stored, 'block')}, {size(summary.written_bytes)}",
+        "ever evicted": number_of(summary.num_evicted, "block"),
+        "closed": "cleanly" if summary.clean else not_closed,
+    }

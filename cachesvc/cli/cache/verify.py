@@ -1,0 +1,52 @@
+"""`cachesvc cache verify`: every block read and checked."""
+
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from api.format import number_of, seconds, size
+from cachesvc.cli.options import DataDir, existing_data_dir
+from cachesvc.cli.render import AsJson, fail, print_json, progress
+from cachesvc.config import disk_path
+from tiers.disk.maintenance import Verified
+from tiers.disk.maintenance import verify as verify_shard
+from tiers.disk.view import open_shards, repair_folder
+
+
+def verify(
+    data_dir: DataDir = None,
+    repair: Annotated[bool, typer.Option(help="Delete what is not as it was written")] = False,
+    json: AsJson = False,
+) -> None:
+    """Read every block as a hit would, and check it whole. Exits with 1 if one is bad."""
+    started = time.monotonic()
+    total = Verified()
+    path = disk_path(existing_data_dir(data_dir))
+    mended = repair_folder(path) if repair else []
+    with open_shards(path, readonly=not repair) as (_, shards):
+        num_blocks = sum(shard.read_totals().num_blocks for shard in shards)
+        with progress("verifying", num_blocks) as advance:
+            for shard in shards:
+                total = total.plus(verify_shard(shard, repair=repair, advance=advance))
+    elapsed_s = time.monotonic() - started
+    if json:
+        print_json(
+            asdict(total) | {"sound": total.sound, "mended": mended, "seconds": round(elapsed_s, 3)}
+        )
+    else:
+        typer.echo(
+            f"{number_of(total.num_blocks, 'block')} ({size(total.logical_bytes)} of KV) "
+            f"as they were written; checked in {seconds(elapsed_s)}"
+        )
+        for what in mended:
+            typer.echo(what)
+        for reason, num_bad in total.bad.items():
+            typer.echo(f"{number_of(num_bad, 'bad block')}: {reason}")
+        for problem in total.structure:
+            typer.echo(problem)
+        if total.num_repaired:
+            typer.echo(f"{total.num_repaired} of them were deleted")
+    if not total.sound and total.num_repaired < sum(total.bad.values()):
+        fail("the disk tier holds bad blocks; none of them will be served. Remove: --repair")

@@ -1,0 +1,65 @@
+"""Groups of commands that import the command that is called, and none beside it."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+
+class Entry(NamedTuple):
+    """Where a command lives, as `module:attribute` (a function or a `Typer`), and what it does."""
+
+    target: str
+    help: str
+
+
+class LazyGroup(TyperGroup):
+    """Knows each command by name and help, and imports the one that is called."""
+
+    entries: Mapping[str, Entry] = {}
+    removed: Mapping[str, str] = {}
+
+    def load(self, name: str) -> Any:
+        return load(name, self.entries[name])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in self.removed:
+            ctx.fail(f"{ctx.command_path} {args[0]} is gone: {self.removed[args[0]]}")
+        name, stub, rest = super().resolve_command(ctx, args)
+        return name, self.load(name) if name and name in self.entries else stub, rest
+
+
+def lazy_group(
+    commands: Mapping[str, Entry], *, removed: Mapping[str, str] | None = None, **options: Any
+) -> typer.Typer:
+    """A group of `commands`; `options` are those of `typer.Typer`.
+
+    `removed` says of commands that are gone what to do instead.
+    """
+    kind = type("Lazy", (LazyGroup,), {"entries": commands, "removed": removed or {}})
+    group = typer.Typer(cls=kind, no_args_is_help=True, **options)
+    for name, entry in commands.items():
+        group.command(name, help=entry.help)(_stub)
+    return group
+
+
+def load(name: str, entry: Entry) -> Any:
+    """The command itself, imported."""
+    module, _, attribute = entry.target.partition(":")
+    target = getattr(importlib.import_module(module), attribute)
+    if isinstance(target, typer.Typer):
+        outer = typer.Typer(add_completion=False)
+        outer.add_typer(target, name=name)
+        group = get_command(outer)
+        assert isinstance(group, TyperGroup), group
+        return group.commands[name]
+    outer = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    outer.command(name)(target)
+    return get_command(outer)
+
+
+def _stub() -> None:
+    """Stands for a command in the list of commands; the group calls the command itself."""

@@ -1,0 +1,71 @@
+"""`cachesvc node`: the tiers of this machine as a process that engines share."""
+
+import signal
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from api.format import size
+from cachesvc.cli.render import fail, note, print_json
+from cachesvc.config import default_data_dir, parse_size
+
+
+def default_socket() -> Path:
+    return default_data_dir() / "node.sock"
+
+
+def node(
+    socket: Annotated[
+        Path | None, typer.Option(help="Where to listen  [default: DATA_DIR/node.sock]")
+    ] = None,
+    host_cache: Annotated[str, typer.Option(help="Host memory for blocks, of all models")] = "2GiB",
+    disk_cache_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the disk tier; none without")
+    ] = None,
+    disk_cache: Annotated[
+        str, typer.Option(help="Bytes on disk for the blocks of one model")
+    ] = "8GiB",
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Print the counters of the running node as JSON")
+    ] = False,
+) -> None:
+    """Keep KV blocks for the engines of this machine, in shared memory and on disk.
+
+    Engines join over a Unix socket: vLLM through `cachesvc.vllm`. Blocks outlive an engine, so
+    after its restart they are hits. Ctrl-C or SIGTERM writes what only memory holds to the disk.
+    """
+    path = (socket or default_socket()).expanduser()
+    if stats:
+        print_json(_stats_of(path))
+        return
+    from tiers.node.node import Node, NodeSettings
+
+    settings = NodeSettings(
+        socket=path,
+        host_bytes=parse_size(host_cache),
+        disk_dir=disk_cache_dir.expanduser() if disk_cache_dir else None,
+        disk_bytes=parse_size(disk_cache),
+    )
+    serving = Node(settings)
+    serving.open()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: serving.stop())
+    below = f"{size(settings.disk_bytes)} in {settings.disk_dir}" if settings.disk_dir else "none"
+    note(f"node ready at {path}: host memory {size(settings.host_bytes)}, disk {below}")
+    with closing(serving):
+        serving.run()
+    note("node stopped")
+
+
+def _stats_of(path: Path) -> dict[str, object]:
+    from tiers.errors import NodeError
+    from tiers.node.client import NodeClient
+
+    try:
+        with closing(NodeClient(path)) as client:
+            client.open()
+            return client.stats()
+    except NodeError as error:
+        fail(f"{error}; start one with cachesvc node --socket {path}")

@@ -1,0 +1,61 @@
+"""`serve`: from settings to a server that runs until a signal says to stop. Main thread.
+
+What cannot work is refused first: a data directory in use, an address that is not ours. Then the
+port answers, and only then is imported and loaded what takes its time.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable
+
+from cachesvc.config import Settings
+from cachesvc.observability.kv_events import published
+from cachesvc.server.listen import bind, check_address, make_data_dir, url_of
+from cachesvc.server.money import open_money
+from cachesvc.server.startup import Startup, answering
+from cachesvc.server.supervisor import notify
+from tiers.telemetry.events import EventStream
+
+logger = logging.getLogger(__name__)
+
+
+def serve(
+    settings: Settings,
+    *,
+    startup: Startup | None = None,
+    on_ready: Callable[[str, str], None] = lambda url, link: None,
+) -> None:
+    """Serve until a signal says to stop. Raises what cannot work, before the first request.
+
+    Once it accepts requests, `on_ready` is called with the server's URL and a link that logs in to
+    its dashboard once.
+    """
+    server, startup = settings.server, startup or Startup()
+    make_data_dir(server.data_dir)
+    with contextlib.closing(open_money(settings)) as money:
+        check_address(server, requires_keys=money.requires_keys)
+        stream = EventStream()
+        with (
+            contextlib.closing(bind(server.host, server.port)) as listener,
+            published(settings.events, stream, settings.cache.block_size),
+            contextlib.ExitStack() as service_open,
+        ):
+            with answering(listener, startup):
+                logger.info(f"{url_of(listener)} answers /health; the model is loaded now")
+                with startup.during("importing torch"):
+                    from cachesvc.server.compute import load  # torch, seconds of it
+                    from cachesvc.service import Service
+                with startup.during(f"loading {settings.model.name}"):
+                    loaded = load(settings.model, server.data_dir, startup.progress)
+                with startup.during("opening the tiers"):
+                    service = Service(settings, loaded, money, stream)
+                    service_open.callback(service.close)
+                with startup.during("warming up"):
+                    service.start()
+
+            def ready(url: str, link: str) -> None:
+                notify("READY=1")
+                on_ready(url, link)
+
+            service_open.callback(notify, "STOPPING=1")  # called before the service closes
+            service.run(listener, ready)

@@ -1,0 +1,78 @@
+"""What a server needs before it does anything slow: its data directory, its address, its socket.
+
+Imports nothing that computes, so that what cannot work is refused within half a second.
+"""
+
+import ipaddress
+import socket
+from pathlib import Path
+
+from cachesvc.config import ConfigError, ServerSection, disk_path
+from tiers.disk.directory import is_locked, read_holder
+from tiers.errors import DirectoryLocked
+
+BACKLOG = 2048  # connections that wait for somebody to accept them, as uvicorn has it
+
+
+def make_data_dir(path: Path) -> None:
+    """Create the data directory, for its owner alone: it holds prompts' KV and the ledger.
+
+    Raises ConfigError where it cannot be made, DirectoryLocked where another server runs on it.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {path}: {error.strerror}; check --data-dir") from None
+    if is_locked(disk_path(path)):
+        raise DirectoryLocked(
+            f"{path} is served by {read_holder(disk_path(path))}; stop that server or choose "
+            f"another --data-dir"
+        )
+
+
+def check_address(server: ServerSection, *, requires_keys: bool) -> None:
+    """A server that anybody may use must not be reachable by everybody. Raises ConfigError."""
+    if requires_keys or is_loopback(server.host):
+        return
+    raise ConfigError(
+        f"without API keys the server listens on loopback only, and {server.host} is not; create "
+        f"a key with `cachesvc keys create`, or add --require-keys, or use --host 127.0.0.1"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket: a connection waits in its queue until somebody serves on it.
+
+    Raises ConfigError for a port in use and a host that is none.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"cannot listen on {host!r}: {error.strerror}; check --host") from None
+    listener = socket.socket(family, kind, proto)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; "
+            f"another server may run there: choose another --port, or 0 for a free one"
+        ) from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

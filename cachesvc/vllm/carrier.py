@@ -1,0 +1,181 @@
+"""The workers' side of the connector: moves blocks between vLLM's KV tensors and the node's memory.
+
+One thread loads and one stores, each with a link of its own, so that neither holds up a step or the
+other. In the node's frame a block is a run of slabs, one for each layer, in the layers' order.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+from cachesvc.vllm.identity import EngineIdentity, Unsupported
+from cachesvc.vllm.link import NodeLink
+from cachesvc.vllm.planner import Transfer
+from tiers.node.client import NodeClient
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 30.0  # of a load from the disk, or of a store
+
+
+def slabs_of(tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
+    """A layer's KV as views `[num_blocks, bytes]`, in the order in which it lies in memory.
+
+    Takes any order of dimensions that is dense in memory with the block at most second: one view
+    where blocks come first, two where K and V do. Raises Unsupported.
+    """
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    dense = tensor.permute(order)
+    sizes = list(dense.shape)
+    if not dense.is_contiguous() or num_blocks not in sizes[:2]:
+        raise Unsupported(f"KV of shape {list(tensor.shape)} and strides {list(tensor.stride())}")
+    parts = [dense] if sizes[0] == num_blocks else list(dense.unbind(0))
+    return [part.reshape(num_blocks, -1).view(torch.uint8) for part in parts]
+
+
+@dataclass(slots=True)
+class _Job:
+    transfer: Transfer
+    ready: "torch.cuda.Event | None"  # what the device does to these blocks before
+
+
+@dataclass(slots=True)
+class _Done:
+    """What the threads have finished since vLLM last asked. Under the lock."""
+
+    loaded: set[str] = field(default_factory=set)
+    saved: set[str] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
+
+
+class Carrier:
+    """Moves one rank's blocks. `start` after vLLM has made its KV tensors."""
+
+    def __init__(self, identity: EngineIdentity, node: Path, rank: int) -> None:
+        self._identity = identity
+        self._rank = rank
+        self._links = [NodeLink(node, identity.layout, timeout_s=TIMEOUT_S) for _ in range(2)]
+        self._queues: list[SimpleQueue[_Job | None]] = [SimpleQueue(), SimpleQueue()]
+        self._threads: list[threading.Thread] = []
+        self._slabs: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+        self._done = _Done()
+
+    def start(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+        """Begin to serve these tensors. Raises Unsupported where a block is not what was said."""
+        self._slabs = [slab for name in kv_caches for slab in slabs_of(kv_caches[name], num_blocks)]
+        block_bytes = sum(slab.shape[1] for slab in self._slabs)
+        if block_bytes != self._identity.block_bytes:
+            raise Unsupported(
+                f"a block has {block_bytes} bytes in vLLM's tensors and "
+                f"{self._identity.block_bytes} by its configuration"
+            )
+        for name, work, queue in (
+            ("load", self._load, self._queues[0]),
+            ("save", self._save, self._queues[1]),
+        ):
+            thread = threading.Thread(
+                target=self._serve, args=(work, queue), name=f"cachesvc-{name}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def move(self, loads: Sequence[Transfer], saves: Sequence[Transfer]) -> None:
+        """Begin these; what the device was told before this call comes before them."""
+        ready = _mark() if (loads or saves) and self._slabs[0].is_cuda else None
+        for queue, transfers in zip(self._queues, (loads, saves), strict=True):
+            for transfer in transfers:
+                queue.put(_Job(transfer, ready))
+
+    def take_done(self) -> tuple[set[str], set[str]]:
+        """Requests whose blocks were (loaded, saved) since the last call, well or badly."""
+        with self._lock:
+            done = (self._done.loaded, self._done.saved)
+            self._done.loaded, self._done.saved = set(), set()
+        return done
+
+    def take_failed_blocks(self) -> set[int]:
+        """vLLM's numbers of blocks that could not be loaded: they must be computed."""
+        with self._lock:
+            failed, self._done.failed_blocks = self._done.failed_blocks, set()
+        return failed
+
+    def close(self) -> None:
+        """Finish what was begun, and leave the node."""
+        for queue in self._queues:
+            queue.put(None)
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+        for link in self._links:
+            link.close()
+
+    def _serve(self, work: Callable[[Transfer], None], queue: "SimpleQueue[_Job | None]") -> None:
+        if self._slabs[0].is_cuda:  # copies run beside the model's own stream
+            torch.cuda.set_stream(torch.cuda.Stream(self._slabs[0].device))
+        while (job := queue.get()) is not None:
+            if job.ready is not None:
+                job.ready.synchronize()
+            try:
+                work(job.transfer)
+            except Exception:  # the top of this thread: a fault here is a miss, so say so
+                logger.exception(f"cachesvc: moving blocks of {job.transfer.request_id} failed")
+                is_load = work == self._load
+                self._links[0 if is_load else 1].close()  # the node takes its leases back
+                self._end(job.transfer, 0, is_load=is_load)
+
+    def _load(self, transfer: Transfer) -> None:
+        def use(node: NodeClient) -> int:
+            frames = node.lease(transfer.ids[self._rank])
+            assert node.memory is not None
+            for frame, block in zip(frames, transfer.blocks, strict=False):
+                at = 0
+                for slab in self._slabs:
+                    size = slab.shape[1]
+                    slab[block].copy_(node.memory.rows[frame, at : at + size])
+                    at += size
+            _wait(self._slabs[0])
+            node.release(frames)
+            return len(frames)
+
+        self._end(transfer, self._links[0].attempt(use) or 0, is_load=True)
+
+    def _save(self, transfer: Transfer) -> None:
+        def use(node: NodeClient) -> None:
+            pairs = node.reserve(transfer.ids[self._rank])
+            assert node.memory is not None
+            for position, frame in pairs:
+                block, at = transfer.blocks[position], 0
+                for slab in self._slabs:
+                    size = slab.shape[1]
+                    node.memory.rows[frame, at : at + size].copy_(slab[block])
+                    at += size
+            _wait(self._slabs[0])
+            node.commit([frame for _, frame in pairs])
+
+        self._links[1].attempt(use)
+        self._end(transfer, len(transfer.blocks), is_load=False)
+
+    def _end(self, transfer: Transfer, num_moved: int, *, is_load: bool) -> None:
+        with self._lock:
+            if is_load:
+                self._done.failed_blocks |= set(transfer.blocks[num_moved:])
+                self._done.loaded.add(transfer.request_id)
+            else:
+                self._done.saved.add(transfer.request_id)
+
+
+def _mark() -> "torch.cuda.Event":
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _wait(slab: torch.Tensor) -> None:
+    """The copies of this thread are done."""
+    if slab.is_cuda:
+        torch.cuda.current_stream(slab.device).synchronize()

@@ -1,0 +1,177 @@
+"""What decides which KV a token has in a vLLM engine, as the scopes and blocks that the tiers know.
+
+The scheduler and every worker compute the same identity from the same configuration, so that what
+one rank stores is found by the same rank of another engine, and by nothing else: the weights by
+content, everything that changes how KV is computed or laid out, and the rank that holds this part.
+"""
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tiers.blocks.keys import CacheScope
+from tiers.blocks.layout import DTYPES, BlockLayout
+from tiers.node.messages import engine_layout
+
+_READ_BYTES = 1 << 22
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
+_ADAPTER_FILES = ("*.safetensors", "*.bin", "adapter_config.json")
+
+
+class Unsupported(Exception):
+    """The engine keeps its KV in a way that this connector does not serve; the reason in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """One rank's blocks. `block_bytes` is what one block takes over all of the rank's layers."""
+
+    scope: CacheScope
+    layout: BlockLayout
+    num_ranks: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.nbytes
+
+    def rank(self, number: int) -> CacheScope:
+        """The scope of tensor-parallel rank `number`."""
+        text = f":rank {number} of {self.num_ranks}"
+        return replace(self.scope, layout=self.scope.layout + text.encode())
+
+    def of_request(self, request: Any, rank: int) -> CacheScope:
+        """The scope of a vLLM request: its tenant's salt and its adapter's content besides."""
+        scope = self.rank(rank)
+        if request.cache_salt:
+            scope = replace(scope, tenant=request.cache_salt.encode())
+        if request.lora_request is not None:
+            scope = replace(scope, adapter=_digest(request.lora_request.lora_path, _ADAPTER_FILES))
+        return scope
+
+
+def identity_of(config: Any, kv_cache: Any) -> EngineIdentity:
+    """The identity of an engine of this `VllmConfig` and `KVCacheConfig`. Raises Unsupported."""
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise Unsupported("pipeline parallelism keeps other layers on every rank")
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        raise Unsupported("decode context parallelism spreads one block over several ranks")
+    if len(kv_cache.kv_cache_groups) != 1:
+        raise Unsupported(
+            f"the model keeps {len(kv_cache.kv_cache_groups)} groups of KV, such as sliding "
+            "windows beside full attention; start vLLM with --disable-hybrid-kv-cache-manager"
+        )
+    (group,) = kv_cache.kv_cache_groups
+    layout = _layout(group.kv_cache_spec, len(group.layer_names))
+    scope = CacheScope(
+        weights=_weights(config.model_config) + config.model_config.compute_hash().encode(),
+        layout=_described(config, group.kv_cache_spec),
+    )
+    return EngineIdentity(scope, layout, parallel.tensor_parallel_size)
+
+
+def contents_of(features: Sequence[Any], num_blocks: int, block_size: int) -> list[bytes]:
+    """What each block covers beyond tokens: the content digests of images and the like in it."""
+    if not features:
+        return []
+    contents = [b""] * num_blocks
+    for feature in features:
+        start, length = feature.mm_position.offset, feature.mm_position.length
+        first, last = start // block_size, (start + length - 1) // block_size
+        for number in range(first, min(last + 1, num_blocks)):
+            place = start - number * block_size
+            text = f"{feature.modality}:{feature.identifier}:{place}:{length}"
+            contents[number] += xxhash.xxh3_128_digest(text.encode())
+    return contents
+
+
+def _layout(spec: Any, num_layers: int) -> BlockLayout:
+    """A block as the tiers see it. Which bytes are K and which V is the engine's affair."""
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise Unsupported(f"KV of dtype {dtype} is not served; use --kv-cache-dtype auto")
+    token_bytes = spec.block_size * DTYPES[dtype].itemsize
+    token_items, rest = divmod(spec.page_size_bytes, token_bytes)
+    if rest:
+        raise Unsupported(f"a page of {spec.page_size_bytes} bytes is no whole number per token")
+    return engine_layout(num_layers, token_items, spec.block_size, dtype)
+
+
+def _described(config: Any, spec: Any) -> bytes:
+    """Everything about this engine that changes where in a block a number lies."""
+    import vllm
+
+    try:
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+        order = str(get_kv_cache_layout())
+    except ImportError:
+        order = ""
+    attention = getattr(config, "attention_config", None)
+    facts = (
+        f"vllm {vllm.__version__}",
+        repr(spec),
+        f"tensor parallel {config.parallel_config.tensor_parallel_size}",
+        f"order {order}",
+        f"backend {getattr(attention, 'backend', None)}",
+        f"device {_device()}",
+    )
+    return b"vllm:" + xxhash.xxh3_128_digest("\n".join(facts).encode())
+
+
+def _device() -> str:
+    """The kind of device: attention on a CPU packs K by its instruction set."""
+    from vllm.platforms import current_platform
+
+    name = f"{current_platform.device_type} {current_platform.get_device_name()}"
+    if current_platform.device_type == "cpu":
+        return f"{name} {platform.machine()} {_cpu_flags()}"
+    return name
+
+
+@lru_cache(maxsize=1)
+def _cpu_flags() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor()
+    lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
+    return " ".join(sorted(next(lines, "").partition(":")[2].split()))
+
+
+def _weights(model: Any) -> bytes:
+    folder = Path(model.model)
+    if not folder.exists():
+        folder = _snapshot(model.model, model.revision)
+    return _digest(str(folder), _WEIGHT_FILES)
+
+
+def _snapshot(name: str, revision: str | None) -> Path:
+    """The folder in the hub's cache that vLLM has loaded this model from."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(found, str):
+        raise Unsupported(f"the files of {name} are not found, so its KV has no identity")
+    return Path(found).parent
+
+
+@lru_cache(maxsize=256)
+def _digest(path: str, patterns: tuple[str, ...]) -> bytes:
+    """16 bytes over the contents of a file, or of a folder's files of these patterns."""
+    root = Path(path)
+    files = [root] if root.is_file() else sorted({f for p in patterns for f in root.glob(p)})
+    if not files:
+        raise Unsupported(f"there are no weights in {path}")
+    hasher = xxhash.xxh3_128(b"cachesvc.vllm.files.v1")
+    for file in files:
+        hasher.update(file.name.encode() + b"\0" + file.stat().st_size.to_bytes(8, "little"))
+        with file.open("rb") as opened:
+            while chunk := opened.read(_READ_BYTES):
+                hasher.update(chunk)
+    return hasher.digest()

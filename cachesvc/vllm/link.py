@@ -1,0 +1,66 @@
+"""A connection to the node that comes back: a node that is away is a miss, never an error."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from tiers.blocks.keys import BlockId
+from tiers.blocks.layout import BlockLayout
+from tiers.errors import NodeError, NodeGone
+from tiers.node.client import NodeClient
+from tiers.tier import TierName
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0  # how long a node that failed is left alone
+
+T = TypeVar("T")
+
+
+class NodeLink:
+    """One thread's way to the node. `faults` counts what was missed because the node failed."""
+
+    def __init__(
+        self,
+        path: Path,
+        layout: BlockLayout,
+        *,
+        timeout_s: float,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = NodeClient(path, layout, timeout_s=timeout_s)
+        self._clock_s = clock_s
+        self._not_before_s = float("-inf")
+        self.faults = 0
+
+    def probe(self, ids: Sequence[BlockId]) -> list[TierName]:
+        """The tiers of the leading run that is held; none while the node is away."""
+        return self.attempt(lambda node: node.probe(ids)) or []
+
+    def attempt(self, use: Callable[[NodeClient], T]) -> T | None:
+        """What `use` makes of the connected node; None where the node is away or fails.
+
+        A connection of old may lead to a node that has been restarted since: it is made anew.
+        """
+        try:
+            if self._client.is_connected:
+                try:
+                    return use(self._client)
+                except NodeGone as error:
+                    if isinstance(error.__cause__, TimeoutError):
+                        raise  # it hangs, and would again
+            elif self._clock_s() < self._not_before_s:
+                return None
+            self._client.connect()
+            return use(self._client)
+        except NodeError as error:
+            self.faults += 1
+            self._client.close()
+            self._not_before_s = self._clock_s() + RETRY_S
+            logger.warning(f"cachesvc: served without the node for {RETRY_S:g} s: {error}")
+            return None
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,143 @@
+"""The scheduler's side of the connector: what to load for a request, and what to store of it.
+
+Runs in vLLM's engine core, on its scheduling loop. It asks the node how much of a prompt is held,
+which takes the node a lookup, or one read of the disk's index; the blocks themselves move in the
+workers. Blocks are stored when a request ends, while vLLM keeps them for us, so that a save never
+holds up a step and never reads a block that was given to somebody else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cachesvc.vllm.identity import EngineIdentity, contents_of
+from cachesvc.vllm.link import NodeLink
+from tiers.blocks.keys import BlockId, block_ids, token_bytes
+from tiers.tier import TierName
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Blocks to move between the node and vLLM's: `ids[r][i]` is rank r's part of block i."""
+
+    request_id: str
+    ids: tuple[tuple[BlockId, ...], ...]
+    blocks: tuple[int, ...]  # vLLM's numbers
+
+
+@dataclass(slots=True)
+class _Match:
+    """What the node holds of a request's prompt, from block `start` on."""
+
+    start: int
+    tiers: list[TierName]
+
+
+@dataclass(slots=True)
+class Planner:
+    """What the steps of one engine load and store."""
+
+    identity: EngineIdentity
+    link: NodeLink
+    _matches: dict[str, _Match] = field(default_factory=dict)
+    _hits: dict[str, dict[str, int]] = field(default_factory=dict)
+    _loads: list[Transfer] = field(default_factory=list)
+    _saves: list[Transfer] = field(default_factory=list)
+    _loading: set[str] = field(default_factory=set)
+    _saving: set[str] = field(default_factory=set)
+
+    def match(self, request: Any, num_computed_tokens: int) -> int:
+        """How many tokens the node has beyond those; the last token is always computed."""
+        size = self.identity.layout.block_size
+        start, end = num_computed_tokens // size, (request.num_tokens - 1) // size
+        self._matches.pop(request.request_id, None)
+        if end <= start or not _has_identity(request):
+            return 0
+        runs = self._ids(request, start, end)
+        tiers = self.link.probe(runs[0])
+        for run in runs[1:]:  # a block is complete when every rank has its part
+            tiers = _farther(tiers, self.link.probe(run[: len(tiers)]))
+        if tiers:
+            self._matches[request.request_id] = _Match(start, tiers)
+        return len(tiers) * size
+
+    def allocated(self, request: Any, blocks: Sequence[int], num_tokens: int) -> None:
+        """vLLM gave the request room for `num_tokens` of the match: load them."""
+        match = self._matches.pop(request.request_id, None)
+        if not num_tokens or match is None:
+            return
+        size = self.identity.layout.block_size
+        end = match.start + num_tokens // size
+        tiers = match.tiers[: end - match.start]
+        self._hits[request.request_id] = {
+            str(tier): tiers.count(tier) * size for tier in dict.fromkeys(tiers)
+        }
+        ids = self._ids(request, match.start, end)
+        self._loads.append(_transfer(request, ids, blocks[match.start : end]))
+        self._loading.add(request.request_id)
+
+    def hits(self, request: Any) -> dict[str, int]:
+        """Prompt tokens that the node was asked to serve, by tier."""
+        return self._hits.get(request.request_id, {})
+
+    def finished(self, request: Any, blocks: Sequence[int]) -> tuple[bool, dict[str, Any]]:
+        """The request is over. Whether vLLM is to keep its blocks until they are stored."""
+        hits = self._hits.pop(request.request_id, {})
+        self._matches.pop(request.request_id, None)
+        params = {"cachesvc": {"hit_tokens": hits}}
+        in_flight = getattr(request, "num_in_flight_tokens", 0)
+        computed = (request.num_computed_tokens - in_flight) // self.identity.layout.block_size
+        end = min(computed, len(blocks), _first_null(blocks))
+        if request.request_id in self._loading or not end or not _has_identity(request):
+            return False, params
+        self._saves.append(_transfer(request, self._ids(request, 0, end), blocks[:end]))
+        self._saving.add(request.request_id)
+        return True, params
+
+    def take(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+        """What the next step is to load and to save."""
+        loads, saves = tuple(self._loads), tuple(self._saves)
+        self._loads.clear()
+        self._saves.clear()
+        return loads, saves
+
+    def moved(self, loaded: set[str], saved: set[str]) -> None:
+        """The workers are done with these requests."""
+        self._loading -= loaded
+        self._saving -= saved
+
+    @property
+    def is_busy(self) -> bool:
+        """Blocks are still to be moved, so vLLM has to go on stepping."""
+        return bool(self._loads or self._saves or self._saving)
+
+    def _ids(self, request: Any, start: int, end: int) -> list[list[BlockId]]:
+        """Each rank's identities of the request's full blocks from `start` to `end`."""
+        size = self.identity.layout.block_size
+        tokens = token_bytes(request.all_token_ids[: end * size])
+        contents = contents_of(request.mm_features, end, size)
+        return [
+            block_ids(self.identity.of_request(request, rank).root(), tokens, size, contents)[
+                start:
+            ]
+            for rank in range(self.identity.num_ranks)
+        ]
+
+
+def _transfer(request: Any, ids: Sequence[Sequence[BlockId]], blocks: Sequence[int]) -> Transfer:
+    return Transfer(request.request_id, tuple(map(tuple, ids)), tuple(blocks))
+
+
+def _has_identity(request: Any) -> bool:
+    """A prompt of embeddings is no tokens, and nothing says what it is."""
+    return request.prompt_token_ids is not None and request.prompt_embeds is None
+
+
+def _farther(some: Sequence[TierName], others: Sequence[TierName]) -> list[TierName]:
+    order = list(TierName)
+    return [max(pair, key=order.index) for pair in zip(some, others, strict=False)]
+
+
+def _first_null(blocks: Sequence[int]) -> int:
+    """The first place whose block vLLM has let go: its number is 0."""
+    return next((place for place, number in enumerate(blocks) if number == 0), len(blocks))

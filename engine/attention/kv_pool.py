@@ -1,0 +1,62 @@
+"""The device pool as attention sees it: views of one layer's keys and values in all blocks."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from tiers.blocks.layout import LayerLayout, part_views
+
+
+class LayerKv(NamedTuple):
+    """One layer's keys `[num_blocks, block_size, Hkv, Dk]` and values `[..., Dv]`, strided views.
+
+    With `shared`, values are the first Dv numbers of the keys: writing a key writes its value.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    shared: bool
+
+
+class KvPool:
+    """Views over the pool `tensor`; `layers[i]` are those of layer i.
+
+    `runs` are the same memory by neighbouring parts of one shape, `[num_blocks, parts, block_size,
+    Hkv, D]` each, so that these may be copied in one go: for most models a single one.
+    """
+
+    def __init__(self, tensor: torch.Tensor, layers: Sequence[LayerLayout] = ()) -> None:
+        """`layers` may be left out for a pool of keys and values of one shape."""
+        layers = layers or _uniform(tensor)
+        self.tensor = tensor
+        self.layers: list[LayerKv] = []
+        for layout, parts in zip(layers, part_views(tensor, layers), strict=True):
+            value = parts[0][..., : layout.value_dim] if layout.shared else parts[1]
+            self.layers.append(LayerKv(parts[0], value, layout.shared))
+        self.block_size = self.layers[0].key.shape[1]
+        self.runs = self._runs(layers)
+
+    @property
+    def paired(self) -> bool:
+        """Whether keys and values are of one shape everywhere, the case that kernels are made
+        for."""
+        return self.tensor.ndim == 6 and self.tensor.shape[2] == 2
+
+    def _runs(self, layers: Sequence[LayerLayout]) -> list[torch.Tensor]:
+        flat = self.tensor.flatten(1)
+        shapes = [(layer.num_heads, dim) for layer in layers for dim in layer.parts]
+        runs, start = [], 0
+        for (num_heads, dim), parts in groupby(shapes):
+            shape = (len(list(parts)), self.block_size, num_heads, dim)
+            end = start + torch.Size(shape).numel()
+            runs.append(flat[:, start:end].unflatten(1, shape))
+            start = end
+        return runs
+
+
+def _uniform(tensor: torch.Tensor) -> list[LayerLayout]:
+    _, num_layers, parts, _, num_heads, dim = tensor.shape
+    assert parts == 2, tensor.shape
+    return [LayerLayout(num_heads, dim, dim)] * num_layers

@@ -1,0 +1,83 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), over latents alone.
+
+transformers' modules expand each token's latent c to a key and a value of every head, by
+`kv_b_proj`. What is kept here is c and the rotated part of the key, which all heads share, side by
+side: for DeepSeek-V3 576 numbers of a token and layer instead of 40,960. The expansion is taken
+into the query and the output instead: with W_k and W_v the halves of `kv_b_proj` of one head,
+
+    (W_k c) . q = c . (W_k^T q)          sum of p (W_v c) = W_v (sum of p c)
+
+so that the paths for ordinary attention serve it as one head whose values are the leading part of
+its keys. Engine thread only.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.attention.base import LATENT, AttentionOptions, PagedAttention
+
+
+class LatentAttention:
+    """Stands beside an attention module; `rows` is what its `kv_b_proj` was given last."""
+
+    def __init__(self, key_weight: torch.Tensor, value_weight: torch.Tensor) -> None:
+        """key_weight: [H, Dn, rank]; value_weight: [H, Dv, rank]."""
+        self._key_weight = key_weight
+        self._value_weight = value_weight.transpose(1, 2)
+        self._rank = key_weight.shape[2]
+        self.rows: torch.Tensor | None = None
+
+    def attend(
+        self,
+        paged: PagedAttention,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """query: [T, H, Dn + Dr], the rotated part last; key: the same, of which only the rotated
+        part is read. Returns [T, H, Dv]."""
+        assert self.rows is not None, "kv_b_proj was not asked"
+        plain = self._key_weight.shape[1]
+        latent = self.rows.reshape(-1, 1, self._rank)
+        self.rows = None
+        kept = torch.cat([latent, key[:, :1, plain:]], -1)  # [T, 1, rank + Dr]
+        absorbed = torch.bmm(query[..., :plain].transpose(0, 1), self._key_weight).transpose(0, 1)
+        asked = torch.cat([absorbed, query[..., plain:]], -1)  # [T, H, rank + Dr]
+        output = paged.attend(layer, asked, kept, kept[..., : self._rank], options)
+        return torch.bmm(output.transpose(0, 1), self._value_weight).transpose(0, 1)
+
+
+class _Unexpanded(nn.Module):
+    """In place of `kv_b_proj`: notes the latents and expands nothing. Rows of zeros that take no
+    memory go on to where the module would put keys and values together."""
+
+    def __init__(self, latent: LatentAttention, num_outputs: int) -> None:
+        super().__init__()
+        self._latent = latent
+        self._num_outputs = num_outputs
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self._latent.rows = rows
+        return rows.new_zeros(1).expand(*rows.shape[:-1], self._num_outputs)
+
+
+def absorb(model: nn.Module) -> int:
+    """Let every module of latent attention keep latents; returns how many there were. Undone by
+    nothing: the model then serves paged attention alone."""
+    found: list[Any] = [module for module in model.modules() if _is_latent(module)]
+    for module in found:
+        weight = module.kv_b_proj.weight
+        heads = weight.view(module.num_heads, -1, weight.shape[1])
+        key_weight, value_weight = heads.split([module.qk_nope_head_dim, module.v_head_dim], 1)
+        latent = LatentAttention(key_weight.contiguous(), value_weight.contiguous())
+        setattr(module, LATENT, latent)
+        module.kv_b_proj = _Unexpanded(latent, weight.shape[0])
+    return len(found)
+
+
+def _is_latent(module: Any) -> bool:
+    needed = ("kv_b_proj", "num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return all(hasattr(module, name) for name in needed) and hasattr(module, "layer_idx")

@@ -1,0 +1,164 @@
+"""A tokenizer rebuilt from the `tokenizer.*` fields of a GGUF file.
+
+Not by transformers, whose conversion loses the pre-tokenizer and moves the special tokens. Two
+kinds are known: byte-level BPE, whose merges the file lists and whose splits it names, and
+SentencePiece, whose pieces have scores. Ids are those of llama.cpp for the same file.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as FastTokenizer
+
+from engine.errors import ModelError
+
+# Values of `tokenizer.ggml.token_type`.
+UNKNOWN_TOKEN, CONTROL_TOKEN, USER_TOKEN, BYTE_TOKEN = 2, 3, 4, 6
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ENDS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_LLAMA3 = _WORDS + r"\p{N}{1,3}|" + _ENDS
+_QWEN2 = _WORDS + r"\p{N}|" + _ENDS
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
+_TEKKEN = _CASED + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """What comes before byte-level BPE. With `whole_words`, a piece that is a token is that token
+    whatever the merges say; with `bos`, texts begin with a token unless the file denies it."""
+
+    patterns: tuple[str, ...]
+    single_digits: bool = False
+    whole_words: bool = False
+    bos: bool = False
+    composed: bool = False  # text is brought to Unicode's form NFC first
+
+
+# By `tokenizer.ggml.pre`. Sources: llama.cpp `src/llama-vocab.cpp` (names, `ignore_merges`,
+# `add_bos`) and the `tokenizer.json` of the models named.
+_SPLITS: dict[str, _Split] = {
+    "smollm": _Split((_GPT2,), single_digits=True),  # HuggingFaceTB/SmolLM2-135M-Instruct
+    "gpt-2": _Split((_GPT2,)),
+    "llama-bpe": _Split((_LLAMA3,), whole_words=True, bos=True),  # meta-llama/Meta-Llama-3-8B
+    "llama3": _Split((_LLAMA3,), whole_words=True, bos=True),
+    "qwen2": _Split((_QWEN2,), composed=True),  # Qwen/Qwen2-7B, Qwen/Qwen3-8B
+    "deepseek-r1-qwen": _Split((_QWEN2,), composed=True),  # DeepSeek-R1-Distill-Qwen-7B
+    "deepseek-v3": _Split((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)),  # DeepSeek-V3, R1
+    "tekken": _Split((_TEKKEN,), whole_words=True, bos=True),  # mistralai/Mistral-Nemo
+}
+
+
+def build_tokenizer(fields: Mapping[str, Any]) -> FastTokenizer:
+    """Raises ModelError where the file's tokenizer is of another kind."""
+    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "gpt-2")
+    if kind == "llama":
+        tokenizer = _sentencepiece(fields)
+    elif kind == "gpt2" and pre in _SPLITS:
+        tokenizer = _byte_level(fields, _SPLITS[pre])
+    else:
+        raise ModelError(
+            f"the GGUF file's tokenizer ({kind}, pre-tokenizer {pre}) is not supported; supported "
+            f"are SentencePiece (llama) and byte-level BPE with {', '.join(sorted(_SPLITS))}; give "
+            f"the model as a folder with safetensors and tokenizer.json instead"
+        )
+    tokens = fields["tokenizer.ggml.tokens"]
+    for token, type_ in zip(tokens, _types(fields), strict=True):
+        if type_ in (CONTROL_TOKEN, USER_TOKEN):
+            special = type_ == CONTROL_TOKEN
+            tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
+    bos = bos_token(fields)
+    if bos is not None:
+        number = tokenizer.token_to_id(bos)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=[(bos, number)]
+        )
+    return tokenizer
+
+
+def bos_token(fields: Mapping[str, Any]) -> str | None:
+    """The token that is put before every text; None where there is none. What the file does not
+    say is as in llama.cpp: SentencePiece, Llama 3 and tekken put one."""
+    split = _SPLITS.get(fields.get("tokenizer.ggml.pre", "gpt-2"))
+    by_default = fields.get("tokenizer.ggml.model") == "llama" or (split is not None and split.bos)
+    number = fields.get("tokenizer.ggml.bos_token_id")
+    if number is None or not fields.get("tokenizer.ggml.add_bos_token", by_default):
+        return None
+    return str(fields["tokenizer.ggml.tokens"][number])
+
+
+def _types(fields: Mapping[str, Any]) -> Sequence[int]:
+    return fields.get("tokenizer.ggml.token_type") or [1] * len(fields["tokenizer.ggml.tokens"])
+
+
+def _byte_level(fields: Mapping[str, Any], split: _Split) -> FastTokenizer:
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.whole_words)
+    tokenizer = FastTokenizer(model)
+    steps: list[Any] = []
+    if split.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    steps += [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in split.patterns]
+    steps.append(
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False, trim_offsets=True)
+    )
+    if split.composed:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(fields: Mapping[str, Any]) -> FastTokenizer:
+    """SentencePiece's BPE: of two neighbours, those whose joined piece has the best score merge
+    first. A character without a piece is its UTF-8 bytes."""
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    scores: Sequence[float] = fields["tokenizer.ggml.scores"]
+    types = _types(fields)
+    unknown = fields.get("tokenizer.ggml.unknown_token_id")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    plain = {
+        token: score
+        for token, score, type_ in zip(tokens, scores, types, strict=True)
+        if type_ not in (UNKNOWN_TOKEN, CONTROL_TOKEN, BYTE_TOKEN)
+    }
+    model = models.BPE(
+        vocab=vocabulary,
+        merges=_merges(plain),
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=BYTE_TOKEN in types,
+    )
+    tokenizer = FastTokenizer(model)
+    prefixed = fields.get("tokenizer.ggml.add_space_prefix", True)
+    steps: list[Any] = [normalizers.Prepend(_SPACE)] if prefixed else []
+    steps.append(normalizers.Replace(" ", _SPACE))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    undo: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefixed:
+        undo.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(undo)
+    return tokenizer
+
+
+def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Every way to join two pieces to a third, by the third's score, the best first."""
+    found: list[tuple[float, str, str]] = []
+    for piece, score in scores.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in scores and right in scores:
+                found.append((score, left, right))
+    found.sort(key=lambda each: -each[0])
+    return [(left, right) for _, left, right in found]

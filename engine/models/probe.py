@@ -1,0 +1,280 @@
+"""Proof at start-up that paged attention serves a model exactly.
+
+`prepare` runs the model over a few tokens, on the thread that starts the engine:
+
+- with transformers' own attention and with ours, each sliding window narrowed so that these few
+  tokens cross its border: the logits must agree;
+- alone, in chunks, and beside sequences at other positions, on both sides of every border that the
+  config names and at the end of the context: keys, values and logits must agree.
+
+What fails is refused with what was seen. Three forwards run all layers; the others stop once one
+layer of each kind has its keys and values.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from engine.attention import base as attention
+from engine.attention.base import AttentionOptions, attend_dense
+from engine.attention.latent import absorb
+from engine.batch import Span
+from engine.errors import ModelError
+from engine.models import packing
+from tiers.blocks.layout import LayerLayout
+
+PROBE_TOKENS = 8
+_HALF = PROBE_TOKENS // 2
+_NARROW = 3  # tokens that a window is narrowed to
+_MAX_BORDERS = 4
+
+Pieces = Sequence[tuple[int, int, int]]  # (first position of a sequence, offset in it, tokens)
+
+
+class _Enough(Exception):
+    """The layers that were asked for have their keys and values."""
+
+
+class ProbeAttention:
+    """Attention over what this call and earlier ones brought, noting what each layer asked for.
+
+    `kept` holds keys and values, each [N, Hkv, D], by (sequence, layer); a sequence is named by its
+    first position.
+    """
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.layers: list[int] = []
+        self.options: dict[int, AttentionOptions] = {}
+        self.layouts: dict[int, LayerLayout] = {}
+        self.kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._stop_after = stop_after
+        self._pieces: Pieces = ()
+
+    def begin(self, spans: Sequence[Span]) -> None:
+        pass
+
+    def take(self, pieces: Pieces) -> None:
+        """The sequences of the next call, in the order of its tokens."""
+        self._pieces = pieces
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        self.layers.append(layer)
+        self.options[layer] = options
+        self.layouts[layer] = _layout_of(key, value)
+        outputs, first = [], 0
+        for sequence, offset, count in self._pieces:
+            rows = slice(first, first + count)
+            keys, values = key[rows], value[rows]
+            if offset:
+                before = self.kept[sequence, layer]
+                keys, values = torch.cat([before[0], keys]), torch.cat([before[1], values])
+            self.kept[sequence, layer] = keys, values
+            outputs.append(attend_dense(query[rows], keys, values, offset, options))
+            first = rows.stop
+        if layer == self._stop_after:
+            raise _Enough
+        return torch.cat(outputs)
+
+    def finish(self) -> None:
+        pass
+
+    def forget(self, sequence_id: int) -> None:
+        pass
+
+
+@torch.inference_mode()
+def prepare(model: Any, max_context: int | None = None) -> tuple[LayerLayout, ...]:
+    """Pack the model and switch paged attention on; returns what its layers keep of a token.
+
+    Raises ModelError unless every layer attends through the interface, in order, and the model
+    computes what it computes with transformers' own modules and attention,
+    whatever is computed beside it.
+    """
+    kind = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelError(f"{kind} does not support transformers' attention interface")
+    try:
+        return _prepare(model, kind, max_context or model.config.max_position_embeddings)
+    except ModelError:
+        raise
+    except Exception as error:  # whatever the model's own code may raise
+        raise ModelError(
+            f"{kind} cannot be run with paged attention ({type(error).__name__}: {error})"
+        ) from error
+
+
+def probe_logits(model: Any) -> torch.Tensor:
+    """Logits [T, vocabulary] of a few tokens from position 0 on, with paged attention."""
+    return _paged(model, ProbeAttention(), [(0, 0, PROBE_TOKENS)])
+
+
+def _prepare(model: Any, kind: str, max_context: int) -> tuple[LayerLayout, ...]:
+    with _narrow_windows(model) as narrowed:
+        model.set_attn_implementation("eager")
+        expected = _forward(model, [(0, 0, PROBE_TOKENS)])
+        absorb(model)
+        if packing.can_pack(model):
+            packing.pack(model)
+        model.set_attn_implementation(attention.IMPLEMENTATION)
+        probe = ProbeAttention()
+        actual = _paged(model, probe, [(0, 0, PROBE_TOKENS)])
+        starts = _starts(model, max_context)
+        both = [(start, 0, PROBE_TOKENS) for start in sorted({0, starts[-1]})]
+        beside = _paged(model, ProbeAttention(), both)[:PROBE_TOKENS]
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if probe.layers != list(range(num_layers)):
+        raise ModelError(
+            f"{kind} has {num_layers} layers, of which {probe.layers} came to attention: its KV "
+            f"cannot be paged"
+        )
+    seen = f"where windows are narrowed to {_NARROW} tokens" if narrowed else ""
+    _compare(model, expected, actual, f"gives other logits with paged attention {seen}".strip())
+    _check_neighbours(model, _one_of_each_kind(probe), starts)
+    _compare(model, actual, beside, "gives other logits beside another sequence than alone")
+    return tuple(probe.layouts[layer] for layer in range(num_layers))
+
+
+def _layout_of(key: torch.Tensor, value: torch.Tensor) -> LayerLayout:
+    _, num_heads, key_dim = key.shape
+    within = value.data_ptr() == key.data_ptr() and value.stride() == key.stride()
+    return LayerLayout(num_heads, key_dim, value.shape[2], shared=within)
+
+
+# Alone, in chunks, beside others.
+
+
+def _check_neighbours(model: Any, last: int, starts: Sequence[int]) -> None:
+    """Raise ModelError where a token's keys and values, up to layer `last`, depend on what is
+    computed beside it."""
+    together = _kept(model, last, [[(start, 0, PROBE_TOKENS) for start in starts]])
+    for start in starts:
+        alone = _kept(model, last, [[(start, 0, PROBE_TOKENS)]])
+        chunked = _kept(model, last, [[(start, 0, _HALF)], [(start, _HALF, _HALF)]])
+        for kept, how in ((chunked, "in chunks"), (together, "beside other sequences")):
+            for layer in range(last + 1):
+                for expected, actual in zip(alone[start, layer], kept[start, layer], strict=True):
+                    _compare(
+                        model,
+                        expected.flatten(1).float(),
+                        actual.flatten(1).float(),
+                        f"computes other keys or values {how} than alone, at positions {start} to "
+                        f"{start + PROBE_TOKENS - 1} in layer {layer}",
+                    )
+
+
+def _starts(model: Any, max_context: int) -> list[int]:
+    """Where the probed sequences begin: 0, half a probe before each border, and the very end."""
+    config = model.config.get_text_config()
+    borders = set(_lengths(getattr(config, "rope_parameters", None)))
+    borders |= set(_lengths({name: getattr(config, name, None) for name in _WINDOWS}))
+    borders.add(getattr(config, "original_max_position_embeddings", None) or 0)
+    end = max_context - PROBE_TOKENS
+    inner = sorted(border - _HALF for border in borders if _HALF < border <= max_context - _HALF)
+    return sorted({0, *inner[-_MAX_BORDERS:], max(0, end)})
+
+
+def _lengths(parameters: Any) -> Iterator[int]:
+    """The counts of tokens that a config's dictionary, or one nested in it, names."""
+    for value in parameters.values() if isinstance(parameters, dict) else ():
+        yield from _lengths(value)
+        if isinstance(value, int) and not isinstance(value, bool) and value > PROBE_TOKENS:
+            yield value
+
+
+def _one_of_each_kind(probe: ProbeAttention) -> int:
+    """The first layer, not the very first, up to which every kind of layer has come once."""
+    kinds = [(probe.options[layer].window, probe.layouts[layer]) for layer in probe.layers]
+    last = max(kinds.index(kind) for kind in set(kinds))
+    return min(max(last, 1), len(kinds) - 1)
+
+
+def _kept(
+    model: Any, last: int, calls: Sequence[Pieces]
+) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
+    probe = ProbeAttention(stop_after=last)
+    for pieces in calls:
+        try:
+            _paged(model, probe, pieces)
+        except _Enough:
+            continue
+    return probe.kept
+
+
+def _compare(model: Any, expected: torch.Tensor, actual: torch.Tensor, what: str) -> None:
+    """Raise ModelError unless equal up to rounding. Both [T, numbers of a token]."""
+    exact = model.dtype == torch.float32
+    tolerance = 1e-3 if exact else 5e-2
+    errors = (actual - expected).abs().amax(-1) / expected.abs().max().clamp_min(1e-6)
+    routed = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    # In half precision two experts may weigh the same but for rounding; then a token, not most of
+    # them, takes the other one.
+    error = errors.median() if routed and not exact else errors.max()
+    if not error <= tolerance:
+        raise ModelError(
+            f"{type(model).__name__} {what} (relative difference {error:.2g}, at most {tolerance} "
+            f"expected)"
+        )
+
+
+# One forward.
+
+
+def _paged(model: Any, probe: ProbeAttention, pieces: Pieces) -> torch.Tensor:
+    probe.take(pieces)
+    return _forward(model, pieces, paged=probe)
+
+
+def _forward(model: Any, pieces: Pieces, **arguments: Any) -> torch.Tensor:
+    """Logits [T, vocabulary] in float32; the same tokens stand in every sequence."""
+    device = model.device
+    offsets = torch.cat([torch.arange(n, device=device) + offset for _, offset, n in pieces])
+    starts = torch.cat([torch.full((n,), start, device=device) for start, _, n in pieces])
+    tokens = (offsets + 1) * 7919 % model.config.get_text_config().vocab_size
+    output = model(
+        input_ids=tokens[None],
+        position_ids=(starts + offsets)[None],
+        use_cache=False,
+        **arguments,
+    )
+    logits: torch.Tensor = output.logits
+    return logits[0].float()
+
+
+# Windows.
+
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+
+
+@contextmanager
+def _narrow_windows(model: Any) -> Iterator[bool]:
+    """Every window of the model's configs and modules narrowed; yields whether there is one."""
+    configs = {
+        id(module.config): module.config for module in model.modules() if _configured(module)
+    }
+    holders = [*configs.values(), *model.modules()]
+    found = [
+        (holder, name, width)
+        for holder in holders
+        for name in _WINDOWS
+        if isinstance(width := getattr(holder, name, None), int) and width > _NARROW
+    ]
+    try:
+        for holder, name, _ in found:
+            setattr(holder, name, _NARROW)
+        yield bool(found)
+    finally:
+        for holder, name, width in found:
+            setattr(holder, name, width)
+
+
+def _configured(module: Any) -> bool:
+    return getattr(module, "config", None) is not None

@@ -1,0 +1,183 @@
+"""Anthropic's Messages as clients send and read them; Claude Code's own request among them."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from api.errors import MissingKey
+from api.testing import ByteTokenizer, FakeHouse, Script, fake_house
+from billing.keys import Principal, Scope
+from tests.api.conftest import running
+
+MESSAGES = "/v1/messages"
+USER = {"role": "user", "content": "hi"}
+KEPT = {"type": "ephemeral"}
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "bytes", "max_tokens": 100, "messages": [USER], **fields}
+
+
+def sent(house: FakeHouse) -> str:
+    return ByteTokenizer().decode(house.engine.requests[-1].tokens)
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The data of each event; its name is its type."""
+    found = []
+    for block in filter(None, text.split("\n\n")):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert f"event: {found[-1]['type']}" == name
+    return found
+
+
+CLAUDE_CODE = {
+    "system": [
+        {"type": "text", "text": "You are Claude Code.", "cache_control": KEPT},
+        {"type": "text", "text": "Be short.", "cache_control": {**KEPT, "ttl": "1h"}},
+    ],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "List the files."}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Use ls.", "signature": "x"},
+                {"type": "tool_use", "id": "t1", "name": "Bash", "input": {"command": "ls"}},
+                {"type": "tool_use", "id": "t2", "name": "Bash", "input": {"command": "pwd"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": "a.txt"},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t2",
+                    "is_error": True,
+                    "content": [{"type": "text", "text": "denied"}],
+                },
+                {"type": "text", "text": "Go on.", "cache_control": KEPT},
+            ],
+        },
+    ],
+    "tools": [{"name": "Bash", "description": "Run.", "input_schema": {"type": "object"}}],
+    "metadata": {"user_id": "user_1"},
+    "thinking": {"type": "enabled", "budget_tokens": 1024},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "medium"},
+    "stream": True,
+}
+
+
+async def test_claude_codes_request_is_a_chat(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    house.engine.script = Script(answer="Done.")
+    response = await client.post(f"{MESSAGES}?beta=true", json=body(**CLAUDE_CODE))
+    assert 200 == response.status_code, response.text
+    assert [
+        "system: You are Claude Code.\n",
+        "\n",
+        "Be short.\n",
+        "user: List the files.\n",
+        "assistant: \n",
+        "tool: a.txt\n",
+        "tool: Error: denied\n",
+        "user: Go on.\n",
+        "tools: 1\n",
+        "assistant: ",
+    ] == sent(house).splitlines(keepends=True)
+    assert house.meter.last.job.keep_1h
+
+
+async def test_the_events_of_a_stream(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    house.engine.script = Script(answer="Done.", tokens_per_step=3, hits={"hit_device": 4})
+    found = events((await client.post(MESSAGES, json=body(stream=True))).text)
+    kinds = [one["type"] for one in found]
+    assert ["message_start", "content_block_start", "content_block_delta"] == kinds[:3]
+    assert ["content_block_stop", "message_delta", "message_stop"] == kinds[-3:]
+    assert 4 == found[0]["message"]["usage"]["cache_read_input_tokens"]
+    texts = [one["delta"]["text"] for one in found if one["type"] == "content_block_delta"]
+    assert "Done." == "".join(texts)
+    assert {"stop_reason": "end_turn", "stop_sequence": None} == found[-2]["delta"]
+
+
+async def test_usage_is_the_billed_record_in_anthropics_classes(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer="x", hits={"hit_device": 4, "hit_disk": 2})
+    usage = (await client.post(MESSAGES, json=body())).json()["usage"]
+    prompt = len("user: hi\nassistant: ")
+    assert {
+        "input_tokens": prompt - 6,
+        "cache_read_input_tokens": 6,
+        "cache_creation_input_tokens": 0,
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+        "output_tokens": 2,
+        "service_tier": "standard",
+    } == usage
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "param"),
+    [
+        ({"max_tokens": None}, "invalid_request_error", "max_tokens"),
+        ({"model": "no"}, "not_found_error", "model"),
+        ({"mcp_servers": [{"url": "x"}]}, "invalid_request_error", "mcp_servers"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "w"}]},
+            *("invalid_request_error", "tools[0]"),
+        ),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "invalid_request_error",
+            "context_management.edits",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "invalid_request_error",
+            "messages[0].content[0]",
+        ),
+        ({"temperature": 1.5}, "invalid_request_error", "temperature"),
+    ],
+)
+async def test_errors_have_anthropics_shape(
+    client: httpx.AsyncClient, fields: dict[str, Any], kind: str, param: str
+) -> None:
+    answer = (await client.post(MESSAGES, json=body(**fields))).json()
+    assert ("error", kind, param) == (
+        answer["type"],
+        answer["error"]["type"],
+        answer["error"]["param"],
+    )
+
+
+async def test_an_engine_that_fails_is_told_in_the_same_shape(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer="one two", fail_after=3)
+    whole = await client.post(MESSAGES, json=body())
+    assert (500, "api_error") == (whole.status_code, whole.json()["error"]["type"])
+    streamed = events((await client.post(MESSAGES, json=body(stream=True))).text)
+    assert ("error", "api_error") == (streamed[-1]["type"], streamed[-1]["error"]["type"])
+
+
+class OneKey:
+    async def identify(self, authorization: str | None) -> Principal:
+        if authorization is None:
+            raise MissingKey("a key, please")
+        assert "Bearer sk-1" == authorization
+        return Principal("acme", key_id="k1", scopes=frozenset(Scope))
+
+
+async def test_x_api_key_names_the_key() -> None:
+    house = fake_house(gatekeeper=OneKey())
+    house.engine.script = Script(answer="x")
+    async with running(house) as (_, client):
+        good = await client.post(MESSAGES, json=body(), headers={"x-api-key": "sk-1"})
+        none = await client.post(MESSAGES, json=body())
+        both = {"x-api-key": "sk-1", "Authorization": "Bearer sk-2"}
+        two = await client.post(MESSAGES, json=body(), headers=both)
+    assert [200, 401, 400] == [good.status_code, none.status_code, two.status_code]
+    assert "authentication_error" == none.json()["error"]["type"]

@@ -1,0 +1,68 @@
+"""What a request had written to the cache is metered, and who asked is kept with its charge."""
+
+import pytest
+
+from api.testing import Script
+from billing.money import UNITS
+from billing.prices.cards import parse_card
+from billing.proof import audit
+from engine.request import Lookup
+from tests.api.bank import CHAT, HELLO, PROMPT_TOKENS, Bank
+from tests.api.conftest import serving
+from tiers.errors import MissReason
+
+LOOKUP = Lookup((), MissReason.ABSENT, block_size=4)
+CARD = """[card]
+name = "writes"
+version = "1"
+valid_from = 2025-06-01T00:00:00Z
+currency = "CNY"
+[[service]]
+name = "flex"
+factor = "0.5"
+[[model]]
+match = "*"
+hit = "1"
+miss = "2"
+output = "0"
+cache_write = "4"
+"""
+
+
+@pytest.mark.parametrize(
+    ("hits", "cache", "written"),
+    [
+        (0, True, PROMPT_TOKENS // 4 * 4),
+        (8, True, PROMPT_TOKENS // 4 * 4 - 8),
+        (PROMPT_TOKENS - 1, True, 0),  # the last token is computed, and nothing is written
+        (0, False, 0),
+    ],
+)
+async def test_computed_tokens_of_kept_blocks_are_a_write(
+    bank: Bank, hits: int, cache: bool, written: int
+) -> None:
+    async with serving(bank) as (_, client, house):
+        headers = bank.customer(UNITS)
+        bank.accounts.apply_card(parse_card(CARD), by="test")
+        house.engine.script = Script(hits={"hit_disk": hits}, lookup=LOOKUP)
+        body = HELLO | {"cachesvc": {"cache": cache}}
+        assert 200 == (await client.post(CHAT, json=body, headers=headers)).status_code
+    charge = bank.entries[-1]
+    assert written == charge.details["usage"].get("cache_write", 0)
+    computed = PROMPT_TOKENS - hits
+    assert -charge.amount == (hits * 1 + computed * 2 + written * 4) * 10**6
+    assert audit.verify(bank.store).problems == []
+
+
+async def test_who_asked_and_the_service_tier_are_kept_with_the_charge(bank: Bank) -> None:
+    async with serving(bank) as (_, client, _):
+        headers = bank.customer(UNITS)
+        bank.accounts.apply_card(parse_card(CARD), by="test")
+        labels = {"team": "search", "n": 1, "x" * 65: "long", "bad": "a\u0000b"}
+        body = HELLO | {"user": "ann", "metadata": labels, "service_tier": "flex"}
+        assert 200 == (await client.post(CHAT, json=body, headers=headers)).status_code
+    details = bank.entries[-1].details
+    assert ("ann", {"team": "search"}) == (details["user"], details["tags"])
+    assert "standard | flex" == details["window"]
+    assert -bank.entries[-1].amount == PROMPT_TOKENS * 10**6
+    assert audit.verify(bank.store).problems == []

@@ -1,0 +1,131 @@
+"""OpenAI's Responses as clients send them; codex's own request among them."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from api.requests.responses import StoredResponses
+from api.testing import ByteTokenizer, FakeHouse, Script, byte_model, fake_house
+from tests.api.conftest import running
+
+RESPONSES = "/v1/responses"
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "bytes", "input": "hi", **fields}
+
+
+def sent(house: FakeHouse) -> str:
+    return ByteTokenizer().decode(house.engine.requests[-1].tokens)
+
+
+CODEX = {
+    "instructions": "You are Codex.",
+    "input": [
+        {
+            "type": "message",
+            "role": "developer",
+            "content": [{"type": "input_text", "text": "Sandboxed."}],
+        },
+        {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "List files."}],
+        },
+        {
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Use ls."}],
+            "encrypted_content": None,
+        },
+        {"type": "function_call", "name": "shell", "arguments": '{"a":1}', "call_id": "c1"},
+        {"type": "function_call", "name": "shell", "arguments": "{}", "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": "a.txt"},
+        {"type": "function_call_output", "call_id": "c2", "output": "b.txt"},
+    ],
+    "tools": [{"type": "function", "name": "shell", "strict": False, "parameters": {}}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "session-1",
+    "client_metadata": {"x": "y"},
+}
+
+
+async def test_codexs_request_is_a_chat(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    house.engine.script = Script(answer="Done.")
+    response = await client.post(RESPONSES, json=body(**CODEX))
+    assert 200 == response.status_code, response.text
+    assert [
+        "system: You are Codex.\n",
+        "\n",
+        "Sandboxed.\n",
+        "user: List files.\n",
+        "assistant: \n",
+        "tool: a.txt\n",
+        "tool: b.txt\n",
+        "tools: 1\n",
+        "assistant: ",
+    ] == sent(house).splitlines(keepends=True)
+    assert "[DONE]" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["web_search_call.action.sources"]}, "include"),
+        ({"input": ""}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+        ),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
+    ],
+)
+async def test_what_is_not_served_is_refused_by_its_field(
+    client: httpx.AsyncClient, fields: dict[str, Any], param: str
+) -> None:
+    response = await client.post(RESPONSES, json=body(**fields))
+    assert param == response.json()["error"]["param"]
+    assert response.status_code in (400, 404)
+
+
+async def test_reasoning_is_an_item_of_its_own() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = "<think></think>"
+    house = fake_house(models=[byte_model(tokenizer=tokenizer)])
+    house.engine.script = Script(answer="<think>Hm.</think>Yes.")
+    async with running(house) as (_, client):
+        answer = (await client.post(RESPONSES, json=body())).json()
+    thought, message = answer["output"]
+    assert ("reasoning", "Hm.") == (thought["type"], thought["content"][0]["text"])
+    assert "Yes." == message["content"][0]["text"]
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+
+
+async def test_a_failure_in_a_stream_is_a_failed_response(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer="one two", fail_after=3)
+    response = await client.post(RESPONSES, json=body(stream=True))
+    assert "event: response.failed" in response.text
+
+
+def test_the_oldest_response_makes_room() -> None:
+    stored = StoredResponses(max_bytes=300)
+    for number in range(5):
+        stored.put("a", {"id": f"r{number}", "text": "x" * 80}, [], [])
+    assert stored.num_bytes <= 300
+    assert stored.get("a", "r0") is None
+    assert stored.get("a", "r4") is not None
+    assert stored.get("b", "r4") is None

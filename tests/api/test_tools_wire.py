@@ -1,0 +1,276 @@
+"""Tools over chat completions: calls parsed from the answer, forced by a grammar, told to the
+template; reasoning apart from the text."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from api.requests.grammars import GrammarPool
+from api.testing import ByteTokenizer, FakeHouse, Script, byte_model, fake_house
+from engine.structure import SourceKind
+from tests.api.conftest import running
+from tests.api.test_chat_wire import CHAT, events
+from tests.api.test_structured_wire import RecordingCompiler
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather somewhere.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "time"}}
+USER = {"role": "user", "content": "Is it warm in Rome?"}
+CALL = 'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "bytes", "messages": [USER], "tools": [WEATHER, TIME], **fields}
+
+
+async def test_a_call_is_parsed_from_the_answer(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer=CALL)
+    [choice] = (await client.post(CHAT, json=chat())).json()["choices"]
+    message = choice["message"]
+    [call] = message["tool_calls"]
+    assert ("tool_calls", "Let me look.") == (choice["finish_reason"], message["content"])
+    assert {"name": "weather", "arguments": '{"city": "Rome"}'} == call["function"]
+    assert "function" == call["type"]
+    assert call["id"].startswith("call_")
+
+
+async def test_a_message_that_only_calls_has_no_content(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer=CALL.removeprefix("Let me look.\n"))
+    [choice] = (await client.post(CHAT, json=chat())).json()["choices"]
+    assert choice["message"]["content"] is None
+
+
+async def test_a_streams_arguments_come_in_pieces(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer=CALL, tokens_per_step=3)
+    response = await client.post(CHAT, json=chat(stream=True))
+    *chunks, _ = events(response.text)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert ("weather", "") == (calls[0]["function"]["name"], calls[0]["function"]["arguments"])
+    pieces = [call["function"]["arguments"] for call in calls[1:]]
+    assert '{"city": "Rome"}' == "".join(pieces)
+    assert len(pieces) > 2
+    assert {0} == {call["index"] for call in calls}
+    assert "Let me look." == "".join(delta.get("content") or "" for delta in deltas)
+    assert "tool_calls" == chunks[-1]["choices"][0]["finish_reason"]
+
+
+async def test_without_tools_the_same_text_is_text(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer=CALL)
+    for fields in ({"tools": None}, {"tool_choice": "none"}):
+        [choice] = (await client.post(CHAT, json=chat(**fields))).json()["choices"]
+        assert (CALL, "stop") == (choice["message"]["content"], choice["finish_reason"])
+
+
+async def test_a_call_that_is_cut_short_ends_by_its_length(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer=CALL)
+    [choice] = (await client.post(CHAT, json=chat(max_tokens=70))).json()["choices"]
+    assert "length" == choice["finish_reason"]
+    assert "weather" == choice["message"]["tool_calls"][0]["function"]["name"]
+
+
+async def ask(body: dict[str, Any], answer: str = CALL) -> tuple[httpx.Response, RecordingCompiler]:
+    compiler = RecordingCompiler()
+    pool = GrammarPool(compiler)
+    house = fake_house(grammars=pool)
+    house.engine.script = Script(answer=answer)
+    try:
+        async with running(house) as (_, client):
+            return await client.post(CHAT, json=body), compiler
+    finally:
+        pool.close()
+
+
+async def forced(**fields: Any) -> dict[str, Any]:
+    response, compiler = await ask(chat(**fields))
+    assert 200 == response.status_code, response.text
+    [source] = compiler.sources
+    assert SourceKind.STRUCTURAL_TAG is source.kind
+    shape: dict[str, Any] = json.loads(source.text)["format"]
+    return shape
+
+
+async def test_a_required_call_is_one_of_the_tools() -> None:
+    shape = await forced(tool_choice="required")
+    assert ("tags_with_separator", True, True) == (
+        shape["type"],
+        shape["at_least_one"],
+        shape["stop_after_first"],
+    )
+    begins = [tag["begin"] for tag in shape["tags"]]
+    assert [f'<tool_call>\n{{"name": "{n}", "arguments": ' for n in ("weather", "time")] == begins
+    schema = WEATHER["function"]["parameters"]
+    assert schema == shape["tags"][0]["content"]["json_schema"]
+
+
+async def test_parallel_calls_may_go_on() -> None:
+    shape = await forced(tool_choice="required", parallel_tool_calls=True)
+    assert shape["stop_after_first"] is False
+
+
+async def test_a_named_call_is_that_tool_once() -> None:
+    named = {"type": "function", "function": {"name": "time"}}
+    shape = await forced(tool_choice=named, parallel_tool_calls=True)
+    [tag] = shape["tags"]
+    assert '"time"' in tag["begin"]
+    assert shape["stop_after_first"] is True
+
+
+async def test_a_strict_tool_holds_calls_to_its_schema_amid_text() -> None:
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    shape = await forced(tools=[strict])
+    assert ("triggered_tags", ["<tool_call>"]) == (shape["type"], shape["triggers"])
+
+
+async def test_beside_a_response_format_the_answer_is_a_call_or_a_document() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    shape = await forced(response_format=asked)
+    calls, document = shape["elements"]
+    assert ("or", "tags_with_separator", schema) == (
+        shape["type"],
+        calls["type"],
+        document["json_schema"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [TIME, TIME]}, "tools"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required", "regex": "a"}, "tool_choice"),
+        ({"regex": "a"}, "regex"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs.colour"),
+        ({"thinking": {"type": "enabled"}}, "thinking"),
+        ({"thinking": {"type": "maybe"}}, "thinking.type"),
+        ({"continue_final_message": True}, "continue_final_message"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused_by_its_field(
+    client: httpx.AsyncClient, fields: dict[str, Any], param: str
+) -> None:
+    response = await client.post(CHAT, json=chat(**fields))
+    assert (400, param) == (response.status_code, response.json()["error"]["param"])
+
+
+async def asked_with(template: str, answer: str, body: dict[str, Any]) -> tuple[Any, str]:
+    """The message of the answer under a model of that chat template, and the prompt it had."""
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = template
+    model = byte_model(tokenizer=tokenizer)
+    house = fake_house(models=[model])
+    house.engine.script = Script(answer=answer)
+    async with running(house) as (_, client):
+        response = await client.post(CHAT, json=body)
+        assert 200 == response.status_code, response.text
+        prompt = tokenizer.decode(house.engine.requests[0].tokens)
+        return response.json()["choices"][0]["message"], prompt
+
+
+async def test_a_model_whose_template_knows_no_tools_is_taught_them() -> None:
+    result = {"role": "tool", "tool_call_id": "c1", "content": "20 degrees"}
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    message, prompt = await asked_with("{{ messages }}", CALL, chat(messages=messages))
+    assert "weather" == message["tool_calls"][0]["function"]["name"]
+    assert prompt.startswith("system: You may call functions")
+    assert '"name": "weather", "description": "The weather somewhere."' in prompt
+    assert (
+        'assistant: <tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+        "user: <tool_response>\n20 degrees\n</tool_response>\nassistant: "
+    ) in prompt
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [
+        ("{{ tools }}<|python_tag|>", '{"name": "weather", "parameters": {"city": "Rome"}}'),
+        (
+            "{{ tools }}[TOOL_CALLS]",
+            '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]',
+        ),
+        (
+            "{% if tools %}<｜tool▁calls▁begin｜>",
+            (
+                '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}'
+                "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+            ),
+        ),
+        (
+            "{{ tools }}<|channel|>",
+            (
+                "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+                '{"city": "Rome"}'
+            ),
+        ),
+    ],
+)
+async def test_the_style_is_chosen_from_the_template(template: str, answer: str) -> None:
+    message, _ = await asked_with(template, answer, chat())
+    [call] = message["tool_calls"]
+    assert {"name": "weather", "arguments": '{"city": "Rome"}'} == call["function"]
+    assert ("[TOOL" in template) == (len(call["id"]) == 9)
+
+
+async def test_reasoning_is_apart_from_the_text() -> None:
+    template = "{{ tools }}<tool_call>{{ enable_thinking }}<think></think>"
+    body = chat(chat_template_kwargs={"enable_thinking": True})
+    message, prompt = await asked_with(template, f"<think>\nHm.\n</think>\n\n{CALL}", body)
+    assert ("Hm.", "Let me look.") == (message["reasoning_content"], message["content"])
+    assert "enable_thinking: True" in prompt
+
+
+async def test_thinking_is_told_to_the_template_in_its_own_words() -> None:
+    template = "{% if thinking %}<think></think>"
+    body = chat(tools=None, thinking={"type": "disabled"})
+    _, prompt = await asked_with(template, "x", body)
+    assert "thinking: False" in prompt
+
+
+async def test_reasoning_tokens_are_counted_apart(client: httpx.AsyncClient) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = "<think></think>"
+    house = fake_house(models=[byte_model(tokenizer=tokenizer)])
+    house.engine.script = Script(answer="<think>Hm.</think>Yes.")
+    async with running(house) as (_, other):
+        usage = (await other.post(CHAT, json=chat(tools=None))).json()["usage"]
+    assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
+
+
+async def test_the_last_message_is_continued(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    house.engine.script = Script(answer=" Rome")
+    messages = [USER, {"role": "assistant", "content": "In"}]
+    body = chat(messages=messages, tools=None, continue_final_message=True)
+    assert 200 == (await client.post(CHAT, json=body)).status_code
+    prompt = ByteTokenizer().decode(house.engine.requests[0].tokens)
+    assert prompt.endswith("assistant: In")

@@ -1,0 +1,83 @@
+"""Customers see their own usage, entries and invoice, and nobody else's."""
+
+import csv
+import io
+from datetime import UTC, datetime
+
+from billing.keys import Scope
+from billing.money import UNITS
+from tests.api.bank import CHAT, HELLO, MISS, OUTPUT, PROMPT_TOKENS, Bank
+from tests.api.conftest import serving
+
+MONTH = datetime.now(UTC).strftime("%Y-%m")
+TODAY = datetime.now(UTC).date().isoformat()
+
+
+async def test_a_customer_sees_its_own_usage_and_money(bank: Bank) -> None:
+    async with serving(bank) as (_, client, _):
+        headers = bank.customer(UNITS)
+        other = bank.customer(UNITS, "bolt")
+        body = HELLO | {"user": "ann", "metadata": {"team": "search"}}
+        answer = (await client.post(CHAT, json=body, headers=headers)).json()
+        await client.post(CHAT, json=HELLO, headers=other)
+        client.headers.update(headers)
+        (day,) = (await client.get("/v1/usage")).json()
+        assert ("acme", TODAY, 1, PROMPT_TOKENS) == (
+            day["tenant"],
+            day["period"],
+            day["requests"],
+            day["prompt_tokens"],
+        )
+        (by_key,) = (await client.get("/v1/usage?unit=month&breakdown=key")).json()
+        assert by_key["part"].startswith("key_")
+        entries = (await client.get("/v1/usage/entries")).json()
+        assert ["charge", "topup"] == [entry["kind"] for entry in entries]
+        one = await client.get("/v1/usage/entries", params={"request_id": answer["id"]})
+        assert [entries[0]] == one.json()
+        invoice = (await client.get(f"/v1/usage/invoice/{MONTH}")).json()
+        assert ("acme", 1) == (invoice["tenant"], invoice["requests"])
+        account = (await client.get("/v1/usage/account")).json()
+        assert account["balance"] == invoice["closing_balance"]
+        spent = PROMPT_TOKENS * MISS + answer["usage"]["completion_tokens"] * OUTPUT
+        assert bank.accounts.tenant("acme").balance == UNITS - spent
+
+
+async def test_tables_come_as_csv(bank: Bank) -> None:
+    async with serving(bank) as (_, client, _):
+        client.headers.update(bank.customer(UNITS))
+        body = HELLO | {"metadata": {"team": "=1+1"}}
+        await client.post(CHAT, json=body)
+        for path in ("/v1/usage", "/v1/usage/entries", f"/v1/usage/invoice/{MONTH}"):
+            answer = await client.get(path, params={"format": "csv"})
+            assert "text/csv; charset=utf-8" == answer.headers["content-type"]
+            rows = list(csv.DictReader(io.StringIO(answer.text)))
+            assert rows
+            assert None not in rows[0]
+        entries = await client.get("/v1/usage/entries?format=csv")
+        assert "team==1+1" in entries.text
+        page = await client.get(f"/v1/usage/invoice/{MONTH}?format=html")
+        assert "style-src 'sha256-" in page.headers["content-security-policy"]
+
+
+async def test_usage_needs_its_scope_and_shows_no_other_tenant(bank: Bank) -> None:
+    async with serving(bank) as (_, client, _):
+        bank.customer(UNITS, "bolt")
+        headers = bank.customer(UNITS, scopes=frozenset({Scope.INFERENCE}))
+        for path in ("", "/sessions", "/entries", "/account", f"/invoice/{MONTH}"):
+            answer = await client.get(f"/v1/usage{path}", headers=headers)
+            assert (403, "insufficient_scope") == (
+                answer.status_code,
+                answer.json()["error"]["code"],
+            )
+            assert 401 == (await client.get(f"/v1/usage{path}")).status_code
+
+
+async def test_the_page_runs_only_its_own_files(bank: Bank) -> None:
+    async with serving(bank) as (_, client, _):
+        page = await client.get("/account")
+        assert 200 == page.status_code
+        assert "script-src 'self'" in page.headers["content-security-policy"]
+        for name in ("account.js", "account.css"):
+            assert f"/account/{name}" in page.text
+            assert 200 == (await client.get(f"/account/{name}")).status_code
+        assert 404 > (await client.get("/account/other")).status_code >= 400

@@ -1,0 +1,336 @@
+"""What a server answers when more is asked of it than it can serve: goodput, p99, a polite tenant.
+
+    python -m tests.bench.overload [--seconds 30] [--json FILE] [--svg FILE]
+
+The HTTP server, the wire and the engine with its scheduler and cache are the real ones; the model
+is a runner that takes a declared time for each step, so that the load is a multiple of a known
+capacity and the sweep does not depend on what else the machine does. Two tenants ask, each at
+random moments: the storm at a multiple of the capacity, the polite one at a tenth of it. Nobody
+asks again when refused. `unbounded` is the same server without refusal and with one share for all.
+
+Expected: a request is 256 prompt tokens at 4,000/s, that is 64 ms, and 8 steps of 4 ms that all
+running sequences share, so about 13 requests a second. Bounded, goodput stays there and the storm
+waits for at most `engine.max_wait`; the polite tenant's prompts pass the storm's, but its decode
+steps carry their chunks. Unbounded, everybody's wait grows until clients give up.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from api.access.overload import QueueBound
+from api.app import create_app
+from api.requests.bridge import OutputBridge
+from api.testing import byte_model, fake_house
+from billing.keys import Principal, Scope
+from cachesvc.server.connection import BoundedConnection
+from engine.batch import Batch, Sampled
+from engine.engine import Engine, EngineSettings
+from engine.scheduling.scheduler import SchedulerSettings
+from engine.testing.chain_runner import ChainRunner, chain_layout
+from tests.bench.provenance import commit, machine
+from tiers.cache import CacheSettings, TieredCache
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 256, 8
+PREFILL_TOKENS_PER_S, STEP_S = 4_000, 0.004
+MAX_RUNNING, CHUNK_TOKENS, MIXED_TOKENS = 8, 256, 64
+CAPACITY = 12.0  # requests a second, a little below what the sweep finds
+POLITE = 0.1  # of the capacity
+FACTORS = {"bounded": (0.0, 0.5, 1, 2, 3, 5, 7, 10), "unbounded": (0.0, 1, 2, 5, 10)}
+MAX_WAIT_S = 2.0
+PATIENCE_S = 20.0  # a client gives up, and its answer is no goodput
+
+
+class PacedRunner(ChainRunner):
+    """Takes the declared time for each step."""
+
+    def step(self, batch: Batch) -> list[Sampled]:
+        began = time.perf_counter()
+        sampled = super().step(batch)
+        prefill = sum(len(span.tokens) for span in batch.spans if len(span.tokens) > 1)
+        left_s = STEP_S + prefill / PREFILL_TOKENS_PER_S - (time.perf_counter() - began)
+        time.sleep(max(0.0, left_s))
+        return sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """A gate that takes the key for the tenant's name. Unbounded, all are one share."""
+
+    bounded: bool
+
+    async def identify(self, authorization: str | None) -> Principal:
+        name = (authorization or "").removeprefix("Bearer ")
+        return Principal(name if self.bounded else "all", key_id="key", scopes=frozenset(Scope))
+
+
+def serve(port: int, *, bounded: bool) -> None:
+    layout = chain_layout(16)
+    cache = TieredCache(layout, CacheSettings(device_bytes=4096 * layout.nbytes, host_bytes=0))
+    bridge = OutputBridge()
+    engine = Engine(
+        PacedRunner(cache.pool.tensor),
+        cache,
+        EngineSettings(
+            scheduler=SchedulerSettings(
+                max_running=MAX_RUNNING, step_tokens=CHUNK_TOKENS, mixed_step_tokens=MIXED_TOKENS
+            ),
+            max_waiting=1 << 20,
+        ),
+        bridge.deliver,
+    )
+    house = fake_house(gatekeeper=Tenants(bounded), models=[byte_model()])
+    house.engine.close()
+    bound = QueueBound(
+        engine,
+        max_wait_s=MAX_WAIT_S if bounded else math.inf,
+        max_in_flight=1024 if bounded else 1 << 20,
+    )
+    wire = {name: getattr(house.wire, name) for name in house.wire.__dataclass_fields__}
+    wire |= {"engine": engine, "bridge": bridge, "queue": bound}
+    app = create_app(type(house.wire)(**wire))
+    engine.start()
+    uvicorn.run(app, port=port, loop="uvloop", http=BoundedConnection, log_config=None)
+
+
+@contextmanager
+def served(port: int, *, bounded: bool) -> Iterator[str]:
+    """A server in a process of its own."""
+    mode = "bounded" if bounded else "unbounded"
+    command = [sys.executable, "-m", "tests.bench.overload", "--serve", mode, "--port", str(port)]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            try:
+                httpx.get(f"{url}/health").raise_for_status()
+                break
+            except httpx.HTTPError:
+                assert child.poll() is None, "the server did not start"
+                time.sleep(0.1)
+        yield url
+    finally:
+        child.kill()
+        child.wait()
+
+
+@dataclass(slots=True)
+class Answers:
+    """What one tenant got."""
+
+    asked: int
+    seconds: list[float]  # of whole answers
+    refused: list[float]
+    given_up: int
+
+    def summary(self, span_s: float) -> dict[str, Any]:
+        return {
+            "asked_per_s": round(self.asked / span_s, 2),
+            "answered_per_s": round(len(self.seconds) / span_s, 2),
+            "refused": len(self.refused),
+            "given_up": self.given_up,
+            "p50_s": quantile(self.seconds, 0.5),
+            "p99_s": quantile(self.seconds, 0.99),
+            "refusal_p99_s": quantile(self.refused, 0.99),
+        }
+
+
+def quantile(values: list[float], share: float) -> float | None:
+    ordered = sorted(values)
+    return round(ordered[int(share * (len(ordered) - 1))], 3) if ordered else None
+
+
+async def ask(client: httpx.AsyncClient, tenant: str, dice: random.Random, into: Answers) -> None:
+    tokens = array("i", [dice.randrange(256) for _ in range(PROMPT_TOKENS)])
+    body = {"model": "bytes", "prompt": list(tokens), "max_tokens": OUTPUT_TOKENS}
+    headers = {"Authorization": f"Bearer {tenant}"}
+    began = time.perf_counter()
+    try:
+        answer = await client.post("/v1/completions", json=body, headers=headers)
+    except httpx.TimeoutException:
+        into.given_up += 1
+        return
+    elapsed = time.perf_counter() - began
+    (into.seconds if answer.status_code == 200 else into.refused).append(elapsed)
+    assert answer.status_code in (200, 503), answer.text
+
+
+async def offer(
+    url: str, rates: Mapping[str, float], seconds: float, *, seed: str
+) -> dict[str, Answers]:
+    """Each tenant asks at random moments, at its rate; answered when all have ended."""
+    got = {tenant: Answers(0, [], [], 0) for tenant in rates}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits) as client:
+
+        async def tenant(name: str, rate: float) -> None:
+            dice, tasks = random.Random(seed + name), []
+            ends = time.perf_counter() + seconds
+            while rate and time.perf_counter() < ends:
+                tasks.append(asyncio.create_task(ask(client, name, dice, got[name])))
+                got[name].asked += 1
+                await asyncio.sleep(dice.expovariate(rate))
+            await asyncio.gather(*tasks)
+
+        await asyncio.gather(*(tenant(name, rate) for name, rate in rates.items()))
+    return got
+
+
+def measure(url: str, factor: float, seconds: float) -> dict[str, Any]:
+    rates = {"storm": factor * CAPACITY, "polite": POLITE * CAPACITY}
+    asyncio.run(
+        offer(url, rates, min(5.0, seconds), seed=f"before {factor} ")
+    )  # the rate that waits are predicted from
+    time.sleep(MAX_WAIT_S)
+    began = time.perf_counter()
+    got = asyncio.run(offer(url, rates, seconds, seed=f"measured {factor} "))
+    span_s = time.perf_counter() - began
+    goodput = sum(len(answers.seconds) for answers in got.values()) / max(span_s, seconds)
+    row = {name: answers.summary(seconds) for name, answers in got.items()}
+    return {"load": factor, "goodput_per_s": round(goodput, 2), **row}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement")
+    parser.add_argument("--port", type=int, default=18431)
+    parser.add_argument("--serve", choices=["bounded", "unbounded"], help=argparse.SUPPRESS)
+    parser.add_argument("--modes", nargs="+", choices=FACTORS, default=list(FACTORS))
+    parser.add_argument(
+        "--json", type=Path, help="write the figures to this file; other modes in it stay"
+    )
+    parser.add_argument("--svg", type=Path, help="draw them to this file")
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.port, bounded=options.serve == "bounded")
+        return
+    kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    runs: dict[str, list[dict[str, Any]]] = kept.get("runs", {})
+    for mode in options.modes:
+        runs[mode] = []
+        with served(options.port, bounded=mode == "bounded") as url:
+            for factor in FACTORS[mode]:
+                runs[mode].append(measure(url, factor, options.seconds))
+                print(mode, json.dumps(runs[mode][-1]), flush=True)
+    figures = {
+        "commit": commit(),
+        "machine": machine(),
+        "note": "the machine was shared; the model's time is declared, not computed",
+        "declared": {
+            "prompt_tokens": PROMPT_TOKENS,
+            "output_tokens": OUTPUT_TOKENS,
+            "prefill_tokens_per_s": PREFILL_TOKENS_PER_S,
+            "step_s": STEP_S,
+            "max_running": MAX_RUNNING,
+            "load_1_per_s": CAPACITY,
+            "max_wait_s": MAX_WAIT_S,
+        },
+        "seconds": options.seconds,
+        "runs": runs,
+    }
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if options.svg:
+        options.svg.write_text(picture(runs))
+    for mode, rows in runs.items():
+        peak = max(row["goodput_per_s"] for row in rows)
+        quiet, last = rows[0]["polite"]["p99_s"], rows[-1]
+        print(
+            f"{mode}: at {last['load']}x goodput {last['goodput_per_s'] / peak:.0%} of its peak, "
+            f"the polite tenant's p99 {(last['polite']['p99_s'] or math.inf) / quiet:.1f} x quiet"
+        )
+
+
+# The picture: three panels, one line for each mode.
+
+WIDTH, HEIGHT, LEFT, TOP, GAP = 300, 200, 46, 34, 40
+COLOURS = {"bounded": "#0b7285", "unbounded": "#c92a2a"}
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    title: str
+    unit: str
+    points: Mapping[str, list[tuple[float, float]]]
+
+    def drawn(self, left: float) -> str:
+        top = max((y for line in self.points.values() for _, y in line), default=1.0) * 1.1
+        xs = [x for line in self.points.values() for x, _ in line]
+        scale_x, scale_y = WIDTH / max(xs), HEIGHT / top
+        parts = [
+            f'<text x="{left}" y="{TOP - 14}" class="t">{self.title}</text>',
+            f'<path d="M{left} {TOP}V{TOP + HEIGHT}H{left + WIDTH}" class="a"/>',
+        ]
+        for step in range(5):
+            y = TOP + HEIGHT - step * HEIGHT / 4
+            parts.append(
+                f'<text x="{left - 6}" y="{y + 4:.0f}" class="l" text-anchor="end">'
+                f"{top * step / 4:.3g}</text>"
+            )
+        for x in (1, 2, 3, 5, 7, 10):
+            parts.append(
+                f'<text x="{left + x * scale_x:.0f}" y="{TOP + HEIGHT + 16}" class="l" '
+                f'text-anchor="middle">{x}x</text>'
+            )
+        for mode, line in self.points.items():
+            where = " ".join(
+                f"{left + x * scale_x:.1f},{TOP + HEIGHT - y * scale_y:.1f}" for x, y in line
+            )
+            parts.append(
+                f'<polyline points="{where}" fill="none" stroke="{COLOURS[mode]}" '
+                f'stroke-width="2"/>'
+            )
+        return "\n".join(parts)
+
+
+def picture(runs: Mapping[str, list[dict[str, Any]]]) -> str:
+    def panel(title: str, unit: str, *path: str) -> Panel:
+        points = {}
+        for mode, rows in runs.items():
+            values = [(row["load"], _at(row, path)) for row in rows if row["load"]]
+            points[mode] = [(x, y) for x, y in values if y is not None]
+        return Panel(title, unit, points)
+
+    panels = [
+        panel("Goodput, answers/s", "/s", "goodput_per_s"),
+        panel("p99 of the storm's answers, s", "s", "storm", "p99_s"),
+        panel("p99 of the polite tenant, s", "s", "polite", "p99_s"),
+    ]
+    width = LEFT + len(panels) * (WIDTH + LEFT + GAP) - GAP
+    drawn = [panel.drawn(LEFT + n * (WIDTH + LEFT + GAP)) for n, panel in enumerate(panels)]
+    legend = [
+        f'<text x="{LEFT + 130 * n}" y="{TOP + HEIGHT + 40}" fill="{COLOURS[mode]}" class="t">'
+        f"{mode}</text>"
+        for n, mode in enumerate(runs)
+    ]
+    style = ".t{font:13px sans-serif}.l{font:11px sans-serif;fill:#666}.a{fill:none;stroke:#999}"
+    body = "\n".join([*drawn, *legend])
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{TOP + HEIGHT + 54}">\n'
+        f'<style>{style}</style>\n<rect width="100%" height="100%" fill="#fff"/>\n{body}\n</svg>\n'
+    )
+
+
+def _at(row: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
+    value: Any = row
+    for name in path:
+        value = value[name]
+    return None if value is None else float(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""cachesvc beside other servers of the same model on this machine, in interleaved rounds.
+
+    python -m tests.bench.peers --json FILE [--vllm VENV/bin/vllm --model FOLDER]
+                                [--llama PATH/llama-server --gguf FILE] [--rounds 3]
+
+Installs nothing: it starts cachesvc and whichever peer it is pointed at, all at once, and asks one
+after another the same prompts by token ids. Every figure is the median over the rounds, in
+milliseconds or requests a second. `others` is what other processes used of the processors
+meanwhile, as a share of all; where it is more than a few hundredths, only ratios mean anything.
+`same_answers` compares the greedy texts with cachesvc's.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from engine.models.files import DEFAULT_MODEL
+from tests.bench.provenance import commit, machine
+
+LENGTHS = (1024, 2048, 4096)
+NEW, DECODED, CACHED = 10, 32, 129
+CROWDS = (1, 8, 32)
+START_S, ANSWER_S = 300.0, 300.0
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Server:
+    """One server under test, as a process group of its own."""
+
+    name: str
+    command: Sequence[str]
+    port: int
+    model: str
+    process: "subprocess.Popen[bytes] | None" = None
+    client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=ANSWER_S))
+
+    def start(self, log: Path) -> None:
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                self.command, stdout=out, stderr=out, start_new_session=True
+            )
+        give_up = time.monotonic() + START_S
+        while not self._ready():
+            if self.process.poll() is not None or time.monotonic() > give_up:
+                sys.exit(f"{self.name} does not start:\n{log.read_text()[-2000:]}")
+            time.sleep(0.5)
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+
+    def cpu_s(self) -> float:
+        """CPU time of the processes of its session, of those that live."""
+        assert self.process is not None
+        used = 0.0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.process.pid:
+                    used += (int(fields[11]) + int(fields[12])) / TICKS
+        return used
+
+    def ask(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[float], str]:
+        """When each piece of the answer came, in seconds from the question, and the text."""
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+            "cache_prompt": True,  # llama-server's
+        }
+        begun, times, text = time.perf_counter(), [], ""
+        with self.client.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                choices = json.loads(line[6:]).get("choices") or [{}]
+                if choices[0].get("text"):
+                    times.append(time.perf_counter() - begun)
+                    text += choices[0]["text"]
+        return times or [time.perf_counter() - begun], text
+
+    @property
+    def _url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def _ready(self) -> bool:
+        for path in ("/health/ready", "/health"):
+            with contextlib.suppress(httpx.HTTPError):
+                status = self.client.get(self._url + path).status_code
+                if status != 404:
+                    return status == 200
+        return False
+
+
+class Rounds:
+    """The same questions to every server, in turn; `figures[server][measure]` by round."""
+
+    def __init__(self, servers: Sequence[Server], lengths: Sequence[int], words: list[int]) -> None:
+        self._servers = servers
+        self._lengths = lengths
+        self._words = words
+        self.figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self.others: list[float] = []
+        self.same: dict[str, list[bool]] = defaultdict(list)
+
+    def run(self, number: int) -> None:
+        for length in self._lengths:
+            prompt = self._prompt(number, length)
+            cases: dict[str, Callable[[Server], float]] = {
+                "cold": lambda server, ids=prompt: server.ask(ids, 1)[0][0] * 1e3,
+                "hit": lambda server, ids=prompt: self._hit(server, ids),
+                "repeat": lambda server, ids=prompt: server.ask(ids, 1)[0][0] * 1e3,
+            }
+            for case, measure in cases.items():
+                for server in self._servers:
+                    self._note(server, f"{case}_{length}_ms", lambda s=server, m=measure: m(s))
+            self._decode(prompt, length)
+        prompt = self._prompt(1_000 + number, CACHED)
+        for crowd in CROWDS:
+            for server in self._servers:
+                server.ask(prompt, 1)
+                self._note(
+                    server,
+                    f"requests_s_{crowd}",
+                    lambda s=server, n=crowd, ids=prompt: _crowd(s, ids, n),
+                )
+
+    def _hit(self, server: Server, prompt: list[int]) -> float:
+        return server.ask([*prompt, *self._words[:NEW]], 1)[0][0] * 1e3
+
+    def _decode(self, prompt: list[int], length: int) -> None:
+        answers = {}
+        for server in self._servers:
+
+            def one(server: Server = server) -> float:
+                times, answers[server.name] = server.ask(prompt, DECODED)
+                return (times[-1] - times[0]) / max(1, len(times) - 1) * 1e3
+
+            self._note(server, f"token_{length}_ms", one)
+        ours = answers[self._servers[0].name]
+        for server in self._servers[1:]:
+            self.same[server.name].append(answers[server.name] == ours)
+
+    def _note(self, server: Server, name: str, measure: Callable[[], float]) -> None:
+        begun, (busy, total), own = time.perf_counter(), _processors(), server.cpu_s()
+        self.figures[server.name][name].append(measure())
+        if time.perf_counter() - begun > 0.2:
+            (busy_after, total_after), own_after = _processors(), server.cpu_s()
+            spent = busy_after - busy - (own_after - own)
+            self.others.append(max(0.0, spent) / max(0.01, total_after - total))
+
+    def _prompt(self, number: int, length: int) -> list[int]:
+        """Text that no server has seen before, and that every one reads alike."""
+        first = self._words[number % 97 * 3 : number % 97 * 3 + 8]
+        words = [*first, 100 + number, 200 + length % 1000, *self._words]
+        return (words * (length // len(words) + 1))[:length]
+
+
+def _crowd(server: Server, prompt: list[int], num_clients: int) -> float:
+    """Requests a second of so many clients that ask again and again."""
+    each = max(4, 32 // num_clients)
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(num_clients) as clients:
+        list(clients.map(lambda _: server.ask(prompt, 1), range(each * num_clients)))
+    return each * num_clients / (time.perf_counter() - begun)
+
+
+def _processors() -> tuple[float, float]:
+    """Busy and all seconds of all processors since the machine started."""
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    ticks = [int(number) for number in fields]
+    total = sum(ticks[:8]) / TICKS
+    return total - (ticks[3] + ticks[4]) / TICKS, total
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _servers(given: argparse.Namespace, data_dir: Path) -> Iterator[Server]:
+    port, program = _free_port(), Path(sys.executable).with_name("cachesvc")
+    sizes = ("--device-cache", "1GiB", "--host-cache", "0", "--disk-cache", "0")
+    command = [str(program), "serve", "--port", str(port), "--data-dir", str(data_dir), *sizes]
+    yield Server("cachesvc", command, port, DEFAULT_MODEL)
+    if given.vllm:
+        port = _free_port()
+        options = ("--port", str(port), "--dtype", "float32", "--max-model-len", "8192")
+        command = [given.vllm, "serve", given.model, *options]
+        yield Server("vllm", command, port, given.model)
+    if given.llama:
+        port = _free_port()
+        options = ("--port", str(port), "-c", "65536", "-np", "8")
+        yield Server("llama.cpp", [given.llama, "-m", given.gguf, *options], port, "default")
+
+
+def _words(server: Server) -> list[int]:
+    """A page of English as token ids, by the server's own tokenizer."""
+    text = (Path(__file__).parents[2] / "DESIGN.md").read_text()[:20_000]
+    answer = server.client.post(f"http://127.0.0.1:{server.port}/tokenize", json={"prompt": text})
+    tokens: list[int] = answer.raise_for_status().json()["tokens"]
+    return tokens
+
+
+def measure(given: argparse.Namespace, data_dir: Path) -> dict[str, Any]:
+    servers = list(_servers(given, data_dir))
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
+            server.start(data_dir / f"{server.name}.log")
+        rounds = Rounds(servers, given.lengths, _words(servers[0]))
+        rounds.run(0)  # to warm them up
+        rounds.figures.clear()
+        for number in range(1, given.rounds + 1):
+            rounds.run(number)
+    return {
+        "bench": "peers",
+        "commit": commit(),
+        "machine": machine(),
+        "rounds": given.rounds,
+        "others": round(statistics.median(rounds.others or [0.0]), 3),
+        "same_answers": {n: f"{sum(same)} of {len(same)}" for n, same in rounds.same.items()},
+        "servers": {
+            name: {case: round(statistics.median(seen), 1) for case, seen in cases.items()}
+            for name, cases in rounds.figures.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--vllm", help="the vllm program of an environment of its own")
+    parser.add_argument("--model", help="the model's folder, for vllm")
+    parser.add_argument("--llama", help="llama-server")
+    parser.add_argument("--gguf", help="the model's file, for llama-server")
+    parser.add_argument("--data-dir", type=Path, help="cachesvc's, kept for its converted model")
+    given = parser.parse_args()
+    given.lengths = given.lengths or LENGTHS
+    if (given.vllm and not given.model) or (given.llama and not given.gguf):
+        parser.error("--vllm needs --model, and --llama needs --gguf")
+    with tempfile.TemporaryDirectory(prefix="cachesvc-peers-") as folder:
+        figures = measure(given, given.data_dir or Path(folder))
+    text = json.dumps(figures, indent=1)
+    print(text)
+    if given.json:
+        given.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Money and prices that somebody made beside the admins: re-hashed and with balances to match."""
+
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from billing.gate.outcomes import Outcome
+from billing.money import UNITS
+from billing.prices.cards import parse_card
+from billing.proof import audit
+from billing.proof.result import Problem
+from billing.store.store import open_store
+from billing.testing import running_ledger
+from billing.usage import Usage
+from tests.contract.test_audit_forgery import forge
+
+USAGE = Usage(hit_disk=900, miss=100, output=7)
+LATER = """[card]
+name = "later"
+version = "1"
+valid_from = 2025-01-01T00:00:30Z
+currency = "CNY"
+[[model]]
+match = "*"
+hit = 0.2
+miss = 2
+output = 4
+"""
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Entries 1: a top-up, 2: a charge, 3: a correction of 2, 4: a withdrawal."""
+    path = tmp_path_factory.mktemp("ledger") / "original"
+    with running_ledger(f"sqlite:///{path}") as house:
+        house.fund(UNITS)
+        house.charge("r1", USAGE)
+        by = {"by": "ops", "reason": "agreed"}
+        house.ledger.correct("acme", "r1", reference="c", amount=5, **by).result()
+        house.ledger.withdraw("acme", 7, reference="w", **by).result()
+        assert audit.verify(house.ledger.store).problems == []
+    return path
+
+
+@pytest.fixture
+def forged(original: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "forged"
+    with closing(sqlite3.connect(original)) as source, closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
+    return copy
+
+
+def problems(path: Path) -> list[Problem]:
+    """What is left to find once balances and rollups are derived again from the forgery."""
+    with closing(open_store(f"sqlite:///{path}")) as store:
+        audit.rebuild(store)
+        return audit.verify(store).problems
+
+
+@pytest.mark.parametrize(
+    ("seq", "change", "said"),
+    [
+        (1, "postings = 'topup:2000000000000 cash:-2000000000000'", "of its amount"),
+        (1, 'body = replace(body, \'"by":"test"\', \'"by":"eve"\')', "of its who"),
+        (1, 'body = replace(body, \'"by":"test"\', \'"by":"system"\')', "of its who"),
+        (3, "postings = 'topup:6 revenue:-6'", "of its amount"),
+        (4, "postings = 'topup:-8 cash:8'", "of its amount"),
+        (4, "body = replace(body, 'agreed', 'a bribe')", "of its why"),
+    ],
+)
+def test_a_forged_deposit_is_not_what_was_decided(
+    forged: Path, seq: int, change: str, said: str
+) -> None:
+    forge(forged, seq, change)
+    (problem,) = problems(forged)
+    assert (problem.tenant, problem.seq, problem.invariant) == ("acme", seq, "decided")
+    assert said in problem.message
+
+
+def test_an_entry_that_nobody_decided_and_a_decision_that_nothing_books(forged: Path) -> None:
+    with closing(sqlite3.connect(forged)) as plain:
+        for name in ("trail_no_update", "trail_no_delete"):
+            plain.execute(f"DROP TRIGGER {name}")
+        plain.execute("UPDATE trail SET subject = 'acme/9' WHERE subject = 'acme/4'")
+        plain.commit()
+    said = [str(problem) for problem in problems(forged)]
+    assert any("nobody decided it" in each for each in said)
+    assert any("acme/9 was decided, and no entry books it" in each for each in said)
+
+
+def test_a_correction_by_the_server_gives_back_all_or_nothing(forged: Path) -> None:
+    forge(forged, 3, 'body = replace(body, \'"by":"ops"\', \'"by":"system"\')')
+    with closing(open_store(f"sqlite:///{forged}")) as store:
+        first = audit.verify(store).problems[0]
+    assert (first.seq, first.invariant) == (3, "corrected")
+
+
+def test_a_charge_by_a_card_that_was_not_in_force_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    with running_ledger(f"sqlite:///{path}") as house:
+        house.fund(UNITS)
+        house.accounts.apply_card(parse_card(LATER), by="ops")
+        house.charge("before", USAGE)
+        house.clock.advance(3600)
+        house.charge("after", USAGE)
+        assert audit.verify(house.ledger.store).problems == []
+        old = house.ledger.book.cards[0].at("model", house.clock())
+        about = house.reserve("cheap", 0).context
+        hold = house.ledger.reserve("acme", "forged", 0, old, context=about).result()
+        house.ledger.settle(hold, USAGE, Outcome.FINISHED).result()
+        (problem,) = audit.verify(house.ledger.store).problems
+    assert problem.request_id == "forged"
+    assert "later 1 was in force when it was admitted" in problem.message
+
+
+def test_when_a_card_was_applied_is_proved(forged: Path) -> None:
+    with closing(sqlite3.connect(forged)) as plain:
+        plain.execute("UPDATE rate_cards SET applied_ns = applied_ns - 1")
+        plain.commit()
+    (problem,) = problems(forged)
+    assert "its applied_ns is" in problem.message
+
+
+def test_a_ledger_of_the_schema_before_is_brought_up_to_date(
+    original: Path, tmp_path: Path
+) -> None:
+    old = tmp_path / "old"
+    shutil.copy(original, old)
+    with closing(sqlite3.connect(old)) as plain:
+        plain.execute("DROP INDEX entries_billed")
+        plain.execute("ALTER TABLE entries DROP COLUMN billed_ns")
+        plain.execute("UPDATE alembic_version SET version_num = '0002'")
+        plain.commit()
+    with running_ledger(f"sqlite:///{old}") as house:
+        house.clock.advance(60)
+        hold = house.reserve("r2", 0)
+        house.clock.advance(60)
+        house.ledger.settle(hold, USAGE, Outcome.FINISHED).result()
+        assert audit.verify(house.ledger.store).problems == []

@@ -1,0 +1,92 @@
+"""A clock that jumps moves no bill to another month, and stops what would be dated wrongly."""
+
+from pathlib import Path
+
+import pytest
+
+from billing.accounts import Accounts
+from billing.clock import TOLERANCE_NS, ClockWatch
+from billing.errors import ClockJumped
+from billing.gate.outcomes import Outcome
+from billing.ledger import Ledger
+from billing.money import UNITS
+from billing.prices.book import NS
+from billing.prices.cards import default_card
+from billing.proof import audit
+from billing.reports import usage as usage_report
+from billing.reports.invoice import invoice
+from billing.store.store import database_url, open_store
+from billing.testing import ManualClock, TestLedger
+from billing.usage import Usage
+
+USAGE = Usage(miss=100, output=7)
+DAY_S = 86_400
+
+
+def test_one_charge_of_a_clock_that_was_ahead_leaves_the_others_in_their_month(
+    house: TestLedger,
+) -> None:
+    house.fund(UNITS)
+    house.charge("r1", USAGE)
+    house.clock.advance(40 * DAY_S)
+    house.charge("ahead", USAGE)
+    house.clock.advance(-40 * DAY_S)
+    for number in range(5):
+        house.clock.advance(1)
+        house.charge(f"later-{number}", USAGE, session="s")
+    house.fund(UNITS)
+    store = house.ledger.store
+    january, february = (invoice(store, "acme", f"2025-0{month}") for month in (1, 2))
+    assert (january.requests, february.requests) == (6, 1)
+    assert [movement.amount for movement in january.movements] == [UNITS, UNITS]
+    months = usage_report.report(store, usage_report.Query(), usage_report.Unit.MONTH)
+    assert [(p.period, p.requests) for p in months] == [("2025-01", 6), ("2025-02", 1)]
+    in_shanghai = usage_report.parse_query(zone="Asia/Shanghai")
+    days = usage_report.report(store, in_shanghai, usage_report.Unit.DAY)
+    assert [(p.period, p.requests) for p in days] == [("2025-01-01", 6), ("2025-02-10", 1)]
+
+
+def test_a_request_is_billed_in_the_month_of_its_admission(house: TestLedger) -> None:
+    house.fund(UNITS)
+    house.clock.advance(31 * DAY_S - 1)
+    hold = house.reserve("r1", 0)
+    house.clock.advance(60)
+    house.ledger.settle(hold, USAGE, Outcome.FINISHED).result()
+    months = usage_report.report(house.ledger.store, usage_report.Query(), usage_report.Unit.MONTH)
+    assert ["2025-01"] == [period.period for period in months]
+
+
+def test_nothing_new_is_booked_while_the_clock_is_wrong(tmp_path: Path) -> None:
+    clock, timer = ManualClock(), ManualClock(0)
+    store = open_store(database_url(tmp_path))
+    accounts = Accounts(store, clock_ns=clock)
+    ledger = Ledger(store, accounts, clock_ns=clock, timer_ns=timer, first_card=default_card())
+    ledger.start()
+    try:
+        accounts.create_tenant("acme", "CNY", by="test")
+        ledger.deposit("acme", UNITS, reference="d1", by="test").result()
+        pinned = ledger.book.at("m", clock(), "CNY")
+        running = ledger.reserve("acme", "running", 10**9, pinned).result()
+        clock.advance(40 * DAY_S)
+        with pytest.raises(ClockJumped, match="3,456,000 s ahead of where it should be"):
+            ledger.reserve("acme", "r2", 1, pinned).result()
+        with pytest.raises(ClockJumped):
+            ledger.deposit("acme", UNITS, reference="d2", by="test").result()
+        ledger.settle(running, USAGE, Outcome.FINISHED).result()
+        clock.advance(-40 * DAY_S)
+        ledger.reserve("acme", "r2", 1, pinned).result()
+        assert invoice(store, "acme", "2025-01").requests == 1
+        assert audit.verify(store).problems == []
+    finally:
+        ledger.close()
+        store.close()
+
+
+def test_a_host_whose_clock_differs_from_the_databases_is_told() -> None:
+    clock = ManualClock()
+    watch = ClockWatch(clock, None)
+    watch.compare(clock() - TOLERANCE_NS)
+    watch.check()
+    watch.compare(clock() + TOLERANCE_NS + NS)
+    with pytest.raises(ClockJumped, match="121 s behind where it should be"):
+        watch.check()

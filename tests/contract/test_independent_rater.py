@@ -1,0 +1,214 @@
+"""A rater of its own, written from docs/billing.md with decimals, agrees with every charge.
+
+It shares no code with billing: it reads the cards' TOML, the admission, tenant, model and usage of
+each entry out of the database, and says what it costs.
+"""
+
+import json
+import random
+import sqlite3
+import tomllib
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from billing.gate.holds import RequestContext
+from billing.gate.outcomes import Outcome
+from billing.money import UNITS
+from billing.prices.book import Terms
+from billing.prices.cards import parse_card
+from billing.proof import audit
+from billing.testing import running_ledger
+from billing.usage import Usage
+
+DAYS = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
+HITS = ("hit_device", "hit_host", "hit_disk", "hit_remote")
+Card = dict[str, Any]
+
+
+def in_force(cards: list[Card], tenant: str, model: str, at: datetime) -> Card:
+    """A tenant's own card if one has begun, has not ended and has the model; else everybody's."""
+    for wanted in (True, False):
+        fits = [
+            card
+            for card in cards
+            if (
+                tenant in card["card"].get("tenants", [])
+                if wanted
+                else "tenants" not in card["card"]
+            )
+            and card["card"]["valid_from"] <= at
+            and ("valid_until" not in card["card"] or at < card["card"]["valid_until"])
+        ]
+        if fits:
+            card = max(fits, key=lambda card: card["card"]["valid_from"])
+            if priced(card, model) is not None:
+                return card
+    raise AssertionError("no card")
+
+
+def priced(card: Card, model: str) -> dict[str, Any] | None:
+    exact = [m for m in card["model"] if m["match"] == model]
+    begins = [
+        m for m in card["model"] if m["match"].endswith("*") and model.startswith(m["match"][:-1])
+    ]
+    longest = sorted(begins, key=lambda m: len(m["match"]))
+    return exact[0] if exact else longest[-1] if longest else None
+
+
+def window(card: Card, at: datetime) -> str | None:
+    local = at.astimezone(ZoneInfo(card["card"].get("time_zone", "UTC")))
+    for each in card.get("window", []):
+        start, end = each["start"], each["end"]
+        clock, today = local.strftime("%H:%M"), DAYS[local.weekday()]
+        yesterday = DAYS[(local - timedelta(days=1)).weekday()]
+        days = each.get("days", DAYS)
+        if start < end:
+            is_open = start <= clock < end and today in days
+        else:  # over midnight: it belongs to the day on which it opens
+            is_open = (clock >= start and today in days) or (clock < end and yesterday in days)
+        if is_open:
+            return str(each["name"])
+    return None
+
+
+def cost(
+    cards: list[Card],
+    tenant: str,
+    model: str,
+    at: datetime,
+    used: dict[str, int],
+    asked: tuple[int, str],
+) -> Decimal:
+    card = in_force(cards, tenant, model, at)
+    price = priced(card, model)
+    assert price is not None
+    rates: dict[str, Any] = {k: v for k, v in price.items() if not isinstance(v, dict | list)}
+    changes: dict[str, Any] = price.get(window(card, at) or "", {})
+    prompt_tokens, service = asked
+    for longer in sorted(price.get("above", []), key=lambda each: each["prompt_tokens"]):
+        if prompt_tokens > longer["prompt_tokens"]:
+            changes = longer
+    if "hit" in changes:
+        rates = {k: v for k, v in rates.items() if k not in HITS}
+    rates = rates | changes
+    factor = Decimal(1)
+    for group in card.get("group", []):
+        if tenant in group["tenants"] and ("until" not in group or at < group["until"]):
+            factor *= Decimal(str(group["factor"]))
+    for tier in card.get("service", []):
+        if tier["name"] == service:
+            factor *= Decimal(str(tier["factor"]))
+
+    def rate(name: str, other: str = "") -> Decimal:
+        return Decimal(str(rates.get(name, rates.get(other, 0))))
+
+    hits = sum(used.get(name, 0) for name in HITS)
+    is_short = hits < card["card"].get("minimum_cached_tokens", 0)
+    total = sum(
+        (used.get(h, 0) * (rate("miss") if is_short else rate(h, "hit")) for h in HITS), Decimal(0)
+    )
+    total += used.get("miss", 0) * rate("miss") + used.get("output", 0) * rate("output")
+    total += used.get("cache_write", 0) * rate("cache_write")
+    total += used.get("cache_write_1h", 0) * rate("cache_write_1h", "cache_write")
+    total *= factor / 10**6
+    if used.get("miss", 0) + used.get("output", 0) + hits:
+        total = max(total + rate("request") * factor, rate("minimum") * factor)
+    return total
+
+
+def card_text(draw: random.Random, number: int, valid_from: str, tenant: str | None) -> str:
+    def price(most: int) -> str:
+        return f'"{draw.randrange(most)}.{draw.randrange(100):02}"'
+
+    lines = ["[card]", f'name = "c{number}"', 'version = "1"', f"valid_from = {valid_from}"]
+    lines += ['currency = "CNY"', f"minimum_cached_tokens = {draw.choice([0, 64, 1024])}"]
+    lines.append(f'time_zone = "{draw.choice(["UTC", "Asia/Shanghai", "America/New_York"])}"')
+    if tenant:
+        lines.append(f'tenants = ["{tenant}"]')
+        if draw.random() < 0.5:
+            lines.append("valid_until = 2025-01-20T00:00:00Z")
+    windows = draw.random() < 0.5
+    if windows:
+        lines += ["[[window]]", 'name = "night"', 'start = "22:30"', 'end = "06:15"']
+        lines += [
+            "[[window]]",
+            'name = "noon"',
+            'start = "11:00"',
+            'end = "13:00"',
+            'days = ["mon", "sun"]',
+        ]
+    lines += ["[[group]]", 'name = "friends"', 'tenants = ["bolt"]', 'factor = "0.85"']
+    if draw.random() < 0.5:
+        lines.append("until = 2025-01-15T12:00:00Z")
+    lines += ["[[service]]", 'name = "flex"', 'factor = "0.5"']
+    for match in ["big-*"] if tenant else ["*", "big-*", "big-1"]:
+        lines += ["[[model]]", f'match = "{match}"', f"hit = {price(2)}", f"miss = {price(9)}"]
+        lines += [f"output = {price(40)}"]
+        if draw.random() < 0.5:
+            lines += [f"hit_disk = {price(2)}", f"cache_write = {price(3)}"]
+        if draw.random() < 0.5:
+            lines += [f"cache_write_1h = {price(3)}", 'request = "0.0001"', 'minimum = "0.002"']
+        if windows:
+            lines += ["[model.night]", f"hit = {price(2)}", "[model.noon]", f"output = {price(9)}"]
+        elif draw.random() < 0.7:
+            lines += [
+                "[[model.above]]",
+                "prompt_tokens = 1000",
+                f"miss = {price(9)}",
+                f"hit = {price(2)}",
+            ]
+            lines += ["[[model.above]]", "prompt_tokens = 3000", f"output = {price(90)}"]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_independent_rater_agrees_with_every_charge(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    path = tmp_path / "ledger"
+    texts = [card_text(draw, 0, "2024-12-01T00:00:00Z", None)]
+    texts.append(card_text(draw, 1, "2025-01-10T08:00:00Z", None))
+    texts.append(card_text(draw, 2, "2025-01-05T00:00:00Z", "acme"))
+    asked: dict[str, tuple[int, str]] = {}
+    with running_ledger(f"sqlite:///{path}") as house:
+        house.accounts.create_tenant("bolt", "CNY", credit_limit=None, by="test")
+        house.fund(10**9 * UNITS)
+        for text in texts:
+            house.accounts.apply_card(parse_card(text), by="test")
+        for number in range(250):
+            house.clock.advance(draw.randrange(2 * 30 * 86_400 // 250))
+            tenant, model = draw.choice(["acme", "bolt"]), draw.choice(["small", "big-1", "big-2"])
+            miss = draw.choice([1, 50, 900, 1000, 1001, 5000])
+            used = Usage(
+                **{name: draw.choice([0, 0, 17, 640]) for name in HITS},
+                miss=miss,
+                output=draw.randrange(400),
+                cache_write=draw.choice([0, miss // 2]),
+                cache_write_1h=draw.choice([0, miss // 2]),
+            )
+            service = draw.choice(["", "auto", "flex"])
+            terms = Terms(tenant=tenant, prompt_tokens=used.prompt, service=service)
+            pinned = house.ledger.book.at(model, house.clock(), "CNY", terms)
+            context = RequestContext(admitted_ns=house.clock())
+            hold = house.ledger.reserve(tenant, f"r{number}", 0, pinned, context=context).result()
+            house.ledger.settle(hold, used, Outcome.FINISHED).result()
+            asked[f"r{number}"] = used.prompt, service
+        assert audit.verify(house.ledger.store).problems == []
+    launch = Path("billing/rate_cards/deepseek-launch.toml").read_text()
+    cards = [tomllib.loads(text, parse_float=Decimal) for text in (launch, *texts)]
+    with closing(sqlite3.connect(path)) as plain:
+        rows = plain.execute(
+            "SELECT tenant, request_id, postings, body FROM entries WHERE kind = 'charge'"
+        ).fetchall()
+    assert len(rows) == 250
+    for tenant, request_id, postings, body in rows:
+        said = json.loads(body)
+        at = datetime.fromtimestamp(said["admitted_ns"] // 10**9, UTC)
+        revenue = dict(part.split(":") for part in postings.split()).get("revenue", "0")
+        expected = cost(cards, tenant, said["model"], at, said.get("usage", {}), asked[request_id])
+        assert expected * 10**12 == Decimal(revenue), (tenant, request_id, said)

@@ -1,0 +1,153 @@
+"""One suite over real stores: Redis, a Redis cluster of three nodes, and S3's protocol.
+
+The S3 server is moto's, a stand-in for the protocol: it says nothing of a real bucket's rates or
+consistency.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.redis_server import redis_cluster, redis_server
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.keys import BlockId
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.open import open_disk
+from tiers.errors import MissReason
+from tiers.remote.objects import RemoteError, open_objects
+from tiers.remote.stacked import RemoteWrites, StackedTier
+from tiers.remote.tier import RemoteTier
+from tiers.testing.faulty_storage import SCOPE, chain, fill, holds, take, wipe
+from tiers.tier import Loaded, TierName
+
+pytestmark = pytest.mark.redis
+
+LAYOUT = BlockLayout.uniform(
+    num_layers=1, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
+)
+FRAMES = take(FrameArena(LAYOUT, 9), 9)
+TIMEOUT_S = 2.0
+
+
+def s3_server() -> Iterator[str]:
+    server_module = pytest.importorskip("moto.server")
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    try:
+        import httpx
+
+        httpx.put(f"{endpoint}/blocks", headers={"Host": f"{host}:{port}"}).raise_for_status()
+        access = "access_key_id=test&secret_access_key=test&region=us-east-1"
+        yield f"s3://blocks/shared?endpoint={endpoint}&{access}"
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module", params=["redis", "redis cluster", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("store")
+    if request.param == "redis":
+        with redis_server(folder) as url:
+            yield url
+    elif request.param == "redis cluster":
+        with redis_cluster(folder) as (url, _):
+            yield url
+    else:
+        pytest.importorskip("obstore")
+        yield from s3_server()
+
+
+def stacked(root: Path, url: str, timeout_s: float = TIMEOUT_S) -> StackedTier:
+    disk = open_disk(root, LAYOUT, 2 << 20)
+    remote = RemoteTier(open_objects(url, timeout_s), LAYOUT, disk.read_record)
+    return StackedTier(disk, remote, RemoteWrites.ALL)
+
+
+def blocks(seed: int) -> list[BlockId]:
+    return chain(8, block_size=LAYOUT.block_size, seed=seed)
+
+
+def store(tier: StackedTier, seed: int) -> None:
+    ids = blocks(seed)
+    for frame, block in zip(FRAMES, ids, strict=False):
+        fill(frame, block)
+    assert tier.store(ids, FRAMES[:8]) == []
+
+
+def load(tier: StackedTier, seed: int) -> Loaded:
+    ids = blocks(seed)
+    wipe(FRAMES)
+    loaded = tier.load(ids, FRAMES[:8])
+    for frame, block in zip(FRAMES[: loaded.num_blocks], ids, strict=False):
+        assert holds(frame, block, FRAMES[8])
+    return loaded
+
+
+def test_objects_are_put_found_listed_and_deleted(url: str) -> None:
+    store = open_objects(url, TIMEOUT_S)
+    names = [f"test/{number:02x}" for number in range(20)]
+    assert store.exists(names) == [False] * 20
+    assert store.get(names[:2]) == [None, None]
+    for name in names[::2]:
+        store.put(name, name.encode() * 1000)
+    assert store.exists(names) == [True, False] * 10
+    assert store.get(names[:3]) == [names[0].encode() * 1000, None, names[2].encode() * 1000]
+    assert sorted(store.names("test/")) == names[::2]
+    assert store.delete(names[::2]) == 10
+    assert list(store.names("test/")) == []
+    store.close()
+
+
+def test_two_servers_share_a_prefix(url: str, tmp_path: Path) -> None:
+    """What one wrote, the other is served, byte for byte; a purge by one takes it from both."""
+    one, two = stacked(tmp_path / "one", url), stacked(tmp_path / "two", url)
+    store(one, 1)
+    assert one.remote.drain(20)
+    assert two.probe(blocks(1)) == 8
+    assert load(two, 1) == Loaded(8, None, (TierName.REMOTE,) * 8)
+    assert two.count([SCOPE.root()]) == 8
+    one.purge([SCOPE.root()])
+    assert load(two, 1) == Loaded(0, MissReason.ABSENT)
+    assert not two.remote.stats().faults
+    one.close()
+    two.close()
+
+
+def test_a_store_that_is_not_there_is_a_miss(tmp_path: Path) -> None:
+    """The first calls are misses within their time, later ones at once."""
+    tier = stacked(tmp_path, "redis://127.0.0.1:1/0", 0.2)
+    for _ in range(5):
+        assert tier.probe(blocks(1)) == 0
+        assert load(tier, 1) == Loaded(0, MissReason.IO_ERROR)
+    assert tier.remote.breaker.num_opened == 1
+    with pytest.raises(RemoteError):
+        tier.purge([SCOPE.root()])
+    tier.close()
+
+
+def test_a_node_of_a_cluster_killed_under_load_costs_hits_only(tmp_path: Path) -> None:
+    """No wrong byte and no exception; what the other nodes hold is served again."""
+    with redis_cluster(tmp_path) as (url, nodes):
+        one = stacked(tmp_path / "one", url, 0.5)
+        for seed in range(8):
+            store(one, seed)
+        assert one.remote.drain(20)
+        two = stacked(tmp_path / "two", url, 0.5)
+        assert load(two, 0).num_blocks == 8
+        nodes[2].kill()
+        nodes[2].wait(20)
+        for seed in range(8, 12):
+            store(one, seed)
+            load(two, seed % 8)
+        deadline = time.monotonic() + 30
+        while sum(load(two, seed).num_blocks for seed in range(8)) == 0:
+            assert time.monotonic() < deadline, "the surviving nodes serve nothing"
+            time.sleep(0.2)
+        assert two.remote.stats().faults[MissReason.IO_ERROR] > 0
+        assert [load(one, seed).num_blocks for seed in range(12)] == [8] * 12
+        one.close()
+        two.close()

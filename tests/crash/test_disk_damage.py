@@ -1,0 +1,203 @@
+"""Damage to any page of a shard: no crash, no refused start, no tier that stores no more.
+
+A folder is filled, copied and damaged from a seed. A child process then opens it, reads, writes,
+and opens it once more, because LMDB answers some damage with a signal. Run 300 by hand:
+`python tests/crash/test_disk_damage.py 300`.
+"""
+
+import os
+import random
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.keys import BlockId
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.directory import read_meta, write_meta
+from tiers.disk.open import open_disk
+from tiers.disk.tier import DiskTier
+from tiers.testing.faulty_storage import chain, fill, holds, take, wipe
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+LAYOUT = BlockLayout.uniform(
+    num_layers=1, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
+)
+CAPACITY = 2 << 20
+PAGE = 4096
+FRAMES = take(FrameArena(LAYOUT, 9), 9)
+META, BRANCH, LEAF = 0x08, 0x01, 0x02
+CHAINS = range(60)
+FRESH = range(1000, 1004)
+
+
+def blocks(seed: int) -> list[BlockId]:
+    return chain(8, block_size=LAYOUT.block_size, seed=seed)
+
+
+def store(tier: DiskTier, seed: int) -> None:
+    ids = blocks(seed)
+    for frame, block in zip(FRAMES, ids, strict=False):
+        fill(frame, block)
+    tier.store(ids, FRAMES[:8])
+
+
+def num_served(tier: DiskTier, seed: int) -> int:
+    """Blocks of a chain that are served; one with wrong bytes ends the child."""
+    ids = blocks(seed)
+    wipe(FRAMES)
+    loaded = tier.load(ids, FRAMES[:8])
+    for frame, block in zip(FRAMES[: loaded.num_blocks], ids, strict=False):
+        assert holds(frame, block, FRAMES[8]), "wrong bytes"
+    return loaded.num_blocks
+
+
+def filled(root: Path) -> Path:
+    """A folder that has been written, read, evicted from and reopened; closed properly."""
+    for _ in range(2):
+        tier = open_disk(root, LAYOUT, CAPACITY)
+        for seed in CHAINS:
+            store(tier, seed)
+            num_served(tier, seed // 2)
+        tier.discard([blocks(7)[7].key])
+        tier.close()
+    return root
+
+
+def damage(root: Path, seed: int) -> str:
+    """Damage a page or two of the shard, mostly of its structure; says what was done."""
+    rng = random.Random(seed)
+    path = root / "shard-000" / "data.mdb"
+    data = bytearray(path.read_bytes())
+    num_pages = len(data) // PAGE
+    kinds = {
+        at: int.from_bytes(data[at * PAGE + 10 : at * PAGE + 12], "little")
+        for at in range(num_pages)
+    }
+    structure = [at for at, kind in kinds.items() if kind in (META, BRANCH, LEAF)]
+    done = []
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        page = rng.choice(structure if rng.random() < 0.9 else range(num_pages))
+        start = page * PAGE
+        how = rng.choice(["flip", "head", "zero", "random", "swap", "tear", "cut"])
+        if how == "flip":
+            for _ in range(rng.choice([1, 4, 64])):
+                at = start + rng.randrange(PAGE)
+                data[at] ^= 1 << rng.randrange(8)
+        elif how == "head":
+            at = start + rng.randrange(64)
+            data[at] ^= 1 << rng.randrange(8)
+        elif how == "zero":
+            data[start : start + PAGE] = bytes(PAGE)
+        elif how == "random":
+            data[start : start + PAGE] = rng.randbytes(PAGE)
+        elif how == "swap":
+            other = rng.choice(structure) * PAGE
+            mine = bytes(data[start : start + PAGE])
+            data[start : start + PAGE] = data[other : other + PAGE]
+            data[other : other + PAGE] = mine
+        elif how == "tear":
+            half = rng.randrange(8) * 512
+            data[start + half : start + half + 512] = rng.randbytes(512)
+        elif rng.random() < 0.3:
+            del data[start + rng.choice([0, 100]) :]
+            data += bytes(max(0, rng.choice([0, 0, num_pages * PAGE - len(data)])))
+            done.append(f"cut at page {page}")
+            break
+        done.append(f"{how} page {page} ({kinds[page]:#x})")
+    path.write_bytes(data)
+    if rng.random() < 0.1:
+        (path.parent / "lock.mdb").write_bytes(rng.randbytes(rng.choice([100, 8192])))
+    meta = read_meta(root)
+    assert meta is not None
+    if rng.random() < 0.3:
+        write_meta(root, replace(meta, clean=False, boot="another boot"))
+    return ", ".join(done)
+
+
+def live(root: Path) -> None:
+    """Open, read, write and reopen a damaged folder; raises where the tier does not serve."""
+    for life in range(2):
+        tier = open_disk(root, LAYOUT, CAPACITY)
+        for seed in CHAINS:
+            num_served(tier, seed)
+        for seed in CHAINS:
+            store(tier, seed)
+        for seed in FRESH:
+            store(tier, seed)
+        tier.flush()
+        for seed in FRESH:
+            store(tier, seed)
+            assert num_served(tier, seed) == 8, f"life {life}: what was just written is not served"
+        stats = tier.stats()
+        assert stats.shards[0].ready
+        assert stats.used_bytes <= CAPACITY
+        with tier.view() as view:
+            assert view.verify().sound, f"life {life}: {view.verify()}"
+        tier.close()
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Run `work` in a forked child: 0, its exit status, or the signal below 0."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            raise
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def trial(template: Path, root: Path, seed: int) -> str | None:
+    """What went wrong with one damaged copy; None where nothing did."""
+    shutil.copytree(template, root)
+    done = damage(root, seed)
+    status = in_child(lambda: live(root))
+    shutil.rmtree(root)
+    return f"seed {seed}: {done}: status {status}" if status else None
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return filled(tmp_path_factory.mktemp("template") / "disk")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_damaged_page_costs_blocks_only(template: Path, tmp_path: Path, seed: int) -> None:
+    """A sample; what verifies may be served, and the tier takes new blocks at once."""
+    assert trial(template, tmp_path / "damaged", seed) is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_three_hundred_damages(template: Path, tmp_path: Path) -> None:
+    failed = [trial(template, tmp_path / str(seed), seed) for seed in range(100, 400)]
+    assert not [why for why in failed if why]
+
+
+def main() -> None:
+    with TemporaryDirectory() as folder:
+        template = filled(Path(folder) / "template")
+        count: Counter[str] = Counter()
+        for seed in range(int(sys.argv[1])):
+            why = trial(template, Path(folder) / str(seed), seed)
+            count["sound" if why is None else why.rpartition(": ")[2]] += 1
+            if why is not None:
+                print(why)
+        print(dict(count))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The official anthropic client against a server on a socket: what it reads and what it raises."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from api.testing import Script
+from billing.errors import InsufficientBalance
+from tests.e2e.conftest import Server
+
+MESSAGES: list[Any] = [{"role": "user", "content": "Is it warm in Rome?"}]
+PROMPT_TOKENS = len("user: Is it warm in Rome?\nassistant: ")
+WEATHER: Any = {
+    "name": "weather",
+    "description": "The weather somewhere.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = 'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(
+        base_url=server.url.removesuffix("/v1"), api_key="sk-any", max_retries=0
+    ) as client:
+        yield client
+
+
+def test_a_message(server: Server, client: anthropic.Anthropic) -> None:
+    server.house.engine.script = Script(answer="Yes.", hits={"hit_disk": 12})
+    message = client.messages.create(model="bytes", max_tokens=50, messages=MESSAGES)
+    [block] = message.content
+    assert ("text", "Yes.", "end_turn") == (block.type, block.text, message.stop_reason)
+    usage = message.usage
+    assert (PROMPT_TOKENS - 12, 12, 5) == (
+        usage.input_tokens,
+        usage.cache_read_input_tokens,
+        usage.output_tokens,
+    )
+    assert message.id.startswith("msg_")
+
+
+def test_a_stream_ends_with_the_same_message(server: Server, client: anthropic.Anthropic) -> None:
+    server.house.engine.script = Script(answer=CALL, tokens_per_step=4, hits={"hit_host": 3})
+    with client.messages.stream(
+        model="bytes", max_tokens=200, messages=MESSAGES, tools=[WEATHER]
+    ) as stream:
+        kinds = [event.type for event in stream]
+        message = stream.get_final_message()
+    text, call = message.content
+    assert ("Let me look.", "weather", {"city": "Rome"}) == (text.text, call.name, call.input)
+    assert "tool_use" == message.stop_reason
+    assert (PROMPT_TOKENS - 3 + len("tools: 1\n"), 3) == (
+        message.usage.input_tokens,
+        message.usage.cache_read_input_tokens,
+    )
+    assert kinds.count("input_json") > 1
+
+
+def test_a_call_and_its_result_go_round(server: Server, client: anthropic.Anthropic) -> None:
+    server.house.engine.script = Script(answer=CALL)
+    asked: dict[str, Any] = {"model": "bytes", "max_tokens": 200, "tools": [WEATHER]}
+    first = client.messages.create(messages=MESSAGES, **asked)
+    result = {"type": "tool_result", "tool_use_id": first.content[1].id, "content": "20 degrees"}
+    server.house.engine.script = Script(answer="Yes.")
+    turns: list[Any] = [
+        *MESSAGES,
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result]},
+    ]
+    second = client.messages.create(messages=turns, **asked)
+    assert "Yes." == second.content[0].text
+
+
+def test_stop_sequences_and_max_tokens_are_named(
+    server: Server, client: anthropic.Anthropic
+) -> None:
+    server.house.engine.script = Script(answer="one two three")
+    ended = client.messages.create(
+        model="bytes", max_tokens=50, messages=MESSAGES, stop_sequences=["no", "two"]
+    )
+    assert ("stop_sequence", "two", "one ") == (
+        ended.stop_reason,
+        ended.stop_sequence,
+        ended.content[0].text,
+    )
+    cut = client.messages.create(model="bytes", max_tokens=3, messages=MESSAGES)
+    assert ("max_tokens", "one") == (cut.stop_reason, cut.content[0].text)
+
+
+def test_tokens_are_counted_without_an_answer(client: anthropic.Anthropic) -> None:
+    counted = client.messages.count_tokens(model="bytes", messages=MESSAGES, system="Be short.")
+    assert PROMPT_TOKENS + len("system: Be short.\n") == counted.input_tokens
+
+
+def test_refusals_are_the_clients_own_errors(server: Server, client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        client.messages.create(model="nobody", max_tokens=5, messages=MESSAGES)
+    body: Any = missing.value.body
+    assert ("error", "not_found_error") == (body["type"], body["error"]["type"])
+    image: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+    content: Any = [{"role": "user", "content": [image]}]
+    with pytest.raises(anthropic.BadRequestError, match="image"):
+        client.messages.create(model="bytes", max_tokens=5, messages=content)
+    server.house.meter.refuse = InsufficientBalance(
+        "no money", tenant="default", needed=2, available=1, currency="CNY"
+    )
+    with pytest.raises(anthropic.APIStatusError) as poor:
+        client.messages.create(model="bytes", max_tokens=5, messages=MESSAGES)
+    assert 402 == poor.value.status_code

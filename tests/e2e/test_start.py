@@ -1,0 +1,151 @@
+"""The start of a server as its user sees it: on a terminal, and through its port meanwhile."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.testing.models import save_tiny_model
+
+pytestmark = pytest.mark.timeout(120)
+
+SCRIPT = Path(sys.executable).with_name("cachesvc")
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+BAR = "━"
+SIZES = ("--device-cache", "8MiB", "--host-cache", "8MiB", "--disk-cache", "16MiB")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    save_tiny_model(folder)
+    return folder
+
+
+def arguments(model: Path, data_dir: Path, port: int = 0) -> list[str]:
+    where = ["--port", str(port), "--data-dir", str(data_dir), "--model", model.name]
+    return [str(SCRIPT), "serve", *where, "--block-size", "16", *SIZES]
+
+
+@contextmanager
+def on_a_terminal(command: list[str], folder: Path) -> Iterator[tuple[int, int]]:
+    """The process and the terminal that it runs on, 100 columns wide."""
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(folder)
+        os.execvpe(command[0], command, {**os.environ, "COLUMNS": "100", "TERM": "xterm"})
+    try:
+        yield process, terminal
+    finally:
+        os.close(terminal)
+        with_kill(process)
+
+
+def with_kill(process: int) -> None:
+    try:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass
+
+
+def read_until(terminal: int, wanted: str | None, deadline_s: float = 60.0) -> str:
+    """What is written until `wanted` was; None: until the process closes its terminal."""
+    shown = ""
+    ends_s = time.monotonic() + deadline_s
+    while wanted is None or wanted not in CONTROL.sub("", shown):
+        ready, _, _ = select.select([terminal], [], [], 0.2)
+        assert time.monotonic() < ends_s, shown
+        if not ready:
+            continue
+        try:
+            data = os.read(terminal, 65536)
+        except OSError:  # the other end is closed
+            return shown
+        shown += data.decode(errors="replace")
+    return shown
+
+
+def test_a_terminal_shows_phases_then_the_url_and_the_link_and_no_bar_after_them(
+    model: Path, tmp_path: Path
+) -> None:
+    with on_a_terminal(arguments(model, tmp_path), model.parent) as (process, terminal):
+        shown = read_until(terminal, "admin/login?token=")
+        text = CONTROL.sub("", shown)
+        for phase in ("importing torch", "loading tiny", "opening the tiers", "warming up"):
+            assert phase in text
+        assert re.search(r"serves tiny on http://127\.0\.0\.1:\d+", text)
+        assert "ready after" in text
+        after_ready = text[text.index("ready after") :]
+        assert BAR not in after_ready, after_ready
+        os.kill(process, signal.SIGTERM)
+        rest = CONTROL.sub("", read_until(terminal, None))
+        assert "stopped; the tiers were flushed" in rest
+        assert BAR not in rest
+        assert 0 == os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def ask(port: int, path: str) -> tuple[int, str, str | None]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+            return response.status, response.read().decode(), None
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode(), error.headers.get("Retry-After")
+
+
+def test_the_port_answers_while_the_model_loads_and_is_ready_when_it_has(
+    model: Path, tmp_path: Path
+) -> None:
+    """The first answers come before torch is imported, which takes seconds."""
+    port = free_port()
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            arguments(model, tmp_path / "data", port), cwd=model.parent, stdout=out, stderr=out
+        )
+    try:
+        while not log.read_text().count("answers /health"):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.01)
+        early = {path: ask(port, path) for path in ("/health", "/health/ready", "/v1/models")}
+        assert (200, {"status": "ok"}) == (early["/health"][0], json.loads(early["/health"][1]))
+        status, body, retry = early["/health/ready"]
+        assert (503, "2") == (status, retry)
+        assert json.loads(body)["reason"].startswith("the server is starting: ")
+        assert (503, "starting") == (
+            early["/v1/models"][0],
+            json.loads(early["/v1/models"][1])["error"]["code"],
+        )
+        statuses = [ask(port, "/health/ready")[0]]
+        while statuses[-1] != 200:
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+            statuses.append(ask(port, "/health/ready")[0])
+        assert {503, 200} == set(statuses), "between the two, connections wait; none is refused"
+        assert 200 == ask(port, "/v1/models")[0]
+        process.send_signal(signal.SIGTERM)
+        assert 0 == process.wait(60)
+    finally:
+        process.kill()
+        process.wait()

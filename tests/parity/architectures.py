@@ -1,0 +1,325 @@
+"""Every architecture that is held to transformers' tokens, as a tiny random model made from a seed.
+
+`ARCHITECTURES` names transformers' model types and the models that people know them by. A row of
+`docs/models.md` stands for each; `make models` writes them.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from engine.models.load import LoadedModel, describe
+from engine.testing.models import bytes_tokenizer
+from tiers.blocks.layout import BlockLayout, LayerLayout
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+VOCAB_SIZE = 258
+WINDOW = 24
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "eos_token_id": 256,
+    "bos_token_id": 257,
+    "pad_token_id": 256,
+    "initializer_range": 0.2,
+}
+# What configs call the same things; each is given where the type's own config has it.
+_ALSO: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "moe_num_experts": 4,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "expert_ffn_hidden_size": 32,
+    "ffn_hidden_size": 64,
+    "zero_expert_num": 2,
+    "num_layers": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "decoder_sparse_step": 1,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_inner": 64,
+    "n_positions": 512,
+    "ffn_dim": 64,
+    "word_embed_proj_dim": 64,
+}
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "qk_head_dim": 24,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
+_BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
+_FOUR = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
+_PER_LAYER = {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16}
+_LONGROPE = {
+    "original_max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0, 1.0, 1.1, 1.1, 1.2, 1.2, 1.3, 1.3],
+        "long_factor": [1.0, 1.2, 2.0, 4.0, 8.0, 12.0, 16.0, 16.0],
+        "short_mscale": 1.1,
+        "long_mscale": 1.2,
+    },
+}
+
+# By model type: what people know it by, and what its tiny config has besides.
+ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "afmoe": ("Arcee Trinity", _BOTH),
+    "apertus": ("Apertus", {}),
+    "aria_text": ("Aria, its text model", {}),
+    "arcee": ("Arcee AFM", {}),
+    "axk1": ("A.X K1", _LATENT),
+    "bitnet": ("BitNet b1.58", {}),
+    "cohere": ("Command R", {}),
+    "cohere2": ("Command A, Command R7B", _BOTH),
+    "cohere2_moe": ("Command A MoE", _BOTH),
+    "ctrl": ("CTRL", {"dff": 64}),
+    "cwm": ("CWM", _BOTH),
+    "deepseek_v2": ("DeepSeek-V2, V2-Lite, Coder-V2", {**_LATENT, "num_experts_per_tok": 2}),
+    "deepseek_v3": ("DeepSeek-V3, R1, Kimi K2", _LATENT),
+    "dots1": (
+        "dots.llm1",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    ),
+    "ernie4_5": ("ERNIE 4.5 dense", {}),
+    "ernie4_5_moe": ("ERNIE 4.5", {}),
+    "exaone4": ("EXAONE 4", _BOTH),
+    "exaone_moe": ("K-EXAONE", {}),
+    "flex_olmo": ("FlexOlmo", {}),
+    "flint": ("Flint", {}),
+    "gemma": ("Gemma", {}),
+    "gemma2": ("Gemma 2", _BOTH),
+    "gemma3_text": ("Gemma 3", _BOTH),
+    "gemma3n_text": (
+        "Gemma 3n, its text model",
+        {**_FOUR, **_PER_LAYER, "activation_sparsity_pattern": [0.0] * 4},
+    ),
+    "gemma4_text": ("Gemma 4, its text model", {**_FOUR, **_PER_LAYER, "global_head_dim": 32}),
+    "glm": ("GLM-4 9B", {}),
+    "glm4": ("GLM-4 32B", {}),
+    "glm4_moe": ("GLM-4.5, 4.6, 4.7", {}),
+    "glm4_moe_lite": ("GLM-4.7-Flash", _LATENT),
+    "gpt2": ("GPT-2", {}),
+    "gpt_bigcode": ("StarCoder, SantaCoder", {}),
+    "gpt_neox": ("Pythia, GPT-NeoX", {}),
+    "gpt_oss": (
+        "gpt-oss",
+        {**_BOTH, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "granite": ("Granite 3 and 4 dense", {}),
+    "granite_swa": ("Granite with windows", {}),
+    "granitemoe": ("Granite 3 MoE", {}),
+    "granitemoe_swa": ("Granite MoE with windows", {}),
+    "granitemoeshared": ("Granite MoE, shared experts", {}),
+    "helium": ("Helium", {}),
+    "hunyuan_v1_dense": ("Hunyuan dense", {}),
+    "hunyuan_v1_moe": ("Hunyuan A13B", {}),
+    "hy_v3": ("Hunyuan 3", {}),
+    "hyperclovax": ("HyperCLOVA X", {}),
+    "internlm3": ("InternLM 3", {}),
+    "iquestcoder": ("IQuest-Coder", {}),
+    "jais2": ("Jais 2", {}),
+    "jetmoe": ("JetMoE", {}),
+    "kolibri1": ("Kolibri 1", {}),
+    "laguna": ("Laguna", {}),
+    "llama": ("Llama 2 and 3, SmolLM 2, Yi, DeepSeek-R1-Distill-Llama", {}),
+    "longcat_flash": ("LongCat-Flash", _LATENT),
+    "mellum": ("Mellum", {}),
+    "mimo_v2_flash": ("MiMo-V2-Flash", {**_BOTH, "v_head_dim": 8}),
+    "minicpm3": ("MiniCPM3", _LATENT),
+    "minimax_m2": ("MiniMax M2", {}),
+    "ministral": ("Ministral", _BOTH),
+    "ministral3": ("Ministral 3", {}),
+    "mistral": ("Mistral 7B, Mistral Small", {}),
+    "mixtral": ("Mixtral", {}),
+    "nanochat": ("nanochat", {}),
+    "olmo": ("OLMo", {}),
+    "olmo2": ("OLMo 2", {}),
+    "olmo3": ("OLMo 3", _BOTH),
+    "olmoe": ("OLMoE", {}),
+    "opt": ("OPT", {}),
+    "persimmon": ("Persimmon", {}),
+    "phi": ("Phi-1, Phi-2", {}),
+    "phi3": ("Phi-3, Phi-3.5, Phi-4, Phi-4-mini", _LONGROPE),
+    "phimoe": ("Phi-3.5-MoE", _LONGROPE),
+    "qwen2": ("Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen", {}),
+    "qwen2_moe": ("Qwen1.5-MoE, Qwen2-57B-A14B", {}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3_moe": ("Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", {}),
+    "seed_oss": ("Seed-OSS", {}),
+    "smollm3": ("SmolLM3", {}),
+    "solar_open": ("Solar Open", {}),
+    "starcoder2": ("StarCoder2", {}),
+    "vaultgemma": ("VaultGemma", _BOTH),
+    "youtu": ("Youtu-LLM", _LATENT),
+}
+
+
+def config_of(model_type: str) -> Any:
+    """The tiny config of a model type."""
+    config_class = CONFIG_MAPPING[model_type]
+    usual = config_class()
+    _, own = ARCHITECTURES[model_type]
+    given = {**_SHAPE, **own}
+    for name, value in _ALSO.items():
+        if getattr(usual, name, None) is not None:
+            given.setdefault(name, value)
+    return config_class(**given)
+
+
+def stock(model_type: str) -> Any:
+    """transformers' own model, neither packed nor paged."""
+    config = config_of(model_type)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if "sink" in name:
+                torch.nn.init.normal_(parameter, 1.0)  # transformers leaves them near zero
+    return model.eval().requires_grad_(False)
+
+
+@lru_cache(maxsize=1)
+def served(model_type: str) -> LoadedModel:
+    """The same model, as the engine serves it."""
+    return describe(
+        f"tiny-{model_type}",
+        stock(model_type),
+        bytes_tokenizer(),
+        weights_digest=xxhash.xxh3_128_digest(model_type.encode()),
+        dtype="float32",
+        device="cpu",
+    )
+
+
+# The page.
+
+
+def row(loaded: LoadedModel) -> str:
+    """The line of `docs/models.md` that a passing test stands for."""
+    model_type = loaded.name.removeprefix("tiny-")
+    known_as, _ = ARCHITECTURES[model_type]
+    return f"| `{model_type}` | {known_as} | {_kept(loaded)} |"
+
+
+def _kept(loaded: LoadedModel) -> str:
+    notes = []
+    notes.append("latents" if loaded.layers[0].shared else "keys and values")
+    if len({*loaded.layers}) > 1:
+        notes[0] += " of several shapes"
+    elif loaded.layers[0].key_dim != loaded.layers[0].value_dim and not loaded.layers[0].shared:
+        notes[0] += " of two sizes"
+    config: Any = loaded.model.config
+    windows = getattr(config, "layer_types", None) or []
+    if "sliding_attention" in windows:
+        notes.append("windows" if len({*windows}) == 1 else "windows in some layers")
+    elif getattr(config, "sliding_window", None):
+        notes.append("windows")
+    if any("sink" in name for name, _ in loaded.model.named_parameters()):
+        notes.append("sinks")
+    if any("experts" in name for name, _ in loaded.model.named_modules()):
+        notes.append("experts")
+    if "longrope" in str(getattr(config, "rope_parameters", "")):
+        notes.append("LongRoPE")
+    return ", ".join(notes)
+
+
+# Sizes of published models: what a layer keeps, how many layers. Sources: their config.json.
+_SIZES: Mapping[str, tuple[LayerLayout, int]] = {
+    "SmolLM2-135M": (LayerLayout(3, 64, 64), 30),
+    "Qwen3-0.6B": (LayerLayout(8, 128, 128), 28),
+    "Llama-3.1-8B": (LayerLayout(8, 128, 128), 32),
+    "Qwen3-30B-A3B": (LayerLayout(4, 128, 128), 48),
+    "gpt-oss-20b": (LayerLayout(8, 64, 64), 24),
+    "gpt-oss-120b": (LayerLayout(8, 64, 64), 36),
+    "Llama-3.3-70B": (LayerLayout(8, 128, 128), 80),
+    "Phi-3-mini-128k": (LayerLayout(32, 96, 96), 32),
+    "MiniCPM3-4B": (LayerLayout(1, 288, 256, shared=True), 62),
+    "DeepSeek-V2-Lite": (LayerLayout(1, 576, 512, shared=True), 27),
+    "DeepSeek-V3, R1": (LayerLayout(1, 576, 512, shared=True), 61),
+    "Kimi K2": (LayerLayout(1, 576, 512, shared=True), 61),
+    "DeepSeek-V3, were its heads expanded": (LayerLayout(128, 192, 128), 61),
+}
+
+
+def sizes() -> str:
+    """The table of bytes a token, in bfloat16."""
+    lines = ["| model | layers | kept in a layer | bytes a token | a prompt of 32,768 |"]
+    lines.append("| --- | ---: | --- | ---: | ---: |")
+    for name, (layer, num_layers) in _SIZES.items():
+        layout = BlockLayout((layer,) * num_layers, 64, "bfloat16")
+        prompt = layout.token_nbytes * 32_768 / (1 << 30)
+        lines.append(
+            f"| {name} | {num_layers} | {_in_words(layer)} | {layout.token_nbytes:,} | "
+            f"{prompt:,.2f} GiB |"
+        )
+    return "\n".join(lines)
+
+
+def _in_words(layer: LayerLayout) -> str:
+    if layer.shared:
+        return f"latent of {layer.value_dim} and rotated key of {layer.key_dim - layer.value_dim}"
+    dims = {layer.key_dim, layer.value_dim}
+    each = f"{layer.key_dim}" if len(dims) == 1 else f"{layer.key_dim} and {layer.value_dim}"
+    return f"{layer.num_heads} key/value heads of {each}"
+
+
+_BEGIN, _END = "<!-- {} begins -->", "<!-- {} ends -->"
+
+
+def between(text: str, name: str) -> str:
+    """What the page has between the marks of a table."""
+    return text.split(_BEGIN.format(name))[1].split(_END.format(name))[0].strip()
+
+
+def write() -> None:
+    """Write both tables into the page, from models built and probed now."""
+    text = PAGE.read_text(encoding="utf-8")
+    heading = "| type | models | what a block keeps, and what is special |\n| --- | --- | --- |\n"
+    tables = {
+        "architectures": heading + "\n".join(row(served(each)) for each in ARCHITECTURES),
+        "sizes": sizes(),
+    }
+    for name, table in tables.items():
+        begin, end = _BEGIN.format(name), _END.format(name)
+        before, after = text.split(begin)[0], text.split(end)[1]
+        text = f"{before}{begin}\n{table}\n{end}{after}"
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,99 @@
+"""Every architecture of docs/models.md answers exactly as transformers does, however it is served.
+
+Cold, from each tier, after a restart, batched and in chunks. The page's rows are what these tests
+found.
+"""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.models.load import LoadedModel
+from tests.parity import architectures
+from tests.parity.architectures import ARCHITECTURES, VOCAB_SIZE
+from tests.parity.test_engine_tiers import BLOCK, House
+
+NUM_OUT = 8  # as many as a House generates
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # of configs that are unusually small
+    return architectures.served(request.param)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+def stock_tokens(model_type: str, tokens: list[int]) -> list[int]:
+    """transformers' own greedy tokens, with eager attention, computed whole for every token."""
+    model = architectures.stock(model_type)
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([tokens])
+    with torch.inference_mode():
+        for _ in range(NUM_OUT):
+            best = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
+            ids = torch.cat([ids, best[None]], 1)
+    return ids[0, len(tokens) :].tolist()
+
+
+def test_tokens_are_those_of_transformers_cold_and_from_every_tier(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    """75 tokens: beyond every window, and beyond the border of LongRoPE's tables."""
+    tokens = prompt(4 * BLOCK + 11, seed=1)
+    expected = stock_tokens(loaded.name.removeprefix("tiny-"), tokens)
+    first = House(loaded, tmp_path)
+    try:
+        served = [first.ask([tokens], cache=False), first.ask([tokens]), first.ask([tokens])]
+        first.sink(to_disk=False)
+        served.append(first.ask([tokens]))
+        first.sink(to_disk=True)
+        served.append(first.ask([tokens]))
+        # Side by side in chunks: a short one, one that shares a prefix, one of its own.
+        others = [tokens[:40], tokens[:50] + prompt(30, seed=2), prompt(90, seed=3)]
+        together = first.ask([tokens, *others])
+        alone = [first.ask([each], cache=False)[0][0] for each in others]
+    finally:
+        first.close()
+    second = House(loaded, tmp_path)
+    try:
+        served.append(second.ask([tokens]))
+    finally:
+        second.close()
+    assert [expected] * 6 == [answer for [(answer, _)] in served]
+    hits = [counts for [(_, counts)] in served]
+    assert [0, 0] == [counts.hit for counts in hits[:2]]
+    tiers = [hits[2].hit_device, hits[3].hit_host, hits[4].hit_disk, hits[5].hit_disk]
+    assert 4 * BLOCK <= min(tiers), tiers
+    assert [expected, *alone] == [answer for answer, _ in together]
+    assert architectures.row(loaded) in architectures.PAGE.read_text(encoding="utf-8").splitlines()
+
+
+def test_the_page_has_a_row_for_each_and_the_sizes_of_published_models() -> None:
+    text = architectures.PAGE.read_text(encoding="utf-8")
+    rows = architectures.between(text, "architectures").splitlines()[2:]
+    assert [f"| `{each}`" for each in ARCHITECTURES] == [row[: row.index(" |", 2)] for row in rows]
+    assert architectures.sizes() == architectures.between(text, "sizes"), "run `make models`"
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_oss", "gemma4_text"])
+def test_rounded_kv_answers_the_same_cold_and_from_every_tier(
+    model_type: str, tmp_path: Path
+) -> None:
+    """Kept in bfloat16 under a model in float32: cold and hit read the same rounded numbers."""
+    tokens = prompt(4 * BLOCK + 11, seed=1)
+    house = House(architectures.served(model_type), tmp_path, kv_dtype="bfloat16")
+    try:
+        served = [house.ask([tokens], cache=False), house.ask([tokens]), house.ask([tokens])]
+        for to_disk in (False, True):
+            house.sink(to_disk=to_disk)
+            served.append(house.ask([tokens]))
+    finally:
+        house.close()
+    assert 1 == len({tuple(answer) for [(answer, _)] in served})
+    assert served[-1][0][1].hit_disk == 4 * BLOCK

@@ -1,0 +1,91 @@
+"""Two servers share prefixes through a real Redis: the same tokens, and hits that say `remote`."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.testing.models import tiny_model
+from tests.parity.test_engine_tiers import BLOCK, NUM_OUT, House, prompts_over
+from tests.redis_server import redis_server
+from tiers.disk.tier import DiskTier
+from tiers.remote.objects import open_objects
+from tiers.remote.seal import Seal
+from tiers.remote.stacked import RemoteWrites, StackedTier
+from tiers.remote.tier import RemoteTier
+
+pytestmark = pytest.mark.redis
+
+Build = Callable[..., House]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Build]:
+    """Builds a server by name; each has a folder of its own, and all the same Redis."""
+    houses: list[House] = []
+    with redis_server(tmp_path) as url:
+
+        def build(name: str, writes: RemoteWrites = RemoteWrites.ALL) -> House:
+            loaded = tiny_model("llama")
+            layout = loaded.layout(BLOCK, None)
+
+            def above(disk: DiskTier) -> StackedTier:
+                objects = open_objects(url, 2.0)
+                remote = RemoteTier(objects, layout, disk.read_record, seal=Seal(b"k" * 32))
+                return StackedTier(disk, remote, writes)
+
+            houses.append(House(loaded, tmp_path / name, above=above))
+            return houses[-1]
+
+        yield build
+        for house in houses:
+            house.close()
+
+
+def drained(house: House) -> RemoteTier:
+    assert isinstance(house.cache.disk, StackedTier)
+    assert house.cache.disk.remote.drain(20)
+    return house.cache.disk.remote
+
+
+def test_the_second_servers_first_request_hits_remotely(server: Build) -> None:
+    """Its answer is what computing gives; what it loaded goes on to its own disk."""
+    one, two = server("one"), server("two")
+    [prompt] = prompts_over(tiny_model("llama"), 1)
+    [(tokens, counts)] = one.ask([prompt])
+    assert counts.hit == 0
+    one.sink(to_disk=True)
+    remote = drained(one)
+    assert remote.stats().stored == (len(prompt) + NUM_OUT) // BLOCK
+
+    [(again, counts)] = two.ask([prompt])
+    assert again == tokens
+    assert counts.hit_remote == len(prompt) // BLOCK * BLOCK
+    assert counts.hit_disk == counts.hit_host == counts.hit_device == 0
+    assert counts.hit_remote + counts.miss == len(prompt)
+
+    two.sink(to_disk=True)
+    [(third, counts)] = two.ask([prompt])
+    assert third == tokens
+    assert counts.hit_disk == len(prompt) // BLOCK * BLOCK
+    assert counts.hit_remote == 0
+    assert not drained(two).stats().faults
+
+
+def test_by_default_what_was_hit_twice_is_shared(server: Build) -> None:
+    """One use shares nothing; the second hit does, from whichever tier it comes."""
+    one, two = server("one", RemoteWrites.REUSED), server("two", RemoteWrites.REUSED)
+    prompt, other = prompts_over(tiny_model("llama"), 2)
+    [(tokens, _)] = one.ask([prompt])
+    one.sink(to_disk=True)
+    assert drained(one).stats().stored == 0
+    for _ in range(2):
+        one.ask([prompt])
+    one.sink(to_disk=True)
+    num_shared = drained(one).stats().stored
+    assert num_shared == len(prompt) // BLOCK
+    [(again, counts)] = two.ask([prompt])
+    assert again == tokens
+    assert counts.hit_remote == num_shared * BLOCK
+    [(_, counts)] = two.ask([other])
+    assert counts.hit_remote == 0

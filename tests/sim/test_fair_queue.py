@@ -1,0 +1,85 @@
+"""A tenant that floods the engine makes others wait little, through the real scheduler."""
+
+from tests.sim.world import World
+
+
+def turns_of(world: World, name: str) -> int:
+    """Turns from now on until the request ends."""
+    before = world.num_turns
+    while name in world.live():
+        world.step()
+        world.num_turns += 1
+    return world.num_turns - before
+
+
+def polite_turns(num_storm: int, *, tokens: int = 24) -> list[int]:
+    world = World(device_blocks=1500, max_running=16, step_tokens=16)
+    for number in range(num_storm):
+        prompt = [number % 50, number // 50, *range(tokens)]
+        world.submit(f"storm{number}", prompt, max_tokens=8, share="storm")
+    turns = []
+    for number in range(10):
+        world.submit(f"polite{number}", [40, number, *range(tokens)], max_tokens=8, share="polite")
+        turns.append(turns_of(world, f"polite{number}"))
+    world.run()
+    world.check()
+    world.check_idle()
+    return turns
+
+
+def test_a_storm_of_another_share_is_hardly_felt() -> None:
+    quiet, stormy = polite_turns(0), polite_turns(100)
+    assert max(stormy) <= 2 * max(quiet) + 4
+    assert sum(stormy) <= 2 * sum(quiet)
+
+
+def test_a_long_prompt_of_another_share_does_not_hold_up_a_short_one() -> None:
+    """It is served beside it, block by block, not after it."""
+    world = World(device_blocks=1500, step_tokens=16)
+    world.submit("long", [1] * 800, max_tokens=1, share="storm")
+    world.step()
+    world.submit("short", [2] * 12, max_tokens=1, share="polite")
+    assert turns_of(world, "short") <= 3
+    world.run()
+    world.check()
+
+
+def test_shares_get_equal_parts_of_the_work() -> None:
+    world = World(device_blocks=1500, max_running=4, step_tokens=16)
+    for number in range(20):
+        for share in "abc":
+            name = f"{share}{number}"
+            world.submit(name, [number, ord(share) % 40, *range(20)], max_tokens=2, share=share)
+    while len(world.live()) > 30:
+        world.step()
+    ended = [name for name in world.outputs if name not in world.live()]
+    counts = [sum(name.startswith(share) for name in ended) for share in "abc"]
+    assert max(counts) - min(counts) <= 3
+    world.run()
+    world.check()
+
+
+def test_the_wait_that_is_predicted_is_about_the_wait_that_comes() -> None:
+    """By the storm's own backlog; a newcomer is told a small part of it."""
+    world = World(device_blocks=1500, max_running=4, step_tokens=16)
+    now = [1]
+    world.engine._clock_ns = world.engine._scheduler._clock_ns = lambda: now[0]
+
+    def turn() -> None:
+        now[0] += 10**8
+        world.step()
+
+    for number in range(80):
+        world.submit(f"s{number}", [number % 50, number // 50, *range(20)], share="storm")
+    assert 0.0 == world.engine.predicted_wait_s("storm", 22)
+    for _ in range(40):
+        turn()
+    predicted_s = world.engine.predicted_wait_s("storm", 22)
+    assert world.engine.predicted_wait_s("new", 22) < predicted_s / 10
+    begun = now[0]
+    while len(world.engine._scheduler.waiting):
+        turn()
+    took_s = (now[0] - begun) / 1e9
+    assert 0.7 * took_s < predicted_s < 1.4 * took_s
+    world.run()
+    world.check()

@@ -1,0 +1,91 @@
+"""What the real cache serves from three tiers, block by block, beside what the replay says."""
+
+from array import array
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from tests.bench.served import LAYOUT, ROOT, TOKENS, replay_trace, serve, whole
+from tiers.blocks.chain import Chain
+from tiers.blocks.frames import Frame
+from tiers.blocks.keys import BlockId
+from tiers.cache import CacheSettings, TieredCache
+from tiers.memory.counters import CacheEvent
+from tiers.replay.trace import Trace
+from tiers.testing.memory_tier import MemoryTier, SteppedMover
+from tiers.testing.workloads import Agents, Chat, Documents, Workload, make_trace
+from tiers.tier import Loaded, TierName
+
+POINTS = 0.5  # percent of the prompt tokens
+LOADS: dict[str, list[Workload]] = {
+    "chat and agents": [Chat(0.5), Agents(0.02)],
+    "documents": [Documents(1.0, num_documents=200, shift_s=300.0)],
+}
+
+
+class LruTier(MemoryTier):
+    """The disk's order: a load makes blocks the last to leave, the head after the tail."""
+
+    def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
+        loaded = super().load(ids, into)
+        for block in reversed(ids[: loaded.num_blocks]):
+            self._blocks.move_to_end(block.key)
+        return loaded
+
+
+class PromptCache(TieredCache):
+    """A cache whose disk has done everything that it was given by the next step."""
+
+    def step(self) -> None:
+        mover = self._mover
+        assert isinstance(mover, SteppedMover)
+        mover.run(1_000)
+        super().step()
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_the_tiers_serve_what_their_replay_says_and_lose_nothing(load: str) -> None:
+    made = make_trace(load, LOADS[load], duration_s=900.0, seed=1)
+    requests = [replace(whole(request), tenant=None) for request in made.requests]
+    trace = replace(made, requests=requests, block_tokens=TOKENS)
+    blocks = trace.working_set_blocks()
+    longest = max(len(request.blocks) for request in requests)
+    sizes = [max(longest, blocks // 50), blocks // 20, blocks // 2]
+    served, lost = serve_from_memory(trace, sizes)
+    replayed = replay_trace(trace, sizes, "lru").tiers
+    for tier, name in zip(replayed, TierName, strict=False):
+        points = 100 * (served[name] - tier.hit_tokens) / trace.input_tokens
+        assert abs(points) <= POINTS, f"{name}: {served[name]} of {tier.hit_tokens} tokens"
+    assert served[TierName.DISK] > 0
+    assert lost == 0
+
+
+def serve_from_memory(trace: Trace, sizes: Sequence[int]) -> tuple[Counter[TierName], int]:
+    """Hit tokens by tier, and blocks lost, over a disk in memory."""
+    tier = LruTier(sizes[2], block_bytes=LAYOUT.nbytes)
+    cache = PromptCache(
+        LAYOUT,
+        CacheSettings(
+            device_bytes=sizes[0] * LAYOUT.nbytes,
+            host_bytes=sizes[1] * LAYOUT.nbytes,
+            weigh_loads=False,
+        ),
+        disk=tier,
+        mover=SteppedMover(tier, fail_rate=0.0, max_jobs=64),
+    )
+    served: Counter[TierName] = Counter()
+    numbers: dict[Hashable, int] = {}
+    for request in trace.requests:
+        tokens = array("i")
+        for block in request.blocks:
+            first = numbers.setdefault(block, len(numbers)) * TOKENS
+            tokens.extend(range(first, first + TOKENS))
+        served.update(serve(cache, Chain(ROOT, tokens, TOKENS)))
+        cache.step()
+        while cache.is_moving:
+            cache.step()
+    cache.residency.check()
+    events = cache.stats().events
+    return served, sum(n for (_, event), n in events.items() if event is CacheEvent.LOST)

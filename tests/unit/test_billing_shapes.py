@@ -1,0 +1,183 @@
+"""Shapes of real price lists: the shipped examples, each with cases that were computed by hand."""
+
+from datetime import datetime
+
+import pytest
+
+from billing.errors import PriceError
+from billing.money import format_units
+from billing.prices.book import PriceBook, RateCard, Terms
+from billing.prices.cards import parse_card, shipped_cards
+from billing.prices.lint import lint
+from billing.prices.rating import hold_amount, rate
+from billing.usage import EMPTY, Usage
+
+NOON = "2025-07-01T12:00:00+00:00"
+
+
+def card(name: str) -> RateCard:
+    return parse_card(shipped_cards()[name], name)
+
+
+def ns(instant: str) -> int:
+    return int(datetime.fromisoformat(instant).timestamp()) * 10**9
+
+
+def cost(name: str, usage: Usage, at: str = NOON, model: str = "m", **terms: object) -> str:
+    pinned = card(name).at(model, ns(at), Terms(**terms))  # type: ignore[arg-type]
+    return format_units(rate(usage, pinned).amount)
+
+
+MILLION = 10**6
+
+
+@pytest.mark.parametrize(
+    ("name", "usage", "terms", "expected"),
+    [
+        # DeepSeek at its launch: 0.1 a million hits, 1 computed, 2 of output.
+        ("deepseek-launch", Usage(hit_disk=900, miss=100, output=7), {}, "0.000204"),
+        ("deepseek-launch", Usage(hit_host=63, miss=1, output=1), {}, "0.000066"),
+        # A prompt of exactly 200,000 tokens is not above it; one more makes all of it dearer.
+        ("long-prompts", Usage(miss=200_000), {"prompt_tokens": 200_000}, "0.24"),
+        ("long-prompts", Usage(miss=200_001), {"prompt_tokens": 200_001}, "0.4800024"),
+        (
+            "long-prompts",
+            Usage(hit_disk=200_000, miss=100_000, output=1_000),
+            {"prompt_tokens": 300_000},
+            "0.374",  # 0.12 + 0.24 + 0.014
+        ),
+        ("long-prompts", Usage(storage_token_hours=2 * MILLION), {}, "9.00"),
+        # A tier multiplies every rate; a partner's discount multiplies it once more.
+        ("service-tiers", Usage(miss=MILLION, output=MILLION), {}, "10.80"),
+        ("service-tiers", Usage(miss=MILLION, output=MILLION), {"service": "priority"}, "18.90"),
+        ("service-tiers", Usage(miss=MILLION), {"service": "flex"}, "0.60"),
+        ("service-tiers", Usage(miss=MILLION), {"service": "auto"}, "1.20"),
+        ("service-tiers", Usage(miss=MILLION), {"tenant": "example-partner"}, "1.08"),
+        (
+            "service-tiers",
+            Usage(miss=MILLION, cache_write=MILLION),
+            {"tenant": "example-partner", "service": "batch"},
+            "0.675",  # (1.20 + 0.30) x 0.9 x 0.5
+        ),
+        # Written to the cache: a quarter more than a miss, or twice a miss for an hour; and a fee.
+        ("write-by-ttl", Usage(miss=MILLION, cache_write=MILLION), {}, "4.0002"),
+        ("write-by-ttl", Usage(miss=MILLION, cache_write_1h=MILLION), {}, "6.4002"),
+        ("write-by-ttl", Usage(hit_device=MILLION), {}, "0.3202"),
+        ("write-by-ttl", Usage(miss=10, output=1), {}, "0.001"),  # the least that one costs
+        ("write-by-ttl", EMPTY, {}, "0.00"),  # nothing was served
+    ],
+)
+def test_a_shipped_card_charges_what_was_computed_by_hand(
+    name: str, usage: Usage, terms: dict[str, object], expected: str
+) -> None:
+    assert expected == cost(name, usage, **terms)
+
+
+@pytest.mark.parametrize(
+    ("at", "model", "expected"),
+    [
+        ("2025-03-03T00:29:59+08:00", "deepseek-chat", "10.50"),
+        ("2025-03-03T00:30:00+08:00", "deepseek-chat", "5.25"),
+        ("2025-03-03T08:29:59+08:00", "reasoner-1", "5.25"),
+        ("2025-03-03T08:30:00+08:00", "reasoner-1", "21.00"),
+    ],
+)
+def test_nights_cost_what_the_window_says(at: str, model: str, expected: str) -> None:
+    used = Usage(hit_disk=MILLION, miss=MILLION, output=MILLION)
+    assert expected == cost("peak-off-peak", used, at, model)
+
+
+def test_every_shipped_card_passes_its_lint() -> None:
+    assert [] == [
+        str(found)
+        for name in shipped_cards()
+        for found in lint(card(name))
+        if found.level == "error"
+    ]
+
+
+def test_what_is_held_covers_what_is_charged() -> None:
+    pinned = card("write-by-ttl").at("m", ns(NOON))
+    used = Usage(miss=100, output=10, cache_write_1h=64)
+    assert rate(used, pinned).amount <= hold_amount(pinned, prompt_tokens=100, output_tokens=10)
+    least = hold_amount(pinned, prompt_tokens=1, output_tokens=1)
+    assert format_units(least) == "0.001"
+
+
+HEAD = 'name = "{name}"\nversion = "1"\nvalid_from = {begins}\ncurrency = "CNY"\n'
+MODEL = '[[model]]\nmatch = "{match}"\nhit = 0.1\nmiss = {miss}\noutput = 4\n'
+
+
+def made(
+    name: str, miss: int, begins: str = "2025-01-01T00:00:00Z", more: str = "", match: str = "*"
+) -> RateCard:
+    head = HEAD.format(name=name, begins=begins)
+    return parse_card(f"[card]\n{head}{more}\n{MODEL.format(match=match, miss=miss)}")
+
+
+def test_a_tenants_own_card_comes_before_everybodys() -> None:
+    book = PriceBook(
+        (
+            made("all", 3),
+            made("acmes", 2, more='tenants = ["acme"]', match="big-*"),
+            made(
+                "trial",
+                1,
+                more='tenants = ["acme"]\nvalid_until = 2025-03-01T00:00:00Z',
+                begins="2025-02-01T00:00:00Z",
+                match="big-*",
+            ),
+        )
+    )
+
+    def card_of(tenant: str, model: str, at: str) -> str:
+        return book.at(model, ns(at), "CNY", Terms(tenant=tenant)).ref.card
+
+    january, february, march = (f"2025-0{month}-01T00:00:00+00:00" for month in (1, 2, 3))
+    assert "all" == card_of("bolt", "big-1", february)
+    assert "all" == card_of("acme", "small", february)  # its own card has no such model
+    assert ["acmes", "trial", "acmes"] == [
+        card_of("acme", "big-1", at) for at in (january, february, march)
+    ]
+
+
+GROUP = (
+    '[[group]]\nname = "g"\ntenants = ["acme"]\nfactor = "{factor}"\nuntil = 2025-02-01T00:00:00Z\n'
+)
+
+
+def test_a_groups_factor_ends_when_it_says() -> None:
+    head = "[card]\n" + HEAD.format(name="c", begins="2025-01-01T00:00:00Z")
+    priced = parse_card(head + GROUP.format(factor="0") + MODEL.format(match="*", miss=2))
+    acme = Terms(tenant="acme")
+    assert 0 == priced.at("m", ns("2025-01-31T23:59:59+00:00"), acme).rates.miss
+    assert 2_000_000 == priced.at("m", ns("2025-02-01T00:00:00+00:00"), acme).rates.miss
+    assert "standard | g" == priced.at("m", ns("2025-01-02T00:00:00+00:00"), acme).ref.window
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (GROUP.format(factor="0.0000001"), "more than six decimal places"),
+        (GROUP.format(factor="-1"), "from 0 to 1,000"),
+        (GROUP.format(factor="half"), "is not a decimal"),
+        (GROUP.format(factor="1") + GROUP.format(factor="1").replace('"g"', '"h"'), "in 2 groups"),
+        ('[[service]]\nname = "a | b"\nfactor = "1"\n', "cannot be a name"),
+        ('[[service]]\nname = "g"\nfactor = "1"\n' + GROUP.format(factor="1"), "same name"),
+        ('[[service]]\nname = "g"\nfactr = "1"\n', "did you mean 'factor'"),
+    ],
+)
+def test_factors_that_cannot_be_are_refused(text: str, said: str) -> None:
+    head = "[card]\n" + HEAD.format(name="c", begins="2025-01-01T00:00:00Z")
+    with pytest.raises(PriceError, match=said):
+        parse_card(head + text + MODEL.format(match="*", miss=2))
+
+
+def test_lengths_are_read_and_linted() -> None:
+    head = "[card]\n" + HEAD.format(name="c", begins="2025-01-01T00:00:00Z")
+    longer = (
+        head + MODEL.format(match="*", miss=2) + "[[model.above]]\nprompt_tokens = 9\nmiss = 1\n"
+    )
+    assert "longer-is-cheaper" in [found.rule for found in lint(parse_card(longer))]
+    with pytest.raises(PriceError, match="each once"):
+        parse_card(longer + "[[model.above]]\nprompt_tokens = 9\nmiss = 1\n")

@@ -1,0 +1,267 @@
+"""A shard is checked before LMDB opens it; one that takes long is read meanwhile."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.keys import BlockId
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.open import open_disk
+from tiers.disk.recovery.check import ShardCheck, check_shard
+from tiers.disk.recovery.pages import BRANCH, LEAF, PageFile
+from tiers.disk.shard import ShardBusy
+from tiers.disk.storage import Storage
+from tiers.disk.tier import DiskTier
+from tiers.disk.view import open_view, repair_folder
+from tiers.errors import ConfigurationError, MissReason
+from tiers.testing.faulty_storage import FaultyStorage, chain, fill, holds, take, wipe
+from tiers.tier import Loaded
+
+LAYOUT = BlockLayout.uniform(
+    num_layers=1, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
+)
+CAPACITY = 2 << 20
+PAGE = 4096
+FRAMES = take(FrameArena(LAYOUT, 9), 9)
+
+
+def opened(root: Path, storage: Storage | None = None, check_s: float = 10) -> DiskTier:
+    return open_disk(root, LAYOUT, CAPACITY, storage=storage, check_s=check_s)
+
+
+def blocks(seed: int) -> list[BlockId]:
+    return chain(8, block_size=LAYOUT.block_size, seed=seed)
+
+
+def store(tier: DiskTier, seed: int) -> list[bytes]:
+    """Store a chain; returns the keys that were refused or evicted."""
+    ids = blocks(seed)
+    for frame, block in zip(FRAMES, ids, strict=False):
+        fill(frame, block)
+    return list(tier.store(ids, FRAMES[:8]))
+
+
+def load(tier: DiskTier, seed: int) -> Loaded:
+    ids = blocks(seed)
+    wipe(FRAMES)
+    loaded = tier.load(ids, FRAMES[:8])
+    for frame, block in zip(FRAMES[: loaded.num_blocks], ids, strict=False):
+        assert holds(frame, block, FRAMES[8])
+    return loaded
+
+
+def wait_for_check(tier: DiskTier) -> None:
+    deadline = time.monotonic() + 30
+    while not tier.stats().shards[0].ready:
+        assert time.monotonic() < deadline, "the check does not end"
+        time.sleep(0.02)
+        tier.flush()
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    """A folder with ten chains."""
+    root = tmp_path / "disk"
+    tier = opened(root)
+    for seed in range(10):
+        store(tier, seed)
+    tier.close()
+    return root
+
+
+def data_file(root: Path) -> Path:
+    return root / "shard-000" / "data.mdb"
+
+
+def pages_of(data: bytes, *kinds: int) -> list[int]:
+    """Offsets of pages of these kinds."""
+    return [at for at in range(8192, len(data), PAGE) if data[at + 10] in kinds]
+
+
+def tear(root: Path) -> None:
+    """Zero every page of structure, as if none had reached the disk before the power went."""
+    data = bytearray(data_file(root).read_bytes())
+    for at in pages_of(data, BRANCH, LEAF):
+        data[at : at + PAGE] = bytes(PAGE)
+    data_file(root).write_bytes(data)
+
+
+def test_a_shard_too_large_to_check_at_once_is_served_meanwhile(filled: Path) -> None:
+    """Every block is served during the check, new ones are refused, and then all is as before."""
+    tier = opened(filled, check_s=0)
+    assert tier.stats().shards[0].checking
+    assert tier.stats().num_blocks == 80
+    assert [load(tier, seed) for seed in range(10)] == [Loaded(8, None)] * 10
+    assert tier.probe(blocks(3)) == 8
+    assert load(tier, 99) == Loaded(0, MissReason.ABSENT)
+    wait_for_check(tier)
+    assert tier.stats().faults == {}
+    assert store(tier, 10) == []
+    assert [load(tier, seed) for seed in range(11)] == [Loaded(8, None)] * 11
+    tier.close()
+
+
+def test_what_is_stored_during_a_check_is_refused_and_said(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ShardCheck, "poll", lambda check: None)
+    tier = opened(filled, check_s=0)
+    assert store(tier, 10) == [block.key for block in blocks(10)]
+    assert tier.discard([blocks(0)[0].key]) == 0
+    with pytest.raises(ShardBusy):
+        tier.purge([blocks(0)[0].scope])
+    with tier.view() as view:
+        assert view.shards == []
+    tier.close()
+
+
+def test_a_broken_shard_is_given_up_when_its_check_ends(filled: Path) -> None:
+    """Until then nothing is found in it; then it is empty, counted, and takes blocks."""
+    tear(filled)
+    tier = opened(filled, check_s=0)
+    assert load(tier, 0) == Loaded(0, MissReason.ABSENT)
+    wait_for_check(tier)
+    assert tier.stats().faults[MissReason.TORN] >= 1
+    store(tier, 1)
+    assert load(tier, 1) == Loaded(8, None)
+    tier.close()
+
+
+def test_closing_does_not_wait_for_a_check(filled: Path) -> None:
+    tier = opened(filled, check_s=0)
+    tier.close()
+    tier = opened(filled)
+    assert load(tier, 5) == Loaded(8, None)
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PageFullError, lmdb.PanicError],
+)
+@pytest.mark.parametrize("operation", ["get", "put", "commit", "begin_write", "delete"])
+def test_an_error_of_lmdb_in_a_sound_shard_costs_no_block(
+    filled: Path, operation: str, error: Callable[[str], Exception]
+) -> None:
+    """The shard is checked, found sound and opened again."""
+    storage = FaultyStorage(error=lambda: error("MDB"))
+    tier = opened(filled, storage)
+    storage.arm(1, operations=[operation])
+    load(tier, 0)
+    tier.discard([blocks(1)[7].key])
+    store(tier, 10)
+    tier.flush()
+    assert storage.num_failed == 1
+    assert [load(tier, seed).num_blocks for seed in (0, 2, 10)] == [8, 8, 8]
+    assert tier.stats().shards[0].ready
+    assert MissReason.TORN not in tier.stats().faults
+    tier.close()
+
+
+def test_a_shard_that_fails_again_and_again_is_replaced(filled: Path) -> None:
+    """A check that finds nothing does not keep a tier from storing for good."""
+    storage = FaultyStorage(error=lambda: lmdb.PageFullError("MDB_PAGE_FULL"))
+    tier = opened(filled, storage)
+    storage.arm(1, count=4, operations=["commit"])
+    for _ in range(3):
+        store(tier, 10)
+    assert tier.stats().faults[MissReason.TORN] == 80
+    assert load(tier, 10) == Loaded(8, None)
+    tier.close()
+
+
+def test_damage_under_a_live_server_is_found_by_a_reader_and_mended(filled: Path) -> None:
+    """Index pages that turn bad while they are mapped: misses, then an empty shard."""
+    storage = FaultyStorage(error=lambda: lmdb.CorruptedError("MDB_CORRUPTED"))
+    tier = opened(filled, storage)
+    tear(filled)
+    storage.arm(1, operations=["get"])
+    assert load(tier, 0).num_blocks == 0
+    tier.flush()
+    assert tier.stats().faults[MissReason.TORN] == 80
+    store(tier, 1)
+    assert load(tier, 1) == Loaded(8, None)
+    tier.close()
+
+
+def test_a_record_whose_page_header_is_gone_can_be_evicted(filled: Path) -> None:
+    """LMDB frees as many pages as that header says."""
+    data = bytearray(data_file(filled).read_bytes())
+    for at in pages_of(data, 0x04):
+        data[at + 8 : at + 16] = b"\xff" * 8
+    data_file(filled).write_bytes(data)
+    tier = opened(filled)
+    for seed in range(10, 120):
+        store(tier, seed)
+        assert load(tier, seed) == Loaded(8, None)
+    with tier.view() as view:
+        assert view.verify().sound
+    tier.close()
+    assert check_shard(filled / "shard-000", CAPACITY).problem is None
+
+
+def test_one_torn_page_of_the_last_commit_costs_that_commit(filled: Path) -> None:
+    """The state before it stands, which LMDB keeps until two commits later."""
+    tier = opened(filled)
+    store(tier, 10)
+    store(tier, 11)
+    tier.close()
+    path = data_file(filled)
+    with path.open("r+b") as file:
+        pages = PageFile(file.fileno(), CAPACITY)
+        newest, before = pages.heads()
+        root = pages.trees(newest)["state"].root
+        assert root != pages.trees(before)["state"].root
+        os.pwrite(file.fileno(), os.urandom(PAGE), root * PAGE)
+    tier = opened(filled)
+    assert tier.stats().faults == {MissReason.TORN: 1}
+    assert [load(tier, seed).num_blocks for seed in range(11)] == [8] * 11
+    store(tier, 11)
+    assert load(tier, 11) == Loaded(8, None)
+    tier.close()
+
+
+def test_entries_that_contradict_each_other_are_taken_out(filled: Path) -> None:
+    """A wrong place in the index costs its block; the others and all accounts stay."""
+    tier = opened(filled)
+    with tier._slots[0].use() as shard:
+        entry = shard.find([blocks(3)[2].key])[0]
+    tier.close()
+    data = data_file(filled).read_bytes()
+    wrong = entry._replace(place=entry.place._replace(nbytes=entry.place.nbytes + 7))
+    assert entry.pack() in data
+    data_file(filled).write_bytes(data.replace(entry.pack(), wrong.pack()))
+    tier = opened(filled)
+    assert tier.stats().faults == {MissReason.TORN: 1}
+    assert tier.stats().num_blocks == 79
+    assert load(tier, 3) == Loaded(2, MissReason.ABSENT)
+    assert load(tier, 4) == Loaded(8, None)
+    with tier.view() as view:
+        assert view.verify().sound
+        assert [account.num_blocks for account in view.accounts().values()] == [79]
+    tier.close()
+
+
+def test_commands_refuse_a_damaged_shard_and_repair_replaces_it(filled: Path) -> None:
+    tear(filled)
+    with (
+        pytest.raises(ConfigurationError, match=r"is damaged: .*verify --repair"),
+        open_view(filled),
+    ):
+        pass
+    assert "is dropped" in repair_folder(filled)[0]
+    with open_view(filled) as view:
+        assert view.verify().sound
+        assert view.summary().num_blocks == 0
+    assert repair_folder(filled) == []
+
+
+def test_repair_leaves_a_folder_to_its_server(filled: Path) -> None:
+    tier = opened(filled)
+    assert repair_folder(filled) == []
+    tier.close()

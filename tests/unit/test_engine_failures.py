@@ -1,0 +1,179 @@
+"""What fails in a step, a command or a grammar fails its own request; a dead engine says so."""
+
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.batch import Batch, Sampled
+from engine.engine import MAX_FAILURES, STEP_FAILED, Engine, EngineSettings
+from engine.errors import EngineFailed
+from engine.request import FinishReason, Request, SamplingParams, StepOutput
+from engine.testing.chain_runner import ChainRunner, chain_layout
+from tests.sim.world import World
+from tiers.blocks.keys import CacheScope
+from tiers.cache import CacheSettings, TieredCache
+
+LAYOUT = chain_layout(4)
+
+
+class Breakable(ChainRunner):
+    """Fails steps with a token that is `bad`, and all of them when `dead`."""
+
+    bad = 13
+    dead = False
+
+    def step(self, batch: Batch) -> list[Sampled]:
+        self.probe()
+        if any(self.bad in span.tokens for span in batch.spans):
+            raise ValueError("thirteen")
+        return super().step(batch)
+
+    def probe(self) -> None:
+        if self.dead:
+            raise RuntimeError("the device is gone")
+
+
+class House:
+    """An engine on its own thread, and what it has answered."""
+
+    def __init__(self, *, started: bool = True) -> None:
+        self.outputs: dict[str, list[StepOutput]] = {}
+        settings = CacheSettings(device_bytes=64 * LAYOUT.nbytes, host_bytes=0)
+        cache = TieredCache(LAYOUT, settings)
+        self.runner = Breakable(cache.pool.tensor)
+        self.engine = Engine(self.runner, cache, EngineSettings(), self._take)
+        if started:
+            self.engine.start()
+
+    def ask(self, name: str, *tokens: int, **fields: Any) -> None:
+        params = SamplingParams(temperature=0, max_tokens=1)
+        self.outputs[name] = []
+        self.engine.submit(
+            Request(
+                request_id=name,
+                tokens=array("i", tokens),
+                params=params,
+                scope=CacheScope(),
+                **fields,
+            )
+        )
+
+    def answer(self, name: str) -> StepOutput:
+        """The last output of a request."""
+        wait_for(lambda: bool(self.outputs[name]) and self.outputs[name][-1].last)
+        return self.outputs[name][-1]
+
+    def _take(self, outputs: Any) -> None:
+        for output in outputs:
+            self.outputs[output.request_id].append(output)
+
+
+def wait_for(done: Any) -> None:
+    give_up = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    house = House()
+    yield house
+    house.engine.close()
+    house.engine._cache.close()
+
+
+def test_a_request_that_breaks_every_step_ends_alone_however_often_it_comes(house: House) -> None:
+    for turn in range(2 * MAX_FAILURES):
+        house.ask(f"bad{turn}", 1, 13)
+        failed = house.answer(f"bad{turn}")
+        assert (FinishReason.ERROR, STEP_FAILED) == (failed.finish, failed.error)
+    house.ask("good", 1, 2)
+    assert FinishReason.LENGTH is house.answer("good").finish
+    assert house.engine.failure is None
+
+
+def test_those_who_run_beside_a_fault_never_notice() -> None:
+    world = World(device_blocks=100)
+    for number in range(4):
+        world.submit(f"r{number}", [number] * 9, max_tokens=6)
+    world.runner.poisoned.add("r1")
+    world.runner.mad.add("r2")
+    world.run()
+    world.check()
+    world.check_idle()
+    ends = [world.outputs[f"r{number}"][-1].finish for number in range(4)]
+    good, bad = FinishReason.LENGTH, FinishReason.ERROR
+    assert [good, bad, bad, good] == ends
+
+
+def test_what_was_computed_without_a_number_is_not_kept() -> None:
+    """Nor what stood before the logits told: of five chunks, four were committed by then."""
+    world = World(device_blocks=100, step_tokens=8)
+    world.runner.mad.add("bad")
+    world.submit("bad", list(range(40)), max_tokens=2)
+    world.run()
+    world.settle()
+    world.submit("good", list(range(40)), max_tokens=2)
+    world.run()
+    world.check()
+    world.check_idle()
+    assert 0 == world.counts("good").hit
+
+
+def test_a_grammar_that_cannot_begin_fails_its_request_alone(house: House) -> None:
+    class Broken:
+        def begin(self, min_tokens: int) -> Any:
+            raise MemoryError("no room for a matcher")
+
+    house.ask("broken", 1, 2, grammar=Broken())
+    assert FinishReason.ERROR is house.answer("broken").finish
+    house.ask("broken", 1, 2)  # its name is free again
+    assert FinishReason.LENGTH is house.answer("broken").finish
+
+
+def test_a_command_that_fails_does_not_end_the_engine(house: House) -> None:
+    def fail() -> None:
+        raise RuntimeError("a fault in a command")
+
+    for _ in range(2 * MAX_FAILURES):
+        house.engine._post(fail)
+    house.ask("good", 1, 2)
+    assert house.answer("good").last
+    assert house.engine.failure is None
+
+
+def test_a_dead_engine_answers_everybody_and_says_so(house: House) -> None:
+    house.runner.dead = True
+    for turn in range(MAX_FAILURES):
+        house.ask(f"r{turn}", 1, 2)
+        assert FinishReason.ERROR is house.answer(f"r{turn}").finish
+    wait_for(lambda: house.engine.failure is not None)
+    assert "the device is gone" in (house.engine.stats().failed or "")
+    with pytest.raises(EngineFailed, match="the device is gone"):
+        house.ask("late", 1, 2)
+    with pytest.raises(EngineFailed):
+        house.engine.call(lambda cache: None).result(timeout=5)
+
+
+def test_a_warm_up_that_fails_is_told_to_who_starts_the_engine() -> None:
+    house = House(started=False)
+
+    def fail() -> None:
+        raise RuntimeError("no kernel for this device")
+
+    with pytest.raises(RuntimeError, match="no kernel"):
+        house.engine.start(fail)
+    house.engine.close()
+
+
+def test_the_engine_warms_up_on_the_thread_that_computes() -> None:
+    """Where libgomp keeps the threads of arithmetic: another thread's would slow them."""
+    house, seen = House(started=False), []
+    house.engine.start(lambda: seen.append(threading.current_thread().name))
+    assert ["cachesvc-engine"] == seen
+    house.engine.close()

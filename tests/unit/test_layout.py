@@ -1,0 +1,77 @@
+"""What a block's bytes are: the same as ever for today's models, and parts of any shape beside."""
+
+import pytest
+import torch
+
+from engine.attention.kv_pool import KvPool
+from tiers.blocks.layout import BlockLayout, LayerLayout, part_views
+from tiers.memory.device import DevicePool
+
+LATENT = LayerLayout(1, 576, 512, shared=True)
+MIXED = (LayerLayout(2, 16, 16), LayerLayout(1, 32, 8), LayerLayout(1, 40, 32, shared=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((30, 64, 3, 64, "bfloat16"), "230d19488d1477e092863442c01a7aa5"),
+        ((2, 16, 2, 16, "float32"), "2236d63df10d1a3db0fa29af46c5e810"),
+        ((1, 4, 1, 2, "float32"), "45d277abec2abae07a78b7386861a98c"),
+    ],
+)
+def test_digests_of_earlier_releases_stand(
+    shape: tuple[int, int, int, int, str], expected: str
+) -> None:
+    """Another digest would make every block on every disk a miss."""
+    layout = BlockLayout.uniform(*shape)
+    num_layers, block_size, num_heads, head_dim, _ = shape
+    assert expected == layout.digest().hex()
+    assert (num_layers, 2, block_size, num_heads, head_dim) == layout.shape
+
+
+def test_digests_of_other_layouts_are_golden_and_differ() -> None:
+    latent = BlockLayout((LATENT,) * 61, 64, "bfloat16")
+    assert "e2ef11c52b51c6b0f6eb3c9a3a18339e" == latent.digest().hex()
+    other = BlockLayout((LayerLayout(1, 576, 448, shared=True),) * 61, 64, "bfloat16")
+    halves = BlockLayout((LayerLayout(1, 288, 288),) * 61, 64, "bfloat16")
+    assert latent.nbytes == other.nbytes == halves.nbytes
+    assert 3 == len({latent.digest(), other.digest(), halves.digest()})
+
+
+def test_latents_are_a_seventieth_of_the_heads_they_stand_for() -> None:
+    """DeepSeek-V3, bfloat16: 61 layers, 128 heads with keys of 192 and values of 128."""
+    latent = BlockLayout((LATENT,) * 61, 64, "bfloat16")
+    expanded = BlockLayout((LayerLayout(128, 192, 128),) * 61, 64, "bfloat16")
+    assert (70_272, 4_997_120) == (latent.token_nbytes, expanded.token_nbytes)
+    assert 71 == expanded.token_nbytes // latent.token_nbytes
+
+
+@pytest.mark.parametrize("layers", [MIXED, (LATENT,) * 2, (LayerLayout(2, 16, 16),) * 3])
+def test_parts_tile_a_block_without_gap_or_overlap(layers: tuple[LayerLayout, ...]) -> None:
+    layout = BlockLayout(layers, 4, "float32")
+    blocks = torch.zeros(3, *layout.shape)
+    number = 0
+    for layer in part_views(blocks, layers):
+        for part in layer:
+            assert part.shape[:2] == (3, 4)
+            part[1] = torch.arange(number, number + part[1].numel()).view(part[1].shape)
+            number += part[1].numel()
+    assert torch.equal(torch.arange(layout.nbytes // 4), blocks[1].flatten().long())
+    assert 0 == blocks[::2].abs().max()
+
+
+@pytest.mark.parametrize("layers", [MIXED, (LATENT,) * 2, (LayerLayout(2, 16, 16),) * 3])
+def test_the_first_rows_of_a_block_are_copied_in_every_part(
+    layers: tuple[LayerLayout, ...],
+) -> None:
+    pool = DevicePool(BlockLayout(layers, 4, "float32"), 2)
+    pool.tensor.copy_(torch.rand(pool.tensor.shape))
+    before = pool.tensor.clone()
+    pool.copy_rows(0, 1, 3)
+    for kept, old in zip(
+        KvPool(pool.tensor, layers).layers, KvPool(before, layers).layers, strict=True
+    ):
+        for part, was in ((kept.key, old.key), (kept.value, old.value)):
+            assert torch.equal(part[1, :3], was[0, :3])
+            assert torch.equal(part[1, 3], was[1, 3])
+            assert torch.equal(part[0], was[0])

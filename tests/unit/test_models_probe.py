@@ -1,0 +1,136 @@
+"""What the probe at load refuses, and with what it says it saw. Each model is broken on purpose."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, NemotronForCausalLM
+
+from engine.attention import base as attention
+from engine.errors import ModelError
+from engine.models.probe import prepare
+from engine.models.rope import fix_tables
+from engine.testing.models import ARCHITECTURES, stock_model
+from tiers.blocks.layout import LayerLayout
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    attention.register()
+
+
+def wrapped(module: Any, around: Callable[..., Any]) -> None:
+    """`module.forward` becomes `around(forward, *arguments)`."""
+    forward = module.forward
+    module.forward = lambda *arguments, **named: around(forward, *arguments, **named)
+
+
+def test_every_tiny_model_passes_and_gets_its_windows_back() -> None:
+    for architecture in ARCHITECTURES:
+        model = stock_model(architecture)
+        fix_tables(model, 1024)
+        windows = [getattr(module, "sliding_window", None) for module in model.modules()]
+        assert (LayerLayout(2, 16, 16),) * 3 == prepare(model)
+        assert windows == [getattr(module, "sliding_window", None) for module in model.modules()]
+        assert {24, 40, None} >= {getattr(model.config, "sliding_window", None)}
+
+
+def test_a_table_chosen_by_the_longest_sequence_beside_is_refused() -> None:
+    model = stock_model("llama")
+
+    def stretched(forward: Any, states: Any, position_ids: torch.Tensor) -> Any:
+        scale = 2 if position_ids.max() >= 500 else 1
+        return forward(states, position_ids * scale)
+
+    wrapped(model.model.rotary_emb, stretched)
+    with pytest.raises(
+        ModelError, match="other keys or values beside other sequences than alone, at positions 0 "
+    ):
+        prepare(model)
+
+
+def test_a_table_that_changes_at_a_border_of_the_config_is_refused() -> None:
+    """Nothing stands beside it: the same prefix, continued across the border."""
+    model = stock_model("llama")
+    model.config.original_max_position_embeddings = 300
+
+    def switched(forward: Any, states: Any, position_ids: torch.Tensor) -> Any:
+        crosses = position_ids.max() >= 300 and position_ids.max() < 1000
+        return forward(states, position_ids * (2 if crosses else 1))
+
+    wrapped(model.model.rotary_emb, switched)
+    with pytest.raises(ModelError, match="in chunks than alone, at positions 296 to 303 in layer"):
+        prepare(model)
+
+
+def test_a_window_that_never_reaches_paged_attention_is_refused() -> None:
+    """8 tokens lie inside any real window; the probe narrows it."""
+    model = stock_model("gemma2")
+
+    def unaware(forward: Any, *arguments: Any, **named: Any) -> Any:
+        if model.config._attn_implementation != "eager":
+            layer.sliding_window = None
+        return forward(*arguments, **named)
+
+    layer = model.model.layers[0].self_attn
+    wrapped(layer, unaware)
+    with pytest.raises(ModelError, match="where windows are narrowed to 3 tokens"):
+        prepare(model)
+
+
+def test_a_layer_that_looks_at_its_neighbours_is_refused() -> None:
+    """As an expert with room for so many tokens would."""
+    model = stock_model("llama")
+    wrapped(
+        model.model.layers[2].mlp,
+        lambda forward, states: forward(states) * (1 if states.shape[1] <= 8 else 2),
+    )
+    with pytest.raises(ModelError, match="other logits beside another sequence than alone"):
+        prepare(model)
+
+
+def test_a_model_that_fails_in_its_own_code_is_refused_with_what_it_said() -> None:
+    model = stock_model("llama")
+
+    def failing(forward: Any, states: Any) -> Any:
+        raise IndexError("no such expert")
+
+    wrapped(model.model.layers[1].mlp, failing)
+    with pytest.raises(ModelError, match=r"cannot be run .*\(IndexError: no such expert\)"):
+        prepare(model)
+
+
+def test_nemotron_whose_layers_pass_nothing_on_is_refused() -> None:
+    config = NemotronConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    with pytest.raises(ModelError, match="NemotronAttention is not handed the arguments"):
+        prepare(NemotronForCausalLM(config).eval())
+
+
+def test_tables_of_longrope_are_refused_unless_fixed() -> None:
+    with pytest.raises(ModelError, match="beside other sequences than alone"):
+        prepare(stock_model("phi3"))
+    model = stock_model("phi3")
+    assert fix_tables(model, 1024)
+    assert (LayerLayout(2, 16, 16),) * 3 == prepare(model)
+    assert not fix_tables(stock_model("llama"), 1024)
+
+
+def test_dynamic_rope_is_one_table_as_far_as_the_context_goes() -> None:
+    """transformers stretches it beyond the context only, and never narrows it again."""
+    parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    config = LlamaConfig(**{**stock_model("llama").config.to_dict(), "rope_parameters": parameters})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    plain = model.model.rotary_emb(torch.zeros(1), torch.arange(1024)[None])
+    assert fix_tables(model, 1024)
+    fixed = model.model.rotary_emb(torch.zeros(1), torch.arange(1024)[None])
+    assert all(map(torch.equal, plain, fixed))
+    assert (LayerLayout(2, 16, 16),) * 3 == prepare(model, 1024)

@@ -1,0 +1,236 @@
+"""A node's pool: frames are conserved, blocks are proven, and nothing is served half written."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, block_ids, token_bytes
+from tiers.disk.open import open_disk
+from tiers.node.arena import create, frame_stride
+from tiers.node.messages import engine_layout
+from tiers.node.pool import Capacity, Lease, Pool
+from tiers.tier import TierName
+from tiers.transfer.mover import Mover
+
+LAYOUT = engine_layout(2, 256, 4, "float32")
+ROOT = CacheScope(weights=b"w").root()
+
+
+def prompt(number: int, num_blocks: int = 3) -> list[BlockId]:
+    return block_ids(ROOT, token_bytes([number] * 4 * num_blocks), 4)
+
+
+def pool_of(num_frames: int, mover: Mover | None = None) -> Pool:
+    stride = frame_stride(LAYOUT)
+    return Pool(create(LAYOUT, num_frames), Capacity(num_frames * stride), mover)
+
+
+def write(pool: Pool, ids: Sequence[BlockId], client: int = 1) -> list[int]:
+    """Store blocks whose bytes tell their key; the frames written."""
+    pairs = pool.reserve(ids, client)
+    for position, frame in pairs:
+        pool.memory.rows[frame, :16] = bytes_of(ids[position].key)
+    pool.commit([frame for _, frame in pairs])
+    return [frame for _, frame in pairs]
+
+
+def bytes_of(key: bytes):  # type: ignore[no-untyped-def]
+    import torch
+
+    return torch.tensor(list(key), dtype=torch.uint8)
+
+
+def read(pool: Pool, frame: int) -> bytes:
+    return bytes(pool.memory.rows[frame, :16].tolist())
+
+
+def finished(pool: Pool, lease: Lease) -> list[int]:
+    while not lease.is_ready:
+        pool.work()
+    return pool.settle(lease)
+
+
+def test_a_committed_run_is_leased_with_its_bytes() -> None:
+    pool = pool_of(8)
+    ids = prompt(1)
+    write(pool, ids)
+    frames = finished(pool, pool.lease(ids, 2))
+    assert [each.key for each in ids] == [read(pool, frame) for frame in frames]
+    pool.release(frames)
+    pool.check()
+
+
+def test_what_is_being_written_is_served_to_nobody() -> None:
+    pool = pool_of(8)
+    ids = prompt(1)
+    pairs = pool.reserve(ids, 1)
+    assert [] == pool.probe(ids).tiers
+    assert [] == finished(pool, pool.lease(ids, 2))
+    assert [] == pool.reserve(ids, 2), "another client need not write it too"
+    pool.abandon([frame for _, frame in pairs])
+    assert 0 == pool.num_blocks
+    pool.check()
+
+
+def test_an_equal_key_of_another_block_is_a_miss() -> None:
+    pool = pool_of(8)
+    ids = prompt(1)
+    write(pool, ids)
+    forged = [each._replace(tokens=each.tokens[::-1] + b"") for each in ids]
+    forged[0] = forged[0]._replace(scope=PrefixKey(bytes(16)))
+    assert [] == pool.probe(forged).tiers
+    assert [] == pool.settle(pool.lease(forged, 2))
+    assert [] == pool.reserve(forged, 2)
+    assert 0 < pool.counts.collisions
+    pool.check()
+
+
+def test_the_end_of_a_prompt_leaves_before_its_beginning() -> None:
+    pool = pool_of(4)
+    write(pool, prompt(1, 4))
+    write(pool, prompt(2, 2))
+    assert [TierName.HOST] * 2 == pool.probe(prompt(1, 4)).tiers
+    assert (2, 0) == (pool.counts.evicted, pool.counts.lost)
+    pool.check()
+
+
+def test_a_leased_block_stays_when_room_is_needed() -> None:
+    pool = pool_of(3)
+    ids = prompt(1)
+    write(pool, ids)
+    frames = finished(pool, pool.lease(ids, 2))
+    assert [] == pool.reserve(prompt(2), 1)
+    pool.release(frames)
+    assert 3 == len(pool.reserve(prompt(2), 1))
+    pool.check()
+
+
+def test_pools_of_two_layouts_share_one_capacity() -> None:
+    other = engine_layout(4, 256, 4, "float32")
+    capacity = Capacity(4 * frame_stride(other))
+    small = Pool(create(LAYOUT, 8), capacity)
+    large = Pool(create(other, 4), capacity)
+    write(small, prompt(1, 3))
+    write(large, prompt(2, 4))
+    assert 0 == small.num_blocks
+    small.check()
+    large.check()
+
+
+@pytest.fixture
+def below(tmp_path: Path) -> Iterator[Mover]:
+    with closing(open_disk(tmp_path / "disk", LAYOUT, 64 << 20)) as disk:
+        mover = Mover(disk)
+        mover.start()
+        with closing(mover):
+            yield mover
+
+
+def settle_writes(pool: Pool) -> None:
+    while pool.is_writing:
+        pool.work()
+
+
+def test_what_left_memory_rises_from_the_disk(below: Mover) -> None:
+    pool = pool_of(4, below)
+    ids = prompt(1, 4)
+    write(pool, ids)
+    settle_writes(pool)
+    write(pool, prompt(2, 4))
+    settle_writes(pool)
+    assert 0 == pool.counts.lost
+    probe = pool.probe(ids)
+    while not probe.is_ready:
+        pool.work()
+    assert [TierName.DISK] * 4 == probe.tiers
+    frames = finished(pool, pool.lease(ids, 2))
+    assert [each.key for each in ids] == [read(pool, frame) for frame in frames]
+    assert 4 == pool.counts.disk_hits
+    pool.release(frames)
+    pool.check()
+
+
+def test_two_clients_wait_for_one_load(below: Mover) -> None:
+    pool = pool_of(4, below)
+    ids = prompt(1, 4)
+    write(pool, ids)
+    settle_writes(pool)
+    write(pool, prompt(2, 4))
+    settle_writes(pool)
+    first, second = pool.lease(ids, 2), pool.lease(ids, 3)
+    assert finished(pool, first) == finished(pool, second)
+    assert 4 == pool.counts.disk_hits
+    pool.check()
+
+
+def test_a_client_that_goes_while_its_blocks_load_leaves_them_evictable(below: Mover) -> None:
+    pool = pool_of(4, below)
+    ids = prompt(1, 4)
+    write(pool, ids)
+    settle_writes(pool)
+    write(pool, prompt(2, 4))
+    settle_writes(pool)
+    lease = pool.lease(ids, 2)
+    pool.give_up(lease)
+    while not lease.is_ready:
+        pool.work()
+    assert 4 == pool.num_evictable
+    pool.check()
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any order of requests of three clients, against what was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = pool_of(6)
+        self.leased: list[tuple[list[BlockId], list[int]]] = []
+        self.filling: list[tuple[list[BlockId], list[tuple[int, int]]]] = []
+
+    @rule(number=st.integers(0, 4), size=st.integers(1, 4), client=st.integers(1, 3))
+    def reserve(self, number: int, size: int, client: int) -> None:
+        ids = prompt(number, size)
+        pairs = self.pool.reserve(ids, client)
+        for position, frame in pairs:
+            self.pool.memory.rows[frame, :16] = bytes_of(ids[position].key)
+        if pairs:
+            self.filling.append((ids, pairs))
+
+    @rule(data=st.data(), keep=st.booleans())
+    def finish(self, data: st.DataObject, keep: bool) -> None:
+        if self.filling:
+            at = data.draw(st.integers(0, len(self.filling) - 1))
+            _, pairs = self.filling.pop(at)
+            frames = [frame for _, frame in pairs]
+            (self.pool.commit if keep else self.pool.abandon)(frames)
+
+    @rule(number=st.integers(0, 4), size=st.integers(1, 4), client=st.integers(1, 3))
+    def lease(self, number: int, size: int, client: int) -> None:
+        ids = prompt(number, size)
+        probed = len(self.pool.probe(ids).tiers)
+        frames = self.pool.settle(self.pool.lease(ids, client))
+        assert probed == len(frames)
+        if frames:
+            self.leased.append((ids, frames))
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        if self.leased:
+            at = data.draw(st.integers(0, len(self.leased) - 1))
+            self.pool.release(self.leased.pop(at)[1])
+
+    @invariant()
+    def frames_are_conserved_and_leases_hold_their_bytes(self) -> None:
+        self.pool.check()
+        for ids, frames in self.leased:
+            for block, frame in zip(ids, frames, strict=False):
+                assert block.key == read(self.pool, frame)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

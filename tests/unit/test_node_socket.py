@@ -1,0 +1,217 @@
+"""A node over its socket: what clients hold ends with them, and nothing they send stops it."""
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiers.blocks.keys import BlockId, CacheScope, block_ids, token_bytes
+from tiers.errors import ConfigurationError, DirectoryLocked, NodeError, NodeGone
+from tiers.node import messages
+from tiers.node.client import NodeClient
+from tiers.node.messages import Op, engine_layout
+from tiers.node.node import Node, NodeSettings
+from tiers.tier import TierName
+
+LAYOUT = engine_layout(2, 256, 4, "float32")
+ROOT = CacheScope(weights=b"w").root()
+
+
+HUGE = (
+    b'{"version": 1, "layout": {"num_layers": 4096, "block_size": 99999, '
+    b'"token_items": 999999, "dtype": "float32"}}'
+)
+
+
+def prompt(number: int, num_blocks: int = 3) -> list[BlockId]:
+    return block_ids(ROOT, token_bytes([number] * 4 * num_blocks), 4)
+
+
+@contextmanager
+def serving(path: Path, **settings: object) -> Iterator[Node]:
+    node = Node(NodeSettings(socket=path, host_bytes=1 << 20, **settings))  # type: ignore[arg-type]
+    node.open()
+    thread = threading.Thread(target=node.run)
+    thread.start()
+    try:
+        yield node
+    finally:
+        node.stop()
+        thread.join()
+        node.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "node.sock"
+
+
+@pytest.fixture
+def node(path: Path) -> Iterator[Node]:
+    with serving(path) as node:
+        yield node
+
+
+@contextmanager
+def joined(path: Path) -> Iterator[NodeClient]:
+    with closing(NodeClient(path, LAYOUT)) as client:
+        client.connect()
+        yield client
+
+
+def write(client: NodeClient, ids: list[BlockId]) -> None:
+    pairs = client.reserve(ids)
+    assert client.memory is not None
+    for position, frame in pairs:
+        client.memory.rows[frame, :16] = torch.tensor(list(ids[position].key), dtype=torch.uint8)
+    client.commit([frame for _, frame in pairs])
+
+
+def test_one_client_reads_what_another_wrote(node: Node, path: Path) -> None:
+    ids = prompt(1)
+    with joined(path) as writer, joined(path) as reader:
+        write(writer, ids)
+        assert [TierName.HOST] * 3 == reader.probe(ids)
+        frames = reader.lease(ids)
+        assert reader.memory is not None
+        found = [bytes(reader.memory.rows[frame, :16].tolist()) for frame in frames]
+        assert [each.key for each in ids] == found
+        reader.release(frames)
+
+
+def test_blocks_outlive_the_node_on_its_disk(path: Path, tmp_path: Path) -> None:
+    below = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
+    ids = prompt(1)
+    with serving(path, **below), joined(path) as client:
+        write(client, ids)
+    with serving(path, **below) as node, joined(path) as client:
+        assert [TierName.DISK] * 3 == client.probe(ids)
+        frames = client.lease(ids)
+        assert client.memory is not None
+        found = [bytes(client.memory.rows[frame, :16].tolist()) for frame in frames]
+        assert [each.key for each in ids] == found
+        (pool,) = node.stats()["pools"]
+        assert (3, 0) == (pool["disk_hits"], pool["lost"])
+
+
+def test_what_a_client_held_ends_with_it(node: Node, path: Path) -> None:
+    with joined(path) as writer:
+        write(writer, prompt(1))
+        writer.lease(prompt(1))
+        writer.reserve(prompt(2))
+    with joined(path) as other:
+        assert [TierName.HOST] * 3 == other.probe(prompt(1))
+        assert [] == other.probe(prompt(2))
+        assert 3 == len(other.reserve(prompt(2))), "its unfinished blocks are free again"
+
+
+def refused(path: Path, send: Callable[[NodeClient], object], reason: str) -> None:
+    """The message is refused with this reason, and another client is served as before."""
+    with joined(path) as client, joined(path) as other:
+        with pytest.raises(NodeError, match=reason):
+            send(client)
+        with pytest.raises(NodeGone):
+            client.stats()
+        assert other.stats()["num_clients"] >= 1
+
+
+def test_frames_of_others_are_neither_committed_nor_released(node: Node, path: Path) -> None:
+    with joined(path) as owner:
+        pairs = owner.reserve(prompt(1))
+        refused(path, lambda client: client.commit([pairs[0][1]]), "had not reserved")
+        owner.commit([frame for _, frame in pairs])
+        frames = owner.lease(prompt(1))
+        refused(path, lambda client: client.release([frames[0]]), "had not leased")
+        refused(path, lambda client: client.release([999_999]), "had not leased")
+        owner.release(frames)
+        refused(path, lambda client: client.release([frames[0]]), "had not leased")
+
+
+@pytest.mark.parametrize(
+    ("op", "body", "reason"),
+    [
+        (Op.HELLO, b"{", "not JSON"),
+        (Op.HELLO, b'{"version": 99}', "version 1"),
+        (Op.HELLO, b'{"version": 1, "layout": {"num_layers": 1}}', "has the fields"),
+        (Op.HELLO, HUGE, "does not fit"),
+        (Op.PROBE, b"short", "fewer than its head"),
+        (Op.LEASE, struct.pack("<B16s16sIII", 0, b"", b"", 4, 2**31, 0), "does not fit"),
+        (Op.LEASE, struct.pack("<B16s16sIII", 200, b"", b"", 4, 0, 0), "no pool 200"),
+        (Op.COMMIT, b"abc", "no list of frames"),
+        (Op.RELEASE, struct.pack("<II", 7, 1), "no pool 7"),
+        (99, b"", "operation 99"),
+    ],
+)
+def test_a_message_that_makes_no_sense_is_refused(
+    node: Node, path: Path, op: Op, body: bytes, reason: str
+) -> None:
+    with joined(path) as other, socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(path))
+        stranger.sendall(messages.HEADER.pack(len(body), op) + body)
+        answer = stranger.recv(1 << 16)
+        assert Op.REFUSED == answer[4]
+        assert reason in answer[5:].decode()
+        assert b"" == stranger.recv(1)
+        write(other, prompt(3))
+
+
+def test_a_message_longer_than_any_is_refused_before_it_is_read(node: Node, path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(path))
+        stranger.sendall(messages.HEADER.pack(2**32 - 1, Op.PROBE))
+        assert b"at most" in stranger.recv(1 << 16)
+
+
+def test_a_client_that_asks_and_never_reads_is_disconnected(node: Node, path: Path) -> None:
+    ask = messages.pack(Op.STATS) * 10_000_000
+    with joined(path) as other, socket.socket(socket.AF_UNIX) as deaf:
+        deaf.connect(str(path))
+        deaf.settimeout(5)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            deaf.sendall(ask)
+        assert 1 == other.stats()["num_clients"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.binary(max_size=400))
+def test_any_bytes_as_a_run_are_a_run_or_refused(data: bytes) -> None:
+    try:
+        pool, run = messages.unpack_run(memoryview(data))
+    except NodeError:
+        return
+    assert len(run.ids()) * run.block_size * 4 == len(run.tokens)
+    assert data[0] == pool
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    tokens=st.integers(-(2**31), 2**31 - 1),
+)
+def test_a_run_is_read_as_it_was_written(sizes: list[int], tokens: int) -> None:
+    contents = [b"c" * size for size in sizes]
+    ids = block_ids(ROOT, token_bytes([tokens] * 4 * len(sizes)), 4, contents)
+    pool, run = messages.unpack_run(memoryview(messages.pack_run(3, messages.run_of(ids))))
+    assert (3, ids) == (pool, run.ids())
+
+
+def test_a_second_node_at_the_same_place_is_refused(node: Node, path: Path) -> None:
+    with pytest.raises(DirectoryLocked, match="another node"):
+        Node(NodeSettings(socket=path, host_bytes=1 << 20)).open()
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_said(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 120)
+    with pytest.raises(ConfigurationError, match="cannot listen"):
+        Node(NodeSettings(socket=path, host_bytes=1 << 20)).open()
+
+
+def test_a_client_of_a_node_that_is_not_there_says_so(tmp_path: Path) -> None:
+    with pytest.raises(NodeGone, match="no node answers"):
+        NodeClient(tmp_path / "none.sock", LAYOUT).connect()

@@ -1,0 +1,198 @@
+"""What the dashboard keeps over a restart: in which bounds, from whom, and what a fault costs."""
+
+import os
+import pickle
+import sqlite3
+import zlib
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.admin.login.sessions import Admin, Role, Sessions
+from api.job import Bill, Served
+from api.journal.journal import Journal, JournalSettings, Record, State
+from billing.gate.outcomes import Outcome
+from billing.usage import Usage
+from cachesvc.observability.history import pack
+from cachesvc.server.remembered import FILE_NAME, Remembered
+from engine.request import FinishReason, Timeline
+from tests.unit.test_history import Clocked
+from tiers.blocks.keys import PrefixKey
+from tiers.errors import MissReason
+
+
+def record(number: int) -> Record:
+    served = Served(
+        Outcome.FINISHED,
+        Usage(hit_disk=4, miss=3, output=2),
+        {MissReason.ABSENT: 3},
+        Timeline(1, 2, 3, 4, 5),
+        finishes=(FinishReason.STOP,),
+    )
+    return Record(
+        request_id=f"r{number}",
+        client_id="",
+        tenant="acme",
+        project="",
+        key_id="",
+        session="",
+        model="tiny",
+        stream=False,
+        num_choices=1,
+        prompt_tokens=7,
+        scope=PrefixKey(b"s" * 16),
+        arrived_s=1000.0 + number,
+        state=State.FINISHED,
+        served=served,
+        bill=Bill(served.usage, "CNY", "0.1", "0.2"),
+        ended_s=1001.0 + number,
+    )
+
+
+def kept(path: Path, *records: Record, max_records: int = 100) -> list[Record]:
+    """What is remembered of these after a restart."""
+    first = Remembered(path, max_records=max_records)
+    first.start()
+    for each in records:
+        first.keep_record(each)
+    first.close()
+    return list(Remembered(path, max_records=max_records).records())
+
+
+def test_requests_are_there_after_a_restart_the_newest_of_them(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    assert [record(1), record(2)] == kept(path, record(1), record(2))
+    assert [record(2), record(3)] == kept(path, record(3), max_records=2)
+    assert 0o600 == path.stat().st_mode & 0o777
+    journal = Journal(JournalSettings(max_requests=10))
+    journal.restore([record(2), record(3)])
+    assert ["r3", "r2"] == [each.request_id for each in journal.newest()]
+    assert record(2) == journal.find("r2", tenant="acme")
+
+
+def test_prompts_are_never_written(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    (found,) = kept(tmp_path / FILE_NAME, replace(record(1), prompts=(array("i", [1, 2]),)))
+    assert () == found.prompts
+
+
+@pytest.mark.parametrize("held", [b"", b"no database at all" * 500])
+def test_a_damaged_file_is_begun_anew(tmp_path: Path, held: bytes) -> None:
+    path = tmp_path / FILE_NAME
+    path.write_bytes(held)
+    assert [record(1)] == kept(path, record(1))
+
+
+def test_another_versions_file_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    kept(path, record(1))
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    assert [record(2)] == kept(path, record(2))
+
+
+class _Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch owned",)
+
+
+@pytest.mark.parametrize("body", [pickle.dumps(_Evil()), pickle.dumps([1]), b"\x80", b""])
+def test_what_is_no_record_is_left_out_and_runs_nothing(
+    tmp_path: Path, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / FILE_NAME
+    kept(path, record(1))
+    with sqlite3.connect(path) as connection:
+        connection.execute("INSERT INTO records (body) VALUES (?)", (zlib.compress(body),))
+        connection.execute("INSERT INTO records (body) VALUES (?)", (body,))
+    connection.close()
+    assert [record(1)] == list(Remembered(path, max_records=9).records())
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_file_that_cannot_be_written_costs_the_memory_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "nowhere" / FILE_NAME
+    assert [] == kept(path, record(1), record(2))
+    assert 2 == caplog.text.count("will not remember over a restart"), "once a start"
+
+
+def test_states_are_kept_by_name_and_the_last_one_counts(tmp_path: Path) -> None:
+    first = Remembered(tmp_path / FILE_NAME, max_records=9)
+    assert first.read("sessions") is None
+    first.start()
+    for body in (b"one", b"two"):
+        first.keep("sessions", body)
+    first.close()
+    assert b"two" == Remembered(tmp_path / FILE_NAME, max_records=9).read("sessions")
+
+
+def test_a_login_outlives_a_restart_and_no_longer_than_it_would_have() -> None:
+    before = Sessions(lifetime_s=100, idle_s=30, clock_s=lambda: 5_000.0)
+    token, session = before.open(Admin("ada", Role.READER), key_id="k1")
+    now = [7.0]  # a clock that began anew
+    for wall_s, found in ((1_010.0, True), (1_029.0, True), (1_031.0, False), (1_101.0, False)):
+        after = Sessions(lifetime_s=100, idle_s=30, clock_s=lambda: now[0])
+        after.restore(before.dump(1_000.0), wall_s)
+        again = after.find(token)
+        assert found == (again is not None), wall_s
+        if again is not None:
+            assert (session.admin, "k1", session.csrf_token) == (
+                again.admin,
+                again.key_id,
+                again.csrf_token,
+            )
+    set_back = Sessions(lifetime_s=100, idle_s=30, clock_s=lambda: now[0])
+    set_back.restore(before.dump(1_000.0), -50_000.0)
+    assert set_back.find(token) is not None
+    now[0] += 101
+    assert set_back.find(token) is None
+    with pytest.raises(ValueError, match="no sessions"):
+        set_back.restore(b'[{"name": "eve"}]', 1_000.0)
+    assert token.encode() not in before.dump(1_000.0)
+
+
+def test_charts_go_on_over_a_restart_and_totals_begin_with_it() -> None:
+    before = Clocked()
+    for number in range(4):
+        before.tick(traffic={"requests": 10.0 * number})
+    after = Clocked()
+    after.now_s = before.now_s + 60
+    after.history.restore(pack(before.history.dump()))
+    after.tick(traffic={"requests": 0.0})
+    after.tick(traffic={"requests": 5.0})
+    shown = after.read("delta:traffic.requests", window_s=100)["delta:traffic.requests"]
+    assert [10, 10, 10, 0, 5] == shown, "a counter that begins anew is no growth, nor a loss"
+    total = after.history.over(["delta:traffic.requests"], window_s=100)
+    assert {"delta:traffic.requests": 5} == total
+
+
+def test_a_ring_that_is_behind_with_its_names_is_read_all_the_same() -> None:
+    """Names come up by the second, and the coarsest ring hears of them ten minutes later."""
+    before = Clocked()
+    before.tick(traffic={"requests": 1.0})
+    before.tick(traffic={"requests": 2.0, **{f"n{number}": 3.0 for number in range(200)}})
+    after = Clocked()
+    after.now_s = before.now_s
+    after.history.restore(pack(before.history.dump()))
+    for window_s in (60, 7 * 86_400):
+        shown = after.read("value:traffic.n199", window_s=window_s)
+        assert set(shown["value:traffic.n199"]) <= {0, 3}
+
+
+def test_samples_of_another_shape_or_of_the_future_are_left_out() -> None:
+    fresh = Clocked()
+    with pytest.raises(ValueError):
+        fresh.history.restore(b"other bytes")
+    before = Clocked()
+    before.now_s += 1000
+    before.tick(traffic={"requests": 1.0})
+    fresh.history.restore(pack(before.history.dump()))
+    fresh.tick(traffic={"requests": 2.0})
+    assert [] == fresh.read("value:traffic.requests")["value:traffic.requests"][1:]

@@ -1,0 +1,313 @@
+"""The remote tier believes nothing that arrives, waits for nothing long, and shares prefixes."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.keys import BlockId, CacheScope
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.open import open_disk
+from tiers.errors import ConfigurationError, MissReason
+from tiers.remote.breaker import FAILURES, CircuitBreaker
+from tiers.remote.objects import RemoteError, open_objects, shown_url
+from tiers.remote.seal import Seal, read_seal
+from tiers.remote.stacked import RemoteWrites, StackedTier
+from tiers.remote.tier import RemoteTier, object_name
+from tiers.testing.faulty_storage import SCOPE, chain, fill, holds, take, wipe
+from tiers.tier import Loaded, TierName
+
+LAYOUT = BlockLayout.uniform(
+    num_layers=1, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
+)
+CAPACITY = 2 << 20
+FRAMES = take(FrameArena(LAYOUT, 9), 9)
+DISK, REMOTE = TierName.DISK, TierName.REMOTE
+
+
+class Objects:
+    """Bytes in a dict, and what goes wrong on the way to them."""
+
+    num_failed = 0
+
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+        self.broken = False
+        self.num_calls = 0
+
+    def _called(self) -> None:
+        self.num_calls += 1
+        if self.broken:
+            raise RemoteError("no answer in 1 s")
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        self._called()
+        return [name in self.held for name in names]
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        self._called()
+        return [self.held.get(name) for name in names]
+
+    def put(self, name: str, data: bytes) -> None:
+        self._called()
+        self.held[name] = data
+
+    def delete(self, names: Sequence[str]) -> int:
+        self._called()
+        return sum(self.held.pop(name, None) is not None for name in names)
+
+    def names(self, start: str) -> Iterator[str]:
+        self._called()
+        yield from [name for name in self.held if name.startswith(start)]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def objects() -> Objects:
+    return Objects()
+
+
+class Servers:
+    """Servers with a disk each, above one store."""
+
+    def __init__(self, root: Path, objects: Objects) -> None:
+        self._root = root
+        self._objects = objects
+        self._opened: list[StackedTier] = []
+
+    def __call__(
+        self,
+        name: str,
+        writes: RemoteWrites = RemoteWrites.ALL,
+        *,
+        seal: Seal | None = None,
+        breaker: CircuitBreaker | None = None,
+    ) -> StackedTier:
+        disk = open_disk(self._root / name, LAYOUT, CAPACITY)
+        remote = RemoteTier(self._objects, LAYOUT, disk.read_record, seal=seal, breaker=breaker)
+        self._opened.append(StackedTier(disk, remote, writes))
+        return self._opened[-1]
+
+    def close(self) -> None:
+        for tier in self._opened:
+            tier.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path, objects: Objects) -> Iterator[Servers]:
+    servers = Servers(tmp_path, objects)
+    yield servers
+    servers.close()
+
+
+def blocks(seed: int = 0, count: int = 4) -> list[BlockId]:
+    return chain(count, block_size=LAYOUT.block_size, seed=seed)
+
+
+def store(tier: StackedTier, ids: list[BlockId]) -> None:
+    for frame, block in zip(FRAMES, ids, strict=False):
+        fill(frame, block)
+    assert tier.store(ids, FRAMES[: len(ids)]) == []
+    assert tier.remote.drain(10)
+
+
+def load(tier: StackedTier, ids: list[BlockId]) -> Loaded:
+    """Load, and check every byte of what is said to be loaded."""
+    frames = FRAMES[: len(ids)]
+    wipe(frames)
+    loaded = tier.load(ids, frames)
+    for frame, block in zip(frames[: loaded.num_blocks], ids, strict=False):
+        assert holds(frame, block, FRAMES[8])
+    return loaded
+
+
+def test_what_one_server_stored_another_is_served(server: Servers) -> None:
+    """The second server's first request hits the remote tier, and its disk has nothing of it."""
+    one, two = server("one"), server("two")
+    store(one, blocks())
+    assert two.probe(blocks()) == 4
+    assert load(two, blocks()) == Loaded(4, None, (REMOTE,) * 4)
+    assert two.disk.probe(blocks()) == 0
+    assert load(one, blocks()) == Loaded(4, None, (DISK,) * 4)
+    assert two.remote.stats().hits == 4
+    assert one.remote.stats().stored == 4
+
+
+def test_a_prefix_may_lie_in_parts_on_disk_and_remotely(server: Servers, objects: Objects) -> None:
+    one, two = server("one"), server("two")
+    store(one, blocks())
+    store(two, blocks()[:1])
+    store(two, blocks()[2:3])
+    assert load(two, blocks()) == Loaded(4, None, (DISK, *(REMOTE,) * 3))
+    del objects.held[object_name(blocks()[2].scope, blocks()[2].key)]
+    mixed = (DISK, REMOTE, DISK, REMOTE)
+    assert load(two, blocks()) == Loaded(4, None, mixed)
+    assert load(two, blocks(count=6)) == Loaded(4, MissReason.ABSENT, mixed)
+
+
+def test_only_what_is_reused_is_sent(server: Servers, objects: Objects) -> None:
+    tier = server("one", RemoteWrites.REUSED)
+    store(tier, blocks())
+    assert not objects.held
+    load(tier, blocks()[:2])
+    assert not objects.held
+    load(tier, blocks()[:2])
+    assert tier.remote.drain(10)
+    assert set(objects.held) == {object_name(b.scope, b.key) for b in blocks()[:2]}
+
+
+def test_what_was_hit_above_is_sent_once_it_is_on_disk(server: Servers, objects: Objects) -> None:
+    tier = server("one", RemoteWrites.REUSED)
+    for _ in range(2):
+        tier.used([blocks()[0].key])
+    assert tier.remote.drain(10)
+    assert not objects.held
+    store(tier, blocks())
+    assert set(objects.held) == {object_name(blocks()[0].scope, blocks()[0].key)}
+
+
+def test_what_is_pinned_is_sent(server: Servers, objects: Objects) -> None:
+    tier = server("one", RemoteWrites.REUSED)
+    store(tier, blocks())
+    tier.keep([blocks()[1].key])
+    assert tier.remote.drain(10)
+    assert set(objects.held) == {object_name(blocks()[1].scope, blocks()[1].key)}
+
+
+def test_every_byte_of_a_remote_record_is_guarded(server: Servers, objects: Objects) -> None:
+    """One changed bit anywhere is a miss with its reason, counted, and the record is deleted."""
+    one, two = server("one"), server("two")
+    block = blocks(count=1)
+    store(one, block)
+    [(name, record)] = objects.held.items()
+    num_misses = 0
+    for at in [*range(0, 300, 3), *range(300, len(record), 97)]:
+        damaged = bytearray(record)
+        damaged[at] ^= 1 << at % 8
+        objects.held[name] = bytes(damaged)
+        loaded = load(two, block)
+        if loaded.num_blocks == 0:
+            num_misses += 1
+            assert loaded.reason is not MissReason.ABSENT
+    assert sum(two.remote.stats().faults.values()) == num_misses > 100
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 300, 2000])
+def test_a_record_cut_short_is_a_miss_and_is_deleted(
+    server: Servers, objects: Objects, cut: int
+) -> None:
+    one, two = server("one"), server("two")
+    store(one, blocks(count=1))
+    [(name, record)] = objects.held.items()
+    objects.held[name] = record[:cut]
+    assert load(two, blocks(count=1)).num_blocks == 0
+    assert not objects.held
+
+
+def test_another_blocks_record_is_never_served(server: Servers, objects: Objects) -> None:
+    """Of another prompt, another tenant or another layout, under the name that is asked for."""
+    one, two = server("one"), server("two")
+    stranger = chain(
+        1, block_size=16, seed=0, scope=CacheScope(weights=b"tiny", tenant=b"stranger")
+    )
+    store(one, blocks(seed=5, count=1) + stranger)
+    wanted = blocks(count=1)
+    name = object_name(wanted[0].scope, wanted[0].key)
+    for block in (blocks(seed=5, count=1)[0], stranger[0]):
+        objects.held[name] = objects.held[object_name(block.scope, block.key)]
+        assert load(two, wanted) == Loaded(0, MissReason.COLLISION)
+
+
+def test_sealed_records_are_read_with_the_key_only(server: Servers, objects: Objects) -> None:
+    """Another key, no key, or a record moved to another name: a miss."""
+    key, other = Seal(b"k" * 32), Seal(b"o" * 32)
+    one, two = server("one", seal=key), server("two", seal=key)
+    store(one, blocks())
+    assert load(two, blocks()) == Loaded(4, None, (REMOTE,) * 4)
+    held = dict(objects.held)
+    assert all(b"cachesvc" not in sealed for sealed in held.values())
+    for stranger in (server("three", seal=other), server("four")):
+        objects.held = dict(held)
+        assert load(stranger, blocks()).num_blocks == 0
+    first, second = (object_name(block.scope, block.key) for block in blocks(count=2))
+    objects.held = held | {first: held[second]}
+    assert load(two, blocks(count=1)) == Loaded(0, MissReason.CHECKSUM)
+
+
+def test_a_store_that_fails_is_left_alone_and_asked_again(
+    server: Servers, objects: Objects
+) -> None:
+    """Misses at once while the breaker is open; hits again when the store is back."""
+    now = [0.0]
+    breaker = CircuitBreaker(lambda: now[0])
+    one, two = server("one"), server("two", breaker=breaker)
+    store(one, blocks())
+    objects.broken = True
+    for _ in range(FAILURES):
+        assert load(two, blocks()) == Loaded(0, MissReason.IO_ERROR)
+    before = objects.num_calls
+    assert two.probe(blocks()) == 0
+    assert load(two, blocks()) == Loaded(0, MissReason.IO_ERROR)
+    assert objects.num_calls == before, "an open breaker asks nobody"
+    objects.broken = False
+    now[0] += 2
+    assert load(two, blocks()) == Loaded(4, None, (REMOTE,) * 4)
+    assert breaker.num_opened == 1
+
+
+def test_a_slow_publisher_holds_nobody_up(server: Servers, objects: Objects) -> None:
+    tier = server("one")
+    gate = threading.Event()
+    put = objects.put
+
+    def slow(name: str, data: bytes) -> None:
+        assert gate.wait(20)
+        put(name, data)
+
+    objects.put = slow  # type: ignore[method-assign]
+    for frame, block in zip(FRAMES, blocks(), strict=False):
+        fill(frame, block)
+    tier.store(blocks(), FRAMES[:4])
+    assert load(tier, blocks()) == Loaded(4, None, (DISK,) * 4)
+    assert not objects.held
+    gate.set()
+    assert tier.remote.drain(10)
+    assert len(objects.held) == 4
+
+
+def test_loading_what_is_computed_faster_is_not_worth_it(server: Servers) -> None:
+    one, two = server("one"), server("two")
+    store(one, blocks())
+    two.remote.economy.load_bytes_per_s = 1.0
+    two.remote.economy.prefill_tokens_per_s = 1e6
+    assert two.probe(blocks()) == 0
+    two.remote.economy.prefill_tokens_per_s = 1e-6
+    assert two.probe(blocks()) == 4
+
+
+def test_a_purge_reaches_the_remote_tier(server: Servers, objects: Objects) -> None:
+    one, two = server("one"), server("two")
+    scope = SCOPE.root()
+    store(one, blocks())
+    assert two.count([scope]) == 4
+    assert two.purge([scope]).num_blocks == 4
+    assert not objects.held
+    assert one.purge([scope]).num_blocks == 4
+    objects.broken = True
+    with pytest.raises(RemoteError):
+        one.purge([scope])
+
+
+def test_a_url_or_key_that_cannot_work_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="use redis://"):
+        open_objects("memcached://somewhere", 1)
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_seal(tmp_path / "none")
+    (tmp_path / "key").write_text("abcd")
+    with pytest.raises(ConfigurationError, match="has 2 bytes, not 32"):
+        read_seal(tmp_path / "key")
+    assert shown_url("redis://:secret@host:1/0") == "redis://host:1/0"

@@ -1,0 +1,60 @@
+"""How a vLLM engine reaches its node: one that fails is a miss, and one that is back is used."""
+
+from pathlib import Path
+
+import pytest
+
+from cachesvc.vllm.link import RETRY_S, NodeLink
+from tests.unit.test_node_socket import LAYOUT, prompt, serving, write
+from tiers.node.client import NodeClient
+from tiers.tier import TierName
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def put(node: NodeClient) -> bool:
+    write(node, prompt(1))
+    return True
+
+
+def link_to(path: Path, clock: Clock) -> NodeLink:
+    return NodeLink(path, LAYOUT, timeout_s=5, clock_s=clock)
+
+
+def test_a_node_that_is_away_is_a_miss_and_is_left_alone_for_a_while(tmp_path: Path) -> None:
+    path, clock = tmp_path / "node.sock", Clock()
+    link = link_to(path, clock)
+    assert ([], 1) == (link.probe(prompt(1)), link.faults)
+    with serving(path):
+        assert ([], 1) == (link.probe(prompt(1)), link.faults), "it is not asked again at once"
+        clock.now_s += RETRY_S
+        assert link.attempt(put)
+        assert ([TierName.HOST] * 3, 1) == (link.probe(prompt(1)), link.faults)
+        link.close()
+
+
+def test_a_node_that_was_restarted_is_joined_without_a_miss(tmp_path: Path) -> None:
+    path, below = tmp_path / "node.sock", {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
+    link = link_to(path, Clock())
+    with serving(path, **below):
+        assert link.attempt(put)
+    with serving(path, **below):
+        assert ([TierName.DISK] * 3, 0) == (link.probe(prompt(1)), link.faults)
+        link.close()
+
+
+def test_a_node_that_hangs_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked = tmp_path / "node.sock", []
+    link = NodeLink(path, LAYOUT, timeout_s=0.2, clock_s=Clock())
+    with serving(path) as node:
+        assert link.attempt(put)
+        monkeypatch.setattr(node, "_handle", lambda *request: asked.append(request))
+        assert ([], 1, 1) == (link.probe(prompt(1)), link.faults, len(asked))
+        link.close()

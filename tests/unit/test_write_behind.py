@@ -1,0 +1,140 @@
+"""What memory gives up the disk has by then: written behind, and where it cannot, heads before
+tails."""
+
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from tests.sim.watched import BLOCK
+from tests.sim.world import World
+from tests.unit.test_pins_kept import Bench
+from tiers.blocks.chain import Chain
+from tiers.blocks.frames import Frame
+from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.memory.counters import CacheEvent
+from tiers.policy.admission import WritePolicy
+from tiers.tier import TierName
+
+LENGTH = 14  # blocks of a prompt
+
+
+def prompts(bench: Bench, count: int) -> list[Chain]:
+    return [bench.chain(1_000 * number, LENGTH) for number in range(count)]
+
+
+def lost(bench: Bench) -> int:
+    return lost_of(bench.cache.stats().events)
+
+
+def lost_of(events: Mapping[tuple[TierName, CacheEvent], int]) -> int:
+    return sum(count for (_, event), count in events.items() if event is CacheEvent.LOST)
+
+
+def test_no_block_is_lost_while_the_disk_keeps_up() -> None:
+    """Each prompt brings more blocks at once than a sixteenth of the host."""
+    bench = Bench(device=45, host=56, disk=400)
+    chains = prompts(bench, 12)
+    for chain in chains:
+        assert bench.serve(chain) == 0
+    assert lost(bench) == 0
+    assert [bench.serve(chain) for chain in chains] == [LENGTH] * 12
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_none_is_lost_with_few_steps_between_prompts(steps: int) -> None:
+    """A writer that finishes between two steps is given enough at each."""
+    bench = Bench(device=45, host=56, disk=4000)
+    for chain in prompts(bench, 40):
+        bench.compute(chain)
+        for _ in range(steps):
+            bench.mover.run(1000)
+            bench.cache.step()
+    assert lost(bench) == 0
+
+
+def test_an_idle_writer_writes_all_that_the_host_has() -> None:
+    bench = Bench(device=45, host=56, disk=400)
+    chains = prompts(bench, 5)
+    for chain in chains:
+        bench.serve(chain)
+    bench.settle()
+    framed = [block for block in bench.cache.index if block.frame is not None]
+    assert len(framed) >= 25
+    assert all(block.held_below for block in framed)
+
+
+def test_what_comes_down_once_is_written_once() -> None:
+    bench = Bench(device=45, host=56, disk=400)
+    chains = prompts(bench, 6)
+    for _ in range(3):
+        for chain in chains:
+            bench.serve(chain)
+    written = bench.tier.stats().stored
+    assert written <= 6 * LENGTH
+
+
+def test_a_writer_that_is_behind_leaves_prefixes_whole() -> None:
+    """Where blocks must be lost, the disk has leading blocks of each prompt, and no others."""
+    bench = Bench(device=30, host=28, disk=400)
+    chains = prompts(bench, 12)
+    for number, chain in enumerate(chains):
+        bench.compute(chain)
+        bench.cache.step()
+        if number % 3 == 2:
+            bench.mover.run(1)  # a batch of 8 blocks, while 42 came down
+    assert lost(bench) > 0
+    bench.settle()
+    for chain in chains:
+        held = bench.tier.held(chain.keys)
+        assert held == sorted(held, reverse=True), "a block stands there without what leads to it"
+
+
+def test_what_the_policy_does_not_write_is_not_written_behind() -> None:
+    bench = Bench(device=20, host=30, disk=400, write_policy=WritePolicy.ON_SECOND_HIT)
+    for chain in prompts(bench, 8):
+        bench.serve(chain)
+    assert bench.tier.stats().stored == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_engine_loses_nothing_over_a_disk_that_keeps_up(seed: int) -> None:
+    """Prompts of up to a third of the host, several at once, cancelled and preempted."""
+    chance = random.Random(seed)
+    world = World(device_blocks=30, host_blocks=40, disk_blocks=10_000, seed=seed, max_running=3)
+    for number in range(80):
+        length = BLOCK * chance.randint(1, 13)
+        world.submit(f"r{number}", [chance.randrange(40) for _ in range(length)], max_tokens=2)
+        for _ in range(chance.randint(1, 8)):
+            world.step()
+        if chance.random() < 0.1:
+            world.engine.abort(f"r{number}")
+    while world.live():
+        world.step()
+    world.check()
+    world.check_idle()
+    events = world.cache.stats().events
+    assert events[TierName.HOST, CacheEvent.EVICTED] > 100
+    assert lost_of(events) == 0
+
+
+def test_a_copy_that_the_disk_gave_up_first_is_written_again() -> None:
+    """A disk that does not keep copies of promoted blocks drops them while memory holds them."""
+    bench = Bench(device=16, host=24, disk=400)
+    chain = bench.chain(0, 6)
+    bench.serve(chain)
+    bench.scan(60)
+    assert bench.serve(chain) == 6  # from the disk
+    store = bench.tier.store
+
+    def drop_first(ids: Sequence[BlockId], frames: Sequence[Frame]) -> list[PrefixKey]:
+        bench.tier.store = store  # type: ignore[method-assign]
+        bench.tier.discard(chain.keys)
+        return [*store(ids, frames), *chain.keys]
+
+    bench.tier.store = drop_first  # type: ignore[method-assign]
+    bench.scan(4, first=90_000)
+    assert bench.tier.store == store
+    bench.scan(60, first=120_000)
+    assert lost(bench) == 0
+    assert bench.tier.held(chain.keys) == [True] * 6

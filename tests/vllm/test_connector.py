@@ -1,0 +1,147 @@
+"""vLLM with a node under it gives the tokens that vLLM gives alone, from every tier and after every
+kill. One story, for an engine takes half a minute to start.
+"""
+
+import signal
+import threading
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.crash.test_node_kill import record_offset
+from tests.unit.test_disk_faults import flip
+from tests.vllm.conftest import started
+from tests.vllm.processes import Engine, RunningNode
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.open import open_disk
+from tiers.node.messages import described_layout
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+BLOCK = 128
+PROMPTS = {
+    name: [(place * 7919 + seed) % 40_000 + 100 for place in range(length)]
+    for name, seed, length in (
+        ("long", 1, 1_500), ("other", 2, 900), ("third", 3, 700), ("fourth", 4, 1_100),
+    )
+}  # fmt: skip
+WHOLE = {name: (len(prompt) - 1) // BLOCK * BLOCK for name, prompt in PROMPTS.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """What vLLM answers without us."""
+    with started(model, None, tmp_path_factory.mktemp("alone")) as engine:
+        answers = engine.generate(*PROMPTS.values())
+    return {name: answer["tokens"] for name, answer in zip(PROMPTS, answers, strict=True)}
+
+
+class Story:
+    """Asks an engine, and compares each answer with vLLM's own."""
+
+    def __init__(self, alone: dict[str, list[int]]) -> None:
+        self._alone = alone
+
+    def ask(self, engine: Engine, *names: str, salt: str | None = None) -> list[dict[str, Any]]:
+        answers = engine.generate(*(PROMPTS[name] for name in names), salt=salt)
+        for name, answer in zip(names, answers, strict=True):
+            assert self._alone[name] == answer["tokens"], f"other tokens for {name}: {answer}"
+        return answers
+
+    def expect(self, engine: Engine, name: str, tier: str) -> None:
+        """The whole prompt but its last block is a hit of this tier, and the answer is the same."""
+        engine.forget()
+        (answer,) = self.ask(engine, name)
+        assert ({tier: WHOLE[name]}, WHOLE[name]) == (answer["hits"], answer["cached"]), answer
+
+
+def test_the_same_tokens_from_every_tier_and_after_every_kill(
+    model: Path, alone: dict[str, list[int]], node: RunningNode, tmp_path: Path
+) -> None:
+    story = Story(alone)
+    with ExitStack() as stack:
+        first = stack.enter_context(started(model, node, tmp_path))
+        for answer in story.ask(first, "long", "other"):
+            assert ({}, 0) == (answer["hits"], answer["cached"])
+        story.expect(first, "long", "host")
+
+        # Another tenant's salt shares nothing.
+        (answer,) = story.ask(first, "long", salt="another tenant")
+        assert ({}, 0) == (answer["hits"], answer["cached"])
+
+        # vLLM dies while it stores; another finds what was whole.
+        first.tell("generate", prompts=[PROMPTS["third"]])
+        first.kill()
+        second = stack.enter_context(started(model, node, tmp_path))
+        story.ask(second, "third")
+        story.expect(second, "long", "host")
+        assert 0 == node.pool()["lost"]
+
+        # The node dies: everything is a miss, and nothing fails. It comes back with its disk.
+        node.until_on_disk()
+        node.kill()
+        second.forget()
+        (answer,) = story.ask(second, "other")
+        assert ({}, 0) == (answer["hits"], answer["cached"])
+        node.start()
+        wait_for_link(story, second)
+        story.expect(second, "other", "disk")
+
+        # It dies in the middle of a load.
+        second.forget()
+        node.signal(signal.SIGSTOP)
+        threading.Timer(0.5, node.kill).start()
+        story.ask(second, "long")
+        node.start()
+        wait_for_link(story, second)
+
+        # A record on the disk is damaged: the rest is computed.
+        second.forget()
+        node.until_on_disk()
+        layout = described_layout(node.pool()["layout"])
+        node.stop()
+        damage(node, layout)
+        node.start()
+        wait_for_link(story, second)
+        second.forget()
+        for name in PROMPTS:
+            story.ask(second, name)
+        assert {"checksum"} == set(node.pool()["disk"]["faults"])
+
+        # A second engine beside it, on the same node.
+        second.forget()
+        third = stack.enter_context(started(model, node, tmp_path))
+        story.expect(third, "fourth", "host")
+        answers: list[Any] = []
+        both = [
+            threading.Thread(target=lambda e=engine: answers.append(story.ask(e, *PROMPTS)))
+            for engine in (second, third)
+        ]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join()
+        assert 2 == len(answers)
+        counts = node.pool()
+        assert (0, 0) == (counts["lost"], counts["collisions"])
+
+
+def wait_for_link(story: Story, engine: Engine) -> None:
+    """An engine leaves a node that failed alone for a second; ask until it is back."""
+    for _ in range(30):
+        engine.forget()
+        (answer,) = story.ask(engine, "third")
+        if answer["hits"]:
+            return
+    raise AssertionError("the engine did not come back to the node")
+
+
+def damage(node: RunningNode, layout: BlockLayout) -> None:
+    """Flip a bit in the payload of one block of one prompt."""
+    (folder,) = node.disk.iterdir()
+    with closing(open_disk(folder, layout, 2 << 30)) as tier, tier.view() as view:
+        first = next(block for block in view.blocks() if block.parent == block.scope)
+        shard, offset = record_offset(tier, first.key)
+    flip(folder / shard / "data.mdb", offset + 100_000)

@@ -1,0 +1,241 @@
+"""Is a shard what LMDB wrote? Checked before LMDB opens it, since LMDB may die of what is not.
+
+`check_shard` walks every page that holds structure, through `recovery.pages`, and compares the
+databases with each other. Payloads are not read: they have their own checksums. There are three
+answers. The shard is sound. Or some entries contradict each other: they are named, and `Shard.fix`
+takes them out. Or the structure is broken: then the state before the last commit is tried, which
+LMDB keeps until two commits later, and where that is broken too the shard is given up.
+
+A shard that takes longer than a moment is walked by a child process (`ShardCheck`), so that the
+server starts at once and its threads do not wait for a walk:
+`python -m tiers.disk.recovery SHARD MAP_BYTES`.
+"""
+
+import math
+import os
+import pickle
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tiers.disk.recovery.consistency import Books, Fixes, Repair
+from tiers.disk.recovery.pages import (
+    DATA_VERSION,
+    MAGIC,
+    PAGE,
+    Head,
+    Node,
+    PageFile,
+    Torn,
+    Walked,
+)
+
+CHECK_AT_ONCE_S = 0.25  # a shard that takes longer is checked by a child, and is read meanwhile
+NAMES = ("data", "index", "order", "scopes", "days", "state")
+_LOOK_EVERY = 64  # entries between two looks at the clock
+
+
+class TooLong(Exception):
+    """The walk is not done in the time it was given."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What a check found. `problem` is set where the shard must be given up."""
+
+    problem: str | None = None
+    rolled_back: str | None = None  # why the last commit was given up, where the one before stands
+    slot: int = 0  # of the state that stands
+    transaction: int = 0
+    fixes: Fixes = field(default_factory=Fixes)
+
+
+def check_shard(path: Path, map_bytes: int, within_s: float = math.inf) -> Report:
+    """Check the shard in `path`, which nobody writes meanwhile. Raises TooLong and OSError."""
+    deadline = time.monotonic() + within_s
+    fd = os.open(path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        file = PageFile(fd, map_bytes)
+        heads = file.heads()
+        if not heads:
+            if _is_another_format(fd):
+                return Report()  # not for this reader to judge
+            return Report(problem="neither of its first two pages can be read")
+        why = "" if len(heads) == 2 else "one of its first two pages cannot be read"
+        for head in heads:
+            try:
+                fixes = _Check(file, head, deadline).run()
+            except Torn as torn:
+                why = str(torn)
+                continue
+            return Report(None, why or None, head.slot, head.transaction, fixes)
+        return Report(problem=why)
+    finally:
+        os.close(fd)
+
+
+def roll_back(path: Path, slot: int) -> None:
+    """Let the state in `slot` be the only one: its page is copied over the other's."""
+    other = 1 - slot
+    with (path / "data.mdb").open("r+b") as file:
+        page = bytearray(os.pread(file.fileno(), PAGE, slot * PAGE))
+        page[:8] = other.to_bytes(8, "little")
+        os.pwrite(file.fileno(), page, other * PAGE)
+        os.fsync(file.fileno())
+    (path / "lock.mdb").unlink(missing_ok=True)  # it holds numbers of the state that is gone
+
+
+def last_transaction(path: Path, map_bytes: int) -> int:
+    """The number of the last commit that stands; 0 where none can be read."""
+    fd = os.open(path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return max((head.transaction for head in PageFile(fd, map_bytes).heads()), default=0)
+    finally:
+        os.close(fd)
+
+
+def _is_another_format(fd: int) -> bool:
+    """Whether both states say that another LMDB wrote them."""
+    versions = set()
+    for slot in (0, 1):
+        page = os.pread(fd, 32, slot * PAGE)
+        if int.from_bytes(page[16:20], "little") != MAGIC:
+            return False
+        versions.add(int.from_bytes(page[20:24], "little"))
+    return len(versions) == 1 and DATA_VERSION not in versions
+
+
+class _Check:
+    """One walk over one state of a shard."""
+
+    def __init__(self, file: PageFile, head: Head, deadline: float) -> None:
+        self._file = file
+        self._head = head
+        self._deadline = deadline
+        self._walked = Walked()
+        self._free = array("Q")
+
+    def run(self) -> Fixes:
+        """Raises Torn where the structure is broken, TooLong."""
+        self._walk_free()
+        trees = self._file.trees(self._head)
+        for _ in self._file.nodes(self._head.main, self._walked):
+            pass
+        if unknown := set(trees) - set(NAMES):
+            raise Torn(f"there are trees called {sorted(unknown)}")
+        if trees and (missing := set(NAMES) - set(trees)):
+            raise Torn(f"there is no tree called {sorted(missing)}")
+        if not trees:
+            self._check_pages()
+            return Fixes()
+        books = Books(self._file)
+        for name in NAMES:
+            for node in self._timed(self._file.nodes(trees[name], self._walked)):
+                books.take(name, node)
+        self._check_pages()
+        if books.agree():
+            return Fixes()
+        return Repair(self._file, trees).fixes()
+
+    def _timed(self, nodes: Iterator[Node]) -> Iterator[Node]:
+        for number, node in enumerate(nodes):
+            late = number % _LOOK_EVERY == 0 and time.monotonic() > self._deadline
+            if late:
+                raise TooLong
+            yield node
+
+    def _walk_free(self) -> None:
+        """The pages that are free, by the transaction that freed them."""
+        for node in self._timed(self._file.nodes(self._head.free, self._walked)):
+            if len(node.key) != 8 or node.is_tree:
+                raise Torn("the list of free pages has a key of another kind")
+            if int.from_bytes(node.key, "little") > self._head.transaction:
+                raise Torn("pages are free that a later transaction freed")
+            numbers = np.frombuffer(self._file.value(node), "<u8")
+            if len(numbers) == 0 or len(numbers) - 1 < numbers[0]:
+                raise Torn("a list of free pages is longer than its room")
+            pages = numbers[1 : 1 + int(numbers[0])]
+            if len(pages) and not (pages[:-1] > pages[1:]).all():
+                raise Torn("a list of free pages is out of order")
+            if len(pages) and not 2 <= int(pages[-1]) <= int(pages[0]) <= self._head.last_page:
+                raise Torn("a page is free that the file does not have")
+            self._free.frombytes(pages.tobytes())
+
+    def _check_pages(self) -> None:
+        """No page is in two places, and none is beyond the last."""
+        walked = self._walked
+        runs = np.array(walked.runs, np.uint64).reshape(-1, 2)
+        single = np.concatenate(
+            [
+                np.array(walked.branch, np.uint64),
+                np.array(walked.leaf, np.uint64),
+                np.frombuffer(self._free, np.uint64),
+            ]
+        )
+        first = np.concatenate([single, runs[:, 0]])
+        end = np.concatenate([single + np.uint64(1), runs[:, 0] + runs[:, 1]])
+        order = np.argsort(first)
+        first, end = first[order], end[order]
+        if len(first) and int(end[-1]) - 1 > self._head.last_page:
+            raise Torn("a page is in use beyond the last one")
+        if not (end[:-1] <= first[1:]).all():
+            raise Torn("a page is in two places")
+
+
+class ShardCheck:
+    """A check that may take long: first here, for a moment, then in a child process."""
+
+    def __init__(self, path: Path, map_bytes: int) -> None:
+        self._path = path
+        self._map_bytes = map_bytes
+        self._child: subprocess.Popen[bytes] | None = None
+        self._began = 0
+
+    def begin(self, within_s: float) -> Report | None:
+        """Check here; None where it takes longer, and a child goes on."""
+        try:
+            return check_shard(self._path, self._map_bytes, within_s)
+        except TooLong:
+            self._start()
+            return None
+        except OSError as error:
+            return Report(problem=str(error))
+
+    def poll(self) -> Report | None:
+        """What the child found, once it has; begun again where somebody wrote meanwhile."""
+        child = self._child
+        if child is None or child.poll() is None:
+            return None
+        output, errors = child.communicate()
+        self._child = None
+        if child.returncode:
+            said = errors.decode(errors="replace").strip()[-200:]
+            return Report(problem=said or f"the check ended with {child.returncode}")
+        if last_transaction(self._path, self._map_bytes) != self._began:
+            self._start()
+            return None
+        report: Report = pickle.loads(output)  # noqa: S301 - of a child of ours
+        return report
+
+    def cancel(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.communicate()
+
+    def _start(self) -> None:
+        self._began = last_transaction(self._path, self._map_bytes)
+        command = [sys.executable, "-m", "tiers.disk.recovery"]
+        self._child = subprocess.Popen(
+            [*command, str(self._path), str(self._map_bytes)],
+            cwd=Path(__file__).parents[3],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )

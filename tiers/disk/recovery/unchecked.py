@@ -1,0 +1,83 @@
+"""A shard that is still being checked, as far as a reader needs one.
+
+Nothing here goes through LMDB, and nothing is believed: a page that contradicts itself is a block
+that is not found, and what is found is proven by the reader as always. Reader threads.
+"""
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiers.blocks.keys import PrefixKey
+from tiers.disk.recovery.consistency import DAMAGED, proven_entry
+from tiers.disk.recovery.pages import HEADER, PAGE, PageFile, Torn, Tree, run_pages
+from tiers.disk.rows import Entry, Totals
+from tiers.disk.storage import Storage
+
+
+class UncheckedShard:
+    """Lookups and reads of the newest state that stands. Nobody writes the file meanwhile."""
+
+    def __init__(self, path: Path, map_bytes: int, storage: Storage) -> None:
+        self.path = path
+        self.map_bytes = map_bytes
+        self._storage = storage
+        self._file = storage.open_file(path / "data.mdb")
+        self._pages = PageFile(self._file.cached, map_bytes)
+        self._trees: dict[str, Tree] = {}
+        for head in self._pages.heads():
+            try:
+                self._trees = self._pages.trees(head)
+                break
+            except Torn:
+                continue
+
+    def close(self) -> None:
+        self._storage.close_file(self._file)
+
+    @property
+    def totals(self) -> Totals:
+        """What its accounts say, believed as far as a number on a page can be."""
+        try:
+            node = self._pages.find(self._trees["state"], b"totals")
+            return Totals.unpack(self._pages.value(node)) if node else Totals()
+        except (KeyError, Torn, struct.error):
+            return Totals()
+
+    def file_bytes(self) -> int:
+        return self._storage.stat(self._file).st_blocks * 512
+
+    def find(self, keys: Sequence[PrefixKey]) -> list[Entry]:
+        """Index entries of the leading run of keys that are held, as far as can be told."""
+        found: list[Entry] = []
+        for key in keys:
+            entry = self._entry(key)
+            if entry is None:
+                break
+            found.append(entry)
+        return found
+
+    def will_need(self, entries: Sequence[Entry]) -> None:
+        for place in (entry.place for entry in entries):
+            self._storage.will_need(self._file, place.offset - HEADER, place.nbytes + HEADER)
+
+    def room_for(self, entry: Entry) -> int:
+        return run_pages(entry.place.nbytes) * PAGE
+
+    def read(self, key: PrefixKey, entry: Entry, into: memoryview) -> memoryview:
+        """As `Shard.read`."""
+        nbytes, offset = entry.place.nbytes, entry.place.offset
+        count = self._storage.read(self._file, into[: self.room_for(entry)], offset - HEADER)
+        return into[HEADER : max(HEADER, min(count, HEADER + nbytes))]
+
+    def _entry(self, key: PrefixKey) -> Entry | None:
+        try:
+            node = self._pages.find(self._trees["index"], key)
+            if node is None:
+                return None
+            entry, _ = proven_entry(key, self._pages.value(node))
+        except (KeyError, Torn, *DAMAGED):
+            return None
+        first = entry.place.offset // PAGE
+        inside = 2 <= first <= self._pages.num_pages - run_pages(entry.place.nbytes)
+        return entry if inside else None

@@ -1,0 +1,147 @@
+"""How an engine talks to a node: one blocking connection, and the node's memory mapped.
+
+Not thread-safe: each thread that talks to a node has a client of its own. Every failure is a
+NodeGone or a NodeError; after one the connection is closed, every lease is over, and `connect`
+begins anew. Frames stay readable after the node has died, since the memory is shared.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tiers.blocks.keys import BlockId
+from tiers.blocks.layout import BlockLayout
+from tiers.errors import NodeError, NodeGone
+from tiers.node import messages
+from tiers.node.arena import SharedMemory
+from tiers.node.messages import HEADER, MAX_BODY, VERSION, Op, run_of
+from tiers.tier import TierName
+
+_TIERS = (TierName.HOST, TierName.DISK)
+
+
+class NodeClient:
+    """One connection to the node at `path`, for blocks of one layout, or for its counters alone."""
+
+    def __init__(
+        self, path: Path, layout: BlockLayout | None = None, *, timeout_s: float = 10.0
+    ) -> None:
+        self._path = path
+        self._layout = layout
+        self._timeout_s = timeout_s
+        self._socket: socket.socket | None = None
+        self._pool = 0
+        self.memory: SharedMemory | None = None  # while connected
+
+    @property
+    def is_connected(self) -> bool:
+        return self._socket is not None
+
+    def connect(self) -> SharedMemory:
+        """Join the node and map its memory. Raises NodeGone where none answers."""
+        assert self._layout is not None, "blocks have a layout"
+        self.open()
+        hello = {"version": VERSION, "layout": messages.describe_layout(self._layout)}
+        answer, files = self._ask(Op.HELLO, messages.pack_json(hello))
+        told = messages.unpack_json(answer)
+        if len(files) != 1:
+            self.close()
+            raise NodeError("the node sent no memory")
+        self._pool = told["pool"]
+        self.memory = SharedMemory(files[0], self._layout, told["num_frames"])
+        return self.memory
+
+    def open(self) -> None:
+        """Reach the node, without a layout. Raises NodeGone where none answers."""
+        self.close()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(self._timeout_s)
+        try:
+            self._socket.connect(str(self._path))
+        except OSError as error:
+            self.close()
+            raise NodeGone(f"no node answers at {self._path}: {error}") from error
+
+    def probe(self, ids: Sequence[BlockId]) -> list[TierName]:
+        """The tier of each block of the leading run that is held."""
+        if not ids:
+            return []
+        return [_TIERS[code] for code in self._run(Op.PROBE, ids)]
+
+    def lease(self, ids: Sequence[BlockId]) -> list[int]:
+        """Frames of the leading run, filled and verified; they stay until `release`."""
+        return list(messages.unpack_numbers(self._run(Op.LEASE, ids))) if ids else []
+
+    def release(self, frames: Sequence[int]) -> None:
+        """Give back leased frames, in the order of their blocks."""
+        if frames:
+            self._ask(Op.RELEASE, messages.pack_numbers([self._pool, *frames]))
+
+    def reserve(self, ids: Sequence[BlockId]) -> list[tuple[int, int]]:
+        """(position in `ids`, frame) of the blocks that are to be written into their frames."""
+        return messages.unpack_pairs(self._run(Op.RESERVE, ids)) if ids else []
+
+    def commit(self, frames: Sequence[int]) -> None:
+        """Reserved frames are written: from now on they are served."""
+        if frames:
+            self._ask(Op.COMMIT, messages.pack_numbers([self._pool, *frames]))
+
+    def stats(self) -> dict[str, Any]:
+        return messages.unpack_json(self._ask(Op.STATS, b"")[0])
+
+    def close(self) -> None:
+        """Leave the node. It takes back every lease, and forgets what was not committed."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+
+    def _run(self, op: Op, ids: Sequence[BlockId]) -> bytes:
+        return self._ask(op, messages.pack_run(self._pool, run_of(ids)))[0]
+
+    def _ask(self, op: Op, body: bytes) -> tuple[bytes, list[int]]:
+        """One request and its answer, and the files that came with it."""
+        if self._socket is None:
+            raise NodeGone(f"not connected to the node at {self._path}")
+        try:
+            self._socket.sendall(messages.pack(op, body))
+            return self._receive(op)
+        except OSError as error:
+            self.close()
+            raise NodeGone(f"the node at {self._path} went away: {error}") from error
+        except NodeError:
+            self.close()
+            raise
+
+    def _receive(self, op: Op) -> tuple[bytes, list[int]]:
+        assert self._socket is not None
+        data, files, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
+        received = bytearray(data)
+        try:
+            self._fill(received, HEADER.size, bool(data))
+            size, answered = HEADER.unpack_from(received)
+            if size > MAX_BODY:
+                raise NodeError(f"the node sent a message of {size} bytes")
+            self._fill(received, HEADER.size + size, True)
+        except BaseException:
+            for file in files:
+                with contextlib.suppress(OSError):
+                    os.close(file)
+            raise
+        answer = bytes(received[HEADER.size :])
+        if answered != op:
+            raise NodeError(answer.decode(errors="replace") or f"the node answered {answered}")
+        return answer, files
+
+    def _fill(self, received: bytearray, size: int, is_open: bool) -> None:
+        assert self._socket is not None
+        while len(received) < size:
+            data = self._socket.recv(min(1 << 20, size - len(received))) if is_open else b""
+            if not data:
+                raise NodeGone(f"the node at {self._path} closed the connection")
+            received += data

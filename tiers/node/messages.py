@@ -1,0 +1,191 @@
+"""What a node and its clients say to each other over the socket.
+
+Every message is a length, an operation and a body, little-endian. A client sends one request at a
+time and waits for the answer of the same operation. Blocks are named by their scope, the key of the
+block before the first, and their tokens; the node computes the keys itself, so what it compares is
+never a client's word.
+
+    HELLO    the block layout (JSON)        -> pool number, frame count (JSON), and the memory file
+    PROBE    a run of blocks                -> for each of the leading run held: the tier
+    LEASE    a run of blocks                -> frames of the leading run, filled and kept
+    RESERVE  a run of blocks                -> (position, frame) of those the client is to write
+    COMMIT   frames that were written       -> ()
+    RELEASE  frames that were leased        -> ()
+    STATS    ()                             -> counters (JSON)
+"""
+
+import json
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+from typing import Any
+
+from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey, child_key
+from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout
+from tiers.errors import NodeError
+
+HEADER = struct.Struct("<IB")  # bytes of the body, operation
+MAX_BODY = 64 << 20
+VERSION = 1
+_RUN = struct.Struct("<B16s16sIII")  # pool, scope, parent, tokens of a block, blocks, content bytes
+_CONTENT = struct.Struct("<IH")  # block, bytes
+_PAIR = struct.Struct("<II")
+
+
+class Op(IntEnum):
+    """What a message asks, or answers."""
+
+    HELLO = 1
+    PROBE = 2
+    LEASE = 3
+    RESERVE = 4
+    COMMIT = 5
+    RELEASE = 6
+    STATS = 7
+    REFUSED = 8  # an answer: the reason, as text
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Consecutive blocks of one prompt. `contents[i]` are the digests that block i covers."""
+
+    scope: PrefixKey
+    parent: PrefixKey
+    tokens: bytes  # int32 little-endian, whole blocks
+    block_size: int
+    contents: Sequence[bytes] = ()
+
+    def ids(self) -> list[BlockId]:
+        """The identity of every block, its key computed from the tokens."""
+        step = self.block_size * TOKEN_BYTES
+        found, parent = [], self.parent
+        for number, start in enumerate(range(0, len(self.tokens), step)):
+            chunk = self.tokens[start : start + step]
+            content = self.contents[number] if number < len(self.contents) else b""
+            key = child_key(parent, chunk, content)
+            found.append(BlockId(self.scope, parent, key, chunk, content))
+            parent = key
+        return found
+
+
+def engine_layout(num_layers: int, token_items: int, block_size: int, dtype: str) -> BlockLayout:
+    """A block of `token_items` numbers a token a layer; the engine knows what they are."""
+    layer = LayerLayout(num_heads=1, key_dim=token_items, value_dim=token_items, shared=True)
+    return BlockLayout((layer,) * num_layers, block_size, dtype)
+
+
+def describe_layout(layout: BlockLayout) -> dict[str, Any]:
+    """The arguments of `engine_layout` that made this layout."""
+    return {
+        "num_layers": len(layout.layers),
+        "token_items": layout.layers[0].token_items,
+        "block_size": layout.block_size,
+        "dtype": layout.dtype,
+    }
+
+
+def described_layout(fields: Any) -> BlockLayout:
+    """The inverse of `describe_layout`. Raises NodeError for what no engine could mean."""
+    sizes = {"num_layers": 1 << 12, "token_items": 1 << 24, "block_size": 1 << 20}
+    if not isinstance(fields, dict) or set(fields) != {*sizes, "dtype"}:
+        raise NodeError(f"a block layout has the fields {', '.join(sizes)} and dtype")
+    for name, most in sizes.items():
+        if type(fields[name]) is not int or not 0 < fields[name] <= most:
+            raise NodeError(f"{name} of a block layout is {fields[name]!r}; at most {most}")
+    if fields["dtype"] not in DTYPES:
+        raise NodeError(f"blocks of dtype {fields['dtype']!r} cannot be served")
+    return engine_layout(**fields)
+
+
+def run_of(ids: Sequence[BlockId]) -> BlockRun:
+    """Consecutive identities as one run. They must follow one another."""
+    assert all(before.key == after.parent for before, after in pairwise(ids)), "not a run"
+    first = ids[0]
+    return BlockRun(
+        first.scope,
+        first.parent,
+        b"".join(block.tokens for block in ids),
+        len(first.tokens) // TOKEN_BYTES,
+        [block.content for block in ids],
+    )
+
+
+def pack(op: Op, body: bytes = b"") -> bytes:
+    return HEADER.pack(len(body), op) + body
+
+
+def pack_run(pool: int, run: BlockRun) -> bytes:
+    contents = b"".join(
+        _CONTENT.pack(number, len(content)) + content
+        for number, content in enumerate(run.contents)
+        if content
+    )
+    num_blocks = len(run.tokens) // (run.block_size * TOKEN_BYTES)
+    head = _RUN.pack(pool, run.scope, run.parent, run.block_size, num_blocks, len(contents))
+    return head + contents + run.tokens
+
+
+def unpack_run(body: memoryview) -> tuple[int, BlockRun]:
+    """The inverse of `pack_run`. Raises NodeError for a body that is not one."""
+    if len(body) < _RUN.size:
+        raise NodeError(f"a run of blocks has {len(body)} bytes, fewer than its head")
+    pool, scope, parent, block_size, num_blocks, content_bytes = _RUN.unpack_from(body)
+    tokens_at = _RUN.size + content_bytes
+    if len(body) != tokens_at + num_blocks * block_size * TOKEN_BYTES or not block_size:
+        raise NodeError(f"a run of {num_blocks} blocks does not fit a body of {len(body)} bytes")
+    contents = _contents(body[_RUN.size : tokens_at], num_blocks)
+    tokens = bytes(body[tokens_at:])
+    return pool, BlockRun(PrefixKey(scope), PrefixKey(parent), tokens, block_size, contents)
+
+
+def _contents(body: memoryview, num_blocks: int) -> list[bytes]:
+    contents = [b""] * num_blocks if len(body) else []
+    at = 0
+    while at < len(body):
+        if at + _CONTENT.size > len(body):
+            raise NodeError("the contents of a run are cut short")
+        number, size = _CONTENT.unpack_from(body, at)
+        at += _CONTENT.size
+        if number >= num_blocks or at + size > len(body):
+            raise NodeError(f"content of block {number} does not fit a run of {num_blocks} blocks")
+        contents[number] = bytes(body[at : at + size])
+        at += size
+    return contents
+
+
+def pack_numbers(numbers: Iterable[int]) -> bytes:
+    return array("I", numbers).tobytes()
+
+
+def unpack_numbers(body: bytes | memoryview) -> "array[int]":
+    if len(body) % 4:
+        raise NodeError(f"{len(body)} bytes are no list of frames")
+    numbers = array("I")
+    numbers.frombytes(bytes(body))
+    return numbers
+
+
+def pack_pairs(pairs: Iterable[tuple[int, int]]) -> bytes:
+    return b"".join(_PAIR.pack(*pair) for pair in pairs)
+
+
+def unpack_pairs(body: bytes) -> list[tuple[int, int]]:
+    return list(_PAIR.iter_unpack(body))
+
+
+def pack_json(document: Any) -> bytes:
+    return json.dumps(document).encode()
+
+
+def unpack_json(body: bytes | memoryview) -> dict[str, Any]:
+    """Raises NodeError for what is not a JSON object."""
+    try:
+        document = json.loads(bytes(body))
+    except ValueError as error:
+        raise NodeError(f"a message that is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise NodeError("a message that is not a JSON object")
+    return document

@@ -1,0 +1,381 @@
+"""A node: one thread that serves pools of blocks to clients over a Unix socket.
+
+    client ──request──► Node ──► Pool ──► Mover (disk)         one request at a time a client
+           ◄──answer───      ◄── work ◄── wake-up
+
+A probe or a lease that waits for the disk is answered when the disk is done; other clients are
+served meanwhile. When a client's connection ends, however it ends, its leases are over and what it
+was writing is forgotten. Nothing a client sends can stop the node: a message that it cannot accept
+is refused, and the connection is closed.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import selectors
+import socket
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.open import open_disk
+from tiers.disk.tier import DiskTier
+from tiers.errors import ConfigurationError, DirectoryLocked, NodeError, TierError
+from tiers.node import messages
+from tiers.node.arena import create, frame_stride
+from tiers.node.messages import HEADER, MAX_BODY, VERSION, Op
+from tiers.node.pool import Capacity, Lease, Pool, Probe
+from tiers.tier import TierName
+from tiers.transfer.mover import Mover
+
+logger = logging.getLogger(__name__)
+
+MAX_POOLS = 16  # layouts that one node serves
+MAX_CLIENTS = 256
+MAX_UNSENT = 1 << 20  # bytes of answers that a client may leave unread and ask on
+DRAIN_S = 30.0  # how long a stopping node writes to its disk what only memory holds
+_READ_BYTES = 1 << 18
+_TIER_CODES = {TierName.HOST: 0, TierName.DISK: 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """Where a node listens and how much it may hold. Each layout has a disk folder of its own."""
+
+    socket: Path
+    host_bytes: int
+    disk_dir: Path | None = None
+    disk_bytes: int = 0  # for each layout
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """One connection, what it has sent so far, and what it holds."""
+
+    number: int
+    socket: socket.socket
+    received: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+    leased: Counter[tuple[int, int]] = field(default_factory=Counter)  # (pool, frame)
+    filling: set[tuple[int, int]] = field(default_factory=set)
+    waits: "tuple[int, Lease | Probe] | None" = None
+
+
+class Node:
+    """Serves until `stop`. `open` may raise ConfigurationError and DirectoryLocked."""
+
+    def __init__(self, settings: NodeSettings) -> None:
+        self.settings = settings
+        self._capacity = Capacity(settings.host_bytes)
+        self._layouts: list[BlockLayout] = []
+        self._disks: list[DiskTier] = []
+        self._clients: dict[int, _Client] = {}
+        self._num_clients = 0
+        self._stopping = False
+
+    def open(self) -> None:
+        """Take the socket's place. Clients can connect when it returns."""
+        path = self.settings.socket
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise DirectoryLocked(
+                f"another node serves {path}; stop it, or name another"
+            ) from error
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            path.unlink(missing_ok=True)
+            self._listener.bind(str(path))
+            path.chmod(0o600)
+        except OSError as error:
+            self._listener.close()
+            os.close(self._lock)
+            raise ConfigurationError(f"the node cannot listen on {path}: {error}") from error
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._listener.listen(64)
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+
+    def stop(self) -> None:
+        """End `run` after the step under way. Any thread, and signal handlers."""
+        self._stopping = True
+        self._wake_up()
+
+    def run(self) -> None:
+        """Serve clients until `stop`."""
+        while not self._stopping:
+            for key, events in self._selector.select():
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj == self._wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._wake)
+                else:
+                    self._attend(key.data, events)
+            for pool in self._capacity.pools:
+                pool.work()
+            for client in [each for each in self._clients.values() if each.waits]:
+                self._answer_if_ready(client)
+
+    def close(self) -> None:
+        """Write what only memory holds, within `DRAIN_S`, and give everything back."""
+        for client in list(self._clients.values()):
+            self._end(client)
+        self.settings.socket.unlink(missing_ok=True)
+        until = time.monotonic() + DRAIN_S
+        pools = self._capacity.pools
+        while any(pool.is_writing for pool in pools) and time.monotonic() < until:
+            for pool in pools:
+                pool.work()
+            time.sleep(0.005)
+        for pool in pools:
+            if pool.mover is not None:
+                pool.mover.close()
+            pool.memory.close()
+        for disk in self._disks:
+            disk.close()
+        self._selector.close()
+        self._listener.close()
+        os.close(self._wake)
+        os.close(self._lock)
+
+    # Connections.
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            os.eventfd_write(self._wake, 1)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(self._clients) >= MAX_CLIENTS:
+            logger.warning(f"a client was refused: {MAX_CLIENTS} are connected")
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._num_clients += 1
+        client = _Client(self._num_clients, connection)
+        self._clients[client.number] = client
+        self._selector.register(connection, selectors.EVENT_READ, client)
+
+    def _attend(self, client: _Client, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._flush(client)
+            if events & selectors.EVENT_READ:
+                self._read(client)
+        except NodeError as error:
+            logger.warning(f"client {client.number} was disconnected: {error}")
+            self._refuse(client, str(error))
+        except OSError as error:
+            logger.debug(f"client {client.number} has gone: {error}")
+            self._end(client)
+
+    def _read(self, client: _Client) -> None:
+        data = client.socket.recv(_READ_BYTES)
+        if not data:
+            self._end(client)
+            return
+        client.received += data
+        if len(client.received) > HEADER.size + MAX_BODY or len(client.unsent) > MAX_UNSENT:
+            raise NodeError("a client goes on asking and leaves its answers unread")
+        while client.waits is None and len(client.received) >= HEADER.size:
+            size, op = HEADER.unpack_from(client.received)
+            if size > MAX_BODY:
+                raise NodeError(f"a message of {size} bytes; at most {MAX_BODY} are read")
+            if len(client.received) < HEADER.size + size:
+                return
+            body = bytes(client.received[HEADER.size : HEADER.size + size])
+            del client.received[: HEADER.size + size]
+            self._handle(client, op, memoryview(body))
+
+    def _send(self, client: _Client, op: Op, body: bytes) -> None:
+        client.unsent += messages.pack(op, body)
+        self._flush(client)
+
+    def _flush(self, client: _Client) -> None:
+        with contextlib.suppress(BlockingIOError):
+            del client.unsent[: client.socket.send(client.unsent)]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
+        self._selector.modify(client.socket, events, client)
+
+    def _refuse(self, client: _Client, reason: str) -> None:
+        with contextlib.suppress(OSError):
+            client.socket.send(messages.pack(Op.REFUSED, reason.encode()))
+        self._end(client)
+
+    def _end(self, client: _Client) -> None:
+        """The connection is over: so is everything that it held."""
+        if self._clients.pop(client.number, None) is None:
+            return
+        self._selector.unregister(client.socket)
+        client.socket.close()
+        if client.waits is not None and isinstance(client.waits[1], Lease):
+            self._give_up(*client.waits)
+        for (pool, frame), count in client.leased.items():
+            self._capacity.pools[pool].release([frame] * count)
+        for pool, frame in client.filling:
+            self._capacity.pools[pool].abandon([frame])
+
+    def _give_up(self, pool: int, lease: "Lease | Probe") -> None:
+        assert isinstance(lease, Lease)
+        self._capacity.pools[pool].give_up(lease)
+
+    # Requests.
+
+    def _handle(self, client: _Client, op: int, body: memoryview) -> None:
+        if op == Op.HELLO:
+            self._hello(client, messages.unpack_json(body))
+        elif op in (Op.PROBE, Op.LEASE, Op.RESERVE):
+            self._handle_run(client, Op(op), body)
+        elif op in (Op.COMMIT, Op.RELEASE):
+            self._handle_frames(client, Op(op), body)
+        elif op == Op.STATS:
+            self._send(client, Op.STATS, messages.pack_json(self.stats()))
+        else:
+            raise NodeError(f"operation {op} is not known to this version of the node")
+
+    def _hello(self, client: _Client, hello: dict[str, Any]) -> None:
+        if hello.get("version") != VERSION:
+            raise NodeError(f"the node speaks version {VERSION}, not {hello.get('version')!r}")
+        number = self._pool_for(messages.described_layout(hello.get("layout")))
+        memory = self._capacity.pools[number].memory
+        body = messages.pack_json({"pool": number, "num_frames": memory.num_frames})
+        answer = messages.pack(Op.HELLO, body)
+        if client.unsent or socket.send_fds(client.socket, [answer], [memory.file]) < len(answer):
+            raise NodeError("a client said HELLO while it left answers unread")
+
+    def _handle_run(self, client: _Client, op: Op, body: memoryview) -> None:
+        number, run = messages.unpack_run(body)
+        pool = self._pool(number)
+        if run.block_size != self._layouts[number].block_size:
+            raise NodeError(f"blocks of {run.block_size} tokens were asked for; see HELLO")
+        ids = run.ids()
+        if op is Op.RESERVE:
+            pairs = pool.reserve(ids, client.number)
+            client.filling |= {(number, frame) for _, frame in pairs}
+            self._send(client, op, messages.pack_pairs(pairs))
+            return
+        asked = pool.probe(ids) if op is Op.PROBE else pool.lease(ids, client.number)
+        client.waits = (number, asked)
+        self._answer_if_ready(client)
+
+    def _answer_if_ready(self, client: _Client) -> None:
+        assert client.waits is not None
+        number, asked = client.waits
+        if not asked.is_ready:
+            return
+        client.waits = None
+        try:
+            if isinstance(asked, Probe):
+                codes = bytes(_TIER_CODES[tier] for tier in asked.tiers)
+                self._send(client, Op.PROBE, codes)
+            else:
+                frames = self._capacity.pools[number].settle(asked)
+                client.leased.update((number, frame) for frame in frames)
+                self._send(client, Op.LEASE, messages.pack_numbers(frames))
+        except OSError:
+            self._end(client)
+
+    def _handle_frames(self, client: _Client, op: Op, body: memoryview) -> None:
+        number, *frames = messages.unpack_numbers(body) or [0]
+        pool = self._pool(number)
+        names = [(number, frame) for frame in frames]
+        if op is Op.COMMIT:
+            if len(set(names)) != len(names) or not client.filling.issuperset(names):
+                raise NodeError("a client committed frames that it had not reserved")
+            client.filling.difference_update(names)
+            pool.commit(frames)
+        else:
+            if not Counter(names) <= client.leased:
+                raise NodeError("a client released frames that it had not leased")
+            client.leased -= Counter(names)
+            pool.release(frames)
+        self._send(client, op, b"")
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and sizes, as JSON."""
+        pools = [
+            {
+                "layout": messages.describe_layout(layout),
+                "num_blocks": pool.num_blocks,
+                "is_writing": pool.is_writing,
+                **asdict(pool.counts),
+                **_disk_stats(disk),
+            }
+            for layout, pool, disk in zip(
+                self._layouts, self._capacity.pools, self._disks_by_pool, strict=True
+            )
+        ]
+        return {
+            "version": VERSION,
+            "num_clients": len(self._clients),
+            "used_bytes": self._capacity.used_bytes,
+            "capacity_bytes": self._capacity.capacity_bytes,
+            "pools": pools,
+        }
+
+    # Pools.
+
+    @property
+    def _disks_by_pool(self) -> list[DiskTier | None]:
+        return list(self._disks) or [None] * len(self._layouts)
+
+    def _pool(self, number: int) -> Pool:
+        if number >= len(self._capacity.pools):
+            raise NodeError(f"there is no pool {number}; say HELLO first")
+        return self._capacity.pools[number]
+
+    def _pool_for(self, layout: BlockLayout) -> int:
+        """The pool of a layout, made when it is first asked for."""
+        if layout in self._layouts:
+            return self._layouts.index(layout)
+        if len(self._layouts) >= MAX_POOLS:
+            raise NodeError(f"the node serves {MAX_POOLS} block layouts already; start another")
+        num_frames = self.settings.host_bytes // frame_stride(layout)
+        if not num_frames:
+            raise NodeError(
+                f"a block of {layout.nbytes} bytes does not fit the node's "
+                f"{self.settings.host_bytes} bytes of host memory"
+            )
+        mover = self._open_below(layout) if self.settings.disk_dir is not None else None
+        Pool(create(layout, num_frames), self._capacity, mover)
+        self._layouts.append(layout)
+        return len(self._layouts) - 1
+
+    def _open_below(self, layout: BlockLayout) -> Mover:
+        assert self.settings.disk_dir is not None
+        folder = self.settings.disk_dir / layout.digest().hex()
+        try:
+            disk = open_disk(folder, layout, self.settings.disk_bytes)
+        except TierError as error:
+            raise NodeError(f"the disk cache cannot be opened: {error}") from error
+        self._disks.append(disk)
+        mover = Mover(disk, on_done=self._wake_up)
+        mover.start()
+        return mover
+
+
+def _disk_stats(disk: DiskTier | None) -> dict[str, Any]:
+    if disk is None:
+        return {}
+    stats = disk.stats()
+    return {
+        "disk": {
+            "num_blocks": stats.num_blocks,
+            "used_bytes": stats.used_bytes,
+            "capacity_bytes": stats.capacity_bytes,
+            "faults": {str(reason): number for reason, number in stats.faults.items()},
+        }
+    }

@@ -1,0 +1,317 @@
+"""Where records lie remotely: names and bytes, in Redis, a Redis Cluster or S3.
+
+    redis://host:port/db                    rediss:// with TLS
+    redis+cluster://host:port,host:port     nodes to start from; rediss+cluster:// with TLS
+    s3://bucket/prefix                      or `?endpoint=...&region=...`, as obstore names them
+
+Every call has a time limit and raises `RemoteError`, whatever the client's own errors are called.
+Called by reader threads and the publisher, several at a time.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+from urllib.parse import parse_qs, unquote, urlsplit, urlunsplit
+
+from tiers.errors import ConfigurationError, TierError
+from tiers.remote.breaker import CircuitBreaker
+
+DELETE_AT_ONCE = 512
+
+
+class RemoteError(TierError):
+    """The store did not answer in time, or refused."""
+
+
+class ObjectStore(Protocol):
+    """Bytes under names. Each method raises RemoteError.
+
+    `num_failed` counts what failed without an error: a node of several, while others answered.
+    """
+
+    num_failed: int
+
+    def exists(self, names: Sequence[str]) -> list[bool]: ...
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]: ...
+
+    def put(self, name: str, data: bytes) -> None: ...
+
+    def delete(self, names: Sequence[str]) -> int:
+        """How many there were; a store that does not say counts every name."""
+        ...
+
+    def names(self, start: str) -> Iterator[str]:
+        """Every name that begins so."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_objects(url: str, timeout_s: float) -> ObjectStore:
+    """The store behind a URL; it is not asked yet. Raises ConfigurationError."""
+    scheme = urlsplit(url).scheme
+    if scheme in ("redis", "rediss"):
+        return _RedisObjects(url, timeout_s)
+    if scheme in ("redis+cluster", "rediss+cluster"):
+        return _ClusterObjects(url, timeout_s)
+    if scheme == "s3":
+        return _S3Objects(url, timeout_s)
+    raise ConfigurationError(
+        f"no remote tier goes by {scheme or url!r}; use redis://, redis+cluster:// or s3://"
+    )
+
+
+def shown_url(url: str) -> str:
+    """The URL without its password, for logs and pages."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit((parts.scheme, host, parts.path, "", ""))
+
+
+class _RedisObjects:
+    """One server: a pipeline for each call."""
+
+    num_failed = 0
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        redis = _redis()
+        self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
+        self._client: Any = redis.Redis.from_url(url, **_limits(timeout_s))
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return [bool(found) for found in self._run([("EXISTS", name) for name in names])]
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        return self._run([("GET", name) for name in names])
+
+    def put(self, name: str, data: bytes) -> None:
+        self._run([("SET", name, data)])
+
+    def delete(self, names: Sequence[str]) -> int:
+        return sum(self._run([("DEL", name) for name in names]))
+
+    def names(self, start: str) -> Iterator[str]:
+        with _refusing(self._errors):
+            for name in self._client.scan_iter(match=f"{start}*", count=DELETE_AT_ONCE):
+                yield name.decode()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _run(self, commands: Sequence[tuple[str | bytes, ...]]) -> list[Any]:
+        with _refusing(self._errors):
+            pipe = self._client.pipeline(transaction=False)
+            for command in commands:
+                pipe.execute_command(*command)
+            answers: list[Any] = pipe.execute()
+            return answers
+
+
+class _ClusterObjects:
+    """A cluster: a pipeline to each node that a call concerns. The nodes fail one by one.
+
+    What a failed node has is missing for a lookup, and an error where something is written or
+    removed. `redis+cluster://` may name several nodes, separated by commas, to start from.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        redis = _redis()
+        cluster_node: Any = redis.cluster.ClusterNode
+        parts = urlsplit(url)
+        user, _, hosts = parts.netloc.rpartition("@")
+        name, _, password = user.partition(":")
+        nodes = [urlsplit(f"//{host}") for host in hosts.split(",")]
+        self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
+        self._moved: tuple[type[Exception], ...] = (redis.exceptions.AskError,)
+        self._open: Callable[[], Any] = lambda: redis.RedisCluster(
+            startup_nodes=[cluster_node(node.hostname, node.port or 6379) for node in nodes],
+            username=unquote(name) or None,
+            password=unquote(password) or None,
+            ssl=parts.scheme.startswith("rediss"),
+            require_full_coverage=False,
+            **_limits(timeout_s),
+        )
+        self._held: Any = None
+        self._breakers: dict[str, CircuitBreaker] = {}
+        self.num_failed = 0
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return [bool(found) for found in self._run([("EXISTS", name) for name in names])]
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        return self._run([("GET", name) for name in names])
+
+    def put(self, name: str, data: bytes) -> None:
+        self._run([("SET", name, data)], whole=True)
+
+    def delete(self, names: Sequence[str]) -> int:
+        return sum(self._run([("DEL", name) for name in names], whole=True))
+
+    def names(self, start: str) -> Iterator[str]:
+        with _refusing(self._errors):
+            for name in self._client().scan_iter(match=f"{start}*", count=DELETE_AT_ONCE):
+                yield name.decode()
+
+    def close(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
+
+    def _client(self) -> Any:
+        if self._held is None:
+            self._held = self._open()
+        return self._held
+
+    def _run(
+        self, commands: Sequence[tuple[str | bytes, ...]], *, whole: bool = False
+    ) -> list[Any]:
+        """Each command's answer; None of those whose node failed, where not `whole`."""
+        with _refusing(self._errors):
+            client = self._client()
+            groups: dict[str, tuple[Any, list[int]]] = {}
+            for number, command in enumerate(commands):
+                node = client.get_node_from_key(command[1])
+                if node is None:
+                    raise ConnectionError("no node has the slot of a name")
+                groups.setdefault(node.name, (node, []))[1].append(number)
+        answers: list[Any] = [None] * len(commands)
+        error: RemoteError | None = None
+        num_done = 0
+        for name, (node, numbers) in groups.items():
+            breaker = self._breakers.setdefault(name, CircuitBreaker())
+            if not breaker.allows():
+                error = error or RemoteError(f"the node {name} has failed and is left alone")
+                continue
+            try:
+                found = self._ask(client, node, [commands[number] for number in numbers])
+            except RemoteError as failed:
+                breaker.failed()
+                error = failed
+                self.num_failed += 1
+                continue
+            breaker.succeeded()
+            num_done += 1
+            for number, answer in zip(numbers, found, strict=True):
+                answers[number] = answer
+        if error is not None and (whole or not num_done):
+            raise error
+        return answers
+
+    def _ask(
+        self, client: Any, node: Any, commands: Sequence[tuple[str | bytes, ...]]
+    ) -> list[Any]:
+        with _refusing(self._errors):
+            pipe = client.get_redis_connection(node).pipeline(transaction=False)
+            for command in commands:
+                pipe.execute_command(*command)
+            answers = pipe.execute(raise_on_error=False)
+            failed = next((answer for answer in answers if isinstance(answer, Exception)), None)
+            if failed is not None:
+                if isinstance(failed, self._moved):
+                    client.nodes_manager.initialize()  # slots were moved: ask where, for next time
+                raise failed
+            return list(answers)
+
+
+def _redis() -> Any:
+    try:
+        import redis
+        import redis.cluster
+    except ImportError as error:
+        raise ConfigurationError(
+            "a remote tier in Redis needs redis-py: pip install 'cachesvc[redis]'"
+        ) from error
+    return redis
+
+
+def _limits(timeout_s: float) -> dict[str, Any]:
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    return {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "retry": Retry(NoBackoff(), 1),
+    }
+
+
+@contextmanager
+def _refusing(errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Turn a client's errors into RemoteError."""
+    try:
+        yield
+    except errors as error:
+        raise RemoteError(f"{type(error).__name__}: {error}") from error
+
+
+class _S3Objects:
+    """A bucket, through obstore. Objects are asked for one by one; S3 has no other way."""
+
+    num_failed = 0
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        try:
+            import obstore
+            from obstore.exceptions import BaseError
+            from obstore.store import S3Store
+        except ImportError as error:
+            raise ConfigurationError(
+                "a remote tier in S3 needs obstore: pip install 'cachesvc[s3]'"
+            ) from error
+        parts = urlsplit(url)
+        options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        limit = f"{max(1, round(timeout_s * 1000))}ms"
+        plain_http = options.get("endpoint", "").startswith("http://")
+        config: Any = {f"aws_{name}": value for name, value in options.items()}
+        self._store: Any = S3Store(
+            parts.netloc,
+            prefix=parts.path.strip("/") or None,
+            config=config,
+            client_options={"timeout": limit, "connect_timeout": limit, "allow_http": plain_http},
+            retry_config={"max_retries": 0},
+        )
+        self._obstore: Any = obstore
+        self._errors: tuple[type[Exception], ...] = (BaseError, OSError)
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return [self._one(self._obstore.head, name) is not None for name in names]
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        return [self._one(self._read, name) for name in names]
+
+    def put(self, name: str, data: bytes) -> None:
+        try:
+            self._obstore.put(self._store, name, data)
+        except self._errors as error:
+            raise RemoteError(f"{type(error).__name__}: {error}") from error
+
+    def delete(self, names: Sequence[str]) -> int:
+        try:
+            self._obstore.delete(self._store, list(names))
+        except FileNotFoundError:
+            pass
+        except self._errors as error:
+            raise RemoteError(f"{type(error).__name__}: {error}") from error
+        return len(names)
+
+    def names(self, start: str) -> Iterator[str]:
+        try:
+            for page in self._obstore.list(self._store, prefix=start.rstrip("/")):
+                yield from (entry["path"] for entry in page)
+        except self._errors as error:
+            raise RemoteError(f"{type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        self._store = None
+
+    def _read(self, store: Any, name: str) -> bytes:
+        return bytes(self._obstore.get(store, name).bytes())
+
+    def _one(self, call: Callable[[Any, str], Any], name: str) -> Any:
+        try:
+            return call(self._store, name)
+        except FileNotFoundError:
+            return None
+        except self._errors as error:
+            raise RemoteError(f"{type(error).__name__}: {error}") from error

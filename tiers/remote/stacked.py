@@ -1,0 +1,143 @@
+"""Disk and remote tier as one `Tier` for the mover: first the disk, then what lies beneath it.
+
+`load` says of each block which of the two served it. What came from the remote tier is not on this
+disk; it is written there when the tiers above give it up, as what was computed here is.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from enum import StrEnum
+
+from tiers.blocks.frames import Frame
+from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.disk.array import DiskArray
+from tiers.disk.tier import DiskTier
+from tiers.disk.view import DiskView
+from tiers.errors import MissReason
+from tiers.remote.tier import RemoteTier
+from tiers.tier import Loaded, Removed, TierName, TierStats
+
+MAX_SEEN = 1 << 17  # keys whose hits are counted: 20 MB
+PUBLISH_HITS = 2
+
+
+class RemoteWrites(StrEnum):
+    """Which blocks are sent to the remote tier."""
+
+    REUSED = "reused"  # what was hit twice, and what is pinned
+    ALL = "all"  # everything that is written to disk
+
+
+class StackedTier:
+    """A disk tier with a remote tier beneath it."""
+
+    name = TierName.DISK
+
+    def __init__(
+        self, disk: DiskTier | DiskArray, remote: RemoteTier, writes: RemoteWrites
+    ) -> None:
+        self.disk = disk
+        self.remote = remote
+        self._writes = writes
+        self._lock = threading.Lock()
+        self._hits: OrderedDict[PrefixKey, int] = OrderedDict()
+        self._kept: frozenset[PrefixKey] = frozenset()
+
+    @property
+    def view(self) -> Callable[[], AbstractContextManager[DiskView]]:
+        return self.disk.view
+
+    def probe(self, ids: Sequence[BlockId]) -> int:
+        held = self.disk.probe(ids)
+        return held if held == len(ids) else held + self.remote.probe(ids[held:])
+
+    def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
+        wanted = ids[: len(into)]
+        sources: list[TierName] = []
+        reason: MissReason | None = MissReason.ABSENT
+        while len(sources) < len(wanted):
+            before = len(sources)
+            for tier in (self.disk, self.remote):
+                at = len(sources)
+                loaded = tier.load(wanted[at:], into[at : len(wanted)])
+                sources += [tier.name] * loaded.num_blocks
+                if tier is self.disk:
+                    self.used([block.key for block in wanted[at : len(sources)]])
+                reason = loaded.reason
+                if len(sources) == len(wanted):
+                    break
+            if len(sources) == before:
+                break
+        return Loaded(len(sources), reason, tuple(sources))
+
+    def store(self, ids: Sequence[BlockId], frames: Sequence[Frame]) -> list[PrefixKey]:
+        dropped = self.disk.store(ids, frames)
+        if self._writes is RemoteWrites.ALL:
+            self.remote.publish({block.key for block in ids} - set(dropped))
+        else:
+            self.remote.publish(
+                block.key for block in ids if block.key in self._kept or self._is_reused(block.key)
+            )
+        return dropped
+
+    def used(self, keys: Sequence[PrefixKey]) -> None:
+        """These were hit, in this tier or above it. Any thread; returns at once."""
+        if self._writes is RemoteWrites.ALL:
+            return
+        reused: list[PrefixKey] = []
+        with self._lock:
+            for key in keys:
+                count = self._hits.pop(key, 0) + 1
+                self._hits[key] = count
+                if count == PUBLISH_HITS:
+                    reused.append(key)
+            while len(self._hits) > MAX_SEEN:
+                self._hits.popitem(last=False)
+        self.remote.publish(reused)
+
+    def _is_reused(self, key: PrefixKey) -> bool:
+        return self._hits.get(key, 0) >= PUBLISH_HITS
+
+    def keep(self, keys: Collection[PrefixKey]) -> None:
+        fresh = frozenset(keys) - self._kept
+        self._kept = frozenset(keys)
+        self.disk.keep(keys)
+        self.remote.publish(fresh)
+
+    def discard(self, keys: Sequence[PrefixKey]) -> int:
+        """Forget these here and remotely. Raises RemoteError where that fails."""
+        scoped = [(block.scope, key) for key in keys if (block := self.disk.trace(key)) is not None]
+        num_held = self.disk.discard(keys)
+        self.remote.discard([pair for pair in scoped if pair[1] not in self._kept])
+        return num_held
+
+    def demoted(self, keys: Sequence[PrefixKey]) -> None:
+        self.disk.demoted(keys)
+
+    def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
+        return self.disk.held(keys)
+
+    def trace(self, key: PrefixKey) -> BlockId | None:
+        return self.disk.trace(key)
+
+    def quotas(self) -> Mapping[Hashable, tuple[int, int]]:
+        return self.disk.quotas()
+
+    def purge(self, roots: Collection[PrefixKey]) -> Removed:
+        """Raises what storage raises, and RemoteError."""
+        return self.disk.purge(roots).plus(self.remote.purge(roots))
+
+    def count(self, roots: Collection[PrefixKey]) -> int:
+        return self.disk.count(roots) + self.remote.count(roots)
+
+    def flush(self) -> None:
+        self.disk.flush()
+
+    def stats(self) -> TierStats:
+        return self.disk.stats()
+
+    def close(self) -> None:
+        self.remote.close()
+        self.disk.close()

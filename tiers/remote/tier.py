@@ -1,0 +1,291 @@
+"""The remote tier: the disk's records in a store that several servers share, proven on arrival.
+
+A record arrives from outside and is believed in nothing: its header has its checksum and the
+identity that was asked for, its payload the header's checksum, and only then is it decoded. What
+does not fit is a miss, and is deleted. A store that is slow or gone is a miss too: each call has a
+time limit, and after a few failures none is made for a while.
+
+Readers call `probe` and `load`. Publishing is nobody's wait: keys go into a bounded queue, and one
+thread reads their records from the disk and sends them.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from queue import Empty, Full, Queue
+from typing import TypeVar
+
+from tiers.blocks.frames import Frame
+from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.codec import Codec, DecodeError
+from tiers.disk.record import check_payload, is_block, unpack_header
+from tiers.errors import MissReason
+from tiers.remote.breaker import CircuitBreaker
+from tiers.remote.objects import DELETE_AT_ONCE, ObjectStore, RemoteError
+from tiers.remote.seal import Seal
+from tiers.tier import Loaded, Removed, TierName, TierStats
+from tiers.transfer.economy import LoadEconomy
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 4096  # keys to publish; more are dropped, and published when next worth it
+NAMESPACE = "cachesvc/v1"
+LOG_EVERY_S = 30.0
+
+T = TypeVar("T")
+Record = Callable[[PrefixKey], tuple[PrefixKey, bytes] | None]
+
+
+def object_name(scope: PrefixKey, key: PrefixKey) -> str:
+    """Scope first, so that a purge finds what is its."""
+    return f"{NAMESPACE}/{scope.hex()}/{key.hex()}"
+
+
+class RemoteTier:
+    """Verified records in an `ObjectStore`. `read_record` gives the scope and record of a block."""
+
+    name = TierName.REMOTE
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        layout: BlockLayout,
+        read_record: Record,
+        *,
+        seal: Seal | None = None,
+        breaker: CircuitBreaker | None = None,
+    ) -> None:
+        self._objects = objects
+        self._block_bytes = layout.nbytes
+        self._block_tokens = layout.block_size
+        self._layout_digest = layout.digest()
+        self._item_bytes = layout.torch_dtype.itemsize
+        self._read_record = read_record
+        self._seal = seal
+        self.breaker = breaker or CircuitBreaker()
+        self.economy = LoadEconomy()
+        self._codecs = threading.local()
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._faults: Counter[MissReason] = Counter()
+        self._logged_s = -LOG_EVERY_S
+        self._publishing = threading.Lock()  # a purge waits for the block that is on its way
+        self._waiting: Queue[PrefixKey | None] = Queue(MAX_WAITING)
+        self._publisher = threading.Thread(
+            target=self._publish_all, name="cachesvc-remote-write", daemon=True
+        )
+        self._publisher.start()
+
+    # What readers ask.
+
+    def probe(self, ids: Sequence[BlockId]) -> int:
+        """Length of the leading run that is there and worth its way."""
+        found = self._call(lambda: self._objects.exists([_name(block) for block in ids]))
+        held = next((at for at, there in enumerate(found or ()) if not there), len(found or ()))
+        if held and not self.economy.worth(held * self._block_tokens, held * self._block_bytes):
+            self._fault(MissReason.UNECONOMIC, 0)
+            return 0
+        return held
+
+    def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
+        """Fill `into[i]` with block `ids[i]`, proven; stop at the first that cannot be served."""
+        wanted = ids[: len(into)]
+        started = time.perf_counter()
+        records = self._call(lambda: self._objects.get([_name(block) for block in wanted]))
+        if records is None:
+            return Loaded(0, MissReason.IO_ERROR)
+        num_loaded, reason, read_bytes = 0, None, 0
+        for block, data, frame in zip(wanted, records, into, strict=False):
+            reason = MissReason.ABSENT if data is None else self._fill(block, data, frame)
+            if reason is not None:
+                break
+            num_loaded += 1
+            read_bytes += len(data or b"")
+        self.economy.observe_load(num_loaded * self._block_bytes, time.perf_counter() - started)
+        with self._lock:
+            self._counts["hits"] += num_loaded
+            self._counts["misses"] += len(wanted) - num_loaded
+            self._counts["read_bytes"] += read_bytes
+        if reason is not None and reason is not MissReason.ABSENT:
+            self._refuse(wanted[num_loaded], reason)
+        return Loaded(num_loaded, reason)
+
+    def _fill(self, block: BlockId, data: bytes, frame: Frame) -> MissReason | None:
+        """Prove a record and decode it; why it is none, where it is none."""
+        if self._seal is not None:
+            opened = self._seal.open(_name(block), data)
+            if opened is None:
+                return MissReason.CHECKSUM
+            data = opened
+        header = unpack_header(data)
+        if isinstance(header, MissReason):
+            return header
+        nbytes = int.from_bytes(data[12:16], "little")
+        if not is_block(data[:nbytes], block):
+            return MissReason.COLLISION
+        if header.layout != self._layout_digest or header.logical_nbytes != self._block_bytes:
+            return MissReason.LAYOUT
+        # In memory of its own: the codec wants its words aligned.
+        payload = memoryview(bytes(data[nbytes : nbytes + header.payload_nbytes]))
+        why = check_payload(header, payload)
+        if why is not None:
+            return why
+        try:
+            self._codec().decode(header.codec, payload, frame.buffer)
+        except DecodeError:
+            return MissReason.DECODE
+        return None
+
+    def _codec(self) -> Codec:
+        codec: Codec | None = getattr(self._codecs, "codec", None)
+        if codec is None:
+            codec = self._codecs.codec = Codec(self._item_bytes)
+        return codec
+
+    def _refuse(self, block: BlockId, why: MissReason) -> None:
+        """A record that is not what it should be is counted, and makes place for a right one."""
+        self._fault(why, 1, f"block {block.key.hex()} is not as it was written")
+        if why not in (MissReason.COLLISION, MissReason.LAYOUT):
+            self._call(lambda: self._objects.delete([_name(block)]))
+
+    # Publishing.
+
+    def publish(self, keys: Iterable[PrefixKey]) -> None:
+        """Send these blocks, which the disk holds, when there is time; returns at once."""
+        for key in keys:
+            try:
+                self._waiting.put_nowait(key)
+            except Full:
+                with self._lock:
+                    self._counts["dropped"] += 1
+
+    @property
+    def num_waiting(self) -> int:
+        return self._waiting.qsize()
+
+    def _publish_all(self) -> None:
+        while (key := self._waiting.get()) is not None:
+            try:
+                with self._publishing:
+                    self._publish(key)
+            except Exception:  # the top of this thread
+                logger.exception("the remote tier failed to publish a block")
+            finally:
+                self._waiting.task_done()
+
+    def _publish(self, key: PrefixKey) -> None:
+        if self.breaker.is_open:
+            return
+        found = self._read_record(key)
+        if found is None:
+            return
+        scope, record = found
+        name = object_name(scope, key)
+        there = self._call(lambda: self._objects.exists([name]))
+        if there is None or there[0]:
+            return
+        sealed = record if self._seal is None else self._seal.seal(name, record)
+
+        def put() -> bool:
+            self._objects.put(name, sealed)
+            return True
+
+        if self._call(put):
+            with self._lock:
+                self._counts["stored"] += 1
+                self._counts["written_bytes"] += len(sealed)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until what was to be published is; False where it is not in that time."""
+        deadline = time.monotonic() + timeout_s
+        while self._waiting.unfinished_tasks:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
+
+    # What operators do. These raise RemoteError: who removes must know whether it is removed.
+
+    def discard(self, scoped: Sequence[tuple[PrefixKey, PrefixKey]]) -> int:
+        """Delete these (scope, key); returns how many there were."""
+        return self._objects.delete([object_name(*pair) for pair in scoped]) if scoped else 0
+
+    def purge(self, roots: Collection[PrefixKey]) -> Removed:
+        """Delete every block of these scopes; the disk has none of them any more."""
+        with self._publishing:
+            return self._purge(roots)
+
+    def _purge(self, roots: Collection[PrefixKey]) -> Removed:
+        num_blocks = 0
+        for root in roots:
+            names: list[str] = []
+            for name in self._objects.names(f"{NAMESPACE}/{root.hex()}/"):
+                names.append(name)
+                if len(names) == DELETE_AT_ONCE:
+                    num_blocks += self._objects.delete(names)
+                    names = []
+            if names:
+                num_blocks += self._objects.delete(names)
+        return Removed(num_blocks, 0, num_blocks * self._block_bytes)
+
+    def count(self, roots: Collection[PrefixKey]) -> int:
+        """How many blocks of these scopes are there."""
+        starts = [f"{NAMESPACE}/{root.hex()}/" for root in roots]
+        return sum(1 for start in starts for _ in self._objects.names(start))
+
+    def stats(self) -> TierStats:
+        """What this server did with the store; how full it is, only the store knows."""
+        with self._lock:
+            counts, faults = self._counts, Counter(self._faults)
+            faults[MissReason.IO_ERROR] += self._objects.num_failed
+            return TierStats(
+                name=self.name,
+                hits=counts["hits"],
+                misses=counts["misses"],
+                stored=counts["stored"],
+                read_bytes=counts["read_bytes"],
+                written_bytes=counts["written_bytes"],
+                faults=dict(+faults),
+            )
+
+    def close(self) -> None:
+        """End the publisher, which finishes the block it is at, and the connections."""
+        while True:
+            try:
+                self._waiting.get_nowait()
+            except Empty:
+                break
+        self._waiting.put(None)
+        self._publisher.join()
+        self._objects.close()
+
+    def _call(self, work: Callable[[], T]) -> T | None:
+        """What the store answers; None where it fails or is left alone."""
+        if not self.breaker.allows():
+            return None
+        try:
+            answer = work()
+        except RemoteError as error:
+            self.breaker.failed()
+            self._fault(MissReason.IO_ERROR, 1, str(error))
+            return None
+        self.breaker.succeeded()
+        return answer
+
+    def _fault(self, why: MissReason, num_blocks: int, what: str = "") -> None:
+        now = time.monotonic()
+        with self._lock:
+            if num_blocks:
+                self._faults[why] += num_blocks
+            quiet = not what or now - self._logged_s < LOG_EVERY_S
+            if not quiet:
+                self._logged_s = now
+        if not quiet:
+            logger.warning(f"remote cache: {what} ({why})")
+
+
+def _name(block: BlockId) -> str:
+    return object_name(block.scope, block.key)
