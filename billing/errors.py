@@ -6,6 +6,7 @@ BillingError
 ├── InvalidSpan            days that are none, or end before they begin
 ├── PriceError             a rate card that cannot be read or used; names the field
 │   ├── NoPrice            no card is in force for this model, instant and currency
+│   ├── UnknownCard        no card of this name was applied or ships with the program
 │   └── CardConflict       an applied version is immutable, or the order of versions would change
 ├── AccountError
 │   ├── InvalidName        a tenant or project name that is not safe everywhere
@@ -19,7 +20,8 @@ BillingError
 │   ├── InsufficientBalance  the hold does not fit the available money (402)
 │   ├── DuplicateRequest     a hold or a charge of this request id exists
 │   ├── UnknownHold          the hold was settled or its lease ended
-│   └── UnknownDeposit       no top-up or grant has this reference
+│   ├── UnknownDeposit       no top-up or grant has this reference
+│   └── UnknownRequest       no request of this id was charged
 ├── IdempotencyConflict    the same key with another body (409)
 ├── IdempotencyBusy        the first request of this key still runs (409, retry)
 ├── LedgerUnavailable      the store cannot be written; the gate fails closed (503)
@@ -54,6 +56,10 @@ class PriceError(BillingError):
 
 class NoPrice(PriceError):
     """No rate card covers this model at this instant in this currency."""
+
+
+class UnknownCard(PriceError):
+    """No rate card of this name and version was applied, and none ships."""
 
 
 class CardConflict(PriceError):
@@ -125,6 +131,10 @@ class UnknownHold(GateError):
 
 class UnknownDeposit(GateError):
     """No top-up and no grant of the tenant has this reference."""
+
+
+class UnknownRequest(GateError):
+    """No request of the tenant with this id was ever charged."""
 
 
 class IdempotencyConflict(BillingError):

@@ -16,13 +16,9 @@ from fastapi import Request
 from api.admin.login.guard import LoginForms, LoginLimits
 from api.admin.login.sessions import Admin, Sessions
 from api.errors import RecordNotFound, Unsupported
-from billing.accounts import Accounts
 from billing.errors import UnknownDeposit, UnknownHold, UnknownKey, UnknownTenant
 from billing.keys import Principal
-from billing.ledger import Ledger
-from billing.proof.prover import Prover
-from billing.reports.receipts import ReceiptSigner
-from billing.store.store import LedgerStore
+from billing.operations.books import OpenBooks
 from tiers.blocks.keys import PrefixKey
 from tiers.policy.retention import Pin
 from tiers.telemetry.working_set import TrafficReport
@@ -125,17 +121,6 @@ class CacheAdmin(Protocol):
     async def working_set(self) -> TrafficReport: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Books:
-    """One server's accounts and ledger."""
-
-    store: LedgerStore
-    accounts: Accounts
-    ledger: Ledger
-    prover: Prover
-    signer: ReceiptSigner
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminParts:
     """The collaborators of the admin routes; immutable."""
@@ -154,7 +139,7 @@ class AdminParts:
     currency: Callable[[], str] = lambda: ""  # of the rate card in force
     history: History | None = None
     working_set: "Callable[[], Future[TrafficReport]] | None" = None
-    books: Books | None = None  # accounts and ledger
+    books: OpenBooks | None = None  # accounts and ledger
     blocks: "BlockReader | None" = None  # of the tiers in memory
     cache: "CacheAdmin | None" = None  # to change the tiers
     login_limits: LoginLimits = field(default_factory=LoginLimits)
@@ -167,11 +152,15 @@ def parts_of(request: Request) -> AdminParts:
     return cast(AdminParts, request.state.admin_parts)
 
 
-def books_of(request: Request) -> Books:
-    """The books of the server that this request came to. Raises Unsupported where it has none."""
+def books_of(request: Request) -> OpenBooks:
+    """The books of the server that this request came to. Raises Unsupported where it has none.
+
+    What another process changed is read first: an admin sees every change at once. Blocks.
+    """
     books = parts_of(request).books
     if books is None:
         raise Unsupported("this server keeps no accounts")
+    books.accounts.refresh()
     return books
 
 

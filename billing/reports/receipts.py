@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from billing import secret_file
-from billing.errors import BillingError, ReceiptKeyError
+from billing.errors import ReceiptKeyError, UnknownRequest
 from billing.gate.entries import Entry
 from billing.gate.holds import rate_ref
 from billing.money import format_units, rate_per_million
@@ -108,11 +108,11 @@ def verify_signed(receipt: dict[str, Any], public_key: bytes, purpose: Purpose) 
 def receipt_for(
     store: LedgerStore, book: PriceBook, signer: ReceiptSigner, tenant: str, request_id: str
 ) -> dict[str, Any]:
-    """The signed receipt of a request. Raises `BillingError` when it was never settled."""
+    """The signed receipt of a request. Raises `UnknownRequest` when it was never settled."""
     with store.reading() as connection:
         entry = store_reports.find_request(connection, tenant, request_id)
     if entry is None:
-        raise BillingError(f"tenant {tenant!r} has no settled request {request_id!r}")
+        raise UnknownRequest(f"tenant {tenant!r} has no settled request {request_id!r}")
     return signer.sign(describe(entry, book))
 
 

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 
 def data_home() -> Path:
@@ -24,6 +25,17 @@ def disk_path(data_dir: Path) -> Path:
 def models_path(data_dir: Path) -> Path:
     """Where prepared models of a data directory lie."""
     return data_dir / "models"
+
+
+def local_zone_name() -> str:
+    """The IANA name of this process's time zone; `local` where it has none, as TZ=CET-1CEST."""
+    named = os.environ.get("TZ", "").removeprefix(":")
+    if not named:
+        named = os.path.realpath("/etc/localtime").partition("/zoneinfo/")[2]
+    try:
+        return ZoneInfo(named).key
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        return "local"
 
 
 def notify_socket() -> str | None:

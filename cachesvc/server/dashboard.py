@@ -14,10 +14,11 @@ from typing import Any
 
 from api.admin.login.passwords import Passwords
 from api.admin.login.sessions import Admin, Sessions
-from api.admin.parts import AdminParts, BlockReader, Books, CacheAdmin
+from api.admin.parts import AdminParts, BlockReader, CacheAdmin
 from api.cache.explorer import Explorer
 from api.journal.journal import Journal
 from billing.money import parse_amount
+from billing.operations.books import OpenBooks
 from cachesvc.config import CostsSection, Settings
 from cachesvc.observability.history import History, pack
 from cachesvc.observability.snapshot import Sources, snapshot
@@ -56,7 +57,7 @@ class Dashboard:
         self,
         settings: Settings,
         *,
-        books: Books,
+        books: OpenBooks,
         sources: Sources,
         latencies: Callable[[], Mapping[str, Spread]],
         journal: Journal,

@@ -19,7 +19,6 @@ from limits.errors import ConfigurationError
 
 from api.access.auth import KeyGate, Salts
 from api.access.limits import LimitSettings, NoLimits, Quota, RateLimits, open_limits
-from api.admin.parts import Books
 from api.requests.metering import LedgerMeter
 from billing.accounts import Accounts
 from billing.alerts.budgets import BudgetWatch
@@ -31,6 +30,7 @@ from billing.gate.holds import decode_request
 from billing.gate.work import Settled
 from billing.idempotency import Idempotency
 from billing.ledger import Ledger
+from billing.operations.books import OpenBooks
 from billing.prices.book import RateCard
 from billing.prices.cards import default_card, find_card
 from billing.prices.lint import Severity, lint
@@ -58,7 +58,7 @@ ObserveBill = Callable[[str, Mapping[str, int], int], None]
 class Money:
     """The parts, and the snapshot that a scrape reads."""
 
-    books: Books
+    books: OpenBooks
     bills: "Bills"
     gatekeeper: KeyGate
     salts: Salts
@@ -187,7 +187,7 @@ def open_money(settings: Settings) -> Money:
         )
         required = settings.server.require_keys
         money = Money(
-            books=Books(store, accounts, ledger, Prover(store), ReceiptSigner.open(data_dir)),
+            books=OpenBooks(store, accounts, ledger, Prover(store), ReceiptSigner.open(data_dir)),
             bills=bills,
             gatekeeper=KeyGate(accounts, required=required),
             salts=Salts(

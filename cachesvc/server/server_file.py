@@ -34,7 +34,7 @@ class LiveServer:
     token: str = field(repr=False)
 
     def get(self, path: str, *, timeout_s: float = TIMEOUT_S) -> Any:
-        """The JSON at `path`. Raises LiveError."""
+        """The JSON at `path`, or the text where it is none. Raises LiveError."""
         return self._ask("GET", path, None, timeout_s)
 
     def post(self, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S) -> Any:
@@ -140,6 +140,8 @@ def _taken(status: int, text: bytes) -> Any:
     try:
         body = json.loads(text) if text else None
     except ValueError:
+        if status < 300:
+            return text.decode()  # a table or a page
         raise LiveError(f"the server answered {status} without JSON") from None
     if status < 300:
         return body

@@ -12,13 +12,14 @@ import httpx
 import pytest
 
 from api.access.auth import Salts
-from api.admin.parts import AdminParts, Books
+from api.admin.parts import AdminParts
 from api.admin.router import admin_router
 from api.admin.testing import OPERATOR_TOKEN, RecordingTrail, fake_parts
 from api.app import create_app
 from api.cache.explorer import Explorer
 from api.cache.owners import Owners
 from api.testing import FakeHouse, fake_house
+from billing.operations.books import OpenBooks
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner, verify_receipt
 from billing.store.store import database_url
@@ -267,7 +268,7 @@ async def test_a_tenant_that_does_not_exist_is_neither_purged_nor_pinned_for(
     """A name mistyped must not get a receipt that says that nothing of it is left."""
     with running_ledger(database_url(running.data_dir)) as ledger:
         store = ledger.accounts.store
-        books = Books(store, ledger.accounts, ledger.ledger, Prover(store), running.signer)
+        books = OpenBooks(store, ledger.accounts, ledger.ledger, Prover(store), running.signer)
         parts = fake_parts(cache=running.hands, record=trail, books=books)
         transport = httpx.ASGITransport(
             create_app(running.house.wire, routers=(admin_router(parts),))

@@ -20,7 +20,6 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.testclient import TestClient
 
-from api.admin.parts import Books
 from api.admin.router import admin_router
 from api.admin.testing import OPERATOR_TOKEN, fake_parts
 from api.app import create_app
@@ -30,6 +29,7 @@ from api.shapes.schemas import ChatBody, CompletionBody, DetokenizeBody, Tokeniz
 from api.testing import FakeHouse, Script, fake_house
 from billing.accounts import Accounts
 from billing.ledger import Ledger
+from billing.operations.books import OpenBooks
 from billing.prices.cards import default_card
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner
@@ -73,7 +73,7 @@ def fuzzed(folder: Path) -> Iterator[tuple[FastAPI, FakeHouse]]:
     ledger = Ledger(store, accounts, first_card=default_card())
     ledger.start()
     accounts.create_tenant("acme", "CNY", by="test")
-    books = Books(store, accounts, ledger, Prover(store), ReceiptSigner.open(folder))
+    books = OpenBooks(store, accounts, ledger, Prover(store), ReceiptSigner.open(folder))
     house = fake_house()
     house.engine.script = Script(answer="abc")
     try:

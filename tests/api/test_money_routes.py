@@ -17,7 +17,6 @@ from fastapi.routing import APIRoute
 from typer.testing import CliRunner
 
 from api.admin.login.sessions import Admin, Role, Sessions
-from api.admin.parts import Books
 from api.admin.router import admin_router
 from api.admin.routes import account as account_routes
 from api.admin.routes import ledger as ledger_routes
@@ -29,6 +28,7 @@ from billing.accounts import Accounts
 from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
 from billing.money import UNITS
+from billing.operations.books import OpenBooks
 from billing.prices.cards import default_card, shipped_cards
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner, verify_receipt
@@ -42,9 +42,9 @@ WHY = {"why": "as agreed"}
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """Books with the tenant `acme`, which has 10 CNY and one settled request, `r1`."""
+    """OpenBooks with the tenant `acme`, which has 10 CNY and one settled request, `r1`."""
 
-    books: Books
+    books: OpenBooks
     folder: Path
 
     def reserve(self, request_id: str, units: int = UNITS) -> Any:
@@ -69,7 +69,7 @@ def house(tmp_path: Path) -> Iterator[House]:
     accounts.create_tenant("acme", "CNY", by="test")
     ledger.deposit("acme", 10 * UNITS, reference="first", by="test").result()
     house = House(
-        Books(store, accounts, ledger, Prover(store), ReceiptSigner.open(tmp_path)), tmp_path
+        OpenBooks(store, accounts, ledger, Prover(store), ReceiptSigner.open(tmp_path)), tmp_path
     )
     ledger.settle(house.reserve("r1"), USAGE, Outcome.FINISHED).result()
     try:
@@ -249,7 +249,7 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/keys", {"tenant": "acme", "scopes": ["root"], **WHY}, "invalid_value", "scopes[0]"),
     ("/keys", {"tenant": "acme", "scopes": [], **WHY}, "invalid_value", "scopes"),
     ("/prices/apply", {"card": {"toml": "[card"}, **WHY}, "invalid_rate_card", None),
-    ("/prices/lint", {}, "invalid_value", None),
+    ("/prices/lint", {}, "invalid_rate_card", None),
     ("/prices/plan", {"card": {"name": "two-tier"}, "days": 0}, "invalid_value", "days"),
 ]
 
@@ -308,7 +308,7 @@ async def test_a_card_is_linted_planned_compared_and_applied(
     fields = {row["field"] for row in await ok(await client.post("/prices/diff", json=compared))}
     assert {"version", "valid_from", "* standard output"} == fields
     refusal = await client.post("/prices/apply", json={"card": {"toml": gamed}, **WHY})
-    assert (400, "invalid_value", None) == await refused(refusal)
+    assert (400, "invalid_rate_card", None) == await refused(refusal)
     applied = await client.post("/prices/apply", json={"card": {"toml": dearer}, **WHY})
     assert "2030" == (await ok(applied))["version"]
     assert ("eve", "prices.apply", "deepseek-launch 2030", "as agreed") == last_trail(house)

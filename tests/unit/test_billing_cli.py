@@ -1,20 +1,36 @@
 """The commands about money, called as a user calls them."""
 
+import inspect
 import json
+import logging
 import re
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from rich.console import Console
 from typer.testing import CliRunner
 
+from api.admin.router import admin_router
+from api.admin.routes.paths import PATHS, PREFIX
+from api.admin.testing import fake_parts
+from api.app import create_app
+from api.testing import fake_house
+from billing.accounts import Accounts
+from billing.ledger import Ledger
+from billing.operations.books import OpenBooks
+from billing.proof.prover import Prover
+from billing.reports.receipts import ReceiptSigner
+from billing.store.store import database_url, open_store
 from billing.testing import ManualClock, running_ledger
 from billing.usage import Usage
 from cachesvc.cli import app, render
+from tests.running_server import Running
 
 CARD = '[card]\nname="c"\nversion="9"\nvalid_from=2020-01-01T00:00:00Z\ncurrency="CNY"\n'
 MODEL = '[[model]]\nmatch="*"\nhit=0.2\nmiss=2\noutput=4\n'
@@ -36,8 +52,29 @@ class Shell:
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Shell:
+def closed(tmp_path: Path) -> Shell:
+    """A data directory that no server runs on."""
     return Shell(tmp_path / "data")
+
+
+@pytest.fixture(params=["closed", "served"])
+def shell(request: pytest.FixtureRequest, closed: Shell) -> Iterator[Shell]:
+    """The same directory without a server and with one: commands must not tell the difference."""
+    if request.param == "closed":
+        yield closed
+        return
+    closed.data_dir.mkdir()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    store = open_store(database_url(closed.data_dir))
+    accounts = Accounts(store)
+    ledger = Ledger(store, accounts, owner="live")
+    ledger.start()
+    signer = ReceiptSigner.open(closed.data_dir)
+    books = OpenBooks(store, accounts, ledger, Prover(store), signer)
+    with Running(closed.data_dir, fake_parts(books=books), fake_house()):
+        yield closed
+    ledger.close()
+    store.close()
 
 
 def use(shell: Shell) -> None:
@@ -65,7 +102,7 @@ def test_a_tenant_is_made_funded_used_and_proved(shell: Shell) -> None:
         *("tenant.create", "prices.apply"),  # of the server, for open mode
         *("balance.grant", "balance.topup", "tenant.create"),
     ]
-    assert shell.json("ledger", "rerate", "--dry-run", "--days", "9999")["rows"][0]["requests"] == 1
+    assert shell.json("ledger", "rerate", "--dry-run", "--days", "3660")["rows"][0]["requests"] == 1
 
 
 def test_a_key_is_printed_once_and_listed_by_its_prefix(shell: Shell) -> None:
@@ -97,7 +134,7 @@ def test_a_card_is_linted_planned_and_applied(shell: Shell, tmp_path: Path) -> N
     good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
     good.write_text(CARD + MODEL)
     bad.write_text(CARD + MODEL + "storage=0\n")
-    plan = shell.json("prices", "plan", str(good), "--days", "9999")
+    plan = shell.json("prices", "plan", str(good), "--days", "3660")
     assert plan["rows"][0]["planned"] == "0.000408"
     runner = CliRunner()
     assert runner.invoke(app, ["prices", "lint", str(good)]).exit_code == 0
@@ -217,9 +254,33 @@ def test_the_fields_of_json_stay(shell: Shell) -> None:
         assert set() == set(fields.split()) - found, command
 
 
-def test_reading_where_nothing_is_says_so(shell: Shell) -> None:
-    assert "there is no ledger" in shell("usage", code=1)
-    assert not shell.data_dir.exists()
+def test_reading_where_nothing_is_says_so(closed: Shell) -> None:
+    assert "there is no ledger" in closed("usage", code=1)
+    assert not closed.data_dir.exists()
+
+
+def test_every_operation_has_the_route_that_commands_call() -> None:
+    """Each argument is in the path, a query parameter of the GET, or a field of the POST's body."""
+    document = create_app(fake_house().wire, routers=(admin_router(fake_parts()),)).openapi()
+    for operation, (method, template) in PATHS.items():
+        route = document["paths"][PREFIX + template][method.lower()]
+        taken = {parameter["name"] for parameter in route.get("parameters", ())}
+        if "requestBody" in route:
+            body = route["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+            taken |= document["components"]["schemas"][body.rpartition("/")[2]]["properties"].keys()
+        assert set(inspect.signature(operation).parameters) - {"books", "by"} <= taken, operation
+
+
+def test_a_database_that_is_named_is_opened_beside_the_server(
+    closed: Shell, tmp_path: Path
+) -> None:
+    """No server is asked about a database that it may not serve."""
+    url = f"sqlite:///{tmp_path / 'other.sqlite3'}"
+    closed.data_dir.mkdir()
+    with Running(closed.data_dir, fake_parts(), fake_house()):
+        assert "keeps no accounts" in closed("tenants", "list", code=1)
+        closed("tenants", "create", "bolt", "--database-url", url)
+        assert "does not exist" in closed("tenants", "show", "acme", "--database-url", url, code=1)
 
 
 def test_a_broken_ledger_ends_with_1_and_names_the_entry(shell: Shell) -> None:
@@ -228,8 +289,6 @@ def test_a_broken_ledger_ends_with_1_and_names_the_entry(shell: Shell) -> None:
     heads = shell.data_dir / "heads.json"
     heads.write_text(shell("ledger", "heads"))
     shell("ledger", "verify", "--heads", str(heads))
-    from billing.store.store import open_store
-
     store = open_store(f"sqlite:///{shell.data_dir / 'ledger.sqlite3'}")
     with store.writing() as connection:
         connection.exec_driver_sql("DROP TRIGGER entries_no_update")
@@ -249,7 +308,7 @@ def test_a_card_that_was_wrong_is_mended_by_a_batch_of_refunds(
     (tmp_path / "cheap.toml").write_text(cheap.replace("2020-01-01", "2025-01-01"))
     shell("prices", "apply", str(tmp_path / "cheap.toml"))
     batch = tmp_path / "batch.json"
-    said = shell("ledger", "rerate", "--days", "9999", "--out", str(batch))
+    said = shell("ledger", "rerate", "--days", "3660", "--out", str(batch))
     assert "1 request, 0.000102 CNY to give back" in said
     refund = partial(shell, "ledger", "refund", str(batch), "--reason", "wrong card")
     assert "nothing is booked" in refund()
@@ -258,7 +317,7 @@ def test_a_card_that_was_wrong_is_mended_by_a_batch_of_refunds(
     for _ in range(2):  # booked once
         assert "1 request given back" in refund("--approve", digest)
         assert shell.json("balance", "show", "acme")["balance"] == "0.999898"
-    assert "0 requests, nothing" in shell("ledger", "rerate", "--days", "9999", "--out", str(batch))
+    assert "0 requests, nothing" in shell("ledger", "rerate", "--days", "3660", "--out", str(batch))
     changed = batch.read_text().replace('"refunds": []', '"refunds": [{"tenant": "acme"}]')
     batch.write_text(changed)
     assert "no batch of refunds" in refund(code=1)

@@ -1,10 +1,7 @@
 """Commands about a running server, and what they say where none runs."""
 
-import asyncio
-import contextlib
 import json
 import logging
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,17 +11,14 @@ from typing import Any
 
 import pytest
 import structlog
-import uvicorn
 from typer.testing import CliRunner, Result
 
 from api.access.auth import Salts
-from api.admin.parts import AdminParts, Books
-from api.admin.router import admin_router
-from api.admin.testing import OPERATOR_TOKEN, fake_parts
-from api.app import create_app
+from api.admin.testing import fake_parts
 from api.cache.explorer import Explorer
 from api.cache.owners import Owners
-from api.testing import FakeHouse, fake_house
+from api.testing import fake_house
+from billing.operations.books import OpenBooks
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner
 from billing.store.store import database_url
@@ -35,7 +29,7 @@ from cachesvc.config import disk_path
 from cachesvc.operator.block_reader import read_blocks
 from cachesvc.operator.scopes import note_scopes, roots_of
 from cachesvc.operator.secret import read_secret
-from cachesvc.server.server_file import announced
+from tests.running_server import Running
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tests.unit.test_cli_cache import LAYOUT, store
@@ -80,39 +74,6 @@ class Growing:
         }
 
 
-class Running:
-    """A real HTTP server over fakes, announced in a data directory as `serve` does."""
-
-    def __init__(self, data_dir: Path, parts: AdminParts, house: FakeHouse) -> None:
-        self.data_dir, self.house = data_dir, house
-        application = create_app(house.wire, routers=(admin_router(parts),))
-        self._listener = socket.socket()
-        self._listener.bind(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        config = uvicorn.Config(application, log_config=None, lifespan="on", loop="asyncio")
-        self._server = uvicorn.Server(config)
-        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
-        self._thread = threading.Thread(target=self._run, name="http")
-
-    def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._listener]))
-
-    def __enter__(self) -> "Running":
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.005)
-        self._announcement = announced(self.data_dir, self.url, OPERATOR_TOKEN)
-        self._announcement.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._announcement.__exit__(None, None, None)
-        self._server.should_exit = True
-        self._thread.join()
-        self._listener.close()
-        self.house.close()
-
-
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
     """A directory with blocks of two tenants on disk, which it knows the scopes of."""
@@ -140,16 +101,16 @@ def world() -> World:
 
 
 @pytest.fixture
-def books(data_dir: Path) -> Iterator[Books]:
+def books(data_dir: Path) -> Iterator[OpenBooks]:
     """The accounts of the tenant acme alone."""
     with running_ledger(database_url(data_dir)) as house:
         store = house.accounts.store
         signer = ReceiptSigner.open(data_dir)
-        yield Books(store, house.accounts, house.ledger, Prover(store), signer)
+        yield OpenBooks(store, house.accounts, house.ledger, Prover(store), signer)
 
 
 @pytest.fixture
-def server(data_dir: Path, world: World, books: Books) -> Iterator[Running]:
+def server(data_dir: Path, world: World, books: OpenBooks) -> Iterator[Running]:
     def run(function: Any) -> Any:
         future = world.engine.call(function)
         world.engine.turn()

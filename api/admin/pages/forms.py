@@ -5,9 +5,10 @@ from typing import Annotated
 
 from fastapi import Form, Query, Request
 
-from api.admin.parts import Books, books_of
+from api.admin.parts import books_of
 from api.errors import ApiError, InvalidRequest
 from billing.errors import BillingError
+from billing.operations.books import Books
 
 Text = Annotated[str, Form(max_length=500)]
 Filter = Annotated[str, Query(max_length=128)]

@@ -14,10 +14,11 @@ from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
 from api.admin.pages.forms import Filter, Text, reason_in, tried
-from api.admin.parts import Books, books_of
+from api.admin.parts import books_of
 from api.errors import InvalidRequest
 from billing.keys import Scope
-from billing.prices.book import NS
+from billing.operations import keys as operations
+from billing.operations.books import Books
 from billing.reports.documents import key_document
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
@@ -48,15 +49,16 @@ def create_key(
     made: list[str] = []
 
     def create(books: Books) -> None:
-        key, _ = books.accounts.create_key(
-            tenant,
+        document = operations.create_key(
+            books,
+            tenant=tenant,
             name=name.strip(),
-            scopes=_scopes(scopes or []),
-            expires_ns=_expiry_ns(days),
+            scopes=scopes or [],
+            expires_in_s=_expires_in_s(days),
             by=admin.name,
-            reason=reason_in(why),
+            why=reason_in(why),
         )
-        made.append(key)
+        made.append(document["key"])
 
     wrong = tried(request, create)
     return _keys(request, admin, tenant=tenant, wrong=wrong, key=made[0] if made else "")
@@ -65,7 +67,7 @@ def create_key(
 @router.post("/keys/{key_id}/revoke")
 def revoke_key(request: Request, key_id: str, admin: MayChange, why: Text = "") -> Response:
     def revoke(books: Books) -> None:
-        books.accounts.revoke_key(key_id, by=admin.name, reason=reason_in(why))
+        operations.revoke_key(books, key_id=key_id, by=admin.name, why=reason_in(why))
 
     wrong = tried(request, revoke)
     if wrong:
@@ -102,19 +104,9 @@ def _keys(
     return answer
 
 
-def _scopes(names: list[str]) -> frozenset[Scope]:
-    try:
-        chosen = frozenset(map(Scope, names))
-    except ValueError as error:
-        raise InvalidRequest(f"{error}; use {', '.join(Scope)}") from None
-    if not chosen:
-        raise InvalidRequest("Choose at least one scope: what the key may do.")
-    return chosen
-
-
-def _expiry_ns(days: str) -> int | None:
+def _expires_in_s(days: str) -> int | None:
     if not days.strip():
         return None
     if not days.strip().isdecimal() or len(days) > 9 or not 0 < int(days) <= MAX_DAYS:
         raise InvalidRequest(f"{days!r} is no number of days from 1 to {MAX_DAYS}")
-    return time.time_ns() + int(days) * DAY_S * NS
+    return int(days) * DAY_S

@@ -11,7 +11,8 @@ from starlette.responses import RedirectResponse, Response
 
 from api.admin.access import MayRead
 from api.admin.pages.base import render
-from api.admin.parts import Books, books_of
+from api.admin.parts import books_of
+from billing.operations.books import Books
 from billing.prices.book import RateCard
 from billing.reports import usage as usage_report
 from billing.reports.documents import RATES, card_document, hold_document, proof_document

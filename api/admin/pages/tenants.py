@@ -1,7 +1,7 @@
 """Tenants, what they have and what they did: pages under /admin/tenants.
 
-The same operations as the JSON routes of `account_routes`, as forms for people. Plain functions:
-the server runs them on its thread pool, for they read and write the ledger's database.
+Forms over `billing.operations`. Plain functions: the server runs them on its thread pool, because
+they read and write the ledger's database.
 """
 
 import secrets
@@ -16,10 +16,12 @@ from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
 from api.admin.pages.forms import Before, Filter, Text, reason_in, tried
-from api.admin.parts import Books, books_of, found, parts_of
+from api.admin.parts import books_of, found, parts_of
 from api.errors import InvalidRequest
 from billing.accounts import Tenant
-from billing.money import parse_amount, parse_positive
+from billing.operations import tenants as operations
+from billing.operations.balance import Booking, book_deposit
+from billing.operations.books import Books
 from billing.reports import usage as usage_report
 from billing.reports.documents import entry_document, key_document
 from billing.reports.usage import Unit, parse_query, report
@@ -54,12 +56,13 @@ def create_tenant(
     why: Text = "",
 ) -> Response:
     def create(books: Books) -> None:
-        books.accounts.create_tenant(
-            tenant.strip(),
-            currency.strip() or books.accounts.usual_currency,
+        operations.create_tenant(
+            books,
+            tenant=tenant.strip(),
+            currency=currency.strip() or None,
             credit_limit=_limit(credit_limit),
             by=admin.name,
-            reason=reason_in(why),
+            why=reason_in(why),
         )
 
     wrong = tried(request, create)
@@ -98,10 +101,15 @@ def deposit(
     def book(books: Books) -> None:
         if kind not in ("topup", "grant"):
             raise InvalidRequest("kind is neither 'topup' nor 'grant'")
-        units, reason = parse_positive(amount), reason_in(why)
-        post: Any = books.ledger.grant if kind == "grant" else books.ledger.deposit
-        named = reference.strip() or f"{kind}_{once or secrets.token_hex(8)}"
-        post(tenant, units, reference=named, by=admin.name, reason=reason).result()
+        book_deposit(
+            books,
+            tenant=tenant,
+            kind=Booking(kind),
+            amount=amount,
+            reference=reference.strip() or f"{kind}_{once or secrets.token_hex(8)}",
+            by=admin.name,
+            why=reason_in(why),
+        )
 
     return _after(request, admin, tenant, book, kind)
 
@@ -111,8 +119,13 @@ def limit(
     request: Request, tenant: str, admin: MayChange, credit_limit: Text = "", why: Text = ""
 ) -> Response:
     def change(books: Books) -> None:
-        units, reason = _limit(credit_limit), reason_in(why)
-        books.accounts.set_credit_limit(tenant, units, by=admin.name, reason=reason)
+        operations.set_credit_limit(
+            books,
+            tenant=tenant,
+            credit_limit=_limit(credit_limit),
+            by=admin.name,
+            why=reason_in(why),
+        )
 
     return _after(request, admin, tenant, change, "limit")
 
@@ -125,7 +138,8 @@ def set_state(
     stop = suspended == "yes"
 
     def change(books: Books) -> None:
-        books.accounts.set_suspended(tenant, stop, by=admin.name, reason=reason_in(why))
+        operation = operations.suspend_tenant if stop else operations.resume_tenant
+        operation(books, tenant=tenant, by=admin.name, why=reason_in(why))
 
     return _after(request, admin, tenant, change, "suspend" if stop else "resume")
 
@@ -204,5 +218,5 @@ def _quota(request: Request, tenant: str) -> Any:
     return None if limits is None else limits.tenants.get(tenant, limits.tenant)
 
 
-def _limit(text: str) -> int | None:
-    return None if text.strip().lower() in ("", "unlimited") else parse_amount(text)
+def _limit(text: str) -> str | None:
+    return None if text.strip().lower() in ("", "unlimited") else text.strip()

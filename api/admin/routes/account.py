@@ -1,13 +1,11 @@
-"""/admin/api/tenants, keys and balance: who is billed, with which keys, and what they have.
+"""/admin/api/tenants, keys, balance and budgets: who is billed, by which keys, and what they have.
 
-The same operations and documents as `cachesvc tenants|keys|balance`. Plain functions: the server
-runs them on its thread pool, for they read and write the ledger's database. Every change leaves an
-audit entry in its own transaction.
+Plain functions: the server runs them on its thread pool, because they read and write the ledger's
+database. Every change leaves an audit entry in its own transaction. The operations themselves are
+in `billing.operations`.
 """
 
-import secrets
-import time
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
@@ -17,15 +15,15 @@ from api.admin.routes.bodies import (
     Adjustment,
     AdminBody,
     CreditLimit,
+    NewBudget,
     NewDeposit,
     NewKey,
     NewProject,
     NewTenant,
 )
-from billing.keys import Scope
-from billing.money import parse_amount, parse_not_negative, parse_positive
-from billing.prices.book import NS
-from billing.reports.documents import Document, key_document, tenant_document
+from billing.operations import balance, budgets, keys, tenants
+from billing.operations.balance import Booking
+from billing.reports.documents import Document
 
 router = APIRouter(prefix="/admin/api", tags=["admin: accounts"])
 
@@ -33,164 +31,118 @@ OfTenant = Annotated[str | None, Query(description="Only this tenant")]
 
 
 @router.get("/tenants")
-def tenants(request: Request, _: MayRead) -> list[Document]:
+def list_tenants(request: Request, _: MayRead) -> list[Document]:
     """Every tenant and what it has."""
-    return [tenant_document(tenant) for tenant in books_of(request).accounts.tenants()]
+    return tenants.list_tenants(books_of(request))
 
 
 @router.post("/tenants", status_code=201)
 def create_tenant(request: Request, body: NewTenant, by: MayChange) -> Document:
     """A new tenant; prepaid unless `credit_limit` says otherwise."""
-    accounts = books_of(request).accounts
-    made = accounts.create_tenant(
-        body.tenant,
-        body.currency or accounts.usual_currency,
-        credit_limit=_limit(body.credit_limit),
-        by=by.name,
-        reason=body.why,
-    )
-    return tenant_document(made)
+    return tenants.create_tenant(books_of(request), **body.model_dump(), by=by.name)
 
 
 @router.get("/tenants/{tenant}")
 def show_tenant(request: Request, tenant: str, _: MayRead) -> Document:
     """One tenant, with its projects."""
-    accounts = books_of(request).accounts
     with found():
-        return tenant_document(accounts.tenant(tenant)) | {"projects": accounts.projects(tenant)}
+        return tenants.show_tenant(books_of(request), tenant=tenant)
 
 
 @router.post("/tenants/{tenant}/limit")
-def limit_tenant(request: Request, tenant: str, body: CreditLimit, by: MayChange) -> Document:
+def set_credit_limit(request: Request, tenant: str, body: CreditLimit, by: MayChange) -> Document:
     """Set how far below zero a tenant may go."""
-    limit = _limit(body.credit_limit)
     with found():
-        return tenant_document(
-            books_of(request).accounts.set_credit_limit(tenant, limit, by=by.name, reason=body.why)
+        return tenants.set_credit_limit(
+            books_of(request), tenant=tenant, **body.model_dump(), by=by.name
         )
 
 
 @router.post("/tenants/{tenant}/suspend")
 def suspend_tenant(request: Request, tenant: str, body: AdminBody, by: MayChange) -> Document:
-    """Refuse new requests of a tenant; running ones end as they would."""
-    return _suspended(request, tenant, True, by.name, body.why)
+    """Refuse new requests of a tenant; running ones finish."""
+    with found():
+        return tenants.suspend_tenant(books_of(request), tenant=tenant, by=by.name, why=body.why)
 
 
 @router.post("/tenants/{tenant}/resume")
 def resume_tenant(request: Request, tenant: str, body: AdminBody, by: MayChange) -> Document:
     """Serve a suspended tenant again."""
-    return _suspended(request, tenant, False, by.name, body.why)
+    with found():
+        return tenants.resume_tenant(books_of(request), tenant=tenant, by=by.name, why=body.why)
 
 
 @router.post("/tenants/{tenant}/projects", status_code=201)
 def create_project(request: Request, tenant: str, body: NewProject, by: MayChange) -> list[str]:
     """A new project, to split a tenant's usage by; gives all of them."""
-    accounts = books_of(request).accounts
     with found():
-        accounts.create_project(tenant, body.project, by=by.name, reason=body.why)
-    return accounts.projects(tenant)
+        return tenants.create_project(
+            books_of(request), tenant=tenant, **body.model_dump(), by=by.name
+        )
 
 
 @router.get("/keys")
-def keys(request: Request, _: MayRead, tenant: OfTenant = None) -> list[Document]:
+def list_keys(request: Request, _: MayRead, tenant: OfTenant = None) -> list[Document]:
     """Keys by their prefix, never the keys."""
-    accounts, now_ns = books_of(request).accounts, time.time_ns()
     with found():
-        accounts.expect(tenant)
-    return [key_document(info, now_ns) for info in accounts.keys(tenant)]
+        return keys.list_keys(books_of(request), tenant=tenant)
 
 
 @router.post("/keys", status_code=201)
 def create_key(request: Request, body: NewKey, by: MayChange) -> Document:
     """A new key. `key` is in this answer only: it is not kept and cannot be shown again."""
-    now_ns = time.time_ns()
     with found():
-        key, info = books_of(request).accounts.create_key(
-            body.tenant,
-            project=body.project,
-            name=body.name,
-            scopes=frozenset(map(Scope, body.scopes)),
-            expires_ns=None if body.expires_in_s is None else now_ns + body.expires_in_s * NS,
-            by=by.name,
-            reason=body.why,
-        )
-    return {"key": key, **key_document(info, now_ns)}
+        return keys.create_key(books_of(request), **body.model_dump(), by=by.name)
 
 
 @router.post("/keys/{key_id}/revoke")
 def revoke_key(request: Request, key_id: str, body: AdminBody, by: MayChange) -> Document:
     """End a key at once, by its id or its shown prefix."""
     with found():
-        info = books_of(request).accounts.revoke_key(key_id, by=by.name, reason=body.why)
-    return key_document(info, time.time_ns())
+        return keys.revoke_key(books_of(request), key_id=key_id, by=by.name, why=body.why)
 
 
 @router.get("/balance/{tenant}")
 def show_balance(request: Request, tenant: str, _: MayRead) -> Document:
     """What a tenant has, owes and has on hold."""
     with found():
-        return tenant_document(books_of(request).accounts.tenant(tenant))
-
-
-@router.post("/balance/{tenant}/grant")
-def grant(request: Request, tenant: str, body: NewDeposit, by: MayChange) -> Document:
-    """Give promotional money; it is spent before paid money."""
-    return _deposit(request, "grant", tenant, body, by.name)
-
-
-@router.post("/balance/{tenant}/topup")
-def top_up(request: Request, tenant: str, body: NewDeposit, by: MayChange) -> Document:
-    """Book money that was paid; what is owed is settled first."""
-    return _deposit(request, "topup", tenant, body, by.name)
-
-
-@router.post("/balance/{tenant}/withdraw")
-def withdraw(request: Request, tenant: str, body: NewDeposit, by: MayChange) -> Document:
-    """Book paid money that was paid out again; no more than is neither spent nor on hold."""
-    return _deposit(request, "withdraw", tenant, body, by.name)
-
-
-@router.post("/balance/{tenant}/chargeback")
-def charge_back(request: Request, tenant: str, body: NewDeposit, by: MayChange) -> Document:
-    """Book a payment that the payer's bank took back; what was spent of it is owed."""
-    return _deposit(request, "chargeback", tenant, body, by.name)
+        return balance.show_balance(books_of(request), tenant=tenant)
 
 
 @router.post("/balance/{tenant}/adjust")
-def adjust(request: Request, tenant: str, body: Adjustment, by: MayChange) -> Document:
-    """Put a mistyped top-up or grant right by an entry of the difference."""
-    books = books_of(request)
-    units = parse_not_negative(body.amount)
-    reference = body.reference or f"adjust_{secrets.token_hex(8)}"
+def adjust_deposit(request: Request, tenant: str, body: Adjustment, by: MayChange) -> Document:
+    """Correct a mistyped top-up or grant by an entry of the difference."""
     with found():
-        books.ledger.adjust(
-            tenant, body.deposit, units, reference=reference, by=by.name, reason=body.why
-        ).result()
-        return tenant_document(books.accounts.tenant(tenant))
-
-
-def _deposit(request: Request, kind: str, tenant: str, body: NewDeposit, by: str) -> Document:
-    books = books_of(request)
-    units = parse_positive(body.amount)
-    reference = body.reference or f"{kind}_{secrets.token_hex(8)}"
-    book: Any = {
-        "grant": books.ledger.grant,
-        "topup": books.ledger.deposit,
-        "withdraw": books.ledger.withdraw,
-        "chargeback": books.ledger.charge_back,
-    }[kind]
-    with found():
-        book(tenant, units, reference=reference, by=by, reason=body.why).result()
-        return tenant_document(books.accounts.tenant(tenant))
-
-
-def _suspended(request: Request, tenant: str, suspended: bool, by: str, why: str) -> Document:
-    with found():
-        return tenant_document(
-            books_of(request).accounts.set_suspended(tenant, suspended, by=by, reason=why)
+        return balance.adjust_deposit(
+            books_of(request), tenant=tenant, **body.model_dump(), by=by.name
         )
 
 
-def _limit(text: str | None) -> int | None:
-    """Units of a credit limit; None is unlimited."""
-    return None if text is None else parse_amount(text)
+@router.post("/balance/{tenant}/{kind}")
+def book_deposit(
+    request: Request, tenant: str, kind: Booking, body: NewDeposit, by: MayChange
+) -> Document:
+    """Book money: a grant, a top-up, a withdrawal or a chargeback."""
+    with found():
+        return balance.book_deposit(
+            books_of(request), tenant=tenant, kind=kind, **body.model_dump(), by=by.name
+        )
+
+
+@router.get("/budgets")
+def list_budgets(request: Request, _: MayRead) -> list[Document]:
+    """What tenants, keys, users and tags may spend before somebody is told."""
+    return budgets.list_budgets(books_of(request))
+
+
+@router.post("/budgets/{name}")
+def set_budget(request: Request, name: str, body: NewBudget, by: MayChange) -> Document:
+    """Make a budget, or change the one of that name. It stops nothing; it tells."""
+    with found():
+        return budgets.set_budget(books_of(request), name=name, **body.model_dump(), by=by.name)
+
+
+@router.post("/budgets/{name}/remove")
+def remove_budget(request: Request, name: str, body: AdminBody, by: MayChange) -> list[Document]:
+    """Remove a budget; gives those that are left."""
+    return budgets.remove_budget(books_of(request), name=name, by=by.name, why=body.why)

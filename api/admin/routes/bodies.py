@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from billing.alerts.budgets import BudgetSpan, Of
 from billing.keys import DEFAULT_SCOPES, Scope
 
 Why = Annotated[str, Field(min_length=1, max_length=500, description="Kept in the audit log")]
@@ -73,6 +74,29 @@ class Correction(AdminBody):
     request_id: Text
     amount: Amount | None = Field(None, description="Gives back so much; without it, all of it")
     reference: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+
+
+class CorrectionOf(BaseModel):
+    """One correction of many."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    tenant: Name
+    request_id: Text
+    amount: Amount | None = None
+    reference: Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class Corrections(AdminBody):
+    corrections: list[CorrectionOf] = Field(max_length=1000)
+
+
+class NewBudget(AdminBody):
+    tenant: Name
+    amount: Amount
+    per: BudgetSpan = Field(BudgetSpan.MONTH, strict=False)
+    of: Of = Field(Of.TENANT, strict=False)
+    value: Text = Field("", description="The key's id, the user, or NAME=VALUE of a tag")
 
 
 class CardSource(BaseModel):

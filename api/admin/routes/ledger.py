@@ -1,40 +1,26 @@
 """/admin/api/usage, holds, ledger, audit and receipts: what was used, charged, changed and proved.
 
-The same operations and documents as `cachesvc usage|ledger`. Reading a proof is cheap, making one
-reads every entry.
+Reading a proof is cheap, making one reads every entry. The operations themselves are in
+`billing.operations`.
 """
 
-import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from api.admin.access import MayChange, MayRead
-from api.admin.parts import Books, books_of, found
+from api.admin.parts import books_of, found
 from api.admin.routes.account import OfTenant
-from api.admin.routes.bodies import Correction
-from api.errors import RecordNotFound
+from api.admin.routes.bodies import Correction, Corrections
 from api.page_headers import with_style
-from billing.gate.entries import Entry
-from billing.money import parse_positive
-from billing.prices.book import NS
-from billing.prices.time_zones import find_zone
-from billing.proof import rerate as plan
+from billing.operations import ledger as ledgers
+from billing.operations import usage as usages
+from billing.operations.usage import InvoiceForm
 from billing.proof.prover import Proved
-from billing.reports import invoice as statements
-from billing.reports import usage as usage_report
-from billing.reports.documents import (
-    Document,
-    entry_document,
-    hold_document,
-    plan_document,
-    proof_document,
-    trail_document,
-)
+from billing.reports.documents import Document, proof_document
 from billing.reports.heads import heads_document, heads_of
-from billing.reports.receipts import receipt_for
-from billing.reports.usage import Period, Split, Unit, parse_query
+from billing.reports.usage import Split
 from billing.store import reports as store_reports
 
 router = APIRouter(prefix="/admin/api", tags=["admin: ledger"])
@@ -53,14 +39,14 @@ Month = Annotated[str, Path(pattern=r"^\d{4}-(0[1-9]|1[0-2])$", description="Suc
 
 
 @router.get("/usage")
-def usage(request: Request, _: MayRead, tenant: OfTenant = None) -> list[Document]:
+def total_usage(request: Request, _: MayRead, tenant: OfTenant = None) -> list[Document]:
     """All usage, by tenant."""
     with found():
-        return _periods(usage_report.total(books_of(request).store, tenant))
+        return usages.total_usage(books_of(request), tenant=tenant)
 
 
 @router.get("/usage/daily")
-def daily(
+def daily_usage(
     request: Request,
     _: MayRead,
     tenant: OfTenant = None,
@@ -71,19 +57,20 @@ def daily(
     days: Days = 31,
 ) -> list[Document]:
     """Usage by tenant and day, oldest first; `days` back where `since` is not given."""
-    query = parse_query(
-        tenant=tenant,
-        since=since or f"{days - 1}d",
-        until=until,
-        zone=timezone,
-        split=breakdown,
-    )
     with found():
-        return _periods(usage_report.report(books_of(request).store, query, Unit.DAY))
+        return usages.daily_usage(
+            books_of(request),
+            tenant=tenant,
+            since=since,
+            until=until,
+            timezone=timezone,
+            breakdown=breakdown,
+            days=days,
+        )
 
 
 @router.get("/usage/monthly")
-def monthly(
+def monthly_usage(
     request: Request,
     _: MayRead,
     tenant: OfTenant = None,
@@ -93,13 +80,19 @@ def monthly(
     breakdown: Breakdown = None,
 ) -> list[Document]:
     """Usage by tenant and month, oldest first."""
-    query = parse_query(tenant=tenant, since=since, until=until, zone=timezone, split=breakdown)
     with found():
-        return _periods(usage_report.report(books_of(request).store, query, Unit.MONTH))
+        return usages.monthly_usage(
+            books_of(request),
+            tenant=tenant,
+            since=since,
+            until=until,
+            timezone=timezone,
+            breakdown=breakdown,
+        )
 
 
 @router.get("/usage/session")
-def session(
+def session_usage(
     request: Request,
     _: MayRead,
     tenant: OfTenant = None,
@@ -109,42 +102,43 @@ def session(
     limit: Limit = 50,
 ) -> list[Document]:
     """Usage by the session that requests name, the latest first."""
-    query = parse_query(tenant=tenant, since=since, until=until, zone=timezone)
     with found():
-        return _periods(usage_report.by_session(books_of(request).store, query, limit=limit))
+        return usages.session_usage(
+            books_of(request),
+            tenant=tenant,
+            since=since,
+            until=until,
+            timezone=timezone,
+            limit=limit,
+        )
 
 
 @router.get("/usage/invoice/{tenant}/{month}", response_model=None)
-def invoice(
+def make_invoice(
     request: Request,
     tenant: str,
     month: Month,
     _: MayRead,
-    form: Annotated[Literal["json", "csv", "html"], Query(alias="format")] = "json",
+    form: Annotated[InvoiceForm, Query(alias="format")] = InvoiceForm.JSON,
     timezone: Timezone = "UTC",
 ) -> Document | Response:
     """A tenant's month, as JSON, CSV or a page for a printer."""
     with found():
-        made = statements.invoice(books_of(request).store, tenant, month, find_zone(timezone))
-    if form == "csv":
-        return Response(statements.invoice_csv(made), media_type="text/csv")
-    if form == "html":
-        page = statements.invoice_html(made)
-        return Response(page, media_type="text/html", headers=with_style(page))
-    return statements.invoice_json(made)
+        made = usages.make_invoice(
+            books_of(request), tenant=tenant, month=month, timezone=timezone, format=form
+        )
+    if not isinstance(made, str):
+        return made
+    if form is InvoiceForm.HTML:
+        return Response(made, media_type="text/html", headers=with_style(made))
+    return Response(made, media_type="text/csv")
 
 
 @router.get("/holds")
-def holds(request: Request, _: MayRead, tenant: OfTenant = None) -> list[Document]:
+def list_holds(request: Request, _: MayRead, tenant: OfTenant = None) -> list[Document]:
     """What running requests have on hold, the oldest first."""
-    books = books_of(request)
     with found():
-        books.accounts.expect(tenant)
-    with books.store.reading() as connection:
-        stored = store_reports.hold_list(connection, tenant)
-    now_ns = time.time_ns()
-    documents = [hold_document(hold, now_ns) for hold in stored]
-    return sorted(documents, key=lambda document: -float(document["age_s"]))
+        return ledgers.list_holds(books_of(request), tenant=tenant)
 
 
 @router.get("/ledger")
@@ -182,7 +176,7 @@ def heads(request: Request, _: MayRead) -> Document:
 
 
 @router.get("/ledger/entries/{tenant}")
-def entries(
+def list_entries(
     request: Request,
     tenant: str,
     _: MayRead,
@@ -193,67 +187,54 @@ def entries(
     limit: Limit = 50,
 ) -> list[Document]:
     """Entries of a tenant, newest first; or those of one request."""
-    books = books_of(request)
     with found():
-        books.accounts.tenant(tenant)
-    with books.store.reading() as connection:
-        if request_id is not None:
-            read = store_reports.request_entries(connection, tenant, request_id)
-        else:
-            read = store_reports.last_entries(connection, tenant, limit, before)
-    return [entry_document(entry) for entry in read]
+        return ledgers.list_entries(
+            books_of(request), tenant=tenant, request_id=request_id, before=before, limit=limit
+        )
 
 
 @router.get("/ledger/rerate")
-def rerate(request: Request, _: MayRead, tenant: OfTenant = None, days: Days = 31) -> Document:
+def rerate_history(
+    request: Request, _: MayRead, tenant: OfTenant = None, days: Days = 31
+) -> Document:
     """What past requests would cost under the cards as they stand now. Changes nothing."""
-    books = books_of(request)
     with found():
-        books.accounts.expect(tenant)
-    since_ns = time.time_ns() - days * 86_400 * NS
-    pricing = plan.under_book(books.accounts.book)
-    return plan_document(plan.rerate(books.store, pricing, since_ns=since_ns, tenant=tenant))
+        return ledgers.rerate_history(books_of(request), tenant=tenant, days=days)
+
+
+@router.get("/ledger/refunds")
+def make_refunds(
+    request: Request, by: MayRead, tenant: OfTenant = None, days: Days = 31
+) -> Document:
+    """A batch of what was charged beyond the cards as they stand now. Books nothing."""
+    with found():
+        return ledgers.make_refunds(books_of(request), tenant=tenant, days=days, by=by.name)
 
 
 @router.post("/ledger/correct")
-def correct(request: Request, body: Correction, by: MayChange) -> Document:
+def correct_charge(request: Request, body: Correction, by: MayChange) -> Document:
     """Give back a charge, or a part of it, by a new entry that names it."""
-    books = books_of(request)
     with found():
-        books.accounts.tenant(body.tenant)
-        entry: Entry = books.ledger.correct(
-            body.tenant,
-            body.request_id,
-            reference=body.reference or f"correct:{body.request_id}",
-            by=by.name,
-            reason=body.why,
-            amount=None if body.amount is None else parse_positive(body.amount),
-        ).result()
-    return entry_document(entry)
+        return ledgers.correct_charge(books_of(request), **body.model_dump(), by=by.name)
+
+
+@router.post("/ledger/corrections")
+def correct_charges(request: Request, body: Corrections, by: MayChange) -> list[str]:
+    """Book many corrections, each once for its reference; gives what was refused, and why."""
+    return ledgers.correct_charges(books_of(request), **body.model_dump(), by=by.name)
 
 
 @router.get("/audit")
-def audit(request: Request, _: MayRead, limit: Limit = 50) -> list[Document]:
+def admin_trail(request: Request, _: MayRead, limit: Limit = 50) -> list[Document]:
     """What administrators changed: who, what, before, after and why; the newest first."""
-    return [trail_document(row) for row in books_of(request).accounts.trail(limit)]
+    return ledgers.admin_trail(books_of(request), limit=limit)
 
 
 @router.get("/receipts/{tenant}/{request_id}")
-def receipt(request: Request, tenant: str, request_id: str, _: MayRead) -> Document:
+def sign_receipt(request: Request, tenant: str, request_id: str, _: MayRead) -> Document:
     """The signed receipt of one request."""
-    books = books_of(request)
-    if not _entries(books, tenant, request_id):
-        raise RecordNotFound(f"tenant '{tenant}' has no settled request '{request_id}'")
-    return receipt_for(books.store, books.accounts.book, books.signer, tenant, request_id)
-
-
-def _entries(books: Books, tenant: str, request_id: str) -> list[Entry]:
-    with books.store.reading() as connection:
-        return store_reports.request_entries(connection, tenant, request_id)
-
-
-def _periods(periods: list[Period]) -> list[Document]:
-    return [period.as_json() for period in periods]
+    with found():
+        return usages.sign_receipt(books_of(request), tenant=tenant, request_id=request_id)
 
 
 def _proved(proved: Proved | None) -> Document | None:

@@ -1,30 +1,24 @@
 """`cachesvc balance`: what a tenant has, and giving it more."""
 
-import secrets
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from billing.ledger import Ledger
-from billing.money import parse_not_negative, parse_positive
-from cachesvc.cli.money.books import DatabaseUrl, DataDir, Reason, TenantName, actor, books
-from cachesvc.cli.money.tenants import show_tenant
+from billing.operations import balance
+from billing.operations.balance import Booking
+from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, DataDir, Reason, TenantName, actor
+from cachesvc.cli.money.operations import operations
+from cachesvc.cli.money.tenants import print_tenant
 from cachesvc.cli.render import AsJson
 
 app = typer.Typer(no_args_is_help=True, help="Show balances; book money in and out")
 
 Amount = Annotated[str, typer.Argument(help="Decimal amount, such as 12.50", show_default=False)]
 Why = Annotated[str, typer.Option("--reason", help="Why; kept in the entry and the admin trail")]
-_BOOK: dict[str, Any] = {
-    "grant": Ledger.grant,
-    "topup": Ledger.deposit,
-    "withdraw": Ledger.withdraw,
-    "chargeback": Ledger.charge_back,
-}
 Reference = Annotated[
     str | None,
-    typer.Option(help="Your own id of the payment: booked once, however often it is said"),
+    typer.Option(help="Your own id of the payment; the same id is booked once"),
 ]
 
 
@@ -33,8 +27,8 @@ def show(
     tenant: TenantName, data_dir: DataDir = None, database: DatabaseUrl = None, json: AsJson = False
 ) -> None:
     """Show what a tenant has, owes and has on hold."""
-    with books(data_dir, database) as open_books:
-        show_tenant(open_books.accounts.tenant(tenant), json)
+    with operations(data_dir, database) as call:
+        print_tenant(call(balance.show_balance, tenant=tenant), json)
 
 
 @app.command()
@@ -42,13 +36,13 @@ def grant(
     tenant: TenantName,
     amount: Amount,
     reference: Reference = None,
-    reason: Reason = "",
+    reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Give promotional money; it is spent before paid money."""
-    _book("grant", tenant, amount, reference, reason, data_dir, database, json)
+    """Give promotional money. It is spent before paid money."""
+    _book(Booking.GRANT, tenant, amount, reference, reason, data_dir, database, json)
 
 
 @app.command()
@@ -56,13 +50,13 @@ def topup(
     tenant: TenantName,
     amount: Amount,
     reference: Reference = None,
-    reason: Reason = "",
+    reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Book money that was paid; what is owed is settled first."""
-    _book("topup", tenant, amount, reference, reason, data_dir, database, json)
+    """Book a payment. It settles what the tenant owes first."""
+    _book(Booking.TOPUP, tenant, amount, reference, reason, data_dir, database, json)
 
 
 @app.command()
@@ -75,8 +69,8 @@ def withdraw(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Book paid money that was paid out again; no more than is neither spent nor on hold."""
-    _book("withdraw", tenant, amount, reference, reason, data_dir, database, json)
+    """Book money that you paid back. At most what is neither spent nor on hold."""
+    _book(Booking.WITHDRAW, tenant, amount, reference, reason, data_dir, database, json)
 
 
 @app.command()
@@ -89,8 +83,8 @@ def chargeback(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Book a payment that the payer's bank took back; what was spent of it is owed."""
-    _book("chargeback", tenant, amount, reference, reason, data_dir, database, json)
+    """Book a payment that the payer's bank took back. What was spent of it is owed."""
+    _book(Booking.CHARGEBACK, tenant, amount, reference, reason, data_dir, database, json)
 
 
 @app.command()
@@ -104,20 +98,22 @@ def adjust(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Put a mistyped top-up or grant right by an entry of the difference."""
-    with books(data_dir, database) as open_books:
-        units = parse_not_negative(amount)
-        name = reference or f"adjust_{secrets.token_hex(8)}"
-        open_books.with_ledger(
-            lambda ledger: ledger.adjust(
-                tenant, deposit, units, reference=name, by=actor(), reason=reason
-            ).result()
+    """Correct a mistyped top-up or grant by an entry of the difference."""
+    with operations(data_dir, database) as call:
+        adjusted = call(
+            balance.adjust_deposit,
+            tenant=tenant,
+            deposit=deposit,
+            amount=amount,
+            reference=reference,
+            by=actor(),
+            why=reason,
         )
-        show_tenant(open_books.accounts.tenant(tenant), json)
+        print_tenant(adjusted, json)
 
 
 def _book(
-    kind: str,
+    kind: Booking,
     tenant: str,
     amount: str,
     reference: str | None,
@@ -126,12 +122,14 @@ def _book(
     database: str | None,
     json: bool,
 ) -> None:
-    with books(data_dir, database) as open_books:
-        units = parse_positive(amount)
-        name = reference or f"{kind}_{secrets.token_hex(8)}"
-        open_books.with_ledger(
-            lambda ledger: _BOOK[kind](
-                ledger, tenant, units, reference=name, by=actor(), reason=reason
-            ).result()
+    with operations(data_dir, database) as call:
+        booked = call(
+            balance.book_deposit,
+            tenant=tenant,
+            kind=kind,
+            amount=amount,
+            reference=reference,
+            by=actor(),
+            why=reason,
         )
-        show_tenant(open_books.accounts.tenant(tenant), json)
+        print_tenant(booked, json)

@@ -1,86 +1,72 @@
-"""What the commands about money share: where the ledger is, who acts, and errors as one
-sentence.
+"""Options that the commands about money share, and the books of a directory for commands that work
+on the database itself: proofs, rebuilding, exports and passwords.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
-from billing.accounts import Accounts
 from billing.errors import BillingError
-from billing.ledger import Ledger
-from billing.money import format_units
-from billing.store.store import LedgerStore, database_url, open_store
+from billing.operations.books import FolderBooks
+from billing.store.store import database_url, open_store
 from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import fail
-from cachesvc.config import default_data_dir
+from cachesvc.config.places import default_data_dir
 from cachesvc.server.server_file import actor
 
-T = TypeVar("T")
+MOST_DAYS = 3660  # that the JSON routes look back
+MOST_ROWS = 1000  # that the JSON routes answer with
+NO_REASON = "no reason given"
 
 DatabaseUrl = Annotated[
     str | None,
     typer.Option(
         "--database-url",
-        help="Ledger database, such as postgresql://...  [default: SQLite in the data directory]",
+        help="Open this ledger database, such as postgresql://...  "
+        "[default: ask the running server, or open SQLite in the data directory]",
         show_default=False,
     ),
 ]
-Reason = Annotated[str, typer.Option(help="Why; kept in the admin trail")]
+Reason = Annotated[str, typer.Option(help="Why; kept in the admin trail", show_default=False)]
 TenantName = Annotated[str, typer.Argument(help="Name of the tenant", show_default=False)]
 RequestId = Annotated[str, typer.Argument(help="Id of the request", show_default=False)]
 TenantOption = Annotated[str | None, typer.Option("--tenant", help="Only this tenant")]
 
 __all__ = [
+    "MOST_DAYS",
+    "MOST_ROWS",
+    "NO_REASON",
     "DataDir",
     "DatabaseUrl",
-    "OpenBooks",
     "Reason",
     "RequestId",
     "TenantName",
     "TenantOption",
     "actor",
     "books",
+    "limit_text",
 ]
-
-
-class OpenBooks:
-    """An open ledger database and the accounts on it."""
-
-    def __init__(self, store: LedgerStore, data_dir: Path) -> None:
-        self.store = store
-        self.accounts = Accounts(store)
-        self.data_dir = data_dir
-
-    def with_ledger(self, operation: Callable[[Ledger], T]) -> T:
-        """Run one operation on a ledger of our own, beside a running server or without one."""
-        ledger = Ledger(self.store, self.accounts, owner="cli")
-        ledger.start()
-        try:
-            return operation(ledger)
-        finally:
-            ledger.close()
 
 
 @contextmanager
 def books(
     data_dir: Path | None, database: str | None, *, create: bool = False
-) -> Iterator[OpenBooks]:
+) -> Iterator[FolderBooks]:
     """The ledger of a data directory or URL; a billing error ends the command with its sentence."""
     path = (data_dir or default_data_dir()).expanduser()
     try:
-        store = open_store(database or database_url(path), create=create)
+        found = FolderBooks(open_store(database or database_url(path), create=create), path)
         try:
-            yield OpenBooks(store, path)
+            yield found
         finally:
-            store.close()
+            found.close()
     except BillingError as error:
         fail(str(error))
 
 
-def limit_text(units: int | None) -> str:
+def limit_text(amount: str | None) -> str:
     """A credit limit or available amount for people."""
-    return "unlimited" if units is None else format_units(units)
+    return "unlimited" if amount is None else amount

@@ -1,18 +1,17 @@
 """`cachesvc keys`: API keys. A key is printed once, when it is made."""
 
 import re
-import time
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from billing.accounts import KeyInfo
 from billing.errors import BillingError
-from billing.keys import Scope, format_scopes, parse_scopes
+from billing.keys import Scope
+from billing.operations import keys
 from billing.prices.book import NS
-from billing.reports.documents import key_document, key_state
-from cachesvc.cli.money.books import DatabaseUrl, DataDir, Reason, TenantOption, actor, books
+from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, DataDir, Reason, TenantOption, actor
+from cachesvc.cli.money.operations import operations
 from cachesvc.cli.render import AsJson, note, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys")
@@ -34,27 +33,29 @@ def create(
     expires_in: Annotated[
         str | None, typer.Option(help="How long it is valid, such as 12h or 90d")
     ] = None,
-    reason: Reason = "",
+    reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Create a key and print it; it is not kept and cannot be shown again."""
-    with books(data_dir, database) as open_books:
-        key, info = open_books.accounts.create_key(
-            tenant,
+    """Create a key and print it. It cannot be shown again."""
+    with operations(data_dir, database) as call:
+        names = [each.strip() for each in ",".join(scopes).split(",") if each.strip()]
+        made = call(
+            keys.create_key,
+            tenant=tenant,
             project=project,
             name=name,
-            scopes=_scopes(",".join(scopes)),
-            expires_ns=_expiry(expires_in),
+            scopes=keys.known_scopes(names),
+            expires_in_s=_seconds(expires_in),
             by=actor(),
-            reason=reason,
+            why=reason,
         )
-        if json:
-            print_json({"key": key, **_json(info)})
-            return
-        typer.echo(key)
-        note(f"key {info.key_id} of tenant {tenant}: keep it safe, it is not shown again")
+    if json:
+        print_json(made)
+        return
+    typer.echo(made["key"])
+    note(f"key {made['id']} of tenant {tenant}: keep it safe, it is not shown again")
 
 
 @app.command("list")
@@ -65,71 +66,57 @@ def list_keys(
     json: AsJson = False,
 ) -> None:
     """List keys by their prefix."""
-    with books(data_dir, database) as open_books:
-        open_books.accounts.expect(tenant)
-        found = open_books.accounts.keys(tenant)
-        if json:
-            print_json([_json(info) for info in found])
-            return
-        print_table(
-            ("id", "prefix", "tenant", "project", "name", "scopes", "state", "ends"),
-            [
-                (
-                    info.key_id,
-                    info.prefix + "...",
-                    info.tenant,
-                    info.project,
-                    info.name,
-                    format_scopes(info.scopes),
-                    key_state(info, time.time_ns()),
-                    _day(info.expires_ns),
-                )
-                for info in found
-            ],
-            spare=("id", "project", "name"),
-        )
+    with operations(data_dir, database) as call:
+        found = call(keys.list_keys, tenant=tenant)
+    if json:
+        print_json(found)
+        return
+    print_table(
+        ("id", "prefix", "tenant", "project", "name", "scopes", "state", "ends"),
+        [
+            (
+                key["id"],
+                key["prefix"] + "...",
+                key["tenant"],
+                key["project"],
+                key["name"],
+                ",".join(key["scopes"]),
+                key["state"],
+                _day(key["expires_ns"]),
+            )
+            for key in found
+        ],
+        spare=("id", "project", "name"),
+    )
 
 
 @app.command()
 def revoke(
     key: Annotated[str, typer.Argument(help="Id or prefix of the key")],
-    reason: Reason = "",
+    reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
     """End a key at once."""
-    with books(data_dir, database) as open_books:
-        info = open_books.accounts.revoke_key(key.removesuffix("..."), by=actor(), reason=reason)
-        if json:
-            print_json(_json(info))
-        else:
-            note(f"key {info.key_id} of tenant {info.tenant} is revoked")
+    with operations(data_dir, database) as call:
+        key_id = key.removesuffix("...")
+        revoked = call(keys.revoke_key, key_id=key_id, by=actor(), why=reason)
+    if json:
+        print_json(revoked)
+    else:
+        note(f"key {revoked['id']} of tenant {revoked['tenant']} is revoked")
 
 
-def _scopes(text: str) -> frozenset[Scope]:
-    try:
-        scopes = parse_scopes(text)
-    except ValueError:
-        scopes = frozenset()
-    if not scopes:
-        raise BillingError(f"scopes {text!r} are not among {', '.join(Scope)}")
-    return scopes
-
-
-def _expiry(text: str | None) -> int | None:
+def _seconds(text: str | None) -> int | None:
     if text is None:
         return None
     found = re.fullmatch(r"([1-9][0-9]{0,5})([smhd])", text)
     if not found:
         raise BillingError(f"{text!r} is not a duration such as 12h or 90d")
-    return time.time_ns() + int(found[1]) * _UNITS_S[found[2]] * NS
+    return int(found[1]) * _UNITS_S[found[2]]
 
 
 def _day(at_ns: int | None) -> str:
     """A day of UTC, or nothing for never."""
     return "" if at_ns is None else datetime.fromtimestamp(at_ns // NS, UTC).strftime("%Y-%m-%d")
-
-
-def _json(info: KeyInfo) -> dict[str, Any]:
-    return key_document(info, time.time_ns())

@@ -12,20 +12,15 @@ import typer
 
 from api.format import number_of
 from billing.errors import BillingError
-from billing.money import format_units, parse_positive
+from billing.money import format_units
+from billing.operations import ledger as ledgers
 from billing.prices.book import NS
 from billing.proof import audit
-from billing.reports.documents import (
-    Document,
-    entry_document,
-    hold_document,
-    proof_document,
-    trail_document,
-)
+from billing.reports.documents import Document, proof_document
 from billing.reports.heads import read_heads, read_receipt_head, signed_heads
 from billing.reports.receipts import ReceiptSigner, published_keys
-from billing.store import reports as store_reports
 from cachesvc.cli.money.books import (
+    MOST_ROWS,
     DatabaseUrl,
     DataDir,
     RequestId,
@@ -34,6 +29,7 @@ from cachesvc.cli.money.books import (
     actor,
     books,
 )
+from cachesvc.cli.money.operations import operations
 from cachesvc.cli.money.refunds import refund, rerate
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 
@@ -99,13 +95,11 @@ def show(
     database: DatabaseUrl = None,
 ) -> None:
     """Print the charge of a request and what corrected it, as JSON."""
-    with books(data_dir, database) as open_books:
-        open_books.accounts.tenant(tenant)
-        with open_books.store.reading() as connection:
-            found = store_reports.request_entries(connection, tenant, request_id)
-        if not found:
-            fail(f"request {request_id!r} of tenant {tenant!r} was never charged")
-        print_json([entry_document(entry) for entry in found])
+    with operations(data_dir, database) as call:
+        found = call(ledgers.list_entries, tenant=tenant, request_id=request_id)
+    if not found:
+        fail(f"request {request_id!r} of tenant {tenant!r} was never charged")
+    print_json(found)
 
 
 @app.command()
@@ -116,21 +110,18 @@ def holds(
     json: AsJson = False,
 ) -> None:
     """List what running requests have on hold, and for how long."""
-    with books(data_dir, database) as open_books:
-        open_books.accounts.expect(tenant)
-        with open_books.store.reading() as connection:
-            found = store_reports.hold_list(connection, tenant)
-        rows = [hold_document(hold, time.time_ns()) for hold in found]
-        if json:
-            print_json(rows)
-            return
-        columns = ("tenant", "request_id", "amount", "model", "server", "age_s", "expires_in_s")
-        print_table(
-            columns,
-            [[row[name] for name in columns] for row in rows],
-            right=("amount", *columns[5:]),
-            spare=("server", "model"),
-        )
+    with operations(data_dir, database) as call:
+        rows = call(ledgers.list_holds, tenant=tenant)
+    if json:
+        print_json(rows)
+        return
+    columns = ("tenant", "request_id", "amount", "model", "server", "age_s", "expires_in_s")
+    print_table(
+        columns,
+        [[row[name] for name in columns] for row in rows],
+        right=("amount", *columns[5:]),
+        spare=("server", "model"),
+    )
 
 
 @app.command()
@@ -158,38 +149,36 @@ def correct(
     database: DatabaseUrl = None,
 ) -> None:
     """Give back a charge by a new entry that names it."""
-    with books(data_dir, database) as open_books:
-        open_books.accounts.expect(tenant)
-        units = None if amount is None else parse_positive(amount)
-        name = reference or f"correct:{request_id}"
-        entry = open_books.with_ledger(
-            lambda ledger: ledger.correct(
-                tenant,
-                request_id,
-                reference=name,
-                by=actor(),
-                reason=reason,
-                amount=units,
-            ).result()
+    with operations(data_dir, database) as call:
+        entry = call(
+            ledgers.correct_charge,
+            tenant=tenant,
+            request_id=request_id,
+            amount=amount,
+            reference=reference,
+            by=actor(),
+            why=reason,
         )
-        note(f"entry {entry.seq} gives back {format_units(entry.amount)} {entry.currency}")
+    note(f"entry {entry['entry']} gives back {entry['amount']} {entry['currency']}")
 
 
 @app.command()
 def trail(
-    limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest first")] = 50,
+    limit: Annotated[
+        int, typer.Option(min=1, max=MOST_ROWS, help="At most this many, newest first")
+    ] = 50,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """What administrators changed: who, what, before, after and why."""
-    with books(data_dir, database) as open_books:
-        found = open_books.accounts.trail(limit)
-        if json:
-            print_json([trail_document(row) for row in found])
-            return
-        for row in found:
-            print_trail(trail_document(row))
+    """Show what administrators changed: who, what, before, after and why."""
+    with operations(data_dir, database) as call:
+        found = call(ledgers.admin_trail, limit=limit)
+    if json:
+        print_json(found)
+        return
+    for row in found:
+        print_trail(row)
 
 
 def print_trail(row: Document) -> None:

@@ -1,7 +1,6 @@
 """`cachesvc prices`: check rate cards, try them on real usage, put them in force."""
 
 import sys
-import time
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -9,21 +8,28 @@ import typer
 
 from api.format import number_of
 from billing.errors import BillingError
-from billing.money import format_units
+from billing.operations import prices
 from billing.prices.book import NS, RateCard
 from billing.prices.cards import find_card
 from billing.prices.lint import CardFinding, Severity, lint
-from billing.proof import rerate as plans
 from billing.reports.documents import (
     EXTRAS,
     RATES,
+    Document,
     card_document,
     differences,
     finding_document,
-    plan_document,
-    price_text,
 )
-from cachesvc.cli.money.books import DatabaseUrl, DataDir, Reason, TenantOption, actor, books
+from cachesvc.cli.money.books import (
+    MOST_DAYS,
+    NO_REASON,
+    DatabaseUrl,
+    DataDir,
+    Reason,
+    TenantOption,
+    actor,
+)
+from cachesvc.cli.money.operations import operations
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Lint, show, plan and apply rate cards")
@@ -53,47 +59,43 @@ def show(
 ) -> None:
     """Show the prices of a card, or of those that were applied."""
     if card is not None:
-        cards: tuple[RateCard, ...] = (_card(card),)
+        cards = [card_document(_card(card))]
     else:
-        with books(data_dir, database) as open_books:
-            cards = open_books.accounts.book.cards
+        with operations(data_dir, database) as call:
+            cards = call(prices.applied_cards)
     if json:
-        print_json([card_document(found) for found in cards])
+        print_json(cards)
         return
     for found in cards:
-        title = f"{found.name} {found.version}, {found.currency} per million, from "
+        title = f"{found['name']} {found['version']}, {found['currency']} per million, from "
         title += _instant(found)
-        names = [name.replace("hit_", "") for name in (*RATES, *EXTRAS)]
-        columns = ("model", "window", *names)
+        classes = (*RATES, *EXTRAS)
+        names = [name.replace("hit_", "") for name in classes]
+        rows = [[m["match"], m["window"], *(m[name] for name in classes)] for m in found["models"]]
         spare = ("cache_write", "storage", "remote")
-        print_table(columns, _rows(found), title=title, right=names, spare=spare)
+        print_table(("model", "window", *names), rows, title=title, right=names, spare=spare)
 
 
 @app.command()
 def plan(
     card: Card,
-    days: Annotated[int, typer.Option(min=1, help="How many days of usage")] = 30,
+    days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="How many days of usage")] = 30,
     tenant: TenantOption = None,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """What the last days' real usage would have cost under this card. Changes nothing."""
-    with books(data_dir, database) as open_books:
-        open_books.accounts.expect(tenant)
-        pricing = plans.under_card(find_card(card))
-        since_ns = max(0, time.time_ns() - days * 86_400 * NS)
-        found = plans.rerate(open_books.store, pricing, since_ns=since_ns, tenant=tenant)
-        if json:
-            print_json(plan_document(found))
-        else:
-            print_plan(found)
+    """Show what the last days' usage would have cost under this card. Changes nothing."""
+    with operations(data_dir, database) as call:
+        source = {"toml": find_card(card).text}
+        found = call(prices.plan_card, card=source, days=days, tenant=tenant)
+    print_json(found) if json else print_plan(found)
 
 
 @app.command()
 def apply(
     card: Card,
-    reason: Reason = "",
+    reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
@@ -103,11 +105,12 @@ def apply(
     _print_findings(found)
     if _errors(found):
         fail(f"{new.name} {new.version} was not applied")
-    with books(data_dir, database, create=True) as open_books:
-        if open_books.accounts.apply_card(new, by=actor(), reason=reason):
-            note(f"{new.name} {new.version} is applied, in force from {_instant(new)}")
-        else:
-            note(f"{new.name} {new.version} was applied before, word for word: nothing changed")
+    with operations(data_dir, database, create=True) as call:
+        applied = call(prices.apply_card, card={"toml": new.text}, by=actor(), why=reason)
+    if applied["is_new"]:
+        note(f"{new.name} {new.version} is applied, in force from {_instant(applied)}")
+    else:
+        note(f"{new.name} {new.version} was applied before, word for word: nothing changed")
 
 
 @app.command()
@@ -129,8 +132,8 @@ def _card(name_or_path: str) -> RateCard:
         fail(str(error))
 
 
-def _instant(card: RateCard) -> str:
-    return datetime.fromtimestamp(card.valid_from_ns // NS, UTC).isoformat()
+def _instant(card: Document) -> str:
+    return datetime.fromtimestamp(card["valid_from_ns"] // NS, UTC).isoformat()
 
 
 def _errors(findings: list[CardFinding]) -> bool:
@@ -142,38 +145,17 @@ def _print_findings(findings: list[CardFinding]) -> None:
         typer.echo(str(finding))
 
 
-def _rows(card: RateCard) -> list[tuple[str, ...]]:
-    return [
-        (price.pattern, window, *(price_text(rates, name) for name in (*RATES, *EXTRAS)))
-        for price in card.models
-        for window, rates in price.rates.items()
-    ]
-
-
-def print_plan(plan: plans.Plan) -> None:
+def print_plan(plan: Document) -> None:
     """A plan as a table."""
-    columns = ("tenant", "model", "charges", "charged", "planned", "change", "currency")
-    print_table(
-        columns,
-        [
-            (
-                row.tenant,
-                row.model,
-                row.charges,
-                format_units(row.charged),
-                format_units(row.planned),
-                format_units(row.change),
-                row.currency,
-            )
-            for row in plan.rows
-        ],
-        right=columns[2:6],
-    )
-    note(f"{number_of(plan.num_differing, 'charge')} would cost otherwise")
-    for row in plan.unpriced:
+    columns = ("tenant", "model", "requests", "charged", "planned", "change", "currency")
+    rows = [[row[name] for name in columns] for row in plan["rows"]]
+    print_table(columns, rows, right=columns[2:6])
+    note(f"{number_of(plan['requests_that_differ'], 'charge')} would cost a different amount")
+    for row in plan["unpriced"]:
         note(
-            f"{number_of(row.charges, 'charge')} of {row.model!r} for {row.tenant!r} left out, "
-            f"{format_units(row.charged)} {row.currency}: no price; such requests would be refused"
+            f"{number_of(row['requests'], 'charge')} of {row['model']!r} for {row['tenant']!r} "
+            f"left out, {row['charged']} {row['currency']}: no price; such requests would be "
+            "refused"
         )
-    if plan.num_other_currency:
-        note(f"{number_of(plan.num_other_currency, 'charge')} in other currencies left out")
+    if others := plan["charges_in_other_currencies"]:
+        note(f"{number_of(others, 'charge')} in other currencies left out")

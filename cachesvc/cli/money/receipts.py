@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from billing.operations import usage
 from billing.reports import receipts
-from billing.reports.receipts import ReceiptSigner, published_keys, receipt_for
-from cachesvc.cli.money.books import DatabaseUrl, DataDir, RequestId, TenantName, books
+from billing.reports.receipts import published_keys
+from cachesvc.cli.money.books import DatabaseUrl, DataDir, RequestId, TenantName
+from cachesvc.cli.money.operations import operations
 from cachesvc.cli.options import existing_data_dir
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 
@@ -21,11 +23,8 @@ def receipt(
     database: DatabaseUrl = None,
 ) -> None:
     """Print the signed receipt of one request, as JSON."""
-    with books(data_dir, database) as open_books:
-        signer = ReceiptSigner.open(open_books.data_dir)
-        open_books.accounts.tenant(tenant)
-        book = open_books.accounts.book
-        print_json(receipt_for(open_books.store, book, signer, tenant, request_id))
+    with operations(data_dir, database) as call:
+        print_json(call(usage.sign_receipt, tenant=tenant, request_id=request_id))
 
 
 def receipt_keys(data_dir: DataDir = None, json: AsJson = False) -> None:

@@ -1,32 +1,25 @@
 """`cachesvc ledger rerate` and `refund`: what history would cost now, and giving back the rest."""
 
 import json as jsonlib
-import time
-from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from api.format import number_of
-from billing.errors import BillingError
-from billing.gate.entries import Entry
-from billing.ledger import Ledger
 from billing.money import format_units
-from billing.prices.book import NS
-from billing.proof import rerate as plan
-from billing.proof.refunds import Refund, RefundBatch, make_batch, read_batch
-from billing.reports.documents import plan_document
-from cachesvc.cli.money.books import DatabaseUrl, DataDir, TenantOption, actor, books
+from billing.operations import ledger
+from billing.proof.refunds import Refund, RefundBatch, read_batch
+from cachesvc.cli.money.books import MOST_DAYS, DatabaseUrl, DataDir, TenantOption, actor
+from cachesvc.cli.money.operations import Operations, operations
 from cachesvc.cli.money.prices import print_plan
 from cachesvc.cli.render import AsJson, fail, note, print_json
 
-AT_ONCE = 256  # corrections that wait for the ledger together
+AT_ONCE = 256  # corrections in one call
 
 
 def rerate(
-    days: Annotated[int, typer.Option(min=1, help="How many days back")] = 31,
+    days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="How many days back")] = 31,
     out: Annotated[
         Path | None, typer.Option(help="Write what was charged too much here, for `ledger refund`")
     ] = None,
@@ -36,21 +29,12 @@ def rerate(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """What past requests would cost under the cards as they stand now. Books nothing."""
-    with books(data_dir, database) as open_books:
-        open_books.accounts.expect(tenant)
-        pricing = plan.under_book(open_books.accounts.book)
-        since_ns = max(0, time.time_ns() - days * 86_400 * NS)
-        found = plan.rerate(open_books.store, pricing, since_ns=since_ns, tenant=tenant)
-        if json:
-            print_json(plan_document(found))
-        else:
-            print_plan(found)
+    """Show what past requests would cost under the cards as they stand now. Books nothing."""
+    with operations(data_dir, database) as call:
+        found = call(ledger.rerate_history, tenant=tenant, days=days)
+        print_json(found) if json else print_plan(found)
         if out is not None:
-            batch = make_batch(
-                open_books.store, pricing, made_by=actor(), since_ns=since_ns, tenant=tenant
-            )
-            _write(out, batch)
+            _write(out, call(ledger.make_refunds, tenant=tenant, days=days, by=actor()))
 
 
 def refund(
@@ -62,16 +46,16 @@ def refund(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Give back what a batch says, by one correction for each request, each booked once."""
-    with books(data_dir, database) as open_books:
+    """Give back what a batch says, by one correction for each request. Each is booked once."""
+    with operations(data_dir, database) as call:
         batch = _read(batch_file)
-        _tell(batch)
+        _print_batch(batch)
         if approve is None:
-            note(f"nothing is booked: look at it, and say --approve {batch.digest}")
+            note(f"nothing is booked: check it, then add --approve {batch.digest}")
             return
         if approve != batch.digest:
             fail(f"--approve {approve} names another batch; this one is {batch.digest}")
-        refused = open_books.with_ledger(lambda ledger: _book(ledger, batch, reason))
+        refused = _book(call, batch, f"{reason} (batch {batch.digest} of {batch.made_by})")
         booked = len(batch.refunds) - len(refused)
         note(f"{number_of(booked, 'request')} given back")
         for each in refused:
@@ -80,44 +64,34 @@ def refund(
             fail(f"{number_of(len(refused), 'request')} refused")
 
 
-def _book(ledger: Ledger, batch: RefundBatch, reason: str) -> list[str]:
+def _book(call: Operations, batch: RefundBatch, why: str) -> list[str]:
     """Books the refunds; gives what was refused, and why."""
     refused: list[str] = []
-    why = f"{reason} (batch {batch.digest} of {batch.made_by})"
     for start in range(0, len(batch.refunds), AT_ONCE):
-        chunk = batch.refunds[start : start + AT_ONCE]
-        asked = [_correct(ledger, each, batch.digest, why) for each in chunk]
-        refused += _refused(chunk, asked)
+        corrections = [
+            _correction(each, batch.digest) for each in batch.refunds[start : start + AT_ONCE]
+        ]
+        refused += call(ledger.correct_charges, corrections=corrections, by=actor(), why=why)
     return refused
 
 
-def _correct(ledger: Ledger, each: Refund, digest: str, why: str) -> "Future[Entry]":
-    return ledger.correct(
-        each.tenant,
-        each.request_id,
-        reference=f"rerate:{digest}:{each.request_id}",
-        by=actor(),
-        reason=why,
-        amount=each.units,
-    )
+def _correction(each: Refund, digest: str) -> dict[str, str]:
+    return {
+        "tenant": each.tenant,
+        "request_id": each.request_id,
+        "amount": each.amount,
+        "reference": f"rerate:{digest}:{each.request_id}",
+    }
 
 
-def _refused(chunk: Sequence[Refund], asked: "Sequence[Future[Entry]]") -> list[str]:
-    refused: list[str] = []
-    for each, future in zip(chunk, asked, strict=True):
-        try:
-            future.result()
-        except BillingError as error:
-            refused.append(f"REFUSED  {each.tenant}/{each.request_id}: {error}")
-    return refused
-
-
-def _write(out: Path, batch: RefundBatch) -> None:
+def _write(out: Path, document: dict[str, Any]) -> None:
+    text = jsonlib.dumps(document, indent=1) + "\n"
     try:
-        out.write_text(jsonlib.dumps(batch.document(), indent=1) + "\n")
+        out.write_text(text)
     except OSError as error:
         fail(f"{out} cannot be written: {error}")
-    _tell(batch)
+    batch = read_batch(text.encode())
+    _print_batch(batch)
     note(f"book it with: cachesvc ledger refund {out} --reason WHY --approve {batch.digest}")
 
 
@@ -128,7 +102,7 @@ def _read(path: Path) -> RefundBatch:
         fail(f"{path} cannot be read: {error}")
 
 
-def _tell(batch: RefundBatch) -> None:
+def _print_batch(batch: RefundBatch) -> None:
     sums = ", ".join(f"{format_units(n)} {currency}" for currency, n in batch.totals().items())
     requests = number_of(len(batch.refunds), "request")
     note(f"batch {batch.digest} by {batch.made_by}: {requests}, {sums or 'nothing'} to give back")

@@ -5,18 +5,19 @@ from typing import Annotated
 
 import typer
 
-from billing.accounts import Tenant
-from billing.money import format_units, parse_amount
-from billing.reports.documents import tenant_document
+from billing.operations import prices, tenants
+from billing.prices.cards import default_card
+from billing.reports.documents import Document
 from cachesvc.cli.money.books import (
+    NO_REASON,
     DatabaseUrl,
     DataDir,
     Reason,
     TenantName,
     actor,
-    books,
     limit_text,
 )
+from cachesvc.cli.money.operations import operations
 from cachesvc.cli.render import AsJson, note, print_json, print_pairs, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Create and list tenants")
@@ -32,30 +33,24 @@ def create(
     tenant: TenantName,
     currency: Annotated[str | None, typer.Option(help="Three capitals [card's own]")] = None,
     postpaid: Limit = None,
-    reason: Reason = "",
+    reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Create a tenant; prepaid unless told otherwise."""
-    with books(data_dir, database, create=True) as open_books:
-        accounts = open_books.accounts
-        made = accounts.create_tenant(
-            tenant,
-            currency or accounts.usual_currency,
-            credit_limit=parse_limit(postpaid),
+    """Create a tenant. It is prepaid unless --postpaid gives it credit."""
+    with operations(data_dir, database, create=True) as call:
+        made = call(
+            tenants.create_tenant,
+            tenant=tenant,
+            currency=currency,
+            credit_limit="0" if postpaid is None else credit_limit(postpaid),
             by=actor(),
-            reason=reason,
+            why=reason,
         )
-        show_tenant(made, json)
-        if accounts.book.in_force(time.time_ns(), made.currency) is None:
-            if made.currency != accounts.usual_currency:
-                note(
-                    f"no rate card in {made.currency} is in force: its requests are refused until "
-                    "one is applied with `cachesvc prices apply`"
-                )
-            elif not json:
-                note("the server's first start puts `billing.first_card` in force")
+        print_tenant(made, json)
+        cards = call(prices.applied_cards)
+    _warn_unpriced(made["currency"], cards, json)
 
 
 @app.command("list")
@@ -63,104 +58,128 @@ def list_tenants(
     data_dir: DataDir = None, database: DatabaseUrl = None, json: AsJson = False
 ) -> None:
     """List tenants and what they have."""
-    with books(data_dir, database) as open_books:
-        tenants = open_books.accounts.tenants()
-        if json:
-            print_json([tenant_document(tenant) for tenant in tenants])
-            return
-        columns = ("tenant", "kind", "currency", "granted", "topped up", "owed", "held")
-        print_table(
-            (*columns, "available"),
-            [
-                (
-                    found.tenant + (" (suspended)" if found.suspended else ""),
-                    "prepaid" if found.prepaid else "postpaid",
-                    found.currency,
-                    format_units(found.granted),
-                    format_units(found.topup),
-                    format_units(found.owed),
-                    format_units(found.held),
-                    limit_text(found.available),
-                )
-                for found in tenants
-            ],
-            right=(*columns[3:], "available"),
-            spare=("held", "granted", "topped up"),
-        )
+    with operations(data_dir, database) as call:
+        found = call(tenants.list_tenants)
+    if json:
+        print_json(found)
+        return
+    columns = ("tenant", "kind", "currency", "granted", "topped up", "owed", "held", "available")
+    print_table(
+        columns,
+        [
+            (
+                each["tenant"] + (" (suspended)" if each["suspended"] else ""),
+                "prepaid" if each["prepaid"] else "postpaid",
+                each["currency"],
+                each["granted"],
+                each["topped_up"],
+                each["owed"],
+                each["held"],
+                limit_text(each["available"]),
+            )
+            for each in found
+        ],
+        right=columns[3:],
+        spare=("held", "granted", "topped up"),
+    )
 
 
 @app.command()
 def show(
     tenant: TenantName, data_dir: DataDir = None, database: DatabaseUrl = None, json: AsJson = False
 ) -> None:
-    """Show one tenant."""
-    with books(data_dir, database) as open_books:
-        show_tenant(open_books.accounts.tenant(tenant), json)
+    """Show one tenant, its projects and what it has."""
+    with operations(data_dir, database) as call:
+        print_tenant(call(tenants.show_tenant, tenant=tenant), json)
 
 
 @app.command()
 def limit(
     tenant: TenantName,
     amount: Annotated[str, typer.Argument(help="0 for prepaid, an amount, or `unlimited`")],
-    reason: Reason = "",
+    reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
     """Set how far below zero a tenant may go."""
-    with books(data_dir, database) as open_books:
-        changed = open_books.accounts.set_credit_limit(
-            tenant, parse_limit(amount), by=actor(), reason=reason
+    with operations(data_dir, database) as call:
+        changed = call(
+            tenants.set_credit_limit,
+            tenant=tenant,
+            credit_limit=credit_limit(amount),
+            by=actor(),
+            why=reason,
         )
-        show_tenant(changed, json)
+        print_tenant(changed, json)
 
 
 @app.command()
 def suspend(
-    tenant: TenantName, reason: Reason = "", data_dir: DataDir = None, database: DatabaseUrl = None
+    tenant: TenantName,
+    reason: Reason = NO_REASON,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
 ) -> None:
-    """Refuse new requests of a tenant; running ones end as they would."""
-    with books(data_dir, database) as open_books:
-        open_books.accounts.set_suspended(tenant, True, by=actor(), reason=reason)
-        note(f"tenant {tenant} is suspended")
+    """Refuse new requests of a tenant. Running ones finish."""
+    with operations(data_dir, database) as call:
+        call(tenants.suspend_tenant, tenant=tenant, by=actor(), why=reason)
+    note(f"tenant {tenant} is suspended")
 
 
 @app.command()
 def resume(
-    tenant: TenantName, reason: Reason = "", data_dir: DataDir = None, database: DatabaseUrl = None
+    tenant: TenantName,
+    reason: Reason = NO_REASON,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
 ) -> None:
     """Serve a suspended tenant again."""
-    with books(data_dir, database) as open_books:
-        open_books.accounts.set_suspended(tenant, False, by=actor(), reason=reason)
-        note(f"tenant {tenant} is served again")
+    with operations(data_dir, database) as call:
+        call(tenants.resume_tenant, tenant=tenant, by=actor(), why=reason)
+    note(f"tenant {tenant} is served again")
 
 
 @app.command()
 def project(
     tenant: TenantName,
     name: Annotated[str, typer.Argument(help="Name of the project")],
-    reason: Reason = "",
+    reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
     """Add a project, to split a tenant's usage by."""
-    with books(data_dir, database) as open_books:
-        open_books.accounts.create_project(tenant, name, by=actor(), reason=reason)
-        note(f"project {name} of tenant {tenant} is created")
+    with operations(data_dir, database) as call:
+        call(tenants.create_project, tenant=tenant, project=name, by=actor(), why=reason)
+    note(f"project {name} of tenant {tenant} is created")
 
 
-def parse_limit(text: str | None) -> int | None:
-    """Units of a credit limit; None is unlimited."""
-    if text is None:
-        return 0
-    return None if text == "unlimited" else parse_amount(text)
+def credit_limit(text: str) -> str | None:
+    """A credit limit as operations take it; None is unlimited."""
+    return None if text == "unlimited" else text
 
 
-def show_tenant(tenant: Tenant, json: bool) -> None:
+def print_tenant(values: Document, json: bool) -> None:
     """Print a tenant as JSON or as pairs."""
-    values = tenant_document(tenant)
     if json:
         print_json(values)
         return
     unlimited = {"credit_limit", "available"}
-    print_pairs({k: "unlimited" if v is None and k in unlimited else v for k, v in values.items()})
+    shown = {k: "unlimited" if v is None and k in unlimited else v for k, v in values.items()}
+    if "projects" in shown:
+        shown["projects"] = " ".join(values["projects"]) or None
+    print_pairs(shown)
+
+
+def _warn_unpriced(currency: str, cards: list[Document], json: bool) -> None:
+    """Say so where no card prices this currency yet."""
+    now_ns = time.time_ns()
+    if any(card["currency"] == currency and card["valid_from_ns"] <= now_ns for card in cards):
+        return
+    if cards or currency != default_card().currency:
+        note(
+            f"no rate card in {currency} is in force: its requests are refused until one is "
+            "applied with `cachesvc prices apply`"
+        )
+    elif not json:
+        note("the server's first start puts `billing.first_card` in force")

@@ -1,34 +1,37 @@
 """`cachesvc usage`: tokens by class, what they cost and what hits saved; invoices and exports."""
 
 import os
-from collections.abc import Callable
 from datetime import datetime, tzinfo
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import typer
 
 from api.format import number_of, percent
 from billing.errors import InvalidName, InvalidSpan
 from billing.gate.entries import Entry
-from billing.money import format_units
+from billing.money import format_units, parse_amount
+from billing.operations import usage as usages
+from billing.operations.books import Books
+from billing.operations.usage import InvoiceForm
 from billing.prices.time_zones import LocalZone, find_zone
-from billing.reports import export as exports
-from billing.reports import invoice as statements
-from billing.reports import usage as usage_report
-from billing.reports.usage import Period, Query, Split, Unit, parse_query, report
+from billing.reports.documents import Document
+from billing.reports.usage import Split, parse_query
 from cachesvc.cli.money.books import (
+    MOST_DAYS,
+    MOST_ROWS,
     DatabaseUrl,
     DataDir,
-    OpenBooks,
     TenantName,
     TenantOption,
     books,
 )
+from cachesvc.cli.money.operations import operations
 from cachesvc.cli.money.receipts import receipt, receipt_keys, verify_receipt
 from cachesvc.cli.render import AsJson, note, print_json, print_table
+from cachesvc.config.places import local_zone_name
 
 app = typer.Typer(help="Tokens by class, what they cost and what hits saved")
 
@@ -43,8 +46,8 @@ def usage(
 ) -> None:
     """Without a command: all usage, by tenant."""
     if context.invoked_subcommand is None:
-        with books(data_dir, database) as open_books:
-            _show(usage_report.total(open_books.store, tenant), json)
+        with operations(data_dir, database) as call:
+            _show(call(usages.total_usage, tenant=tenant), json)
 
 
 for command in (receipt, receipt_keys, verify_receipt):
@@ -67,15 +70,26 @@ def daily(
     until: Until = None,
     breakdown: Breakdown = None,
     timezone: Timezone = "UTC",
-    days: Annotated[int, typer.Option(min=1, help="How many days back, without --since")] = 31,
+    days: Annotated[
+        int, typer.Option(min=1, max=MOST_DAYS, help="How many days back, without --since")
+    ] = 31,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Usage by day."""
-    query = span(tenant, since or f"{days - 1}d", until, breakdown, timezone)
-    with books(data_dir, database) as open_books:
-        _show(report(open_books.store, query, Unit.DAY), json)
+    """Show usage by day."""
+    zone = _checked_span(since, until, timezone)
+    with operations(data_dir, database) as call:
+        found = call(
+            usages.daily_usage,
+            tenant=tenant,
+            since=since,
+            until=until,
+            timezone=zone,
+            breakdown=breakdown,
+            days=days,
+        )
+    _show(found, json)
 
 
 @app.command()
@@ -89,10 +103,18 @@ def monthly(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Usage by month."""
-    query = span(tenant, since, until, breakdown, timezone)
-    with books(data_dir, database) as open_books:
-        _show(report(open_books.store, query, Unit.MONTH), json)
+    """Show usage by month."""
+    zone = _checked_span(since, until, timezone)
+    with operations(data_dir, database) as call:
+        found = call(
+            usages.monthly_usage,
+            tenant=tenant,
+            since=since,
+            until=until,
+            timezone=zone,
+            breakdown=breakdown,
+        )
+    _show(found, json)
 
 
 @app.command()
@@ -101,15 +123,25 @@ def session(
     since: Since = None,
     until: Until = None,
     timezone: Timezone = "UTC",
-    limit: Annotated[int, typer.Option(min=1, help="At most so many, the latest first")] = 50,
+    limit: Annotated[
+        int, typer.Option(min=1, max=MOST_ROWS, help="At most this many, latest first")
+    ] = 50,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Usage by the session that requests name; a session counts on the day it was used last."""
-    query = span(tenant, since, until, None, timezone)
-    with books(data_dir, database) as open_books:
-        _show(usage_report.by_session(open_books.store, query, limit=limit), json)
+    """Show usage by the session that requests name, on the day it was last used."""
+    zone = _checked_span(since, until, timezone)
+    with operations(data_dir, database) as call:
+        found = call(
+            usages.session_usage,
+            tenant=tenant,
+            since=since,
+            until=until,
+            timezone=zone,
+            limit=limit,
+        )
+    _show(found, json)
 
 
 @app.command()
@@ -120,115 +152,113 @@ def statusline(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Today and this month in one line, for a prompt or a status bar."""
-    zone = zone_of(timezone)
-    today = datetime.now(zone).date()
-    query = Query(tenant=tenant, since=today.replace(day=1), until=today, zone=zone)
-    with books(data_dir, database) as open_books:
-        found = report(open_books.store, query, Unit.DAY)
-    of_today = [period for period in found if period.period == today.isoformat()]
+    """Print today and this month in one line, for a prompt or a status bar."""
+    today = datetime.now(_zone(timezone)).date()
+    with operations(data_dir, database) as call:
+        found = call(
+            usages.daily_usage,
+            tenant=tenant,
+            since=str(today.replace(day=1)),
+            until=str(today),
+            timezone=_sent_zone(timezone),
+        )
+    of_today = [period for period in found if period["period"] == str(today)]
     if json:
         print_json({"today": _sums(of_today), "month": _sums(found)})
         return
-    day = sum(period.requests for period in of_today)
-    hit, prompt = sum(p.hit for p in of_today), sum(p.prompt for p in of_today)
+    requests = sum(period["requests"] for period in of_today)
+    hit, prompt = (sum(p[name] for p in of_today) for name in ("hit_tokens", "prompt_tokens"))
     parts = [
-        f"today {_amounts(of_today)}",
-        number_of(day, "request"),
+        f"today {_money(of_today, 'amount')}",
+        number_of(requests, "request"),
         f"hit {percent(hit, prompt)}",
+        f"saved {_money(of_today, 'saved')}",
+        f"month {_money(found, 'amount')}",
     ]
-    typer.echo(" | ".join([*parts, f"saved {_savings(of_today)}", f"month {_amounts(found)}"]))
+    typer.echo(" | ".join(parts))
 
 
-def span(
-    tenant: str | None,
-    since: str | None,
-    until: str | None,
-    breakdown: Split | None,
-    timezone: str,
-) -> Query:
-    """The query that the options ask for; ends the command for a day or zone that is none."""
+def _checked_span(since: str | None, until: str | None, timezone: str) -> str:
+    """The zone as operations take it; ends the command for a day or zone that is none."""
     try:
-        return parse_query(
-            tenant=tenant, since=since, until=until, zone=zone_of(timezone), split=breakdown
-        )
+        parse_query(since=since, until=until, zone=_zone(timezone))
     except InvalidSpan as error:
         raise typer.BadParameter(str(error), param_hint="--since, --until") from None
+    return _sent_zone(timezone)
 
 
-def zone_of(name: str) -> tzinfo:
+def _zone(name: str) -> tzinfo:
     try:
         return LocalZone() if name == "local" else find_zone(name)
     except InvalidName as error:
         raise typer.BadParameter(f"{error}, or local", param_hint="--timezone") from None
 
 
-def _sums(periods: list[Period]) -> list[dict[str, object]]:
+def _sent_zone(name: str) -> str:
+    """`local` is this terminal's zone, and not that of the server that may answer."""
+    return local_zone_name() if name == "local" else name
+
+
+def _sums(periods: list[Document]) -> list[dict[str, object]]:
     """One document a currency."""
+    counts = ("requests", "prompt_tokens", "hit_tokens", "output_tokens")
     return [
         {
             "currency": currency,
-            "requests": sum(period.requests for period in mine),
-            "prompt_tokens": sum(period.prompt for period in mine),
-            "hit_tokens": sum(period.hit for period in mine),
-            "output_tokens": sum(period.tokens["output"] for period in mine),
-            "amount": format_units(sum(period.amount for period in mine)),
-            "saved": format_units(sum(period.saved for period in mine)),
+            **{name: sum(period[name] for period in mine) for name in counts},
+            "amount": format_units(_units(mine, "amount")),
+            "saved": format_units(_units(mine, "saved")),
         }
         for currency, mine in _by_currency(periods).items()
     ]
 
 
-def _by_currency(periods: list[Period]) -> dict[str, list[Period]]:
-    found: dict[str, list[Period]] = {}
+def _by_currency(periods: list[Document]) -> dict[str, list[Document]]:
+    found: dict[str, list[Document]] = {}
     for period in periods:
-        found.setdefault(period.currency, []).append(period)
+        found.setdefault(period["currency"], []).append(period)
     return found
 
 
-def _amounts(periods: list[Period]) -> str:
-    return _money(periods, lambda period: period.amount)
-
-
-def _savings(periods: list[Period]) -> str:
-    return _money(periods, lambda period: period.saved)
-
-
-def _money(periods: list[Period], of: Callable[[Period], int]) -> str:
-    sums = {currency: sum(map(of, mine)) for currency, mine in _by_currency(periods).items()}
+def _money(periods: list[Document], name: str) -> str:
+    sums = {currency: _units(mine, name) for currency, mine in _by_currency(periods).items()}
     return (
         " + ".join(f"{format_units(units)} {currency}" for currency, units in sums.items()) or "0"
     )
 
 
-class InvoiceFormat(StrEnum):
-    JSON = "json"
-    CSV = "csv"
-    HTML = "html"
+def _units(periods: list[Document], name: str) -> int:
+    return sum(parse_amount(period[name]) for period in periods)
 
 
 @app.command()
 def invoice(
     tenant: TenantName,
     month: Annotated[str | None, typer.Argument(help="Such as 2026-11  [this month]")] = None,
-    form: Annotated[InvoiceFormat, typer.Option("--format", help="How to print it")] = (
-        InvoiceFormat.JSON
+    form: Annotated[InvoiceForm, typer.Option("--format", help="How to print it")] = (
+        InvoiceForm.JSON
     ),
     timezone: Timezone = "UTC",
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
     """Print a tenant's month as JSON, CSV or a page for a printer."""
-    zone = zone_of(timezone)
-    with books(data_dir, database) as open_books:
-        month = month or datetime.now(zone).strftime("%Y-%m")
-        found = statements.invoice(open_books.store, tenant, month, zone)
-        if form is InvoiceFormat.JSON:
-            print_json(statements.invoice_json(found))
-        elif form is InvoiceFormat.CSV:
-            typer.echo(statements.invoice_csv(found), nl=False)
-        else:
-            typer.echo(statements.invoice_html(found))
+    from billing.reports.invoice import month_days  # it brings the templates of pages
+
+    month = month or datetime.now(_zone(timezone)).strftime("%Y-%m")
+    with operations(data_dir, database) as call:
+        month_days(month)
+        zone = _sent_zone(timezone)
+        made: Any = call(
+            usages.make_invoice, tenant=tenant, month=month, timezone=zone, format=form
+        )
+    match form:
+        case InvoiceForm.JSON:
+            print_json(made)
+        case InvoiceForm.CSV:
+            typer.echo(made, nl=False)
+        case InvoiceForm.HTML:
+            typer.echo(made)
 
 
 class ExportFormat(StrEnum):
@@ -255,6 +285,8 @@ def export(
 
     After a crash some entries may come twice, with the same id: drop those that you have.
     """
+    from billing.reports import export as exports
+
     with books(data_dir, database) as open_books, exports.appending(to) as file:
         sink = partial(_append, open_books, file, form, source)
         position = name or f"{form}:{to.resolve()}"
@@ -263,8 +295,10 @@ def export(
 
 
 def _append(
-    open_books: OpenBooks, file: BinaryIO, form: ExportFormat, source: str, entries: list[Entry]
+    open_books: Books, file: BinaryIO, form: ExportFormat, source: str, entries: list[Entry]
 ) -> None:
+    from billing.reports import export as exports
+
     if form is ExportFormat.CLOUDEVENTS:
         data = exports.cloud_event_lines(entries, source)
     else:
@@ -274,38 +308,45 @@ def _append(
     exports.write_durably(file, data)
 
 
-def _show(periods: list[Period], json: bool) -> None:
+_COLUMNS = {
+    "requests": "requests",
+    "prompt": "prompt_tokens",
+    "hit": "hit_tokens",
+    "hit rate": None,
+    "device": "hit_device_tokens",
+    "host": "hit_host_tokens",
+    "disk": "hit_disk_tokens",
+    "miss": "miss_tokens",
+    "output": "output_tokens",
+    "cost": "amount",
+    "saved": "saved",
+}
+
+
+def _show(periods: list[Document], json: bool) -> None:
     if json:
-        print_json([period.as_json() for period in periods])
+        print_json(periods)
         return
-    split = any(period.part for period in periods)
-    columns = (
-        *("requests", "prompt", "hit", "hit rate", "device", "host", "disk", "miss", "output"),
-        *("cost", "saved"),
-    )
+    split = any("part" in period for period in periods)
     print_table(
-        ("tenant", "period", *(("of",) if split else ()), *columns),
+        ("tenant", "period", *(("of",) if split else ()), *_COLUMNS),
         [
             (
-                period.tenant,
-                period.period,
-                *((period.part,) if split else ()),
-                period.requests,
-                period.prompt,
-                period.hit,
-                percent(period.hit, period.prompt),
-                period.tokens["hit_device"],
-                period.tokens["hit_host"],
-                period.tokens["hit_disk"],
-                period.tokens["miss"],
-                period.tokens["output"],
-                f"{format_units(period.amount)} {period.currency}",
-                f"{format_units(period.saved)} {period.currency}",
+                period["tenant"],
+                period["period"],
+                *((period.get("part", ""),) if split else ()),
+                *(_cell(period, name) for name in _COLUMNS.values()),
             )
             for period in periods
         ],
-        right=columns,
+        right=tuple(_COLUMNS),
         spare=("device", "host", "disk", "miss", "hit", "saved", "requests"),
     )
     if not periods:
         note("nothing was used in this time")
+
+
+def _cell(period: Document, name: str | None) -> object:
+    if name is None:
+        return percent(period["hit_tokens"], period["prompt_tokens"])
+    return f"{period[name]} {period['currency']}" if name in ("amount", "saved") else period[name]

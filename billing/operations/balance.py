@@ -1,0 +1,65 @@
+"""Money in and out of a tenant's balance. A reference is booked once, however often it is sent."""
+
+import secrets
+from enum import StrEnum
+
+from billing.ledger import Ledger
+from billing.money import parse_not_negative, parse_positive
+from billing.operations.books import Books
+from billing.reports.documents import Document, tenant_document
+
+
+class Booking(StrEnum):
+    """What a booking is."""
+
+    GRANT = "grant"  # promotional money; it is spent before paid money
+    TOPUP = "topup"  # money that was paid; what is owed is settled first
+    WITHDRAW = "withdraw"  # paid money that was paid out again
+    CHARGEBACK = "chargeback"  # a payment that the payer's bank took back
+
+
+_BOOK = {
+    Booking.GRANT: Ledger.grant,
+    Booking.TOPUP: Ledger.deposit,
+    Booking.WITHDRAW: Ledger.withdraw,
+    Booking.CHARGEBACK: Ledger.charge_back,
+}
+
+
+def show_balance(books: Books, *, tenant: str) -> Document:
+    """What a tenant has, owes and has on hold."""
+    return tenant_document(books.accounts.tenant(tenant))
+
+
+def book_deposit(
+    books: Books,
+    *,
+    tenant: str,
+    kind: Booking,
+    amount: str,
+    reference: str | None = None,
+    by: str,
+    why: str,
+) -> Document:
+    """Book an amount; gives the tenant afterwards."""
+    units = parse_positive(amount)
+    name = reference or f"{kind}_{secrets.token_hex(8)}"
+    _BOOK[kind](books.ledger, tenant, units, reference=name, by=by, reason=why).result()
+    return tenant_document(books.accounts.tenant(tenant))
+
+
+def adjust_deposit(
+    books: Books,
+    *,
+    tenant: str,
+    deposit: str,
+    amount: str,
+    reference: str | None = None,
+    by: str,
+    why: str,
+) -> Document:
+    """Correct a mistyped top-up or grant by an entry of the difference; 0 undoes it."""
+    units = parse_not_negative(amount)
+    name = reference or f"adjust_{secrets.token_hex(8)}"
+    books.ledger.adjust(tenant, deposit, units, reference=name, by=by, reason=why).result()
+    return tenant_document(books.accounts.tenant(tenant))

@@ -1,0 +1,78 @@
+"""Where operations work: an open ledger with its accounts and its key for receipts.
+
+A server has all of it open (`OpenBooks`). A command without a server opens each part when an
+operation asks for it (`FolderBooks`), since most operations need the accounts alone.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from billing.accounts import Accounts
+from billing.store.store import LedgerStore
+
+if TYPE_CHECKING:
+    from billing.ledger import Ledger
+    from billing.proof.prover import Prover
+    from billing.reports.receipts import ReceiptSigner
+
+
+class Books(Protocol):
+    """What operations read and change. Every call may block."""
+
+    @property
+    def store(self) -> LedgerStore: ...
+
+    @property
+    def accounts(self) -> Accounts: ...
+
+    @property
+    def ledger(self) -> "Ledger": ...
+
+    @property
+    def signer(self) -> "ReceiptSigner": ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBooks:
+    """One server's accounts and ledger, all open."""
+
+    store: LedgerStore
+    accounts: Accounts
+    ledger: "Ledger"
+    prover: "Prover"
+    signer: "ReceiptSigner"
+
+
+class FolderBooks:
+    """The books of a data directory that no server runs on. Used by one thread."""
+
+    def __init__(self, store: LedgerStore, data_dir: Path) -> None:
+        self.store = store
+        self.accounts = Accounts(store)
+        self.data_dir = data_dir
+        self._ledger: Ledger | None = None
+        self._signer: ReceiptSigner | None = None
+
+    @property
+    def ledger(self) -> "Ledger":
+        """A ledger of our own; its thread runs until `close`."""
+        if self._ledger is None:
+            from billing.ledger import Ledger
+
+            self._ledger = Ledger(self.store, self.accounts, owner="cli")
+            self._ledger.start()
+        return self._ledger
+
+    @property
+    def signer(self) -> "ReceiptSigner":
+        if self._signer is None:
+            from billing.reports.receipts import ReceiptSigner
+
+            self._signer = ReceiptSigner.open(self.data_dir)
+        return self._signer
+
+    def close(self) -> None:
+        if self._ledger is not None:
+            self._ledger.close()
+        self.store.close()

@@ -1,0 +1,51 @@
+"""Budgets: what tenants, keys, users and tags may spend before somebody is told."""
+
+import time
+
+from billing.alerts import budgets as alerts
+from billing.alerts.budgets import Budget, BudgetSpan, Of
+from billing.money import format_units, parse_positive
+from billing.operations.books import Books
+from billing.reports.documents import Document
+
+
+def list_budgets(books: Books) -> list[Document]:
+    """Every budget, by name."""
+    return [_document(budget) for budget in alerts.all_budgets(books.store)]
+
+
+def set_budget(
+    books: Books,
+    *,
+    name: str,
+    tenant: str,
+    amount: str,
+    per: BudgetSpan = BudgetSpan.MONTH,
+    of: Of = Of.TENANT,
+    value: str = "",
+    by: str,
+    why: str,
+) -> Document:
+    """Make a budget, or change the one of that name."""
+    budget = Budget(
+        name=name, tenant=tenant, amount=parse_positive(amount), span=per, of=of, value=value
+    )
+    alerts.set_budget(books.accounts, budget, by=by, now_ns=time.time_ns(), reason=why)
+    return _document(budget)
+
+
+def remove_budget(books: Books, *, name: str, by: str, why: str) -> list[Document]:
+    """Remove a budget; gives those that are left."""
+    alerts.remove_budget(books.store, name, by=by, now_ns=time.time_ns(), reason=why)
+    return list_budgets(books)
+
+
+def _document(budget: Budget) -> Document:
+    return {
+        "name": budget.name,
+        "tenant": budget.tenant,
+        "amount": format_units(budget.amount),
+        "per": budget.span.value,
+        "of": budget.of.value,
+        "value": budget.value,
+    }

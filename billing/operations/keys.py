@@ -1,0 +1,61 @@
+"""API keys. A key itself is told once, by the call that creates it."""
+
+import time
+from collections.abc import Sequence
+
+from billing.errors import InvalidName
+from billing.keys import DEFAULT_SCOPES, Scope
+from billing.operations.books import Books
+from billing.prices.book import NS
+from billing.reports.documents import Document, key_document
+
+USUAL_SCOPES = tuple(scope.value for scope in Scope if scope in DEFAULT_SCOPES)
+
+
+def list_keys(books: Books, *, tenant: str | None = None) -> list[Document]:
+    """Keys by their prefix, never the keys."""
+    books.accounts.expect(tenant)
+    now_ns = time.time_ns()
+    return [key_document(info, now_ns) for info in books.accounts.keys(tenant)]
+
+
+def create_key(
+    books: Books,
+    *,
+    tenant: str,
+    project: str = "",
+    name: str = "",
+    scopes: Sequence[str] = USUAL_SCOPES,
+    expires_in_s: int | None = None,
+    by: str,
+    why: str,
+) -> Document:
+    """A new key. `key` is in this answer only: it is not kept and cannot be shown again."""
+    now_ns = time.time_ns()
+    key, info = books.accounts.create_key(
+        tenant,
+        project=project,
+        name=name,
+        scopes=frozenset(map(Scope, known_scopes(scopes))),
+        expires_ns=None if expires_in_s is None else now_ns + expires_in_s * NS,
+        by=by,
+        reason=why,
+    )
+    return {"key": key, **key_document(info, now_ns)}
+
+
+def revoke_key(books: Books, *, key_id: str, by: str, why: str) -> Document:
+    """End a key at once, by its id or its shown prefix."""
+    info = books.accounts.revoke_key(key_id, by=by, reason=why)
+    return key_document(info, time.time_ns())
+
+
+def known_scopes(names: Sequence[str]) -> list[str]:
+    """These scopes, if all are known and there is one. Raises `InvalidName`."""
+    known = ", ".join(Scope)
+    unknown = [name for name in names if name not in list(Scope)]
+    if unknown:
+        raise InvalidName(f"scope {unknown[0]!r} is not among {known}")
+    if not names:
+        raise InvalidName(f"choose at least one scope, which is what the key may do: {known}")
+    return list(names)

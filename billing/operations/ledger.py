@@ -1,0 +1,129 @@
+"""Entries, holds and the admin trail; what history would cost now; corrections."""
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from billing.errors import BillingError
+from billing.gate.entries import Entry
+from billing.money import parse_positive
+from billing.operations.books import Books
+from billing.prices.book import NS
+from billing.proof import rerate
+from billing.proof.refunds import make_batch
+from billing.reports.documents import (
+    Document,
+    entry_document,
+    hold_document,
+    plan_document,
+    trail_document,
+)
+from billing.store import reports as store_reports
+
+AT_ONCE = 256  # corrections that wait for the ledger together
+
+
+def list_holds(books: Books, *, tenant: str | None = None) -> list[Document]:
+    """What running requests have on hold, the oldest first."""
+    books.accounts.expect(tenant)
+    with books.store.reading() as connection:
+        stored = store_reports.hold_list(connection, tenant)
+    now_ns = time.time_ns()
+    documents = [hold_document(hold, now_ns) for hold in stored]
+    return sorted(documents, key=lambda document: -float(document["age_s"]))
+
+
+def list_entries(
+    books: Books,
+    *,
+    tenant: str,
+    request_id: str | None = None,
+    before: int | None = None,
+    limit: int = 50,
+) -> list[Document]:
+    """Entries of a tenant, newest first; or a request's charge and what corrected it."""
+    books.accounts.tenant(tenant)
+    with books.store.reading() as connection:
+        if request_id is not None:
+            read = store_reports.request_entries(connection, tenant, request_id)
+        else:
+            read = store_reports.last_entries(connection, tenant, limit, before)
+    return [entry_document(entry) for entry in read]
+
+
+def admin_trail(books: Books, *, limit: int = 50) -> list[Document]:
+    """What administrators changed: who, what, before, after and why; the newest first."""
+    return [trail_document(row) for row in books.accounts.trail(limit)]
+
+
+def rerate_history(books: Books, *, tenant: str | None = None, days: int = 31) -> Document:
+    """What past requests would cost under the cards as they stand now. Changes nothing."""
+    books.accounts.expect(tenant)
+    pricing = rerate.under_book(books.accounts.book)
+    since_ns = _since_ns(days)
+    return plan_document(rerate.rerate(books.store, pricing, since_ns=since_ns, tenant=tenant))
+
+
+def make_refunds(books: Books, *, tenant: str | None = None, days: int = 31, by: str) -> Document:
+    """A batch of what was charged beyond the cards as they stand now. Books nothing."""
+    books.accounts.expect(tenant)
+    pricing = rerate.under_book(books.accounts.book)
+    since_ns = _since_ns(days)
+    batch = make_batch(books.store, pricing, made_by=by, since_ns=since_ns, tenant=tenant)
+    return batch.document()
+
+
+def correct_charge(
+    books: Books,
+    *,
+    tenant: str,
+    request_id: str,
+    amount: str | None = None,
+    reference: str | None = None,
+    by: str,
+    why: str,
+) -> Document:
+    """Give back a charge, or a part of it, by a new entry that names it."""
+    books.accounts.tenant(tenant)
+    asked = _correction(books, tenant, request_id, amount, reference, by, why)
+    return entry_document(asked.result())
+
+
+def correct_charges(
+    books: Books, *, corrections: Sequence[Mapping[str, Any]], by: str, why: str
+) -> list[str]:
+    """Book many corrections; gives what was refused, and why. Each is booked once."""
+    refused: list[str] = []
+    for start in range(0, len(corrections), AT_ONCE):
+        chunk = corrections[start : start + AT_ONCE]
+        asked = [_correction(books, **each, by=by, why=why) for each in chunk]
+        for each, future in zip(chunk, asked, strict=True):
+            try:
+                future.result()
+            except BillingError as error:
+                refused.append(f"REFUSED  {each['tenant']}/{each['request_id']}: {error}")
+    return refused
+
+
+def _correction(
+    books: Books,
+    tenant: str,
+    request_id: str,
+    amount: str | None,
+    reference: str | None,
+    by: str,
+    why: str,
+) -> "Future[Entry]":
+    return books.ledger.correct(
+        tenant,
+        request_id,
+        reference=reference or f"correct:{request_id}",
+        by=by,
+        reason=why,
+        amount=None if amount is None else parse_positive(amount),
+    )
+
+
+def _since_ns(days: int) -> int:
+    return max(0, time.time_ns() - days * 86_400 * NS)

@@ -1,0 +1,87 @@
+"""Rate cards: shown, linted, tried on real usage, compared, and put in force.
+
+A card is given as `{"toml": TEXT}` or as `{"name": NAME}`, with `version` for one that was applied.
+It is never a path, for these calls come over the network too.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from billing.errors import PriceError, UnknownCard
+from billing.operations.books import Books
+from billing.prices.book import NS, RateCard
+from billing.prices.cards import parse_card, shipped_cards
+from billing.prices.lint import Severity, lint
+from billing.proof import rerate
+from billing.reports.documents import (
+    Document,
+    card_document,
+    differences,
+    finding_document,
+    plan_document,
+)
+
+CardSource = Mapping[str, Any]
+
+
+def applied_cards(books: Books) -> list[Document]:
+    """The cards that were applied, oldest first."""
+    return [card_document(card) for card in books.accounts.book.cards]
+
+
+def show_card(books: Books, *, card: CardSource) -> Document:
+    """One card, with its TOML."""
+    found = _card(books, card)
+    return card_document(found) | {"toml": found.text}
+
+
+def lint_card(books: Books, *, card: CardSource) -> list[Document]:
+    """What of a card can be gamed, loses money, or is unclear."""
+    return [finding_document(finding) for finding in lint(_card(books, card))]
+
+
+def plan_card(
+    books: Books, *, card: CardSource, days: int = 30, tenant: str | None = None
+) -> Document:
+    """What the last days' real usage would have cost under a card. Changes nothing."""
+    books.accounts.expect(tenant)
+    pricing = rerate.under_card(_card(books, card))
+    since_ns = max(0, time.time_ns() - days * 86_400 * NS)
+    return plan_document(rerate.rerate(books.store, pricing, since_ns=since_ns, tenant=tenant))
+
+
+def diff_cards(books: Books, *, before: CardSource, after: CardSource) -> list[Document]:
+    """What differs between two cards."""
+    return differences(_card(books, before), _card(books, after))
+
+
+def apply_card(books: Books, *, card: CardSource, by: str, why: str) -> Document:
+    """Put a card in force from its `valid_from` on. It never changes afterwards.
+
+    `is_new` is false where the same card was applied before.
+    """
+    new = _card(books, card)
+    findings = lint(new)
+    errors = [finding for finding in findings if finding.level is Severity.ERROR]
+    if errors:
+        raise PriceError(f"{new.name} {new.version} was not applied: {errors[0]}")
+    is_new = books.accounts.apply_card(new, by=by, reason=why)
+    warnings = [finding_document(finding) for finding in findings]
+    return card_document(new) | {"findings": warnings, "is_new": is_new}
+
+
+def _card(books: Books, source: CardSource) -> RateCard:
+    toml, name, version = (source.get(field) for field in ("toml", "name", "version"))
+    if (toml is None) == (name is None):
+        raise PriceError("a card is given by `toml` or by `name`, and by one of them")
+    if toml is not None:
+        return parse_card(toml)
+    for card in reversed(books.accounts.book.cards):
+        if card.name == name and version in (None, card.version):
+            return card
+    text = shipped_cards().get(name or "") if version is None else None
+    if text is None:
+        wanted = " ".join(filter(None, (name, version)))
+        raise UnknownCard(f"no rate card '{wanted}' was applied or ships with the program")
+    return parse_card(text, name or "")

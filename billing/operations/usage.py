@@ -1,0 +1,111 @@
+"""What was used and what it cost: by tenant, day, month and session, and as an invoice."""
+
+from datetime import tzinfo
+from enum import StrEnum
+
+from billing.operations.books import Books
+from billing.prices.time_zones import LocalZone, find_zone
+from billing.reports import usage as reports
+from billing.reports.documents import Document
+from billing.reports.usage import Period, Split, Unit, parse_query
+
+
+def total_usage(books: Books, *, tenant: str | None = None) -> list[Document]:
+    """All usage, by tenant."""
+    return _documents(reports.total(books.store, tenant))
+
+
+def daily_usage(
+    books: Books,
+    *,
+    tenant: str | None = None,
+    since: str | None = None,
+    until: str | None = None,
+    timezone: str = "UTC",
+    breakdown: Split | None = None,
+    days: int = 31,
+) -> list[Document]:
+    """Usage by tenant and day, oldest first; `days` back where `since` is not given."""
+    query = parse_query(
+        tenant=tenant,
+        since=since or f"{days - 1}d",
+        until=until,
+        zone=_zone(timezone),
+        split=breakdown,
+    )
+    return _documents(reports.report(books.store, query, Unit.DAY))
+
+
+def monthly_usage(
+    books: Books,
+    *,
+    tenant: str | None = None,
+    since: str | None = None,
+    until: str | None = None,
+    timezone: str = "UTC",
+    breakdown: Split | None = None,
+) -> list[Document]:
+    """Usage by tenant and month, oldest first."""
+    zone = _zone(timezone)
+    query = parse_query(tenant=tenant, since=since, until=until, zone=zone, split=breakdown)
+    return _documents(reports.report(books.store, query, Unit.MONTH))
+
+
+def session_usage(
+    books: Books,
+    *,
+    tenant: str | None = None,
+    since: str | None = None,
+    until: str | None = None,
+    timezone: str = "UTC",
+    limit: int = 50,
+) -> list[Document]:
+    """Usage by the session that requests name, the latest first."""
+    query = parse_query(tenant=tenant, since=since, until=until, zone=_zone(timezone))
+    return _documents(reports.by_session(books.store, query, limit=limit))
+
+
+class InvoiceForm(StrEnum):
+    """How an invoice is written."""
+
+    JSON = "json"
+    CSV = "csv"
+    HTML = "html"
+
+
+def make_invoice(
+    books: Books,
+    *,
+    tenant: str,
+    month: str,
+    timezone: str = "UTC",
+    format: InvoiceForm = InvoiceForm.JSON,  # noqa: A002  as the wire calls it
+) -> Document | str:
+    """A tenant's month such as 2026-11, as a document, as CSV, or as a page for a printer."""
+    from billing.reports import invoice as invoices  # it brings the templates of pages
+
+    found = invoices.invoice(books.store, tenant, month, _zone(timezone))
+    match format:
+        case InvoiceForm.JSON:
+            return invoices.invoice_json(found)
+        case InvoiceForm.CSV:
+            return invoices.invoice_csv(found)
+        case InvoiceForm.HTML:
+            return invoices.invoice_html(found)
+
+
+def sign_receipt(books: Books, *, tenant: str, request_id: str) -> Document:
+    """The signed receipt of one request."""
+    from billing.reports.receipts import receipt_for  # it brings cryptography
+
+    books.accounts.tenant(tenant)
+    return receipt_for(books.store, books.accounts.book, books.signer, tenant, request_id)
+
+
+def _zone(name: str) -> tzinfo:
+    """`local` is the zone of the machine that answers."""
+    return LocalZone() if name == "local" else find_zone(name)
+
+
+def _documents(periods: list[Period]) -> list[Document]:
+    return [period.as_json() for period in periods]

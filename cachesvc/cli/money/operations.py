@@ -1,0 +1,91 @@
+"""How commands carry out `billing.operations`: through the running server, or on its directory.
+
+Where a server runs on the data directory, its JSON API does the work. Where none runs, or where
+--database-url names a database, the same function runs here. Commands cannot tell the difference.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from urllib.parse import quote, urlencode
+
+from api.admin.routes.paths import PATHS, PREFIX
+from billing.errors import BillingError
+from billing.operations.books import Books, FolderBooks
+from billing.store.store import database_url, open_store
+from cachesvc.cli.render import fail
+from cachesvc.config.places import default_data_dir
+from cachesvc.server.server_file import LiveError, LiveServer, find_server
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PATIENCE_S = 600.0  # to rate or refund a long history takes minutes
+
+
+class Operations(Protocol):
+    """Carries out one operation of `billing.operations` with its keyword arguments."""
+
+    def __call__(
+        self, operation: Callable[Concatenate[Books, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R: ...
+
+
+class LocalOperations:
+    """Operations on books that are open here."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def __call__(
+        self, operation: Callable[Concatenate[Books, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        return operation(self._books, *args, **kwargs)
+
+
+class ServerOperations:
+    """Operations that a running server carries out. It knows from the headers who asks."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self._server = server
+
+    def __call__(
+        self, operation: Callable[Concatenate[Books, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        assert not args, args
+        method, template = PATHS[operation]
+        arguments: dict[str, Any] = {k: v for k, v in kwargs.items() if k != "by"}
+        path = re.sub(
+            r"\{(\w+)\}", lambda name: quote(str(arguments.pop(name[1])), safe=""), template
+        )
+        if method == "POST":
+            answer = self._server.post(PREFIX + path, arguments, timeout_s=PATIENCE_S)
+        else:
+            query = urlencode({k: v for k, v in arguments.items() if v is not None})
+            answer = self._server.get(f"{PREFIX}{path}?{query}", timeout_s=PATIENCE_S)
+        return cast(R, answer)
+
+
+@contextmanager
+def operations(
+    data_dir: Path | None, database: str | None, *, create: bool = False
+) -> Iterator[Operations]:
+    """What a command calls operations with; an error ends the command with its sentence.
+
+    `create` makes the ledger where there is none.
+    """
+    path = (data_dir or default_data_dir()).expanduser()
+    server = find_server(path) if database is None else None
+    try:
+        if server is not None:
+            yield ServerOperations(server)
+            return
+        books = FolderBooks(open_store(database or database_url(path), create=create), path)
+        try:
+            yield LocalOperations(books)
+        finally:
+            books.close()
+    except (BillingError, LiveError) as error:
+        fail(str(error))
