@@ -13,12 +13,13 @@ import numpy as np
 
 from engine.batch import Batch, Span
 from engine.bounds import check_params
-from engine.engine import Engine, EngineSettings
+from engine.engine import Engine
 from engine.execution.runner import Runner
 from engine.grammar.compiler import GrammarCompiler, compiler_for
 from engine.hardware import run_apart
 from engine.models.load import LoadedModel
 from engine.request import SamplingParams, StepOutput
+from engine.settings import EngineSettings
 from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout

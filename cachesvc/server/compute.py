@@ -9,11 +9,11 @@ from pathlib import Path
 
 from cachesvc.config import CacheSection, EngineSection, ModelSection, disk_path, models_path
 from engine.composition import Core, compose
-from engine.engine import EngineSettings
 from engine.hardware import pick_device, run_apart, set_threads
 from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.request import StepOutput
 from engine.scheduling.scheduler import SchedulerSettings
+from engine.settings import EngineSettings
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings
 from tiers.disk.array import open_array

@@ -23,13 +23,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from engine.composition import compose
-from engine.engine import EngineSettings
 from engine.errors import InvalidParameter
 from engine.hardware import pick_device, run_apart
 from engine.models.files import DEFAULT_MODEL
 from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.offline.outputs import LoRARequest, PendingRequest, RequestOutput
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
+from engine.settings import EngineSettings
 from engine.structure import source_of
 from tiers.cache import CacheSettings
 from tiers.disk.open import open_disk

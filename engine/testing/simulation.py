@@ -12,10 +12,11 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.batch import Batch, Sampled
-from engine.engine import Engine, EngineSettings
+from engine.engine import Engine
 from engine.request import Request, SamplingParams, StepOutput
 from engine.scheduling.queue import QueueOrder
 from engine.scheduling.scheduler import SchedulerSettings
+from engine.settings import EngineSettings
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache

@@ -29,8 +29,9 @@ from cachesvc.operator.operator import CacheOperator
 from cachesvc.operator.purge import RECEIPTS, purge_stopped
 from cachesvc.operator.scopes import Kind, note_scopes, roots_of
 from cachesvc.operator.secret import read_secret
-from engine.engine import Engine, EngineSettings
+from engine.engine import Engine
 from engine.request import Request, SamplingParams, StepOutput
+from engine.settings import EngineSettings
 from engine.testing.chain_runner import ChainRunner, chain_layout
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope

@@ -16,12 +16,13 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from engine.engine import Engine, EngineSettings
+from engine.engine import Engine
 from engine.execution.runner import Runner
 from engine.grammar.compiler import compiler_for
 from engine.models.files import DEFAULT_MODEL
 from engine.models.load import LoadedModel, load_model
 from engine.request import Request, SamplingParams, StepOutput
+from engine.settings import EngineSettings
 from engine.structure import Grammar, StructuredOutputs, source_of
 from tests.bench.provenance import commit, machine
 from tiers.blocks.keys import CacheScope

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.batch import Batch, Sampled
-from engine.engine import Engine, EngineSettings
+from engine.engine import Engine
 from engine.request import Request, SamplingParams
 from engine.scheduling.scheduler import SchedulerSettings
+from engine.settings import EngineSettings
 from tests.bench.provenance import commit, machine
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope

@@ -39,8 +39,9 @@ from api.testing import byte_model, fake_house
 from billing.keys import Principal, Scope
 from cachesvc.server.connection import BoundedConnection
 from engine.batch import Batch, Sampled
-from engine.engine import Engine, EngineSettings
+from engine.engine import Engine
 from engine.scheduling.scheduler import SchedulerSettings
+from engine.settings import EngineSettings
 from engine.testing.chain_runner import ChainRunner, chain_layout
 from tests.bench.provenance import commit, machine
 from tiers.cache import CacheSettings, TieredCache

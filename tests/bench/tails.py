@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.engine import Engine, EngineSettings, Runner
+from engine.engine import Engine, Runner
 from engine.execution.runner import Runner as ModelRunner
 from engine.models.files import DEFAULT_MODEL
 from engine.models.load import load_model
 from engine.request import Request, SamplingParams, StepOutput
+from engine.settings import EngineSettings
 from tests.bench.lookup import Idle
 from tests.bench.provenance import commit
 from tiers.blocks.keys import CacheScope

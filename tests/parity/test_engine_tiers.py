@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.engine import Engine, EngineSettings
+from engine.engine import Engine
 from engine.errors import InvalidParameter, UnknownAdapter
 from engine.execution.runner import Runner
 from engine.models.load import LoadedModel, load_adapter
 from engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenCounts
 from engine.scheduling.scheduler import SchedulerSettings
+from engine.settings import EngineSettings
 from engine.testing.models import save_tiny_adapter, tiny_model
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from engine.batch import Batch, Span
-from engine.engine import Engine, EngineSettings
+from engine.engine import Engine
 from engine.execution.runner import Runner
 from engine.models.load import LoadedModel
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduling.scheduler import SchedulerSettings
+from engine.settings import EngineSettings
 from engine.testing.models import ARCHITECTURES, tiny_model
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache

@@ -10,13 +10,14 @@ from functools import cache
 
 import pytest
 
-from engine.engine import Engine, EngineSettings
+from engine.engine import Engine
 from engine.execution.runner import Runner
 from engine.grammar.matcher import Compiler
 from engine.grammar.vocabulary import Vocabulary
 from engine.models.load import LoadedModel
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduling.scheduler import SchedulerSettings
+from engine.settings import EngineSettings
 from engine.structure import Grammar, StructuredOutputs, source_of
 from engine.testing.grammars import LocalGrammar
 from engine.testing.models import EOS, tiny_model

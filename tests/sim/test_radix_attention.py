@@ -12,8 +12,9 @@ from array import array
 from collections.abc import Sequence
 
 from cachesvc.cli.cache.tree import tree_lines
-from engine.engine import Engine, EngineSettings
+from engine.engine import Engine
 from engine.request import Request, SamplingParams, StepOutput
+from engine.settings import EngineSettings
 from engine.testing.chain_runner import ChainRunner, chain_layout
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.tree import Node, TreeQuery, tree_json

@@ -15,12 +15,13 @@ from functools import partial
 from typing import Any
 
 from engine.bounds import check_params
-from engine.engine import Engine, EngineSettings
+from engine.engine import Engine
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduling.group import seed_of
 from engine.scheduling.queue import QueueOrder
 from engine.scheduling.scheduler import SchedulerSettings
 from engine.scheduling.sequence import SequenceState
+from engine.settings import EngineSettings
 from engine.testing.chain_runner import (
     advance,
     before,
@@ -103,7 +104,7 @@ class World:
             LateCopies(self.cache.pool, random.Random(seed))
         self.events = self.cache.stream.subscribe(capacity=1_000_000)
         self.told: set[tuple[TierName, PrefixKey]] = set()
-        self.runner = Watched(self.cache, lambda number: self.engine._sequences[number])
+        self.runner = Watched(self.cache, lambda number: self.engine._answers.sequences[number])
         scheduler = SchedulerSettings(
             max_running=max_running,
             step_tokens=step_tokens,
@@ -191,7 +192,7 @@ class World:
 
     def phase(self, name: str) -> str:
         """Where a live request is on its way."""
-        group = self.engine._groups.get(name)
+        group = self.engine._answers.groups.get(name)
         if group is None:
             return "sent"
         sequence = group.sequences[0]
@@ -322,8 +323,8 @@ class World:
         assert not self.engine._scheduler.has_work
         for block in self._blocks():
             assert block.pins == 0 and block.busy == 0, block
-        assert not self.engine._groups and not self.engine._sequences
-        assert not self.engine._submitted and not self.runner._begun
+        assert not self.engine._answers.groups and not self.engine._answers.sequences
+        assert not self.engine._intake._in_flight and not self.runner._begun
         self.cache.residency.check()
         self.check_events()
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from engine.answers import STEP_FAILED
 from engine.batch import Batch, Sampled
-from engine.engine import MAX_FAILURES, STEP_FAILED, Engine, EngineSettings
+from engine.engine import MAX_FAILURES, Engine
 from engine.errors import EngineFailed
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
+from engine.settings import EngineSettings
 from engine.testing.chain_runner import ChainRunner, chain_layout
 from tests.sim.world import World
 from tiers.blocks.keys import CacheScope
