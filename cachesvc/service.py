@@ -316,6 +316,7 @@ class Service:
             lambda: payers(data_dir, [each.tenant for each in books.accounts.tenants()]),
             books.accounts.record,
             pins=load_pins(disk_path(data_dir)),
+            clock=lambda: self.core.cache.now_s,
         )
 
     def _owners(self) -> Owners:

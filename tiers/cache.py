@@ -27,10 +27,11 @@ from tiers.memory.residency import Residency
 from tiers.memory.tails import Tail, TailCase, TailSharing
 from tiers.operations.operations import GroupUse, Upkeep
 from tiers.operations.purge import Purged
+from tiers.operations.steady_clock import SteadyClock
 from tiers.policy import Policy, Use
 from tiers.policy.admission import WritePolicy, keeps_copies
 from tiers.policy.quota import Quotas, Shares
-from tiers.policy.retention import Pin
+from tiers.policy.retention import Pin, PinKind
 from tiers.remote.stacked import PUBLISH_HITS, StackedTier
 from tiers.tables import BlockTables
 from tiers.telemetry.events import EventStream
@@ -103,7 +104,7 @@ class TieredCache:
         stream: EventStream | None = None,
         shares: Shares | None = None,
         pin_folder: Path | None = None,
-        wall_clock: Callable[[], float] = time.time,
+        wall_clock: Callable[[], float] | None = None,
     ) -> None:
         """`shares` are the quotas of groups of scopes; pins are kept in `pin_folder`."""
         num_blocks = settings.device_bytes // layout.nbytes
@@ -168,7 +169,7 @@ class TieredCache:
             quotas=quotas,
             pinned_share=settings.pinned_share,
             pin_folder=pin_folder,
-            wall_clock=wall_clock,
+            wall_clock=wall_clock or SteadyClock(),
         )
         self.tables = BlockTables(self.residency, self._tails, self._demoter, self._upkeep.traffic)
 
@@ -311,9 +312,23 @@ class TieredCache:
         why: str = "",
         *,
         scope: PrefixKey | None = None,
+        owner: str = "",
     ) -> Pin[PrefixKey]:
         """Keep a prefix in at least one tier until `until_s` (Unix seconds). Raises PinError."""
-        return self._upkeep.pin(name, prefix, until_s, why, scope=scope)
+        return self._upkeep.pin(name, prefix, until_s, why, scope=scope, owner=owner)
+
+    def retain(self, name: str, chain: Chain, until_s: float, *, owner: str, kind: PinKind) -> int:
+        """Pin a prefix in passing, as much of it as its owner may: how many blocks."""
+        if chain.private or chain.root in self._upkeep.barred:
+            return 0
+        return self._upkeep.keeper.retain(
+            name, chain.root, chain.keys, until_s, owner=owner, kind=kind
+        )
+
+    @property
+    def now_s(self) -> float:
+        """The clock that pins end by: Unix seconds that run on when a wall clock is set."""
+        return self._upkeep.keeper.clock()
 
     def unpin(self, name: str) -> bool:
         """End a pin; whether there was one of that name."""

@@ -92,7 +92,7 @@ class StorageMeter:
         self._payers = payers
         self._record = record
         self._clock = clock
-        self._known = {pin_id(pin): pin for pin in pins}
+        self._known = _sold(pins)
         self._next: dict[str, int] = {}  # by pin: the first hour that is not settled
         self._of_scope: Mapping[PrefixKey, Payer] = {}
         self._settling = asyncio.Lock()
@@ -121,7 +121,7 @@ class StorageMeter:
 
     async def _look(self) -> list[Pin[PrefixKey]]:
         """Pins with hours that may be open. One that ended before its time was settled then."""
-        standing = {pin_id(pin): pin for pin in await self._on_engine(lambda cache: cache.pins())}
+        standing = _sold(await self._on_engine(lambda cache: cache.pins()))
         self._known |= standing
         for known, pin in list(self._known.items()):
             if known not in standing and pin.until_s > self._clock():
@@ -227,6 +227,11 @@ class StorageMeter:
 
     async def _on_engine(self, function: Callable[[TieredCache], T]) -> T:
         return await asyncio.wrap_future(self._call(function))
+
+
+def _sold(pins: Iterable[Pin[PrefixKey]]) -> dict[str, Pin[PrefixKey]]:
+    """By id. What was pinned in passing was paid for with what its request wrote."""
+    return {pin_id(pin): pin for pin in pins if not pin.kind.gives_way}
 
 
 def pin_id(pin: Pin[PrefixKey]) -> str:

@@ -10,8 +10,9 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.pin_file import PINS_NAME, load_pins, save_pins
+from tiers.operations.steady_clock import SteadyClock
 from tiers.policy.admission import WritePolicy
-from tiers.policy.retention import Pin, PinError
+from tiers.policy.retention import Pin, PinError, PinKind
 from tiers.testing.memory_tier import MemoryTier, SteppedMover
 from tiers.transfer.promotion import Progress
 
@@ -267,6 +268,109 @@ def test_a_damaged_file_of_pins_has_none_and_stops_nothing(tmp_path: Path, damag
     (tmp_path / PINS_NAME).write_bytes(damage)
     assert load_pins(tmp_path) == []
     assert Bench(folder=tmp_path).cache.pins() == []
+
+
+def retain(
+    bench: Bench, chain: Chain, name: str, owner: str = "a", kind: PinKind = PinKind.SESSION
+) -> int:
+    return bench.cache.retain(name, chain, bench.clock.now_s + 60, owner=owner, kind=kind)
+
+
+def test_a_session_s_blocks_outlive_a_scan_of_the_memory_tiers() -> None:
+    """Without being written ahead of their turn, told to the disk, or saved."""
+    bench = Bench(disk=0, host=60)
+    session, other = bench.chain(0, 5), bench.chain(500, 5)
+    bench.serve(session)
+    bench.serve(other)
+    assert 5 == retain(bench, session, "s")
+    bench.scan(400)
+    assert [True] * 5 == bench.stands(session)
+    assert not any(bench.stands(other))
+    bench.cache.residency.check()
+
+
+def test_the_blocks_of_a_session_leave_together_when_it_ends() -> None:
+    for end in ("unpin", "expire"):
+        bench = Bench(disk=0, host=60)
+        session = bench.chain(0, 5)
+        bench.serve(session)
+        retain(bench, session, "s")
+        bench.scan(400)
+        if end == "unpin":
+            assert bench.cache.unpin("s")
+        else:
+            bench.settle(61)
+        bench.scan(400)
+        assert not any(bench.stands(session)), end
+        bench.cache.residency.check()
+
+
+def test_a_turn_takes_the_place_of_the_turn_before() -> None:
+    bench = Bench()
+    assert 3 == retain(bench, bench.chain(0, 3), "t1", kind=PinKind.BREAKPOINT)
+    assert 6 == retain(bench, bench.chain(0, 6), "t2", kind=PinKind.BREAKPOINT)
+    assert ["t2"] == [pin.name for pin in bench.cache.pins()]
+    assert 4 == retain(bench, bench.chain(900, 4), "other", "b")
+    assert ["t2", "other"] == [pin.name for pin in bench.cache.pins()]
+
+
+def test_what_is_pinned_in_passing_gives_way_to_its_owner_and_to_operators(tmp_path: Path) -> None:
+    """The soonest over goes first, and nobody loses another tenant's."""
+    bench = Bench(folder=tmp_path)  # 15 may be pinned
+    for number in range(20):
+        assert 2 == retain(bench, bench.chain(number * 100, 2), f"s{number}")
+        bench.clock.now_s += 1
+    standing = [pin.name for pin in bench.cache.pins()]
+    assert standing == ["s17", "s18", "s19"]
+    late = bench.clock.now_s + 3600
+    bench.cache.pin("a:mine", bench.chain(5000, 6), late, owner="a")
+    assert "a:mine" in [pin.name for pin in bench.cache.pins()]
+    assert 3 == retain(bench, bench.chain(7000, 6), "sb", "b")  # as much as it may
+    with pytest.raises(PinError):
+        bench.cache.pin("b:mine", bench.chain(8000, 8), late, owner="b")
+    assert "sb" in [pin.name for pin in bench.cache.pins()]  # refused, and nothing is lost
+    bench.cache.pin("house", bench.chain(9000, 9), late)
+    assert ["a:mine", "house"] == [pin.name for pin in bench.cache.pins()]
+    bench.cache.residency.check()
+
+
+def test_a_tenant_has_so_many_pins_and_no_more() -> None:
+    bench = Bench(disk=4000)
+    for number in range(300):
+        retain(bench, bench.chain(number * 100, 1), f"s{number}")
+    assert 256 == len(bench.cache.pins())
+    late = bench.clock.now_s + 3600
+    for number in range(64):
+        bench.cache.pin(f"a:{number}", bench.chain(number * 100, 1), late, owner="a")
+    with pytest.raises(PinError, match="has 64 caches"):
+        bench.cache.pin("a:64", bench.chain(6400, 1), late, owner="a")
+    bench.cache.pin("a:63", bench.chain(6400, 1), late, owner="a")  # replaces one
+
+
+def test_breakpoints_are_saved_and_sessions_are_not(tmp_path: Path) -> None:
+    bench = Bench(folder=tmp_path)
+    retain(bench, bench.chain(0, 3), "s")
+    retain(bench, bench.chain(500, 3), "b", kind=PinKind.BREAKPOINT)
+    bench.settle(2)
+    saved = [(pin.name, pin.owner, pin.kind) for pin in load_pins(tmp_path)]
+    assert saved == [("b", "a", PinKind.BREAKPOINT)]
+    assert ["b"] == [pin.name for pin in Bench(folder=tmp_path).cache.pins()]
+
+
+def test_a_clock_that_is_set_ends_no_pin_and_makes_none_longer(tmp_path: Path) -> None:
+    wall, passed = [1_000_000.0], [0.0]
+    clock = SteadyClock(lambda: wall[0], lambda: passed[0])
+    wall[0] += 400 * 86_400
+    assert clock() == 1_000_000.0
+    passed[0] += 5
+    assert clock() == 1_000_005.0
+    # Over a restart there is the wall clock alone. Set back a year, the pin lasts its hour.
+    bench = Bench(folder=tmp_path)
+    save_pins(tmp_path, [bench.cache.pin("p", bench.chain(0, 2), bench.clock.now_s + 3600)])
+    earlier = Clock()
+    earlier.now_s -= 365 * 86_400
+    again = Bench(folder=tmp_path, clock=earlier)
+    assert [earlier.now_s + 3600] == [pin.until_s for pin in again.cache.pins()]
 
 
 def test_what_cannot_be_pinned_is_said() -> None:

@@ -38,6 +38,52 @@ def test_a_pin_beyond_the_bound_is_refused_and_changes_nothing():
     assert put(pins, "p", ["b", "c", "d"], 10.0) == (["c", "d"], ["a"])
 
 
+def put_owned(pins, owner, keys, most=None, name=""):
+    name = f"{owner}:{name}"
+    return pins.put(Pin(name=name, keys=tuple(keys), until_s=9.0, owner=owner), most)
+
+
+def test_a_tenant_keeps_at_most_what_it_leaves_free():
+    """Whoever comes next finds room: half of all, then half of the rest."""
+    pins = Pins[int](max_blocks=16)
+    put_owned(pins, "a", range(8))
+    with pytest.raises(PinError, match="'a' keeps 8 blocks, with these 9, and may keep 8 now"):
+        put_owned(pins, "a", [100], name="more")
+    put_owned(pins, "b", range(20, 24))
+    with pytest.raises(PinError, match="may keep 4 now"):
+        put_owned(pins, "b", [200], name="more")
+    put_owned(pins, "c", range(40, 42))
+    assert (pins.num_owned("a"), pins.num_owned("b"), pins.num_owned("c")) == (8, 4, 2)
+    pins.put(Pin(name="house", keys=(60, 61), until_s=9.0))  # an operator's: to the last block
+    assert pins.num_blocks == 16
+
+
+def test_a_block_under_two_pins_of_a_tenant_counts_once():
+    pins = Pins[int](max_blocks=8)
+    put_owned(pins, "a", range(4))
+    put_owned(pins, "a", range(4), name="again")
+    assert pins.num_owned("a") == 4
+    pins.unpin("a:")
+    assert pins.num_owned("a") == 4
+    pins.unpin("a:again")
+    assert (pins.num_owned("a"), pins.num_blocks) == (0, 0)
+
+
+def test_a_promised_part_bounds_a_tenant_instead():
+    pins = Pins[int](max_blocks=16)
+    put_owned(pins, "a", range(12), most=12)
+    with pytest.raises(PinError, match="may keep 2 now"):
+        put_owned(pins, "b", range(20, 23), most=2)
+
+
+def test_a_name_of_another_owner_is_not_replaced():
+    pins = Pins[int](max_blocks=16)
+    pins.put(Pin(name="house", keys=(1,), until_s=9.0))
+    with pytest.raises(PinError, match="is taken"):
+        pins.put(Pin(name="house", keys=(2,), until_s=9.0, owner="a"))
+    assert pins.keys() == [1]
+
+
 NAMED = st.tuples(st.sampled_from("pqr"), st.lists(st.sampled_from("abcdef"), max_size=4))
 
 

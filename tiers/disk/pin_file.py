@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiers.blocks.keys import PrefixKey
-from tiers.policy.retention import Pin
+from tiers.policy.retention import Pin, PinKind
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,8 @@ def _record(pin: Pin[PrefixKey]) -> dict[str, object]:
         "since_s": pin.since_s,
         "until_s": pin.until_s,
         "why": pin.why,
+        "owner": pin.owner,
+        "kind": str(pin.kind),
     }
 
 
@@ -85,4 +87,6 @@ def _pin(record: dict[str, object]) -> Pin[PrefixKey]:
         scope=PrefixKey(bytes.fromhex(str(record["scope"]))),
         num_tokens=tokens,
         why=str(record["why"]),
+        owner=str(record.get("owner", "")),
+        kind=PinKind(str(record.get("kind", PinKind.OPERATOR))),
     )

@@ -16,7 +16,7 @@ from tiers.memory.index import Block
 from tiers.memory.residency import Residency
 from tiers.operations.pins import Keeper
 from tiers.operations.purge import Purger
-from tiers.policy.quota import Quotas
+from tiers.policy.quota import COMMON, Quotas
 from tiers.policy.retention import Pin, PinError
 from tiers.telemetry.working_set import Traffic, TrafficReport
 from tiers.tier import ManagedTier, TierName
@@ -59,6 +59,7 @@ class Upkeep:
         self._disk = disk
         self._capacities = capacities
         self._quotas = quotas
+        self._pinned_share = pinned_share
         self._pin_folder = pin_folder
         lowest = list(capacities)[-1]
         share = pinned_share if lowest is not TierName.DEVICE else 0.0
@@ -70,6 +71,7 @@ class Upkeep:
             keep_below=disk.keep if disk is not None else lambda keys: None,
             changed=self._save_pins,
             clock=wall_clock,
+            most_owned=self._most_owned,
         )
         self.purger = Purger(residency, mover, self.keeper.unpin_scopes)
         self.traffic = Traffic()
@@ -98,6 +100,7 @@ class Upkeep:
         why: str = "",
         *,
         scope: PrefixKey | None = None,
+        owner: str = "",
     ) -> Pin[PrefixKey]:
         """Keep a prefix in at least one tier until `until_s` (Unix seconds); see
         `tiers.operations.pins`.
@@ -116,7 +119,7 @@ class Upkeep:
             scope = first.scope if first is not None else None
         if scope is None:
             raise PinError(f"the scope of {name!r} is not known here; name its root")
-        return self.keeper.pin(name, scope, keys, until_s, why)
+        return self.keeper.pin(name, scope, keys, until_s, why, owner=owner)
 
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
         """Remove blocks from every tier but where they are in use or pinned; how many were."""
@@ -176,6 +179,14 @@ class Upkeep:
         errand = Errand(work)
         self._mover.submit(errand)
         return errand.result
+
+    def _most_owned(self, scope: PrefixKey) -> int | None:
+        """Blocks that the owner of a scope may pin: the pinned share of what it was promised."""
+        quotas = next(iter(self._quotas.values()), None)
+        if quotas is None or (group := quotas.group(scope)) is COMMON:
+            return None
+        lowest = list(self._capacities.values())[-1]
+        return int(self._pinned_share * quotas.shares.share(group) * lowest)
 
     def _save_pins(self, pins: Sequence[Pin[PrefixKey]]) -> None:
         folder = self._pin_folder

@@ -1,4 +1,4 @@
-"""Pins in the running cache: prefixes that an operator keeps until a moment, in at least one tier.
+"""Pins in the running cache: prefixes kept until a moment, in at least one tier.
 
     lowest tier is the disk   written there at once, neither evicted nor expired from it; above it
                               pinned blocks leave after all others
@@ -6,25 +6,31 @@
 
 A pinned block that stands nowhere yet is kept from the moment it is computed. What may be lost all
 the same: blocks that could not be written yet, since the disk fails or is behind, when the memory
-above has to go to a running request; they are counted as lost. Engine thread only; times are Unix
-seconds.
+above has to go to a running request; they are counted as lost.
+
+Pins that were asked for in passing (breakpoints, sessions) come with every turn of a conversation.
+They are written in their turn, told to the disk and saved once a second at most, and give way to
+what their owner pins later; a session is in no file. Engine thread only; times are Unix seconds.
 """
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from tiers.blocks.keys import PrefixKey
 from tiers.memory.index import Block, BlockState
 from tiers.memory.residency import Residency
-from tiers.policy.retention import Pin, PinError, Pins
+from tiers.policy.retention import Pin, PinError, PinKind, Pins
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0  # how often expiries are looked at, and blocks that are still to be written
+MAX_IN_PASSING = 256  # pins of one owner that were asked for in passing; the soonest over go first
+MAX_CACHES = 64  # that one owner may name
 
 
 class Keeper:
-    """Owns the pins. `changed` is told the pins after each change, to save them."""
+    """Owns the pins. `changed` is told those to save after each change that must outlive us."""
 
     def __init__(
         self,
@@ -36,27 +42,38 @@ class Keeper:
         keep_below: Callable[[Collection[PrefixKey]], None],
         changed: Callable[[Sequence[Pin[PrefixKey]]], None],
         clock: Callable[[], float],
+        most_owned: Callable[[PrefixKey], int | None] = lambda scope: None,
     ) -> None:
-        """`write` hurries a block to the tier below; `keep_below` names what that must keep."""
+        """`write` hurries a block to the tier below; `keep_below` names what that must keep;
+        `most_owned` tells how many blocks the owner of a scope may pin, where it has a quota."""
         self._residency = residency
         self._block_tokens = block_tokens
         self._write = write
         self._keep_below = keep_below
         self._changed = changed
-        self._clock = clock
+        self.clock = clock
+        self._most_owned = most_owned
         self._pins: Pins[PrefixKey] = Pins(max_blocks)
         self._next_tick_s = 0.0
+        self._untold = False  # pins in passing have changed since the disk was told
         residency.kept_keys = self._pins
 
     def restore(self, pins: Sequence[Pin[PrefixKey]]) -> None:
-        """Put pins of an earlier run in force again, as far as they are allowed now."""
-        for pin in pins:
-            if pin.until_s > self._clock():
+        """Put pins of an earlier run in force again, as far as they are allowed now.
+
+        One that was set in the future, by a clock that was wrong, lasts no longer than it was to.
+        """
+        now_s = self.clock()
+        for saved in pins:
+            pin = saved
+            if pin.since_s > now_s + TICK_S:
+                pin = replace(pin, until_s=min(pin.until_s, now_s + pin.until_s - pin.since_s))
+            if pin.until_s > now_s:
                 try:
-                    self._pins.put(pin)
+                    self._pins.put(pin, self._most_owned(pin.scope))
                 except PinError as error:  # the tier or its pinned share was made smaller
                     logger.warning(f"the pin {pin.name!r} is not in force any more: {error}")
-        self._keep_below(self._pins.keys())
+        self._tell_below()
 
     def pins(self) -> list[Pin[PrefixKey]]:
         return self._pins.pins()
@@ -71,33 +88,80 @@ class Keeper:
         return self._pins.max_blocks
 
     def pin(
-        self, name: str, scope: PrefixKey, keys: Sequence[PrefixKey], until_s: float, why: str
+        self,
+        name: str,
+        scope: PrefixKey,
+        keys: Sequence[PrefixKey],
+        until_s: float,
+        why: str,
+        *,
+        owner: str = "",
     ) -> Pin[PrefixKey]:
-        """Pin a prefix, or replace the pin of that name. Raises PinError and changes nothing."""
-        now_s = self._clock()
-        if not keys:
-            raise PinError("the prefix is shorter than one block; there is nothing to pin")
-        if until_s <= now_s:
-            raise PinError(f"the pin {name!r} would end in the past; choose a later moment")
-        old = next((pin for pin in self.pins() if pin.name == name), None)
-        same = old is not None and old.keys == tuple(keys)
-        pin = Pin(
-            name=name,
-            keys=tuple(keys),
-            until_s=until_s,
-            since_s=old.since_s if old is not None and same else now_s,
-            scope=scope,
-            num_tokens=len(keys) * self._block_tokens,
-            why=why,
-        )
-        self._apply(*self._pins.put(pin))
+        """Pin a prefix, or replace the pin of that name; an operator's, or the cache of a tenant.
+
+        What was pinned in passing gives way. Raises PinError and changes nothing else.
+        """
+        kind = PinKind.CACHE if owner else PinKind.OPERATOR
+        pin = self._made(name, scope, keys, until_s, why, owner, kind)
+        caches = [other for other in self._pins.of_owner(owner) if not other.kind.gives_way]
+        if owner and self._pins.get(name) is None and len(caches) >= MAX_CACHES:
+            raise PinError(f"{owner!r} has {MAX_CACHES} caches, as many as are kept; delete one")
+        held, released = self._put(pin, self._giving_way(owner))
+        self._apply(held, released)
+        for block in self._resident(pin.keys):
+            self._write(block)
+        self._tell()
         return pin
+
+    def retain(
+        self,
+        name: str,
+        scope: PrefixKey,
+        keys: Sequence[PrefixKey],
+        until_s: float,
+        *,
+        owner: str,
+        kind: PinKind,
+    ) -> int:
+        """Pin a prefix in passing, or as much of it as its owner may keep now: how many blocks.
+
+        It takes the place of what the owner pinned in passing and this prefix goes on from.
+        """
+        if not keys or until_s <= self.clock():
+            return 0
+        mine = self._giving_way(owner)
+        standing = frozenset(keys)
+        gone: list[PrefixKey] = []
+        for old in mine:
+            if old.kind is kind and old.until_s <= until_s and old.keys[-1] in standing:
+                gone += self._pins.unpin(old.name)
+        mine = [old for old in mine if self._pins.get(old.name) is not None and old.name != name]
+        for old in mine[: max(0, len(mine) + 1 - MAX_IN_PASSING)]:
+            gone += self._pins.unpin(old.name)
+        kept = 0
+        for num_blocks in (len(keys), len(keys) // 2, len(keys) // 4):
+            if not num_blocks:
+                break
+            pin = self._made(name, scope, keys[:num_blocks], until_s, "", owner, kind)
+            try:
+                held, released = self._put(pin, mine)
+            except PinError:
+                continue
+            self._apply(held, [*gone, *released])
+            gone, kept = [], num_blocks
+            break
+        self._apply([], gone)
+        self._untold = self._untold or kind is not PinKind.SESSION or bool(gone)
+        return kept
 
     def unpin(self, name: str) -> bool:
         """End a pin; whether there was one."""
-        if all(pin.name != name for pin in self.pins()):
+        pin = self._pins.get(name)
+        if pin is None:
             return False
         self._apply([], self._pins.unpin(name))
+        if pin.kind is not PinKind.SESSION:
+            self._tell()
         return True
 
     def unpin_scopes(self, roots: Collection[PrefixKey]) -> list[str]:
@@ -109,26 +173,95 @@ class Keeper:
 
     def step(self) -> None:
         """Let pins expire, and write what is kept and still stands in memory alone."""
-        now_s = self._clock()
-        if now_s < self._next_tick_s or not self._pins.num_blocks:
+        now_s = self.clock()
+        if now_s < self._next_tick_s or not (self._pins.num_blocks or self._untold):
             return
         self._next_tick_s = now_s + TICK_S
         over = self._pins.expire(now_s)
         if over is not None:
             self._apply([], over)
-        for block in self._resident(self._pins.keys()):
+        if over is not None or self._untold:
+            self._tell()
+        hurried = (pin for pin in self._pins.pins() if not pin.kind.gives_way)
+        for block in self._resident({key: None for pin in hurried for key in pin.keys}):
             if not block.held_below:
                 self._write(block)
 
+    def _made(
+        self,
+        name: str,
+        scope: PrefixKey,
+        keys: Sequence[PrefixKey],
+        until_s: float,
+        why: str,
+        owner: str,
+        kind: PinKind,
+    ) -> Pin[PrefixKey]:
+        now_s = self.clock()
+        if not keys:
+            raise PinError("the prefix is shorter than one block; there is nothing to pin")
+        if until_s <= now_s:
+            raise PinError(f"the pin {name!r} would end in the past; choose a later moment")
+        old = self._pins.get(name)
+        same = old is not None and old.keys == tuple(keys)
+        return Pin(
+            name=name,
+            keys=tuple(keys),
+            until_s=until_s,
+            since_s=old.since_s if old is not None and same else now_s,
+            scope=scope,
+            num_tokens=len(keys) * self._block_tokens,
+            why=why,
+            owner=owner,
+            kind=kind,
+        )
+
+    def _giving_way(self, owner: str) -> list[Pin[PrefixKey]]:
+        """What gives way to a pin of this owner, the soonest over first; to an operator's, all."""
+        passing = [pin for pin in self._pins.pins() if pin.kind.gives_way]
+        mine = [pin for pin in passing if owner in ("", pin.owner)]
+        return sorted(mine, key=lambda pin: pin.until_s)
+
+    def _put(
+        self, pin: Pin[PrefixKey], giving_way: Sequence[Pin[PrefixKey]]
+    ) -> tuple[list[PrefixKey], list[PrefixKey]]:
+        """Put a pin, unpinning of `giving_way` what it must. Raises PinError, all as before."""
+        most = self._most_owned(pin.scope) if pin.owner else None
+        gone: list[Pin[PrefixKey]] = []
+        released: list[PrefixKey] = []
+        waiting = iter(giving_way)
+        while True:
+            try:
+                held, more = self._pins.put(pin, most)
+                return held, [key for key in (*released, *more) if key not in self._pins]
+            except PinError as error:
+                enough = len(released) + error.excess
+                for old in waiting:
+                    gone.append(old)
+                    released += self._pins.unpin(old.name)
+                    if len(released) >= enough:
+                        break
+                else:
+                    for old in gone:
+                        self._pins.restore(old)
+                    raise
+
     def _apply(self, held: Sequence[PrefixKey], released: Sequence[PrefixKey]) -> None:
-        residency = self._residency
-        self._keep_below(self._pins.keys())
         for block in self._resident(released):
-            residency.unkeep(block)
+            if block.key not in self._pins:
+                self._residency.unkeep(block)
         for block in self._resident(held):
-            residency.keep(block)
-            self._write(block)
-        self._changed(self.pins())
+            self._residency.keep(block)
+
+    def _tell(self) -> None:
+        self._tell_below()
+        self._changed([pin for pin in self.pins() if pin.kind is not PinKind.SESSION])
+
+    def _tell_below(self) -> None:
+        """The disk keeps what it is told; sessions leave it in their turn."""
+        self._untold = False
+        lasting = (pin for pin in self.pins() if pin.kind is not PinKind.SESSION)
+        self._keep_below(list({key: None for pin in lasting for key in pin.keys}))
 
     def _resident(self, keys: Collection[PrefixKey]) -> list[Block]:
         found = (self._residency.index.get(key) for key in keys)

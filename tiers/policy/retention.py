@@ -1,9 +1,16 @@
-"""How long blocks stay for reasons other than use: the pins that an operator sets.
+"""How long blocks stay for reasons other than use: pins that operators and tenants set.
+
+    operator    by whoever runs the server; bounded by what all pins together may hold
+    cache       by a tenant, and paid for by the hour where the card sells storage
+    breakpoint  asked for with a request, and paid for with what the request wrote
+    session     a conversation that pauses; goes with it
 
 Pure; the engine thread calls with its own clock, in seconds, and does what the answers say.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Generic
 
 from tiers.blocks.keys import PrefixKey
@@ -14,12 +21,30 @@ NO_SCOPE = PrefixKey(b"")
 
 
 class PinError(TierError):
-    """A pin that would exceed the share of the cache that may be pinned."""
+    """A pin that would exceed the share of the cache that may be pinned, by `excess` blocks."""
+
+    def __init__(self, message: str, excess: int = 0) -> None:
+        super().__init__(message)
+        self.excess = excess
+
+
+class PinKind(StrEnum):
+    """Who asked for a pin, and how it is paid for."""
+
+    OPERATOR = "operator"
+    CACHE = "cache"
+    BREAKPOINT = "breakpoint"
+    SESSION = "session"
+
+    @property
+    def gives_way(self) -> bool:
+        """Asked for in passing: gives way to the same owner's later pins."""
+        return self in (PinKind.BREAKPOINT, PinKind.SESSION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin(Generic[K]):
-    """A prefix that does not leave before `until_s`."""
+    """A prefix that does not leave before `until_s`. `owner` is the tenant that set it."""
 
     name: str
     keys: tuple[K, ...]
@@ -28,19 +53,22 @@ class Pin(Generic[K]):
     scope: PrefixKey = NO_SCOPE
     num_tokens: int = 0
     why: str = ""
+    owner: str = ""
+    kind: PinKind = PinKind.OPERATOR
 
 
 class Pins(Generic[K]):
     """Named pins with an expiry. Invariant: the pinned blocks are at most `max_blocks`.
 
     Prefixes share blocks, so a block may be under several pins; what is returned are the keys whose
-    state changes, to be held or released by the tier.
+    state changes, to be held or released by the tier. Each call costs its own pin's blocks.
     """
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self._pins: dict[str, Pin[K]] = {}
-        self._counts: dict[K, int] = {}
+        self._counts: Counter[K] = Counter()
+        self._owned: dict[str, Counter[K]] = {}
 
     def __contains__(self, key: object) -> bool:
         return key in self._counts
@@ -56,44 +84,102 @@ class Pins(Generic[K]):
     def pins(self) -> list[Pin[K]]:
         return list(self._pins.values())
 
-    def put(self, pin: Pin[K]) -> tuple[list[K], list[K]]:
+    def get(self, name: str) -> Pin[K] | None:
+        return self._pins.get(name)
+
+    def of_owner(self, owner: str) -> list[Pin[K]]:
+        return [pin for pin in self._pins.values() if pin.owner == owner]
+
+    def num_owned(self, owner: str) -> int:
+        """Blocks under this owner's pins."""
+        return len(self._owned.get(owner, ()))
+
+    def put(self, pin: Pin[K], most_owned: int | None = None) -> tuple[list[K], list[K]]:
         """Pin a prefix, or replace the pin of that name: (keys to hold, keys to release).
 
-        Raises PinError and changes nothing where too many blocks would be pinned.
+        `most_owned` bounds the blocks of a tenant; without it a tenant may hold as many as it
+        leaves free for the others. Raises PinError and changes nothing where too many blocks would
+        be pinned, or where the name is another owner's.
         """
         old = self._pins.get(pin.name)
-        replaced = set(old.keys) if old else set()
-        kept = {key for key, count in self._counts.items() if count > (key in replaced)}
-        wanted = kept | set(pin.keys)
-        if len(wanted) > self.max_blocks:
-            raise PinError(
-                f"pinning {len(pin.keys)} blocks as {pin.name!r} would make {len(wanted)} pinned "
-                f"blocks, and {self.max_blocks} may be; unpin something or raise the pinned share"
-            )
-        before = set(self._counts)
-        if old:
-            self._drop(old)
-        self._pins[pin.name] = pin
-        for key in set(pin.keys):
-            self._counts[key] = self._counts.get(key, 0) + 1
-        held = [key for key in dict.fromkeys(pin.keys) if key not in before]
-        return held, [key for key in before if key not in self._counts]
+        if old is not None and old.owner != pin.owner:
+            raise PinError(f"the name {pin.name!r} is taken; choose another")
+        before = self._drop(old) if old else set[K]()
+        try:
+            self._check(pin, most_owned)
+        except PinError:
+            if old:
+                self._add(old)
+            raise
+        held = self._add(pin)
+        return [key for key in held if key not in before], [k for k in before if k not in self]
+
+    def restore(self, pin: Pin[K]) -> None:
+        """Put back what was unpinned a moment ago; nothing of it was told to a tier."""
+        self._add(pin)
 
     def unpin(self, name: str) -> list[K]:
         """Take a pin away: the keys to release. An unknown name has none."""
-        pin = self._pins.pop(name, None)
-        return self._drop(pin) if pin else []
+        pin = self._pins.get(name)
+        return list(self._drop(pin)) if pin else []
 
     def expire(self, now_s: float) -> list[K] | None:
         """Take away the pins whose time is over: the keys to release; None where none was."""
         over = [pin.name for pin in self._pins.values() if pin.until_s <= now_s]
-        return [key for name in over for key in self.unpin(name)] if over else None
+        released = [key for name in over for key in self.unpin(name)]
+        return [key for key in released if key not in self] if over else None
 
-    def _drop(self, pin: Pin[K]) -> list[K]:
-        free: list[K] = []
+    def _check(self, pin: Pin[K], most_owned: int | None) -> None:
+        keys = set(pin.keys)
+        wanted = len(self._counts) + sum(key not in self._counts for key in keys)
+        if wanted > self.max_blocks:
+            raise PinError(
+                f"pinning {len(pin.keys)} blocks as {pin.name!r} would make {wanted} pinned "
+                f"blocks, and {self.max_blocks} may be; unpin something or raise the pinned share",
+                wanted - self.max_blocks,
+            )
+        if not pin.owner:
+            return
+        mine = self._owned.get(pin.owner, Counter())
+        owned = len(mine) + sum(key not in mine for key in keys)
+        if most_owned is None:
+            most_owned = (self.max_blocks - len(self._counts) + len(mine)) // 2
+        if owned > most_owned:
+            raise PinError(
+                f"{pin.owner!r} keeps {len(mine)} blocks, with these {owned}, and may keep "
+                f"{most_owned} now; keep less, or delete a cache",
+                owned - most_owned,
+            )
+
+    def _add(self, pin: Pin[K]) -> list[K]:
+        """The keys that were under no pin before."""
+        self._pins[pin.name] = pin
+        keys = dict.fromkeys(pin.keys)
+        fresh = [key for key in keys if key not in self._counts]
+        self._counts.update(keys.keys())
+        if pin.owner:
+            self._owned.setdefault(pin.owner, Counter()).update(keys.keys())
+        return fresh
+
+    def _drop(self, pin: Pin[K]) -> set[K]:
+        """The keys that are under no pin any more."""
+        del self._pins[pin.name]
+        mine = self._owned.get(pin.owner)
+        free: set[K] = set()
         for key in set(pin.keys):
-            self._counts[key] -= 1
-            if not self._counts[key]:
-                del self._counts[key]
-                free.append(key)
+            if mine is not None:
+                _less(mine, key)
+            if _less(self._counts, key):
+                free.add(key)
+        if mine is not None and not mine:
+            del self._owned[pin.owner]
         return free
+
+
+def _less(counts: Counter[K], key: K) -> bool:
+    """Count one less; whether none is left."""
+    counts[key] -= 1
+    if counts[key]:
+        return False
+    del counts[key]
+    return True
