@@ -223,6 +223,8 @@ class _Ending:
             trail=self._trail,
         )
         self._held = held.pop_all()
+        if self._wire.retention is not None:
+            self._wire.retention.began(self._job)
 
     async def __call__(self, delivered: Delivered) -> None:
         served, bill = delivered.served, delivered.bill
@@ -230,6 +232,8 @@ class _Ending:
         async with self._held:
             self._wire.journal.settle(self._log.request_id, delivered)
             self._remember(served)
+            if self._wire.retention is not None:
+                self._wire.retention.ended(self._job, served)
         self._log.add(
             outcome=str(served.outcome),
             delivered=delivered.complete,

@@ -25,6 +25,7 @@ from api.request_log import RequestLogger
 from api.routes import (
     account,
     cache_events,
+    caches,
     chat,
     completions,
     customer_page,
@@ -45,6 +46,7 @@ AREAS = (
     completions,
     messages,
     responses,
+    caches,
     models,
     tokenize,
     account,

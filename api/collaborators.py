@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from api.requests.grammars import GrammarPool
     from api.requests.idempotency import AnswerStore
     from api.requests.metering import Meter
+    from api.requests.retention import Retention
     from api.requests.turns import Conversations
     from billing.store.store import LedgerStore
 
@@ -71,6 +72,7 @@ class Collaborators:
     replays: "AnswerStore | None" = None  # None: Idempotency-Key is ignored
     grammars: "GrammarPool | None" = None  # None: structured output is refused
     conversations: "Conversations | None" = None  # None: nobody is told where turns part
+    retention: "Retention | None" = None  # None: nothing is kept longer than it is used
     encoders: "FairPool"  # tokenise long texts
     balances: Callable[[str], Tenant]  # of a tenant; may read a store, called off the loop
     readiness: Callable[[], Readiness]

@@ -9,6 +9,9 @@ ApiError
 ├── ModelNotFound
 ├── RequestNotFound           the journal does not remember it, or it is another tenant's
 ├── ResponseNotFound          no response of this id is kept for the caller
+├── CacheNotFound             the caller keeps no cache of this name
+├── CacheNotKept              a cache that the tiers have no room for, or that is too short
+├── CacheNotPaid              its first hour is not covered
 ├── RecordNotFound            an admin route names a tenant, key or request that is not there
 ├── BlockNotFound            no tier holds it any more
 ├── MissingKey                no API key where one is needed
@@ -88,6 +91,18 @@ class ResponseNotFound(ApiError):
     """No response of this id is kept for the caller."""
 
 
+class CacheNotFound(ApiError):
+    """The caller keeps no cache of this name."""
+
+
+class CacheNotKept(ApiError):
+    """A cache that cannot be kept: too short, or more than its owner may keep."""
+
+
+class CacheNotPaid(ApiError):
+    """A cache whose first hour the balance does not cover."""
+
+
 class RecordNotFound(ApiError):
     """No tenant, key, card or request of that name."""
 
@@ -152,6 +167,9 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     ModelNotFound: Row(404, "invalid_request_error", "model_not_found"),
     RequestNotFound: Row(404, "invalid_request_error", "request_not_found"),
     ResponseNotFound: Row(404, "invalid_request_error", "response_not_found"),
+    CacheNotFound: Row(404, "invalid_request_error", "cache_not_found"),
+    CacheNotKept: Row(409, "invalid_request_error", "cache_not_kept"),
+    CacheNotPaid: Row(402, "insufficient_quota", "insufficient_balance"),
     RecordNotFound: Row(404, "invalid_request_error", "not_found"),
     BlockNotFound: Row(404, "invalid_request_error", "block_not_found"),
     MissingKey: Row(401, "invalid_request_error", "missing_api_key"),

@@ -5,7 +5,7 @@ Frozen values, made on the event loop; they depend on no route and no collaborat
 
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -18,8 +18,9 @@ from billing.usage import EMPTY, Usage
 from engine.request import FinishReason, Lookup, SamplingParams, Timeline, TokenLogprob
 from engine.structure import Grammar, Source
 from tiers.blocks.contents import Content
-from tiers.blocks.keys import CacheScope
+from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.errors import MissReason
+from tiers.policy.retention import Pin
 
 
 class DivergenceReason(StrEnum):
@@ -52,6 +53,39 @@ class Transcript:
 
     text: str
     tokens: tuple[int, ...]
+
+
+HOUR_S = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Asked for with a prompt: its first `num_tokens` are to be kept for so long."""
+
+    num_tokens: int
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The conversation that a request belongs to, by the client's name for it.
+
+    `pause_s` is how long it may pause after this request, 0 where it ends with it; None where that
+    is to be learned. While the session runs its `parent` waits.
+    """
+
+    name: str
+    parent: str = ""
+    pause_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A pin as its owner sees it. `name` is the owner's own name for it."""
+
+    pin: Pin[PrefixKey]
+    name: str
+    expires_s: float  # by the clock on the wall
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +130,28 @@ class Job:
     replayed_tokens: int = 0  # of the prompt: as the earlier turn left them
     dropped_lines: tuple[str, ...] = ()  # rules that dropped a line that changes each time
     cache: bool = True
-    keep_1h: bool = False  # what it writes is to be kept for an hour or longer
+    keeps: tuple[Keep, ...] = ()  # of its one prompt
+    session: Session | None = None
     stream: bool = False  # text is sent as it comes, else the whole answer at its end
     arrival_ns: int = 0
     context: RequestContext = field(default_factory=RequestContext)  # for the ledger
     contents: tuple[tuple[Content, ...], ...] = ()  # of each prompt; none where it is empty
+
+    def only_prompt(self) -> "Job":
+        """The same prompt with no answer, and no turn to be remembered."""
+        params = replace(self.params, max_tokens=0, min_tokens=0)
+        return replace(self, params=params, source=None, turn=None)
 
     @property
     def max_output(self) -> int:
         """The most output tokens that all choices together may have."""
         limit = self.params.max_tokens
         return (self.model.max_context if limit is None else limit) * self.num_choices
+
+    @property
+    def tokens_for_1h(self) -> int:
+        """Leading tokens that are to be kept for an hour or longer."""
+        return max((keep.num_tokens for keep in self.keeps if keep.for_s >= HOUR_S), default=0)
 
     @property
     def prompt_tokens(self) -> int:

@@ -24,6 +24,7 @@ from api.requests.encoders import encoder_pool
 from api.requests.grammars import GrammarPool
 from api.requests.idempotency import AnswerStore
 from api.requests.metering import Meter
+from api.requests.retention import Retention
 from api.requests.turns import Conversations
 from api.served_model import ServedModel
 from billing.accounts import Tenant
@@ -389,6 +390,7 @@ def fake_house(
     grammars: GrammarPool | None = None,
     receipt_keys: Mapping[str, str] | None = None,
     max_in_flight: int = 1024,
+    retention: Retention | None = None,
 ) -> FakeHouse:
     """A whole wire over a `ScriptedEngine`; pass what the test is about."""
     bridge = OutputBridge()
@@ -410,6 +412,7 @@ def fake_house(
         grammars=grammars,
         receipt_keys=receipt_keys or {},
         conversations=Conversations(100_000),
+        retention=retention,
         encoders=encoder_pool(),
         readiness=lambda: Readiness(ready=True),
         render_metrics=lambda: (b"# none\n", "text/plain; version=0.0.4"),

@@ -68,7 +68,7 @@ class Usage:
         return self.hit + self.miss
 
     @classmethod
-    def from_counts(cls, counts: Counts, *, written: int = 0, for_1h: bool = False) -> Self:
+    def from_counts(cls, counts: Counts, *, written: int = 0, written_1h: int = 0) -> Self:
         """Usage of the engine's counts; refuses counts whose hits exceed the prompt."""
         hit = counts.hit_device + counts.hit_host + counts.hit_disk + counts.hit_remote
         if hit > counts.prompt:
@@ -80,8 +80,8 @@ class Usage:
             hit_remote=counts.hit_remote,
             miss=counts.prompt - hit,
             output=counts.output,
-            cache_write=0 if for_1h else written,
-            cache_write_1h=written if for_1h else 0,
+            cache_write=written,
+            cache_write_1h=written_1h,
         )
 
     @classmethod

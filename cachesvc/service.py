@@ -31,6 +31,7 @@ from api.requests.bridge import OutputBridge
 from api.requests.encoders import encoder_pool
 from api.requests.grammars import GrammarPool
 from api.requests.metering import Meter
+from api.requests.retention import Retention
 from api.requests.turns import Conversations
 from api.served_model import ServedModel
 from billing.errors import BillingError
@@ -45,6 +46,7 @@ from cachesvc.operator.operator import CacheOperator
 from cachesvc.operator.quotas import QuotaBook
 from cachesvc.operator.scopes import note_scopes, payers
 from cachesvc.operator.storage_meter import StorageMeter
+from cachesvc.operator.tenant_pins import CachePins
 from cachesvc.server import compute
 from cachesvc.server.connection import BoundedConnection
 from cachesvc.server.dashboard import Dashboard
@@ -111,6 +113,13 @@ class Service:
         )
         self.latencies = Latencies()
         self._storage = self._storage_meter()
+        self._operator = CacheOperator(
+            self.core.engine.call,
+            self.core.layout.block_size,
+            settings.server.data_dir,
+            money.books.signer,
+            self._storage,
+        )
         self.dashboard = Dashboard(
             settings,
             books=money.books,
@@ -127,13 +136,7 @@ class Service:
             journal=self.journal,
             explorer=self._explorer(),
             decode=loaded.tokenizer.decode,
-            cache=CacheOperator(
-                self.core.engine.call,
-                self.core.layout.block_size,
-                settings.server.data_dir,
-                money.books.signer,
-                self._storage,
-            ),
+            cache=self._operator,
         )
         self.dashboard.remember(self._remembered)
         self._remembered.start()
@@ -164,6 +167,7 @@ class Service:
             limits=self._money.limits,
             replays=self._money.replays,
             journal=self.journal,
+            retention=Retention(CachePins(self.core.engine.call, self._operator)),
             encoders=self._encoders,
             grammars=self._grammars,
             conversations=Conversations(turn_tokens) if turn_tokens else None,

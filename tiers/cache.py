@@ -325,6 +325,10 @@ class TieredCache:
             name, chain.root, chain.keys, until_s, owner=owner, kind=kind
         )
 
+    def renew(self, name: str, until_s: float) -> None:
+        """Let a pin last until `until_s` at least, if there is one of that name."""
+        self._upkeep.keeper.renew(name, until_s)
+
     @property
     def now_s(self) -> float:
         """The clock that pins end by: Unix seconds that run on when a wall clock is set."""

@@ -174,17 +174,18 @@ class Generation:
             if part.counts is not None:
                 output = sum(choice.num_tokens for choice in part.choices)
                 counts = replace(part.counts, output=output)
-                written = self._written(part)
-                usage += Usage.from_counts(counts, written=written, for_1h=self.job.keep_1h)
+                written = self._written(part, counts.prompt)
+                for_1h = self._written(part, min(counts.prompt, self.job.tokens_for_1h))
+                usage += Usage.from_counts(counts, written=written - for_1h, written_1h=for_1h)
         return usage
 
-    def _written(self, part: _Part) -> int:
-        """Computed prompt tokens in full blocks, which are kept for reuse. A fully cached prompt
-        computes its last token and writes nothing."""
+    def _written(self, part: _Part, num_tokens: int) -> int:
+        """Of the first `num_tokens`, those computed in full blocks, which are kept for reuse. A
+        fully cached prompt computes its last token and writes nothing."""
         counts, lookup = part.counts, part.lookup
         if not self.job.cache or counts is None or lookup is None:
             return 0
-        kept = counts.prompt // lookup.block_size * lookup.block_size
+        kept = num_tokens // lookup.block_size * lookup.block_size
         return 0 if counts.miss <= 1 else max(0, kept - counts.hit)
 
     def served(self) -> Served:

@@ -83,7 +83,7 @@ class Conversations:
         left = self._known(turn)
         if left is None:
             return None
-        at = _common(left.tokens, tokens, left.num_tokens)
+        at = common_length(left.tokens[: left.num_tokens], tokens)
         if at == left.num_tokens:
             return None
         reason = _reason(tokenizer, left.tokens[at:], tokens[at:])
@@ -154,9 +154,9 @@ def _weight(left: _Left) -> int:
     return max(MIN_ENTRY_TOKENS, len(left.tokens))
 
 
-def _common(old: "array[int]", new: "array[int]", most: int) -> int:
-    """How many leading tokens are the same, at most `most`."""
-    size = min(most, len(new))
+def common_length(old: "array[int]", new: "array[int]") -> int:
+    """How many leading tokens are the same."""
+    size = min(len(old), len(new))
     differ = np.flatnonzero(np.frombuffer(old[:size], "i4") != np.frombuffer(new[:size], "i4"))
     return int(differ[0]) if len(differ) else size
 

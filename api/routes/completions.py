@@ -23,6 +23,7 @@ from api.shapes.schemas import CompletionBody, parse, sampling_params
 from api.shapes.structured import source_asked
 from api.shapes.usage import closing
 from billing.gate.outcomes import Outcome
+from billing.keys import Principal
 from billing.usage import Usage
 from engine.request import FinishReason, TokenLogprob
 
@@ -33,18 +34,31 @@ router = APIRouter(tags=["completions"])
 @router.post("/completions", include_in_schema=False)
 async def completions(request: Request) -> Response:
     """Answers as JSON, or as server-sent events with `stream`."""
-    wire, story = wire_of(request), request_log_of(request)
+    wire = wire_of(request)
     principal = await authorised(request)
     wire.queue.check_wait(principal.tenant)
     raw = await read_body(request)
     body = parse(raw, CompletionBody)
+    job = await completion_job(request, principal, body, raw)
+    echoes = _echoes(job, body)
+    wire_format = CompletionFormat(
+        job, echoes, body.wants_usage_chunk, prompt_logprobs=body.prompt_logprobs is not None
+    )
+    return await deliver(request, principal, job, body, wire_format, raw)
+
+
+async def completion_job(
+    request: Request, principal: Principal, body: CompletionBody, raw: bytes
+) -> Job:
+    """Raises what is wrong with the body, by field."""
+    wire, story = wire_of(request), request_log_of(request)
     body.refuse_unserved()
     model = find_model(wire.models, body.model)
     given = body.prompts()
     check_size(wire, body, len(given))
     encoding = (encode_prompt(wire, model, prompt, tenant=principal.tenant) for prompt in given)
     prompts = await asyncio.gather(*encoding)
-    job = Job(
+    return Job(
         request_id=story.request_id,
         model=model,
         prompts=tuple(prompts),
@@ -65,11 +79,6 @@ async def completions(request: Request) -> Response:
             body.extension, prompts, allow_perceptual=wire.settings.perceptual_digests
         ),
     )
-    echoes = _echoes(model, body, given, prompts)
-    wire_format = CompletionFormat(
-        job, echoes, body.wants_usage_chunk, prompt_logprobs=body.prompt_logprobs is not None
-    )
-    return await deliver(request, principal, job, body, wire_format, raw)
 
 
 def _answer_limit(
@@ -86,19 +95,14 @@ def _answer_limit(
     return min(room, wire.settings.default_completion_tokens)
 
 
-def _echoes(
-    model: ServedModel,
-    body: CompletionBody,
-    given: list[str | list[int]],
-    prompts: list["array[int]"],
-) -> list[str]:
+def _echoes(job: Job, body: CompletionBody) -> list[str]:
     """The text that goes before each prompt's answers; empty strings without `echo`."""
     if not body.echo:
-        return ["" for _ in prompts]
-    decode = model.tokenizer.decode
+        return ["" for _ in job.prompts]
+    decode = job.model.tokenizer.decode
     return [
         text if isinstance(text, str) else decode(tokens)
-        for text, tokens in zip(given, prompts, strict=True)
+        for text, tokens in zip(body.prompts(), job.prompts, strict=True)
     ]
 
 

@@ -1,7 +1,7 @@
 """A chat from its checked body to a job and the reader of its answer, for every protocol."""
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,9 +11,10 @@ from fastapi import Request
 from api.admission import check_size, request_context, scope_for
 from api.collaborators import Collaborators
 from api.context import request_log_of, wire_of
-from api.errors import InvalidRequest, Unsupported
-from api.job import Delta, Job, Turn
-from api.requests.turns import Replay, turn_of
+from api.errors import ApiError, InvalidRequest, Unsupported
+from api.headers import single_header
+from api.job import Delta, Job, Keep, Session, Turn
+from api.requests.turns import Replay, common_length, turn_of
 from api.routes.models import find_model
 from api.routes.prompts import ChatPrompt, encode_chat, room_for_answer
 from api.served_model import ServedModel
@@ -28,11 +29,24 @@ from api.shapes.volatile import without_volatile
 from api.tools.reasoning import OPEN, ThinkParser
 from api.tools.style import THOUGHT_MARKERS, Style, parser_of, style_of, thinks
 from billing.keys import Principal
+from engine.errors import RequestError
 from engine.request import FinishReason
 from engine.structure import Source
 from tiers.blocks.keys import CacheScope
 
+SESSION_CHARS = 256  # of a client's name for its conversation
 _TAIL_TOKENS = 8  # of a prompt: enough to tell whether it ends with the mark of reasoning
+
+
+DAY_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a client asks for its prompt to be kept up to: the chat cut there, None at its end."""
+
+    for_s: float
+    cut: ChatBody | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +63,11 @@ async def chat_of(
     body: ChatBody,
     raw: bytes,
     *,
-    keep_1h: bool = False,
+    marks: Sequence[Mark] = (),
     replays: bool = False,
 ) -> Chat:
-    """Raises what is wrong with the body, by field. `replays`: go on from the last turn's tokens,
-    also where the settings do not say so."""
+    """Raises what is wrong with the body, by field. `marks`: what of the prompt is to be kept.
+    `replays`: go on from the last turn's tokens, also where the settings do not say so."""
     wire, log = wire_of(request), request_log_of(request)
     body.refuse_unserved()
     model = find_model(wire.models, body.model)
@@ -90,7 +104,8 @@ async def chat_of(
             body.extension, (tokens,), allow_perceptual=wire.settings.perceptual_digests
         ),
         markers=_markers(prompt, model),
-        keep_1h=keep_1h,
+        keeps=await _keeps(wire, model, body, tokens, marks, tenant=principal.tenant),
+        session=session_of(request, body),
         dropped_lines=prompt.dropped_lines,
     )
     new_reply = partial(
@@ -141,6 +156,45 @@ def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> Chat
         continue_final_message=continues,
         arguments=template_arguments(body, template),
     )
+
+
+def session_of(request: Request, body: ChatBody) -> Session | None:
+    """The conversation that the client names, by X-Session-Id or else by prompt_cache_key.
+
+    None where what it leaves is another's to keep: nothing, or a sharing group's.
+    """
+    name = single_header(request, "X-Session-Id") or body.prompt_cache_key or ""
+    extension = body.extension
+    if not name or extension.share or extension.contents or extension.cache is False:
+        return None
+    parent = single_header(request, "X-Parent-Session-Id") or ""
+    return Session(name[:SESSION_CHARS], parent[:SESSION_CHARS], extension.pause_s)
+
+
+async def _keeps(
+    wire: Collaborators,
+    model: ServedModel,
+    body: ChatBody,
+    tokens: "array[int]",
+    marks: Sequence[Mark],
+    *,
+    tenant: str,
+) -> tuple[Keep, ...]:
+    """The marks in tokens: how far the chat that is cut at each begins as the whole chat does."""
+    if body.extension.share or body.extension.contents:
+        return ()
+    keeps = [Keep(len(tokens), DAY_S)] if body.prompt_cache_retention == "24h" else []
+    for mark in marks:
+        same = len(tokens)
+        if mark.cut is not None:
+            try:
+                cut = replace(chat_prompt(wire, model, mark.cut), add_generation_prompt=False)
+                cut_tokens = await encode_chat(wire, model, cut, tenant=tenant)
+            except (ApiError, RequestError):  # the template refuses a chat that ends there
+                continue
+            same = common_length(tokens, cut_tokens)
+        keeps.append(Keep(same, mark.for_s))
+    return tuple(keeps)
 
 
 def _turn(

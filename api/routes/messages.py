@@ -7,10 +7,10 @@ from starlette.responses import Response
 
 from api.admission import deliver
 from api.context import authorised, read_body, wire_of
-from api.routes.conversation import chat_of, chat_prompt
+from api.routes.conversation import Mark, chat_of, chat_prompt
 from api.routes.models import find_model
 from api.routes.prompts import encode_chat
-from api.shapes.messages import CountBody, MessagesBody
+from api.shapes.messages import TTL_S, Breakpoint, CountBody, MessagesBody
 from api.shapes.messages_format import MessagesFormat
 from api.shapes.schemas import parse
 from api.shapes.template_arguments import fitting_thinking
@@ -29,10 +29,23 @@ async def messages(request: Request) -> Response:
     model = find_model(wire.models, body.model)
     thinking = fitting_thinking(body.thinking, model.tokenizer.chat_template)
     asked = body.generation().model_copy(update={"thinking": thinking})
-    keep_1h = any(control.ttl == "1h" for control in body.breakpoints)
-    chat = await chat_of(request, principal, asked, raw, keep_1h=keep_1h)
+    chat = await chat_of(request, principal, asked, raw, marks=_marks(body))
     wire_format = MessagesFormat(chat.job, chat.new_reply)
     return await deliver(request, principal, chat.job, asked, wire_format, raw)
+
+
+def _marks(body: MessagesBody) -> list[Mark]:
+    """The last breakpoint of each ttl; one that a longer-lived one lies behind says nothing."""
+    last: dict[str, Breakpoint] = {}
+    for point in body.breakpoints():
+        last[point.ttl] = point
+        if point.ttl == "1h":
+            last.pop("5m", None)
+    marks = []
+    for ttl, point in last.items():
+        cut = body.until(point)
+        marks.append(Mark(TTL_S[ttl], cut.as_chat() if cut is not None else None))
+    return marks
 
 
 @router.post("/v1/messages/count_tokens")

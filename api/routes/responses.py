@@ -32,9 +32,8 @@ async def responses(request: Request) -> Response:
     raw = await read_body(request)
     body = parse(raw, ResponsesBody)
     asked = body.generation(_history(wire, principal.tenant, body))
-    keep_1h = body.prompt_cache_retention == "24h"
     replays = body.previous_response_id is not None
-    chat = await chat_of(request, principal, asked, raw, keep_1h=keep_1h, replays=replays)
+    chat = await chat_of(request, principal, asked, raw, replays=replays)
     keep = None if body.store is False else partial(_keep, wire, principal.tenant, body)
     wire_format = ResponsesFormat(chat.job, chat.new_reply, body, keep)
     return await deliver(request, principal, chat.job, asked, wire_format, raw)

@@ -1,7 +1,8 @@
 """Anthropic's Messages: the body, checked, and as a chat."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -12,6 +13,7 @@ from api.shapes.unserved import Unserved, refuse_unserved
 from engine.bounds import MAX_COUNT
 from engine.structure import check_document
 
+TTL_S: Final = {"5m": 300.0, "1h": 3600.0}
 TEXTS_JOIN = "\n\n"  # between the text blocks of one message
 _UNSERVED = {
     "container": Unserved("leave it out", ({}, "")),
@@ -40,6 +42,9 @@ class TurnMessage(Body):
     content: str | Items[Block]
 
 
+EMPTY_MESSAGE = TurnMessage(role="user", content="")
+
+
 class AnthropicTool(Body):
     model_config = ConfigDict(extra="allow")
 
@@ -64,6 +69,17 @@ class Metadata(Body):
 class OutputConfig(Body):
     effort: str | None = None
     format: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """Behind so many messages, and blocks of the last of them (0: all); before the first message
+    behind so many blocks of the system prompt (None: all), with the tools."""
+
+    ttl: Literal["5m", "1h"]
+    messages: int = 0
+    blocks: int = 0
+    system: int | None = None
 
 
 class CountBody(Body):
@@ -105,15 +121,41 @@ class CountBody(Body):
             }
         )
 
-    @property
-    def breakpoints(self) -> list[CacheControl]:
+    def breakpoints(self) -> "Iterator[Breakpoint]":
         """Where the client asks for what comes before to be kept, in the prompt's order."""
-        blocks: list[Any] = [*(self.tools or [])]
-        blocks += self.system if isinstance(self.system, list) else []
-        for message in self.messages:
-            blocks += message.content if isinstance(message.content, list) else []
-        found = [block.cache_control for block in blocks] + [self.cache_control]
-        return [control for control in found if control is not None]
+        for tool in self.tools or []:
+            if tool.cache_control is not None:
+                yield Breakpoint(tool.cache_control.ttl or "5m")
+        for number, block in enumerate(self.system if isinstance(self.system, list) else []):
+            if block.cache_control is not None:
+                yield Breakpoint(block.cache_control.ttl or "5m", system=number + 1)
+        for number, message in enumerate(self.messages):
+            content = message.content if isinstance(message.content, list) else []
+            for place, block in enumerate(content):
+                if block.cache_control is not None:
+                    ttl = block.cache_control.ttl or "5m"
+                    yield Breakpoint(ttl, messages=number + 1, blocks=place + 1)
+        if self.cache_control is not None:
+            yield Breakpoint(self.cache_control.ttl or "5m", messages=len(self.messages))
+
+    def until(self, point: "Breakpoint") -> "CountBody | None":
+        """The body cut at a breakpoint; None where that is its end.
+
+        A chat must have a message: before the first one stands an empty one, which parts from the
+        whole chat where that one's text begins.
+        """
+        if not point.messages:
+            told = self.system
+            if isinstance(told, list) and point.system is not None:
+                told = told[: point.system]
+            return self.model_copy(update={"system": told, "messages": [EMPTY_MESSAGE]})
+        *before, last = self.messages[: point.messages]
+        content = last.content if isinstance(last.content, list) else []
+        blocks = point.blocks or len(content)
+        if point.messages == len(self.messages) and blocks == len(content):
+            return None
+        cut = last.model_copy(update={"content": content[:blocks]})
+        return self.model_copy(update={"messages": [*before, cut]})
 
     def _refuse_edits(self) -> None:
         """Old reasoning is the template's to keep or drop; results of tools are never dropped."""

@@ -96,7 +96,7 @@ class ResponsesBody(InputBody):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     service_tier: str | None = None
     user: str | None = None
     cachesvc: Extension | None = None
@@ -112,6 +112,8 @@ class ResponsesBody(InputBody):
             metadata=self.metadata,
             user=self.user,
             service_tier=self.service_tier,
+            prompt_cache_key=self.prompt_cache_key,
+            prompt_cache_retention=self.prompt_cache_retention,
             cachesvc=self.cachesvc.model_dump() if self.cachesvc else None,
         )
 

@@ -77,6 +77,9 @@ class ContentSpan(Body):
     prompt: Annotated[int, Field(ge=0)] = 0  # which one, where a request has several
 
 
+MAX_PAUSE_S = 3600  # a session's blocks are kept so long at most; a cache is kept longer
+
+
 class Extension(Body):
     """The vendor block of a request, under the key `cachesvc`."""
 
@@ -85,6 +88,7 @@ class Extension(Body):
     cache: bool | None = None  # False: neither read nor written
     share: str | None = None  # name of a sharing group that the tenant belongs to
     contents: Items[ContentSpan] | None = None  # what placeholder tokens stand for
+    pause_s: Annotated[float, Field(ge=0, le=MAX_PAUSE_S)] | None = None  # of the session; 0 ends
 
 
 class TextPart(Body):
@@ -240,6 +244,8 @@ class ChatBody(GenerationBody):
     web_search_options: Any = None
     store: bool | None = None
     add_generation_prompt: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
     def refuse_unserved(self) -> None:
         super().refuse_unserved()

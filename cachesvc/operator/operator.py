@@ -24,6 +24,10 @@ from tiers.telemetry.working_set import TrafficReport
 T = TypeVar("T")
 
 
+class UnpaidPin(PinError):
+    """A pin whose first hour nobody can pay for."""
+
+
 class CacheOperator:
     """Pins, evictions and purges on one engine; see `api.admin.parts.CacheAdmin`."""
 
@@ -34,22 +38,36 @@ class CacheOperator:
         data_dir: Path,
         signer: ReceiptSigner,
         storage: Storage | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._call_engine = call
         self.block_size = block_size
         self._data_dir = data_dir
         self._signer = signer
         self._storage = storage
+        self._wall_clock = wall_clock
 
     async def pin(
-        self, name: str, scope: PrefixKey, keys: Sequence[PrefixKey], until_s: float, why: str
+        self,
+        name: str,
+        scope: PrefixKey,
+        keys: Sequence[PrefixKey],
+        until_s: float,
+        why: str,
+        *,
+        owner: str = "",
     ) -> Pin[PrefixKey]:
         """Pin a prefix, durably. Raises PinError, also where its first hour is not paid for."""
         await self._settle_storage()
-        pin = await self._call(lambda cache: cache.pin(name, keys, until_s, why, scope=scope))
+        for_s = until_s - self._wall_clock()  # the cache's own clock is not set when this one is
+
+        def set_pin(cache: TieredCache) -> Pin[PrefixKey]:
+            return cache.pin(name, keys, cache.now_s + for_s, why, scope=scope, owner=owner)
+
+        pin = await self._call(set_pin)
         await self._saved()
         if name in await self._settle_storage():
-            raise PinError(f"the tenant's balance does not cover an hour of the pin {name!r}")
+            raise UnpaidPin(f"the tenant's balance does not cover an hour of the pin {name!r}")
         return pin
 
     async def unpin(self, name: str) -> bool:
@@ -61,6 +79,10 @@ class CacheOperator:
 
     async def pins(self) -> Sequence[Pin[PrefixKey]]:
         return await self._call(lambda cache: cache.pins())
+
+    async def pins_now(self) -> tuple[float, Sequence[Pin[PrefixKey]]]:
+        """The pins, and the moment by the clock that they end by."""
+        return await self._call(lambda cache: (cache.now_s, cache.pins()))
 
     async def prefix_of(self, key: PrefixKey) -> tuple[PrefixKey, Sequence[PrefixKey]]:
         """The scope and the keys of the prefix that ends with this block; no keys if not whole."""

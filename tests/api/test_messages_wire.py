@@ -88,7 +88,11 @@ async def test_claude_codes_request_is_a_chat(client: httpx.AsyncClient, house: 
         "tools: 1\n",
         "assistant: ",
     ] == sent(house).splitlines(keepends=True)
-    assert house.meter.last.job.keep_1h
+    system = len("system: You are Claude Code.\n\nBe short.\n")
+    keeps = house.meter.last.job.keeps
+    assert [(3600, system), (300, len(house.engine.requests[-1].tokens))] == [
+        (keep.for_s, keep.num_tokens) for keep in keeps
+    ]
 
 
 async def test_the_events_of_a_stream(client: httpx.AsyncClient, house: FakeHouse) -> None:

@@ -154,6 +154,13 @@ class Keeper:
         self._untold = self._untold or kind is not PinKind.SESSION or bool(gone)
         return kept
 
+    def renew(self, name: str, until_s: float) -> None:
+        """Let a pin in passing last until `until_s` at least, if there is one of that name."""
+        pin = self._pins.get(name)
+        if pin is not None and pin.kind.gives_way and pin.until_s < until_s:
+            self._pins.unpin(name)
+            self._pins.restore(replace(pin, until_s=until_s))
+
     def unpin(self, name: str) -> bool:
         """End a pin; whether there was one."""
         pin = self._pins.get(name)

@@ -131,6 +131,8 @@ class Pins(Generic[K]):
 
     def _check(self, pin: Pin[K], most_owned: int | None) -> None:
         keys = set(pin.keys)
+        if pin.owner:
+            self._check_owner(pin.owner, keys, most_owned)
         wanted = len(self._counts) + sum(key not in self._counts for key in keys)
         if wanted > self.max_blocks:
             raise PinError(
@@ -138,15 +140,15 @@ class Pins(Generic[K]):
                 f"blocks, and {self.max_blocks} may be; unpin something or raise the pinned share",
                 wanted - self.max_blocks,
             )
-        if not pin.owner:
-            return
-        mine = self._owned.get(pin.owner, Counter())
+
+    def _check_owner(self, owner: str, keys: set[K], most_owned: int | None) -> None:
+        mine = self._owned.get(owner, Counter())
         owned = len(mine) + sum(key not in mine for key in keys)
         if most_owned is None:
             most_owned = (self.max_blocks - len(self._counts) + len(mine)) // 2
         if owned > most_owned:
             raise PinError(
-                f"{pin.owner!r} keeps {len(mine)} blocks, with these {owned}, and may keep "
+                f"{owner!r} keeps {len(mine)} blocks, with these {owned}, and may keep "
                 f"{most_owned} now; keep less, or delete a cache",
                 owned - most_owned,
             )

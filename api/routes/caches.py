@@ -1,0 +1,121 @@
+"""/v1/caches: prefixes that a tenant keeps for a while, by name, under its own key.
+
+A cache is computed when it is made, as a prompt without an answer, and pinned before that, so that
+what the tiers or the balance refuse costs nothing.
+"""
+
+import uuid
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.admission import deliver, scope_for
+from api.collaborators import Collaborators
+from api.context import authorised, read_body, wire_of
+from api.errors import CacheNotFound, Unsupported
+from api.job import Job, Kept
+from api.requests.retention import Retention
+from api.routes.completions import completion_job
+from api.routes.conversation import chat_of
+from api.shapes.caches import CacheChange, CacheFormat, NewCache, told
+from api.shapes.schemas import ChatBody, parse
+from billing.keys import Principal
+from tiers.blocks.keys import prefix_keys, token_bytes
+
+router = APIRouter(prefix="/v1/caches", tags=["caches"])
+
+
+@router.post("")
+async def make_cache(request: Request) -> Response:
+    """Keep `messages` or `prompt` for `ttl`; one of the same name is replaced."""
+    principal = await authorised(request)
+    wire = wire_of(request)
+    retention = _retention(wire)
+    raw = await read_body(request)
+    body = parse(raw, NewCache)
+    name = body.checked_name() or f"cache-{uuid.uuid4().hex[:16]}"
+    asked = body.request()
+    if isinstance(asked, ChatBody):
+        job = (await chat_of(request, principal, asked, raw)).job.only_prompt()
+    else:
+        job = await completion_job(request, principal, asked, raw)
+    kept = await _keep(retention, job, name, body.ttl)
+    try:
+        wire_format = CacheFormat(told(kept, job.model.name))
+        return await deliver(request, principal, job, asked, wire_format, raw)
+    except BaseException:
+        retention.pins.release(kept.pin.name)
+        raise
+
+
+@router.get("")
+async def list_caches(request: Request) -> dict[str, Any]:
+    """What the tenant keeps now: caches, breakpoints and sessions."""
+    principal = await authorised(request)
+    wire = wire_of(request)
+    caches = [
+        _told(wire, principal, kept)
+        for kept in await _retention(wire).pins.of_owner(principal.tenant)
+    ]
+    return {"object": "list", "data": caches}
+
+
+@router.get("/{name}")
+async def show_cache(request: Request, name: str) -> dict[str, Any]:
+    principal = await authorised(request)
+    wire = wire_of(request)
+    return _told(wire, principal, await _found(wire, principal, name))
+
+
+@router.patch("/{name}")
+async def change_cache(request: Request, name: str) -> dict[str, Any]:
+    """Let it last for `ttl` from now."""
+    principal = await authorised(request)
+    wire = wire_of(request)
+    body = parse(await read_body(request), CacheChange)
+    pin = (await _found(wire, principal, name)).pin
+    if pin.kind.gives_way:
+        raise Unsupported(f"'{name}' is a {pin.kind}: it lasts as its requests say.", param="ttl")
+    pins = _retention(wire).pins
+    kept = await pins.keep(pin.name, pin.scope, pin.keys, body.ttl, owner=principal.tenant)
+    return _told(wire, principal, kept)
+
+
+@router.delete("/{name}")
+async def delete_cache(request: Request, name: str) -> dict[str, Any]:
+    """End it; its blocks then leave in their turn."""
+    principal = await authorised(request)
+    wire = wire_of(request)
+    kept = await _found(wire, principal, name)
+    await _retention(wire).pins.end(kept.pin.name, owner=principal.tenant)
+    return {"id": kept.name, "object": "cache", "deleted": True}
+
+
+def _retention(wire: Collaborators) -> Retention:
+    if wire.retention is None:
+        raise Unsupported("This server keeps no caches.")
+    return wire.retention
+
+
+async def _keep(retention: Retention, job: Job, name: str, ttl_s: float) -> Kept:
+    """Pin the job's prompt. Raises CacheNotKept and CacheNotPaid."""
+    pins, root = retention.pins, job.scope.root()
+    keys = prefix_keys(root, token_bytes(job.prompts[0]), pins.block_size)
+    return await pins.keep(f"{job.tenant}:{name}", root, keys, ttl_s, owner=job.tenant)
+
+
+async def _found(wire: Collaborators, principal: Principal, name: str) -> Kept:
+    for kept in await _retention(wire).pins.of_owner(principal.tenant):
+        if kept.name == name:
+            return kept
+    raise CacheNotFound(f"There is no cache '{name[:128]}', or its time is over.")
+
+
+def _told(wire: Collaborators, principal: Principal, kept: Kept) -> dict[str, Any]:
+    of_scope = (
+        model.name
+        for model in wire.models.values()
+        if scope_for(wire.salts, model, principal, None).root() == kept.pin.scope
+    )
+    return told(kept, next(of_scope, None))

@@ -1,0 +1,131 @@
+"""Caches that clients keep by name: the bodies of `/v1/caches`, and how a cache is told."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from api.errors import Answer, InvalidRequest
+from api.headers import FIT_NAME
+from api.job import Asked, Bill, Delta, Kept, Served
+from api.shapes.schemas import (
+    MESSAGES_MAX,
+    Body,
+    ChatBody,
+    CompletionBody,
+    Extension,
+    Items,
+    Message,
+)
+from api.shapes.usage import closing
+from billing.gate.outcomes import Outcome
+from billing.usage import Usage
+
+MIN_TTL_S, MAX_TTL_S = 60, 7 * 86_400
+DEFAULT_TTL_S = 3600
+_TTL = re.compile(r"([0-9]{1,9})(s|m|h|d)")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def _seconds(ttl: object) -> object:
+    """A ttl as seconds: 300, "300s", "5m", "1h", "2d"."""
+    found = _TTL.fullmatch(ttl) if isinstance(ttl, str) else None
+    return int(found[1]) * _UNITS[found[2]] if found else ttl
+
+
+Ttl = Annotated[int, BeforeValidator(_seconds), Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
+
+
+class NewCache(Body):
+    """What prompts will begin with: `messages` as a chat has them, or `prompt`."""
+
+    model: str
+    name: str | None = None
+    ttl: Ttl = DEFAULT_TTL_S
+    messages: (
+        Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
+        | None
+    ) = None
+    prompt: str | list[int] | None = None
+    tools: Items[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cachesvc: Extension | None = None
+
+    def checked_name(self) -> str | None:
+        """Raises InvalidRequest for a name that cannot stand in a path."""
+        if self.name is not None and not FIT_NAME.fullmatch(self.name):
+            raise InvalidRequest(
+                "name must be up to 128 letters, digits and . _ : @ -", param="name"
+            )
+        return self.name
+
+    def request(self) -> ChatBody | CompletionBody:
+        """The request that computes the prefix. Raises InvalidRequest."""
+        if (self.messages is None) == (self.prompt is None):
+            raise InvalidRequest(
+                "Give either messages (a chat) or prompt (a text or token ids).", param="messages"
+            )
+        if self.cachesvc is not None and (self.cachesvc.share or self.cachesvc.cache is False):
+            raise InvalidRequest(
+                "A cache is the tenant's own; leave out cachesvc.share and cachesvc.cache.",
+                param="cachesvc",
+            )
+        if self.messages is None:
+            return CompletionBody(
+                model=self.model, cachesvc=self.cachesvc, prompt=self.prompt or "", max_tokens=0
+            )
+        return ChatBody(
+            model=self.model,
+            cachesvc=self.cachesvc,
+            messages=self.messages,
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=False,
+        )
+
+
+class CacheChange(Body):
+    ttl: Ttl
+
+
+def told(kept: Kept, model: str | None) -> dict[str, Any]:
+    """A cache as clients read it; `model` is None where it is not served any more."""
+    pin = kept.pin
+    return {
+        "id": kept.name,
+        "object": "cache",
+        "kind": str(pin.kind),
+        "model": model,
+        "num_tokens": pin.num_tokens,
+        "num_blocks": len(pin.keys),
+        "created_at": int(pin.since_s),
+        "expires_at": int(kept.expires_s),
+    }
+
+
+class CacheFormat:
+    """A cache as it was made, with what computing it came to; see `delivery.WireFormat`."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._document = document
+
+    def opening(self, usage: Usage) -> bytes:
+        return b""
+
+    def chunk(self, delta: Delta, outcome: Outcome) -> bytes:
+        return b""
+
+    def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
+        return b""
+
+    def error(self, answer: Answer) -> bytes:
+        return b""
+
+    def refusal(self, answer: Answer) -> dict[str, Any]:
+        return answer.body()
+
+    def absorb(self, delta: Delta) -> None:
+        """There is no text."""
+
+    def body(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
+        return self._document | closing(served, bill, asked)

@@ -1,0 +1,330 @@
+"""What tenants keep: caches by name, breakpoints and sessions, as pins in real tiers."""
+
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api.requests.retention import MAX_SESSIONS, Retention
+from api.testing import FakeHouse, Script, fake_house
+from billing.errors import UnknownKey
+from billing.keys import Principal, Scope
+from billing.reports.receipts import ReceiptSigner
+from cachesvc.operator.operator import CacheOperator
+from cachesvc.operator.tenant_pins import CachePins
+from engine.errors import QueueFull
+from engine.request import BlockRun, Lookup
+from engine.testing.chain_runner import chain_layout
+from tests.api.conftest import running
+from tiers.cache import CacheSettings, TieredCache
+from tiers.errors import MissReason
+from tiers.policy.retention import Pin
+
+CACHES = "/v1/caches"
+BLOCK = 16
+LAYOUT = chain_layout(BLOCK)
+SYSTEM = {"role": "system", "content": "You know the whole of the law, and say little. " * 4}
+USER = {"role": "user", "content": "hi"}
+KEYS = {"a": "acme", "b": "bolt"}
+
+
+class Gate:
+    """Two tenants, by the keys of one letter."""
+
+    async def identify(self, authorization: str | None) -> Principal:
+        key = (authorization or "").removeprefix("Bearer ")
+        if key not in KEYS:
+            raise UnknownKey("no such key")
+        return Principal(KEYS[key], "", f"key_{key}", frozenset({Scope.INFERENCE}))
+
+
+class Clock:
+    now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Kitchen:
+    """A wire whose engine is scripted, and whose pins are in a cache that is real."""
+
+    def __init__(self, folder: Path, num_blocks: int = 400) -> None:
+        self.clock = Clock()
+        size = num_blocks * LAYOUT.nbytes
+        settings = CacheSettings(device_bytes=size, host_bytes=size)
+        self.cache = TieredCache(LAYOUT, settings, wall_clock=self.clock)
+        operator = CacheOperator(self._call, BLOCK, folder, ReceiptSigner.open(folder))
+        self.retention = Retention(CachePins(self._call, operator), clock=self.clock)
+        self.house = fake_house(gatekeeper=Gate(), retention=self.retention)
+
+    def _call(self, function: Callable[[TieredCache], Any]) -> "Future[Any]":
+        done: Future[Any] = Future()
+        try:
+            done.set_result(function(self.cache))
+        except Exception as error:  # noqa: BLE001  as the engine hands it on
+            done.set_exception(error)
+        return done
+
+    def pins(self, kind: str) -> list[Pin[Any]]:
+        return [pin for pin in self.cache.pins() if pin.kind == kind]
+
+
+@pytest.fixture
+def kitchen(tmp_path: Path) -> Kitchen:
+    return Kitchen(tmp_path)
+
+
+@pytest.fixture
+def house(kitchen: Kitchen) -> FakeHouse:
+    return kitchen.house
+
+
+@pytest.fixture
+async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
+    async with running(house) as (_, client):
+        yield client
+
+
+def by(key: str, **headers: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}", **headers}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "bytes", "messages": [SYSTEM, USER], "max_tokens": 4, **fields}
+
+
+async def test_a_cache_is_made_shown_changed_and_deleted(
+    client: httpx.AsyncClient, house: FakeHouse, kitchen: Kitchen
+) -> None:
+    body = {"model": "bytes", "name": "law", "ttl": "2h", "messages": [SYSTEM]}
+    made = await client.post(CACHES, json=body, headers=by("a"))
+    assert 200 == made.status_code, made.text
+    prompt = len(f"system: {SYSTEM['content']}\n")
+    told = made.json()
+    assert ("law", "cache", "bytes") == (told["id"], told["kind"], told["model"])
+    assert prompt // BLOCK * BLOCK == told["num_tokens"]
+    assert pytest.approx(time.time() + 7200, abs=60) == told["expires_at"]
+    assert (prompt, 0) == (told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"])
+    assert 0 == house.engine.requests[-1].params.max_tokens
+    [pin] = kitchen.pins("cache")
+    assert ("acme", "acme:law", kitchen.clock.now_s + 7200) == (
+        pin.owner,
+        pin.name,
+        pytest.approx(pin.until_s, abs=60),
+    )
+    assert [told["id"]] == [
+        one["id"] for one in (await client.get(CACHES, headers=by("a"))).json()["data"]
+    ]
+    changed = await client.patch(f"{CACHES}/law", json={"ttl": 60}, headers=by("a"))
+    assert 200 == changed.status_code, changed.text
+    [pin] = kitchen.pins("cache")
+    assert pytest.approx(kitchen.clock.now_s + 60, abs=60) == pin.until_s
+    gone = await client.delete(f"{CACHES}/law", headers=by("a"))
+    assert {"id": "law", "object": "cache", "deleted": True} == gone.json()
+    assert 404 == (await client.get(f"{CACHES}/law", headers=by("a"))).status_code
+    assert [] == kitchen.cache.pins()
+
+
+async def test_a_cache_is_its_tenant_s_own(client: httpx.AsyncClient, kitchen: Kitchen) -> None:
+    body = {"model": "bytes", "name": "law", "prompt": "p" * 64}
+    assert 200 == (await client.post(CACHES, json=body, headers=by("a"))).status_code
+    assert [] == (await client.get(CACHES, headers=by("b"))).json()["data"]
+    for method, asked in (("GET", None), ("PATCH", {"ttl": 60}), ("DELETE", None)):
+        answer = await client.request(method, f"{CACHES}/law", json=asked, headers=by("b"))
+        assert (404, "cache_not_found") == (answer.status_code, answer.json()["error"]["code"])
+    assert 200 == (await client.post(CACHES, json=body, headers=by("b"))).status_code
+    assert ["acme:law", "bolt:law"] == [pin.name for pin in kitchen.cache.pins()]
+    scopes = {pin.scope for pin in kitchen.cache.pins()}
+    assert 2 == len(scopes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"ttl": 59}, "ttl"),
+        ({"ttl": "8d"}, "ttl"),
+        ({"ttl": "soon"}, "ttl"),
+        ({"name": "a/b"}, "name"),
+        ({"prompt": None}, "messages"),
+        ({"messages": [USER]}, "messages"),
+        ({"cachesvc": {"share": "house"}}, "cachesvc"),
+        ({"model": "none"}, "model"),
+    ],
+)
+async def test_what_makes_no_cache_is_said_by_field(
+    client: httpx.AsyncClient, kitchen: Kitchen, fields: dict[str, Any], param: str
+) -> None:
+    body = {"model": "bytes", "prompt": "p" * 64, **fields}
+    answer = await client.post(CACHES, json=body, headers=by("a"))
+    assert answer.status_code in (400, 404), answer.text
+    assert param == answer.json()["error"]["param"]
+    assert [] == kitchen.cache.pins()
+
+
+async def test_a_tenant_keeps_no_more_than_its_part_and_pays_nothing_for_what_is_refused(
+    client: httpx.AsyncClient, house: FakeHouse, kitchen: Kitchen
+) -> None:
+    """100 of 400 blocks may be pinned, and one tenant leaves as many free as it keeps."""
+    for name in ("one", "two"):
+        body = {"model": "bytes", "name": name, "prompt": name * (BLOCK * 5)}
+        assert 200 == (await client.post(CACHES, json=body, headers=by("a"))).status_code
+    num_asked = len(house.engine.requests)
+    for prompt, said in (("x" * BLOCK * 100, "may keep 50 now"), ("tiny", "shorter than one")):
+        body = {"model": "bytes", "name": "more", "prompt": prompt}
+        answer = await client.post(CACHES, json=body, headers=by("a"))
+        assert (409, "cache_not_kept") == (answer.status_code, answer.json()["error"]["code"])
+        assert said in answer.json()["error"]["message"]
+    assert num_asked == len(house.engine.requests)
+    assert ["acme:one", "acme:two"] == [pin.name for pin in kitchen.cache.pins()]
+
+
+async def test_what_cannot_be_computed_is_not_kept(
+    client: httpx.AsyncClient, house: FakeHouse, kitchen: Kitchen
+) -> None:
+    house.engine.script = Script(refuse=QueueFull("not now"))
+    body = {"model": "bytes", "prompt": "p" * 64}
+    assert 503 == (await client.post(CACHES, json=body, headers=by("a"))).status_code
+    assert [] == kitchen.cache.pins()
+
+
+async def test_breakpoints_pin_what_lies_before_them(
+    client: httpx.AsyncClient, house: FakeHouse, kitchen: Kitchen
+) -> None:
+    """And the tokens written up to one of an hour are counted apart from the others."""
+    run = BlockRun(None, 0, 0, 0)
+    house.engine.script = Script(
+        answer="x", lookup=Lookup((run,), MissReason.ABSENT, block_size=BLOCK)
+    )
+    hour = {"type": "ephemeral", "ttl": "1h"}
+    body = {
+        "model": "bytes",
+        "max_tokens": 4,
+        "system": [{"type": "text", "text": SYSTEM["content"], "cache_control": hour}],
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "d" * 200, "cache_control": {"type": "ephemeral"}},
+                    {"type": "text", "text": "And this?"},
+                ],
+            }
+        ],
+    }
+    answer = await client.post("/v1/messages", json=body, headers=by("a"))
+    assert 200 == answer.status_code, answer.text
+    system = len(f"system: {SYSTEM['content']}\n")
+    document = system + len("user: ") + 200
+    short, long = sorted(kitchen.pins("breakpoint"), key=lambda pin: pin.until_s)
+    assert (document // BLOCK * BLOCK, kitchen.clock.now_s + 300) == (
+        short.num_tokens,
+        short.until_s,
+    )
+    assert kitchen.clock.now_s + 3600 == long.until_s
+    assert system // BLOCK * BLOCK <= long.num_tokens <= (system + len("user: ")) // BLOCK * BLOCK
+    prompt = len(house.engine.requests[-1].tokens)
+    created = answer.json()["usage"]["cache_creation"]
+    assert created == {
+        "ephemeral_1h_input_tokens": long.num_tokens,
+        "ephemeral_5m_input_tokens": prompt // BLOCK * BLOCK - long.num_tokens,
+    }
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_prompt_cache_retention_keeps_the_whole_prompt_for_a_day(
+    client: httpx.AsyncClient, house: FakeHouse, kitchen: Kitchen, path: str
+) -> None:
+    field = "messages" if "chat" in path else "input"
+    body = {"model": "bytes", field: [SYSTEM, USER], "prompt_cache_retention": "24h"}
+    answer = await client.post(path, json=body, headers=by("a"))
+    assert 200 == answer.status_code, answer.text
+    [pin] = kitchen.pins("breakpoint")
+    assert len(house.engine.requests[-1].tokens) // BLOCK == len(pin.keys)
+    assert kitchen.clock.now_s + 86_400 == pin.until_s
+    body["prompt_cache_retention"] = "for ever"
+    answer = await client.post(path, json=body, headers=by("a"))
+    assert 400 == answer.status_code
+    assert "prompt_cache_retention" == answer.json()["error"]["param"]
+
+
+async def turn(client: httpx.AsyncClient, text: str, /, **headers: str) -> None:
+    message = {"role": "user", "content": text}
+    fields = chat(messages=[SYSTEM, message])
+    answer = await client.post("/v1/chat/completions", json=fields, headers=by("a", **headers))
+    assert 200 == answer.status_code, answer.text
+
+
+async def test_a_session_is_kept_from_turn_to_turn_for_as_long_as_its_tenant_pauses(
+    client: httpx.AsyncClient, house: FakeHouse, kitchen: Kitchen
+) -> None:
+    session = {"X-Session-Id": "s1"}
+    await turn(client, "one", **session)
+    [pin] = kitchen.pins("session")
+    assert kitchen.clock.now_s + 60 == pin.until_s  # nothing is learned yet
+    for _ in range(20):
+        kitchen.clock.now_s += 20
+        await turn(client, "one and more of it" * 3, **session)
+    [pin] = kitchen.pins("session")
+    assert kitchen.clock.now_s + 25 == pytest.approx(pin.until_s)
+    # The answer's blocks are kept with the prompt's.
+    answered = len(house.engine.requests[-1].tokens) + 4
+    assert answered // BLOCK == len(pin.keys)
+    kitchen.clock.now_s += 26
+    kitchen.cache.step()
+    assert [] == kitchen.pins("session")
+
+
+async def test_a_session_ends_with_the_request_that_says_so(
+    client: httpx.AsyncClient, kitchen: Kitchen
+) -> None:
+    await turn(client, "one", **{"X-Session-Id": "s1"})
+    assert 1 == len(kitchen.pins("session"))
+    fields = chat(prompt_cache_key="s1", cachesvc={"pause_s": 0})
+    await client.post("/v1/chat/completions", json=fields, headers=by("a"))
+    assert [] == kitchen.pins("session")
+    fields = chat(prompt_cache_key="s2", cachesvc={"pause_s": 1800})
+    await client.post("/v1/chat/completions", json=fields, headers=by("a"))
+    [pin] = kitchen.pins("session")
+    assert kitchen.clock.now_s + 1800 == pin.until_s
+    [kept] = (await client.get(CACHES, headers=by("a"))).json()["data"]
+    assert "session" == kept["kind"]
+    changed = await client.patch(f"{CACHES}/{kept['id']}", json={"ttl": 60}, headers=by("a"))
+    assert 400 == changed.status_code
+    await client.delete(f"{CACHES}/{kept['id']}", headers=by("a"))
+    assert [] == kitchen.pins("session")
+
+
+async def test_a_parent_s_prefix_stays_while_its_children_run(
+    client: httpx.AsyncClient, kitchen: Kitchen
+) -> None:
+    await turn(client, "the whole plan", **{"X-Session-Id": "parent"})
+    [parent] = kitchen.pins("session")
+    for _ in range(5):
+        kitchen.clock.now_s += 50
+        kitchen.cache.step()
+        headers = {"X-Session-Id": "child", "X-Parent-Session-Id": "parent"}
+        await turn(client, "one part of it", **headers)
+    assert parent.keys in [pin.keys for pin in kitchen.pins("session")]
+    kitchen.clock.now_s += 61
+    kitchen.cache.step()
+    assert [] == kitchen.pins("session")
+
+
+async def test_sessions_without_end_cost_their_maker_alone(
+    client: httpx.AsyncClient, kitchen: Kitchen
+) -> None:
+    """One tenant's sessions push out its own, and another's stand."""
+    fields = chat(prompt_cache_key="mine")
+    await client.post("/v1/chat/completions", json=fields, headers=by("b"))
+    [theirs] = kitchen.pins("session")
+    for number in range(2 * MAX_SESSIONS):
+        await turn(client, f"{number} " * 40, **{"X-Session-Id": f"s{number}"})
+    standing = kitchen.pins("session")
+    assert theirs in standing
+    blocks = {key for pin in standing if pin.owner == "acme" for key in pin.keys}
+    assert len(blocks) <= 50
+    pauses = kitchen.retention._tenants["acme"]
+    assert MAX_SESSIONS == len(pauses.ended)
