@@ -98,7 +98,8 @@ site: $(STAMP) ## Build the docs as a site with a search into build/site
 	@$(BIN)/python -c "import mkdocs" 2>/dev/null || $(PIP) install -q -c constraints.txt 'mkdocs-material>=9.6'
 	$(BIN)/mkdocs build -q
 
-pictures: $(STAMP) ## Take the dashboard's pictures in docs/images anew (five minutes)
+pictures: $(STAMP) ## Take the pictures of the first start and the dashboard in docs/images anew (five minutes)
+	$(BIN)/python -m tests.start_picture
 	$(BIN)/python -m tests.dashboard_pictures
 
 wheel: $(STAMP) ## Build the wheel into dist/

@@ -1,10 +1,7 @@
 """The start of a server as its user sees it: on a terminal, and through its port meanwhile."""
 
 import json
-import os
-import pty
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -12,18 +9,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from engine.testing.models import save_tiny_model
+from tests.terminal import on_a_terminal
 
 pytestmark = pytest.mark.timeout(120)
 
 SCRIPT = Path(sys.executable).with_name("cachesvc")
-CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 BAR = "━"
 SIZES = ("--device-cache", "8MiB", "--host-cache", "8MiB", "--disk-cache", "16MiB")
 
@@ -40,62 +35,21 @@ def arguments(model: Path, data_dir: Path, port: int = 0) -> list[str]:
     return [str(SCRIPT), "serve", *where, "--block-size", "16", *SIZES]
 
 
-@contextmanager
-def on_a_terminal(command: list[str], folder: Path) -> Iterator[tuple[int, int]]:
-    """The process and the terminal that it runs on, 100 columns wide."""
-    process, terminal = pty.fork()
-    if process == 0:
-        os.chdir(folder)
-        os.execvpe(command[0], command, {**os.environ, "COLUMNS": "100", "TERM": "xterm"})
-    try:
-        yield process, terminal
-    finally:
-        os.close(terminal)
-        with_kill(process)
-
-
-def with_kill(process: int) -> None:
-    try:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-    except (ProcessLookupError, ChildProcessError):
-        pass
-
-
-def read_until(terminal: int, wanted: str | None, deadline_s: float = 60.0) -> str:
-    """What is written until `wanted` was; None: until the process closes its terminal."""
-    shown = ""
-    ends_s = time.monotonic() + deadline_s
-    while wanted is None or wanted not in CONTROL.sub("", shown):
-        ready, _, _ = select.select([terminal], [], [], 0.2)
-        assert time.monotonic() < ends_s, shown
-        if not ready:
-            continue
-        try:
-            data = os.read(terminal, 65536)
-        except OSError:  # the other end is closed
-            return shown
-        shown += data.decode(errors="replace")
-    return shown
-
-
 def test_a_terminal_shows_phases_then_the_url_and_the_link_and_no_bar_after_them(
     model: Path, tmp_path: Path
 ) -> None:
-    with on_a_terminal(arguments(model, tmp_path), model.parent) as (process, terminal):
-        shown = read_until(terminal, "admin/login?token=")
-        text = CONTROL.sub("", shown)
+    with on_a_terminal(arguments(model, tmp_path), model.parent) as terminal:
+        terminal.read_until("admin/login?token=")
         for phase in ("importing torch", "loading tiny", "opening the tiers", "warming up"):
-            assert phase in text
+            assert phase in terminal.written
+        text = "\n".join(terminal.lines)
         assert re.search(r"serves tiny on http://127\.0\.0\.1:\d+", text)
         assert "ready after" in text
-        after_ready = text[text.index("ready after") :]
-        assert BAR not in after_ready, after_ready
-        os.kill(process, signal.SIGTERM)
-        rest = CONTROL.sub("", read_until(terminal, None))
-        assert "stopped; the tiers were flushed" in rest
-        assert BAR not in rest
-        assert 0 == os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        assert BAR not in text
+        assert 0 == terminal.stop()
+        text = "\n".join(terminal.lines)
+        assert "stopped; the tiers were flushed" in text
+        assert BAR not in text
 
 
 def free_port() -> int:
