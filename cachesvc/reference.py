@@ -84,17 +84,23 @@ def _commands() -> str:
 
 def _command(path: str, command: Any) -> Iterator[tuple[str, str, str]]:
     if isinstance(command, TyperGroup):
+        if command.invoke_without_command:
+            yield _section(path, command)
         for name, child in command.commands.items():
             loaded = command.load(name) if isinstance(command, LazyGroup) else child
             yield from _command(f"{path} {name}", loaded)
         return
+    yield _section(path, command)
+
+
+def _section(path: str, command: Any) -> tuple[str, str, str]:
     rows = [
         (", ".join(f"`{name}`" for name in _names(parameter)), parameter.help or "")
         for parameter in command.params
         if not getattr(parameter, "hidden", False)
     ]
     help_text = " ".join((command.help or "").split())
-    yield path, help_text, table(("option", "meaning"), rows) if rows else ""
+    return path, help_text, table(("option", "meaning"), rows) if rows else ""
 
 
 def _names(parameter: Any) -> list[str]:

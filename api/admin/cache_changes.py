@@ -91,7 +91,7 @@ async def unpin(request: Request, by: Admin, name: str, why: str) -> None:
     """End a pin. Raises RecordNotFound where there is none of that name."""
     if not await hands_of(request).unpin(name):
         raise RecordNotFound(
-            f"there is no pin {name[:64]!r}, or it has ended meanwhile; see `cachesvc cache pins`"
+            f"there is no pin {name[:64]!r}, or it has ended; `cachesvc cache pin` lists them"
         )
     await _record(request, by, "cache.unpin", name, why)
 

@@ -66,7 +66,7 @@ def _post(url: str, data: bytes) -> None:
 
 
 def read_heads(path: Path, public_key: Callable[[str], bytes | None]) -> list[dict[str, Head]]:
-    """The heads in a file: what `ledger heads` printed, or lines that a server wrote.
+    """The heads in a file: of `ledger verify --print-heads`, or lines that a server wrote.
 
     `public_key` finds a published key by its id. Raises `BillingError` for a file that is none, and
     for a line that was not signed so.

@@ -23,12 +23,12 @@ from billing.gate.holds import rate_ref
 from billing.money import format_units, rate_per_million
 from billing.prices.book import PriceBook
 from billing.prices.rating import rate
+from billing.reports.published import PUBLIC_FILE, published_keys
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
 from billing.usage import Usage
 
 KEY_FILE = "receipt_key"
-PUBLIC_FILE = "receipt_keys"  # one line a key: its id, and the key in hex
 
 
 class Purpose(StrEnum):
@@ -76,16 +76,6 @@ class ReceiptSigner:
         named = receipt | {"key_id": self.key_id}
         signature = self._key.sign(_canonical(named, purpose))
         return named | {"signature": base64.b64encode(signature).decode()}
-
-
-def published_keys(data_dir: Path) -> dict[str, str]:
-    """Every public key that ever signed in a data directory: its id, and the key in hex."""
-    try:
-        lines = (data_dir / PUBLIC_FILE).read_text().splitlines()
-    except FileNotFoundError:
-        return {}
-    pairs = (line.split() for line in lines)
-    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and len(pair[1]) == 64}
 
 
 def verify_receipt(receipt: dict[str, Any], public_key: bytes) -> bool:

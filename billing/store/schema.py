@@ -63,7 +63,7 @@ accounts = Table(
     Column("credit_limit", Wide),  # null: unlimited
     Column("suspended", Boolean, nullable=False),
     Column("created_ns", BigInteger, nullable=False),
-    # Projections of entries and holds; rebuilt by `ledger rebuild`.
+    # Projections of entries and holds; rebuilt by `ledger verify --rebuild`.
     Column("granted", Wide, nullable=False),
     Column("topup", Wide, nullable=False),
     Column("receivable", Wide, nullable=False),

@@ -9,13 +9,16 @@ import typer
 from api.admin.login.passwords import Passwords
 from api.admin.login.sessions import Role
 from api.errors import ApiError
-from cachesvc.cli.money.books import DatabaseUrl, DataDir, Reason, actor, books
+from cachesvc.cli.lazy import without
+from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, DataDir, Reason, actor, books
 from cachesvc.cli.options import existing_data_dir
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 from cachesvc.config import default_data_dir
 from cachesvc.server.server_file import LiveServer, find_server
 
-app = typer.Typer(no_args_is_help=True, help="Let people into the dashboard")
+_REMOVED = {"remove": "`cachesvc admin password NAME --remove`"}
+
+app = typer.Typer(cls=without(_REMOVED), no_args_is_help=True, help="Let people into the dashboard")
 
 Name = Annotated[str, typer.Argument(help="Name to log in with")]
 RoleOption = Annotated[
@@ -39,14 +42,18 @@ def link(role: RoleOption = Role.ADMIN, data_dir: DataDir = None, json: AsJson =
 def password(
     name: Name = "admin",
     role: RoleOption = Role.ADMIN,
-    reason: Reason = "",
+    remove: Annotated[bool, typer.Option("--remove", help="Take the password away")] = False,
+    reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Set the password of an admin, asked for here or read from standard input; adds new names.
+    """Set the password of a new or known admin, asked for here or read from standard input.
 
     It holds at once, and the name's open sessions end.
     """
+    if remove:
+        _remove(name, reason, data_dir, database)
+        return
     path = (data_dir or default_data_dir()).expanduser()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with books(path, database, create=True) as open_books:
@@ -61,23 +68,6 @@ def password(
     note(f"{name} may log in as {role}")
 
 
-@app.command()
-def remove(
-    name: Name,
-    reason: Reason = "",
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-) -> None:
-    """Take a name's password away and end its sessions."""
-    path = existing_data_dir(data_dir)
-    with books(path, database) as open_books:
-        if not Passwords(path).remove(name):
-            fail(f"nobody named {name!r} has a password; `cachesvc admin list` shows who has")
-        open_books.accounts.record("admin.remove", name, by=actor(), reason=reason)
-    _end_sessions(path, name)
-    note(f"{name} may not log in any more")
-
-
 @app.command("list")
 def list_admins(data_dir: DataDir = None, json: AsJson = False) -> None:
     """List who may log in with a password. Keys with the admin scope may as well."""
@@ -86,6 +76,16 @@ def list_admins(data_dir: DataDir = None, json: AsJson = False) -> None:
         print_json([{"name": name, "role": role} for name, role in roles.items()])
         return
     print_table(("name", "role"), [(name, str(role)) for name, role in roles.items()])
+
+
+def _remove(name: str, reason: str, data_dir: Path | None, database: str | None) -> None:
+    path = existing_data_dir(data_dir)
+    with books(path, database) as open_books:
+        if not Passwords(path).remove(name):
+            fail(f"nobody named {name!r} has a password; `cachesvc admin list` shows who has")
+        open_books.accounts.record("admin.remove", name, by=actor(), reason=reason)
+    _end_sessions(path, name)
+    note(f"{name} may not log in any more")
 
 
 def _ask() -> str:

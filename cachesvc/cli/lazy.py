@@ -1,4 +1,4 @@
-"""Groups of commands that import the command that is called, and none beside it."""
+"""Groups of commands: what they say of removed ones, and how they import only the one called."""
 
 import importlib
 from collections.abc import Mapping
@@ -16,20 +16,33 @@ class Entry(NamedTuple):
     help: str
 
 
-class LazyGroup(TyperGroup):
+class Group(TyperGroup):
+    """Says of each removed command what to do instead."""
+
+    removed: Mapping[str, str] = {}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in self.removed:
+            ctx.fail(f"{ctx.command_path} {args[0]} is gone: {self.removed[args[0]]}")
+        return super().resolve_command(ctx, args)
+
+
+class LazyGroup(Group):
     """Knows each command by name and help, and imports the one that is called."""
 
     entries: Mapping[str, Entry] = {}
-    removed: Mapping[str, str] = {}
 
     def load(self, name: str) -> Any:
         return load(name, self.entries[name])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in self.removed:
-            ctx.fail(f"{ctx.command_path} {args[0]} is gone: {self.removed[args[0]]}")
         name, stub, rest = super().resolve_command(ctx, args)
         return name, self.load(name) if name and name in self.entries else stub, rest
+
+
+def without(removed: Mapping[str, str]) -> type[Group]:
+    """A class for `typer.Typer(cls=...)` that says what to do instead of each removed command."""
+    return type("Without", (Group,), {"removed": removed})
 
 
 def lazy_group(

@@ -123,17 +123,17 @@ SPAN = "since=yesterday&until=today&timezone=Asia/Shanghai"
 FLAGS = ["--since", "yesterday", "--until", "today", "--timezone", "Asia/Shanghai"]
 READS = [
     ("/tenants", ["tenants", "list"]),
-    ("/balance/acme", ["balance", "show", "acme"]),
+    ("/tenants/acme", ["tenants", "show", "acme"]),
     ("/keys", ["keys", "list"]),
     ("/prices", ["prices", "show"]),
     ("/usage", ["usage"]),
-    ("/usage/daily", ["usage", "daily"]),
-    ("/usage/monthly?tenant=acme", ["usage", "monthly", "--tenant", "acme"]),
-    ("/usage/session", ["usage", "session"]),
-    (f"/usage/daily?{SPAN}&breakdown=key", ["usage", "daily", *FLAGS, "--breakdown", "key"]),
-    (f"/usage/monthly?{SPAN}", ["usage", "monthly", *FLAGS]),
-    (f"/usage/session?{SPAN}", ["usage", "session", *FLAGS]),
-    ("/ledger/rerate", ["ledger", "rerate", "--dry-run"]),
+    ("/usage/daily", ["usage", "--by", "day"]),
+    ("/usage/monthly?tenant=acme", ["usage", "--by", "month", "--tenant", "acme"]),
+    ("/usage/session", ["usage", "--by", "session"]),
+    (f"/usage/daily?{SPAN}&breakdown=key", ["usage", "--by", "day", *FLAGS, "--breakdown", "key"]),
+    (f"/usage/monthly?{SPAN}", ["usage", "--by", "month", *FLAGS]),
+    (f"/usage/session?{SPAN}", ["usage", "--by", "session", *FLAGS]),
+    ("/ledger/rerate", ["prices", "plan"]),
     ("/audit", ["ledger", "trail"]),
 ]
 
@@ -335,7 +335,7 @@ async def test_an_open_hold_says_its_age_and_what_was_sent(
         open_hold["sent"],
     )
     assert 0 <= open_hold["age_s"] < 60 < open_hold["expires_in_s"] <= 120
-    assert {"r2"} == {row["request_id"] for row in house.told("ledger", "holds")}
+    assert {"r2"} == {row["request_id"] for row in house.told("ledger", "show", "--holds")}
     house.books.ledger.void(hold).result()
     assert [] == await ok(await client.get("/holds?tenant=acme"))
 

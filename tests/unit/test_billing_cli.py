@@ -90,19 +90,19 @@ def test_a_tenant_is_made_funded_used_and_proved(shell: Shell) -> None:
     assert shell.json("balance", "topup", "acme", "12.5")["available"] == "12.50"
     assert shell.json("balance", "grant", "acme", "1")["granted"] == "1.00"
     use(shell)
-    assert shell.json("balance", "show", "acme")["balance"] == "13.499796"
+    assert shell.json("tenants", "show", "acme")["balance"] == "13.499796"
     usage = shell.json("usage")
     assert (usage[0]["hit_tokens"], usage[0]["amount"]) == (900, "0.000204")
-    assert shell.json("usage", "monthly")[0]["period"] == datetime.now(UTC).strftime("%Y-%m")
-    assert shell.json("usage", "daily")[0]["requests"] == 1
-    assert shell.json("usage", "session")[0]["period"] == "chat"
+    assert shell.json("usage", "--by", "month")[0]["period"] == datetime.now(UTC).strftime("%Y-%m")
+    assert shell.json("usage", "--by", "day")[0]["requests"] == 1
+    assert shell.json("usage", "--by", "session")[0]["period"] == "chat"
     assert shell.json("ledger", "verify")["ok"] is True
     actions = [row["action"] for row in shell.json("ledger", "trail")]
     assert actions == [
         *("tenant.create", "prices.apply"),  # of the server, for open mode
         *("balance.grant", "balance.topup", "tenant.create"),
     ]
-    assert shell.json("ledger", "rerate", "--dry-run", "--days", "3660")["rows"][0]["requests"] == 1
+    assert shell.json("prices", "plan", "--days", "3660")["rows"][0]["requests"] == 1
 
 
 def test_a_key_is_printed_once_and_listed_by_its_prefix(shell: Shell) -> None:
@@ -146,7 +146,9 @@ def test_a_card_is_linted_planned_and_applied(shell: Shell, tmp_path: Path) -> N
     assert "another version" in shell("prices", "apply", str(good), code=1)
     assert len([t for t in shell.json("ledger", "trail") if t["action"] == "prices.apply"]) == 2
     assert [card["version"] for card in shell.json("prices", "show")] == ["2024-08-02", "9"]
-    changes = runner.invoke(app, ["prices", "diff", "deepseek-launch", str(good), "--json"])
+    changes = runner.invoke(
+        app, ["prices", "show", "deepseek-launch", "--diff", str(good), "--json"]
+    )
     assert {c["field"] for c in json.loads(changes.output)} >= {"version", "* standard miss"}
 
 
@@ -159,7 +161,7 @@ def test_scopes_of_a_key_are_those_of_all_options(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("balance", "show", "nobody"), "tenants create nobody"),
+        (("tenants", "show", "nobody"), "tenants create nobody"),
         (("balance", "topup", "acme", "1e3"), "not an amount"),
         (("tenants", "create", "a b"), "not a name"),
         (("tenants", "create", "acme"), "exists already"),
@@ -168,7 +170,7 @@ def test_scopes_of_a_key_are_those_of_all_options(shell: Shell) -> None:
         (("keys", "create", "--tenant", "acme", "--expires-in", "0d"), "12h"),
         (("keys", "create", "--tenant", "acme", "--expires-in", "\u0663d"), "12h"),
         (("keys", "list", "--tenant", "nobody"), "does not exist"),
-        (("ledger", "holds", "--tenant", "nobody"), "does not exist"),
+        (("ledger", "show", "nobody", "--holds"), "does not exist"),
         (("tenants", "create", "bolt", "--postpaid=-5"), "below zero"),
         (("keys", "revoke", "key_none"), "no API key"),
         (("usage", "invoice", "acme", "May"), "2026-11"),
@@ -177,8 +179,13 @@ def test_scopes_of_a_key_are_those_of_all_options(shell: Shell) -> None:
         *(
             ((*command.split(), "--tenant", "nobody"), "tenant 'nobody' does not exist")
             for command in (
-                *("usage", "usage session", "usage statusline", "keys list", "ledger holds"),
-                *("ledger rerate --dry-run", "prices plan two-tier"),
+                *(
+                    "usage",
+                    "usage --by session",
+                    "usage --line",
+                    "keys list",
+                ),
+                *("prices plan", "prices plan two-tier"),
             )
         ),
         (("usage", "receipt", "nobody", "r1"), "tenant 'nobody' does not exist"),
@@ -199,7 +206,14 @@ def test_everything_fits_80_columns(shell: Shell, monkeypatch: pytest.MonkeyPatc
     use(shell)
     narrow = partial(Console, width=80, force_terminal=True, color_system=None)
     monkeypatch.setattr(render, "Console", narrow)
-    reads = ("usage", "usage daily", "ledger trail", "ledger holds", "tenants list", "keys list")
+    reads = (
+        "usage",
+        "usage --by day",
+        "ledger trail",
+        "ledger show --holds",
+        "tenants list",
+        "keys list",
+    )
     for command in (*reads, "prices show", "prices plan peak-off-peak"):
         said = shell(*command.split()).splitlines()
         assert [] == [line for line in said if len(line.rstrip()) > 80 and "not shown" not in line]
@@ -220,8 +234,8 @@ def test_one_is_one(shell: Shell) -> None:
     shell("tenants", "create", "acme")
     use(shell)
     assert "proved: 1 entry of 2 tenants" in shell("ledger", "verify")
-    assert "today" in (line := shell("usage", "statusline")) and "| 1 request |" in line
-    assert "rebuilt from 1 entry" in shell("ledger", "rebuild")
+    assert "today" in (line := shell("usage", "--line")) and "| 1 request |" in line
+    assert "rebuilt from 1 entry" in shell("ledger", "verify", "--rebuild")
 
 
 def test_a_tenant_whose_currency_has_no_card_is_told(shell: Shell) -> None:
@@ -235,8 +249,9 @@ FIELDS = {
     "tenants list": """tenant currency prepaid credit_limit suspended granted topped_up owed balance
         held available entries""",
     "keys list": """id prefix tenant project name scopes state created_ns expires_ns revoked_ns""",
-    "usage monthly": """tenant period currency requests prompt_tokens hit_tokens hit_device_tokens
-        hit_host_tokens hit_disk_tokens hit_remote_tokens miss_tokens output_tokens
+    "usage --by month": """tenant period currency requests prompt_tokens hit_tokens
+        hit_device_tokens hit_host_tokens hit_disk_tokens hit_remote_tokens miss_tokens
+        output_tokens
         cache_write_tokens storage_token_hours amount saved""",
     "prices show": """name version currency valid_from_ns time_zone minimum_cached_tokens windows
         holidays models""",
@@ -287,7 +302,7 @@ def test_a_broken_ledger_ends_with_1_and_names_the_entry(shell: Shell) -> None:
     shell("tenants", "create", "acme")
     use(shell)
     heads = shell.data_dir / "heads.json"
-    heads.write_text(shell("ledger", "heads"))
+    heads.write_text(shell("ledger", "verify", "--print-heads"))
     shell("ledger", "verify", "--heads", str(heads))
     store = open_store(f"sqlite:///{shell.data_dir / 'ledger.sqlite3'}")
     with store.writing() as connection:
@@ -308,16 +323,16 @@ def test_a_card_that_was_wrong_is_mended_by_a_batch_of_refunds(
     (tmp_path / "cheap.toml").write_text(cheap.replace("2020-01-01", "2025-01-01"))
     shell("prices", "apply", str(tmp_path / "cheap.toml"))
     batch = tmp_path / "batch.json"
-    said = shell("ledger", "rerate", "--days", "3660", "--out", str(batch))
+    said = shell("prices", "plan", "--days", "3660", "--out", str(batch))
     assert "1 request, 0.000102 CNY to give back" in said
-    refund = partial(shell, "ledger", "refund", str(batch), "--reason", "wrong card")
+    refund = partial(shell, "ledger", "correct", "--batch", str(batch), "--reason", "wrong card")
     assert "nothing is booked" in refund()
     assert "names another batch" in refund("--approve", "0" * 16, code=1)
     digest = json.loads(batch.read_text())["digest"]
     for _ in range(2):  # booked once
         assert "1 request given back" in refund("--approve", digest)
-        assert shell.json("balance", "show", "acme")["balance"] == "0.999898"
-    assert "0 requests, nothing" in shell("ledger", "rerate", "--days", "3660", "--out", str(batch))
+        assert shell.json("tenants", "show", "acme")["balance"] == "0.999898"
+    assert "0 requests, nothing" in shell("prices", "plan", "--days", "3660", "--out", str(batch))
     changed = batch.read_text().replace('"refunds": []', '"refunds": [{"tenant": "acme"}]')
     batch.write_text(changed)
     assert "no batch of refunds" in refund(code=1)

@@ -114,19 +114,19 @@ def test_receipts_are_checked_from_the_command_line(house: TestLedger, tmp_path:
         assert code == result.exit_code, result.output
         return " ".join(result.output.split())
 
-    assert "no receipt was signed yet" in told("receipt-keys")
+    assert "no receipt was signed yet" in told("receipt", "--public-keys")
     file = tmp_path / "r1.json"
     file.write_text(told("receipt", "acme", "r1"))
-    (key,) = json.loads(told("receipt-keys", "--json"))
-    assert f"genuine: signed with key {key['key_id']}" in told("verify-receipt", str(file))
-    told("verify-receipt", str(file), "--public-key", key["public_key"])
+    (key,) = json.loads(told("receipt", "--public-keys", "--json"))
+    assert f"genuine: signed with key {key['key_id']}" in told("receipt", "--check", str(file))
+    told("receipt", "--check", str(file), "--public-key", key["public_key"])
     file.write_text(file.read_text().replace("0.000214", "0.000213"))
-    assert "NOT genuine" in told("verify-receipt", str(file), code=1)
-    assert "hexadecimal" in told("verify-receipt", str(file), "--public-key", "x", code=1)
+    assert "NOT genuine" in told("receipt", "--check", str(file), code=1)
+    assert "hexadecimal" in told("receipt", "--check", str(file), "--public-key", "x", code=1)
     file.write_text('{"key_id": "00"}')
-    assert "never signed here" in told("verify-receipt", str(file), code=1)
+    assert "never signed here" in told("receipt", "--check", str(file), code=1)
     file.write_text("no")
-    assert "is no receipt" in told("verify-receipt", str(file), code=1)
+    assert "is no receipt" in told("receipt", "--check", str(file), code=1)
 
 
 def test_there_is_no_receipt_of_a_request_that_was_never_settled(

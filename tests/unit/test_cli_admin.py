@@ -29,12 +29,12 @@ def test_a_password_is_set_listed_and_taken_away_and_each_change_is_audited(
     assert 0o700 == stat.S_IMODE(data_dir.stat().st_mode)
     assert Admin("bob", Role.READER) == Passwords(data_dir).verify("bob", SECRET)
     assert [{"name": "bob", "role": "reader"}] == json.loads(run(data_dir, "list", "--json").stdout)
-    assert 0 == run(data_dir, "remove", "bob", "--reason", "left").exit_code
+    assert 0 == run(data_dir, "password", "bob", "--remove", "--reason", "left").exit_code
     assert Passwords(data_dir).verify("bob", SECRET) is None
     store = open_store(database_url(data_dir))
     trail = Accounts(store).trail()
     store.close()
-    assert [("admin.remove", "left"), ("admin.password", "")] == [
+    assert [("admin.remove", "left"), ("admin.password", "no reason given")] == [
         (entry["action"], entry["reason"]) for entry in trail
     ]
     assert all(SECRET not in str(entry) and "argon2" not in str(entry) for entry in trail)
@@ -43,7 +43,7 @@ def test_a_password_is_set_listed_and_taken_away_and_each_change_is_audited(
 def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path: Path) -> None:
     short = run(tmp_path, "password", told="short\n")
     assert (1, True) == (short.exit_code, "12 to 1024" in short.output)
-    nobody = run(tmp_path, "remove", "eve")
+    nobody = run(tmp_path, "password", "eve", "--remove")
     assert (1, True) == (nobody.exit_code, "nobody named 'eve'" in nobody.output)
     unserved = run(tmp_path, "link")
     assert (1, True) == (unserved.exit_code, "cachesvc serve" in unserved.output)

@@ -203,7 +203,7 @@ def test_monitor_ends_when_the_server_stops(server: Running) -> None:
 
 
 def test_hot_tells_the_blocks_with_the_most_hits(server: Running, world: World) -> None:
-    flags = ("cache", "hot", "--data-dir", str(server.data_dir))
+    flags = ("cache", "ls", "--by", "hits", "--data-dir", str(server.data_dir))
     told = json.loads(call(*flags, "--json", "-n", "2").stdout)
     first = world.cache.index.children(CacheScope(tenant=b"acme").root())[0]
     assert [(first.key.hex() if first.key else "", 2)] == [
@@ -214,13 +214,13 @@ def test_hot_tells_the_blocks_with_the_most_hits(server: Running, world: World) 
 
 
 def test_hot_without_a_server_tells_what_was_used_last(data_dir: Path) -> None:
-    shown = call("cache", "hot", "-n", "3", "--json", "--data-dir", str(data_dir))
+    shown = call("cache", "ls", "--by", "hits", "-n", "3", "--json", "--data-dir", str(data_dir))
     assert 3 == len(json.loads(shown.stdout))
     assert "hits are not kept on disk" in shown.stderr
 
 
 def test_big_tells_the_prefixes_that_take_the_most_room(data_dir: Path) -> None:
-    flags = ("cache", "big", "--data-dir", str(data_dir))
+    flags = ("cache", "ls", "--by", "room", "--data-dir", str(data_dir))
     told = json.loads(call(*flags, "--json").stdout)
     assert [(5, 5 * 64, 1), (2, 2 * 64, 1)] == [
         (each["num_blocks"], each["num_tokens"], each["num_leaves"]) for each in told
@@ -242,7 +242,13 @@ def test_ls_finds_a_tenants_blocks_on_disk_without_a_server(data_dir: Path) -> N
 
 @pytest.mark.parametrize(
     "command",
-    [("ls",), ("ls", "--tier", "device"), ("hot",), ("big",), ("tree", "--live")],
+    [
+        ("ls",),
+        ("ls", "--tier", "device"),
+        ("ls", "--by", "hits"),
+        ("ls", "--by", "room"),
+        ("tree", "--live"),
+    ],
 )
 def test_a_tenant_that_the_server_does_not_know_is_named(
     server: Running, command: tuple[str, ...]

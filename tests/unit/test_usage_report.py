@@ -174,16 +174,18 @@ def call(data_dir: Path, *arguments: str, code: int = 0) -> str:
 
 def test_the_command_takes_spans_zones_and_splits(data_dir: Path) -> None:
     flags = ("--since", "2025-01-01", "--until", "2025-01-31", "--timezone", "Asia/Shanghai")
-    days = json.loads(call(data_dir, "daily", *flags, "--json"))
+    days = json.loads(call(data_dir, "--by", "day", *flags, "--json"))
     assert [("2025-01-01", 1), ("2025-01-02", 2)] == [(d["period"], d["requests"]) for d in days]
-    split = json.loads(call(data_dir, "monthly", *flags, "--breakdown", "key", "--json"))
+    split = json.loads(call(data_dir, "--by", "month", *flags, "--breakdown", "key", "--json"))
     assert ["k1", "k2"] == [period["part"] for period in split]
-    assert "k2" in call(data_dir, "monthly", *flags, "--breakdown", "key")
+    assert "k2" in call(data_dir, "--by", "month", *flags, "--breakdown", "key")
 
 
 def test_sessions_are_chosen_by_their_last_day(data_dir: Path) -> None:
     flags = ("--since", "2025-01-02", "--until", "2025-01-02", "--json")
-    assert ["s0"] == [each["period"] for each in json.loads(call(data_dir, "session", *flags))]
+    assert ["s0"] == [
+        each["period"] for each in json.loads(call(data_dir, "--by", "session", *flags))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,7 @@ def test_sessions_are_chosen_by_their_last_day(data_dir: Path) -> None:
     ],
 )
 def test_a_span_that_is_none_is_said(data_dir: Path, flags: tuple[str, ...], words: str) -> None:
-    said = " ".join(call(data_dir, "daily", *flags, code=2).replace("│", " ").split())
+    said = " ".join(call(data_dir, "--by", "day", *flags, code=2).replace("│", " ").split())
     assert words in said
 
 
@@ -207,7 +209,7 @@ def test_the_status_line_tells_today_and_the_month(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
     with running_ledger(database, clock=ManualClock(now_ns)) as house:
         house.charge("r1", Usage(hit_host=640, miss=40, output=5))
-    line = call(tmp_path, "statusline", "--timezone", "UTC")
+    line = call(tmp_path, "--line", "--timezone", "UTC")
     assert line.startswith("today 0.000114 CNY | 1 request | hit 94.1 % | saved 0.000576 CNY")
-    told = json.loads(call(tmp_path, "statusline", "--timezone", "UTC", "--json"))
+    told = json.loads(call(tmp_path, "--line", "--timezone", "UTC", "--json"))
     assert (1, "0.000114") == (told["today"][0]["requests"], told["month"][0]["amount"])

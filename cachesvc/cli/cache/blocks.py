@@ -1,4 +1,4 @@
-"""`cachesvc cache ls|show|hot`: single blocks, on disk and in a server's memory.
+"""`cachesvc cache ls|show`: single blocks, on disk and in a server's memory.
 
 The disk is read by the command itself, memory is asked for at the running server; without one only
 the disk is there to be seen.
@@ -6,6 +6,7 @@ the disk is there to be seen.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,8 @@ from urllib.parse import urlencode
 import typer
 
 from api.format import ago, seconds, size
-from cachesvc.cli.cache.select import Limit, Tenant, find_block, scope_filter
+from cachesvc.cli.cache.prefixes import list_by_room
+from cachesvc.cli.cache.select import Tenant, find_block, scope_filter
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import KEY_DIGITS, AsJson, fail, note, print_json, print_pairs, print_table
 from cachesvc.config import disk_path, parse_duration
@@ -25,6 +27,13 @@ from tiers.disk.view import BlockInfo, DiskView, open_view
 from tiers.tier import TierName
 
 MOST = 100_000  # blocks that a server tells of at once
+
+
+class By(StrEnum):
+    """What `ls` ranks."""
+
+    HITS = "hits"
+    ROOM = "room"
 
 
 def list_blocks(
@@ -40,11 +49,26 @@ def list_blocks(
         str | None, typer.Option(help="Only blocks that nobody used for so long, such as 2h or 7d")
     ] = None,
     oldest: Annotated[bool, typer.Option(help="In order of eviction, next to go first")] = False,
-    limit: Annotated[int, typer.Option(min=0, help="At most so many blocks; 0 for all")] = 100,
+    by: Annotated[
+        By | None,
+        typer.Option(help="hits: the most used in memory. room: the largest prefixes on disk"),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=0, help="At most this many; 0 for all")
+    ] = 100,
     json: AsJson = False,
 ) -> None:
-    """List blocks of a tier: key, parent, tokens, size and age."""
+    """List blocks of a tier: key, parent, tokens, size and age.
+
+    Without a server, --by hits lists the blocks on disk that were used last.
+    """
     path = existing_data_dir(data_dir)
+    if by is By.HITS:
+        _list_by_hits(path, tenant, limit or MOST, json)
+        return
+    if by is By.ROOM:
+        list_by_room(path, tenant, limit or MOST, json)
+        return
     idle_s = _duration(older_than)
     wanted = scope_filter(path, tenant, scope)
     if tier is TierName.DISK:
@@ -80,11 +104,8 @@ def show(
     print_pairs({name: _readable(name, value) for name, value in told.items()})
 
 
-def hot(
-    data_dir: DataDir = None, tenant: Tenant = None, limit: Limit = 20, json: AsJson = False
-) -> None:
+def _list_by_hits(path: Path, tenant: str | None, limit: int, json: bool) -> None:
     """The blocks in memory with the most hits; without a server, those on disk used last."""
-    path = existing_data_dir(data_dir)
     server = find_server(path)
     if server is not None:
         asked = {"limit": limit} | ({"tenant": tenant} if tenant else {})

@@ -1,4 +1,4 @@
-"""`cachesvc cache pin|unpin|pins`: prefixes that the cache keeps, whatever else is asked for."""
+"""`cachesvc cache pin`: prefixes that the cache keeps, whatever else is asked for."""
 
 import time
 from pathlib import Path
@@ -14,9 +14,6 @@ from cachesvc.config import disk_path, parse_duration
 from cachesvc.server.server_file import LiveError, find_server
 from tiers.disk.pin_file import load_pins
 
-PinName = Annotated[str, typer.Argument(help="The pin's name")]
-Why = Annotated[str, typer.Option("--reason", help="Why; kept in the admin trail")]
-
 
 def _duration(text: str) -> float:
     try:
@@ -26,11 +23,13 @@ def _duration(text: str) -> float:
 
 
 def pin(
-    name: PinName,
-    why: Why,
+    name: Annotated[
+        str | None, typer.Argument(help="The pin's name  [list all pins]", show_default=False)
+    ] = None,
     for_s: Annotated[
-        float, typer.Option("--for", parser=_duration, metavar="DURATION", help="Such as 12h or 7d")
-    ],
+        float | None,
+        typer.Option("--for", parser=_duration, metavar="DURATION", help="Such as 12h or 7d"),
+    ] = None,
     key: Annotated[
         str | None, typer.Option(help="The last block of the prefix (hex), as `ls` shows it")
     ] = None,
@@ -43,10 +42,22 @@ def pin(
     tenant: Annotated[str | None, typer.Option(help="Whose prompt it is")] = None,
     group: Annotated[str | None, typer.Option(help="Or which sharing group's")] = None,
     model: Annotated[str | None, typer.Option(help="For which model; else the default one")] = None,
+    end: Annotated[bool, typer.Option("--end", help="End the pin instead")] = False,
+    why: Annotated[str, typer.Option("--reason", help="Why; kept in the admin trail")] = "",
     data_dir: DataDir = None,
     json: AsJson = False,
 ) -> None:
-    """Keep a prefix in at least one tier for a while, also over restarts of the server."""
+    """Keep a prefix in at least one tier for a while, across restarts too. Or list or end pins."""
+    if name is None:
+        _list(existing_data_dir(data_dir), json)
+        return
+    if not why:
+        fail("say why with --reason: the admin trail keeps it", 2)
+    if end:
+        _end(name, why, data_dir, json)
+        return
+    if for_s is None:
+        fail("say for how long with --for, such as --for 12h", 2)
     if sum(given is not None for given in (key, file, system)) != 1:
         fail("say what to pin by one of --key, --file and --system", 2)
     if key is None and (tenant is None) == (group is None):
@@ -57,40 +68,38 @@ def pin(
         body["prompt"] = _text(file)
     if system is not None:
         body["messages"] = [{"role": "system", "content": _text(system)}]
-    server = running_server(data_dir)
-    try:
-        told = server.post("/admin/api/cache/pin", body)
-    except LiveError as error:
-        fail(str(error))
+    made = _post("pin", body, data_dir)
     if json:
-        print_json(told)
-    else:
-        tokens = number_of(told["num_tokens"], "token")
-        blocks = number_of(told["num_blocks"], "block")
-        typer.echo(f"{tokens} ({blocks}) pinned as {name} for {seconds(for_s)}")
+        print_json(made)
+        return
+    tokens = number_of(made["num_tokens"], "token")
+    blocks = number_of(made["num_blocks"], "block")
+    typer.echo(f"{tokens} ({blocks}) pinned as {name} for {seconds(for_s)}")
 
 
-def unpin(name: PinName, why: Why, data_dir: DataDir = None, json: AsJson = False) -> None:
-    """End a pin; its blocks then leave in their turn."""
-    server = running_server(data_dir)
-    try:
-        told = server.post("/admin/api/cache/unpin", {"name": name, "why": why})
-    except LiveError as error:
-        fail(str(error))
+def _end(name: str, why: str, data_dir: Path | None, json: bool) -> None:
+    ended = _post("unpin", {"name": name, "why": why}, data_dir)
     if json:
-        print_json(told)
+        print_json(ended)
     else:
         typer.echo(f"{name} is pinned no more")
 
 
-def pins(data_dir: DataDir = None, json: AsJson = False) -> None:
+def _post(what: str, body: dict[str, Any], data_dir: Path | None) -> Any:
+    server = running_server(data_dir)
+    try:
+        return server.post(f"/admin/api/cache/{what}", body)
+    except LiveError as error:
+        fail(str(error))
+
+
+def _list(path: Path, json: bool) -> None:
     """The pins in force; those on record while no server runs."""
-    path = existing_data_dir(data_dir)
     server = find_server(path)
     if server is not None:
-        told = server.get("/admin/api/cache/pins")
+        found = server.get("/admin/api/cache/pins")
     else:
-        told = [
+        found = [
             {
                 "name": each.name,
                 "scope": each.scope.hex(),
@@ -104,7 +113,7 @@ def pins(data_dir: DataDir = None, json: AsJson = False) -> None:
             for each in load_pins(disk_path(path))
         ]
     if json:
-        print_json(told)
+        print_json(found)
         return
     now_s = time.time()
     print_table(
@@ -118,7 +127,7 @@ def pins(data_dir: DataDir = None, json: AsJson = False) -> None:
                 each["key"][:16],
                 each["why"],
             )
-            for each in told
+            for each in found
         ],
         right=("tokens", "blocks", "ends in"),
     )

@@ -1,24 +1,21 @@
-"""`cachesvc cache big`: which prefixes take the most room on disk."""
+"""`cachesvc cache ls --by room`: which prefixes take the most room on disk."""
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from api.format import ago, size
-from cachesvc.cli.cache.select import Limit, Tenant, scope_filter
-from cachesvc.cli.options import DataDir, existing_data_dir
-from cachesvc.cli.render import KEY_DIGITS, AsJson, note, print_json, print_table
+from cachesvc.cli.cache.select import scope_filter
+from cachesvc.cli.render import KEY_DIGITS, note, print_json, print_table
 from cachesvc.config import disk_path
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.view import BlockInfo, open_view
 
 
-def big(
-    data_dir: DataDir = None, tenant: Tenant = None, limit: Limit = 20, json: AsJson = False
-) -> None:
+def list_by_room(path: Path, tenant: str | None, limit: int, json: bool) -> None:
     """The prefixes that take the most room on disk: how prompts begin, and all that follows."""
-    path = existing_data_dir(data_dir)
     wanted = scope_filter(path, tenant, None)
     with open_view(disk_path(path)) as view:
         children = view.children()

@@ -15,7 +15,6 @@ from tiers.disk.directory import is_locked, read_holder
 from tiers.disk.view import BlockInfo, DiskView
 
 Tenant = Annotated[str | None, typer.Option(help="Only blocks of this tenant or sharing group")]
-Limit = Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many")]
 
 
 def find_block(view: DiskView, start: str) -> BlockInfo:

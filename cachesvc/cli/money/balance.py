@@ -1,4 +1,4 @@
-"""`cachesvc balance`: what a tenant has, and giving it more."""
+"""`cachesvc balance`: money in and out of a tenant's balance."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,12 +7,18 @@ import typer
 
 from billing.operations import balance
 from billing.operations.balance import Booking
+from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, DataDir, Reason, TenantName, actor
 from cachesvc.cli.money.operations import operations
 from cachesvc.cli.money.tenants import print_tenant
 from cachesvc.cli.render import AsJson
 
-app = typer.Typer(no_args_is_help=True, help="Show balances; book money in and out")
+_REMOVED = {
+    "show": "`cachesvc tenants show TENANT`",
+    "chargeback": "`cachesvc balance withdraw TENANT AMOUNT --chargeback`",
+}
+
+app = typer.Typer(cls=without(_REMOVED), no_args_is_help=True, help="Book money in and out")
 
 Amount = Annotated[str, typer.Argument(help="Decimal amount, such as 12.50", show_default=False)]
 Why = Annotated[str, typer.Option("--reason", help="Why; kept in the entry and the admin trail")]
@@ -20,15 +26,6 @@ Reference = Annotated[
     str | None,
     typer.Option(help="Your own id of the payment; the same id is booked once"),
 ]
-
-
-@app.command()
-def show(
-    tenant: TenantName, data_dir: DataDir = None, database: DatabaseUrl = None, json: AsJson = False
-) -> None:
-    """Show what a tenant has, owes and has on hold."""
-    with operations(data_dir, database) as call:
-        print_tenant(call(balance.show_balance, tenant=tenant), json)
 
 
 @app.command()
@@ -64,27 +61,18 @@ def withdraw(
     tenant: TenantName,
     amount: Amount,
     reason: Why,
+    chargeback: Annotated[
+        bool,
+        typer.Option("--chargeback", help="The payer's bank took it back"),
+    ] = False,
     reference: Reference = None,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Book money that you paid back. At most what is neither spent nor on hold."""
-    _book(Booking.WITHDRAW, tenant, amount, reference, reason, data_dir, database, json)
-
-
-@app.command()
-def chargeback(
-    tenant: TenantName,
-    amount: Amount,
-    reason: Why,
-    reference: Reference = None,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
-) -> None:
-    """Book a payment that the payer's bank took back. What was spent of it is owed."""
-    _book(Booking.CHARGEBACK, tenant, amount, reference, reason, data_dir, database, json)
+    """Book money that you paid back: at most what is neither spent nor on hold."""
+    kind = Booking.CHARGEBACK if chargeback else Booking.WITHDRAW
+    _book(kind, tenant, amount, reference, reason, data_dir, database, json)
 
 
 @app.command()

@@ -6,11 +6,16 @@ import typer
 
 from billing.alerts.budgets import BudgetSpan, Of
 from billing.operations import budgets
-from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, DataDir, Reason, TenantName, actor
+from cachesvc.cli.lazy import without
+from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, DataDir, Reason, actor
 from cachesvc.cli.money.operations import operations
-from cachesvc.cli.render import AsJson, note, print_json, print_table
+from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 
-app = typer.Typer(no_args_is_help=True, help="Get told when spending passes an amount")
+_REMOVED = {"remove": "`cachesvc budgets set NAME --remove`"}
+
+app = typer.Typer(
+    cls=without(_REMOVED), no_args_is_help=True, help="Get told when spending passes an amount"
+)
 
 Name = Annotated[str, typer.Argument(help="Name of the budget", show_default=False)]
 
@@ -18,19 +23,31 @@ Name = Annotated[str, typer.Argument(help="Name of the budget", show_default=Fal
 @app.command("set")
 def set_(
     name: Name,
-    tenant: TenantName,
-    amount: Annotated[str, typer.Argument(help="Decimal amount, such as 12.50")],
+    tenant: Annotated[str, typer.Argument(help="Name of the tenant", show_default=False)] = "",
+    amount: Annotated[
+        str, typer.Argument(help="Decimal amount, such as 12.50", show_default=False)
+    ] = "",
     per: Annotated[
         BudgetSpan, typer.Option(help="Charges of a day or month (UTC), or the least balance")
     ] = BudgetSpan.MONTH,
     of: Annotated[Of, typer.Option(help="Whose charges")] = Of.TENANT,
     value: Annotated[str, typer.Option(help="The key's id, the user, or NAME=VALUE of a tag")] = "",
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the budget")] = False,
     reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Create or change a budget. The server alerts at 80 and 100 percent; it stops nothing."""
+    """Create, change or remove a budget.
+
+    The server alerts at 80 and 100 percent; it stops nothing.
+    """
+    if not remove and not (tenant and amount):
+        fail("say whose budget and how much: TENANT AMOUNT; or --remove", 2)
     with operations(data_dir, database) as call:
+        if remove:
+            call(budgets.remove_budget, name=name, by=actor(), why=reason)
+            note(f"budget {name} is removed")
+            return
         call(
             budgets.set_budget,
             name=name,
@@ -55,16 +72,3 @@ def list_(data_dir: DataDir = None, database: DatabaseUrl = None, json: AsJson =
         return
     columns = ("name", "tenant", "amount", "per", "of", "value")
     print_table(columns, [[row[c] for c in columns] for row in found], right=("amount",))
-
-
-@app.command()
-def remove(
-    name: Name,
-    reason: Reason = NO_REASON,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-) -> None:
-    """Remove a budget."""
-    with operations(data_dir, database) as call:
-        call(budgets.remove_budget, name=name, by=actor(), why=reason)
-    note(f"budget {name} is removed")

@@ -18,22 +18,28 @@ from billing.prices.book import NS
 from billing.proof import audit
 from billing.reports.documents import Document, proof_document
 from billing.reports.heads import read_heads, read_receipt_head, signed_heads
-from billing.reports.receipts import ReceiptSigner, published_keys
+from billing.reports.published import published_keys
+from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import (
     MOST_ROWS,
     DatabaseUrl,
     DataDir,
-    RequestId,
-    TenantName,
-    TenantOption,
     actor,
     books,
 )
 from cachesvc.cli.money.operations import operations
-from cachesvc.cli.money.refunds import refund, rerate
+from cachesvc.cli.money.refunds import refund
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 
-app = typer.Typer(no_args_is_help=True, help="Prove and correct the ledger")
+_REMOVED = {
+    "heads": "`cachesvc ledger verify --print-heads`",
+    "rebuild": "`cachesvc ledger verify --rebuild`",
+    "holds": "`cachesvc ledger show --holds`",
+    "rerate": "`cachesvc prices plan`, without a card",
+    "refund": "`cachesvc ledger correct --batch FILE`",
+}
+
+app = typer.Typer(cls=without(_REMOVED), no_args_is_help=True, help="Prove and correct the ledger")
 
 
 @app.command()
@@ -50,18 +56,36 @@ def verify(
         str | None,
         typer.Option(help="The published key, in hex  [those of the data directory]"),
     ] = None,
+    rebuild: Annotated[
+        bool,
+        typer.Option("--rebuild", help="First derive balances and statements from the entries"),
+    ] = False,
+    print_heads: Annotated[
+        bool, typer.Option("--print-heads", help="Print the last hashes, signed, to keep elsewhere")
+    ] = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Recompute every hash, charge and balance; name the first entry that differs."""
+    """Recompute every hash, charge and balance; name the first entry that differs.
+
+    Reads the database itself, not the server's word for it.
+    """
     with books(data_dir, database) as open_books:
+        if rebuild:
+            rebuilt = audit.rebuild(open_books.store)
+            note(f"rebuilt from {number_of(rebuilt.num_entries, 'entry', 'entries')}")
         began = time.monotonic()
         key_of = partial(_public_key, public_key, open_books.data_dir)
         known = read_heads(heads, key_of) if heads else []
         known += [read_receipt_head(path, key_of) for path in receipt or ()]
         proof = audit.verify(open_books.store, heads=known, progress=_progress)
         took_s = time.monotonic() - began
+        if print_heads:
+            if not proof.ok:
+                fail(f"the ledger does not prove: {proof.problems[0]}")
+            print_json(signed_heads(open_books.store, open_books.signer, time.time_ns()))
+            return
     if json:
         print_json(proof_document(proof, took_s))
     else:
@@ -76,25 +100,24 @@ def verify(
         sys.exit(1)
 
 
-@app.command("heads")
-def show_heads(data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Print the last hash of each tenant and of the trail, signed, to keep elsewhere."""
-    with books(data_dir, database) as open_books:
-        proof = audit.verify(open_books.store)
-        if not proof.ok:
-            fail(f"the ledger does not prove: {proof.problems[0]}")
-        signer = ReceiptSigner.open(open_books.data_dir)
-        print_json(signed_heads(open_books.store, signer, time.time_ns()))
-
-
 @app.command()
 def show(
-    tenant: TenantName,
-    request_id: RequestId,
+    tenant: Annotated[str | None, typer.Argument(help="Name of the tenant")] = None,
+    request_id: Annotated[str | None, typer.Argument(help="Id of the request")] = None,
+    holds: Annotated[
+        bool, typer.Option("--holds", help="What running requests have on hold, and for how long")
+    ] = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
+    json: AsJson = False,
 ) -> None:
-    """Print the charge of a request and what corrected it, as JSON."""
+    """Print the charge of a request and what corrected it, as JSON; or list the holds."""
+    if holds:
+        with operations(data_dir, database) as call:
+            _print_holds(call(ledgers.list_holds, tenant=tenant), json)
+        return
+    if tenant is None or request_id is None:
+        fail("say which request: TENANT REQUEST_ID; or --holds for what is on hold", 2)
     with operations(data_dir, database) as call:
         found = call(ledgers.list_entries, tenant=tenant, request_id=request_id)
     if not found:
@@ -103,53 +126,30 @@ def show(
 
 
 @app.command()
-def holds(
-    tenant: TenantOption = None,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
-) -> None:
-    """List what running requests have on hold, and for how long."""
-    with operations(data_dir, database) as call:
-        rows = call(ledgers.list_holds, tenant=tenant)
-    if json:
-        print_json(rows)
-        return
-    columns = ("tenant", "request_id", "amount", "model", "server", "age_s", "expires_in_s")
-    print_table(
-        columns,
-        [[row[name] for name in columns] for row in rows],
-        right=("amount", *columns[5:]),
-        spare=("server", "model"),
-    )
-
-
-@app.command()
-def rebuild(data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Derive balances and statements again from the entries. Changes no entry."""
-    with books(data_dir, database) as open_books:
-        proof = audit.rebuild(open_books.store)
-        note(f"rebuilt from {number_of(proof.num_entries, 'entry', 'entries')}")
-
-
-app.command()(rerate)
-app.command()(refund)
-
-
-@app.command()
 def correct(
-    tenant: TenantName,
-    request_id: RequestId,
     reason: Annotated[str, typer.Option(help="Why; kept in the entry")],
-    amount: Annotated[str | None, typer.Option(help="Give back so much  [all of it]")] = None,
+    tenant: Annotated[str | None, typer.Argument(help="Name of the tenant")] = None,
+    request_id: Annotated[str | None, typer.Argument(help="Id of the request")] = None,
+    amount: Annotated[str | None, typer.Option(help="Give back this much  [all of it]")] = None,
     reference: Annotated[
-        str | None, typer.Option(help="Your own id: booked once, however often it is said")
+        str | None, typer.Option(help="Your own id; the same id is booked once")
+    ] = None,
+    batch: Annotated[
+        Path | None, typer.Option(help="Many requests: what `prices plan --out` wrote")
+    ] = None,
+    approve: Annotated[
+        str | None, typer.Option(help="The batch's digest: book it  [show it only]")
     ] = None,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Give back a charge by a new entry that names it."""
+    """Give back a charge by a new entry that names it, or a whole batch."""
     with operations(data_dir, database) as call:
+        if batch is not None:
+            refund(call, batch, approve, reason=reason)
+            return
+        if tenant is None or request_id is None:
+            fail("say what to give back: TENANT REQUEST_ID, or --batch FILE", 2)
         entry = call(
             ledgers.correct_charge,
             tenant=tenant,
@@ -179,6 +179,19 @@ def trail(
         return
     for row in found:
         print_trail(row)
+
+
+def _print_holds(rows: list[Document], json: bool) -> None:
+    if json:
+        print_json(rows)
+        return
+    columns = ("tenant", "request_id", "amount", "model", "server", "age_s", "expires_in_s")
+    print_table(
+        columns,
+        [[row[name] for name in columns] for row in rows],
+        right=("amount", *columns[5:]),
+        spare=("server", "model"),
+    )
 
 
 def print_trail(row: Document) -> None:

@@ -2,13 +2,14 @@
 
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from api.format import number_of
 from billing.errors import BillingError
-from billing.operations import prices
+from billing.operations import ledger, prices
 from billing.prices.book import NS, RateCard
 from billing.prices.cards import find_card
 from billing.prices.lint import CardFinding, Severity, lint
@@ -20,6 +21,7 @@ from billing.reports.documents import (
     differences,
     finding_document,
 )
+from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import (
     MOST_DAYS,
     NO_REASON,
@@ -30,9 +32,14 @@ from cachesvc.cli.money.books import (
     actor,
 )
 from cachesvc.cli.money.operations import operations
+from cachesvc.cli.money.refunds import write_batch
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 
-app = typer.Typer(no_args_is_help=True, help="Lint, show, plan and apply rate cards")
+_REMOVED = {"diff": "`cachesvc prices show CARD --diff CARD`"}
+
+app = typer.Typer(
+    cls=without(_REMOVED), no_args_is_help=True, help="Lint, show, plan and apply rate cards"
+)
 
 Card = Annotated[str, typer.Argument(help="A TOML file, or the name of a shipped card")]
 
@@ -53,11 +60,17 @@ def lint_card(card: Card, json: AsJson = False) -> None:
 @app.command()
 def show(
     card: Annotated[str | None, typer.Argument(help="A card  [all that were applied]")] = None,
+    diff: Annotated[
+        str | None, typer.Option(metavar="CARD", help="Only what differs in this other card")
+    ] = None,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
     """Show the prices of a card, or of those that were applied."""
+    if diff is not None:
+        _print_diff(card, diff, json)
+        return
     if card is not None:
         cards = [card_document(_card(card))]
     else:
@@ -78,18 +91,34 @@ def show(
 
 @app.command()
 def plan(
-    card: Card,
+    card: Annotated[
+        str | None, typer.Argument(help="A card to try  [the cards as they stand now]")
+    ] = None,
     days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="How many days of usage")] = 30,
     tenant: TenantOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Without a card: write what was charged too much, for `ledger correct`"),
+    ] = None,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Show what the last days' usage would have cost under this card. Changes nothing."""
+    """Show what past usage would cost under a card, or under the cards as they stand now.
+
+    Changes nothing.
+    """
+    if card is not None and out is not None:
+        fail("--out is for charges that the applied cards set right: leave the card out", 2)
     with operations(data_dir, database) as call:
-        source = {"toml": find_card(card).text}
-        found = call(prices.plan_card, card=source, days=days, tenant=tenant)
-    print_json(found) if json else print_plan(found)
+        if card is not None:
+            source = {"toml": find_card(card).text}
+            found = call(prices.plan_card, card=source, days=days, tenant=tenant)
+        else:
+            found = call(ledger.rerate_history, tenant=tenant, days=days)
+        print_json(found) if json else print_plan(found)
+        if out is not None:
+            write_batch(out, call(ledger.make_refunds, tenant=tenant, days=days, by=actor()))
 
 
 @app.command()
@@ -113,16 +142,16 @@ def apply(
         note(f"{new.name} {new.version} was applied before, word for word: nothing changed")
 
 
-@app.command()
-def diff(before: Card, after: Card, json: AsJson = False) -> None:
-    """Show what differs between two cards."""
+def _print_diff(before: str | None, after: str, json: bool) -> None:
+    if before is None:
+        fail("--diff compares two cards: name the first one as well", 2)
     changes = differences(_card(before), _card(after))
     if json:
         print_json(changes)
-    else:
-        columns = ("field", "before", "after")
-        rows = [[change[name] for name in columns] for change in changes]
-        print_table(columns, rows, right=("before", "after"))
+        return
+    columns = ("field", "before", "after")
+    rows = [[change[name] for name in columns] for change in changes]
+    print_table(columns, rows, right=("before", "after"))
 
 
 def _card(name_or_path: str) -> RateCard:

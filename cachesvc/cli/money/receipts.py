@@ -1,55 +1,67 @@
-"""`cachesvc usage receipt*`: signed receipts, the keys to check them with, and the check."""
+"""`cachesvc usage receipt`: signed receipts, the keys to check them with, and the check."""
 
 import json as jsonlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from billing.operations import usage
-from billing.reports import receipts
-from billing.reports.receipts import published_keys
-from cachesvc.cli.money.books import DatabaseUrl, DataDir, RequestId, TenantName
+from billing.reports.published import published_keys
+from cachesvc.cli.money.books import DatabaseUrl, DataDir
 from cachesvc.cli.money.operations import operations
 from cachesvc.cli.options import existing_data_dir
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 
 
 def receipt(
-    tenant: TenantName,
-    request_id: RequestId,
+    tenant: Annotated[str | None, typer.Argument(help="Name of the tenant")] = None,
+    request_id: Annotated[str | None, typer.Argument(help="Id of the request")] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(help="Instead: is this receipt, a JSON file or -, as it was signed?"),
+    ] = None,
+    public_key: Annotated[
+        str | None,
+        typer.Option(help="With --check: the published key, in hex  [those of the data directory]"),
+    ] = None,
+    public_keys: Annotated[
+        bool, typer.Option("--public-keys", help="Instead: the keys to publish, newest last")
+    ] = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
+    json: AsJson = False,
 ) -> None:
-    """Print the signed receipt of one request, as JSON."""
-    with operations(data_dir, database) as call:
-        print_json(call(usage.sign_receipt, tenant=tenant, request_id=request_id))
+    """Print the signed receipt of one request, as JSON; or check one, which needs no server.
+
+    --check exits with 1 where the receipt is not word for word what was signed.
+    """
+    if public_keys:
+        _print_keys(published_keys(existing_data_dir(data_dir)), json)
+    elif check is not None:
+        _check(check, public_key, data_dir)
+    elif tenant is None or request_id is None:
+        fail("say which request: TENANT REQUEST_ID; or use --check or --public-keys", 2)
+    else:
+        with operations(data_dir, database) as call:
+            print_json(call(usage.sign_receipt, tenant=tenant, request_id=request_id))
 
 
-def receipt_keys(data_dir: DataDir = None, json: AsJson = False) -> None:
-    """Print the public keys that receipts are checked with, to publish; the last one signs now."""
-    found = published_keys(existing_data_dir(data_dir))
+def _print_keys(found: Mapping[str, str], json: bool) -> None:
     if json:
         print_json([{"key_id": name, "public_key": key} for name, key in found.items()])
         return
     print_table(("key_id", "public_key"), list(found.items()))
     if not found:
-        note("no receipt was signed yet: the first one makes a key")
+        note("no receipt was signed yet; the first one makes a key")
 
 
-def verify_receipt(
-    receipt: Annotated[Path, typer.Argument(help="The receipt, a JSON file; - reads it")],
-    public_key: Annotated[
-        str | None, typer.Option(help="The published key, in hex  [those of the data directory]")
-    ] = None,
-    data_dir: DataDir = None,
-) -> None:
-    """Tell whether a receipt is word for word what was signed; needs its public key and no server.
+def _check(path: Path, public_key: str | None, data_dir: Path | None) -> None:
+    from billing.reports.receipts import verify_receipt
 
-    Ends with 1 where it is not.
-    """
-    signed = _read_receipt(receipt)
+    signed = _read_receipt(path)
     key_id = str(signed.get("key_id"))
     if public_key is None:
         public_key = published_keys(existing_data_dir(data_dir)).get(key_id)
@@ -58,8 +70,11 @@ def verify_receipt(
     try:
         key = bytes.fromhex(public_key)
     except ValueError:
-        fail("--public-key is 64 hexadecimal digits, as `cachesvc usage receipt-keys` prints them")
-    if not receipts.verify_receipt(signed, key):
+        fail(
+            "--public-key is 64 hexadecimal digits, as `cachesvc usage receipt --public-keys` "
+            "prints them"
+        )
+    if not verify_receipt(signed, key):
         fail("NOT genuine: the receipt was changed, or another key signed it")
     note(f"genuine: signed with key {key_id}")
 

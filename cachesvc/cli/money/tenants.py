@@ -8,6 +8,7 @@ import typer
 from billing.operations import prices, tenants
 from billing.prices.cards import default_card
 from billing.reports.documents import Document
+from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import (
     NO_REASON,
     DatabaseUrl,
@@ -18,9 +19,18 @@ from cachesvc.cli.money.books import (
     limit_text,
 )
 from cachesvc.cli.money.operations import operations
-from cachesvc.cli.render import AsJson, note, print_json, print_pairs, print_table
+from cachesvc.cli.render import AsJson, fail, note, print_json, print_pairs, print_table
 
-app = typer.Typer(no_args_is_help=True, help="Create and list tenants")
+_REMOVED = {
+    "limit": "`cachesvc tenants set TENANT --postpaid AMOUNT`",
+    "suspend": "`cachesvc tenants set TENANT --suspend`",
+    "resume": "`cachesvc tenants set TENANT --resume`",
+    "project": "`cachesvc tenants set TENANT --add-project NAME`",
+}
+
+app = typer.Typer(
+    cls=without(_REMOVED), no_args_is_help=True, help="Create, list and change tenants"
+)
 
 Limit = Annotated[
     str | None,
@@ -93,65 +103,41 @@ def show(
         print_tenant(call(tenants.show_tenant, tenant=tenant), json)
 
 
-@app.command()
-def limit(
+@app.command("set")
+def set_(
     tenant: TenantName,
-    amount: Annotated[str, typer.Argument(help="0 for prepaid, an amount, or `unlimited`")],
+    postpaid: Annotated[
+        str | None,
+        typer.Option(metavar="AMOUNT", help="Credit: 0 for prepaid, an amount, or `unlimited`"),
+    ] = None,
+    suspended: Annotated[
+        bool | None,
+        typer.Option(
+            "--suspend/--resume", help="Refuse new requests; running ones finish. Or serve again"
+        ),
+    ] = None,
+    project: Annotated[
+        str | None, typer.Option("--add-project", help="A project to split the usage by")
+    ] = None,
     reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Set how far below zero a tenant may go."""
+    """Change a tenant: its credit, whether it is served, its projects."""
+    if postpaid is None and suspended is None and project is None:
+        fail("say what to change: --postpaid, --suspend, --resume or --add-project", 2)
+    by = actor()
     with operations(data_dir, database) as call:
-        changed = call(
-            tenants.set_credit_limit,
-            tenant=tenant,
-            credit_limit=credit_limit(amount),
-            by=actor(),
-            why=reason,
-        )
-        print_tenant(changed, json)
-
-
-@app.command()
-def suspend(
-    tenant: TenantName,
-    reason: Reason = NO_REASON,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-) -> None:
-    """Refuse new requests of a tenant. Running ones finish."""
-    with operations(data_dir, database) as call:
-        call(tenants.suspend_tenant, tenant=tenant, by=actor(), why=reason)
-    note(f"tenant {tenant} is suspended")
-
-
-@app.command()
-def resume(
-    tenant: TenantName,
-    reason: Reason = NO_REASON,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-) -> None:
-    """Serve a suspended tenant again."""
-    with operations(data_dir, database) as call:
-        call(tenants.resume_tenant, tenant=tenant, by=actor(), why=reason)
-    note(f"tenant {tenant} is served again")
-
-
-@app.command()
-def project(
-    tenant: TenantName,
-    name: Annotated[str, typer.Argument(help="Name of the project")],
-    reason: Reason = NO_REASON,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-) -> None:
-    """Add a project, to split a tenant's usage by."""
-    with operations(data_dir, database) as call:
-        call(tenants.create_project, tenant=tenant, project=name, by=actor(), why=reason)
-    note(f"project {name} of tenant {tenant} is created")
+        if postpaid is not None:
+            limit = credit_limit(postpaid)
+            call(tenants.set_credit_limit, tenant=tenant, credit_limit=limit, by=by, why=reason)
+        if suspended is not None:
+            change = tenants.suspend_tenant if suspended else tenants.resume_tenant
+            call(change, tenant=tenant, by=by, why=reason)
+        if project is not None:
+            call(tenants.create_project, tenant=tenant, project=project, by=by, why=reason)
+        print_tenant(call(tenants.show_tenant, tenant=tenant), json)
 
 
 def credit_limit(text: str) -> str | None:

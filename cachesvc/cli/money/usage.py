@@ -19,8 +19,8 @@ from billing.operations.usage import InvoiceForm
 from billing.prices.time_zones import LocalZone, find_zone
 from billing.reports.documents import Document
 from billing.reports.usage import Split, parse_query
+from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import (
-    MOST_DAYS,
     MOST_ROWS,
     DatabaseUrl,
     DataDir,
@@ -28,140 +28,99 @@ from cachesvc.cli.money.books import (
     TenantOption,
     books,
 )
-from cachesvc.cli.money.operations import operations
-from cachesvc.cli.money.receipts import receipt, receipt_keys, verify_receipt
+from cachesvc.cli.money.operations import Operations, operations
+from cachesvc.cli.money.receipts import receipt
 from cachesvc.cli.render import AsJson, note, print_json, print_table
 from cachesvc.config.places import local_zone_name
 
-app = typer.Typer(help="Tokens by class, what they cost and what hits saved")
+_REMOVED = {
+    "daily": "`cachesvc usage --by day`",
+    "monthly": "`cachesvc usage --by month`",
+    "session": "`cachesvc usage --by session`",
+    "statusline": "`cachesvc usage --line`",
+    "receipt-keys": "`cachesvc usage receipt --public-keys`",
+    "verify-receipt": "`cachesvc usage receipt --check FILE`",
+}
 
+app = typer.Typer(cls=without(_REMOVED))
+app.command()(receipt)
 
-@app.callback(invoke_without_command=True)
-def usage(
-    context: typer.Context,
-    tenant: TenantOption = None,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
-) -> None:
-    """Without a command: all usage, by tenant."""
-    if context.invoked_subcommand is None:
-        with operations(data_dir, database) as call:
-            _show(call(usages.total_usage, tenant=tenant), json)
-
-
-for command in (receipt, receipt_keys, verify_receipt):
-    app.command()(command)
-
-Since = Annotated[
-    str | None, typer.Option(help="First day: 2026-11-01, today, yesterday, or 7d for a week back")
-]
-Until = Annotated[str | None, typer.Option(help="Last day, written alike")]
-Breakdown = Annotated[Split | None, typer.Option(help="Split each period by model, project or key")]
 Timezone = Annotated[
     str, typer.Option(help="Where days begin: UTC, local, or a name such as Asia/Shanghai")
 ]
 
 
-@app.command()
-def daily(
+class By(StrEnum):
+    """What usage is summed by, beside the tenant."""
+
+    DAY = "day"
+    MONTH = "month"
+    SESSION = "session"
+
+
+@app.callback(invoke_without_command=True)
+def usage(
+    context: typer.Context,
+    by: Annotated[By | None, typer.Option(help="Sum by day, month or session  [all time]")] = None,
     tenant: TenantOption = None,
-    since: Since = None,
-    until: Until = None,
-    breakdown: Breakdown = None,
-    timezone: Timezone = "UTC",
-    days: Annotated[
-        int, typer.Option(min=1, max=MOST_DAYS, help="How many days back, without --since")
-    ] = 31,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
-) -> None:
-    """Show usage by day."""
-    zone = _checked_span(since, until, timezone)
-    with operations(data_dir, database) as call:
-        found = call(
-            usages.daily_usage,
-            tenant=tenant,
-            since=since,
-            until=until,
-            timezone=zone,
-            breakdown=breakdown,
-            days=days,
-        )
-    _show(found, json)
-
-
-@app.command()
-def monthly(
-    tenant: TenantOption = None,
-    since: Since = None,
-    until: Until = None,
-    breakdown: Breakdown = None,
-    timezone: Timezone = "UTC",
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
-) -> None:
-    """Show usage by month."""
-    zone = _checked_span(since, until, timezone)
-    with operations(data_dir, database) as call:
-        found = call(
-            usages.monthly_usage,
-            tenant=tenant,
-            since=since,
-            until=until,
-            timezone=zone,
-            breakdown=breakdown,
-        )
-    _show(found, json)
-
-
-@app.command()
-def session(
-    tenant: TenantOption = None,
-    since: Since = None,
-    until: Until = None,
-    timezone: Timezone = "UTC",
+    since: Annotated[
+        str | None,
+        typer.Option(help="First day: 2026-11-01, today, yesterday, or 7d for a week back"),
+    ] = None,
+    until: Annotated[str | None, typer.Option(help="Last day, written the same way")] = None,
+    breakdown: Annotated[
+        Split | None, typer.Option(help="Split days or months by model, project or key")
+    ] = None,
+    timezone: Annotated[
+        str | None,
+        typer.Option(help="Where days begin: a name such as Asia/Shanghai, or local  [UTC]"),
+    ] = None,
     limit: Annotated[
-        int, typer.Option(min=1, max=MOST_ROWS, help="At most this many, latest first")
+        int, typer.Option(min=1, max=MOST_ROWS, help="At most this many sessions, latest first")
     ] = 50,
+    line: Annotated[
+        bool, typer.Option("--line", help="Today and this month in one line, in local time")
+    ] = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Show usage by the session that requests name, on the day it was last used."""
-    zone = _checked_span(since, until, timezone)
+    """Show what was used, what it cost and what hits saved, by tenant.
+
+    Days go back a month where --since is not given.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if by is None and not line and (since or until or breakdown):
+        by = By.DAY
+    zone = _checked_span(since, until, timezone or "UTC")
     with operations(data_dir, database) as call:
-        found = call(
-            usages.session_usage,
-            tenant=tenant,
-            since=since,
-            until=until,
-            timezone=zone,
-            limit=limit,
-        )
+        if line:
+            _print_line(call, tenant, timezone or "local", json)
+            return
+        span: dict[str, Any] = {"tenant": tenant, "since": since, "until": until, "timezone": zone}
+        match by:
+            case By.DAY:
+                found = call(usages.daily_usage, **span, breakdown=breakdown)
+            case By.MONTH:
+                found = call(usages.monthly_usage, **span, breakdown=breakdown)
+            case By.SESSION:
+                found = call(usages.session_usage, **span, limit=limit)
+            case None:
+                found = call(usages.total_usage, tenant=tenant)
     _show(found, json)
 
 
-@app.command()
-def statusline(
-    tenant: TenantOption = None,
-    timezone: Timezone = "local",
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
-) -> None:
-    """Print today and this month in one line, for a prompt or a status bar."""
+def _print_line(call: Operations, tenant: str | None, timezone: str, json: bool) -> None:
+    """Today and this month in one line."""
     today = datetime.now(_zone(timezone)).date()
-    with operations(data_dir, database) as call:
-        found = call(
-            usages.daily_usage,
-            tenant=tenant,
-            since=str(today.replace(day=1)),
-            until=str(today),
-            timezone=_sent_zone(timezone),
-        )
+    found = call(
+        usages.daily_usage,
+        tenant=tenant,
+        since=str(today.replace(day=1)),
+        until=str(today),
+        timezone=_sent_zone(timezone),
+    )
     of_today = [period for period in found if period["period"] == str(today)]
     if json:
         print_json({"today": _sums(of_today), "month": _sums(found)})
