@@ -18,6 +18,8 @@ from tiers.telemetry.events import EventStream
 
 logger = logging.getLogger(__name__)
 
+TIERS = "opening the tiers"
+
 
 def serve(
     settings: Settings,
@@ -43,12 +45,13 @@ def serve(
             with answering(listener, startup):
                 logger.info(f"{url_of(listener)} answers /health; the model is loaded now")
                 with startup.during("importing torch"):
-                    from cachesvc.server.compute import load  # torch, seconds of it
+                    from cachesvc.server.compute import prepare  # torch, seconds of it
                     from cachesvc.service import Service
                 with startup.during(f"loading {settings.model.name}"):
-                    loaded = load(settings.model, server.data_dir, startup.progress)
-                with startup.during("opening the tiers"):
-                    service = Service(settings, loaded, money, stream)
+                    make_backend = prepare(settings, startup.progress)
+                opening = "starting vLLM" if settings.engine.backend == "vllm" else TIERS
+                with startup.during(opening):
+                    service = Service(settings, make_backend, money, stream)
                     service_open.callback(service.close)
                 with startup.during("warming up"):
                     service.start()

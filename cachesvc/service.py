@@ -47,7 +47,7 @@ from cachesvc.operator.quotas import QuotaBook
 from cachesvc.operator.scopes import note_scopes, payers
 from cachesvc.operator.storage_meter import StorageMeter
 from cachesvc.operator.tenant_pins import CachePins
-from cachesvc.server import compute
+from cachesvc.server.backend import Backend, MakeBackend
 from cachesvc.server.connection import BoundedConnection
 from cachesvc.server.dashboard import Dashboard
 from cachesvc.server.http import Asgi, HttpServer, Timed
@@ -56,7 +56,6 @@ from cachesvc.server.money import Money
 from cachesvc.server.remembered import FILE_NAME, Remembered
 from cachesvc.server.server_file import announced
 from engine.errors import EngineFailed
-from engine.models.load import LoadedModel
 from engine.request import StepOutput
 from tiers.cache import TieredCache
 from tiers.disk.array import DiskArray
@@ -78,7 +77,7 @@ class Service:
     """Everything of one running server: `start`, `run`, then `close`."""
 
     def __init__(
-        self, settings: Settings, loaded: LoadedModel, money: Money, stream: EventStream
+        self, settings: Settings, make_backend: MakeBackend, money: Money, stream: EventStream
     ) -> None:
         self._settings = settings
         self._money = money
@@ -92,16 +91,8 @@ class Service:
         self.journal = Journal(_journal_settings(settings.journal), on_end=self._on_end)
         self.journal.restore(self._remembered.records())
         self._quotas = QuotaBook(settings.cache, settings.server.data_dir)
-        self.core = compute.build(
-            loaded,
-            kv_dtype=settings.model.kv_dtype,
-            cache=settings.cache,
-            engine=settings.engine,
-            data_dir=settings.server.data_dir,
-            on_outputs=self._on_outputs,
-            stream=stream,
-            shares=self._quotas.shares,
-        )
+        self.core: Backend = make_backend(self._on_outputs, stream, self._quotas.shares)
+        loaded = self.core.loaded
         self.metrics = Metrics(
             Snapshots(
                 engine=self.core.engine.stats,

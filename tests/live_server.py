@@ -24,6 +24,8 @@ START_S = 60
 class LiveServer:
     """A server on `folder/data`, started and ended as often as a test wants."""
 
+    start_s: float = START_S
+
     def __init__(self, folder: Path, model: Path, **environment: str) -> None:
         self.data_dir = folder / "data"
         self._log = folder / "serve.log"
@@ -34,22 +36,26 @@ class LiveServer:
 
     def start(self) -> str:
         """Start it and wait until it serves; gives its URL."""
-        sizes = ("--device-cache", "8MiB", "--host-cache", "8MiB", "--disk-cache", "16MiB")
-        options = ("--port", "0", "--data-dir", self.data_dir, "--block-size", "16", *sizes)
         with self._log.open("wb") as out:
             self._process = subprocess.Popen(
-                [SCRIPT, "serve", "--model", self._model.name, *options],
+                self.command(),
                 cwd=self._model.parent,  # a folder is served under the name it is given by
                 stdout=out,
                 stderr=out,
                 env=self._environment,
             )
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + self.start_s
         while not (found := READY.search(self.log)):
             assert self._process.poll() is None and time.monotonic() < deadline, self.log
             time.sleep(0.02)
         self.url = found[1]
         return self.url
+
+    def command(self) -> list[Any]:
+        """How it is started, beside the model's folder."""
+        sizes = ("--device-cache", "8MiB", "--host-cache", "8MiB", "--disk-cache", "16MiB")
+        options = ("--port", "0", "--data-dir", self.data_dir, "--block-size", "16", *sizes)
+        return [SCRIPT, "serve", "--model", self._model.name, *options]
 
     @property
     def log(self) -> str:
@@ -71,6 +77,11 @@ class LiveServer:
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         assert self._process.wait(60) == 0, self.log
+
+    def wait(self) -> int:
+        """The exit code of a server that ends by itself."""
+        assert self._process is not None
+        return self._process.wait(self.start_s)
 
     def store(self) -> LedgerStore:
         """Its ledger, opened beside it."""

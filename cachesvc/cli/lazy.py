@@ -70,7 +70,8 @@ def load(name: str, entry: Entry) -> Any:
         assert isinstance(group, TyperGroup), group
         return group.commands[name]
     outer = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    outer.command(name)(target)
+    settings = getattr(target, "context_settings", None)
+    outer.command(name, context_settings=settings)(target)
     return get_command(outer)
 
 

@@ -1,5 +1,7 @@
 """`cachesvc node`: the tiers of this machine as a process that engines share."""
 
+import os
+import select
 import signal
 from contextlib import closing
 from pathlib import Path
@@ -30,6 +32,9 @@ def node(
     stats: Annotated[
         bool, typer.Option("--stats", help="Print the counters of the running node as JSON")
     ] = False,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="End the running node, once its disk has its blocks")
+    ] = False,
 ) -> None:
     """Keep KV blocks for the engines of this machine, in shared memory and on disk.
 
@@ -39,6 +44,9 @@ def node(
     path = (socket or default_socket()).expanduser()
     if stats:
         print_json(_stats_of(path))
+        return
+    if stop:
+        _stop(path)
         return
     from tiers.node.node import Node, NodeSettings
 
@@ -56,6 +64,26 @@ def node(
     note(f"node ready at {path}: host memory {size(settings.host_bytes)}, disk {below}")
     with closing(serving):
         serving.run()
+    note("node stopped")
+
+
+def _stop(path: Path) -> None:
+    """Ask the node to end, and wait until it has: its socket goes first, its process last."""
+    from tiers.errors import NodeError
+    from tiers.node.client import NodeClient
+
+    try:
+        with closing(NodeClient(path)) as client:
+            client.open()
+            pid = client.peer
+    except NodeError as error:
+        fail(f"{error}; nothing to stop")
+    process = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+        select.select([process], [], [])
+    finally:
+        os.close(process)
     note("node stopped")
 
 

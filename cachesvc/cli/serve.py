@@ -16,6 +16,7 @@ from cachesvc.config import ConfigError, Settings, known_settings, load_settings
 from cachesvc.serve import serve as run
 from cachesvc.server.logs import configure
 from cachesvc.server.startup import Startup
+from cachesvc.server.vllm.arguments import read_options
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ def _option(setting: str, *flags: str) -> typer.models.OptionInfo:
 
 
 def serve(
+    context: typer.Context,
     model: Annotated[str | None, _option("model.name", "--model")] = None,
     adapter: Annotated[
         list[str] | None,
@@ -40,6 +42,7 @@ def serve(
     port: Annotated[int | None, _option("server.port", "--port")] = None,
     data_dir: Annotated[Path | None, _option("server.data_dir", "--data-dir")] = None,
     device: Annotated[str | None, _option("model.device", "--device")] = None,
+    engine: Annotated[str | None, _option("engine.backend", "--engine")] = None,
     device_cache: Annotated[str | None, _option("cache.device_bytes", "--device-cache")] = None,
     host_cache: Annotated[str | None, _option("cache.host_bytes", "--host-cache")] = None,
     disk_cache: Annotated[str | None, _option("cache.disk_bytes", "--disk-cache")] = None,
@@ -58,6 +61,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with its context cache. Sizes are written like 64MiB or 4GiB.
 
+    With --engine vllm, vLLM computes; --vllm.NAME VALUE gives it an argument of its own.
+
     Every setting can also come from --config or from the environment; `cachesvc config show` lists
     them, with where each value came from.
     """
@@ -75,6 +80,8 @@ def serve(
         "cache.host_bytes": host_cache,
         "cache.disk_bytes": disk_cache,
         "cache.block_size": block_size,
+        "engine.backend": engine,
+        "engine.vllm": read_options(context.args) or None,
         "engine.max_running": max_running,
         "engine.chunk_tokens": chunk_tokens,
         "log.level": log_level,
@@ -91,6 +98,13 @@ def serve(
 
         run(settings, startup=startup, on_ready=ready)
     _leave()
+
+
+# vLLM's arguments come as they are; `read_options` refuses whatever else is left over.
+serve.context_settings = {  # type: ignore[attr-defined]
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+}
 
 
 def _adapters(given: list[str]) -> dict[str, str]:

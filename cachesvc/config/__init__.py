@@ -3,7 +3,7 @@
 Flags win over the environment, the environment over the file, the file over the defaults. The only
 package that reads the environment.
 
-    sources -> settings -> sections -> places, quantities
+    sources -> settings -> sections -> places, quantities, vllm
 """
 
 from cachesvc.config.places import default_data_dir, disk_path, models_path, notify_socket
@@ -24,6 +24,7 @@ from cachesvc.config.sections import (
 )
 from cachesvc.config.settings import Settings, env_name, known_settings, parser_of
 from cachesvc.config.sources import ConfigError, Setting, load_settings
+from cachesvc.config.vllm import prepare_vllm_environment
 
 __all__ = [
     "CacheSection",
@@ -53,4 +54,5 @@ __all__ = [
     "parse_duration",
     "parse_size",
     "parser_of",
+    "prepare_vllm_environment",
 ]

@@ -174,8 +174,19 @@ class CacheSection(Section):
 
 
 class EngineSection(Section):
-    """How requests share the model."""
+    """What computes, and how requests share it."""
 
+    backend: Literal["embedded", "vllm"] = Field(
+        "embedded", description="What computes: our own engine, or vLLM over a node of ours"
+    )
+    vllm: dict[str, str | int | float | bool] = Field(
+        default_factory=dict,
+        description="vLLM's own arguments, such as tensor-parallel-size; or --vllm.NAME VALUE",
+    )
+    node: Path | None = Field(
+        None,
+        description="Socket of the node below vLLM; unset, one in the data directory is started",
+    )
     max_running: int = Field(64, ge=1, description="Sequences that decode at once")
     max_waiting: int = Field(
         1024,

@@ -7,7 +7,15 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cachesvc.config import CacheSection, EngineSection, ModelSection, disk_path, models_path
+from cachesvc.config import (
+    CacheSection,
+    EngineSection,
+    ModelSection,
+    Settings,
+    disk_path,
+    models_path,
+)
+from cachesvc.server.backend import MakeBackend
 from engine.composition import Core, compose
 from engine.hardware import pick_device, run_apart, set_threads
 from engine.models.load import LoadedModel, load_adapter, load_model
@@ -34,6 +42,32 @@ from tiers.tier import ManagedTier
 Progress = Callable[[str, float], None]
 
 logger = logging.getLogger(__name__)
+
+
+def prepare(settings: Settings, progress: Progress | None = None) -> MakeBackend:
+    """Do what takes long before the tiers are opened: load the model, or start vLLM's node.
+
+    Raises ModelError and ConfigError, with the reason, for what cannot be served.
+    """
+    if settings.engine.backend == "vllm":
+        from cachesvc.server.vllm.core import build as build_vllm
+
+        return lambda on_outputs, stream, shares: build_vllm(settings, on_outputs, stream, progress)
+    return over(load(settings.model, settings.server.data_dir, progress), settings)
+
+
+def over(loaded: LoadedModel, settings: Settings) -> MakeBackend:
+    """What makes the tiers and the embedded engine of a loaded model."""
+    return lambda on_outputs, stream, shares: build(
+        loaded,
+        kv_dtype=settings.model.kv_dtype,
+        cache=settings.cache,
+        engine=settings.engine,
+        data_dir=settings.server.data_dir,
+        on_outputs=on_outputs,
+        stream=stream,
+        shares=shares,
+    )
 
 
 def load(settings: ModelSection, data_dir: Path, progress: Progress | None = None) -> LoadedModel:

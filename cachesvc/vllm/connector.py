@@ -21,12 +21,13 @@ from cachesvc.vllm.carrier import Carrier
 from cachesvc.vllm.identity import Unsupported, identity_of
 from cachesvc.vllm.link import NodeLink
 from cachesvc.vllm.planner import Planner, Transfer
+from cachesvc.vllm.reports import Reporter
 from tiers.tier import TierName
 
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 1.0  # of a lookup on vLLM's scheduling loop; past it, the prompt is a miss
-_EXTRA = {"node"}
+_EXTRA = {"node", "reports"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        node = _node_of(transfer.kv_connector_extra_config or {})
+        extra = transfer.kv_connector_extra_config or {}
+        node = _node_of(extra)
         if transfer.kv_load_failure_policy != "recompute":
             raise ValueError(
                 'cachesvc needs "kv_load_failure_policy": "recompute" in --kv-transfer-config, so '
@@ -51,11 +53,16 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         self._planner: Planner | None = None
         self._carrier: Carrier | None = None
+        self._reporter: Reporter | None = None
+        if role is KVConnectorRole.SCHEDULER and extra.get("reports"):
+            self._reporter = Reporter(Path(extra["reports"]))
         try:
             identity = identity_of(vllm_config, kv_cache_config)
         except Unsupported as reason:
             logger.warning(f"cachesvc: nothing is cached below vLLM: {reason}")
             return
+        if self._reporter is not None:
+            self._reporter.ready(identity)
         if role is KVConnectorRole.SCHEDULER:
             link = NodeLink(node, identity.layout, timeout_s=PROBE_TIMEOUT_S)
             self._planner = Planner(identity, link)
@@ -71,6 +78,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if self._reporter is not None:
+            self._reporter.looked(request, num_computed_tokens)
         if self._planner is None:
             return 0, False
         num_tokens = self._planner.match(request, num_computed_tokens)
@@ -80,6 +89,9 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._planner is not None:
             (numbers,) = blocks.get_block_ids()
             self._planner.allocated(request, numbers, num_external_tokens)
+        if self._reporter is not None:
+            hits = self._planner.hits(request) if self._planner is not None else {}
+            self._reporter.admitted(request, hits)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -103,6 +115,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        if self._reporter is not None:
+            self._reporter.finished(request)
         if self._planner is None:
             return False, None
         return self._planner.finished(request, block_ids)
@@ -110,7 +124,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0]) if self._planner else (False, None)
+        return self.request_finished(request, block_ids[0] if block_ids else [])
 
     def has_pending_push_work(self) -> bool:
         return self._planner is not None and self._planner.is_busy
@@ -158,6 +172,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._carrier.close()
         if self._planner is not None:
             self._planner.link.close()
+        if self._reporter is not None:
+            self._reporter.close()
 
 
 def _node_of(extra: Mapping[str, Any]) -> Path:

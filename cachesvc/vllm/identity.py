@@ -5,6 +5,7 @@ one rank stores is found by the same rank of another engine, and by nothing else
 content, everything that changes how KV is computed or laid out, and the rank that holds this part.
 """
 
+import contextlib
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from tiers.blocks.layout import DTYPES, BlockLayout
 from tiers.node.messages import engine_layout
 
 _READ_BYTES = 1 << 22
+_HEX = "hex:"
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
 _ADAPTER_FILES = ("*.safetensors", "*.bin", "adapter_config.json")
 
@@ -48,10 +50,28 @@ class EngineIdentity:
         """The scope of a vLLM request: its tenant's salt and its adapter's content besides."""
         scope = self.rank(rank)
         if request.cache_salt:
-            scope = replace(scope, tenant=request.cache_salt.encode())
+            scope = replace(scope, tenant=tenant_of(request.cache_salt))
         if request.lora_request is not None:
-            scope = replace(scope, adapter=_digest(request.lora_request.lora_path, _ADAPTER_FILES))
+            scope = replace(scope, adapter=adapter_digest(request.lora_request.lora_path))
         return scope
+
+
+def adapter_digest(path: str) -> bytes:
+    """What an adapter in a folder computes with, by content. Raises Unsupported for none."""
+    return _digest(path, _ADAPTER_FILES)
+
+
+def salt_of(tenant: bytes) -> str:
+    """The `cache_salt` whose blocks are those of a tenant's salt in our own scopes."""
+    return _HEX + tenant.hex()
+
+
+def tenant_of(salt: str) -> bytes:
+    """The inverse of `salt_of`; any other salt stands for itself."""
+    with contextlib.suppress(ValueError):
+        if salt.startswith(_HEX):
+            return bytes.fromhex(salt.removeprefix(_HEX))
+    return salt.encode()
 
 
 def identity_of(config: Any, kv_cache: Any) -> EngineIdentity:

@@ -12,6 +12,7 @@ from typing import Any
 
 from cachesvc.vllm.identity import EngineIdentity, contents_of
 from cachesvc.vllm.link import NodeLink
+from cachesvc.vllm.reports import tag_of
 from tiers.blocks.keys import BlockId, block_ids, token_bytes
 from tiers.tier import TierName
 
@@ -51,7 +52,7 @@ class Planner:
         size = self.identity.layout.block_size
         start, end = num_computed_tokens // size, (request.num_tokens - 1) // size
         self._matches.pop(request.request_id, None)
-        if end <= start or not _has_identity(request):
+        if end <= start or not _has_identity(request) or request.skip_reading_prefix_cache:
             return 0
         runs = self._ids(request, start, end)
         tiers = self.link.probe(runs[0])
@@ -88,7 +89,8 @@ class Planner:
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         computed = (request.num_computed_tokens - in_flight) // self.identity.layout.block_size
         end = min(computed, len(blocks), _first_null(blocks))
-        if request.request_id in self._loading or not end or not _has_identity(request):
+        wanted = end and _has_identity(request) and tag_of(request).get("store", True)
+        if request.request_id in self._loading or not wanted:
             return False, params
         self._saves.append(_transfer(request, self._ids(request, 0, end), blocks[:end]))
         self._saving.add(request.request_id)

@@ -20,7 +20,7 @@ from engine.errors import InvalidParameter, QueueFull
 from engine.grammar.matcher import check_installed
 from engine.grammar.process import GrammarProcess
 from engine.grammar.vocabulary import Vocabulary
-from engine.models.load import LoadedModel
+from engine.models.describe import Speaking
 from engine.structure import Grammar, Source
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ _RUN = "import sys; sys.path.insert(0, sys.argv[1]); from engine.grammar.worker 
 Known = tuple[str, Source]  # whose, and which
 
 
-def compiler_for(loaded: LoadedModel, *, timeout_s: float = TIMEOUT_S) -> "GrammarCompiler":
-    """The compiler of a loaded model's vocabulary; starts nothing."""
+def compiler_for(loaded: Speaking, *, timeout_s: float = TIMEOUT_S) -> "GrammarCompiler":
+    """The compiler of a model's vocabulary; starts nothing."""
     tokenizer, special = loaded.tokenizer, loaded.tokenizer.special_token_ids
 
     def tokens() -> list[bytes]:

@@ -39,6 +39,14 @@ def find(name: str, cache_dir: Path, report: Progress) -> tuple[Path, bytes]:
     return _folder(_locate(name), cache_dir, report)
 
 
+def find_folder(name: str, cache_dir: Path, report: Progress) -> Path:
+    """The folder of `find`, without reading weights that lie in it already. Raises ModelError."""
+    path = _locate(name)
+    if path.is_dir() and (path / "config.json").exists():
+        return path
+    return _folder(path, cache_dir, report)[0]
+
+
 def _locate(name: str) -> Path:
     """The file or folder that `name` stands for. Raises ModelError when there is none."""
     if name in ALIASES:

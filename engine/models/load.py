@@ -17,7 +17,6 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
 )
 from transformers.utils import logging as transformers_logging
@@ -28,6 +27,7 @@ from engine.errors import AdapterError, ModelError
 from engine.models.adapter_bank import AdapterBank
 from engine.models.adapters import Adapter
 from engine.models.adapters import load_adapter as read_adapter
+from engine.models.describe import load_tokenizer
 from engine.models.files import find
 from engine.models.gguf import Progress
 from engine.models.probe import PROBE_TOKENS, prepare, probe_logits
@@ -96,7 +96,7 @@ def load_model(
         raise ModelError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}, auto")
     transformers_logging.disable_progress_bar()
     folder, content = find(name, cache_dir, report)
-    tokenizer = Tokenizer(_load_tokenizer(folder))
+    tokenizer = load_tokenizer(folder)
     model = _load_weights(folder, DTYPES[dtype], device)
     digest = xxhash.xxh3_128_digest(content + dtype.encode())
     return describe(name, model, tokenizer, weights_digest=digest, dtype=dtype, device=device)
@@ -156,13 +156,6 @@ def load_adapter(loaded: LoadedModel, name: str, source: str) -> Adapter:
 
 
 # Loading it.
-
-
-def _load_tokenizer(folder: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # transformers' and tokenizers' errors have no common root
-        raise ModelError(f"{folder} holds no usable tokenizer: {error}") from error
 
 
 def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:

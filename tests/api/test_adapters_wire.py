@@ -56,7 +56,9 @@ async def served(
     make_data_dir(data_dir)
     with contextlib.closing(open_money(settings)) as money:
         loaded = core.load(settings.model, data_dir)
-        with contextlib.closing(Service(settings, loaded, money, EventStream())) as service:
+        with contextlib.closing(
+            Service(settings, core.over(loaded, settings), money, EventStream())
+        ) as service:
             app: Any = service.app(money.start(service.metrics.observe_bill))
             service.core.start(64)
             inner = app.app  # lifespans are the application's

@@ -37,7 +37,9 @@ async def run(data_dir: Path, model: Path) -> AsyncIterator[tuple[Service, httpx
     make_data_dir(data_dir)
     with contextlib.closing(open_money(settings)) as money:
         loaded = compute.load(settings.model, data_dir)
-        with contextlib.closing(Service(settings, loaded, money, EventStream())) as service:
+        with contextlib.closing(
+            Service(settings, compute.over(loaded, settings), money, EventStream())
+        ) as service:
             app: Any = service.app(money.start(service.metrics.observe_bill))
             service.core.start()
             async with (

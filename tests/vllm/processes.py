@@ -77,9 +77,11 @@ class Engine:
 class RunningNode:
     """`cachesvc node` as an operator starts it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.socket = folder / "node.sock"
-        self.disk = folder / "disk"
+    def __init__(
+        self, folder: Path, *, socket: Path | None = None, disk: Path | None = None
+    ) -> None:
+        self.socket = socket or folder / "node.sock"
+        self.disk = disk or folder / "disk"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, host: str = "512MiB") -> None:

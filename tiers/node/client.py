@@ -8,6 +8,7 @@ begins anew. Frames stay readable after the node has died, since the memory is s
 import contextlib
 import os
 import socket
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tiers.node.arena import SharedMemory
 from tiers.node.messages import HEADER, MAX_BODY, VERSION, Op, run_of
 from tiers.tier import TierName
 
+_PEER = struct.Struct("3i")  # pid, uid, gid
 _TIERS = (TierName.HOST, TierName.DISK)
 
 
@@ -39,6 +41,15 @@ class NodeClient:
     @property
     def is_connected(self) -> bool:
         return self._socket is not None
+
+    @property
+    def peer(self) -> int:
+        """The node's process. Raises NodeGone where none answers."""
+        if self._socket is None:
+            raise NodeGone(f"not connected to the node at {self._path}")
+        size = _PEER.size
+        told = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        return int(_PEER.unpack(told)[0])
 
     def connect(self) -> SharedMemory:
         """Join the node and map its memory. Raises NodeGone where none answers."""

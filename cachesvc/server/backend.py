@@ -1,0 +1,92 @@
+"""What a server needs of what computes: our own engine over its tiers, or vLLM over a node.
+
+`engine.composition.Core` and `cachesvc.server.vllm.core.VllmCore` are one each.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+from api.requests.grammars import Compiler
+from api.served_model import Detokenizer, EngineClient
+from engine.engine import EngineStats
+from engine.request import StepOutput
+from engine.text.tokenizer import Tokenizer
+from tiers.blocks.keys import CacheScope
+from tiers.blocks.layout import BlockLayout
+from tiers.cache import TieredCache
+from tiers.policy.quota import Shares
+from tiers.telemetry.events import EventStream
+
+T = TypeVar("T")
+
+
+class ServedEngine(EngineClient, Protocol):
+    """The engine's face for the server itself; see `engine.engine.Engine`."""
+
+    max_tokens: int
+
+    @property
+    def failure(self) -> BaseException | None: ...
+
+    def call(self, function: Callable[[TieredCache], T]) -> "Future[T]": ...
+
+    def stats(self) -> EngineStats: ...
+
+
+class Adapters(Protocol):
+    """LoRA adapters by name, with digests of their contents."""
+
+    @property
+    def digests(self) -> Mapping[str, bytes]: ...
+
+
+class Weights(Protocol):
+    """The model that is loaded, as far as the wire needs it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def adapters(self) -> Adapters: ...
+
+
+class Backend(Protocol):
+    """What computes. Made stopped; `close` undoes `start`, and returns blocks not saved."""
+
+    @property
+    def loaded(self) -> Weights: ...
+
+    @property
+    def layout(self) -> BlockLayout: ...
+
+    @property
+    def scope(self) -> CacheScope: ...
+
+    @property
+    def cache(self) -> TieredCache: ...
+
+    @property
+    def engine(self) -> ServedEngine: ...
+
+    @property
+    def grammars(self) -> Compiler: ...
+
+    def start(self, warm_up_tokens: int = 0) -> None: ...
+
+    def close(self) -> int: ...
+
+    def detokenizer(self, stop: Sequence[str], *, shown: Sequence[str] = ()) -> Detokenizer: ...
+
+
+Deliver = Callable[[Sequence[StepOutput]], None]
+MakeBackend = Callable[[Deliver, EventStream, Shares | None], Backend]

@@ -1,0 +1,179 @@
+"""One request as vLLM answers it, told as the engine's outputs: counts, hits by tier, logprobs.
+
+Pure but for the clock; used on the engine's loop. The prompt's counts are fixed when its first
+output, or its end, comes: what the node was asked for then stays a hit whatever becomes of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from cachesvc.vllm.reports import Report
+from engine.request import (
+    BlockRun,
+    FinishReason,
+    Lookup,
+    Request,
+    StepOutput,
+    Timeline,
+    TokenCounts,
+    TokenLogprob,
+)
+from tiers.blocks.keys import prefix_keys, token_bytes
+from tiers.errors import MissReason
+from tiers.telemetry.misses import Absence
+from tiers.tier import TierName
+
+_BELOW = (TierName.HOST, TierName.DISK, TierName.REMOTE)
+_FINISHES: Mapping[str, FinishReason] = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+}
+
+
+class Answer:
+    """A request and its `n` sequences. Invariant: exactly one output of it has `last` set."""
+
+    def __init__(self, request: Request, block_size: int, now_ns: int) -> None:
+        self.request = request
+        self._block_size = block_size
+        self._live = set(range(request.params.n))
+        self._counts: TokenCounts | None = None
+        self._lookup: Lookup | None = None
+        self._told = False
+        self._num_output = 0
+        self._when = Timeline(arrival_ns=request.arrival_ns or now_ns)
+
+    @property
+    def is_admitted(self) -> bool:
+        return self._counts is not None
+
+    @property
+    def num_computed(self) -> int:
+        """Prompt tokens that were not cached."""
+        return self._counts.miss if self._counts is not None else 0
+
+    @property
+    def over(self) -> bool:
+        return not self._live
+
+    @property
+    def live(self) -> list[int]:
+        return sorted(self._live)
+
+    def admit(self, report: Report | None, num_cached: int, now_ns: int) -> None:
+        """The prompt stands: `num_cached` tokens of it were not computed, by vLLM's count."""
+        below = dict(report.hits) if report is not None else {}
+        external = sum(below.values())
+        device = max(0, num_cached - external)
+        self._fix(len(self.request.tokens), device, below)
+        admitted_ns = report.admitted_ns if report is not None else 0
+        began_ns = admitted_ns or self._when.arrival_ns
+        self._when = replace(
+            self._when, admitted_ns=began_ns, loaded_ns=began_ns, first_token_ns=now_ns
+        )
+
+    def cut_short(self, report: Report | None) -> None:
+        """The request was ended within its prompt: what was served or computed counts."""
+        if report is None or not report.admitted_ns:
+            self._counts = TokenCounts(prompt=0)
+            return
+        done = max(report.local + report.external, report.computed or 0)
+        self._fix(min(done, len(self.request.tokens)), report.local, dict(report.hits))
+        self._when = replace(self._when, admitted_ns=report.admitted_ns)
+
+    def output(
+        self,
+        index: int,
+        now_ns: int,
+        *,
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprob] = (),
+        prompt_logprobs: Sequence[TokenLogprob] = (),
+        finish: FinishReason | None = None,
+        error: str | None = None,
+    ) -> StepOutput:
+        """What came of sequence `index`. `finish` ends it."""
+        if finish is not None:
+            self._live.discard(index)
+        self._num_output += len(tokens)
+        told, self._told = self._told, True
+        counts = self._counts or TokenCounts(prompt=0)
+        return StepOutput(
+            request_id=self.request.request_id,
+            index=index,
+            tokens=tuple(tokens),
+            counts=replace(counts, output=self._num_output),
+            finish=finish,
+            logprobs=tuple(logprobs),
+            prompt_logprobs=tuple(prompt_logprobs),
+            miss_reasons={} if told else self._reasons(),
+            lookup=None if told else self._lookup,
+            timeline=replace(self._when, last_token_ns=now_ns),
+            error=error,
+            last=self.over,
+        )
+
+    def end(self, index: int) -> None:
+        """A sequence that never began is not to come any more."""
+        self._live.discard(index)
+
+    def _fix(self, prompt: int, device: int, below: Mapping[str, int]) -> None:
+        host, disk, remote = (below.get(str(tier), 0) for tier in _BELOW)
+        self._counts = TokenCounts(prompt, device, host, disk, remote)
+        self._lookup = self._looked(self._counts)
+
+    def _looked(self, counts: TokenCounts) -> Lookup:
+        """What the caches said, as one run for each tier. vLLM tells no reason but absence."""
+        size, runs, start = self._block_size, [], 0
+        hits = (counts.hit_device, counts.hit_host, counts.hit_disk, counts.hit_remote)
+        keys = prefix_keys(self.request.scope.root(), token_bytes(self.request.tokens), size)
+        for tier, tokens in zip(TierName, hits, strict=True):
+            if tokens:
+                last = keys[(start + tokens) // size - 1] if start + tokens >= size else None
+                runs.append(BlockRun(tier, start, tokens, -(-tokens // size), last))
+                start += tokens
+        runs.append(BlockRun(None, start, counts.miss, -(-counts.miss // size)))
+        if not self.request.cache:
+            return Lookup(tuple(runs), MissReason.DISABLED, size)
+        if counts.miss <= 1:
+            return Lookup(tuple(runs), MissReason.TAIL, size)
+        number = start // size
+        parent = keys[number - 1] if number else self.request.scope.root()
+        key = keys[number] if number < len(keys) else None
+        absence = Absence(parent=parent, key=key)
+        stop = MissReason.ABSENT if key is not None else MissReason.TAIL
+        return Lookup(tuple(runs), stop, size, absence)
+
+    def _reasons(self) -> dict[MissReason, int]:
+        counts = self._counts
+        if counts is None or not counts.miss or counts.prompt < len(self.request.tokens):
+            return {}
+        if not self.request.cache:
+            return {MissReason.DISABLED: counts.miss}
+        whole = max(0, (counts.prompt - 1) // self._block_size * self._block_size - counts.hit)
+        reasons = {MissReason.ABSENT: whole, MissReason.TAIL: counts.miss - whole}
+        return {reason: tokens for reason, tokens in reasons.items() if tokens}
+
+
+def finish_of(reason: str | None) -> FinishReason | None:
+    """vLLM's word for how a sequence ended. What it does not share with us is an error."""
+    return None if reason is None else _FINISHES.get(reason, FinishReason.ERROR)
+
+
+def logprobs_of(
+    tokens: Sequence[int], entries: Sequence[Mapping[int, Any] | None] | None, most: int | None
+) -> list[TokenLogprob]:
+    """vLLM's entries, one for each token: the token's own and the `most` likely ones."""
+    if entries is None or most is None:
+        return []
+    told = []
+    for token, entry in zip(tokens, entries, strict=True):
+        if entry is None or token not in entry:
+            continue
+        likely = sorted(entry.items(), key=lambda item: item[1].rank)
+        top = tuple((number, value.logprob) for number, value in islice(likely, most))
+        told.append(TokenLogprob(token, entry[token].logprob, top, entry[token].rank or 0))
+    return told

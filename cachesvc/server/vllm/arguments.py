@@ -1,0 +1,79 @@
+"""vLLM's own arguments, as `--vllm.NAME VALUE` or in the file, and those that are ours to give.
+
+vLLM's own parser reads them, so that they mean what they mean to `vllm serve`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from cachesvc.config import ConfigError
+
+# What would say twice, or against it, what the server says; and what to use instead.
+OURS: Mapping[str, str] = {
+    "model": "--model",
+    "tokenizer": "the model's own tokenizer",
+    "served-model-name": "--model",
+    "enable-lora": "--adapter NAME=SOURCE",
+    "lora-modules": "--adapter NAME=SOURCE",
+    "dtype": "--dtype",
+    "kv-transfer-config": "engine.node, which names the node",
+    "skip-tokenizer-init": "the model's own tokenizer",
+    "host": "--host",
+    "port": "--port",
+    "api-key": "cachesvc keys",
+}
+
+
+def vllm_flags(given: Mapping[str, Any]) -> list[str]:
+    """The command line of vLLM that settings stand for. Raises ConfigError for one of ours."""
+    flags: list[str] = []
+    for name, value in given.items():
+        plain = name.replace("_", "-")
+        if plain in OURS:
+            raise ConfigError(f"engine.vllm has {name}, which this server sets: use {OURS[plain]}")
+        if value is True or value == "":
+            flags.append(f"--{plain}")
+        elif value is False:
+            flags.append(f"--no-{plain}")
+        else:
+            flags += [f"--{plain}", str(value)]
+    return flags
+
+
+def engine_arguments(given: Mapping[str, Any], ours: Mapping[str, Any]) -> Any:
+    """vLLM's `AsyncEngineArgs`. Raises ConfigError for what vLLM does not know or accept."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(f"vLLM does not take these arguments: {message}")
+
+    parser = AsyncEngineArgs.add_cli_args(Parser(prog="--vllm.*", add_help=False))
+    parsed = parser.parse_args(vllm_flags(given))
+    for name, value in ours.items():
+        setattr(parsed, name, value)
+    return AsyncEngineArgs.from_cli_args(parsed)
+
+
+def read_options(rest: Sequence[str]) -> dict[str, Any]:
+    """Settings of `--vllm.NAME VALUE`, `--vllm.NAME=VALUE` and `--vllm.NAME` on a command line.
+
+    Raises ConfigError for anything else.
+    """
+    found: dict[str, Any] = {}
+    left = list(rest)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("--vllm."):
+            raise ConfigError(f"unexpected argument {word}; `cachesvc serve --help` lists them all")
+        name, equals, value = word.removeprefix("--vllm.").partition("=")
+        if not name:
+            raise ConfigError("--vllm. wants the name of one of vLLM's arguments behind the dot")
+        if equals:
+            found[name] = value
+        elif left and not left[0].startswith("--"):
+            found[name] = left.pop(0)
+        else:
+            found[name] = True
+    return found

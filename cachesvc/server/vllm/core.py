@@ -1,0 +1,240 @@
+"""The compute half of a server whose engine is vLLM: model, node, AsyncLLM, all from settings.
+
+The counterpart of `cachesvc.server.compute`. Imports vLLM when `build` runs.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cachesvc.config import (
+    ConfigError,
+    Settings,
+    disk_path,
+    models_path,
+    prepare_vllm_environment,
+)
+from cachesvc.server.vllm.adapters import VllmAdapter, max_rank, read_adapters
+from cachesvc.server.vllm.arguments import engine_arguments
+from cachesvc.server.vllm.engine import VllmEngine, VllmSettings
+from cachesvc.server.vllm.grammars import CheckedGrammars
+from cachesvc.server.vllm.node import NodeWatch, ensure_node
+from cachesvc.server.vllm.tiers import TiersElsewhere, cache_stats
+from cachesvc.vllm.reports import Reports
+from engine.bounds import check_params
+from engine.errors import ModelError
+from engine.grammar.compiler import compiler_for
+from engine.models.describe import Spoken, describe_folder
+from engine.request import StepOutput
+from engine.text.detokenizer import IncrementalDetokenizer
+from tiers.blocks.keys import CacheScope
+from tiers.blocks.layout import BlockLayout
+from tiers.node.messages import engine_layout
+from tiers.telemetry.events import EventStream
+
+logger = logging.getLogger(__name__)
+
+NODE_SOCKET = "node.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """LoRA adapters by name: their content's digests, as scopes know them."""
+
+    digests: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmModel:
+    """The served model, as far as the wire needs to know it."""
+
+    name: str
+    spoken: Spoken
+    max_context: int
+    adapters: Adapters
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.spoken.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spoken.vocab_size
+
+
+@dataclass(frozen=True, slots=True)
+class VllmCore:
+    """See `engine.composition.Core`, whose place it takes."""
+
+    loaded: VllmModel
+    layout: BlockLayout
+    scope: CacheScope
+    cache: TiersElsewhere
+    engine: VllmEngine
+    grammars: CheckedGrammars
+    node: NodeWatch | None
+
+    def start(self, warm_up_tokens: int = 0) -> None:
+        """vLLM has warmed up when it was opened."""
+        if self.node is not None:
+            self.node.start()
+
+    def close(self, drain_s: float = 0.0) -> int:
+        """End vLLM. The node stays, with the blocks."""
+        self.engine.close(drain_s)
+        self.grammars.close()
+        if self.node is not None:
+            self.node.close()
+        self.cache.close(flush=False)
+        return 0
+
+    def detokenizer(
+        self, stop: Sequence[str], *, shown: Sequence[str] = ()
+    ) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self.loaded.tokenizer, stop, shown=shown)
+
+
+def build(
+    settings: Settings,
+    on_outputs: Callable[[Sequence[StepOutput]], None],
+    stream: EventStream,
+    progress: Callable[[str, float], None] | None = None,
+) -> VllmCore:
+    """Find the model, see that a node runs, start vLLM over it. Raises ConfigError, ModelError and
+    what the node says."""
+    prepare_vllm_environment()
+    _check_installed()
+    data_dir = settings.server.data_dir
+    spoken = describe_folder(settings.model.name, models_path(data_dir), progress)
+    adapters = read_adapters(settings.model.adapters)
+    socket = _node(settings)
+    reports = Reports(data_dir / "vllm-reports.sock") if socket is not None else None
+    ours = _ours(settings, spoken, adapters)
+    if socket is not None and reports is not None:
+        ours["kv_transfer_config"] = _transfer(socket, reports)
+    arguments = engine_arguments(settings.engine.vllm, ours)
+
+    def open_llm(stat_logger: Any) -> Any:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=[stat_logger])
+
+    engine = VllmEngine(
+        open_llm,
+        VllmSettings(
+            max_waiting=settings.engine.max_waiting,
+            eos_token_ids=spoken.eos_token_ids,
+            check_params=partial(check_params, vocab_size=spoken.vocab_size),
+            adapters=adapters,
+        ),
+        on_outputs,
+        reports=reports,
+    )
+    engine.open()
+    layout, scope = _blocks(engine, reports, spoken)
+    cache = TiersElsewhere(layout, stream)
+    node = NodeWatch(socket) if socket is not None else None
+    num_blocks = int(engine.vllm_config.cache_config.num_gpu_blocks or 0)
+    engine.use(cache, partial(cache_stats, cache, engine.counts, node, lambda: num_blocks))
+    digests = {name: adapter.digest for name, adapter in adapters.items()}
+    return VllmCore(
+        loaded=VllmModel(settings.model.name, spoken, engine.max_tokens, Adapters(digests)),
+        layout=layout,
+        scope=scope,
+        cache=cache,
+        engine=engine,
+        grammars=CheckedGrammars(compiler_for(spoken)),
+        node=node,
+    )
+
+
+def _check_installed() -> None:
+    try:
+        import vllm  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"--engine vllm needs vLLM in this environment: {error}. On a GPU: pip install "
+            "'cachesvc[vllm]'; for its CPU build see docs/vllm.md"
+        ) from None
+
+
+def _node(settings: Settings) -> Path | None:
+    """The socket of the node under the engine; None where there is to be none."""
+    cache, data_dir = settings.cache, settings.server.data_dir
+    if cache.remote_url or cache.disk_dirs:
+        raise ConfigError(
+            "cache.remote_url and cache.disk_dirs are the embedded engine's; a node has one disk "
+            "folder. Leave them out with --engine vllm"
+        )
+    if not cache.host_bytes:
+        return None
+    socket = settings.engine.node or data_dir / NODE_SOCKET
+    ensure_node(
+        socket.expanduser(),
+        host_bytes=cache.host_bytes,
+        disk_dir=disk_path(data_dir) / "node",
+        disk_bytes=cache.disk_bytes,
+    )
+    return socket.expanduser()
+
+
+def _ours(
+    settings: Settings, spoken: Spoken, adapters: Mapping[str, VllmAdapter]
+) -> dict[str, Any]:
+    """What the server says to vLLM: what is not here is vLLM's, or its user's, to choose."""
+    model, given = settings.model, {name.replace("_", "-") for name in settings.engine.vllm}
+    ours: dict[str, Any] = {
+        "model": str(spoken.folder),
+        "served_model_name": [model.name],
+        "enable_prefix_caching": True,
+    }
+    if model.dtype != "auto" or _is_cpu():
+        ours["dtype"] = "float32" if model.dtype == "auto" else model.dtype
+    if _is_cpu() and "kv-cache-memory-bytes" not in given:
+        ours["kv_cache_memory_bytes"] = settings.cache.device_bytes
+    if "scheduling-policy" not in given:
+        ours["scheduling_policy"] = "priority"
+    if "max-num-seqs" not in given:
+        ours["max_num_seqs"] = settings.engine.max_running
+    if adapters:
+        ours["enable_lora"] = True
+        if "max-loras" not in given:
+            ours["max_loras"] = min(8, len(adapters))
+        if "max-lora-rank" not in given:
+            ours["max_lora_rank"] = max_rank(adapters)
+    return ours
+
+
+def _transfer(node: Path, reports: Reports) -> Any:
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector="CachesvcConnector",
+        kv_connector_module_path="cachesvc.vllm",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"node": str(node), "reports": str(reports.path)},
+    )
+
+
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _blocks(
+    engine: VllmEngine, reports: Reports | None, spoken: Spoken
+) -> tuple[BlockLayout, CacheScope]:
+    """vLLM's blocks and what names them; without a connector that tells, a stand-in for both."""
+    if reports is not None and reports.engine is not None:
+        return reports.engine.layout, reports.engine.scope
+    if reports is not None:
+        logger.warning("the connector caches nothing below vLLM; the log above says why")
+    if not engine.block_size:
+        raise ModelError("vLLM does not say how many tokens a block has")
+    scope = CacheScope(weights=str(spoken.folder).encode(), tokenizer=spoken.tokenizer.digest)
+    return engine_layout(1, 1, engine.block_size, "float32"), scope

@@ -1,0 +1,51 @@
+"""Structured output with vLLM: our bounds on compiling a grammar, vLLM's own matching.
+
+vLLM compiles a grammar in its engine core, which everybody shares. So each is compiled before in a
+process that the kernel ends at a bound on CPU time, and what does not compile there never reaches
+vLLM.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from cachesvc.server.vllm.params import structure_of
+from engine.grammar.compiler import GrammarCompiler
+from engine.structure import Grammar, GrammarState, Source
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedGrammar:
+    """A grammar that compiles within the bounds, and the text that vLLM compiles again."""
+
+    source: Source
+    compiled: Grammar
+
+    def begin(self, min_tokens: int) -> GrammarState:
+        return self.compiled.begin(min_tokens)
+
+
+class CheckedGrammars:
+    """See `engine.grammar.compiler.GrammarCompiler`, which does the work."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+
+    def known(self, source: Source, owner: str = "") -> Grammar | None:
+        found = self._compiler.known(source, owner)
+        return CheckedGrammar(source, found) if found is not None else None
+
+    def compile(self, source: Source, owner: str = "") -> Grammar:
+        return CheckedGrammar(source, self._compiler.compile(source, owner))
+
+    def close(self) -> None:
+        self._compiler.close()
+
+
+def structure_in(grammar: Grammar | None) -> Any:
+    """vLLM's parameters of a request's grammar; None where it has none."""
+    if grammar is None:
+        return None
+    assert isinstance(grammar, CheckedGrammar), grammar
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(**structure_of(grammar.source))

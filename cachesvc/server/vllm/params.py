@@ -1,0 +1,75 @@
+"""One sequence of a request in vLLM's words. Pure: vLLM's classes are made by the engine.
+
+Each field of `engine.request.SamplingParams` is mapped here, or refused by name.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from cachesvc.vllm.reports import PARAMETER
+from engine.errors import InvalidParameter
+from engine.request import Request
+from engine.scheduling.group import seed_of
+from engine.structure import Source, SourceKind
+
+_MAX_SEED = (1 << 63) - 1  # vLLM's seeds are signed, and -1 is none
+_SAME_NAME = (
+    *("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos", "logprobs"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+_STRUCTURES: Mapping[SourceKind, str] = {
+    SourceKind.JSON_SCHEMA: "json",
+    SourceKind.REGEX: "regex",
+    SourceKind.EBNF: "grammar",
+    SourceKind.STRUCTURAL_TAG: "structural_tag",
+}
+
+
+def check_served(request: Request) -> None:
+    """Raises InvalidParameter for what this engine does not serve."""
+    if request.contents:
+        raise InvalidParameter(
+            "contents are not served by the vLLM engine; leave them out, or use the embedded "
+            "engine (engine.backend = embedded)",
+            param="contents",
+        )
+
+
+def sampling_of(
+    request: Request, index: int, *, end: Collection[int], name: str, max_tokens: int
+) -> dict[str, Any]:
+    """vLLM's `SamplingParams` of sequence `index`, by field. `end` are the model's own ids that end
+    an answer, `max_tokens` is how many fit the context; `name` is what reports call the sequence.
+    """
+    params = request.params
+    wanted = max_tokens if params.max_tokens is None else min(params.max_tokens, max_tokens)
+    stop = {*params.stop_token_ids, *(() if params.ignore_eos else end)}
+    if params.structured_outputs is not None or request.grammar is not None:
+        stop |= set(end)  # a grammar allows the end where it has ended
+    tag = {"id": name, "store": request.cache}
+    return {
+        **{field: getattr(params, field) for field in _SAME_NAME},
+        "seed": _seed(params.seed, index),
+        # Of no tokens vLLM knows nothing: one is computed, and not told.
+        "max_tokens": max(1, wanted),
+        "min_tokens": min(params.min_tokens, wanted),
+        "stop_token_ids": sorted(stop),
+        "logit_bias": dict(params.logit_bias) or None,
+        "prompt_logprobs": params.prompt_logprobs if index == 0 else None,
+        "skip_reading_prefix_cache": None if request.cache else True,
+        "extra_args": {"kv_transfer_params": {PARAMETER: tag}},
+        "detokenize": False,
+    }
+
+
+def structure_of(source: Source) -> dict[str, Any]:
+    """vLLM's `StructuredOutputsParams`, by field."""
+    if source.kind is SourceKind.JSON_OBJECT:
+        return {"json_object": True}
+    return {_STRUCTURES[source.kind]: source.text}
+
+
+def _seed(seed: int | None, index: int) -> int | None:
+    if seed is None:
+        return None
+    return (seed_of(seed, index) if index else seed) & _MAX_SEED

@@ -1,0 +1,173 @@
+"""What the connector tells the server that runs vLLM: a request's hits by tier, and its progress.
+
+vLLM's outputs say how many tokens were cached, and not where; of a request that was aborted in the
+middle of its prompt they say nothing. Reports are datagrams on a Unix socket, sent before the
+output that they belong to. The sender never waits: a report that does not fit is lost, and its
+request is then counted by what vLLM's output says. `vllm serve` has nobody to report to.
+"""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cachesvc.vllm.identity import EngineIdentity
+from tiers.blocks.keys import CacheScope
+from tiers.blocks.layout import BlockLayout
+from tiers.node.messages import describe_layout, described_layout
+
+PARAMETER = "cachesvc"  # what requests for us carry in vLLM's kv_transfer_params
+_MAX_BYTES = 1 << 16
+_RECEIVE_BYTES = 4 << 20  # some ten thousand reports
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine's blocks, as the connector knows them; told once."""
+
+    layout: BlockLayout
+    scope: CacheScope  # of the first rank, without adapter and salt
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What is known of a request. `local` and `hits` are prompt tokens at its first admission."""
+
+    local: int = 0  # from vLLM's own prefix cache, in whole blocks
+    hits: Mapping[str, int] = field(default_factory=dict)  # from the node, by tier
+    admitted_ns: int = 0  # 0: it was not admitted yet
+    computed: int | None = None  # tokens of the prompt that stand, once it is over
+
+    @property
+    def external(self) -> int:
+        return sum(self.hits.values())
+
+
+def tag_of(request: Any) -> Mapping[str, Any]:
+    """What our server says of a vLLM request; empty for anybody else's."""
+    params = getattr(request, "kv_transfer_params", None) or {}
+    tag = params.get(PARAMETER)
+    return tag if isinstance(tag, dict) else {}
+
+
+class Reporter:
+    """The connector's end, in vLLM's engine core. Never blocks and never raises."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self._socket.setblocking(False)
+        self._local: dict[str, int] = {}  # looked for, not admitted yet
+        self._told: set[str] = set()
+        self.lost = 0
+
+    def ready(self, identity: EngineIdentity) -> None:
+        scope = identity.rank(0)
+        self._send(
+            {
+                "layout": describe_layout(identity.layout),
+                "num_ranks": identity.num_ranks,
+                "scope": {
+                    name: getattr(scope, name).hex() for name in ("weights", "tokenizer", "layout")
+                },
+            }
+        )
+
+    def looked(self, request: Any, num_local: int) -> None:
+        """vLLM looks for a request's prefix, and has so much of it itself."""
+        if request.request_id not in self._told and "id" in tag_of(request):
+            self._local[request.request_id] = num_local
+
+    def admitted(self, request: Any, hits: Mapping[str, int]) -> None:
+        """The request has its blocks. Only the first admission is told."""
+        local = self._local.pop(request.request_id, None)
+        if local is not None:
+            self._told.add(request.request_id)
+            told = {"local": local, "hits": dict(hits), "at_ns": time.monotonic_ns()}
+            self._send({"id": tag_of(request)["id"], **told})
+
+    def finished(self, request: Any) -> None:
+        """The request is over, at the end of its answer or before."""
+        self._local.pop(request.request_id, None)
+        self._told.discard(request.request_id)
+        tag = tag_of(request)
+        if "id" in tag:
+            in_flight = getattr(request, "num_in_flight_tokens", 0)
+            standing = max(0, request.num_computed_tokens - in_flight)
+            computed = min(standing, request.num_prompt_tokens)
+            self._send({"id": tag["id"], "computed": computed})
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _send(self, told: Mapping[str, Any]) -> None:
+        try:
+            self._socket.sendto(json.dumps(told).encode(), self._path)
+        except OSError:
+            self.lost += 1
+
+
+class Reports:
+    """The server's end. `take` reads what has come; it belongs to one thread."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        self.path = path
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self.socket.setblocking(False)
+        with contextlib.suppress(OSError):
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
+        self.socket.bind(str(path))
+        path.chmod(0o600)
+        self._known: dict[str, Report] = {}
+        self._expected: set[str] = set()
+        self.engine: Ready | None = None
+
+    def expect(self, name: str) -> None:
+        """Keep what is told of this request until `forget`; of others nothing is kept."""
+        self._expected.add(name)
+
+    def take(self) -> None:
+        """Read every report that has come."""
+        while True:
+            try:
+                data = self.socket.recv(_MAX_BYTES)
+            except BlockingIOError:
+                return
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                self._note(json.loads(data))
+
+    def of(self, name: str) -> Report | None:
+        return self._known.get(name)
+
+    def forget(self, name: str) -> None:
+        self._expected.discard(name)
+        self._known.pop(name, None)
+
+    def close(self) -> None:
+        self.socket.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    def _note(self, told: dict[str, Any]) -> None:
+        if "layout" in told:
+            fields = {name: bytes.fromhex(value) for name, value in told["scope"].items()}
+            layout = described_layout(told["layout"])
+            self.engine = Ready(layout, CacheScope(**fields), int(told["num_ranks"]))
+            return
+        name = told["id"]
+        if name not in self._expected:
+            return
+        known = self._known.get(name, Report())
+        if "at_ns" in told:
+            hits = {str(tier): int(tokens) for tier, tokens in told["hits"].items()}
+            known = Report(int(told["local"]), hits, int(told["at_ns"]), known.computed)
+        else:
+            known = Report(known.local, known.hits, known.admitted_ns, int(told["computed"]))
+        self._known[name] = known

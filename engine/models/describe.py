@@ -1,0 +1,76 @@
+"""A model's text side, read from its folder without its weights: for an engine that loads them.
+
+Called at start-up by the server whose engine is vLLM; `engine.models.load` shares the tokenizer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from engine.errors import ModelError
+from engine.models.files import find_folder
+from engine.text.tokenizer import Tokenizer
+
+
+class Speaking(Protocol):
+    """What there is to know of a model's vocabulary."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """A model's folder and its vocabulary."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+def describe_folder(
+    name: str, cache_dir: Path, progress: Callable[[str, float], None] | None = None
+) -> Spoken:
+    """Find the model `name` as `engine.models.load.load_model` does. Raises ModelError."""
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    folder = find_folder(name, cache_dir, progress or (lambda what, fraction: None))
+    tokenizer = load_tokenizer(folder)
+    try:
+        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        text_config = config.get_text_config()
+    except Exception as error:  # transformers' errors have no common root
+        raise ModelError(f"{folder} holds no usable config.json: {error}") from error
+    ends = _ends(folder, tokenizer) or _as_set(text_config.eos_token_id)
+    return Spoken(folder, tokenizer, text_config.vocab_size, ends)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model's folder. Raises ModelError for one that is not served."""
+    try:
+        base = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers' and tokenizers' errors have no common root
+        raise ModelError(f"{folder} holds no usable tokenizer: {error}") from error
+    return Tokenizer(base)
+
+
+def _ends(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids that end an answer, by the generation config and the tokenizer."""
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+    except OSError:  # it has none
+        generation = None
+    return _as_set(getattr(generation, "eos_token_id", None)) | _as_set(tokenizer.eos_token_id)
+
+
+def _as_set(ids: Any) -> frozenset[int]:
+    return frozenset([ids] if isinstance(ids, int) else ids or ())

@@ -1,0 +1,133 @@
+"""A request as vLLM answers it becomes the engine's outputs: counts by tier, lookups, logprobs."""
+
+from array import array
+from types import SimpleNamespace
+
+import pytest
+
+from cachesvc.server.vllm.answer import Answer, finish_of, logprobs_of
+from cachesvc.vllm.reports import Report
+from engine.request import BlockRun, FinishReason, Request, SamplingParams
+from tiers.blocks.keys import CacheScope, prefix_keys, token_bytes
+from tiers.errors import MissReason
+from tiers.tier import TierName
+
+SIZE = 16
+
+
+def request(num_tokens: int, *, n: int = 1, cache: bool = True) -> Request:
+    return Request(
+        request_id="r",
+        tokens=array("i", range(num_tokens)),
+        params=SamplingParams(n=n),
+        scope=CacheScope(weights=b"w", tenant=b"t"),
+        cache=cache,
+        arrival_ns=5,
+    )
+
+
+def admitted(num_tokens: int, report: Report | None, num_cached: int) -> Answer:
+    answer = Answer(request(num_tokens), SIZE, now_ns=10)
+    answer.admit(report, num_cached, now_ns=20)
+    return answer
+
+
+def test_hits_by_tier_are_the_reports_and_the_device_has_the_rest() -> None:
+    report = Report(local=32, hits={"host": 48, "disk": 16}, admitted_ns=12)
+    output = admitted(130, report, 96).output(0, 20, tokens=[7])
+    counts = output.counts
+    assert (130, 32, 48, 16, 0, 34, 1) == (
+        counts.prompt, counts.hit_device, counts.hit_host, counts.hit_disk, counts.hit_remote,
+        counts.miss, counts.output,
+    )  # fmt: skip
+    assert (5, 12, 20) == (
+        output.timeline.arrival_ns, output.timeline.admitted_ns, output.timeline.first_token_ns,
+    )  # fmt: skip
+
+
+def test_without_a_report_all_that_was_cached_was_on_the_device() -> None:
+    counts = admitted(64, None, 40).output(0, 20, tokens=[7]).counts
+    assert (40, 0, 24) == (counts.hit_device, counts.hit_host, counts.miss)
+
+
+def test_a_hit_that_the_node_failed_to_deliver_stays_a_hit() -> None:
+    """A fault never raises the bill: what was asked for at admission is fixed."""
+    counts = admitted(64, Report(hits={"host": 48}, admitted_ns=1), 16).output(0, 20).counts
+    assert (0, 48, 16) == (counts.hit_device, counts.hit_host, counts.miss)
+
+
+def test_the_lookup_has_a_run_for_each_tier_and_ends_with_what_was_computed() -> None:
+    answer = admitted(100, Report(local=16, hits={"host": 32}, admitted_ns=1), 48)
+    first, second = answer.output(0, 20, tokens=[7]), answer.output(0, 21, tokens=[8])
+    keys = prefix_keys(answer.request.scope.root(), token_bytes(range(100)), SIZE)
+    assert first.lookup is not None
+    assert (
+        BlockRun(TierName.DEVICE, 0, 16, 1, keys[0]),
+        BlockRun(TierName.HOST, 16, 32, 2, keys[2]),
+        BlockRun(None, 48, 52, 4),
+    ) == first.lookup.runs
+    assert first.lookup.absence is not None
+    assert keys[3] == first.lookup.absence.key
+    assert second.lookup is None
+
+
+@pytest.mark.parametrize("cached", [0, 16, 48, 63])
+def test_the_reasons_sum_to_the_miss(cached: int) -> None:
+    output = admitted(64, None, cached).output(0, 20)
+    assert output.counts.miss == sum(output.miss_reasons.values())
+
+
+def test_a_request_without_the_cache_says_so() -> None:
+    answer = Answer(request(64, cache=False), SIZE, now_ns=1)
+    answer.admit(None, 0, now_ns=2)
+    output = answer.output(0, 3)
+    assert {MissReason.DISABLED: 64} == output.miss_reasons
+    assert output.lookup is not None
+    assert MissReason.DISABLED is output.lookup.stop
+
+
+@pytest.mark.parametrize(
+    ("report", "prompt", "hit"),
+    [
+        (None, 0, 0),  # it never began
+        (Report(computed=0), 0, 0),  # it waited until it was ended
+        (Report(local=16, hits={"host": 32}, admitted_ns=3, computed=40), 48, 48),  # it was loading
+        (Report(local=16, hits={}, admitted_ns=3, computed=64), 64, 16),
+        (Report(local=0, hits={}, admitted_ns=3, computed=900), 100, 0),
+    ],
+)
+def test_a_prompt_that_was_cut_short_counts_what_was_done(
+    report: Report | None, prompt: int, hit: int
+) -> None:
+    answer = Answer(request(100), SIZE, now_ns=1)
+    answer.cut_short(report)
+    output = answer.output(0, 9, finish=FinishReason.ABORT)
+    assert (prompt, hit, True) == (output.counts.prompt, output.counts.hit, output.last)
+    assert output.counts.hit + output.counts.miss == output.counts.prompt
+
+
+def test_only_the_last_sequence_ends_the_request() -> None:
+    answer = Answer(request(20, n=3), SIZE, now_ns=1)
+    answer.admit(None, 0, now_ns=2)
+    assert not answer.output(1, 3, tokens=[1], finish=FinishReason.STOP).last
+    answer.end(2)
+    last = answer.output(0, 3, tokens=[1, 2], finish=FinishReason.LENGTH)
+    assert (True, 3) == (last.last, last.counts.output)
+
+
+def test_finish_reasons_that_we_do_not_share_are_errors() -> None:
+    assert [None, FinishReason.STOP, FinishReason.ERROR, FinishReason.ERROR] == [
+        finish_of(reason) for reason in (None, "stop", "error", "repetition")
+    ]
+
+
+def test_logprobs_are_the_tokens_own_and_the_likely_ones_in_order() -> None:
+    entry = {
+        5: SimpleNamespace(logprob=-3.0, rank=9),
+        1: SimpleNamespace(logprob=-0.5, rank=1),
+        2: SimpleNamespace(logprob=-1.0, rank=2),
+    }
+    [told] = logprobs_of([5], [entry], 2)
+    assert (5, -3.0, ((1, -0.5), (2, -1.0)), 9) == (told.token, told.logprob, told.top, told.rank)
+    assert ((), -3.0) == (logprobs_of([5], [entry], 0)[0].top, told.logprob)
+    assert [] == logprobs_of([5], [entry], None)

@@ -1,0 +1,105 @@
+"""Reports from vLLM's engine core to the server: what arrives, and what is lost without harm."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cachesvc.vllm.identity import EngineIdentity
+from cachesvc.vllm.reports import Reporter, Reports
+from tiers.blocks.keys import CacheScope
+from tiers.node.messages import engine_layout
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[tuple[Reporter, Reports]]:
+    reports = Reports(tmp_path / "reports.sock")
+    reporter = Reporter(reports.path)
+    yield reporter, reports
+    reporter.close()
+    reports.close()
+
+
+def request(name: str = "r:0", *, computed: int = 0, ours: bool = True) -> Any:
+    return SimpleNamespace(
+        request_id=f"{name}-1234",
+        kv_transfer_params={"cachesvc": {"id": name}} if ours else None,
+        num_computed_tokens=computed,
+        num_in_flight_tokens=0,
+        num_prompt_tokens=100,
+    )
+
+
+def test_hits_and_progress_of_a_request_are_told(ends: tuple[Reporter, Reports]) -> None:
+    reporter, reports = ends
+    reports.expect("r:0")
+    reporter.looked(request(), 16)
+    reporter.admitted(request(), {"host": 32})
+    reports.take()
+    report = reports.of("r:0")
+    assert report is not None
+    assert (16, {"host": 32}, None) == (report.local, report.hits, report.computed)
+    assert report.admitted_ns > 0
+    reporter.finished(request(computed=130))
+    reports.take()
+    report = reports.of("r:0")
+    assert report is not None
+    assert (16, 48, 100) == (report.local, report.local + report.external, report.computed)
+
+
+def test_a_preempted_request_keeps_what_it_was_admitted_with(
+    ends: tuple[Reporter, Reports],
+) -> None:
+    reporter, reports = ends
+    reports.expect("r:0")
+    for local, hits in ((16, {"host": 32}), (64, {})):
+        reporter.looked(request(), local)
+        reporter.admitted(request(), hits)
+    reports.take()
+    report = reports.of("r:0")
+    assert report is not None and (16, 32) == (report.local, report.external)
+
+
+def test_requests_of_others_are_not_told_and_not_kept(ends: tuple[Reporter, Reports]) -> None:
+    reporter, reports = ends
+    reporter.looked(request(ours=False), 16)
+    reporter.admitted(request(ours=False), {})
+    reporter.finished(request(ours=False))
+    reporter.looked(request("gone:0"), 16)
+    reporter.admitted(request("gone:0"), {})  # its server does not wait for it any more
+    reports.take()
+    assert reports.of("gone:0") is None
+
+
+def test_nonsense_is_passed_over(ends: tuple[Reporter, Reports]) -> None:
+    _, reports = ends
+    for data in (b"", b"{", b"[]", b'{"id": []}', b'{"layout": {}}', b'{"id": "r:0"}', b"\xff"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+            other.sendto(data, str(reports.path))
+    reports.expect("r:0")
+    reports.take()
+    assert reports.of("r:0") is None
+
+
+def test_the_sender_neither_waits_nor_fails_where_nobody_reads(tmp_path: Path) -> None:
+    reports = Reports(tmp_path / "reports.sock")
+    reporter = Reporter(reports.path)
+    for number in range(20_000):  # more than any socket holds
+        reporter.finished(request(f"r{number}:0"))
+    assert reporter.lost > 0
+    reports.close()
+    reporter.finished(request())
+    reporter.close()
+
+
+def test_the_engines_blocks_are_told_once_it_knows_them(ends: tuple[Reporter, Reports]) -> None:
+    reporter, reports = ends
+    layout = engine_layout(2, 64, 16, "float32")
+    reporter.ready(EngineIdentity(CacheScope(weights=b"w", layout=b"l"), layout, 1))
+    reports.take()
+    assert reports.engine is not None
+    assert layout == reports.engine.layout
+    assert (b"w", b"l:rank 0 of 1") == (reports.engine.scope.weights, reports.engine.scope.layout)

@@ -1,0 +1,233 @@
+"""`cachesvc serve --engine vllm`: two tenants, every tier, a client that leaves, a bill that fits.
+
+One story over two starts of the server, for vLLM takes half a minute to start. The node that the
+first start makes outlives it.
+"""
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from billing.gate.entries import Kind
+from billing.store import reports as store_reports
+from tests.live_server import LiveServer
+from tests.vllm.processes import PYTHON, ROOT, RunningNode
+from tiers.node.client import NodeClient
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+BLOCK = 128
+PATIENCE_S = 600.0
+CLASSES = ("hit_device", "hit_host", "hit_disk", "hit_remote", "miss", "output")
+RUN = "import sys; sys.argv[0] = 'cachesvc'; from cachesvc.cli import main; main()"
+STORY = " ".join(f"Person {n} lives in town {n * 7 % 97}." for n in range(60))
+OTHER = " ".join(f"Badge {n} opens door {n * 31 % 89}." for n in range(60))
+
+
+class VllmServer(LiveServer):
+    """A server whose engine is vLLM, in vLLM's environment."""
+
+    start_s = PATIENCE_S
+
+    def command(self) -> list[Any]:
+        options = ["--engine", "vllm", "--port", "0", "--data-dir", self.data_dir]
+        sizes = ["--device-cache", "512MiB", "--host-cache", "256MiB", "--disk-cache", "1GiB"]
+        vllm = ["--vllm.max-model-len=2048", "--vllm.enforce-eager", "--max-running", "8"]
+        model = ["--model", self._model.name]
+        return [PYTHON, "-c", RUN, "serve", *options, *sizes, *vllm, *model]
+
+    def body(self, prompt: str) -> dict[str, Any]:
+        return {"model": self._model.name, "prompt": prompt, "temperature": 0, "max_tokens": 6}
+
+    @property
+    def socket(self) -> Path:
+        return self.data_dir / "node.sock"
+
+    def pool(self) -> dict[str, Any]:
+        with closing(NodeClient(self.socket)) as client:
+            client.open()
+            (pool,) = client.stats()["pools"]
+        return dict(pool)
+
+    def entries(self) -> list[Any]:
+        store = self.store()
+        try:
+            with store.reading() as connection:
+                return [
+                    entry
+                    for tenant in ("a", "b")
+                    for entry in store_reports.stream_entries(connection, tenant)
+                    if entry.kind is Kind.CHARGE
+                ]
+        finally:
+            store.close()
+
+
+class Client:
+    """One tenant's questions, and what their answers said was used."""
+
+    def __init__(self, server: VllmServer, key: Mapping[str, str]) -> None:
+        self._server = server
+        self._key = key
+        self.used: Counter[str] = Counter()
+
+    def ask(self, prompt: str, **more: Any) -> tuple[str, Counter[str]]:
+        body = {**self._server.body(prompt), **more}
+        url = f"{self._server.url}/v1/completions"
+        answer = httpx.post(url, json=body, headers=self._key, timeout=PATIENCE_S)
+        assert 200 == answer.status_code, answer.text
+        self.last: dict[str, Any] = answer.json()
+        return self.last["choices"][0]["text"], self._note(self.last["usage"])
+
+    def stream(self, prompt: str, *, leave_after: int | None = None, **more: Any) -> Any:
+        """The text and its usage; None where the client has left."""
+        body = {**self._server.body(prompt), "stream": True, **more}
+        body["stream_options"] = {"include_usage": True}
+        url = f"{self._server.url}/v1/completions"
+        text, usage, num_chunks = "", None, 0
+        with httpx.stream("POST", url, json=body, headers=self._key, timeout=PATIENCE_S) as answer:
+            assert 200 == answer.status_code, answer.read()
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                text += "".join(choice["text"] for choice in chunk["choices"])
+                usage = chunk.get("usage") or usage
+                num_chunks += bool(chunk["choices"])
+                if num_chunks == leave_after:
+                    return None
+        assert usage is not None
+        return text, self._note(usage)
+
+    def _note(self, usage: Mapping[str, Any]) -> Counter[str]:
+        split = usage["prompt_tokens_details"]["cached_tokens_details"]
+        told = Counter({f"hit_{tier}": tokens for tier, tokens in split.items()})
+        told["output"] = usage["completion_tokens"]
+        told["miss"] = usage["prompt_tokens"] - sum(split.values())
+        self.used += told
+        return told
+
+
+@pytest.fixture
+def server(model: Path, tmp_path: Path) -> Iterator[VllmServer]:
+    running = VllmServer(tmp_path, model, PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1")
+    try:
+        yield running
+    finally:
+        running.kill()
+        stop_node(running)
+
+
+def stop_node(server: VllmServer) -> None:
+    if server.socket.exists():
+        with closing(NodeClient(server.socket)) as client:
+            client.open()
+            os.kill(client.peer, signal.SIGTERM)
+        until(lambda: not server.socket.exists())
+
+
+def until(done: Any) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+def test_a_server_over_vllm_bills_by_tier_what_it_served(
+    server: VllmServer, tmp_path: Path
+) -> None:
+    keys = {name: server.customer(name, 10**13) for name in ("a", "b")}
+    server.start()
+    a, b = (Client(server, keys[name]) for name in ("a", "b"))
+
+    # The same prompt: computed, then from vLLM's own cache, with the same answer.
+    cold, used = a.ask(STORY)
+    assert used["miss"] > 5 * BLOCK and not used["hit_device"]
+    warm, used = a.stream(STORY)
+    assert cold == warm
+    assert used["hit_device"] >= 5 * BLOCK and used["miss"] < BLOCK
+
+    # Another tenant shares nothing of it.
+    other, used = b.ask(STORY)
+    assert cold == other
+    assert used["miss"] > 5 * BLOCK and not used["hit_device"]
+
+    # What vLLM is told of a request, and what is refused.
+    text, _ = a.ask("Yes or no? ", structured_outputs={"regex": "(yes|no), (yes|no)"})
+    assert text in {f"{x}, {y}"[: len(text)] for x in ("yes", "no") for y in ("yes", "no")}
+    a.ask("Tell me", n=3, temperature=1, seed=5, logprobs=2, stop=[" never"])
+    first = [choice["text"] for choice in a.last["choices"]]
+    assert all(len(c["logprobs"]["tokens"]) for c in a.last["choices"])
+    a.ask("Tell me", n=3, temperature=1, seed=5, logprobs=2, stop=[" never"])
+    assert first == [choice["text"] for choice in a.last["choices"]]
+    refused = httpx.post(
+        f"{server.url}/v1/completions",
+        json=server.body("x") | {"temperature": 999},
+        headers=keys["a"],
+        timeout=PATIENCE_S,
+    )
+    assert (400, "temperature") == (refused.status_code, refused.json()["error"]["param"])
+
+    # A client leaves in the middle: what it was given is charged.
+    assert b.stream(OTHER, leave_after=2, max_tokens=1500) is None
+    until(lambda: any(e.details["outcome"] == "client_gone" for e in server.entries()))
+    (left,) = (e for e in server.entries() if e.details["outcome"] == "client_gone")
+    assert 2 <= left.details["usage"]["output"] < 1500
+
+    # The server stops; its node stays, and the next server finds the blocks in its memory.
+    until(lambda: server.pool()["stored"] >= 10 and not server.pool()["is_writing"])
+    server.stop()
+    assert server.socket.exists()
+    server.start()
+    again, used = a.ask(STORY)
+    assert cold == again
+    assert used["hit_host"] >= 5 * BLOCK and not used["hit_device"]
+
+    # The node is restarted: from its disk.
+    until(lambda: not server.pool()["is_writing"])
+    stop_node(server)
+    node = RunningNode(tmp_path, socket=server.socket, disk=server.data_dir / "disk" / "node")
+    node.start("256MiB")
+    try:
+        again, used = b.ask(STORY)
+        assert cold == again
+        assert used["hit_disk"] >= 5 * BLOCK and not used["hit_device"]
+
+        # The bill is what the answers said, and the ledger adds up.
+        billed: Counter[str] = Counter()
+        charges = server.entries()
+        for entry in charges:
+            if entry.details["outcome"] != "client_gone":
+                billed.update({c: entry.details["usage"].get(c, 0) for c in CLASSES})
+        assert +(a.used + b.used) == +billed
+        assert server.told("ledger", "verify")["ok"]
+        # vLLM's engine core dies: the server ends, for its supervisor to start it again.
+        os.kill(core_of(server.pid), signal.SIGKILL)
+        assert 0 != server.wait()
+        assert "the engine has failed" in server.log
+    finally:
+        node.stop()
+
+
+def core_of(pid: int) -> int:
+    """vLLM's engine core: the child of the server that calls itself so."""
+    for child in Path("/proc").iterdir():
+        if not child.name.isdigit():
+            continue
+        try:
+            stat = (child / "stat").read_text().rpartition(")")[2].split()
+            name = (child / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(stat[1]) == pid and b"EngineCore" in name:
+            return int(child.name)
+    raise AssertionError("no engine core runs")
