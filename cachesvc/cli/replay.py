@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cachesvc.cli.replay_fleet import fleet_json, fleet_table, fleets
 from cachesvc.cli.replay_report import Prices, as_json, as_table, chart_svg, chart_text
 from tiers.errors import ConfigurationError
 from tiers.policy import PolicyName, policy_in
@@ -45,6 +46,12 @@ def replay(
     hit_price: Annotated[str, typer.Option(help="Price of a million hit tokens.")] = "0.1",
     miss_price: Annotated[str, typer.Option(help="Price of a million missed tokens.")] = "1",
     currency: Annotated[str, typer.Option(help="What the prices are in.")] = "CNY",
+    servers: Annotated[
+        int | None, typer.Option(min=1, help="Spread the trace over so many servers like that.")
+    ] = None,
+    shared: Annotated[
+        str | None, typer.Option(help="Size of a store below all servers, such as 50%.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON list of results.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Write the hit rates as SVG here; - draws them as text.")
@@ -53,6 +60,7 @@ def replay(
     """Replay a request trace through cache policies, with no tensors.
 
     A block counts as hit only when all before it in its request hit. Hit rates are by token.
+    With --servers, --tiers are each server's, and routing by prefix is compared with none.
     """
     prices = Prices(_price(hit_price, "--hit-price"), _price(miss_price, "--miss-price"), currency)
     names = _policies(policy)
@@ -60,6 +68,13 @@ def replay(
     try:
         loaded = read_trace(trace, block_tokens)
         plans = _plans(loaded, names, capacity_blocks, tiers)
+        if servers is not None:
+            _print_fleet(loaded, plans, servers, shared, block_tokens * token_bytes, json)
+            return
+        if shared is not None:
+            raise typer.BadParameter(
+                "it stands below several; give --servers", param_hint="--shared"
+            )
         results = _run(loaded, plans, write_policy, stderr)
     except TraceError as error:
         raise typer.BadParameter(str(error), param_hint="TRACE") from error
@@ -75,6 +90,29 @@ def replay(
     Console().print(as_table(loaded, results, prices, block_bytes))
     if plot is not None and str(plot) == "-":
         typer.echo(chart_text(results))
+
+
+def _print_fleet(
+    trace: Trace,
+    plans: Sequence[Sequence[TierPlan]],
+    num_servers: int,
+    shared: str | None,
+    block_bytes: int,
+    as_text: bool,
+) -> None:
+    size = _blocks(shared, trace.working_set_blocks(), "--shared") if shared else 0
+    rounds = 2 * (2 if size else 1) * len(plans)
+    if any(tier.policy == MIN for plan in plans for tier in plan):
+        raise typer.BadParameter("min knows one server's future", param_hint="--policy")
+    with _progress(Console(stderr=True), rounds * len(trace.requests)) as advance:
+        found = [fleets(trace, plan, num_servers, size, advance) for plan in plans]
+    if as_text:
+        typer.echo(fleet_json([result for each in found for result in each], block_bytes))
+        return
+    for plan, results in zip(plans, found, strict=True):
+        sizes = ", ".join(f"{tier.name} {tier.capacity_blocks:,} ({tier.policy})" for tier in plan)
+        Console().print(f"Each server: {sizes} blocks")
+        Console().print(fleet_table(trace, results, block_bytes))
 
 
 def _run(

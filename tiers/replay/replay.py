@@ -150,6 +150,13 @@ class Hierarchy:
         while len(top.resident) > top.plan.capacity_blocks:
             self._evict(0)
 
+    def held(self, blocks: Sequence[Hashable]) -> int:
+        """How many of the leading blocks some tier holds now."""
+        for depth, key in enumerate(blocks):
+            if not any(key in level.resident for level in self._levels):
+                return depth
+        return len(blocks)
+
     def tiers(self) -> tuple[TierReplay, ...]:
         return tuple(level.summary() for level in self._levels)
 

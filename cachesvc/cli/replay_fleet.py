@@ -1,0 +1,65 @@
+"""What `cachesvc replay --servers N` prints: hit rates, traffic and balance of a fleet."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from rich.table import Table
+
+from tiers.replay.fleet import FleetReplay, Routing, replay_fleet
+from tiers.replay.replay import TierPlan
+from tiers.replay.trace import Trace
+
+
+def fleets(
+    trace: Trace,
+    plans: Sequence[TierPlan],
+    num_servers: int,
+    shared_blocks: int,
+    progress: Callable[[int], None],
+) -> list[FleetReplay]:
+    """Each way of routing, without the store below and with it."""
+    stores = [0, shared_blocks] if shared_blocks else [0]
+    return [
+        replay_fleet(trace, plans, num_servers, routing, shared_blocks=blocks, progress=progress)
+        for routing in Routing
+        for blocks in stores
+    ]
+
+
+def fleet_json(results: Sequence[FleetReplay], block_bytes: int) -> str:
+    return json.dumps([_row(result, block_bytes) for result in results], indent=2)
+
+
+def fleet_table(trace: Trace, results: Sequence[FleetReplay], block_bytes: int) -> Table:
+    first = results[0]
+    table = Table(
+        title=f"{trace.name}: {len(trace.requests):,} requests over {first.num_servers} servers",
+        title_justify="left",
+    )
+    for name in ("routing", "shared", "hit", "from it", "read", "written", "lookups", "busiest"):
+        table.add_column(name, justify="left" if name == "routing" else "right")
+    for result in results:
+        row = _row(result, block_bytes)
+        table.add_row(
+            str(result.routing),
+            f"{result.shared_blocks:,}" if result.shared_blocks else "none",
+            f"{result.hit_rate:.1%}",
+            f"{result.shared_hit_tokens / result.tokens:.1%}",
+            f"{row['read_mb_per_s']:.1f} MB/s",
+            f"{row['written_mb_per_s']:.1f} MB/s",
+            f"{row['lookups_per_s']:.1f}/s",
+            f"{result.imbalance:.2f}x",
+        )
+    return table
+
+
+def _row(result: FleetReplay, block_bytes: int) -> dict[str, object]:
+    seconds = max(result.seconds, 1e-9)
+    return asdict(result) | {
+        "hit_rate": result.hit_rate,
+        "computed_tokens": result.computed_tokens,
+        "read_mb_per_s": result.shared_read * block_bytes / seconds / 1e6,
+        "written_mb_per_s": result.shared_written * block_bytes / seconds / 1e6,
+        "lookups_per_s": result.shared_lookups / seconds,
+    }
