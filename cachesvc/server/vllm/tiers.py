@@ -41,6 +41,7 @@ class TiersElsewhere(TieredCache):
         why: str = "",
         *,
         scope: PrefixKey | None = None,
+        owner: str = "",
     ) -> Pin[PrefixKey]:
         raise PinError("pins are not kept with vLLM as the engine: its node evicts by use alone")
 
