@@ -30,6 +30,7 @@ from api.routes import (
     completions,
     customer_page,
     health,
+    invoices,
     messages,
     models,
     responses,
@@ -80,6 +81,7 @@ def create_app(
     for area in AREAS:
         app.include_router(area.router)
     app.include_router(customer_page.router)
+    app.include_router(invoices.router)
     for router in routers:
         app.include_router(router)
     for kind in (ApiError, EngineError, BillingError, HTTPException):

@@ -22,6 +22,9 @@ BillingError
 │   ├── UnknownHold          the hold was settled or its lease ended
 │   ├── UnknownDeposit       no top-up or grant has this reference
 │   └── UnknownRequest       no request of this id was charged
+├── InvoiceError           an invoice that cannot be issued, marked or credited so
+│   ├── PartiesError       a file of seller and buyers that cannot be used; names the field
+│   └── UnknownInvoice     no invoice or credit note has this number
 ├── IdempotencyConflict    the same key with another body (409)
 ├── IdempotencyBusy        the first request of this key still runs (409, retry)
 ├── LedgerUnavailable      the store cannot be written; the gate fails closed (503)
@@ -135,6 +138,18 @@ class UnknownDeposit(GateError):
 
 class UnknownRequest(GateError):
     """No request of the tenant with this id was ever charged."""
+
+
+class InvoiceError(BillingError):
+    """An invoice cannot be issued, marked or credited so; the message says why."""
+
+
+class PartiesError(InvoiceError):
+    """The seller or a buyer cannot be read or is not there; the message names the field."""
+
+
+class UnknownInvoice(InvoiceError):
+    """No invoice and no credit note has this number."""
 
 
 class IdempotencyConflict(BillingError):

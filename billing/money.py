@@ -14,6 +14,13 @@ UNITS = 10**12  # units in one unit of the currency
 PLACES = 12
 TOKENS_PER_RATE = 10**6  # a rate is quoted for this many tokens
 
+# Digits after the point, ISO 4217 (table A.1), where they are not two.
+_PLACES = {
+    0: "BIF CLP DJF GNF ISK JPY KMF KRW PYG RWF UGX UYI VND VUV XAF XOF XPF",
+    3: "BHD IQD JOD KWD LYD OMR TND",
+    4: "CLF UYW",
+}
+
 _AMOUNT = re.compile(r"[+-]?[0-9]{1,15}(\.[0-9]{1,40})?")
 _CURRENCY = re.compile(r"[A-Z]{3}")
 # Wide enough for any amount here; every use is exact or quantizes half-even on purpose.
@@ -67,6 +74,13 @@ def format_units(units: int, places: int | None = None) -> str:
     return exact.rstrip("0").ljust(len(exact) - PLACES + 2, "0")
 
 
+def minor_places(currency: str) -> int:
+    """The digits after the point of what can be paid in a currency: the one rounding of invoices
+    and statements.
+    """
+    return next((places for places, codes in _PLACES.items() if currency in codes.split()), 2)
+
+
 def round_half_even(units: int, places: int) -> int:
     """Units of the nearest amount with `places` decimals; ties to even."""
     step: int = 10 ** (PLACES - places)
@@ -98,3 +112,9 @@ def check_currency(code: str) -> str:
     if not _CURRENCY.fullmatch(code):
         raise InvalidAmount(f"currency {code!r} is not three capital letters such as CNY or USD")
     return code
+
+
+def grouped(number: str | int) -> str:
+    """A decimal with its thousands apart."""
+    whole, point, places = str(number).partition(".")
+    return f"{int(whole):,}{point}{places}" if whole.strip("-0") else f"{whole}{point}{places}"

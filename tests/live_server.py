@@ -18,7 +18,7 @@ from billing.store.store import LedgerStore, database_url, open_store
 
 SCRIPT = Path(sys.executable).with_name("cachesvc")
 READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")
-START_S = 60
+START_S = 300  # importing torch took 40 s on two cores that eight others shared
 
 
 class LiveServer:

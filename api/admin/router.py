@@ -14,12 +14,14 @@ from api.admin.pages import money as pages_money
 from api.admin.pages import overview as pages_overview
 from api.admin.pages import pins as pages_keeping
 from api.admin.pages import requests as pages_requests
+from api.admin.pages import tenant_forms as pages_tenant_forms
 from api.admin.pages import tenants as pages_tenants
 from api.admin.pages import working_set as pages_working_set
 from api.admin.parts import AdminParts
 from api.admin.routes import account as account_routes
 from api.admin.routes import blocks, events, stats
 from api.admin.routes import cache as cache_routes
+from api.admin.routes import invoices as invoice_routes
 from api.admin.routes import ledger as ledger_routes
 from api.admin.routes import prices as price_routes
 
@@ -30,6 +32,7 @@ AREAS = (
     events.router,
     login.router,
     account_routes.router,
+    invoice_routes.router,
     ledger_routes.router,
     price_routes.router,
     pages_audit.router,
@@ -41,6 +44,7 @@ AREAS = (
     pages_money.router,
     pages_overview.router,
     pages_requests.router,
+    pages_tenant_forms.router,
     pages_tenants.router,
     pages_working_set.router,
     stats.router,

@@ -1,4 +1,4 @@
-"""What customers see of their own use and money: usage, requests, invoices, receipts, limits.
+"""What customers see of their own use and money: usage, requests, statements, receipts, limits.
 
 Only ever of the caller's own tenant. The store is read off the event loop.
 """
@@ -16,7 +16,7 @@ from api.errors import RecordNotFound, Unsupported
 from api.page_headers import with_style
 from billing.keys import Scope
 from billing.prices.time_zones import find_zone
-from billing.reports import invoice as statements
+from billing.reports import statement as statements
 from billing.reports import usage as usage_report
 from billing.reports.csv import safe_writer
 from billing.reports.documents import entry_document, tenant_document
@@ -110,8 +110,8 @@ async def entries(
     return _table([_flat(row) for row in rows] if form == "csv" else rows, form)
 
 
-@router.get("/v1/usage/invoice/{month}", response_model=None)
-async def invoice(
+@router.get("/v1/usage/statement/{month}", response_model=None)
+async def statement(
     request: Request,
     month: Month,
     timezone: Timezone = "UTC",
@@ -120,14 +120,14 @@ async def invoice(
     """Your month, as JSON, CSV or a page to print."""
     zone = find_zone(timezone)
     made = await _read(
-        request, lambda store, tenant: statements.invoice(store, tenant, month, zone)
+        request, lambda store, tenant: statements.statement(store, tenant, month, zone)
     )
     if form == "csv":
-        return Response(statements.invoice_csv(made), media_type="text/csv")
+        return Response(statements.statement_csv(made), media_type="text/csv")
     if form == "html":
-        page = statements.invoice_html(made)
+        page = statements.statement_html(made)
         return HTMLResponse(page, headers=with_style(page))
-    return statements.invoice_json(made)
+    return statements.statement_json(made)
 
 
 @router.get("/v1/usage/account")

@@ -1,7 +1,8 @@
 """Sums of charges by day and by session, kept beside the ledger so that a statement reads few rows.
 
 Pure: the store adds these rows in the transaction of their entries, the audit makes them again.
-Days are UTC. Corrections are few and stay out of the sums; a statement lists them.
+Days are UTC. Corrections are few and stay out of the sums; a statement lists them. `granted` is
+what of the amount was taken from granted money, and `owed` what was left to be owed.
 """
 
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ DAY_NS = 86_400 * 10**9
 DAILY_KEY = ("tenant", "day", "project", "key_id", "model", "card", "version", "window_name")
 SESSION_KEY = ("tenant", "session")
 STORED = {"storage_token_hours"}
-AMOUNTS = ("amount", "saved", "fees")
+AMOUNTS = ("amount", "saved", "fees", "granted", "owed")
 COUNTERS = (
     "requests",
     *CLASSES,
@@ -44,13 +45,13 @@ class Rollups:
             details["version"],
             details["window"],
         )
-        amount = entry.amount
-        _add(_row(self._daily, DAILY_KEY, key), amount, details)
+        taken = entry.amounts
+        _add(_row(self._daily, DAILY_KEY, key), taken, details)
         session = details.get("session")
         if session:
             row = _row(self._sessions, SESSION_KEY, (entry.tenant, session))
             row["last_ns"] = max(row.get("last_ns", 0), entry.moment_ns)
-            _add(row, amount, details)
+            _add(row, taken, details)
 
     def rows(self) -> tuple[list[Row], list[Row]]:
         """Daily and session rows in the order of their keys, amounts whole."""
@@ -83,12 +84,14 @@ def _sorted(rows: dict[tuple[Any, ...], Row]) -> list[Row]:
     return [rows[key] for key in sorted(rows)]
 
 
-def _add(row: Row, amount: int, details: dict[str, Any]) -> None:
+def _add(row: Row, taken: dict[str, int], details: dict[str, Any]) -> None:
     usage = details.get("usage", {})
     row["requests"] += usage.keys() != STORED  # an hour of a pin is no request
     for name, count in usage.items():
         row[name] += count
-    row["amount"] -= amount
+    row["amount"] += taken.get("revenue", 0)
+    row["granted"] -= taken.get("granted", 0)
+    row["owed"] -= taken.get("receivable", 0)
     row["saved"] += int(details["saved"])
     row["fees"] += int(details.get("fees", 0))
 

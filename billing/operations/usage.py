@@ -1,4 +1,4 @@
-"""What was used and what it cost: by tenant, day, month and session, and as an invoice."""
+"""What was used and what it cost: by tenant, day, month and session, and as a statement."""
 
 from datetime import tzinfo
 from enum import StrEnum
@@ -65,33 +65,33 @@ def session_usage(
     return _documents(reports.by_session(books.store, query, limit=limit))
 
 
-class InvoiceForm(StrEnum):
-    """How an invoice is written."""
+class StatementForm(StrEnum):
+    """How a statement is written."""
 
     JSON = "json"
     CSV = "csv"
     HTML = "html"
 
 
-def make_invoice(
+def make_statement(
     books: Books,
     *,
     tenant: str,
     month: str,
     timezone: str = "UTC",
-    format: InvoiceForm = InvoiceForm.JSON,  # noqa: A002  as the wire calls it
+    format: StatementForm = StatementForm.JSON,  # noqa: A002  as the wire calls it
 ) -> Document | str:
     """A tenant's month such as 2026-11, as a document, as CSV, or as a page for a printer."""
-    from billing.reports import invoice as invoices  # it brings the templates of pages
+    from billing.reports import statement as statements  # it brings the templates of pages
 
-    found = invoices.invoice(books.store, tenant, month, _zone(timezone))
+    found = statements.statement(books.store, tenant, month, _zone(timezone))
     match format:
-        case InvoiceForm.JSON:
-            return invoices.invoice_json(found)
-        case InvoiceForm.CSV:
-            return invoices.invoice_csv(found)
-        case InvoiceForm.HTML:
-            return invoices.invoice_html(found)
+        case StatementForm.JSON:
+            return statements.statement_json(found)
+        case StatementForm.CSV:
+            return statements.statement_csv(found)
+        case StatementForm.HTML:
+            return statements.statement_html(found)
 
 
 def sign_receipt(books: Books, *, tenant: str, request_id: str) -> Document:

@@ -14,6 +14,7 @@ hangs on it.
     corrected   a correction names a charge and gives back no more than is left of it; an
                 adjustment names a deposit
     decided     whatever a person booked is in the admin trail, and the other way round
+    issued      invoices are what the admin trail says, numbered without a gap
     projected   account rows and rollups are what the entries and holds sum to
     readable    every row says something
 """
@@ -45,6 +46,7 @@ from billing.prices.cards import card_digest, parse_card
 from billing.prices.rating import rate
 from billing.proof.decisions import Decisions, check_decisions
 from billing.proof.history import CardHistory
+from billing.proof.invoices import check_invoices
 from billing.proof.result import UNREADABLE, Head, Problem, Proof, readable
 from billing.proof.trail import TRAIL, check_trail, trail_head
 from billing.store import accounts as store_accounts
@@ -93,6 +95,7 @@ def verify(
             proof.problems += readable("usage", lambda: _compare_rollups(rollups, connection))
         known = kept.get(TRAIL, {})
         proof.problems += readable(TRAIL, lambda: check_trail(connection, known))
+        proof.problems += readable("invoices", lambda: check_invoices(connection))
         if not broken:
             decisions = replay.decisions
             proof.problems += readable(TRAIL, lambda: check_decisions(connection, decisions))

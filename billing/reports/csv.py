@@ -1,4 +1,4 @@
-"""Writes CSV that a spreadsheet may open. Pure; for invoices and exports.
+"""Writes CSV that a spreadsheet may open. Pure; for statements and exports.
 
 A cell that begins like a formula is run by spreadsheets, and names and reasons come from others; it
 gets an apostrophe in front, as OWASP advises against CSV injection. Numbers stay numbers. A row is

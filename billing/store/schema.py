@@ -5,6 +5,7 @@ Amounts that may exceed 64 bits (9.2 million of the currency) are `Wide`; rollup
 keep `hi * 10**9 + lo`, so that no sum overflows.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import (
@@ -245,6 +246,38 @@ budgets = Table(
     Column("value", String, nullable=False),
 )
 
+# What the seller and the buyers are called on invoices; the last row is in force.
+parties = Table(
+    "parties",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=False),
+    Column("at_ns", BigInteger, nullable=False),
+    Column("text", Text, nullable=False),
+)
+
+# Invoices and credit notes as they were issued; `number` is `series` and the `seq` within it.
+invoices = Table(
+    "invoices",
+    metadata,
+    Column("number", String, primary_key=True),
+    Column("series", String, nullable=False),
+    Column("seq", Integer, nullable=False),
+    Column("tenant", String, nullable=False, index=True),
+    Column("kind", String, nullable=False),
+    Column("about", String, nullable=False),  # the month, or the number that a credit note credits
+    Column("at_ns", BigInteger, nullable=False),
+    Column("text", Text, nullable=False),
+)
+Index("invoices_gapless", invoices.c.series, invoices.c.seq, unique=True)
+
+invoice_marks = Table(
+    "invoice_marks",
+    metadata,
+    Column("number", String, primary_key=True),
+    Column("state", String, primary_key=True),
+    Column("at_ns", BigInteger, nullable=False),
+)
+
 outbox = Table(
     "outbox",
     metadata,
@@ -256,20 +289,21 @@ outbox = Table(
     Column("delivered_ns", BigInteger),
 )
 
-APPEND_ONLY = ("entries", "trail")
+INVOICE_TABLES = ("parties", "invoices", "invoice_marks")
+APPEND_ONLY = ("entries", "trail", *INVOICE_TABLES)
 
 
-def append_only_statements(dialect: str) -> list[str]:
+def append_only_statements(dialect: str, tables: Sequence[str] = APPEND_ONLY) -> list[str]:
     """DDL that makes the database itself refuse to change or remove what was written."""
     if dialect == "sqlite":
         return [
             f"CREATE TRIGGER {table}_no_{verb.lower()} BEFORE {verb} ON {table} BEGIN "
             f"SELECT RAISE(ABORT, '{table} are append-only'); END"
-            for table in APPEND_ONLY
+            for table in tables
             for verb in ("UPDATE", "DELETE")
         ]
     function = (
-        "CREATE FUNCTION refuse_change() RETURNS trigger LANGUAGE plpgsql AS "
+        "CREATE OR REPLACE FUNCTION refuse_change() RETURNS trigger LANGUAGE plpgsql AS "
         "$$ BEGIN RAISE EXCEPTION '% are append-only', TG_TABLE_NAME; END $$"
     )
     return [
@@ -277,6 +311,6 @@ def append_only_statements(dialect: str) -> list[str]:
         *(
             f"CREATE TRIGGER {table}_append_only BEFORE UPDATE OR DELETE ON {table} "
             "FOR EACH ROW EXECUTE FUNCTION refuse_change()"
-            for table in APPEND_ONLY
+            for table in tables
         ),
     ]

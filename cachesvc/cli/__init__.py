@@ -34,6 +34,7 @@ COMMANDS = {
     "keys": Entry("cachesvc.cli.money.keys:app", "Create, list and revoke API keys"),
     "balance": Entry("cachesvc.cli.money.balance:app", "Show, grant and top up balances"),
     "budgets": Entry("cachesvc.cli.money.budgets:app", "Tell when money runs out or runs away"),
+    "invoice": Entry("cachesvc.cli.money.invoice:app", "Issue invoices that can be sent"),
     "admin": Entry("cachesvc.cli.admin:app", "Let people into the dashboard"),
     "prices": Entry("cachesvc.cli.money.prices:app", "Lint, show, plan and apply rate cards"),
     "ledger": Entry("cachesvc.cli.money.ledger:app", "Verify the ledger"),

@@ -141,12 +141,20 @@ def _taken(status: int, text: bytes) -> Any:
         body = json.loads(text) if text else None
     except ValueError:
         if status < 300:
-            return text.decode()  # a table or a page
+            return _file(text)
         raise LiveError(f"the server answered {status} without JSON") from None
     if status < 300:
         return body
     error = body.get("error") if isinstance(body, dict) else None
     raise LiveError(error["message"] if isinstance(error, dict) else f"the server said {status}")
+
+
+def _file(data: bytes) -> str | bytes:
+    """A table or a page as text, a PDF as it is."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
 
 
 def actor() -> str:

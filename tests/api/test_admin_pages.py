@@ -15,11 +15,13 @@ from api.cache.explorer import Explorer
 from api.cache.owners import Owners
 from api.journal.journal import Journal
 from api.testing import ByteTokenizer, byte_model
+from billing.invoices.register import InvoiceRegister
 from billing.money import UNITS
 from billing.reports.receipts import ReceiptSigner
 from cachesvc.operator.operator import CacheOperator
 from engine.testing.chain_runner import chain_layout
 from tests.api import test_money_routes
+from tests.api.test_invoice_routes import LAST_MONTH, PARTIES
 from tests.api.test_money_routes import House, serving
 from tests.unit.test_tree import BLOCK, add
 from tiers.blocks.keys import PrefixKey
@@ -228,7 +230,7 @@ async def test_a_double_click_without_a_reference_books_once(
     accounts = books_of_acme.books.accounts
     before = accounts.tenant("acme").balance
     for visits in (1, 2):
-        (once,) = re.findall(r'name="once" value="(\w+)"', await text(client, "tenants/acme"))
+        once, *_ = re.findall(r'name="once" value="(\w+)"', await text(client, "tenants/acme"))
         form = {"kind": "grant", "amount": "1", "once": once, "why": "sorry"}
         for _ in range(2):
             assert 303 == (await client.post("tenants/acme/deposit", data=form)).status_code
@@ -257,6 +259,43 @@ async def test_what_cannot_be_is_said_on_the_page(
     answer = await client.post(path, data=form)
     assert 200 == answer.status_code
     assert re.search(f'role="alert">[^<]*{words}', answer.text), answer.text
+
+
+async def test_money_goes_out_and_a_deposit_is_put_right(
+    client: httpx.AsyncClient, books_of_acme: House
+) -> None:
+    accounts = books_of_acme.books.accounts
+    before = accounts.tenant("acme").balance
+    for kind, left in (("withdraw", 9), ("chargeback", 8)):
+        form = {"kind": kind, "amount": "1", "why": "asked for"}
+        booked = await client.post("tenants/acme/deposit", data=form)
+        assert f"done={kind}" in booked.headers["location"]
+        assert before - (10 - left) * UNITS == accounts.tenant("acme").balance
+    form = {"deposit": "first", "amount": "9", "why": "typed 10"}
+    assert 303 == (await client.post("tenants/acme/adjust", data=form)).status_code
+    assert before - 3 * UNITS == accounts.tenant("acme").balance
+    assert "The difference is booked." in await text(client, "tenants/acme?done=adjust")
+
+
+async def test_budgets_and_invoices_have_forms(
+    client: httpx.AsyncClient, books_of_acme: House
+) -> None:
+    form = {"name": "team", "amount": "5", "per": "day", "of": "user", "value": "ann", "why": "x"}
+    assert 303 == (await client.post("tenants/acme/budget", data=form)).status_code
+    assert "user ann" in await text(client, "tenants/acme")
+    books_of_acme.books.accounts.create_tenant("bolt", "CNY", by="test")
+    assert "another tenant" in (await client.post("tenants/bolt/budget", data=form)).text
+    gone = await client.post("tenants/acme/budget", data=form | {"amount": ""})
+    assert "done=unbudget" in gone.headers["location"]
+    assert "user ann" not in await text(client, "tenants/acme")
+    register = InvoiceRegister(books_of_acme.books.store)
+    register.apply_parties(PARTIES, by="test")
+    form = {"do": "finalize", "month": LAST_MONTH, "why": "month over"}
+    assert 303 == (await client.post("tenants/acme/invoice", data=form)).status_code
+    assert "INV-000001" in await text(client, "tenants/acme")
+    form = {"do": "void", "number": "INV-000001", "why": "wrong"}
+    assert "is paid" in (await client.post("tenants/acme/invoice", data=form)).text
+    assert "has no invoice" in (await client.post("tenants/bolt/invoice", data=form)).text
 
 
 async def test_a_key_is_shown_once_and_revoked(

@@ -285,7 +285,7 @@ async def test_what_is_no_json_and_what_is_not_there(client: httpx.AsyncClient) 
                  "/ledger/rerate?tenant=nobody"):  # fmt: skip
         assert (404, "not_found", None) == await refused(await client.get(path)), path
     for month in ("2026-13", "0000-01", "9999-12"):
-        assert 400 == (await client.get(f"/usage/invoice/acme/{month}")).status_code, month
+        assert 400 == (await client.get(f"/usage/statement/acme/{month}")).status_code, month
     gone = {"tenant": "acme", "request_id": "none", **WHY}
     assert (404, "not_found", None) == await refused(
         await client.post("/ledger/correct", json=gone)
@@ -393,9 +393,9 @@ async def test_a_correction_is_made_once_for_each_reference(
         )
 
 
-async def test_invoices_and_receipts(client: httpx.AsyncClient, house: House) -> None:
+async def test_statements_and_receipts(client: httpx.AsyncClient, house: House) -> None:
     month = (await ok(await client.get("/usage/monthly")))[0]["period"]
-    path = f"/usage/invoice/acme/{month}"
+    path = f"/usage/statement/acme/{month}"
     assert 1 == (await ok(await client.get(path)))["requests"]
     page = await client.get(f"{path}?format=html")
     assert ("text/html; charset=utf-8", True) == (page.headers["content-type"], "acme" in page.text)

@@ -1,4 +1,4 @@
-"""Customers see their own usage, entries and invoice, and nobody else's."""
+"""Customers see their own usage, entries and statement, and nobody else's."""
 
 import csv
 import io
@@ -34,10 +34,10 @@ async def test_a_customer_sees_its_own_usage_and_money(bank: Bank) -> None:
         assert ["charge", "topup"] == [entry["kind"] for entry in entries]
         one = await client.get("/v1/usage/entries", params={"request_id": answer["id"]})
         assert [entries[0]] == one.json()
-        invoice = (await client.get(f"/v1/usage/invoice/{MONTH}")).json()
-        assert ("acme", 1) == (invoice["tenant"], invoice["requests"])
+        statement = (await client.get(f"/v1/usage/statement/{MONTH}")).json()
+        assert ("acme", 1) == (statement["tenant"], statement["requests"])
         account = (await client.get("/v1/usage/account")).json()
-        assert account["balance"] == invoice["closing_balance"]
+        assert account["balance"] == statement["closing_balance"]
         spent = PROMPT_TOKENS * MISS + answer["usage"]["completion_tokens"] * OUTPUT
         assert bank.accounts.tenant("acme").balance == UNITS - spent
 
@@ -47,7 +47,7 @@ async def test_tables_come_as_csv(bank: Bank) -> None:
         client.headers.update(bank.customer(UNITS))
         body = HELLO | {"metadata": {"team": "=1+1"}}
         await client.post(CHAT, json=body)
-        for path in ("/v1/usage", "/v1/usage/entries", f"/v1/usage/invoice/{MONTH}"):
+        for path in ("/v1/usage", "/v1/usage/entries", f"/v1/usage/statement/{MONTH}"):
             answer = await client.get(path, params={"format": "csv"})
             assert "text/csv; charset=utf-8" == answer.headers["content-type"]
             rows = list(csv.DictReader(io.StringIO(answer.text)))
@@ -55,7 +55,7 @@ async def test_tables_come_as_csv(bank: Bank) -> None:
             assert None not in rows[0]
         entries = await client.get("/v1/usage/entries?format=csv")
         assert "team==1+1" in entries.text
-        page = await client.get(f"/v1/usage/invoice/{MONTH}?format=html")
+        page = await client.get(f"/v1/usage/statement/{MONTH}?format=html")
         assert "style-src 'sha256-" in page.headers["content-security-policy"]
 
 
@@ -63,7 +63,7 @@ async def test_usage_needs_its_scope_and_shows_no_other_tenant(bank: Bank) -> No
     async with serving(bank) as (_, client, _):
         bank.customer(UNITS, "bolt")
         headers = bank.customer(UNITS, scopes=frozenset({Scope.INFERENCE}))
-        for path in ("", "/sessions", "/entries", "/account", f"/invoice/{MONTH}"):
+        for path in ("", "/sessions", "/entries", "/account", f"/statement/{MONTH}"):
             answer = await client.get(f"/v1/usage{path}", headers=headers)
             assert (403, "insufficient_scope") == (
                 answer.status_code,

@@ -39,7 +39,7 @@ from billing.money import UNITS
 from billing.prices.cards import default_card
 from billing.prices.rating import hold_amount
 from billing.proof import audit
-from billing.reports import invoice as statements
+from billing.reports import statement as statements
 from billing.store.store import database_url, open_store
 from billing.usage import Usage
 from tests.bench import provenance
@@ -190,13 +190,13 @@ def prove_and_state(ledger: Ledger, num_entries: int) -> dict[str, Any]:
     proved = time.perf_counter()
     assert proof.ok, proof.problems
     month = time.strftime("%Y-%m", time.gmtime())
-    invoice = statements.invoice(ledger.store, "acme", month)
+    statement = statements.statement(ledger.store, "acme", month)
     stated = time.perf_counter()
-    assert invoice.requests == proof.num_entries - 1
+    assert statement.requests == proof.num_entries - 1
     return {
         "entries": proof.num_entries,
         "verify_s": round(proved - began, 2),
-        "invoice_s": round(stated - proved, 4),
+        "statement_s": round(stated - proved, 4),
     }
 
 

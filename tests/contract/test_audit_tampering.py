@@ -12,6 +12,7 @@ import pytest
 
 from billing.gate.outcomes import Outcome
 from billing.idempotency import Idempotency
+from billing.invoices.register import InvoiceRegister, State
 from billing.money import UNITS
 from billing.proof import audit
 from billing.proof.result import Head, Proof
@@ -19,6 +20,7 @@ from billing.proof.trail import TRAIL
 from billing.store.store import open_store
 from billing.testing import running_ledger
 from billing.usage import Usage
+from tests.contract.test_invoices import BY, PARTIES
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)
 Prove = Callable[..., Proof]
@@ -67,6 +69,10 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
         house.ledger.settle(lost, USAGE, Outcome.CLIENT_GONE, delivered=False).result()
         Idempotency(house.ledger.store).begin("acme", "k", b"body", "r3")
         house.reserve("open", 10)
+        house.clock.advance(40 * 86_400)
+        register = InvoiceRegister(house.ledger.store, clock_ns=house.clock)
+        register.apply_parties(PARTIES.format(zone="UTC"), **BY)
+        register.mark(register.finalize("acme", "2025-01", **BY).number, State.PAID, **BY)
         proof = audit.verify(house.ledger.store)
         assert proof.problems == []
         heads.update(proof.heads)

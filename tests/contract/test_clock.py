@@ -14,7 +14,7 @@ from billing.prices.book import NS
 from billing.prices.cards import default_card
 from billing.proof import audit
 from billing.reports import usage as usage_report
-from billing.reports.invoice import invoice
+from billing.reports.statement import statement
 from billing.store.store import database_url, open_store
 from billing.testing import ManualClock, TestLedger
 from billing.usage import Usage
@@ -36,7 +36,7 @@ def test_one_charge_of_a_clock_that_was_ahead_leaves_the_others_in_their_month(
         house.charge(f"later-{number}", USAGE, session="s")
     house.fund(UNITS)
     store = house.ledger.store
-    january, february = (invoice(store, "acme", f"2025-0{month}") for month in (1, 2))
+    january, february = (statement(store, "acme", f"2025-0{month}") for month in (1, 2))
     assert (january.requests, february.requests) == (6, 1)
     assert [movement.amount for movement in january.movements] == [UNITS, UNITS]
     months = usage_report.report(store, usage_report.Query(), usage_report.Unit.MONTH)
@@ -75,7 +75,7 @@ def test_nothing_new_is_booked_while_the_clock_is_wrong(tmp_path: Path) -> None:
         ledger.settle(running, USAGE, Outcome.FINISHED).result()
         clock.advance(-40 * DAY_S)
         ledger.reserve("acme", "r2", 1, pinned).result()
-        assert invoice(store, "acme", "2025-01").requests == 1
+        assert statement(store, "acme", "2025-01").requests == 1
         assert audit.verify(store).problems == []
     finally:
         ledger.close()

@@ -28,7 +28,7 @@ from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.proof import audit
 from billing.reports import export
-from billing.reports import invoice as statements
+from billing.reports import statement as statements
 from billing.reports import usage as usage_report
 from billing.reports.revenue import revenue
 from billing.store.prepared import HotStatements
@@ -445,28 +445,28 @@ def test_an_export_resumes_where_its_sink_failed(house: TestLedger) -> None:
     assert got == ["acme/1", "acme/2", "acme/3"]
 
 
-def test_an_invoice_adds_up_and_shows_its_residue(house: TestLedger) -> None:
+def test_an_statement_adds_up_and_shows_its_residue(house: TestLedger) -> None:
     house.fund(UNITS)
     house.charge("r1", USAGE, session="chat")
     house.charge("r2", Usage(hit_host=10, miss=5, output=1), session="chat")
-    month = statements.invoice(house.ledger.store, "acme", "2025-01")
+    month = statements.statement(house.ledger.store, "acme", "2025-01")
     assert month.exact == PRICE + 17_000_000  # ten hits are below the minimum cached size
     assert month.exact == sum(line.amount for line in month.lines)
     assert month.exact == sum(line.rounded for line in month.lines) + month.residue
     assert (month.opening, month.closing) == (0, UNITS - month.exact)
     assert month.closing == house.ledger.balance("acme").balance
     new_york = ZoneInfo("America/New_York")  # where it was the last evening of December
-    december = statements.invoice(house.ledger.store, "acme", "2024-12", new_york)
+    december = statements.statement(house.ledger.store, "acme", "2024-12", new_york)
     assert (december.lines, december.closing) == (month.lines, month.closing)
-    february = statements.invoice(house.ledger.store, "acme", "2025-02")
+    february = statements.statement(house.ledger.store, "acme", "2025-02")
     assert (february.lines, february.opening) == ((), month.closing)
     whole = usage_report.Query()
     assert usage_report.by_session(house.ledger.store, whole)[0].requests == 2
     months = usage_report.report(house.ledger.store, whole, usage_report.Unit.MONTH)
     assert months[0].period == "2025-01"
-    page = statements.invoice_html(month)
-    assert "Invoice" in page and month.money(month.residue) in page
-    assert statements.invoice_csv(month).count("\n") == 1 + len(month.lines) + 3
+    page = statements.statement_html(month)
+    assert "Statement" in page and month.money(month.residue) in page
+    assert statements.statement_csv(month).count("\n") == 1 + len(month.lines) + 3
 
 
 @pytest.mark.parametrize("size", [1, 2, 512])

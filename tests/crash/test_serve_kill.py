@@ -17,7 +17,7 @@ import pytest
 
 from billing.accounts import Accounts
 from billing.gate.entries import Entry, Kind
-from billing.gate.outcomes import Outcome
+from billing.gate.outcomes import PRESUMED, Outcome
 from billing.ledger import Ledger
 from billing.money import UNITS
 from billing.proof import audit
@@ -31,6 +31,7 @@ from tests.live_server import LiveServer
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 CLIENTS = 8  # of each kind
+SETTLED = (Outcome.FINISHED, Outcome.CLIENT_GONE)
 PAID = 1000 * UNITS
 
 
@@ -167,9 +168,8 @@ def check(store: LedgerStore, load: Load) -> None:
         name: answer.cost for name, answer in answered.items()
     }
     for name in by_request.keys() - answered:
-        details = by_request[name].details
-        crashed = details["outcome"] == Outcome.CRASHED
-        assert crashed or details["outcome"] in (Outcome.FINISHED, Outcome.CLIENT_GONE)
+        # A lease lapses where a restart takes longer than it: the cashier's sweep ends it then.
+        assert by_request[name].details["outcome"] in (*PRESUMED, *SETTLED)
 
 
 def units(entry: Entry) -> Decimal:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from billing.store.store import database_url, open_store
 from billing.testing import ManualClock, running_ledger
 from billing.usage import Usage
 from cachesvc.cli import app, render
+from tests.api.test_invoice_routes import LAST_MONTH, NOW, PARTIES
 from tests.running_server import Running
 
 CARD = '[card]\nname="c"\nversion="9"\nvalid_from=2020-01-01T00:00:00Z\ncurrency="CNY"\n'
@@ -114,12 +116,12 @@ def test_a_key_is_printed_once_and_listed_by_its_prefix(shell: Shell) -> None:
     assert shell.json("keys", "revoke", made["id"])["state"] == "revoked"
 
 
-def test_an_invoice_a_receipt_and_an_export_are_printed(shell: Shell, tmp_path: Path) -> None:
+def test_an_statement_a_receipt_and_an_export_are_printed(shell: Shell, tmp_path: Path) -> None:
     shell("tenants", "create", "acme")
     use(shell)
-    assert json.loads(shell("usage", "invoice", "acme"))["exact"] == "0.000204"
-    assert shell("usage", "invoice", "acme", "--format", "csv").startswith("tenant,")
-    page = shell("usage", "invoice", "acme", "--format", "html")
+    assert json.loads(shell("usage", "statement", "acme"))["exact"] == "0.000204"
+    assert shell("usage", "statement", "acme", "--format", "csv").startswith("tenant,")
+    page = shell("usage", "statement", "acme", "--format", "html")
     assert page.startswith("<!doctype html>")
     assert json.loads(shell("usage", "receipt", "acme", "r1"))["amount"] == "0.000204"
     out = tmp_path / "focus.csv"
@@ -173,7 +175,7 @@ def test_scopes_of_a_key_are_those_of_all_options(shell: Shell) -> None:
         (("ledger", "show", "nobody", "--holds"), "does not exist"),
         (("tenants", "create", "bolt", "--postpaid=-5"), "below zero"),
         (("keys", "revoke", "key_none"), "no API key"),
-        (("usage", "invoice", "acme", "May"), "2026-11"),
+        (("usage", "statement", "acme", "May"), "2026-11"),
         (("ledger", "correct", "acme", "r9", "--reason", "x"), "never charged"),
         (("ledger", "show", "acme", "r9"), "never charged"),
         *(
@@ -236,6 +238,30 @@ def test_one_is_one(shell: Shell) -> None:
     assert "proved: 1 entry of 2 tenants" in shell("ledger", "verify")
     assert "today" in (line := shell("usage", "--line")) and "| 1 request |" in line
     assert "rebuilt from 1 entry" in shell("ledger", "verify", "--rebuild")
+
+
+def test_an_invoice_is_issued_written_and_marked(shell: Shell, tmp_path: Path) -> None:
+    shell("tenants", "create", "acme")
+    assert "nobody said who invoices are from" in shell("invoice", "parties", code=1)
+    file = tmp_path / "parties.toml"
+    file.write_text(PARTIES)
+    assert "invoices are from Example Cloud" in shell("invoice", "parties", str(file))
+    assert PARTIES == shell("invoice", "parties")
+    assert "is not over" in shell("invoice", "finalize", "acme", f"{NOW:%Y-%m}", code=1)
+    issued = shell.json("invoice", "finalize", "acme", LAST_MONTH)
+    assert ("INV-000001", "paid") == (issued["number"], issued["state"])
+    assert "INV-000001" in shell("invoice", "list")
+    assert issued == json.loads(shell("invoice", "show", "INV-000001"))
+    assert "draft" == json.loads(shell("invoice", "show", "acme", f"{NOW:%Y-%m}"))["state"]
+    for form, begins in (("html", b"<!doctype"), ("csv", b"number,"), ("pdf", b"%PDF-")):
+        if form == "pdf" and find_spec("fpdf") is None:
+            continue
+        out = tmp_path / f"invoice.{form}"
+        shell("invoice", "show", "INV-000001", "--format", form, "--to", str(out))
+        assert out.read_bytes().startswith(begins)
+    why = ("--reason", "wrong")
+    assert "is paid" in shell("invoice", "mark", "INV-000001", "void", *why, code=1)
+    assert "nothing of INV-000001" in shell("invoice", "credit", "INV-000001", *why, code=1)
 
 
 def test_a_tenant_whose_currency_has_no_card_is_told(shell: Shell) -> None:

@@ -24,10 +24,15 @@ def reason_in(why: str) -> str:
     return why.strip()
 
 
-def tried(request: Request, change: Callable[[Books], None]) -> str:
+def tried(request: Request, change: Callable[[Books], object]) -> str:
     """Changes the books; returns what was wrong, or an empty text. Blocks."""
     try:
         change(books_of(request))
     except (ApiError, BillingError) as error:
         return str(error)
     return ""
+
+
+def limit_in(text: str) -> str | None:
+    """A credit limit; None is unlimited."""
+    return None if text.strip().lower() in ("", "unlimited") else text.strip()

@@ -15,13 +15,13 @@ from starlette.responses import RedirectResponse, Response
 from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
-from api.admin.pages.forms import Before, Filter, Text, reason_in, tried
+from api.admin.pages.forms import Before, Filter, Text, limit_in, reason_in, tried
 from api.admin.parts import books_of, found, parts_of
-from api.errors import InvalidRequest
 from billing.accounts import Tenant
 from billing.operations import tenants as operations
-from billing.operations.balance import Booking, book_deposit
 from billing.operations.books import Books
+from billing.operations.budgets import list_budgets
+from billing.operations.invoices import list_invoices
 from billing.reports import usage as usage_report
 from billing.reports.documents import entry_document, key_document
 from billing.reports.usage import Unit, parse_query, report
@@ -35,9 +35,18 @@ DONE = {
     "created": "The tenant was created.",
     "topup": "The top-up is booked.",
     "grant": "The grant is booked.",
+    "withdraw": "The withdrawal is booked.",
+    "chargeback": "The chargeback is booked.",
+    "adjust": "The difference is booked.",
     "limit": "The credit limit is changed.",
     "suspend": "The tenant is suspended: new requests are refused.",
     "resume": "The tenant is served again.",
+    "budget": "The budget is set.",
+    "unbudget": "The budget is removed.",
+    "finalize": "The invoice is issued.",
+    "paid": "The invoice is marked as paid.",
+    "void": "The invoice is void.",
+    "credit": "The credit note is issued.",
 }
 
 
@@ -60,7 +69,7 @@ def create_tenant(
             books,
             tenant=tenant.strip(),
             currency=currency.strip() or None,
-            credit_limit=_limit(credit_limit),
+            credit_limit=limit_in(credit_limit),
             by=admin.name,
             why=reason_in(why),
         )
@@ -80,68 +89,6 @@ def tenant_page(
     done: Filter = "",
 ) -> Response:
     return _tenant(request, admin, tenant, before=before, done=done)
-
-
-@router.post("/tenants/{tenant}/deposit")
-def deposit(
-    request: Request,
-    tenant: str,
-    admin: MayChange,
-    kind: Text = "topup",
-    amount: Text = "",
-    reference: Text = "",
-    once: Text = "",
-    why: Text = "",
-) -> Response:
-    """Book money that was paid (`topup`), or give promotional money (`grant`).
-
-    `once` is the page's own reference, new each time it is shown: a double click books once.
-    """
-
-    def book(books: Books) -> None:
-        if kind not in ("topup", "grant"):
-            raise InvalidRequest("kind is neither 'topup' nor 'grant'")
-        book_deposit(
-            books,
-            tenant=tenant,
-            kind=Booking(kind),
-            amount=amount,
-            reference=reference.strip() or f"{kind}_{once or secrets.token_hex(8)}",
-            by=admin.name,
-            why=reason_in(why),
-        )
-
-    return _after(request, admin, tenant, book, kind)
-
-
-@router.post("/tenants/{tenant}/limit")
-def limit(
-    request: Request, tenant: str, admin: MayChange, credit_limit: Text = "", why: Text = ""
-) -> Response:
-    def change(books: Books) -> None:
-        operations.set_credit_limit(
-            books,
-            tenant=tenant,
-            credit_limit=_limit(credit_limit),
-            by=admin.name,
-            why=reason_in(why),
-        )
-
-    return _after(request, admin, tenant, change, "limit")
-
-
-@router.post("/tenants/{tenant}/state")
-def set_state(
-    request: Request, tenant: str, admin: MayChange, suspended: Text = "", why: Text = ""
-) -> Response:
-    """Suspend a tenant, or serve it again."""
-    stop = suspended == "yes"
-
-    def change(books: Books) -> None:
-        operation = operations.suspend_tenant if stop else operations.resume_tenant
-        operation(books, tenant=tenant, by=admin.name, why=reason_in(why))
-
-    return _after(request, admin, tenant, change, "suspend" if stop else "resume")
 
 
 def _tenants(
@@ -189,6 +136,8 @@ def _tenant(
         newest=before is None,
         days=report(books.store, parse_query(tenant=name, since=f"{DAYS - 1}d"), Unit.DAY),
         months=report(books.store, parse_query(tenant=name), Unit.MONTH),
+        invoices=list_invoices(books, tenant=name),
+        budgets=[budget for budget in list_budgets(books) if budget["tenant"] == name],
         quota=_quota(request, name),
         once=secrets.token_hex(8),
         wrong=wrong,
@@ -196,8 +145,8 @@ def _tenant(
     )
 
 
-def _after(
-    request: Request, admin: Admin, tenant: str, change: Callable[[Books], None], done: str
+def after(
+    request: Request, admin: Admin, tenant: str, change: Callable[[Books], object], done: str
 ) -> Response:
     """Back to the tenant's page: changed, or with what was wrong."""
     wrong = tried(request, change)
@@ -216,7 +165,3 @@ def _quota(request: Request, tenant: str) -> Any:
     """The limits per minute that hold for a tenant; None where there are none."""
     limits = parts_of(request).limits
     return None if limits is None else limits.tenants.get(tenant, limits.tenant)
-
-
-def _limit(text: str) -> str | None:
-    return None if text.strip().lower() in ("", "unlimited") else text.strip()

@@ -99,6 +99,19 @@ class NewBudget(AdminBody):
     value: Text = Field("", description="The key's id, the user, or NAME=VALUE of a tag")
 
 
+class NewInvoice(AdminBody):
+    tenant: Name
+    month: Annotated[str, Field(max_length=7, description="Such as 2026-11")]
+
+
+class InvoiceMark(AdminBody):
+    state: Literal["paid", "void"]
+
+
+class NewParties(AdminBody):
+    toml: Annotated[str, Field(max_length=1 << 20, description="[seller] and a [[buyer]] each")]
+
+
 class CardSource(BaseModel):
     """A rate card: its TOML, or the name of one that ships or was applied."""
 

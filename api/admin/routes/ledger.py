@@ -16,7 +16,7 @@ from api.admin.routes.bodies import Correction, Corrections
 from api.page_headers import with_style
 from billing.operations import ledger as ledgers
 from billing.operations import usage as usages
-from billing.operations.usage import InvoiceForm
+from billing.operations.usage import StatementForm
 from billing.proof.prover import Proved
 from billing.reports.documents import Document, proof_document
 from billing.reports.heads import heads_document, heads_of
@@ -113,23 +113,23 @@ def session_usage(
         )
 
 
-@router.get("/usage/invoice/{tenant}/{month}", response_model=None)
-def make_invoice(
+@router.get("/usage/statement/{tenant}/{month}", response_model=None)
+def make_statement(
     request: Request,
     tenant: str,
     month: Month,
     _: MayRead,
-    form: Annotated[InvoiceForm, Query(alias="format")] = InvoiceForm.JSON,
+    form: Annotated[StatementForm, Query(alias="format")] = StatementForm.JSON,
     timezone: Timezone = "UTC",
 ) -> Document | Response:
     """A tenant's month, as JSON, CSV or a page for a printer."""
     with found():
-        made = usages.make_invoice(
+        made = usages.make_statement(
             books_of(request), tenant=tenant, month=month, timezone=timezone, format=form
         )
     if not isinstance(made, str):
         return made
-    if form is InvoiceForm.HTML:
+    if form is StatementForm.HTML:
         return Response(made, media_type="text/html", headers=with_style(made))
     return Response(made, media_type="text/csv")
 

@@ -7,7 +7,7 @@ of a POST's body. A test holds this table against the routes.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from billing.operations import balance, budgets, keys, ledger, prices, tenants, usage
+from billing.operations import balance, budgets, invoices, keys, ledger, prices, tenants, usage
 
 
 class Path(NamedTuple):
@@ -42,8 +42,16 @@ PATHS: Mapping[Callable[..., Any], Path] = {
     usage.daily_usage: Path("GET", "/usage/daily"),
     usage.monthly_usage: Path("GET", "/usage/monthly"),
     usage.session_usage: Path("GET", "/usage/session"),
-    usage.make_invoice: Path("GET", "/usage/invoice/{tenant}/{month}"),
+    usage.make_statement: Path("GET", "/usage/statement/{tenant}/{month}"),
     usage.sign_receipt: Path("GET", "/receipts/{tenant}/{request_id}"),
+    invoices.list_invoices: Path("GET", "/invoices"),
+    invoices.show_invoice: Path("GET", "/invoices/{number}"),
+    invoices.show_month: Path("GET", "/invoices/of/{tenant}/{month}"),
+    invoices.finalize_invoice: Path("POST", "/invoices"),
+    invoices.mark_invoice: Path("POST", "/invoices/{number}/mark"),
+    invoices.credit_invoice: Path("POST", "/invoices/{number}/credit"),
+    invoices.show_parties: Path("GET", "/parties"),
+    invoices.apply_parties: Path("POST", "/parties"),
     ledger.list_holds: Path("GET", "/holds"),
     ledger.list_entries: Path("GET", "/ledger/entries/{tenant}"),
     ledger.admin_trail: Path("GET", "/audit"),

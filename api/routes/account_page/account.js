@@ -29,6 +29,15 @@ const TABLES = {
   daily: [["Day", (row) => row.period], ...USED],
   monthly: [["", (row) => row.part ?? ""], ...USED],
   sessions: [["Session", (row) => row.period], ...USED],
+  invoices: [
+    ["Number", opener],
+    ["Month", (row) => row.month],
+    ["State", (row) => row.state],
+    ["Issued on", (row) => row.issued_on],
+    ["Due on", (row) => (row.credits ? "" : row.due_on)],
+    ["Total", (row) => `${row.credits ? "-" : ""}${row.total} ${row.currency}`, true],
+    ["Due", (row) => (row.credits ? "" : row.due), true],
+  ],
   entries: [
     ["When", (row) => moment(row.details.billed_ns ?? row.at_ns)],
     ["What", (row) => row.kind],
@@ -38,9 +47,21 @@ const TABLES = {
   ],
 };
 
+function opener(row) {
+  const made = document.createElement("span");
+  for (const form of ["html", "pdf"]) {
+    const button = document.createElement("button");
+    button.className = "link";
+    button.textContent = form === "html" ? row.number : "PDF";
+    button.addEventListener("click", () => tried(() => save(`/v1/invoices/${row.number}?format=${form}`)));
+    made.append(button, " ");
+  }
+  return made;
+}
+
 function cell(kind, text, isNumber) {
   const made = document.createElement(kind);
-  made.textContent = text;
+  made.append(text);
   if (isNumber) made.className = "n";
   return made;
 }
@@ -80,6 +101,7 @@ async function show() {
   fill("daily", (await (await ask("/v1/usage?unit=day")).json()).reverse());
   fill("sessions", await (await ask("/v1/usage/sessions?limit=20")).json());
   fill("entries", await (await ask("/v1/usage/entries?limit=50")).json());
+  fill("invoices", await (await ask("/v1/invoices")).json());
   await showMonth();
   at("shown").hidden = false;
 }
@@ -104,11 +126,11 @@ at("login").addEventListener("submit", (event) => {
 at("split").addEventListener("change", () => tried(showMonth));
 at("month").value = new Date().toISOString().slice(0, 7);
 document.addEventListener("click", (event) => {
-  const { csv, invoice } = event.target.dataset ?? {};
+  const { csv, statement } = event.target.dataset ?? {};
   if (csv) tried(() => save(`${csv}${csv.includes("?") ? "&" : "?"}format=csv`, "usage.csv"));
-  if (invoice) {
+  if (statement) {
     const month = at("month").value;
-    const name = invoice === "csv" ? `invoice-${month}.csv` : "";
-    tried(() => save(`/v1/usage/invoice/${month}?format=${invoice}`, name));
+    const name = statement === "csv" ? `statement-${month}.csv` : "";
+    tried(() => save(`/v1/usage/statement/${month}?format=${statement}`, name));
   }
 });

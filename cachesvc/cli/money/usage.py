@@ -1,4 +1,4 @@
-"""`cachesvc usage`: tokens by class, what they cost and what hits saved; invoices and exports."""
+"""`cachesvc usage`: tokens by class, what they cost and what hits saved; statements and exports."""
 
 import os
 from datetime import datetime, tzinfo
@@ -15,7 +15,7 @@ from billing.gate.entries import Entry
 from billing.money import format_units, parse_amount
 from billing.operations import usage as usages
 from billing.operations.books import Books
-from billing.operations.usage import InvoiceForm
+from billing.operations.usage import StatementForm
 from billing.prices.time_zones import LocalZone, find_zone
 from billing.reports.documents import Document
 from billing.reports.usage import Split, parse_query
@@ -191,32 +191,32 @@ def _units(periods: list[Document], name: str) -> int:
 
 
 @app.command()
-def invoice(
+def statement(
     tenant: TenantName,
     month: Annotated[str | None, typer.Argument(help="Such as 2026-11  [this month]")] = None,
-    form: Annotated[InvoiceForm, typer.Option("--format", help="How to print it")] = (
-        InvoiceForm.JSON
+    form: Annotated[StatementForm, typer.Option("--format", help="How to print it")] = (
+        StatementForm.JSON
     ),
     timezone: Timezone = "UTC",
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
     """Print a tenant's month as JSON, CSV or a page for a printer."""
-    from billing.reports.invoice import month_days  # it brings the templates of pages
+    from billing.reports.statement import month_days  # it brings the templates of pages
 
     month = month or datetime.now(_zone(timezone)).strftime("%Y-%m")
     with operations(data_dir, database) as call:
         month_days(month)
         zone = _sent_zone(timezone)
         made: Any = call(
-            usages.make_invoice, tenant=tenant, month=month, timezone=zone, format=form
+            usages.make_statement, tenant=tenant, month=month, timezone=zone, format=form
         )
     match form:
-        case InvoiceForm.JSON:
+        case StatementForm.JSON:
             print_json(made)
-        case InvoiceForm.CSV:
+        case StatementForm.CSV:
             typer.echo(made, nl=False)
-        case InvoiceForm.HTML:
+        case StatementForm.HTML:
             typer.echo(made)
 
 

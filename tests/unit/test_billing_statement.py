@@ -1,4 +1,4 @@
-"""Invoices: every column adds up to the last unit, in any zone and currency, and prints safely."""
+"""Statements: every column adds up to the last unit, in any zone and currency; printed safely."""
 
 import csv
 import io
@@ -16,7 +16,13 @@ from billing.gate.entries import Kind
 from billing.money import UNITS, parse_amount
 from billing.prices.book import NS
 from billing.prices.cards import find_card, parse_card
-from billing.reports.invoice import Invoice, invoice, invoice_csv, invoice_html, invoice_json
+from billing.reports.statement import (
+    Statement,
+    statement,
+    statement_csv,
+    statement_html,
+    statement_json,
+)
 from billing.testing import START_NS, TestLedger, running_ledger
 from billing.usage import Usage
 
@@ -41,8 +47,10 @@ def house(tmp_path: Path) -> Iterator[TestLedger]:
         yield house
 
 
-def of(house: TestLedger, month: str = "2025-02", zone: Any = UTC, tenant: str = "acme") -> Invoice:
-    return invoice(house.ledger.store, tenant, month, zone)
+def of(
+    house: TestLedger, month: str = "2025-02", zone: Any = UTC, tenant: str = "acme"
+) -> Statement:
+    return statement(house.ledger.store, tenant, month, zone)
 
 
 @pytest.mark.parametrize("zone", [UTC, SHANGHAI])
@@ -53,8 +61,8 @@ def test_every_column_adds_up(house: TestLedger, zone: Any) -> None:
     assert printed == found.total
     assert abs(found.rounding) <= 10 ** (12 - found.places) // 2
     assert found.corrected == 7_000_001
-    rows = list(csv.DictReader(io.StringIO(invoice_csv(found))))
-    total = parse_amount(invoice_json(found)["total"])
+    rows = list(csv.DictReader(io.StringIO(statement_csv(found))))
+    total = parse_amount(statement_json(found)["total"])
     assert total == sum(parse_amount(row["rounded"]) for row in rows)
     exact = sum(parse_amount(row["amount"]) for row in rows if row["amount"])
     assert exact == found.exact - found.corrected
@@ -65,7 +73,7 @@ def test_a_month_begins_where_the_zone_says(house: TestLedger) -> None:
     assert [3, 2] == [of(house, month).requests for month in ("2025-01", "2025-02")]
     shanghai = [of(house, month, SHANGHAI) for month in ("2025-01", "2025-02")]
     assert [2, 3] == [each.requests for each in shanghai]
-    assert ["Asia/Shanghai"] * 2 == [invoice_json(each)["timezone"] for each in shanghai]
+    assert ["Asia/Shanghai"] * 2 == [statement_json(each)["timezone"] for each in shanghai]
     assert "storage_token_hours" in {line.name for line in shanghai[1].lines}
 
 
@@ -82,8 +90,8 @@ def test_a_month_that_runs_says_so(house: TestLedger) -> None:
     assert of(house).is_over
     running = of(house, "2261-12")
     assert not running.is_over
-    assert "the month is not over" in invoice_html(running)
-    assert "Nothing was used" in invoice_html(running)
+    assert "the month is not over" in statement_html(running)
+    assert "Nothing was used" in statement_html(running)
 
 
 @pytest.mark.parametrize("month", ["May", "2025-13", "2025-00", "1969-12", "2262-01", ""])
@@ -94,13 +102,13 @@ def test_a_month_that_is_none_is_said(house: TestLedger, month: str) -> None:
 
 def test_names_and_reasons_of_others_are_text(house: TestLedger) -> None:
     found = of(house)
-    page = invoice_html(found)
+    page = statement_html(found)
     assert "<b>x</b>" not in page
     assert "&lt;b&gt;" in page
     card = find_card("two-tier").text.replace('"two-tier"', "'=1+1'").replace("USD", "CNY")
     house.accounts.apply_card(parse_card(card), by="eve")
     house.charge("r9", Usage(miss=1))
-    cells = {cell for row in csv.reader(io.StringIO(invoice_csv(of(house)))) for cell in row}
+    cells = {cell for row in csv.reader(io.StringIO(statement_csv(of(house)))) for cell in row}
     assert "'=1+1 1" in cells
     assert not [cell for cell in cells if cell.startswith(("=", "+", "@"))]
 
@@ -119,15 +127,15 @@ currency="{currency}"\n[[model]]\nmatch="*"\nhit=1\nmiss=12345678.9\noutput=1\n"
     pinned = house.ledger.book.at("model", house.clock(), currency)
     hold = house.ledger.reserve("bolt", "r1", 0, pinned).result()
     house.ledger.settle(hold, Usage(miss=1), "finished").result()  # type: ignore[arg-type]
-    assert printed == invoice_json(of(house, tenant="bolt"))["total"]
+    assert printed == statement_json(of(house, tenant="bolt"))["total"]
 
 
-def test_an_invoice_beyond_64_bits_is_exact_and_readable(house: TestLedger) -> None:
+def test_an_statement_beyond_64_bits_is_exact_and_readable(house: TestLedger) -> None:
     house.charge("whale", Usage(miss=10**13 + 1))
     found = of(house)
     misses = [line.amount for line in found.lines if line.name == "miss"]
     assert [2 * 33_335 * 10**6 + 10**19 + 10**6] == misses
-    assert "10,000,000.07" in invoice_html(found)
+    assert "10,000,000.07" in statement_html(found)
 
 
 def test_payments_and_grants_stand_apart(house: TestLedger) -> None:

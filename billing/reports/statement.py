@@ -1,7 +1,7 @@
-"""A tenant's month as an invoice: JSON, CSV, and a page to print. Read-only.
+"""A tenant's month as a statement: JSON, CSV, and a page to print. Read-only.
 
 Read from the rollups, the few entries that are no charge, and, where the month begins in another
-zone than UTC, the charges of the two UTC days that its borders cut; an invoice over a million
+zone than UTC, the charges of the two UTC days that its borders cut; a statement over a million
 charges reads some hundred rows. Lines are rounded half-even to the currency's places, and what the
 rounding left is shown, so that every column adds up to the last unit.
 """
@@ -13,12 +13,17 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta, tzinfo
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, select_autoescape
-
 from billing.errors import InvalidSpan, UnknownTenant
 from billing.gate.entries import Entry, Kind
 from billing.gate.rollups import Row
-from billing.money import format_units, rate_per_million, round_half_even
+from billing.gate.work import TenantAccount
+from billing.money import (
+    format_units,
+    grouped,
+    minor_places,
+    rate_per_million,
+    round_half_even,
+)
 from billing.prices.book import PriceBook, RateRef
 from billing.prices.cards import parse_card
 from billing.prices.time_zones import zone_name
@@ -26,14 +31,8 @@ from billing.reports.csv import safe_writer
 from billing.reports.usage import FIRST_DAY, LAST_DAY, Period, Query, Unit, charged
 from billing.store import accounts as store_accounts
 from billing.store import reports as store_reports
-from billing.store.store import LedgerStore
+from billing.store.store import Connection, LedgerStore
 
-# Digits after the point, ISO 4217 (table A.1), where they are not two.
-_PLACES = {
-    0: "BIF CLP DJF GNF ISK JPY KMF KRW PYG RWF UGX UYI VND VUV XAF XOF XPF",
-    3: "BHD IQD JOD KWD LYD OMR TND",
-    4: "CLF UYW",
-}
 _LABELS = {
     "hit_device": "Prompt, hit in device memory",
     "hit_host": "Prompt, hit in host memory",
@@ -48,7 +47,7 @@ _LABELS = {
 
 
 @dataclass(frozen=True, slots=True)
-class InvoiceLine:
+class StatementLine:
     """One class of tokens of one model at one rate. `rounded` is what is printed."""
 
     model: str
@@ -75,7 +74,7 @@ class Movement:
 
 
 @dataclass(frozen=True, slots=True)
-class Invoice:
+class Statement:
     """A tenant's month. The rounded lines, `residue`, less `corrected`, and `rounding` sum to
     `total`; `exact` is the sum of the exact lines, of which `total` is what is asked for.
     """
@@ -88,7 +87,7 @@ class Invoice:
     is_over: bool  # whether the month has ended; until then more may come
     currency: str
     places: int
-    lines: tuple[InvoiceLine, ...]
+    lines: tuple[StatementLine, ...]
     movements: tuple[Movement, ...]
     requests: int
     exact: int
@@ -127,28 +126,34 @@ class Invoice:
         return format_units(units, self.places)
 
 
-def invoice(store: LedgerStore, tenant: str, month: str, zone: tzinfo = UTC) -> Invoice:
-    """The invoice of a month such as "2026-11", from the first midnight to the last in `zone`.
+def statement(store: LedgerStore, tenant: str, month: str, zone: tzinfo = UTC) -> Statement:
+    """The statement of a month such as "2026-11", from the first midnight to the last in `zone`.
 
     Raises `UnknownTenant` or `InvalidSpan`.
     """
-    first, last = month_days(month)
-    query = Query(tenant=tenant, since=first, until=last, zone=zone)
-    earlier = Query(tenant=tenant, until=first - timedelta(days=1), zone=zone)
-    from_ns, to_ns = query.bounds_ns()
+    span = month_days(month)
     with store.reading() as connection:
         account = store_reports.all_accounts(connection).get(tenant)
         if account is None:
             raise UnknownTenant(f"tenant {tenant!r} does not exist; see `cachesvc tenants list`")
-        book = PriceBook(
-            tuple(parse_card(row["text"]) for row in store_accounts.card_rows(connection))
-        )
-        before = sum(row["amount"] for _, row in charged(connection, earlier, Unit.ALL))
-        rows = [row for _, row in charged(connection, query, Unit.ALL)]
-        rare = store_reports.rare_entries(connection, tenant, 0, to_ns)
-    places = _places(account.currency)
+        return statement_of(connection, account, span, zone)
+
+
+def statement_of(
+    connection: Connection, account: TenantAccount, span: tuple[date, date], zone: tzinfo
+) -> Statement:
+    """The same within a transaction, of the month from the first to the last day of `span`."""
+    (first, last), tenant = span, account.tenant
+    query = Query(tenant=tenant, since=first, until=last, zone=zone)
+    earlier = Query(tenant=tenant, until=first - timedelta(days=1), zone=zone)
+    from_ns, to_ns = query.bounds_ns()
+    book = PriceBook(tuple(parse_card(row["text"]) for row in store_accounts.card_rows(connection)))
+    before = sum(row["amount"] for _, row in charged(connection, earlier, Unit.ALL))
+    rows = [row for _, row in charged(connection, query, Unit.ALL)]
+    rare = store_reports.rare_entries(connection, tenant, 0, to_ns)
+    places = minor_places(account.currency)
     now = [entry for entry in rare if entry.moment_ns >= from_ns]
-    return Invoice(
+    return Statement(
         tenant=tenant,
         month=first.strftime("%Y-%m"),
         zone=zone_name(zone),
@@ -167,10 +172,6 @@ def invoice(store: LedgerStore, tenant: str, month: str, zone: tzinfo = UTC) -> 
     )
 
 
-def _places(currency: str) -> int:
-    return next((places for places, codes in _PLACES.items() if currency in codes.split()), 2)
-
-
 def month_days(month: str) -> tuple[date, date]:
     """The first and the last day of a month."""
     try:
@@ -182,18 +183,20 @@ def month_days(month: str) -> tuple[date, date]:
     return first, (first + timedelta(days=31)).replace(day=1) - timedelta(days=1)
 
 
-def _lines(rows: Sequence[Row], book: PriceBook, places: int) -> tuple[InvoiceLine, ...]:
+def _lines(rows: Sequence[Row], book: PriceBook, places: int) -> tuple[StatementLine, ...]:
     groups: dict[RateRef, Period] = {}
     for row in rows:
         ref = RateRef(row["card"], row["version"], row["model"], row["window_name"])
         groups.setdefault(ref, Period(row["tenant"], "", "")).add(row)
-    lines: list[InvoiceLine] = []
+    lines: list[StatementLine] = []
     for ref in sorted(groups):
         lines += _group_lines(ref, groups[ref], book, places)
     return tuple(lines)
 
 
-def _group_lines(ref: RateRef, sums: Period, book: PriceBook, places: int) -> Iterable[InvoiceLine]:
+def _group_lines(
+    ref: RateRef, sums: Period, book: PriceBook, places: int
+) -> Iterable[StatementLine]:
     rates = book.pinned(ref).rates
     left = sums.amount - sums.fees
     for name, tokens in sums.tokens.items():
@@ -213,8 +216,8 @@ def _group_lines(ref: RateRef, sums: Period, book: PriceBook, places: int) -> It
         yield _line(ref, "minimum_cached", label, 0, "", left, rounded)
 
 
-def _line(ref: RateRef, *rest: Any) -> InvoiceLine:
-    return InvoiceLine(ref.model, ref.card, ref.version, ref.window, *rest)
+def _line(ref: RateRef, *rest: Any) -> StatementLine:
+    return StatementLine(ref.model, ref.card, ref.version, ref.window, *rest)
 
 
 def _movement(entry: Entry, zone: tzinfo) -> Movement:
@@ -223,16 +226,16 @@ def _movement(entry: Entry, zone: tzinfo) -> Movement:
     return Movement(at, entry.kind.value, entry.request_id, entry.amount, reason)
 
 
-def invoice_json(invoice: Invoice) -> dict[str, Any]:
-    """The invoice as JSON values; every amount a decimal text."""
-    money = invoice.money
+def statement_json(statement: Statement) -> dict[str, Any]:
+    """The statement as JSON values; every amount a decimal text."""
+    money = statement.money
     return {
-        "tenant": invoice.tenant,
-        "month": invoice.month,
-        "timezone": invoice.zone,
-        "is_over": invoice.is_over,
-        "currency": invoice.currency,
-        "requests": invoice.requests,
+        "tenant": statement.tenant,
+        "month": statement.month,
+        "timezone": statement.zone,
+        "is_over": statement.is_over,
+        "currency": statement.currency,
+        "requests": statement.requests,
         "lines": [
             {
                 "model": line.model,
@@ -242,9 +245,9 @@ def invoice_json(invoice: Invoice) -> dict[str, Any]:
                 "tokens": line.tokens,
                 "per_million": line.rate,
                 "amount": money(line.amount),
-                "rounded": invoice.printed(line.rounded),
+                "rounded": statement.printed(line.rounded),
             }
-            for line in invoice.lines
+            for line in statement.lines
         ],
         "movements": [
             {
@@ -254,16 +257,16 @@ def invoice_json(invoice: Invoice) -> dict[str, Any]:
                 "amount": money(movement.amount),
                 "reason": movement.reason,
             }
-            for movement in invoice.movements
+            for movement in statement.movements
         ],
-        "exact": money(invoice.exact),
-        "corrected": money(invoice.corrected),
-        "residue": money(invoice.residue),
-        "rounding": money(invoice.rounding),
-        "total": invoice.printed(invoice.total),
-        "saved_against_no_cache": money(invoice.saved),
-        "opening_balance": money(invoice.opening),
-        "closing_balance": money(invoice.closing),
+        "exact": money(statement.exact),
+        "corrected": money(statement.corrected),
+        "residue": money(statement.residue),
+        "rounding": money(statement.rounding),
+        "total": statement.printed(statement.total),
+        "saved_against_no_cache": money(statement.saved),
+        "opening_balance": money(statement.opening),
+        "closing_balance": money(statement.closing),
     }
 
 
@@ -273,43 +276,42 @@ CSV_COLUMNS = (
 )
 
 
-def invoice_csv(invoice: Invoice) -> str:
-    """The invoice as CSV. `amount` adds up to what is exact, corrections included; `rounded`, with
-    the rows of what rounding left, to the total.
+def statement_csv(statement: Statement) -> str:
+    """The statement as CSV. `amount` adds up to what is exact, corrections included.
+
+    `rounded`, with the rows of what rounding left, adds up to the total.
     """
-    money = invoice.money
+    money = statement.money
     out = io.StringIO()
     write = safe_writer(out)
     write(CSV_COLUMNS)
-    head = (invoice.tenant, invoice.month, invoice.zone, invoice.currency)
-    for line in invoice.lines:
+    head = (statement.tenant, statement.month, statement.zone, statement.currency)
+    for line in statement.lines:
         card = f"{line.card} {line.version}"
         what = (line.model, card, line.window, line.name, line.tokens, line.rate)
-        write((*head, *what, money(line.amount), invoice.printed(line.rounded)))
+        write((*head, *what, money(line.amount), statement.printed(line.rounded)))
     rest = {
-        "residue": ("", money(invoice.residue)),
-        "corrections": (money(-invoice.corrected), money(-invoice.corrected)),
-        "rounding": ("", money(invoice.rounding)),
+        "residue": ("", money(statement.residue)),
+        "corrections": (money(-statement.corrected), money(-statement.corrected)),
+        "rounding": ("", money(statement.rounding)),
     }
     for name, amounts in rest.items():
         write((*head, "", "", "", name, "", "", *amounts))
     return out.getvalue()
 
 
-def invoice_html(invoice: Invoice) -> str:
+def statement_html(statement: Statement) -> str:
     """A page to print."""
+    from jinja2 import Environment, PackageLoader, select_autoescape  # commands wait for it
+
     environment = Environment(
         loader=PackageLoader("billing"),
         autoescape=select_autoescape(),
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["grouped"] = _grouped
+    environment.filters["grouped"] = grouped
     made = datetime.now(UTC).date()
-    return environment.get_template("invoice.html").render(invoice=invoice, made=made, kinds=Kind)
-
-
-def _grouped(number: str | int) -> str:
-    """A decimal with its thousands apart."""
-    whole, point, places = str(number).partition(".")
-    return f"{int(whole):,}{point}{places}" if whole.strip("-0") else f"{whole}{point}{places}"
+    return environment.get_template("statement.html").render(
+        statement=statement, made=made, kinds=Kind
+    )

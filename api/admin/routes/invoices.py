@@ -1,0 +1,81 @@
+"""/admin/api/invoices and parties: the operations of `billing.operations.invoices`."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import Response
+
+from api.admin.access import MayChange, MayRead
+from api.admin.parts import books_of, found
+from api.admin.routes.account import OfTenant
+from api.admin.routes.bodies import AdminBody, InvoiceMark, NewInvoice, NewParties
+from api.shapes.invoice import invoice_answer
+from billing.invoices.register import State
+from billing.invoices.render import Form
+from billing.operations import invoices
+from billing.reports.documents import Document
+
+router = APIRouter(prefix="/admin/api", tags=["admin: invoices"])
+
+AsForm = Annotated[Form, Query(alias="format")]
+Number = Annotated[str, Path(pattern=r"^[A-Z0-9-]{1,40}$", description="Such as INV-000012")]
+
+
+@router.get("/invoices")
+def list_invoices(request: Request, _: MayRead, tenant: OfTenant = None) -> list[Document]:
+    """Invoices and credit notes, the newest first."""
+    with found():
+        return invoices.list_invoices(books_of(request), tenant=tenant)
+
+
+@router.post("/invoices", status_code=201)
+def finalize_invoice(request: Request, body: NewInvoice, by: MayChange) -> Document:
+    """Issue the invoice of a month that is over; again, it gives the one that stands."""
+    with found():
+        return invoices.finalize_invoice(books_of(request), **body.model_dump(), by=by.name)
+
+
+@router.get("/parties")
+def show_parties(request: Request, _: MayRead) -> Document:
+    """Whom invoices are from and to, as TOML."""
+    return invoices.show_parties(books_of(request))
+
+
+@router.post("/parties")
+def apply_parties(request: Request, body: NewParties, by: MayChange) -> Document:
+    """Put seller and buyers in force; what was issued keeps the names that it has."""
+    return invoices.apply_parties(books_of(request), **body.model_dump(), by=by.name)
+
+
+@router.get("/invoices/of/{tenant}/{month}", response_model=None)
+def show_month(
+    request: Request, tenant: str, month: str, _: MayRead, form: AsForm = Form.JSON
+) -> Response:
+    """A tenant's month: the invoice that was issued, else a draft of it."""
+    with found():
+        made = invoices.show_month(books_of(request), tenant=tenant, month=month, format=form)
+    return invoice_answer(made, form, f"invoice-{month}")
+
+
+@router.get("/invoices/{number}", response_model=None)
+def show_invoice(
+    request: Request, number: Number, _: MayRead, form: AsForm = Form.JSON
+) -> Response:
+    """One invoice or credit note, as JSON, CSV, a page to print, or PDF."""
+    made = invoices.show_invoice(books_of(request), number=number, format=form)
+    return invoice_answer(made, form, number)
+
+
+@router.post("/invoices/{number}/mark")
+def mark_invoice(request: Request, number: Number, body: InvoiceMark, by: MayChange) -> Document:
+    """Say that an invoice was paid, or that it was wrong and is void. Books no money."""
+    state = State(body.state)
+    return invoices.mark_invoice(
+        books_of(request), number=number, state=state, by=by.name, why=body.why
+    )
+
+
+@router.post("/invoices/{number}/credit", status_code=201)
+def credit_invoice(request: Request, number: Number, body: AdminBody, by: MayChange) -> Document:
+    """A credit note over what corrections gave back of an invoice's charges since."""
+    return invoices.credit_invoice(books_of(request), number=number, by=by.name, why=body.why)

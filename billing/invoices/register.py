@@ -1,0 +1,328 @@
+"""The register of invoices: issues them, marks them paid or void, and credits them.
+
+Each change is one transaction with its row in the admin trail. A number is taken in the transaction
+that issues its document, so the numbers of a series have no gap. Any thread; blocks.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import date
+from enum import StrEnum
+from typing import Any
+
+import orjson
+
+from billing.errors import InvoiceError, PartiesError, UnknownInvoice
+from billing.gate.entries import Entry, Kind
+from billing.invoices.document import (
+    CREDIT_NOTE,
+    INVOICE,
+    Document,
+    Span,
+    Standing,
+    corrected_sums,
+    credit_document,
+    dated,
+    invoice_document,
+)
+from billing.invoices.parties import Parties, parse_parties
+from billing.money import parse_units, round_half_even
+from billing.names import check_text
+from billing.store import accounts as store_accounts
+from billing.store import invoices as rows
+from billing.store import reports as store_reports
+from billing.store.store import Connection, LedgerStore
+from billing.store.trail import add_trail, lock_trail
+
+
+class State(StrEnum):
+    """A draft is what the month would come to now; the others are issued and never change."""
+
+    DRAFT = "draft"
+    FINAL = "final"
+    PAID = "paid"
+    VOID = "void"
+
+
+MARKS = (State.PAID, State.VOID)
+
+
+@dataclass(frozen=True, slots=True)
+class Invoice:
+    """An invoice or a credit note, and where it stands."""
+
+    document: Document
+    state: State
+
+    @property
+    def number(self) -> str:
+        return str(self.document.get("number", ""))
+
+    def as_json(self) -> Document:
+        return self.document | {"state": self.state.value}
+
+
+class InvoiceRegister:
+    """Reads and changes of the invoices of one ledger."""
+
+    def __init__(self, store: LedgerStore, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self.store = store
+        self._clock_ns = clock_ns
+
+    # -- seller and buyers -------------------------------------------------------------------------
+
+    def parties(self) -> Parties:
+        """Raises `PartiesError` where nobody applied any."""
+        with self.store.reading() as connection:
+            return _parties(connection)
+
+    def apply_parties(self, text: str, *, by: str, reason: str = "") -> Parties:
+        """Put seller and buyers in force. What was issued keeps the names that it has."""
+        check_text(reason, "reason")
+        parties = parse_parties(text)
+
+        def write(connection: Connection) -> None:
+            lock_trail(connection)
+            standing = rows.invoice_rows(connection)
+            zones = {orjson.loads(row["text"])["period"]["timezone"] for row in standing}
+            if zones - {parties.seller.time_zone}:
+                raise PartiesError(
+                    f"[seller] time_zone was {zones.pop()} on invoices that stand; months that "
+                    "begin elsewhere would bill hours twice or never"
+                )
+            unknown = parties.buyers.keys() - store_reports.all_accounts(connection).keys()
+            if unknown:
+                raise PartiesError(f"there is no tenant {sorted(unknown)[0]!r}; see [[buyer]]")
+            row = rows.add_parties(connection, text, self._clock_ns())
+            after = {"seller": parties.seller.name, "digest": rows.row_digest(row)}
+            self._note(connection, by, "parties", str(row["seq"]), after, reason)
+
+        self.store.retrying(write)
+        return parties
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def month(self, tenant: str, month: str) -> Invoice:
+        """The invoice of a month as it stands, else as it would be: a draft."""
+        with self.store.reading() as connection:
+            for found in _documents(connection, tenant):
+                if found.state is not State.VOID and _is_of(found.document, month):
+                    return found
+            parties = _parties(connection)
+            standing = _standing(connection, tenant)
+            draft = invoice_document(connection, parties, tenant, month, standing)
+        return Invoice(draft, State.DRAFT)
+
+    def find(self, number: str, *, tenant: str | None = None) -> Invoice:
+        """Raises `UnknownInvoice`, also for another tenant's."""
+        with self.store.reading() as connection:
+            return _find(connection, number, tenant)
+
+    def listing(self, tenant: str | None = None, limit: int | None = None) -> list[Invoice]:
+        """Invoices and credit notes, the newest first."""
+        with self.store.reading() as connection:
+            return list(_documents(connection, tenant, limit))
+
+    # -- changes -----------------------------------------------------------------------------------
+
+    def finalize(self, tenant: str, month: str, *, by: str, reason: str = "") -> Invoice:
+        """Issue the invoice of a month that is over. Again, it finds the one that stands."""
+        check_text(reason, "reason")
+
+        def write(connection: Connection) -> Invoice:
+            _lock(connection, tenant)
+            for found in _documents(connection, tenant):
+                if found.state is not State.VOID and _is_of(found.document, month):
+                    return found
+            parties, now_ns = _parties(connection), self._clock_ns()
+            buyer = parties.buyer(tenant)
+            standing = _standing(connection, tenant)
+            document = invoice_document(connection, parties, tenant, month, standing)
+            if document["period"]["to_ns"] > now_ns:
+                raise InvoiceError(f"{month} is not over; its invoice is a draft until then")
+            days = buyer.payment_days
+            days = parties.seller.payment_days if days is None else days
+            document = dated(document, now_ns, days, parties)
+            series = parties.seller.series
+            issued = self._issue(connection, document, series, month, now_ns, by, reason)
+            if parse_units(document["due"]) <= 0:
+                return self._mark(connection, issued, State.PAID, now_ns, by, "nothing is due")
+            return issued
+
+        return self.store.retrying(write)
+
+    def mark(self, number: str, state: State, *, by: str, reason: str) -> Invoice:
+        """Mark an issued invoice as paid, or as void where it is neither paid nor credited."""
+        check_text(reason, "reason")
+        if state not in MARKS:
+            raise InvoiceError(f"an invoice is marked paid or void, not {state}")
+
+        def write(connection: Connection) -> Invoice:
+            tenant = _find(connection, number).document["tenant"]
+            _lock(connection, tenant)
+            found = _find(connection, number)
+            if found.state is state:
+                return found
+            if found.state is not State.FINAL:
+                raise InvoiceError(f"{number} is {found.state}, and cannot become {state}")
+            credited = any(
+                each.document.get("credits") == number and each.state is not State.VOID
+                for each in _documents(connection, tenant)
+            )
+            if state is State.VOID and credited:
+                raise InvoiceError(f"{number} has a credit note; it can be paid, and not be void")
+            return self._mark(connection, found, state, self._clock_ns(), by, reason)
+
+        return self.store.retrying(write)
+
+    def credit(self, number: str, *, by: str, reason: str) -> Invoice:
+        """A credit note over what corrections gave back of an invoice's charges since.
+
+        It tells of corrections that no invoice or credit note tells of yet, and makes none.
+        """
+        check_text(reason, "reason")
+
+        def write(connection: Connection) -> Invoice:
+            tenant = _find(connection, number).document["tenant"]
+            _lock(connection, tenant)
+            found = _find(connection, number)
+            if found.document["kind"] != INVOICE or found.state is State.VOID:
+                raise InvoiceError(f"{number} is no invoice that stands")
+            back = list(_untold(connection, found.document))
+            net = round_half_even(-corrected_sums(back).net, found.document["places"])
+            if net <= 0:
+                raise InvoiceError(
+                    f"nothing of {number} was given back that is not on an invoice or credit note; "
+                    "`cachesvc ledger correct` gives back a charge"
+                )
+            parties, now_ns = _parties(connection), self._clock_ns()
+            document = dated(credit_document(found.document, back, net, reason), now_ns, 0, parties)
+            series = parties.seller.credit_series
+            return self._issue(connection, document, series, number, now_ns, by, reason)
+
+        return self.store.retrying(write)
+
+    def _issue(
+        self,
+        connection: Connection,
+        document: Document,
+        series: str,
+        about: str,
+        now_ns: int,
+        by: str,
+        reason: str,
+    ) -> Invoice:
+        seq = rows.next_number(connection, series)
+        number = f"{series}{seq:06d}"
+        document = {"number": number, **document}
+        text = orjson.dumps(document, option=orjson.OPT_SORT_KEYS).decode()
+        values = {"number": number, "series": series, "seq": seq, "tenant": document["tenant"]}
+        values |= {"kind": document["kind"], "about": about, "at_ns": now_ns, "text": text}
+        rows.add_invoice(connection, values)
+        after = {"total": document["total"], "digest": rows.row_digest(values)}
+        self._note(connection, by, "issue", number, after, reason)
+        return Invoice(document, State.FINAL)
+
+    def _mark(
+        self,
+        connection: Connection,
+        invoice: Invoice,
+        state: State,
+        now_ns: int,
+        by: str,
+        reason: str,
+    ) -> Invoice:
+        row = rows.add_mark(connection, invoice.number, state.value, now_ns)
+        after = {"digest": rows.row_digest(row)}
+        self._note(connection, by, state.value, invoice.number, after, reason)
+        return Invoice(invoice.document, state)
+
+    def _note(
+        self, connection: Connection, by: str, what: str, subject: str, after: Any, reason: str
+    ) -> None:
+        add_trail(
+            connection,
+            at_ns=self._clock_ns(),
+            actor=by,
+            action=f"invoice.{what}",
+            subject=subject,
+            before=None,
+            after=after,
+            reason=reason,
+        )
+
+
+def _lock(connection: Connection, tenant: str) -> None:
+    """Nobody else issues, and no charge of the tenant comes between what is read."""
+    lock_trail(connection)
+    store_accounts.tenant_row(connection, tenant, lock=True)
+
+
+def _parties(connection: Connection) -> Parties:
+    found = rows.parties_rows(connection)
+    if not found:
+        raise PartiesError(
+            "nobody said who invoices are from: write a file with a [seller] and a [[buyer]] for "
+            "each tenant (docs/billing.md has one), and `cachesvc invoice parties FILE`"
+        )
+    return parse_parties(found[-1]["text"])
+
+
+def _documents(
+    connection: Connection, tenant: str | None = None, limit: int | None = None
+) -> Iterable[Invoice]:
+    marks = {row["number"]: State(row["state"]) for row in rows.mark_rows(connection)}
+    for row in rows.invoice_rows(connection, tenant, limit):
+        yield Invoice(orjson.loads(row["text"]), marks.get(row["number"], State.FINAL))
+
+
+def _find(connection: Connection, number: str, tenant: str | None = None) -> Invoice:
+    row = rows.find_invoice(connection, number)
+    if row is None or tenant not in (None, row["tenant"]):
+        raise UnknownInvoice(f"no invoice has the number {number[:40]!r}; see `invoice list`")
+    marked = next(iter(rows.marks_of(connection, number)), None)
+    return Invoice(orjson.loads(row["text"]), State(marked) if marked else State.FINAL)
+
+
+def _is_of(document: Document, month: str) -> bool:
+    return bool(document["kind"] == INVOICE and document["period"]["month"] == month)
+
+
+def _standing(connection: Connection, tenant: str) -> Standing:
+    """What was asked for so far: a void invoice asks for nothing, nor does a credit note of one."""
+    found = [each.document for each in _documents(connection, tenant) if each.state != State.VOID]
+    invoices = [document for document in found if document["kind"] == INVOICE]
+    notes = [document for document in found if document["kind"] == CREDIT_NOTE]
+    months = [_span(document) for document in invoices]
+
+    def total(name: str) -> int:
+        asked = sum(parse_units(document[name]) for document in invoices)
+        return asked - sum(parse_units(document[name]) for document in notes)
+
+    return Standing(months, total("net"), total("owed"))
+
+
+def _span(document: Document) -> Span:
+    period = document["period"]
+    return date.fromisoformat(period["first"]), date.fromisoformat(period["last"])
+
+
+def _untold(connection: Connection, invoiced: Document) -> Iterable[Entry]:
+    """The corrections of an invoice's charges that no invoice or credit note tells of."""
+    tenant, period = invoiced["tenant"], invoiced["period"]
+    found = [each.document for each in _documents(connection, tenant) if each.state != State.VOID]
+    spans = [
+        (document["period"]["from_ns"], document["period"]["to_ns"])
+        for document in found
+        if document["kind"] == INVOICE
+    ]
+    told = {seq for document in found for seq in document.get("corrections", ())}
+    for entry in store_reports.rare_entries(connection, tenant, period["from_ns"]):
+        if entry.kind is not Kind.CORRECTION or entry.seq in told:
+            continue
+        if any(from_ns <= entry.moment_ns < to_ns for from_ns, to_ns in spans):
+            continue
+        charged_ns = store_reports.instant_of(connection, tenant, entry.details["corrects"])
+        if period["from_ns"] <= charged_ns < period["to_ns"]:
+            yield entry

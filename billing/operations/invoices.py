@@ -1,0 +1,57 @@
+"""Invoices: drafts, what was issued and what became of it, and whom they are from and to."""
+
+from billing.invoices.register import InvoiceRegister, State
+from billing.invoices.render import Form, render, summary
+from billing.operations.books import Books
+from billing.reports.documents import Document
+
+
+def list_invoices(books: Books, *, tenant: str | None = None) -> list[Document]:
+    """Invoices and credit notes, the newest first."""
+    books.accounts.expect(tenant)
+    return [summary(each) for each in InvoiceRegister(books.store).listing(tenant)]
+
+
+def show_invoice(books: Books, *, number: str, format: Form = Form.JSON) -> Document | bytes:  # noqa: A002  as the wire calls it
+    """One invoice or credit note: a document, or the bytes of a file of that format."""
+    found = InvoiceRegister(books.store).find(number)
+    return found.as_json() if format is Form.JSON else render(found, format)
+
+
+def show_month(
+    books: Books,
+    *,
+    tenant: str,
+    month: str,
+    format: Form = Form.JSON,  # noqa: A002
+) -> Document | bytes:
+    """The invoice of a tenant's month such as 2026-11, else a draft of it."""
+    found = InvoiceRegister(books.store).month(tenant, month)
+    return found.as_json() if format is Form.JSON else render(found, format)
+
+
+def finalize_invoice(books: Books, *, tenant: str, month: str, by: str, why: str) -> Document:
+    """Issue the invoice of a month that is over. Again, it gives the one that stands."""
+    books.accounts.tenant(tenant)
+    return InvoiceRegister(books.store).finalize(tenant, month, by=by, reason=why).as_json()
+
+
+def mark_invoice(books: Books, *, number: str, state: State, by: str, why: str) -> Document:
+    """Say that an invoice was paid, or that it was wrong and is void. Books no money."""
+    return InvoiceRegister(books.store).mark(number, state, by=by, reason=why).as_json()
+
+
+def credit_invoice(books: Books, *, number: str, by: str, why: str) -> Document:
+    """A credit note over what corrections gave back of an invoice's charges since."""
+    return InvoiceRegister(books.store).credit(number, by=by, reason=why).as_json()
+
+
+def show_parties(books: Books) -> Document:
+    """Whom invoices are from and to, as TOML."""
+    return {"toml": InvoiceRegister(books.store).parties().text}
+
+
+def apply_parties(books: Books, *, toml: str, by: str, why: str) -> Document:
+    """Put seller and buyers in force. What was issued keeps the names that it has."""
+    applied = InvoiceRegister(books.store).apply_parties(toml, by=by, reason=why)
+    return {"seller": applied.seller.name, "buyers": sorted(applied.buyers)}

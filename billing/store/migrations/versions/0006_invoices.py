@@ -1,0 +1,44 @@
+"""Invoices; and sums know what of an amount was granted money, and what was left to be owed."""
+
+import sqlalchemy as sa
+from alembic import op
+
+from billing.gate.rollups import rollups
+from billing.store.reports import stream_entries
+from billing.store.schema import (
+    INVOICE_TABLES,
+    append_only_statements,
+    metadata,
+    usage_daily,
+    usage_sessions,
+)
+
+revision = "0006"
+down_revision = "0005"
+branch_labels = None
+depends_on = None
+
+NEW = ("granted_hi", "granted_lo", "owed_hi", "owed_lo")
+
+
+def upgrade() -> None:
+    bind = op.get_bind()
+    if sa.inspect(bind).has_table("invoices"):  # 0001 makes a new database as they are today
+        return
+    for table in (usage_daily, usage_sessions):
+        for name in NEW:
+            column = sa.Column(name, sa.BigInteger, nullable=False, server_default="0")
+            op.add_column(table.name, column)
+    _sum_again(bind)
+    for name in INVOICE_TABLES:
+        metadata.tables[name].create(bind)
+    for statement in append_only_statements(bind.dialect.name, INVOICE_TABLES):
+        op.execute(statement)
+
+
+def _sum_again(bind: sa.Connection) -> None:
+    daily, sessions = rollups(stream_entries(bind)).stored()
+    for table, rows in ((usage_daily, daily), (usage_sessions, sessions)):
+        bind.execute(sa.delete(table))
+        if rows:
+            bind.execute(table.insert(), rows)

@@ -1,0 +1,162 @@
+"""`cachesvc invoice`: invoices to send, their state, and whom they are from and to."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+
+from billing.errors import InvoiceError
+from billing.invoices.register import State
+from billing.invoices.render import Form
+from billing.operations import invoices
+from billing.reports.documents import Document
+from cachesvc.cli.money.books import (
+    NO_REASON,
+    DatabaseUrl,
+    DataDir,
+    Reason,
+    TenantName,
+    TenantOption,
+    actor,
+)
+from cachesvc.cli.money.operations import operations
+from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
+
+app = typer.Typer(no_args_is_help=True, help="Issue invoices, and say what became of them")
+
+Number = Annotated[str, typer.Argument(help="Such as INV-000012", show_default=False)]
+Month = Annotated[str, typer.Argument(help="Such as 2026-11", show_default=False)]
+Why = Annotated[str, typer.Option("--reason", help="Why; kept in the admin trail")]
+COLUMNS = ("number", "kind", "tenant", "month", "state", "net", "total", "due", "due on")
+
+
+@app.command("list")
+def list_(
+    tenant: TenantOption = None,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+    json: AsJson = False,
+) -> None:
+    """List invoices and credit notes, the newest first."""
+    with operations(data_dir, database) as call:
+        _show(call(invoices.list_invoices, tenant=tenant), json)
+
+
+@app.command()
+def show(
+    what: Annotated[str, typer.Argument(help="A number, or with MONTH a tenant")],
+    month: Annotated[str | None, typer.Argument(help="Such as 2026-11")] = None,
+    form: Annotated[Form, typer.Option("--format", help="How to write it")] = Form.JSON,
+    to: Annotated[Path | None, typer.Option("--to", help="A file  [standard output]")] = None,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Write an invoice: by its number, or a tenant's month, which is a draft until it is issued."""
+    if to is None and form is Form.PDF and sys.stdout.isatty():
+        fail("a PDF is no text: add --to FILE")
+    with operations(data_dir, database) as call:
+        made: Any = (
+            call(invoices.show_invoice, number=what, format=form)
+            if month is None
+            else call(invoices.show_month, tenant=what, month=month, format=form)
+        )
+    if isinstance(made, dict) and to is None:
+        print_json(made)
+        return
+    data = made.encode() if isinstance(made, str) else made
+    data = orjson.dumps(data) if isinstance(data, dict) else data
+    if to is None:
+        sys.stdout.buffer.write(data)
+        return
+    try:
+        to.write_bytes(data)
+    except OSError as error:
+        fail(f"{to} cannot be written: {error.strerror}")
+
+
+@app.command()
+def finalize(
+    tenant: TenantName,
+    month: Month,
+    reason: Reason = NO_REASON,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+    json: AsJson = False,
+) -> None:
+    """Issue the invoice of a month that is over: it takes a number and never changes again."""
+    with operations(data_dir, database) as call:
+        issued = call(invoices.finalize_invoice, tenant=tenant, month=month, by=actor(), why=reason)
+    _one(issued, json)
+
+
+@app.command()
+def mark(
+    number: Number,
+    state: Annotated[State, typer.Argument(help="paid or void")],
+    reason: Why,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+    json: AsJson = False,
+) -> None:
+    """Say that an invoice was paid, or that it was wrong and is void. Books no money."""
+    with operations(data_dir, database) as call:
+        marked = call(invoices.mark_invoice, number=number, state=state, by=actor(), why=reason)
+    _one(marked, json)
+
+
+@app.command()
+def credit(
+    number: Number,
+    reason: Why,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+    json: AsJson = False,
+) -> None:
+    """Issue a credit note over what `ledger correct` gave back of an invoice's charges since."""
+    with operations(data_dir, database) as call:
+        issued = call(invoices.credit_invoice, number=number, by=actor(), why=reason)
+    _one(issued, json)
+
+
+@app.command()
+def parties(
+    file: Annotated[Path | None, typer.Argument(help="TOML with [seller] and [[buyer]]")] = None,
+    reason: Reason = NO_REASON,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Say whom invoices are from and to, or without a file print what was said."""
+    with operations(data_dir, database) as call:
+        if file is None:
+            typer.echo(call(invoices.show_parties)["toml"], nl=False)
+            return
+        applied = call(invoices.apply_parties, toml=_read(file), by=actor(), why=reason)
+        named = len(applied["buyers"])
+        note(f"invoices are from {applied['seller']}; {named} tenants are named")
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvoiceError(f"{file} cannot be read: {error}") from None
+
+
+def _one(document: Document, json: bool) -> None:
+    if json:
+        print_json(document)
+        return
+    _show([document | {"month": document["period"]["month"]}], json)
+
+
+def _show(found: list[Document], json: bool) -> None:
+    if json:
+        print_json(found)
+        return
+    names = [column.replace(" ", "_") for column in COLUMNS]
+    rows = [[str(each.get(name) or "") for name in names] for each in found]
+    print_table(COLUMNS, rows, right=("net", "total", "due"), spare=("kind", "net"))
+    if not found:
+        note("no invoice was issued; `cachesvc invoice finalize TENANT MONTH` issues one")
