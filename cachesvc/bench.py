@@ -240,7 +240,7 @@ def sink(cache: TieredCache, *, to_disk: bool) -> None:
         cache.flush()
     residency = cache.residency
     for block in [*cache.index, *cache.index.iter_partials()]:
-        if block.slot is not None and block.pins == 0:
+        if block.slot is not None and block.ref_count == 0:
             residency.evict_device(block)
     for block in [*cache.index, *cache.index.iter_partials()]:
         if to_disk and block.frame is not None and not block.busy:

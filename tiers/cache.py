@@ -19,9 +19,10 @@ from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.errors import ConfigurationError, MissReason
+from tiers.memory.block import Block
 from tiers.memory.counters import CacheEvent
 from tiers.memory.device import DevicePool
-from tiers.memory.index import Block, BlockIndex
+from tiers.memory.index import BlockIndex
 from tiers.memory.ranking import rank
 from tiers.memory.residency import Residency
 from tiers.memory.tails import Tail, TailCase, TailSharing
@@ -42,7 +43,7 @@ from tiers.tier import ManagedTier, TierName, TierStats
 from tiers.transfer.demotion import Demoter, DemotionSettings
 from tiers.transfer.economy import LoadEconomy
 from tiers.transfer.mover import Mover
-from tiers.transfer.promotion import Progress, Promoter, Ticket
+from tiers.transfer.promotion import Progress, Promoter, Ticket, TicketState
 
 GHOSTS_PER_BLOCK = 4  # keys that second-hit admission remembers, for each block on disk ...
 MAX_GHOSTS = 1 << 18  # ... and in all: 40 MB
@@ -228,7 +229,7 @@ class TieredCache:
         if chain.root in self._upkeep.barred:
             chain.private = True
         if chain.private or not reads:
-            return Ticket(chain, reads=False, stop=MissReason.DISABLED)
+            return Ticket(chain, TicketState.BYPASSED, stop=MissReason.DISABLED)
         self._upkeep.traffic.asked(chain.keys)
         ticket = self._promoter.open(chain)
         if self._shared is not None:
@@ -241,7 +242,7 @@ class TieredCache:
         return self._promoter.advance(ticket) if ticket.reads else Progress.READY
 
     def close_ticket(self, ticket: Ticket) -> None:
-        """Give up what the ticket has pinned; its request does not run for now."""
+        """Give up what the ticket holds; its request does not run for now."""
         chain = ticket.chain
         self._promoter.close(ticket, Use(time.monotonic(), len(chain.keys), chain.root))
 
@@ -391,7 +392,7 @@ class TieredCache:
 
         return CacheStats(
             device=tier(TierName.DEVICE, num_device, self.pool.num_blocks),
-            host=tier(TierName.HOST, residency.num_host_blocks, num_frames),
+            host=tier(TierName.HOST, residency.host.num_blocks, num_frames),
             disk=self._disk.stats() if self._disk is not None else None,
             remote=self._shared.remote.stats() if self._shared is not None else None,
             events=dict(events),

@@ -13,7 +13,8 @@ from itertools import islice
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import Seen, Tree, TreeQuery, grow
 from tiers.disk.view import BlockInfo, DiskView
-from tiers.memory.index import Block, BlockIndex, BlockState
+from tiers.memory.block import Block, BlockState
+from tiers.memory.index import BlockIndex
 from tiers.memory.view import seen
 from tiers.telemetry.misses import Absence, marks_of
 from tiers.tier import TierName
@@ -148,7 +149,7 @@ class Forest:
             tiers=tuple(_tiers(live, record)),
             state=live.state.name.lower() if live is not None else "ready",
             hits=seen.hits,
-            num_pins=live.pins if live is not None else 0,
+            num_pins=live.ref_count if live is not None else 0,
             age_s=seen.age_s,
             idle_s=seen.idle_s,
             stored_bytes=record.stored_bytes if record is not None else 0,

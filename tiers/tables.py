@@ -10,7 +10,7 @@ import time
 
 from tiers.blocks.chain import Chain
 from tiers.errors import OutOfBlocks
-from tiers.memory.index import Block, BlockState
+from tiers.memory.block import Block, BlockState
 from tiers.memory.residency import Residency
 from tiers.memory.tails import Tail, TailCase, TailSharing
 from tiers.policy import Use
@@ -33,7 +33,7 @@ class BlockTables:
         self._traffic = traffic
 
     def adopt_tail(self, tail: Tail, chain: Chain, number: int) -> Block | None:
-        """Pin or copy what `find_tail` found, as block `number` of a sequence; None: no room.
+        """Acquire or copy what `find_tail` found, as block `number` of a sequence; None: no room.
 
         A block of which the prompt needs further rows is announced as being computed.
         """
@@ -51,11 +51,12 @@ class BlockTables:
         return self._tails.own(block, num_rows, chain, _use(chain, 1))
 
     def plan(self, chain: Chain, start: int) -> list[Block]:
-        """Pinned blocks for the chain's tokens from block `start` on, announced as being computed.
+        """Blocks, acquired and announced as being computed, for the chain's tokens from `start` on.
 
         They have no slots yet. Another request that needs one of them waits for it.
         """
-        blocks = [self.new_block(chain) for _ in range(start, chain.num_blocks)]
+        now_s = time.monotonic()
+        blocks = [_made(chain, now_s) for _ in range(start, chain.num_blocks)]
         for number, block in enumerate(blocks, start):
             self._announce(chain, number, block)
         return blocks
@@ -70,11 +71,8 @@ class BlockTables:
             self._index.add(block, chain.block_id(number), number)
 
     def new_block(self, chain: Chain) -> Block:
-        """A pinned block to be computed into, known to its sequence alone."""
-        block = Block()
-        block.writer = chain
-        block.pins = 1
-        return block
+        """A block to be computed into, acquired, known to its sequence alone."""
+        return _made(chain, time.monotonic())
 
     def provide(self, block: Block) -> int:
         """Give a block that is to be computed its slot. Raises OutOfBlocks."""
@@ -110,7 +108,7 @@ class BlockTables:
             return block
         if held.identity() != identity or held.state is not BlockState.READY:
             return block
-        if held.slot is None and block.pins > 1:
+        if held.slot is None and block.ref_count > 1:
             return block  # others read it where it is
         return self._merge(block, held)
 
@@ -118,16 +116,16 @@ class BlockTables:
         """Keep the block that the index has, and free the duplicate."""
         block.writer = None
         if held.slot is None:
-            self._residency.move_slot(block, held)
+            self._residency.hand_over(block, held)
             self._residency.chronicle.came(held, TierName.DEVICE)
-        self._residency.pin(held)
-        self._residency.unpin(block, block.use)
+        self._residency.acquire(held)
+        self._residency.release(block, block.use)
         return held
 
     def share(self, blocks: list[Block]) -> list[Block]:
-        """Pin a sequence's blocks once more, for another sequence with the same tokens."""
+        """Acquire a sequence's blocks once more, for another sequence with the same tokens."""
         for block in blocks:
-            self._residency.pin(block)
+            self._residency.acquire(block)
         return list(blocks)
 
     def release(self, chain: Chain, blocks: list[Block], num_tokens: int) -> None:
@@ -138,14 +136,22 @@ class BlockTables:
         """
         use = _use(chain, len(blocks))
         num_full = num_tokens // chain.block_size
-        for number in range(len(blocks) - 1, -1, -1):
-            block = blocks[number]
-            if number >= num_full and block.writer is chain:
+        while len(blocks) > num_full:
+            block = blocks.pop()
+            if block.writer is chain:
                 if block.key is not None:
                     self._index.remove(block)  # announced, and not filled: nobody is to wait for it
-                self._tails.offer(chain, number, block, num_tokens)
-            self._residency.unpin(block, use)
+                self._tails.offer(chain, len(blocks), block, num_tokens)
+            self._residency.release(block, use)
+        self._residency.release_run(reversed(blocks), use)
         blocks.clear()
+
+
+def _made(chain: Chain, now_s: float) -> Block:
+    block = Block(now_s)
+    block.writer = chain
+    block.ref_count = 1
+    return block
 
 
 def _use(chain: Chain, num_blocks: int) -> Use:

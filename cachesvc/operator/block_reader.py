@@ -8,7 +8,7 @@ from typing import Any
 
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
-from tiers.memory.index import Block
+from tiers.memory.block import Block
 from tiers.memory.view import LiveBlock, live_blocks
 
 AT_ONCE = 2_000  # blocks in one turn: about 2 ms

@@ -14,7 +14,7 @@ from engine.request import FinishReason, Lookup, Request, SamplingParams, TokenC
 from engine.structure import GrammarState
 from tiers.blocks.chain import Chain
 from tiers.errors import MissReason
-from tiers.memory.index import Block
+from tiers.memory.block import Block
 from tiers.transfer.promotion import Ticket
 
 

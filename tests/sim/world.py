@@ -34,7 +34,7 @@ from tests.sim.watched import ADAPTERS, BLOCK, VOCAB_SIZE, LateCopies, Watched
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.cache import CacheSettings, TieredCache
-from tiers.memory.index import Block, BlockState
+from tiers.memory.block import Block, BlockState
 from tiers.policy.admission import WritePolicy
 from tiers.policy.quota import Shares
 from tiers.telemetry.events import EventKind
@@ -283,7 +283,7 @@ class World:
     def settle(self) -> None:
         """Let everything under way end."""
         self.cache.step()
-        while self.cache.is_moving or self.cache.residency._copies:
+        while self.cache.is_moving or self.cache.residency.copies:
             self.mover.run(1000)
             self.cache.step()
 
@@ -306,10 +306,10 @@ class World:
             if ticket is not None:
                 pins.update(ticket.blocks)
             if sequence.state is SequenceState.LOADING:
-                assert ticket is not None and (ticket.probe is not None or ticket.loading)
+                assert ticket is not None and (ticket.probe is not None or ticket.is_loading)
         loading = {block for _, blocks, _ in self.cache._promoter._loads for block in blocks}
         for block in self._blocks():
-            assert block.pins == pins[block], f"{block} has {pins[block]} owners"
+            assert block.ref_count == pins[block], f"{block} has {pins[block]} owners"
             if block.state is BlockState.COMPUTING:
                 assert block.writer in writers, f"nobody computes {block}"
             assert block.state is not BlockState.LOADING or block in loading, block
@@ -322,7 +322,7 @@ class World:
         self.settle()
         assert not self.engine._scheduler.has_work
         for block in self._blocks():
-            assert block.pins == 0 and block.busy == 0, block
+            assert block.ref_count == 0 and block.busy == 0, block
         assert not self.engine._answers.groups and not self.engine._answers.sequences
         assert not self.engine._intake._in_flight and not self.runner._begun
         self.cache.residency.check()

@@ -36,7 +36,7 @@ from tests.unit.test_cli_cache import LAYOUT, store
 from tiers.blocks.keys import CacheScope, PrefixKey, token_bytes
 from tiers.blocks.tree import TreeQuery, tree_json
 from tiers.disk.open import open_disk
-from tiers.memory.index import BlockState
+from tiers.memory.block import BlockState
 from tiers.memory.view import live_tree
 from tiers.telemetry.events import EventKind
 from tiers.testing.faulty_storage import chain

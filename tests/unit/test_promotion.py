@@ -8,8 +8,8 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.frames import FrameArena
 from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import MissReason
+from tiers.memory.block import BlockState
 from tiers.memory.counters import CacheEvent
-from tiers.memory.index import BlockState
 from tiers.policy.quota import Shares
 from tiers.testing.faulty_storage import take
 from tiers.testing.memory_tier import MemoryTier, SteppedMover

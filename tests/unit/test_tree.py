@@ -1,5 +1,7 @@
 """The tree of prefixes that the live index and the disk's records are shown as."""
 
+import time
+
 import pytest
 
 from cachesvc.cli.cache.tree import tree_lines
@@ -7,7 +9,8 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.tree import Node, TreeQuery, tree_json
 from tiers.errors import ConfigurationError
-from tiers.memory.index import Below, Block, BlockIndex, BlockState
+from tiers.memory.block import Below, Block, BlockState
+from tiers.memory.index import BlockIndex
 from tiers.memory.view import live_tree
 
 ROOT = CacheScope(tenant=b"a").root()
@@ -27,15 +30,17 @@ def add(index: BlockIndex, prompt: list[int], root: PrefixKey = ROOT) -> list[Bl
     chain = Chain(root, prompt, BLOCK)
     blocks = index.match(chain)
     for number in range(len(blocks), len(chain.keys)):
-        blocks.append(_ready(Block(slot=len(index))))
+        blocks.append(_ready(len(index)))
         index.add(blocks[-1], chain.block_id(number), number)
     if chain.tail:
-        blocks.append(_ready(Block(slot=99)))
+        blocks.append(_ready(99))
         index.add_partial(blocks[-1], root, chain.parent(len(chain.keys)), chain.tail)
     return blocks
 
 
-def _ready(block: Block) -> Block:
+def _ready(slot: int) -> Block:
+    block = Block(time.monotonic())
+    block.slot = slot
     block.state = BlockState.READY
     return block
 
@@ -75,7 +80,7 @@ def test_every_scope_is_a_root_until_its_last_block_leaves() -> None:
 def test_a_node_tells_tiers_pins_hits_and_what_costs_nothing_to_evict() -> None:
     index = BlockIndex()
     blocks = add(index, list(range(8)))
-    blocks[0].pins, blocks[0].hits, blocks[1].hits, blocks[1].below = 2, 5, 3, Below.HELD
+    blocks[0].ref_count, blocks[0].hits, blocks[1].hits, blocks[1].below = 2, 5, 3, Below.HELD
     blocks[2].slot = blocks[3].slot = None
     blocks[3].state = BlockState.COMPUTING
     ((node,),) = [root.children for root in live_tree(index, TreeQuery(num_tokens=3)).roots]

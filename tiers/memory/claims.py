@@ -7,7 +7,7 @@ Engine thread only; without quotas every call returns at once.
 
 from collections.abc import Hashable, Mapping
 
-from tiers.memory.index import Block
+from tiers.memory.block import Block
 from tiers.policy.quota import Quotas
 from tiers.tier import Cause, TierName
 

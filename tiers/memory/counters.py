@@ -4,11 +4,12 @@ Fed by the residency, the promoter and the demoter, on the engine thread alone.
 """
 
 import time
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
 
-from tiers.memory.index import NEVER_USED, Block
+from tiers.memory.block import NEVER_USED, Block
 from tiers.telemetry.events import EventKind, EventStream
 from tiers.telemetry.lifetimes import Lives
 from tiers.telemetry.transfers import Transfers
@@ -30,12 +31,16 @@ class CacheEvent(StrEnum):
 class Chronicle:
     """Counters by tier and event, lives by tier, transfers by lane, and the stream of events."""
 
-    def __init__(self, block_bytes: int, stream: EventStream) -> None:
+    def __init__(
+        self, block_bytes: int, stream: EventStream, *, num_slots: int, num_frames: int
+    ) -> None:
         self.stream = stream
         self.events: Counter[tuple[TierName, CacheEvent]] = Counter()
         self.lives = {TierName.DEVICE: Lives(), TierName.HOST: Lives()}
         self.transfers = Transfers(block_bytes)
         self._block_bytes = block_bytes
+        self._slot_since_s = array("d", bytes(8 * num_slots))  # when its KV came to stand there
+        self._frame_since_s = array("d", bytes(8 * num_frames))
 
     def count(self, tier: TierName, event: CacheEvent, blocks: int = 1) -> None:
         self.events[tier, event] += blocks
@@ -43,24 +48,32 @@ class Chronicle:
     def came(self, block: Block, tier: TierName, source: TierName | None = None) -> None:
         """The block's KV stands in a memory tier now; `source` is the tier it was copied from."""
         self.count(tier, CacheEvent.STORED)
-        now_s = time.monotonic()
         if tier is TierName.DEVICE:
-            block.device_since_s = now_s
+            assert block.slot is not None, f"{block} came to no slot"
+            self._slot_since_s[block.slot] = time.monotonic()
         else:
-            block.host_since_s = now_s
+            assert block.frame is not None, f"{block} came to no frame"
+            self._frame_since_s[block.frame.number] = time.monotonic()
         if self.stream.listening and block.key is not None:
             kind = EventKind.STORED if source is None else EventKind.MOVED
             self._tell(kind, block, tier, source=source)
 
     def left(self, block: Block, tier: TierName, cause: Cause) -> None:
-        """The block, its key still known, stands in a memory tier no more."""
+        """The block is about to leave a memory tier; its key and place are still known."""
         purged = cause is Cause.REQUEST
         self.count(tier, CacheEvent.PURGED if purged else CacheEvent.EVICTED)
         now_s = time.monotonic()
-        since_s = block.device_since_s if tier is TierName.DEVICE else block.host_since_s
-        self.lives[tier].left(cause, lived_s=now_s - since_s, idle_s=now_s - block.use.time_s)
+        lived_s = now_s - self._since_s(block, tier)
+        self.lives[tier].left(cause, lived_s=lived_s, idle_s=now_s - block.use.time_s)
         if self.stream.listening and block.key is not None:
             self._tell(EventKind.REMOVED, block, tier, cause=cause)
+
+    def _since_s(self, block: Block, tier: TierName) -> float:
+        if tier is TierName.DEVICE:
+            assert block.slot is not None, f"{block} stands in no slot"
+            return self._slot_since_s[block.slot]
+        assert block.frame is not None, f"{block} stands in no frame"
+        return self._frame_since_s[block.frame.number]
 
     def reused(self, blocks: Sequence[Block]) -> None:
         """Blocks of one prefix are hit; to be told before they are pinned.

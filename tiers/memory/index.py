@@ -1,117 +1,25 @@
-"""The one truth about where a block is, while it is on the device or the host.
+"""The one truth about which blocks stand in memory: by key, and by the prefix they continue.
 
 Used by the engine thread alone, so it has no locks. Blocks that are only on disk are not here:
 the disk tier's own B-tree is their index, asked by a reader thread.
 """
 
-import time
 from collections.abc import Iterator
-from enum import IntEnum
 
 from tiers.blocks.chain import Chain
-from tiers.blocks.frames import Frame
-from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey
-from tiers.errors import MissReason
-from tiers.policy import Use
-
-NEVER_USED = Use(time_s=0.0, num_blocks=0)
-
-
-class BlockState(IntEnum):
-    """Whether the KV of a block stands."""
-
-    COMPUTING = 0  # a running sequence is filling it
-    LOADING = 1  # a reader thread is filling its frame
-    READY = 2
-    LOST = 3  # its load failed; out of the index, and `fault` says why
-
-
-class Below(IntEnum):
-    """Whether the tiers below memory hold a block. Each use lets it be written there once."""
-
-    ABSENT = 0
-    REFUSED = 1  # written since its last use, and not held: not to be written before its next one
-    WRITING = 2  # the writer thread reads its frame
-    HELD = 3  # not used since it was written
-    HELD_USED = 4  # used since: should they drop it, it may be written again
-
-
-AFTER_USE = (Below.ABSENT, Below.ABSENT, Below.WRITING, Below.HELD_USED, Below.HELD_USED)
-AFTER_DROP = (Below.ABSENT, Below.REFUSED, Below.WRITING, Below.REFUSED, Below.ABSENT)
-
-
-class Block:
-    """One block's identity and whereabouts.
-
-    Invariants: `pins` counts the sequences and tickets that need it; a pinned block keeps its
-    KV somewhere above the disk. `busy` counts threads and streams that use the frame's bytes.
-    A block whose `tokens` are shorter than a block is partial: rows past them are not KV.
-    A block with `key` None belongs to one sequence and is not in the index.
-    """
-
-    __slots__ = (
-        "below", "busy", "content", "created_s", "depth", "device_since_s", "fault", "frame",
-        "hits", "host_held", "host_since_s", "kept", "key", "lent", "parent", "pins", "ranked",
-        "scope", "slot", "state", "tokens", "use", "writer",
-    )  # fmt: skip
-
-    def __init__(self, slot: int | None = None) -> None:
-        self.scope: PrefixKey | None = None
-        self.parent: PrefixKey | None = None
-        self.key: PrefixKey | None = None
-        self.tokens = b""
-        self.content = b""
-        self.depth = 0
-        self.slot = slot
-        self.frame: Frame | None = None
-        self.below = Below.ABSENT
-        self.state = BlockState.COMPUTING
-        self.pins = 0
-        self.busy = 0
-        self.hits = 0
-        self.fault: MissReason | None = None
-        self.ranked = False  # the device policy knows it
-        self.host_held = False  # the host policy was told to hold it
-        self.kept = False  # an operator pinned its prefix: it leaves last, and is never lost
-        self.lent = False  # promoted from a host that gives its copy up before others
-        self.created_s = time.monotonic()
-        self.device_since_s = self.host_since_s = self.created_s  # when its KV came to stand there
-        self.use: Use = NEVER_USED
-        self.writer: Chain | None = None  # whose sequence appends rows to it; the others copy
-
-    def name(self, identity: BlockId, depth: int) -> None:
-        """Give the block its identity; it is about to enter the index."""
-        self.scope, self.parent, self.key, self.tokens, self.content = identity
-        self.depth = depth
-
-    def identity(self) -> BlockId:
-        assert self.scope is not None and self.parent is not None and self.key is not None
-        return BlockId(self.scope, self.parent, self.key, self.tokens, self.content)
-
-    @property
-    def held_below(self) -> bool:
-        """Whether the block stands in a tier under memory, so that memory may drop it."""
-        return self.below >= Below.HELD
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // TOKEN_BYTES
-
-    def __repr__(self) -> str:
-        key = self.key.hex()[:8] if self.key else "private"
-        where = f"slot={self.slot} frame={self.frame.number if self.frame else None}"
-        return f"<Block {key} depth={self.depth} {self.state.name} {where} pins={self.pins}>"
+from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.memory.block import Block, Following
 
 
 class BlockIndex:
-    """Blocks by key, and their children by parent key.
+    """Blocks by key. What continues a block is kept in the block: a prefix mostly goes on one way.
 
     Invariant: a block is here exactly while it has a key; at most one block has a given key.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[PrefixKey, Block] = {}
-        self._children: dict[PrefixKey, dict[PrefixKey, Block]] = {}
+        self._first: dict[PrefixKey, Following] = {}  # what continues a key that has no block here
         self._partials: dict[PrefixKey, list[Block]] = {}
         self._scopes: dict[PrefixKey, None] = {}
         self.collisions = 0
@@ -154,28 +62,48 @@ class BlockIndex:
 
     def add(self, block: Block, identity: BlockId, depth: int) -> None:
         """Enter a block under its key, which must be free."""
-        assert identity.key not in self._blocks, f"{identity.key.hex()} is in the index already"
+        key, blocks = identity.key, self._blocks
+        assert key not in blocks, f"{key.hex()} is in the index already"
         block.name(identity, depth)
-        self._blocks[identity.key] = block
-        self._children.setdefault(identity.parent, {})[identity.key] = block
-        if identity.parent == identity.scope:
-            self._scopes[identity.scope] = None
+        blocks[key] = block
+        if self._first:
+            block.following = self._first.pop(key, None)
+        parent = blocks.get(identity.parent)
+        if parent is not None:
+            block.parent = parent.key  # the very same bytes
+            parent.following = _joined(parent.following, block)
+        else:
+            self._first[identity.parent] = _joined(self._first.get(identity.parent), block)
+            if identity.parent == identity.scope:
+                self._scopes[identity.scope] = None
 
     def remove(self, block: Block) -> None:
         """Take a block out; it may be held by sequences still, and is private from here on."""
-        assert block.key is not None and block.parent is not None
-        del self._blocks[block.key]
-        siblings = self._children[block.parent]
-        del siblings[block.key]
-        if not siblings:
-            del self._children[block.parent]
-            self._left(block.parent)
+        key, above = block.key, block.parent
+        assert key is not None and above is not None
+        del self._blocks[key]
+        if block.following is not None:
+            self._first[key], block.following = block.following, None
+        parent = self._blocks.get(above)
+        if parent is not None:
+            parent.following = _parted(parent.following, block)
+        else:
+            left = _parted(self._first[above], block)
+            if left is not None:
+                self._first[above] = left
+            else:
+                del self._first[above]
+                self._left(above)
         block.key = None
         block.parent = None
 
     def children(self, key: PrefixKey) -> list[Block]:
         """Full blocks that continue the prefix `key` (a scope's root counts as one)."""
-        return list(self._children.get(key, {}).values())
+        parent = self._blocks.get(key)
+        following = parent.following if parent is not None else self._first.get(key)
+        if following is None:
+            return []
+        return [following] if isinstance(following, Block) else list(following)
 
     def scopes(self) -> list[PrefixKey]:
         """The roots under which there are blocks, the longest known first."""
@@ -183,7 +111,7 @@ class BlockIndex:
 
     def _left(self, parent: PrefixKey) -> None:
         """The last block of one kind that continued `parent` is gone; it may have been a root."""
-        if parent not in self._children and parent not in self._partials:
+        if parent not in self._first and parent not in self._partials:
             self._scopes.pop(parent, None)
 
     # Partly filled blocks have no key of their own: they are found as continuations of a prefix.
@@ -220,3 +148,22 @@ class BlockIndex:
     def iter_partials(self) -> Iterator[Block]:
         for blocks in self._partials.values():
             yield from blocks
+
+
+def _joined(following: Following, block: Block) -> Following:
+    """One more that continues a prefix, the newest last."""
+    if following is None:
+        return block
+    if isinstance(following, Block):
+        return {following: None, block: None}
+    following[block] = None
+    return following
+
+
+def _parted(following: Following, block: Block) -> Following:
+    """One less."""
+    if following is block:
+        return None
+    assert isinstance(following, dict), f"{block} continues nothing here"
+    del following[block]
+    return next(iter(following)) if len(following) == 1 else following

@@ -6,7 +6,7 @@ a `Block`: this gives them prefix keys. Engine thread only.
 
 from collections.abc import Hashable
 
-from tiers.memory.index import Block
+from tiers.memory.block import Block
 from tiers.policy import Policy, PolicyName, Use, make_policy, policy_in
 from tiers.policy.quota import FairPolicy, Quotas
 from tiers.tier import TierName

@@ -11,6 +11,7 @@ continue the same parent. Rows below `len(tokens)` of a block never change, so r
 no protection from the one writer that appends. Engine thread only.
 """
 
+import time
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -19,7 +20,7 @@ import numpy as np
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
 from tiers.errors import OutOfBlocks
-from tiers.memory.index import Block, BlockState
+from tiers.memory.block import Block, BlockState
 from tiers.memory.residency import Residency
 from tiers.policy import Use
 from tiers.tier import Cause, TierName
@@ -84,25 +85,25 @@ class TailSharing:
         return [*reversed(self._index.partials(parent)), *reversed(full)]
 
     def adopt(self, tail: Tail, chain: Chain) -> Block | None:
-        """Pin the block, or copy its leading rows to one of our own; None: there is no slot."""
+        """Acquire the block, or copy its leading rows to one of our own; None: there is no slot."""
         block = tail.block
         assert tail.case is not TailCase.WAIT
         if block.slot is not None and tail.case is not TailCase.COPY:
             if tail.case is TailCase.EXTEND:
                 block.writer = chain
-            self._residency.pin(block)
+            self._residency.acquire(block)
             return block
         return self._copy(block, tail.num_rows, chain)
 
     def own(self, block: Block, num_rows: int, chain: Chain, use: Use) -> Block:
-        """Make row `num_rows` of the block writable; trades the caller's pin for the result's."""
+        """Make row `num_rows` of the block writable; a reference to the result for the caller's."""
         if block.writer is None and block.num_tokens == num_rows:  # and so partly filled
             block.writer = chain
             return block
         copy = self._copy(block, num_rows, chain)
         if copy is None:
             raise OutOfBlocks("no device block is free to copy a shared tail to")
-        self._residency.unpin(block, use)
+        self._residency.release(block, use)
         return copy
 
     def announce(self, chain: Chain, number: int, block: Block) -> None:
@@ -139,27 +140,35 @@ class TailSharing:
         redundant = [block for block in candidates if tokens.startswith(block.tokens)]
         surplus = candidates[: max(0, len(candidates) - MAX_CANDIDATES + 1)]
         for block in {*redundant, *surplus}:
-            if block.pins == 0:
+            if block.ref_count == 0:
                 self._residency.forget_everywhere(block, Cause.REDUNDANT)
         return True
 
     def _copy(self, source: Block, num_rows: int, chain: Chain) -> Block | None:
-        """A new pinned block whose first `num_rows` rows are the source's."""
+        """A new block, acquired, whose first `num_rows` rows are the source's."""
         residency = self._residency
-        residency.pin(source)  # it must not be the victim that makes room for its own copy
-        block = Block()
+        residency.acquire(source)  # it must not be the victim that makes room for its own copy
+        block = Block(time.monotonic())
         slot = residency.take_slot(block, chain.root)
         if slot is not None:
             if source.slot is not None:
                 residency.pool.copy_rows(source.slot, slot, num_rows)
             elif source.frame is not None:
-                residency.copy_up(source, slot)
-        residency.unpin(source, source.use)
+                self._copy_up(source, slot)
+        residency.release(source, source.use)
         if slot is None:
             return None
         block.writer = chain
-        block.pins = 1
+        block.ref_count = 1
         return block
+
+    def _copy_up(self, source: Block, slot: int) -> None:
+        """Copy a host block into a slot that is not its own."""
+        residency = self._residency
+        assert source.frame is not None
+        started = time.perf_counter()
+        copy = residency.pool.copy_in([source.frame], [slot])
+        residency.copies.watch(copy, (source,), TierName.HOST, TierName.DEVICE, started)
 
 
 def _common_rows(have: bytes, want: bytes) -> int:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import COMPUTING, LOADING, Seen, Tree, TreeQuery, grow
-from tiers.memory.index import Block, BlockIndex, BlockState
+from tiers.memory.block import Block, BlockState
+from tiers.memory.index import BlockIndex
 from tiers.tier import TierName
 
 
@@ -37,7 +38,7 @@ def live_blocks(blocks: Iterable[Block]) -> list[LiveBlock]:
             block.tokens,
             block.depth,
             block.hits,
-            block.pins,
+            block.ref_count,
             now_s - (block.use.time_s or block.created_s),
             now_s - block.created_s,
         )
@@ -76,7 +77,7 @@ def seen(block: Block, now_s: float) -> Seen:
         key=block.key,
         place=place_of(block),
         tokens=block.tokens,
-        pinned=block.pins > 0,
+        pinned=block.ref_count > 0,
         hits=block.hits,
         idle_s=now_s - (block.use.time_s or block.created_s),
         clean=block.held_below or (block.slot is not None and block.frame is not None),

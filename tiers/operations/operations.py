@@ -12,7 +12,7 @@ from typing import TypeVar
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.pin_file import load_pins, save_pins
-from tiers.memory.index import Block
+from tiers.memory.block import Block
 from tiers.memory.residency import Residency
 from tiers.operations.pins import Keeper
 from tiers.operations.purge import Purger
@@ -126,7 +126,7 @@ class Upkeep:
         removed = dict.fromkeys(self._capacities, 0)
         for key in keys:
             block = self._residency.index.get(key)
-            if block is not None and not (block.pins or block.busy or block.kept):
+            if block is not None and not (block.ref_count or block.busy or block.pinned):
                 removed[TierName.DEVICE] += block.slot is not None
                 if block.frame is not None:
                     removed[TierName.HOST] += 1

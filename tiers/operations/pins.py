@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from tiers.blocks.keys import PrefixKey
-from tiers.memory.index import Block, BlockState
+from tiers.memory.block import Block, BlockState
 from tiers.memory.residency import Residency
 from tiers.policy.retention import Pin, PinError, PinKind, Pins
 
@@ -56,7 +56,7 @@ class Keeper:
         self._pins: Pins[PrefixKey] = Pins(max_blocks)
         self._next_tick_s = 0.0
         self._untold = False  # pins in passing have changed since the disk was told
-        residency.kept_keys = self._pins
+        residency.pinned_keys = self._pins
 
     def restore(self, pins: Sequence[Pin[PrefixKey]]) -> None:
         """Put pins of an earlier run in force again, as far as they are allowed now.
@@ -256,9 +256,9 @@ class Keeper:
     def _apply(self, held: Sequence[PrefixKey], released: Sequence[PrefixKey]) -> None:
         for block in self._resident(released):
             if block.key not in self._pins:
-                self._residency.unkeep(block)
+                self._residency.unpin(block)
         for block in self._resident(held):
-            self._residency.keep(block)
+            self._residency.pin(block)
 
     def _tell(self) -> None:
         self._tell_below()

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from tiers.blocks.keys import PrefixKey
+from tiers.memory.block import Block
 from tiers.memory.counters import CacheEvent
-from tiers.memory.index import Block
 from tiers.memory.residency import Residency
 from tiers.tier import ManagedTier, Removed, TierName
 from tiers.transfer.mover import Errand, Mover
@@ -73,7 +73,7 @@ class Purger:
         for block in self._blocks_of(wanted):
             purge.counts[TierName.DEVICE] += block.slot is not None
             purge.counts[TierName.HOST] += block.frame is not None
-            purge.in_use += block.pins > 0
+            purge.in_use += block.ref_count > 0
             self._residency.detach(block)
             purge.doomed.append(block)
         self.step()

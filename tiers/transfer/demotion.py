@@ -1,6 +1,7 @@
-"""Copying blocks down ahead of need, so that evicting them later costs nothing.
+"""How blocks go down: on eviction, and ahead of need, so that evicting them later costs nothing.
 
-Engine thread only, a bounded amount each step. From the device to host frames by a copy; from
+Engine thread only, a bounded amount each step, and on a request's path one copy for each slot that
+it takes from a block with no copy below. From the device to host frames by a copy; from
 host frames to the disk by the mover's writer thread, whenever that has room, coldest first. A
 prefix is written before what continues it, so a writer that falls behind leaves whole prefixes.
 """
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from tiers.blocks.keys import PrefixKey
+from tiers.memory.block import Below, Block, DeviceState
 from tiers.memory.counters import CacheEvent
-from tiers.memory.index import AFTER_DROP, Below, Block, BlockState
-from tiers.memory.residency import MIN_LOOKAHEAD, Residency
+from tiers.memory.host_tier import MIN_LOOKAHEAD
+from tiers.memory.residency import Residency
 from tiers.policy.admission import Demotion, WritePolicy
 from tiers.tier import Cause, TierName
 from tiers.transfer.mover import Mover, StoreJob
@@ -26,6 +28,7 @@ MAX_BUSY_SHARE = (
 FULL_MEMORY = 64  # stores without a block dropped for room after which the disk is not full
 CLEAN_PER_BURST = 1.25  # with looks an eighth of the part apart, one burst is always clean
 FLUSH_POLL_S = 0.002
+WAITING = Below.WAITING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +72,9 @@ class Demoter:
         self._num_frames = num_frames
         self._burst = self._last_burst = self._turnover = 0
         self._idle_since = 0  # `num_frames_taken` when the writer had last nothing to do
+        residency.demote = self.copy_down
         if mover is not None:
-            residency.wants_disk = self._wants_disk
+            residency.queue.worth = self._worth_waiting
 
     def committed(self, block: Block) -> None:
         """A block has just filled: for one that was seen and evicted this is a second use."""
@@ -84,11 +88,11 @@ class Demoter:
 
     def write(self, block: Block) -> bool:
         """Write a block soon if the disk is to have it; False where it is not."""
-        if self._mover is None or not (block.kept or self._worth_writing(block)):
+        if self._mover is None or not (block.pinned or self._worth_writing(block)):
             return False
-        if _is_dirty(block):
+        if block.is_dirty:
             self._eager[block] = None
-        return _is_dirty(block)
+        return block.is_dirty
 
     def step(self) -> None:
         """One step's share of background work."""
@@ -107,6 +111,21 @@ class Demoter:
     def num_stores(self) -> int:
         return len(self._stores)
 
+    def copy_down(self, block: Block, sparing: Collection[Block] = ()) -> bool:
+        """Copy a device block to a host frame; False where none can be had but from `sparing`."""
+        residency = self._residency
+        assert block.slot is not None and block.frame is None, f"{block} cannot be copied down"
+        frame = residency.take_frame(block.scope, sparing)
+        if frame is None:
+            return False
+        started = time.perf_counter()
+        copy = residency.pool.copy_out(block.slot, frame)
+        residency.settle_frame(block, frame)
+        residency.copies.watch(copy, (block,), TierName.DEVICE, TierName.HOST, started)
+        residency.count(TierName.DEVICE, CacheEvent.DEMOTED)
+        residency.chronicle.came(block, TierName.HOST, TierName.DEVICE)
+        return True
+
     def flush(self, deadline_s: float = 60.0) -> int:
         """Write every full block that is not on disk; returns how many could not be.
 
@@ -116,19 +135,19 @@ class Demoter:
         if self._mover is None or self._residency.frames is None:
             return 0
         give_up = time.monotonic() + deadline_s
-        todo = [block for block in self._residency.index if _is_dirty(block)]
+        todo = [block for block in self._residency.index if block.is_dirty]
         todo.sort(key=lambda block: block.depth)
         pending = deque(todo)
         while (pending or self._stores) and time.monotonic() < give_up:
             self._collect()
             batch = [pending.popleft() for _ in range(min(BLOCKS_PER_STORE, len(pending)))]
-            refused = [block for block in self._store(batch) if _is_dirty(block)]
+            refused = [block for block in self._store(batch) if block.is_dirty]
             pending.extendleft(reversed(refused))
             if refused and not self._stores:
                 break  # nothing under way will free a frame for them
             if refused or not pending:
                 time.sleep(FLUSH_POLL_S)
-        return sum(map(_is_dirty, todo))
+        return sum(block.is_dirty for block in todo)
 
     def _clean_device(self) -> None:
         """Copy down what is next to leave the device, a few blocks a step. The cold end is looked
@@ -141,14 +160,15 @@ class Demoter:
             if left < max(1, self._device_window // 8):
                 return
             self._device_looked_at = residency.num_slots_taken
-            cold = residency.device_policy.coldest(self._device_window)
+            cold = residency.device.policy.coldest(self._device_window)
             self._spared = frozenset(cold)  # or two would take turns in one frame for ever
             self._to_copy = deque(cold)
         copies = 0
         while self._to_copy and copies < self._settings.device_copies_per_step:
             block = self._to_copy.popleft()
-            if block.ranked and not block.pins and block.frame is None and block.key is not None:
-                if not residency.copy_down(block, self._spared):
+            idle = block.device >= DeviceState.EVICTABLE
+            if idle and block.frame is None and block.key is not None:
+                if not self.copy_down(block, self._spared):
                     self._to_copy.clear()
                 copies += 1
 
@@ -162,17 +182,17 @@ class Demoter:
             self._last_burst, self._burst = self._burst, 0
         self._burst = max(self._burst, taken - self._idle_since)
         burst = max(self._burst, self._last_burst)
-        residency.lookahead = max(MIN_LOOKAHEAD, int(burst * CLEAN_PER_BURST))
+        residency.host.lookahead = max(MIN_LOOKAHEAD, int(burst * CLEAN_PER_BURST))
 
     def _write_behind(self, mover: Mover) -> None:
         """All that waits, while the disk has room. Once that is full, what is held twice costs it
         other blocks: then only the coldest, as many as may have to leave at once."""
-        waiting = self._residency.waiting
-        if not waiting:
+        queue = self._residency.queue
+        if not queue:
             return
         at_risk = self._at_risk() if self._stores_while_full else None
         while mover.store_room and self._num_busy < self._max_busy:
-            todo = waiting if at_risk is None else [b for b in at_risk if b in waiting]
+            todo = queue if at_risk is None else [b for b in at_risk if b.below is WAITING]
             batch: list[Block] = []
             for block in islice(todo, BLOCKS_PER_STORE):
                 if block not in batch:
@@ -190,37 +210,37 @@ class Demoter:
         if residency.num_frames_taken - self._looked_at < self._clean_part // 8:
             return []
         self._looked_at = residency.num_frames_taken
-        return residency.host_policy.coldest(self._clean_part)
+        return residency.host.policy.coldest(self._clean_part)
 
     @property
     def _clean_part(self) -> int:
-        return max(self._host_window, min(self._max_busy, self._residency.lookahead))
+        return max(self._host_window, min(self._max_busy, self._residency.host.lookahead))
 
     def _leading_to(self, block: Block, taken: Container[Block]) -> list[Block]:
         """The run of waiting blocks that ends with this one, first to last."""
         run = [block]
-        index, waiting = self._residency.index, self._residency.waiting
+        index = self._residency.index
         while block.parent is not None:
             above = index.get(block.parent)
-            if above is None or above not in waiting or above in taken:
+            if above is None or above.below is not WAITING or above in taken:
                 break
             run.append(above)
             block = above
         return run[::-1]
 
-    def _wants_disk(self, block: Block) -> bool:
+    def _worth_waiting(self, block: Block) -> bool:
         """Whether the disk is to have a block and does not."""
-        return _is_dirty(block) and self._worth_writing(block)
+        return block.is_dirty and self._worth_writing(block)
 
     def _worth_writing(self, block: Block) -> bool:
-        if block.below is not Below.ABSENT:
+        if block.below not in (Below.ABSENT, WAITING):
             return False
         return self._settings.write_policy is not WritePolicy.ON_SECOND_HIT or block.hits > 0
 
     def _write_eager(self) -> None:
         while self._eager and self._mover is not None and self._mover.store_room:
             batch = list(islice(self._eager, BLOCKS_PER_STORE))
-            refused = self._store(block for block in batch if _is_dirty(block))
+            refused = self._store(block for block in batch if block.is_dirty)
             for block in batch:
                 if block not in refused:
                     del self._eager[block]
@@ -239,11 +259,12 @@ class Demoter:
         refused: list[Block] = []
         for block in sorted(blocks, key=lambda block: block.depth):
             if block.frame is None and block.slot is not None:
-                residency.copy_down(block)
+                self.copy_down(block)
             if block.frame is None or block.busy:
                 refused.append(block)
                 continue
-            residency.begin_write(block)
+            residency.queue.begin_write(block)
+            residency.host.sync(block)
             batch.append(block)
         if not batch:
             return refused
@@ -254,11 +275,11 @@ class Demoter:
             self._num_busy += len(batch)
             return refused
         for block in batch:
-            residency.end_write(block, Below.ABSENT)
+            self._written(block, Below.ABSENT)
         return [*batch, *refused]
 
     def _collect(self) -> None:
-        self._residency.poll_copies()
+        self._residency.copies.poll()
         if self._stores:
             self._stores = [store for store in self._stores if not self._collect_one(store)]
 
@@ -273,14 +294,15 @@ class Demoter:
         dropped = set(store.job.dropped)
         for block in store.blocks:
             stands = not store.job.failed and block.key not in dropped
-            residency.end_write(block, Below.HELD if stands else Below.REFUSED)
+            self._written(block, Below.HELD if stands else Below.REFUSED)
             if stands:
                 residency.count(TierName.HOST, CacheEvent.DEMOTED)
                 residency.count(TierName.DISK, CacheEvent.STORED)
         for key in dropped:
             held = residency.index.get(key)
             if held is not None:
-                residency.set_below(held, AFTER_DROP[held.below])
+                residency.queue.dropped(held)
+                residency.host.sync(held)
             else:
                 residency.departures.note(key, TierName.DISK, Cause.ROOM)
         mine = {block.key for block in store.blocks}
@@ -289,7 +311,6 @@ class Demoter:
         self._stores_while_full = FULL_MEMORY if full else max(0, self._stores_while_full - 1)
         return True
 
-
-def _is_dirty(block: Block) -> bool:
-    """A full block whose KV stands in memory alone."""
-    return block.key is not None and block.state is BlockState.READY and not block.held_below
+    def _written(self, block: Block, below: Below) -> None:
+        self._residency.queue.end_write(block, below)
+        self._residency.host.sync(block)

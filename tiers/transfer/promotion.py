@@ -4,14 +4,15 @@ Engine thread only; the scheduler opens a ticket for a request that is about to 
 once per step, and hands its blocks to the sequence. Nothing here waits.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from tiers.blocks.chain import Chain
 from tiers.errors import MissReason
+from tiers.memory.block import Block, BlockState
 from tiers.memory.counters import CacheEvent
-from tiers.memory.index import Below, Block, BlockState
 from tiers.memory.residency import Residency
 from tiers.policy import Use
 from tiers.tier import TierName
@@ -30,23 +31,65 @@ class Progress(Enum):
     READY = auto()  # every block it will get is on the device
 
 
+class TicketState(Enum):
+    """What is known of the blocks that follow a ticket's.
+
+    OPEN ─► PROBING ─► LOADING ──────► SETTLED
+     ▲ ▲       │  └───────────────────────▲
+     │ └───────┘ └─► LOADING_PART ─┐
+     └─────────────────────────────┘
+    """
+
+    BYPASSED = auto()  # nothing of the prompt may be taken as it stands
+    OPEN = auto()  # the disk is to be asked for what is not above it
+    PROBING = auto()  # the disk is being asked
+    LOADING = auto()  # some of its blocks may be loading, or lost by a failed load
+    LOADING_PART = auto()  # the same; what follows is another request's, and then the disk's again
+    SETTLED = auto()  # the disk gives no more
+
+
+_MOVES = {
+    TicketState.BYPASSED: (),
+    TicketState.OPEN: (TicketState.PROBING, TicketState.SETTLED),
+    TicketState.PROBING: (
+        *(TicketState.OPEN, TicketState.SETTLED),
+        *(TicketState.LOADING, TicketState.LOADING_PART),
+    ),
+    TicketState.LOADING: (TicketState.SETTLED,),
+    TicketState.LOADING_PART: (TicketState.OPEN,),
+    TicketState.SETTLED: (),
+}
+
+
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request's claim on its cached prefix. Invariant: each of `blocks` is pinned once by it.
+    """One request's claim on its cached prefix. Invariant: it has one reference to each of
+    `blocks`, and a probe exactly while it is PROBING.
 
     `blocks[i]` is block i of the chain, served from `sources[i]`; `stop` says why there is no more.
-    One that does not read is for a prompt of which nothing may be taken as it stands.
     """
 
     chain: Chain
-    reads: bool = True
+    state: TicketState = TicketState.OPEN
     blocks: list[Block] = field(default_factory=list)
     sources: list[TierName] = field(default_factory=list)
     stop: MissReason = MissReason.ABSENT
     probe: ProbeJob | None = None
-    probed: bool = False
-    loading: bool = False  # some of its blocks may be loading, or lost by a failed load
     num_on_device: int = 0  # leading blocks known to have a slot
+
+    @property
+    def reads(self) -> bool:
+        """Whether what stands may be taken."""
+        return self.state is not TicketState.BYPASSED
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether some of its blocks may be loading."""
+        return self.state in (TicketState.LOADING, TicketState.LOADING_PART)
+
+    def move(self, to: TicketState) -> None:
+        assert to in _MOVES[self.state], f"a ticket goes from {self.state.name} to {to.name}"
+        self.state = to
 
 
 class Promoter:
@@ -60,24 +103,25 @@ class Promoter:
 
     def open(self, chain: Chain) -> Ticket:
         """A ticket holding what stands above the disk now; the disk is asked at once."""
-        ticket = Ticket(chain, probed=self._mover is None)
+        ticket = Ticket(chain, TicketState.SETTLED if self._mover is None else TicketState.OPEN)
         self._match(ticket)
         self._ask_disk(ticket)
         return ticket
 
     def advance(self, ticket: Ticket) -> Progress:
         """Take the ticket one step further without waiting for anything."""
-        if ticket.loading:
+        if ticket.is_loading:
             self._drop_lost(ticket)
             if any(block.state is BlockState.LOADING for block in ticket.blocks):
                 self._lift(ticket)
                 return Progress.LOADING
-            ticket.loading = False
+            part = ticket.state is TicketState.LOADING_PART
+            ticket.move(TicketState.OPEN if part else TicketState.SETTLED)
         if ticket.probe is not None:
             if not ticket.probe.done:
                 return Progress.LOADING
-            self._load(ticket)
-            if ticket.loading:
+            ticket.move(self._load(ticket))
+            if ticket.is_loading:
                 return Progress.LOADING
         if self._match(ticket):
             return Progress.WAITING
@@ -86,9 +130,9 @@ class Promoter:
         return Progress.READY if self._lift(ticket) else Progress.NO_ROOM
 
     def close(self, ticket: Ticket, use: Use) -> None:
-        """Give up the ticket's pins; loads under way finish and stay in the host tier."""
+        """Give up the ticket's references; loads under way finish and stay in the host tier."""
         for block in reversed(ticket.blocks):
-            self._residency.unpin(block, use)
+            self._residency.release(block, use)
         ticket.blocks.clear()
         ticket.sources.clear()
 
@@ -102,7 +146,7 @@ class Promoter:
         return len(self._loads)
 
     def _match(self, ticket: Ticket) -> bool:
-        """Pin the blocks that continue the ticket; True where another request makes the next."""
+        """Acquire what continues the ticket; True where another request makes the next block."""
         start = len(ticket.blocks)
         found = self._residency.index.match(ticket.chain, start)
         makes_next = False
@@ -112,7 +156,7 @@ class Promoter:
                 del found[number:]
                 break
         if found:
-            self._residency.pin_run(found)
+            self._residency.acquire_run(found)
             ticket.blocks += found
             device, host = TierName.DEVICE, TierName.HOST
             ticket.sources += [host if block.slot is None else device for block in found]
@@ -120,18 +164,20 @@ class Promoter:
 
     def _ask_disk(self, ticket: Ticket) -> bool:
         start, end = len(ticket.blocks), len(ticket.chain.keys)
-        if ticket.probed or start == end or self._mover is None:
+        if ticket.state is not TicketState.OPEN or start == end or self._mover is None:
             return False
-        ticket.probed = True
         job = ProbeJob(ticket.chain.block_ids(start, end))
         if not self._mover.submit(job):
             ticket.stop = MissReason.OVERLOADED
+            ticket.move(TicketState.SETTLED)
             return False
         ticket.probe = job
+        ticket.move(TicketState.PROBING)
         return True
 
-    def _load(self, ticket: Ticket) -> None:
-        """The probe has answered: start loading what it found, as far as frames go."""
+    def _load(self, ticket: Ticket) -> TicketState:
+        """The probe has answered: start loading what it found, as far as frames go. Returns the
+        ticket's next state."""
         assert ticket.probe is not None and self._mover is not None
         held, ticket.probe = ticket.probe.held, None
         self._match(ticket)  # others may have loaded or computed some of it meanwhile
@@ -139,31 +185,37 @@ class Promoter:
         layout = self._residency.pool.layout
         end = min(start + held, len(ticket.chain.keys))
         if end <= start:
-            return
+            return TicketState.SETTLED
         num_blocks = end - start
         if not self._economy.worth(num_blocks * layout.block_size, num_blocks * layout.nbytes):
             ticket.stop = MissReason.UNECONOMIC
-            return
+            return TicketState.SETTLED
+        num_before = len(ticket.blocks)
         while start < end and self._load_run(ticket, start, min(start + BLOCKS_PER_LOAD, end)):
             start += BLOCKS_PER_LOAD
+        begun = len(ticket.blocks) > num_before
+        # Another request brings the next one up or computes it. Once that stands, the disk is asked
+        # again for what follows it.
+        number = len(ticket.blocks)
+        there = self._residency.index.get(ticket.chain.keys[number]) if number < end else None
+        if there is not None and there.identity() == ticket.chain.block_id(number):
+            return TicketState.LOADING_PART if begun else TicketState.OPEN
+        return TicketState.LOADING if begun else TicketState.SETTLED
 
     def _load_run(self, ticket: Ticket, start: int, end: int) -> bool:
         """Submit one read job for blocks [start, end) of the chain; False stops the loading."""
         residency, chain = self._residency, ticket.chain
         assert self._mover is not None
+        now_s = time.monotonic()
         blocks: list[Block] = []
         for number in range(start, end):
-            held = residency.index.get(chain.keys[number])
-            if held is not None:
-                # Another request brings it up or computes it. Once it stands, the disk is asked
-                # again for what follows it.
-                ticket.probed = held.identity() != chain.block_id(number)
+            if residency.index.get(chain.keys[number]) is not None:
                 break
             frame = residency.take_frame(chain.root)
             if frame is None:
                 ticket.stop = MissReason.NO_ROOM
                 break
-            block = Block()
+            block = Block(now_s)
             block.state = BlockState.LOADING
             residency.index.add(block, chain.block_id(number), number)
             block.busy = 1
@@ -180,10 +232,9 @@ class Promoter:
             return False
         self._loads.append((job, blocks, ticket))
         for block in blocks:
-            residency.pin(block)
+            residency.acquire(block)
             ticket.blocks.append(block)
             ticket.sources.append(TierName.DISK)
-        ticket.loading = True
         return len(blocks) == end - start
 
     def _collect_one(self, job: LoadJob, blocks: list[Block], ticket: Ticket) -> bool:
@@ -203,9 +254,10 @@ class Promoter:
             if number < num_loaded:
                 block.state = BlockState.READY
                 on_disk = sources[number] is TierName.DISK
-                block.below = Below.HELD_USED if on_disk else Below.ABSENT
+                self._residency.queue.loaded(block, held=on_disk)
                 block.hits += 1
-                self._residency.mark_idle(block)
+                block.busy -= 1
+                self._residency.host.sync(block)
                 if block.key is None:
                     continue  # a purge took it out while it loaded
                 self._residency.entered(block)
@@ -220,7 +272,7 @@ class Promoter:
         block.state = BlockState.LOST
         block.fault = reason
         block.busy = 0
-        self._residency.free_frame(block)
+        self._residency.host.free(block)
         if block.key is not None:  # a purge takes blocks out while they load
             self._residency.index.remove(block)
 
@@ -230,7 +282,7 @@ class Promoter:
             if block.state is BlockState.LOST:
                 ticket.stop = block.fault or MissReason.ABSENT
                 for lost in reversed(ticket.blocks[number:]):
-                    self._residency.unpin(lost, lost.use)
+                    self._residency.release(lost, lost.use)
                 del ticket.blocks[number:], ticket.sources[number:]
                 return
 
@@ -247,9 +299,22 @@ class Promoter:
                 lifted.append(block)
             ticket.num_on_device += 1
         if lifted:
-            frames = [block.frame for block in lifted if block.frame is not None]
-            residency.lift(lifted, frames)
+            self._copy_up(lifted)
         return ticket.num_on_device == len(ticket.blocks)
+
+    def _copy_up(self, blocks: Sequence[Block]) -> None:
+        """Copy host blocks into the slots they were just given; the frames stay theirs."""
+        residency = self._residency
+        frames = [block.frame for block in blocks if block.frame is not None]
+        slots = [block.slot for block in blocks if block.slot is not None]
+        started = time.perf_counter()
+        copy = residency.pool.copy_in(frames, slots)
+        for block in blocks:
+            block.duplicated = residency.host_moves
+            residency.host.sync(block)
+            residency.chronicle.came(block, TierName.DEVICE, TierName.HOST)
+        residency.copies.watch(copy, blocks, TierName.HOST, TierName.DEVICE, started)
+        residency.count(TierName.HOST, CacheEvent.PROMOTED, len(blocks))
 
 
 def _tell_sources(ticket: Ticket, first: Block, sources: Sequence[TierName]) -> None:

@@ -1,0 +1,165 @@
+"""A block in memory: who it is, and how it stands in each tier.
+
+Each tier has one state for a block, and one owner of that state which makes its transitions:
+
+    device   FILLING, then EVICTABLE or PINNED, IN_USE, and so on     `device_tier`
+    host     EVICTABLE, IN_USE, DUPLICATED or PINNED                  `host_tier`
+    below    WAITING, WRITING, then HELD or REFUSED, HELD_USED        `write_queue`
+
+The tables below name the transitions; ABSENT is where each begins and ends. Everything else that a
+block has are facts: how many need it, whether an operator pinned it. Engine thread only.
+"""
+
+from enum import IntEnum
+from typing import Union
+
+from tiers.blocks.chain import Chain
+from tiers.blocks.frames import Frame
+from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey
+from tiers.errors import MissReason
+from tiers.policy import Use
+
+NEVER_USED = Use(time_s=0.0, num_blocks=0)
+
+
+class BlockState(IntEnum):
+    """Whether the KV of a block stands."""
+
+    COMPUTING = 0  # a running sequence is filling it
+    LOADING = 1  # a reader thread is filling its frame
+    READY = 2
+    LOST = 3  # its load failed; out of the index, and `fault` says why
+
+
+class DeviceState(IntEnum):
+    """How a block stands on the device."""
+
+    ABSENT = 0  # it has no slot
+    FILLING = 1  # a slot that the policy has not heard of: one sequence has it
+    IN_USE = 2  # the policy holds it
+    EVICTABLE = 3  # nobody uses it, and the policy may choose it
+    PINNED = 4  # nobody uses it and an operator pinned it: it leaves after all others
+
+
+class HostState(IntEnum):
+    """How a block stands on the host."""
+
+    ABSENT = 0  # it has no frame
+    IN_USE = 1  # a copy uses its frame, or somebody needs the block and it is nowhere else above
+    EVICTABLE = 2  # the policy may choose it
+    DUPLICATED = 3  # promoted from a host that gives such copies up before others
+    PINNED = 4  # an operator pinned it: it leaves once the disk has it, and after all others
+
+
+class Below(IntEnum):
+    """Whether the tiers below memory hold a block. Each use lets it be written there once."""
+
+    ABSENT = 0
+    REFUSED = 1  # written since its last use, and not held: not to be written before its next one
+    WAITING = 2  # it is to be written, and its frame may be read
+    WRITING = 3  # the writer thread reads its frame
+    HELD = 4  # not used since it was written
+    HELD_USED = 5  # used since: should they drop it, it may be written again
+
+
+DEVICE_MOVES = (
+    frozenset({DeviceState.FILLING}),
+    frozenset({DeviceState.ABSENT, DeviceState.EVICTABLE, DeviceState.PINNED}),
+    frozenset({DeviceState.ABSENT, DeviceState.EVICTABLE, DeviceState.PINNED}),
+    frozenset({DeviceState.ABSENT, DeviceState.IN_USE, DeviceState.PINNED}),
+    frozenset({DeviceState.ABSENT, DeviceState.IN_USE, DeviceState.EVICTABLE}),
+)
+HOST_MOVES = (
+    frozenset({HostState.EVICTABLE}),
+    frozenset(HostState) - {HostState.IN_USE},
+    frozenset({HostState.ABSENT, HostState.IN_USE, HostState.PINNED}),
+    frozenset(HostState) - {HostState.DUPLICATED},
+    frozenset(HostState) - {HostState.PINNED},
+)
+BELOW_MOVES = (
+    frozenset({Below.WAITING, Below.WRITING, Below.HELD_USED}),
+    frozenset({Below.ABSENT, Below.WRITING}),
+    frozenset({Below.ABSENT, Below.WRITING}),
+    frozenset({Below.ABSENT, Below.REFUSED, Below.HELD}),
+    frozenset({Below.HELD_USED, Below.REFUSED}),
+    frozenset({Below.ABSENT}),
+)
+AFTER_USE = (
+    *(Below.ABSENT, Below.ABSENT, Below.WAITING, Below.WRITING),
+    *(Below.HELD_USED, Below.HELD_USED),
+)
+AFTER_DROP = (
+    *(Below.ABSENT, Below.REFUSED, Below.WAITING, Below.WRITING),
+    *(Below.REFUSED, Below.ABSENT),
+)
+
+Following = Union[None, "Block", "dict[Block, None]"]
+
+
+class Block:
+    """One block's identity and whereabouts.
+
+    Invariants: `ref_count` counts the sequences and tickets that need it; while it is not 0 the
+    KV stands somewhere above the disk. `busy` counts threads and streams that use the frame's
+    bytes. A block whose `tokens` are shorter than a block is partial: rows past them are not KV.
+    A block with `key` None belongs to one sequence and is not in the index.
+    """
+
+    __slots__ = (
+        "below", "busy", "content", "created_s", "depth", "device", "duplicated", "fault",
+        "following", "frame", "hits", "host", "key", "parent", "pinned", "ref_count", "scope",
+        "slot", "state", "tokens", "use", "writer",
+    )  # fmt: skip
+
+    def __init__(self, created_s: float) -> None:
+        self.scope: PrefixKey | None = None
+        self.parent: PrefixKey | None = None
+        self.key: PrefixKey | None = None
+        self.tokens = b""
+        self.content = b""
+        self.depth = 0
+        self.following: Following = None  # the index's: full blocks that continue this one
+        self.slot: int | None = None
+        self.frame: Frame | None = None
+        self.state = BlockState.COMPUTING
+        self.device = DeviceState.ABSENT
+        self.host = HostState.ABSENT
+        self.below = Below.ABSENT
+        self.ref_count = 0
+        self.busy = 0
+        self.hits = 0
+        self.pinned = False  # by an operator, with its prefix
+        self.duplicated = False  # lifted from a host frame that is to leave before others
+        self.fault: MissReason | None = None
+        self.created_s = created_s
+        self.use: Use = NEVER_USED
+        self.writer: Chain | None = None  # whose sequence appends rows to it; the others copy
+
+    def name(self, identity: BlockId, depth: int) -> None:
+        """Give the block its identity; it is about to enter the index."""
+        self.scope, self.parent, self.key, self.tokens, self.content = identity
+        self.depth = depth
+
+    def identity(self) -> BlockId:
+        assert self.scope is not None and self.parent is not None and self.key is not None
+        return BlockId(self.scope, self.parent, self.key, self.tokens, self.content)
+
+    @property
+    def held_below(self) -> bool:
+        """Whether the block stands in a tier under memory, so that memory may drop it."""
+        return self.below >= Below.HELD
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether it is a full block whose KV stands in memory alone."""
+        return self.below < Below.HELD and self.key is not None and self.state is BlockState.READY
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    def __repr__(self) -> str:
+        key = self.key.hex()[:8] if self.key else "private"
+        where = f"slot={self.slot} frame={self.frame.number if self.frame else None}"
+        states = f"{self.state.name} {self.device.name}/{self.host.name}/{self.below.name}"
+        return f"<Block {key} depth={self.depth} {states} {where} refs={self.ref_count}>"

@@ -1,0 +1,75 @@
+"""Copies between slots and frames that are under way. Engine thread only.
+
+On a CPU a copy is done when it returns. On a GPU it runs on a stream of its own, and the frame must
+stay where it is until the bytes have arrived.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tiers.memory.block import Block
+from tiers.memory.counters import Chronicle
+from tiers.memory.device import Copy
+from tiers.memory.host_tier import HostTier
+from tiers.tier import TierName
+
+
+class _Copying(NamedTuple):
+    copy: Copy
+    blocks: Sequence[Block]
+    source: TierName
+    target: TierName
+    started: float  # time.perf_counter()
+
+
+class Copies:
+    """Invariant: a block's `busy` counts its copies here, and the writer's reading."""
+
+    def __init__(self, host: HostTier, chronicle: Chronicle) -> None:
+        self._host = host
+        self._chronicle = chronicle
+        self._under_way: list[_Copying] = []
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def watch(
+        self,
+        copy: Copy,
+        blocks: Sequence[Block],
+        source: TierName,
+        target: TierName,
+        started: float,
+    ) -> None:
+        """Keep the blocks' frames until the copy has arrived."""
+        copying = _Copying(copy, blocks, source, target, started)
+        if copy.done():
+            self._arrived(copying)
+            return
+        for block in blocks:
+            block.busy += 1
+            self._host.sync(block)
+        self._under_way.append(copying)
+
+    def poll(self) -> None:
+        """Let go of frames whose copy has arrived."""
+        if not self._under_way:
+            return
+        waiting = []
+        for copying in self._under_way:
+            if not copying.copy.done():
+                waiting.append(copying)
+                continue
+            self._arrived(copying)
+            for block in copying.blocks:
+                block.busy -= 1
+                assert block.busy >= 0, f"{block} was copied once too often"
+                self._host.sync(block)
+        self._under_way = waiting
+
+    def _arrived(self, copying: _Copying) -> None:
+        elapsed_s = time.perf_counter() - copying.started
+        self._chronicle.transfers.observe(
+            copying.source, copying.target, len(copying.blocks), elapsed_s
+        )
