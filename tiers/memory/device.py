@@ -6,6 +6,7 @@ the host never waits. Compute waits for a copy in, which it is about to read, an
 only where the slot has a new owner: copying down ahead of need runs beside it.
 """
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -54,7 +55,7 @@ class DevicePool:
             device=self.device,
         )
         self._parts = [part for layer in part_views(self.tensor, layout.layers) for part in layer]
-        self._free = list(reversed(range(num_blocks)))
+        self._free = array("i", range(num_blocks - 1, -1, -1))
         self._down: torch.cuda.Stream | None = None
         self._up: torch.cuda.Stream | None = None
         self._leaving: dict[int, torch.cuda.Event] = {}  # slots that are being copied out

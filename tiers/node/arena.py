@@ -32,8 +32,15 @@ class SharedMemory:
 
     def frame(self, number: int) -> Frame:
         """The frame as the tiers below know it."""
+        return Frame(self, number)
+
+    def tensor(self, number: int) -> torch.Tensor:
         block = self.rows[number, : self.layout.nbytes]
-        return Frame(number, block.view(self.layout.torch_dtype).view(self.layout.shape))
+        return block.view(self.layout.torch_dtype).view(self.layout.shape)
+
+    def buffer(self, number: int) -> memoryview:
+        start = self.stride * number
+        return memoryview(self._map)[start : start + self.layout.nbytes]
 
     def give_back(self, number: int) -> None:
         """Return the frame's memory to the system; it reads as zeros from now on."""
