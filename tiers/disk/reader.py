@@ -57,6 +57,25 @@ class BlockReader:
         self._scratch = scratch
         self._counts = counts
 
+    def num_held(self, ids: Sequence[BlockId]) -> int:
+        """Length of the leading run whose keys are in the index. Proves nothing: `load` does, and
+        once is enough."""
+        keys = self._keys(ids)
+        left = [0] * len(self._slots)
+        for number, slot in enumerate(self._slots):
+            try:
+                if keys[number]:
+                    with slot.read() as shard:
+                        left[number] = shard.num_held(keys[number])
+            except (*StorageError, ShardDamaged) as error:
+                self._counts.fault(MissReason.IO_ERROR, 1, f"looking up in {slot.path}: {error}")
+        for done, block in enumerate(ids):
+            number = shard_of(block.key, len(self._slots))
+            if not left[number]:
+                return done
+            left[number] -= 1
+        return len(ids)
+
     def find(self, ids: Sequence[BlockId]) -> tuple[list[Found], MissReason | None]:
         """The leading run that the index proves, and why it ends early (None: it does not)."""
         entries, broken = self._entries(ids)
@@ -89,11 +108,16 @@ class BlockReader:
                 return Loaded(done, self._blame(place, why))
         return Loaded(len(found), None)
 
-    def _entries(self, ids: Sequence[BlockId]) -> tuple[list[Iterator[Entry]], set[int]]:
-        """Each shard's run of entries, and the shards that could not be asked."""
+    def _keys(self, ids: Sequence[BlockId]) -> list[list[PrefixKey]]:
+        """The keys by shard."""
         keys: list[list[PrefixKey]] = [[] for _ in self._slots]
         for block in ids:
             keys[shard_of(block.key, len(self._slots))].append(block.key)
+        return keys
+
+    def _entries(self, ids: Sequence[BlockId]) -> tuple[list[Iterator[Entry]], set[int]]:
+        """Each shard's run of entries, and the shards that could not be asked."""
+        keys = self._keys(ids)
         runs: list[Iterator[Entry]] = []
         broken: set[int] = set()
         for number, slot in enumerate(self._slots):

@@ -133,6 +133,14 @@ class Shard:
         if status.st_size < known:
             raise ShardDamaged(f"{self.path / 'data.mdb'} has {status.st_size} bytes, had {known}")
 
+    def num_held(self, keys: Sequence[PrefixKey]) -> int:
+        """Length of the leading run of keys that are in the index; what it says is not read."""
+        with self._reading() as txn:
+            for number, key in enumerate(keys):
+                if self._storage.get(txn, key, self._dbs.index) is None:
+                    return number
+        return len(keys)
+
     def find(self, keys: Sequence[PrefixKey]) -> list[Entry]:
         """Index entries of the leading run of keys that are held."""
         found: list[Entry] = []

@@ -75,9 +75,9 @@ class DiskTier:
         self._closed = False
 
     def probe(self, ids: Sequence[BlockId]) -> int:
-        """Length of the leading run held, by identity; payloads are not looked at."""
+        """Length of the leading run held, by key; `load` proves that it is what was asked for."""
         self._check_open()
-        return len(self._reader.find(ids)[0])
+        return self._reader.num_held(ids)
 
     def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
         """Fill `into[i]` with block `ids[i]`, verified; stop at the first that cannot be served."""

@@ -47,6 +47,10 @@ class UncheckedShard:
     def file_bytes(self) -> int:
         return self._storage.stat(self._file).st_blocks * 512
 
+    def num_held(self, keys: Sequence[PrefixKey]) -> int:
+        """Length of the leading run of keys that are held, as far as can be told."""
+        return len(self.find(keys))
+
     def find(self, keys: Sequence[PrefixKey]) -> list[Entry]:
         """Index entries of the leading run of keys that are held, as far as can be told."""
         found: list[Entry] = []
