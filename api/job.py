@@ -45,6 +45,7 @@ class Turn:
 
     keys: tuple[bytes, ...]
     roles: tuple[str, ...]
+    owner: bytes = b""  # a digest of the tenant's salt
 
 
 @dataclass(frozen=True, slots=True)

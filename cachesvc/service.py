@@ -30,7 +30,9 @@ from api.journal.journal import Journal, JournalSettings, Record
 from api.requests.bridge import OutputBridge
 from api.requests.encoders import encoder_pool
 from api.requests.grammars import GrammarPool
+from api.requests.kept import owner_of
 from api.requests.metering import Meter
+from api.requests.responses import StoredResponses
 from api.requests.retention import Retention
 from api.requests.turns import Conversations
 from api.served_model import ServedModel
@@ -44,13 +46,15 @@ from cachesvc.observability.tracing import open_tracer
 from cachesvc.operator.block_reader import read_blocks
 from cachesvc.operator.operator import CacheOperator
 from cachesvc.operator.quotas import QuotaBook
-from cachesvc.operator.scopes import note_scopes, payers
+from cachesvc.operator.scopes import Kind, note_scopes, payers
 from cachesvc.operator.storage_meter import StorageMeter
 from cachesvc.operator.tenant_pins import CachePins
 from cachesvc.server.backend import Backend, MakeBackend
 from cachesvc.server.connection import BoundedConnection
 from cachesvc.server.dashboard import Dashboard
 from cachesvc.server.http import Asgi, HttpServer, Timed
+from cachesvc.server.kept_turns import FILE_NAME as TURNS_NAME
+from cachesvc.server.kept_turns import KeptTurns
 from cachesvc.server.listen import url_of
 from cachesvc.server.money import Money
 from cachesvc.server.remembered import FILE_NAME, Remembered
@@ -90,6 +94,10 @@ class Service:
         )
         self.journal = Journal(_journal_settings(settings.journal), on_end=self._on_end)
         self.journal.restore(self._remembered.records())
+        self._turns = KeptTurns(settings.server.data_dir / TURNS_NAME)
+        turn_tokens = settings.server.turn_tokens
+        self._conversations = Conversations(turn_tokens, self._turns) if turn_tokens else None
+        self._responses = StoredResponses(kept=self._turns)
         self._quotas = QuotaBook(settings.cache, settings.server.data_dir)
         self.core: Backend = make_backend(self._on_outputs, stream, self._quotas.shares)
         loaded = self.core.loaded
@@ -110,6 +118,7 @@ class Service:
             settings.server.data_dir,
             money.books.signer,
             self._storage,
+            forget=self._forget_owner,
         )
         self.dashboard = Dashboard(
             settings,
@@ -131,13 +140,13 @@ class Service:
         )
         self.dashboard.remember(self._remembered)
         self._remembered.start()
+        self._turns.start()
         self._encoders = encoder_pool()
         self._feeds = Feeds(stream)
         self._grammars = GrammarPool(self.core.grammars)
 
     def app(self, meter: Meter) -> Asgi:
         models = self._models()
-        turn_tokens = self._settings.server.turn_tokens
         note_scopes(self._settings.server.data_dir, models.values())
         self._quotas.add(self._money.salts, models.values())
         wire = Collaborators(
@@ -161,7 +170,8 @@ class Service:
             retention=Retention(CachePins(self.core.engine.call, self._operator)),
             encoders=self._encoders,
             grammars=self._grammars,
-            conversations=Conversations(turn_tokens) if turn_tokens else None,
+            conversations=self._conversations,
+            responses=self._responses,
             readiness=self.readiness,
             render_metrics=self.metrics.render,
             settings=_wire_settings(self._settings),
@@ -215,6 +225,7 @@ class Service:
             self._tracer.close()
         self.dashboard.close()
         self._remembered.close()
+        self._turns.close()
         elapsed_s = time.monotonic() - started
         logger.info(f"stopped; the tiers were flushed in {elapsed_s:.1f} s, {unsaved} blocks lost")
 
@@ -286,6 +297,14 @@ class Service:
         self._remembered.keep_record(record)
         if self._tracer is not None:
             self._tracer.trace(record)
+
+    def _forget_owner(self, kind: Kind, name: str) -> None:
+        """A purge: what was said is forgotten with the blocks that it was computed in."""
+        salts = self._money.salts
+        salt = salts.of_tenant(name) if kind is Kind.TENANT else salts.group_salt(name)
+        self._responses.forget(owner_of(salt))
+        if self._conversations is not None:
+            self._conversations.forget(owner_of(salt))
 
     def _on_outputs(self, outputs: Sequence[StepOutput]) -> None:
         """Engine thread: hand over first, count afterwards."""

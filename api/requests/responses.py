@@ -1,7 +1,7 @@
 """Responses that clients may ask for again, or go on from, until newer ones need their room.
 
-In memory, each tenant's apart: a restart forgets them, and an answer that was not stored is not
-found. Event loop only.
+Each tenant's apart: their names are made with its salt. The latest are in memory, all are in
+`kept`; an answer that was not stored is not found. Event loop only.
 """
 
 from collections import OrderedDict
@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
+import xxhash
+
+from api.requests.kept import NOTHING, KeptBodies, owner_of
 
 MAX_BYTES = 64 << 20
 
@@ -21,39 +24,62 @@ class Kept:
     response: dict[str, Any]
     items: Sequence[dict[str, Any]]
     messages: Sequence[dict[str, Any]]
-    num_bytes: int
 
 
 class StoredResponses:
-    """At most `max_bytes` of them, least recently used out first."""
+    """At most `max_bytes` in memory, least recently used out first. `salt` is a tenant's."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES, kept: KeptBodies = NOTHING) -> None:
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[tuple[str, str], Kept] = OrderedDict()
+        self._kept = kept
+        self._bodies: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()  # owner, body
         self.num_bytes = 0
 
-    def put(
-        self,
-        tenant: str,
-        response: dict[str, Any],
-        items: Sequence[dict[str, Any]],
-        messages: Sequence[dict[str, Any]],
-    ) -> None:
-        size = sum(len(orjson.dumps(part)) for part in (response, items, messages))
-        self.delete(tenant, response["id"])
-        self._kept[tenant, response["id"]] = Kept(response, items, messages, size)
-        self.num_bytes += size
+    def put(self, salt: bytes, kept: Kept) -> None:
+        name, owner = _name(salt, kept.response["id"]), owner_of(salt)
+        body = orjson.dumps([kept.response, kept.items, kept.messages])
+        self._remember(name, owner, body)
+        self._kept.write(name, owner, body)
+
+    async def get(self, salt: bytes, response_id: str) -> Kept | None:
+        name = _name(salt, response_id)
+        found = self._bodies.get(name)
+        if found is not None:
+            self._bodies.move_to_end(name)
+            return Kept(*orjson.loads(found[1]))
+        body = await self._kept.read(name)
+        if body is None:
+            return None
+        try:
+            kept = Kept(*orjson.loads(body))
+        except (ValueError, TypeError):  # another version's
+            return None
+        self._remember(name, owner_of(salt), body)
+        return kept
+
+    def delete(self, salt: bytes, response_id: str) -> None:
+        name = _name(salt, response_id)
+        self._drop(name)
+        self._kept.delete(name)
+
+    def forget(self, owner: bytes) -> None:
+        """Remove the responses of one owner, here and on disk."""
+        for name in [name for name, (other, _) in self._bodies.items() if other == owner]:
+            self._drop(name)
+        self._kept.forget(owner)
+
+    def _remember(self, name: bytes, owner: bytes, body: bytes) -> None:
+        self._drop(name)
+        self._bodies[name] = owner, body
+        self.num_bytes += len(body)
         while self.num_bytes > self._max_bytes:
-            self.delete(*next(iter(self._kept)))
+            self._drop(next(iter(self._bodies)))
 
-    def get(self, tenant: str, name: str) -> Kept | None:
-        found = self._kept.get((tenant, name))
+    def _drop(self, name: bytes) -> None:
+        found = self._bodies.pop(name, None)
         if found is not None:
-            self._kept.move_to_end((tenant, name))
-        return found
+            self.num_bytes -= len(found[1])
 
-    def delete(self, tenant: str, name: str) -> bool:
-        found = self._kept.pop((tenant, name), None)
-        if found is not None:
-            self.num_bytes -= found.num_bytes
-        return found is not None
+
+def _name(salt: bytes, response_id: str) -> bytes:
+    return xxhash.xxh3_128_digest(b"response\0" + salt + response_id.encode())

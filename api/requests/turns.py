@@ -4,7 +4,8 @@ A client sends the whole conversation again with each turn. If the model's templ
 message differently (without its reasoning, say), or the tokenizer cuts the old answer differently
 from how it was generated, the new prompt parts from the cached tokens before the messages do, and
 what follows is computed again. `Conversations` remembers recent turns' tokens, each under its own
-tenant's salt, and says at which token a new turn parted and why. Event loop only.
+tenant's salt, and says at which token a new turn parted and why. Answers are written to `kept` as
+well, from where `recall` brings them back after a restart. Event loop only.
 """
 
 from array import array
@@ -19,6 +20,7 @@ import orjson
 import xxhash
 
 from api.job import Divergence, DivergenceReason, Transcript, Turn
+from api.requests.kept import NOTHING, KeptBodies, owner_of
 from api.served_model import Tokenizer
 from tiers.blocks.keys import CacheScope
 
@@ -37,6 +39,22 @@ class _Left:
     tokens: "array[int]"
     num_tokens: int
     rest: str | None = None
+    owner: bytes = b""
+
+    def packed(self) -> bytes:
+        head = orjson.dumps([self.num_tokens, self.rest])
+        return head + b"\n" + self.tokens.tobytes()
+
+    @classmethod
+    def unpacked(cls, body: bytes, owner: bytes) -> "_Left | None":
+        """None for what this version cannot read."""
+        try:
+            head, _, tokens = body.partition(b"\n")
+            num_tokens, rest = orjson.loads(head)
+            left = cls(array("i", tokens), int(num_tokens), rest, owner)
+        except (ValueError, TypeError):
+            return None
+        return left if 0 <= left.num_tokens <= len(left.tokens) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +77,8 @@ def turn_of(
     for message in messages:
         key = _continued(key, message)
         keys.append(key)
-    return Turn(tuple(keys), tuple(str(message["role"]) for message in messages))
+    roles = tuple(str(message["role"]) for message in messages)
+    return Turn(tuple(keys), roles, owner_of(scope.tenant))
 
 
 def assistant_message(text: str) -> Mapping[str, Any]:
@@ -70,10 +89,29 @@ def assistant_message(text: str) -> Mapping[str, Any]:
 class Conversations:
     """Recent turns by name, least recently used out first, at most `max_tokens` in all."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, kept: KeptBodies = NOTHING) -> None:
         self._max_tokens = max_tokens
+        self._kept = kept
         self._turns: OrderedDict[bytes, _Left] = OrderedDict()
         self.num_tokens = 0
+
+    async def recall(self, turn: Turn) -> None:
+        """Bring back the latest answer of the conversation that is on disk and not here."""
+        for key in reversed(turn.keys):
+            if key in self._turns:
+                return
+            if key in self._kept:
+                body = await self._kept.read(key)
+                left = _Left.unpacked(body, turn.owner) if body is not None else None
+                if left is not None:
+                    self._keep(key, left)
+                    return
+
+    def forget(self, owner: bytes) -> None:
+        """Remove the turns of one owner, here and on disk."""
+        for key in [key for key, left in self._turns.items() if left.owner == owner]:
+            self._forget(key)
+        self._kept.forget(owner)
 
     def divergence(
         self, turn: Turn, tokens: "array[int]", tokenizer: Tokenizer
@@ -109,12 +147,16 @@ class Conversations:
         message_of: Callable[[str], Mapping[str, Any]] = assistant_message,
     ) -> None:
         """Keep a served turn: its prompt, and its prompt with each answer."""
-        self._keep(turn.keys[-1], _Left(prompt, len(prompt)))
+        self._keep(turn.keys[-1], _Left(prompt, len(prompt), owner=turn.owner))
         for answer in answers:
             key = _continued(turn.keys[-1], message_of(answer.text))
             tokens = prompt + array("i", answer.tokens)
             num_told, rest = _told(tokenizer, answer)
-            self._keep(key, _Left(tokens, len(prompt) + num_told, rest))
+            left = _Left(tokens, len(prompt) + num_told, rest, turn.owner)
+            self._keep(key, left)
+            self._kept.write(key, turn.owner, left.packed())
+        for key in [key for key in turn.keys if key in self._kept][:-1]:
+            self._kept.delete(key)  # turns that two later ones go on from
 
     def _known(self, turn: Turn) -> _Left | None:
         """Of the messages that came before the last, the most that are known.

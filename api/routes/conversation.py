@@ -76,6 +76,8 @@ async def chat_of(
     scope = scope_for(wire.salts, model, principal, body.extension.share)
     turn = _turn(wire, body, scope, prompt)
     replays = (replays or wire.settings.replay_turns) and not body.extension.contents
+    if turn is not None and wire.conversations is not None:
+        await wire.conversations.recall(turn)
     replay = _replay(wire, prompt, turn) if replays else None
     tokens = await encode_chat(wire, model, prompt, tenant=principal.tenant, replay=replay)
     limit = room_for_answer(

@@ -31,10 +31,11 @@ async def responses(request: Request) -> Response:
     wire.queue.check_wait(principal.tenant)
     raw = await read_body(request)
     body = parse(raw, ResponsesBody)
-    asked = body.generation(_history(wire, principal.tenant, body))
+    history = await _history(wire, principal.tenant, body)
+    asked = body.generation(history)
     replays = body.previous_response_id is not None
     chat = await chat_of(request, principal, asked, raw, replays=replays)
-    keep = None if body.store is False else partial(_keep, wire, principal.tenant, body)
+    keep = None if body.store is False else partial(_keep, wire, principal.tenant, body, history)
     wire_format = ResponsesFormat(chat.job, chat.new_reply, body, keep)
     return await deliver(request, principal, chat.job, asked, wire_format, raw)
 
@@ -46,7 +47,7 @@ async def input_tokens(request: Request) -> dict[str, Any]:
     wire = wire_of(request)
     body = parse(await read_body(request), InputBody)
     model = find_model(wire.models, body.model)
-    prompt = chat_prompt(wire, model, body.as_chat(_history(wire, principal.tenant, body)))
+    prompt = chat_prompt(wire, model, body.as_chat(await _history(wire, principal.tenant, body)))
     tokens = await encode_chat(wire, model, prompt, tenant=principal.tenant)
     return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
@@ -54,14 +55,14 @@ async def input_tokens(request: Request) -> dict[str, Any]:
 @router.get("/v1/responses/{name}")
 async def show_response(request: Request, name: str) -> dict[str, Any]:
     principal = await authorised(request)
-    return _found(wire_of(request), principal.tenant, name).response
+    return (await _found(wire_of(request), principal.tenant, name)).response
 
 
 @router.get("/v1/responses/{name}/input_items")
 async def show_items(request: Request, name: str) -> dict[str, Any]:
     """What the response answered, oldest first."""
     principal = await authorised(request)
-    items = list(_found(wire_of(request), principal.tenant, name).items)
+    items = list((await _found(wire_of(request), principal.tenant, name)).items)
     ends = {"first_id": None, "last_id": None, "has_more": False}
     return {"object": "list", "data": items, **ends}
 
@@ -69,24 +70,26 @@ async def show_items(request: Request, name: str) -> dict[str, Any]:
 @router.delete("/v1/responses/{name}")
 async def delete_response(request: Request, name: str) -> dict[str, Any]:
     principal = await authorised(request)
-    _found(wire_of(request), principal.tenant, name)
-    wire_of(request).responses.delete(principal.tenant, name)
+    wire = wire_of(request)
+    await _found(wire, principal.tenant, name)
+    wire.responses.delete(wire.salts.of_tenant(principal.tenant), name)
     return {"id": name, "object": "response", "deleted": True}
 
 
-def _history(wire: Collaborators, tenant: str, body: InputBody) -> list[dict[str, Any]]:
+async def _history(wire: Collaborators, tenant: str, body: InputBody) -> list[dict[str, Any]]:
     """The chat that the body goes on from; instructions are each request's own."""
     if body.previous_response_id is None:
         return []
-    return list(_found(wire, tenant, body.previous_response_id, "previous_response_id").messages)
+    named = body.previous_response_id
+    return list((await _found(wire, tenant, named, "previous_response_id")).messages)
 
 
-def _found(wire: Collaborators, tenant: str, name: str, param: str | None = None) -> Kept:
-    kept = wire.responses.get(tenant, name)
+async def _found(wire: Collaborators, tenant: str, name: str, param: str | None = None) -> Kept:
+    kept = await wire.responses.get(wire.salts.of_tenant(tenant), name)
     if kept is None:
         raise ResponseNotFound(
-            f"Response '{name[:80]}' is not kept: it was sent with store false, deleted, or was "
-            "before a restart or many others. Send the whole conversation as input.",
+            f"Response '{name[:80]}' is not kept: it was sent with store false, deleted, or "
+            "long ago. Send the whole conversation as input.",
             param=param,
         )
     return kept
@@ -96,6 +99,7 @@ def _keep(
     wire: Collaborators,
     tenant: str,
     body: ResponsesBody,
+    history: list[dict[str, Any]],
     response: dict[str, Any],
     answer: dict[str, Any],
 ) -> None:
@@ -105,5 +109,5 @@ def _keep(
     else:
         told = [item.model_dump(exclude_none=True) for item in items]
     said = {name: value for name, value in answer.items() if value is not None}
-    messages = [*_history(wire, tenant, body), *body.messages(), {"content": "", **said}]
-    wire.responses.put(tenant, response, told, messages)
+    messages = [*history, *body.messages(), {"content": "", **said}]
+    wire.responses.put(wire.salts.of_tenant(tenant), Kept(response, told, messages))

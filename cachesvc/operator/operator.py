@@ -39,13 +39,17 @@ class CacheOperator:
         signer: ReceiptSigner,
         storage: Storage | None = None,
         wall_clock: Callable[[], float] = time.time,
+        *,
+        forget: Callable[[Kind, str], None] = lambda kind, name: None,
     ) -> None:
+        """`forget` removes what else is remembered of a tenant or group that is purged."""
         self._call_engine = call
         self.block_size = block_size
         self._data_dir = data_dir
         self._signer = signer
         self._storage = storage
         self._wall_clock = wall_clock
+        self._forget_owner = forget
 
     async def pin(
         self,
@@ -101,6 +105,7 @@ class CacheOperator:
         started_s = time.time()
         order = Order(kind=kind, name=name, by=by, why=why, started_s=started_s)
         roots = await asyncio.to_thread(roots_of, self._data_dir, name, Kind(kind))
+        self._forget_owner(Kind(kind), name)
         done = await self._purge(roots)
         signed = receipt(self._signer, order, done)
         await asyncio.to_thread(keep_receipt, self._data_dir, signed)

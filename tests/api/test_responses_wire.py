@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api.requests.responses import StoredResponses
+from api.requests.responses import Kept, StoredResponses
 from api.testing import ByteTokenizer, FakeHouse, Script, byte_model, fake_house
 from tests.api.conftest import running
 
@@ -121,11 +121,11 @@ async def test_a_failure_in_a_stream_is_a_failed_response(
     assert "event: response.failed" in response.text
 
 
-def test_the_oldest_response_makes_room() -> None:
+async def test_the_oldest_response_makes_room() -> None:
     stored = StoredResponses(max_bytes=300)
     for number in range(5):
-        stored.put("a", {"id": f"r{number}", "text": "x" * 80}, [], [])
+        stored.put(b"a", Kept({"id": f"r{number}", "text": "x" * 80}, [], []))
     assert stored.num_bytes <= 300
-    assert stored.get("a", "r0") is None
-    assert stored.get("a", "r4") is not None
-    assert stored.get("b", "r4") is None
+    assert await stored.get(b"a", "r0") is None
+    assert await stored.get(b"a", "r4") is not None
+    assert await stored.get(b"b", "r4") is None

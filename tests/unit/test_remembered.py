@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_written_costs_the_memory_only(
 ) -> None:
     path = tmp_path / "nowhere" / FILE_NAME
     assert [] == kept(path, record(1), record(2))
-    assert 2 == caplog.text.count("will not remember over a restart"), "once a start"
+    assert 2 == caplog.text.count("will not be remembered over a restart"), "once a start"
 
 
 def test_states_are_kept_by_name_and_the_last_one_counts(tmp_path: Path) -> None:

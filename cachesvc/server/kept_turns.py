@@ -1,0 +1,121 @@
+"""Turns of chats and stored responses on disk, so that a conversation goes on after a restart.
+
+One SQLite file beside the journal's. Entries are found under names made with their tenant's salt,
+bounded by bytes and age, the least recently used out first, and removed when their owner is purged.
+The names are in memory; a body is read when it is asked for, off the event loop.
+"""
+
+import asyncio
+import logging
+import sqlite3
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from cachesvc.server.side_file import SideFile
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME: Final = "turns.sqlite3"
+SCHEMA: Final = 1
+TABLES: Final = (
+    "CREATE TABLE IF NOT EXISTS kept (name BLOB PRIMARY KEY, owner BLOB NOT NULL,"
+    " used_s INTEGER NOT NULL, size INTEGER NOT NULL, body BLOB NOT NULL) WITHOUT ROWID;"
+    "CREATE INDEX IF NOT EXISTS kept_used ON kept (used_s);"
+    "CREATE INDEX IF NOT EXISTS kept_owner ON kept (owner)"
+)
+MAX_BYTES: Final = 256 << 20
+MAX_AGE_S: Final = 30 * 86_400
+PRUNE_EVERY: Final = 64  # writes
+
+
+class KeptTurns:
+    """The file: see `api.requests.kept`. With no `path` it keeps nothing. Event loop only."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        max_bytes: int = MAX_BYTES,
+        max_age_s: int = MAX_AGE_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._num_writes = 0
+        self._file = SideFile(path, schema=SCHEMA, tables=TABLES, what="turns and responses")
+        found = self._file.rows("SELECT name, owner FROM kept WHERE used_s > ?", self._oldest_s())
+        self._owners: dict[bytes, bytes] = {bytes(name): bytes(owner) for name, owner in found}
+
+    def start(self) -> None:
+        self._file.start()
+        self._file.hand_over(self._prune)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._owners
+
+    async def read(self, name: bytes) -> bytes | None:
+        """What was kept under a name; None where that cannot be read any more."""
+        if name not in self._owners:
+            return None
+        found = await asyncio.to_thread(
+            self._file.rows, "SELECT body FROM kept WHERE name = ?", name
+        )
+        if not found:
+            return None
+        used_s = int(self._clock())
+        self._file.hand_over(
+            lambda db: db.execute("UPDATE kept SET used_s = ? WHERE name = ?", (used_s, name))
+        )
+        try:
+            return zlib.decompress(found[0][0])
+        except zlib.error:
+            self.delete(name)
+            return None
+
+    def write(self, name: bytes, owner: bytes, body: bytes) -> None:
+        self._owners[name] = owner
+        used_s = int(self._clock())
+
+        def write(db: sqlite3.Connection) -> None:
+            packed = zlib.compress(body, 1)
+            row = (name, owner, used_s, len(packed), packed)
+            db.execute("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?, ?)", row)
+
+        self._file.hand_over(write)
+        self._num_writes += 1
+        if self._num_writes % PRUNE_EVERY == 0:
+            self._file.hand_over(self._prune)
+
+    def delete(self, name: bytes) -> None:
+        if self._owners.pop(name, None) is not None:
+            self._file.hand_over(lambda db: db.execute("DELETE FROM kept WHERE name = ?", (name,)))
+
+    def forget(self, owner: bytes) -> None:
+        """Remove all that one owner has."""
+        for name in [name for name, other in self._owners.items() if other == owner]:
+            del self._owners[name]
+        self._file.hand_over(lambda db: db.execute("DELETE FROM kept WHERE owner = ?", (owner,)))
+
+    def _prune(self, db: sqlite3.Connection) -> None:
+        """Writer thread: what is too old or too much leaves."""
+        oldest_s = self._oldest_s()
+        over = db.execute("SELECT coalesce(sum(size), 0) FROM kept").fetchone()[0] - self._max_bytes
+        gone = []
+        for name, size, used_s in db.execute("SELECT name, size, used_s FROM kept ORDER BY used_s"):
+            if over <= 0 and used_s > oldest_s:
+                break
+            gone.append((name,))
+            over -= size
+        db.executemany("DELETE FROM kept WHERE name = ?", gone)
+        for (name,) in gone:
+            self._owners.pop(name, None)
+
+    def _oldest_s(self) -> int:
+        return int(self._clock()) - self._max_age_s

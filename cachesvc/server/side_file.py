@@ -1,0 +1,145 @@
+"""A SQLite file beside the data that a server would rather not forget: a convenience, no record.
+
+One thread writes it, in small transactions. A file that cannot be read begins anew, a write that
+fails is logged once and costs what it held. What must not be lost is in the ledger.
+"""
+
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+logger = logging.getLogger(__name__)
+
+QUEUE: Final = 10_000  # writes that may wait; further ones are dropped
+GATHER: Final = 500  # writes of one transaction, at most
+
+Write = Callable[[sqlite3.Connection], object]
+
+
+class SideFile:
+    """The file. `rows` from any thread; after `start` any thread hands over, and one writes.
+
+    With no `path` it remembers nothing.
+    """
+
+    def __init__(self, path: Path | None, *, schema: int, tables: str, what: str) -> None:
+        """`what` will not be remembered over a restart, if the file fails: for the log."""
+        self._path = path
+        self._schema = schema
+        self._tables = tables
+        self._what = what
+        self._queue: queue.Queue[Write | None] = queue.Queue(QUEUE)
+        self._thread: threading.Thread | None = None
+        self._failed = False
+        self.num_dropped = 0
+        if path is not None:
+            self._begin(path)
+
+    def rows(self, statement: str, *values: object) -> list[Any]:
+        """What a query finds; nothing where the file cannot be read."""
+        if self._path is None or self._failed:
+            return []
+        try:
+            connection = self._connect(self._path)
+            try:
+                return connection.execute(statement, values).fetchall()
+            finally:
+                connection.close()
+        except (sqlite3.Error, OSError) as error:
+            logger.warning(f"{self._path} cannot be read, so {self._what} are not known: {error}")
+            return []
+
+    def start(self) -> None:
+        if self._path is not None and not self._failed:
+            self._thread = threading.Thread(
+                target=self._write_all, name=self._path.stem, daemon=True
+            )
+            self._thread.start()
+
+    def hand_over(self, write: Write) -> None:
+        """Let the thread write; nothing before `start`, and nothing once too much waits."""
+        if self._thread is None:
+            return
+        try:
+            self._queue.put_nowait(write)
+        except queue.Full:
+            self.num_dropped += 1
+
+    def close(self) -> None:
+        """Write what waits, and stop."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _begin(self, path: Path) -> None:
+        """Make the file fit, anew where it is damaged or another version's."""
+        for attempt in range(2):
+            try:
+                with self._connect(path) as connection:
+                    version = connection.execute("PRAGMA user_version").fetchone()[0]
+                    if version not in (0, self._schema):
+                        raise sqlite3.DatabaseError(f"its schema is {version}")
+                    connection.executescript(
+                        f"{self._tables}; PRAGMA user_version = {self._schema}"
+                    )
+                connection.close()
+                return
+            except (sqlite3.Error, OSError) as error:
+                if attempt:
+                    self._give_up(error)
+                    return
+                logger.warning(f"{path} is begun anew, as it cannot be read: {error}")
+                for each in path.parent.glob(f"{path.name}*"):
+                    each.unlink(missing_ok=True)
+
+    def _connect(self, path: Path) -> sqlite3.Connection:
+        path.touch(mode=0o600)
+        connection = sqlite3.connect(path, timeout=5.0)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        return connection
+
+    def _write_all(self) -> None:
+        assert self._path is not None
+        try:
+            connection = self._connect(self._path)
+        except (sqlite3.Error, OSError) as error:
+            self._give_up(error)
+            return
+        try:
+            while (batch := self._next_batch()) is not None:
+                try:
+                    with connection:
+                        for write in batch:
+                            write(connection)
+                except (sqlite3.Error, OSError) as error:
+                    self._give_up(error)
+        finally:
+            connection.close()
+
+    def _next_batch(self) -> list[Write] | None:
+        """What waits, at least one; None at the end."""
+        first = self._queue.get()
+        if first is None:
+            return None
+        batch = [first]
+        while len(batch) < GATHER:
+            try:
+                following = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if following is None:
+                self._queue.put(None)  # for the next turn
+                break
+            batch.append(following)
+        return batch
+
+    def _give_up(self, error: Exception) -> None:
+        if not self._failed:
+            logger.error(f"{self._what} will not be remembered over a restart: {error}")
+        self._failed = True

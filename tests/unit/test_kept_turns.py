@@ -1,0 +1,152 @@
+"""Turns and responses over a restart: whose they are, in which bounds, and what a fault costs."""
+
+import sqlite3
+import zlib
+from array import array
+from pathlib import Path
+
+import pytest
+
+from api.job import Transcript
+from api.requests.kept import owner_of
+from api.requests.responses import Kept, StoredResponses
+from api.requests.turns import Conversations, turn_of
+from api.testing import ByteTokenizer
+from cachesvc.server.kept_turns import FILE_NAME, KeptTurns
+from tiers.blocks.keys import CacheScope
+
+pytestmark = pytest.mark.anyio
+OWNER, OTHER = owner_of(b"a"), owner_of(b"b")
+TURN = [{"role": "user", "content": "hi"}]
+ANSWERED = [*TURN, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"}]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Clock:
+    now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def opened(folder: Path, clock: Clock | None = None, max_bytes: int = 1 << 20) -> KeptTurns:
+    turns = KeptTurns(
+        folder / FILE_NAME, max_bytes=max_bytes, max_age_s=1000, clock=clock or Clock()
+    )
+    turns.start()
+    return turns
+
+
+async def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    first.write(b"one", OWNER, b"body")
+    first.write(b"two", OTHER, b"other")
+    first.delete(b"two")
+    first.close()
+    second = opened(tmp_path)
+    assert b"one" in second
+    assert b"body" == await second.read(b"one")
+    assert None is await second.read(b"two")
+    assert 0o600 == (tmp_path / FILE_NAME).stat().st_mode & 0o777
+    second.close()
+
+
+async def test_the_file_is_bounded_by_bytes_and_by_age(tmp_path: Path) -> None:
+    """The least recently used leave first."""
+    clock = Clock()
+    turns = opened(tmp_path, clock, max_bytes=2000)
+    for number in range(64):
+        clock.now_s += 1
+        turns.write(b"%d" % number, OWNER, bytes(array("i", range(number, number + 200))))
+    turns.close()
+    turns = opened(tmp_path, clock, max_bytes=2000)
+    turns.close()
+    assert b"63" in turns
+    assert b"0" not in turns
+    with sqlite3.connect(tmp_path / FILE_NAME) as db:
+        assert db.execute("SELECT sum(size) FROM kept").fetchone()[0] <= 2000
+    db.close()
+    clock.now_s += 1001
+    turns = opened(tmp_path, clock)
+    assert b"63" not in turns
+    turns.close()
+
+
+async def test_a_purge_forgets_what_its_owner_said_and_nobody_else(tmp_path: Path) -> None:
+    turns = opened(tmp_path)
+    conversations, responses = Conversations(10_000, turns), StoredResponses(kept=turns)
+    scopes = {salt: CacheScope(tenant=salt) for salt in (b"a", b"b")}
+    for salt, scope in scopes.items():
+        responses.put(salt, Kept({"id": "r"}, [], []))
+        said = [Transcript("yes", tuple(b"yes"))]
+        conversations.remember(turn_of(scope, TURN), array("i", list(b"hi")), said, ByteTokenizer())
+    responses.forget(OWNER)
+    conversations.forget(OWNER)
+    turns.close()
+    turns = opened(tmp_path)
+    conversations, responses = Conversations(10_000, turns), StoredResponses(kept=turns)
+    found = {}
+    for salt, scope in scopes.items():
+        turn = turn_of(scope, ANSWERED)
+        await conversations.recall(turn)
+        found[salt] = (await responses.get(salt, "r"), conversations.replay(turn))
+    assert (None, None) == found[b"a"]
+    assert None not in found[b"b"]
+    turns.close()
+
+
+async def test_a_conversation_is_replayed_after_a_restart_from_its_latest_answer(
+    tmp_path: Path,
+) -> None:
+    scope, tokenizer, turns = CacheScope(tenant=b"a"), ByteTokenizer(), opened(tmp_path)
+    conversations = Conversations(10_000, turns)
+    messages, prompt = list(TURN), array("i", list(b"hi "))
+    for number in range(6):
+        said = f"answer {number}"
+        told = [Transcript(said, tuple(said.encode()))]
+        conversations.remember(turn_of(scope, messages), prompt, told, tokenizer)
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
+        prompt = prompt + array("i", list(said.encode())) + array("i", list(b" go on "))
+    turns.close()
+    turns = opened(tmp_path)
+    again = Conversations(10_000, turns)
+    turn = turn_of(scope, messages)
+    assert None is again.replay(turn)
+    await again.recall(turn)
+    replay = again.replay(turn)
+    assert replay is not None and replay.place == len(messages) - 2
+    assert prompt[: len(replay.tokens)] == replay.tokens
+    # Of a conversation the last turns are kept, not one row for each.
+    assert 2 >= sum(key in turns for key in turn.keys)
+    other = turn_of(CacheScope(tenant=b"b"), messages)
+    await again.recall(other)
+    assert None is again.replay(other)
+    turns.close()
+
+
+@pytest.mark.parametrize("body", [b"", b"x", zlib.compress(b"[1"), zlib.compress(b"[9, null]\n")])
+async def test_a_body_that_cannot_be_read_is_not_found(tmp_path: Path, body: bytes) -> None:
+    turns = opened(tmp_path)
+    turn = turn_of(CacheScope(tenant=b"a"), ANSWERED)
+    turns.write(turn.keys[1], OWNER, b"good")
+    turns.close()
+    with sqlite3.connect(tmp_path / FILE_NAME) as db:
+        db.execute("UPDATE kept SET body = ?", (body,))
+    db.close()
+    turns = opened(tmp_path)
+    conversations = Conversations(10_000, turns)
+    await conversations.recall(turn)
+    assert None is conversations.replay(turn)
+    turns.close()
+
+
+async def test_without_a_file_nothing_fails(tmp_path: Path) -> None:
+    turns = KeptTurns(tmp_path / "no" / "such" / FILE_NAME)
+    turns.start()
+    turns.write(b"one", OWNER, b"body")
+    assert None is await turns.read(b"one")
+    turns.close()
