@@ -76,7 +76,7 @@ class Unsupported(InvalidRequest):
 
 
 class BodyTooLarge(ApiError):
-    """The body exceeds the configured bound."""
+    """The body exceeds the configured limit."""
 
 
 class ModelNotFound(ApiError):
@@ -84,23 +84,23 @@ class ModelNotFound(ApiError):
 
 
 class RequestNotFound(ApiError):
-    """No request of this id is remembered for the caller."""
+    """The tenant has no remembered request with this id."""
 
 
 class ResponseNotFound(ApiError):
-    """No response of this id is kept for the caller."""
+    """The tenant has no stored response with this id."""
 
 
 class CacheNotFound(ApiError):
-    """The caller keeps no cache of this name."""
+    """The tenant has no cache with this name."""
 
 
 class CacheNotKept(ApiError):
-    """A cache that cannot be kept: too short, or more than its owner may keep."""
+    """The cache cannot be kept: it is too short, or its owner has reached the limit."""
 
 
 class CacheNotPaid(ApiError):
-    """A cache whose first hour the balance does not cover."""
+    """The balance does not cover the cache's first hour."""
 
 
 class RecordNotFound(ApiError):
@@ -108,39 +108,39 @@ class RecordNotFound(ApiError):
 
 
 class BlockNotFound(ApiError):
-    """No tier holds a block of this key, or not the prefix that leads to it."""
+    """No tier holds a block with this key and the prefix that leads to it."""
 
 
 class MissingKey(ApiError):
-    """The route needs an API key and none came."""
+    """The route needs an API key, and the request has none."""
 
 
 class LoginNeeded(ApiError):
-    """An admin route needs a login or an admin key, and none came."""
+    """The admin route needs a login or an admin key."""
 
 
 class CsrfFailed(ApiError):
-    """A change was asked for without the page's CSRF token."""
+    """The request changes something and lacks the page's CSRF token."""
 
 
 class ForeignPage(ApiError):
-    """A page from elsewhere asks a server that needs no key."""
+    """A page of another site called a server that needs no key."""
 
 
 class MissingScope(ApiError):
-    """The API key is good but may not do this."""
+    """The API key is valid but lacks the scope for this."""
 
 
 class RateLimited(ApiError):
-    """A limit of the key or tenant is used up; `headers` say until when."""
+    """The key or tenant has reached a limit; `headers` say when to retry."""
 
 
 class Overloaded(ApiError):
-    """As much waits as is allowed."""
+    """A pool shared between tenants is full."""
 
 
 class QueueTooLong(Overloaded):
-    """The request would wait longer than is allowed; `headers` say when to come back."""
+    """The request would wait too long; `headers` say when to retry."""
 
 
 class GenerationFailed(ApiError):

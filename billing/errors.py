@@ -42,7 +42,7 @@ class BillingError(Exception):
 
 
 class InvalidAmount(BillingError):
-    """Money that is not an exact decimal of at most twelve places."""
+    """The amount is not a decimal number with at most twelve places."""
 
 
 class InvalidUsage(BillingError):
@@ -50,7 +50,7 @@ class InvalidUsage(BillingError):
 
 
 class InvalidSpan(BillingError):
-    """A day or span of days that is none; the message says how to write one."""
+    """The day or range of days is not valid; the message says how to write one."""
 
 
 class PriceError(BillingError):
@@ -74,7 +74,7 @@ class AccountError(BillingError):
 
 
 class InvalidName(AccountError):
-    """A name that is not safe in files, URLs and logs."""
+    """The name has characters that files, URLs or logs do not allow."""
 
 
 class UnknownTenant(AccountError):
@@ -86,7 +86,7 @@ class UnknownBudget(AccountError):
 
 
 class AlreadyExists(AccountError):
-    """A tenant, project or reference of that name stands already."""
+    """A tenant, project or reference with that name exists already."""
 
 
 class UnknownKey(AccountError):
@@ -94,7 +94,7 @@ class UnknownKey(AccountError):
 
 
 class KeyExpired(AccountError):
-    """The API key's time is over."""
+    """The API key has expired."""
 
 
 class KeyRevoked(AccountError):
@@ -125,7 +125,7 @@ class InsufficientBalance(GateError):
 
 
 class DuplicateRequest(GateError):
-    """A hold or a charge of this request id exists already."""
+    """A hold or a charge with this request id exists already."""
 
 
 class UnknownHold(GateError):
@@ -133,19 +133,19 @@ class UnknownHold(GateError):
 
 
 class UnknownDeposit(GateError):
-    """No top-up and no grant of the tenant has this reference."""
+    """The tenant has no top-up and no grant with this reference."""
 
 
 class UnknownRequest(GateError):
-    """No request of the tenant with this id was ever charged."""
+    """The tenant was never charged for a request with this id."""
 
 
 class InvoiceError(BillingError):
-    """An invoice cannot be issued, marked or credited so; the message says why."""
+    """The invoice cannot be issued, marked or credited this way; the message says why."""
 
 
 class PartiesError(InvoiceError):
-    """The seller or a buyer cannot be read or is not there; the message names the field."""
+    """The seller or a buyer is missing or not valid; the message names the field."""
 
 
 class UnknownInvoice(InvoiceError):

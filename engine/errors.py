@@ -20,7 +20,7 @@ class EngineError(Exception):
 
 
 class RequestError(EngineError):
-    """This request cannot be served as it is; `param` names the field at fault, if one is."""
+    """The request cannot be served as sent; `param` names the field at fault, if any."""
 
     param: str | None = None
 
@@ -34,7 +34,7 @@ class PromptTooLong(RequestError):
 
 
 class EmptyPrompt(RequestError):
-    """There is no token to compute."""
+    """The prompt is empty."""
 
 
 class InvalidParameter(RequestError):
@@ -50,11 +50,11 @@ class UnknownAdapter(RequestError):
 
 
 class QueueFull(EngineError):
-    """As many requests wait as the setting allows."""
+    """The queue is full."""
 
 
 class EngineFailed(EngineError):
-    """The step loop ended with an error; its cause is chained."""
+    """The engine has stopped with an error; its cause is chained."""
 
 
 class EngineClosed(EngineError):
