@@ -2,10 +2,10 @@
 
 Same contract as `attention.ReferenceAttention`. The pool is block-first, which suits moving blocks
 and not reading one layer's keys in a row; so each running sequence has its KV a second time, head
-by head, in the compute dtype:
+by head, and attention is computed in float32 whatever the model computes in:
 
     pool   [blocks, parts, block_size, Hkv, D]      the truth, shared, any dtype
-    copy   [parts, Hkv, capacity, D]                this sequence's, rebuilt from the pool
+    copy   [parts, Hkv, capacity, D]                this sequence's, rebuilt from the pool, float32
 
 for each run of parts of one shape (`KvPool.runs`): most models have one, of all layers' keys and
 values.
@@ -58,9 +58,8 @@ class _Memory:
     Invariant: bytes lent + bytes spare <= budget.
     """
 
-    def __init__(self, budget_bytes: int, dtype: torch.dtype) -> None:
-        self._budget = budget_bytes // dtype.itemsize
-        self._dtype = dtype
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget = budget_bytes // torch.float32.itemsize
         self._spare: list[torch.Tensor] = []
         self._held = 0  # elements lent or spare
 
@@ -81,7 +80,7 @@ class _Memory:
         if self._held + num_elements > self._budget:
             return None
         self._held += num_elements
-        return torch.empty(num_elements, dtype=self._dtype)
+        return torch.empty(num_elements, dtype=torch.float32)
 
     def give(self, memory: torch.Tensor) -> None:
         self._spare.append(memory)
@@ -93,24 +92,23 @@ def _capacity(num_tokens: int) -> int:
 
 
 class CpuAttention:
-    """`PagedAttention` over working copies. `dtype` is the one the model computes in."""
+    """`PagedAttention` over working copies."""
 
     def __init__(
         self,
         pool: torch.Tensor,
         layers: Sequence[LayerLayout] = (),
         *,
-        dtype: torch.dtype = torch.float32,
         budget_bytes: int = DEFAULT_BUDGET_BYTES,
     ) -> None:
         """pool, layers: as `KvPool` takes them."""
         self._kv = KvPool(pool, layers)
         self._block_size = self._kv.block_size
         self._token_items = pool[0].numel() // self._block_size
-        self._memory = _Memory(budget_bytes, dtype)
+        self._memory = _Memory(budget_bytes)
         self._copies: dict[int, _Copy] = {}
         self._step: list[tuple[Span, slice, _Copy | None]] = []
-        self._scratch = torch.empty(0, dtype=dtype)
+        self._scratch = torch.empty(0, dtype=torch.float32)
         self._triangles: dict[int, torch.Tensor] = {}
 
     def begin(self, spans: Sequence[Span]) -> None:
@@ -130,6 +128,8 @@ class CpuAttention:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
+        computed = query.dtype
+        query = query.float()
         output = query.new_empty(*query.shape[:2], value.shape[2])
         for span, rows, copy in self._step:
             if copy is None:
@@ -143,7 +143,7 @@ class CpuAttention:
             self._attend_copy(query[rows], keys, values, span.start, options, output[rows])
         if self._step and rows.stop < query.shape[0]:
             output[rows.stop :] = 0  # padding
-        return output
+        return output.to(computed)
 
     def finish(self) -> None:
         """Write the step's KV, which stands in the copies, to the pool's blocks."""

@@ -33,8 +33,8 @@ def pick_attention(
     pool: torch.Tensor, layers: Sequence[LayerLayout], dtype: torch.dtype
 ) -> PagedAttention:
     """The fastest attention for the pool's device; `dtype` is the one the model computes in."""
-    if pool.device.type == "cpu" and dtype == torch.float32:
-        return CpuAttention(pool, layers, dtype=dtype)
+    if pool.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
+        return CpuAttention(pool, layers)
     if pool.device.type == "cuda":
         # Triton is there only beside CUDA builds of torch.
         from engine.attention.triton import TritonAttention

@@ -1,6 +1,7 @@
 """Linear layers with their weights in the order oneDNN's kernels read them.
 
-`engine.models.load` packs a float32 model on a CPU after loading it. What is gained, and that a
+`engine.models.load` packs a float32 model on a CPU after loading it, and a bfloat16 one where the
+CPU multiplies bfloat16 itself. What is gained, and that a
 row's result then does not depend on how many rows are computed with it, is measured in
 docs/measurements.
 """
@@ -32,7 +33,7 @@ MIN_ROWS = 2  # below it oneDNN uses kernels that sum in another order
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` for inference, float32 on a CPU. The original weight is not kept.
+    """`nn.Linear` for inference on a CPU. The original weight is not kept.
 
     Same input and output shapes as `nn.Linear`. With `MIN_ROWS` rows or more, equal rows give equal
     bits whatever stands beside them.
@@ -64,11 +65,17 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
+def has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 itself (AVX512-BF16, AMX), and torch makes use of it."""
+    asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return asked is not None and bool(asked())
+
+
 def can_pack(model: Any) -> bool:
     """Whether this torch build packs weights, and the model is one that is served packed."""
     return (
         model.device.type == "cpu"
-        and model.dtype == torch.float32
+        and (model.dtype == torch.float32 or (model.dtype == torch.bfloat16 and has_bfloat16()))
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -24,6 +24,7 @@ from transformers import (
 
 from engine.models.load import LoadedModel, describe
 from engine.text.tokenizer import Tokenizer
+from tiers.blocks.layout import DTYPES
 
 EOS, IM_START = 256, 257
 VOCAB_SIZE = 258  # 256 bytes, <|im_end|>, <|im_start|>
@@ -73,18 +74,21 @@ def bytes_tokenizer() -> Tokenizer:
     return Tokenizer(_bytes_tokenizer())
 
 
-def tiny_model(architecture: str = "llama", *, seed: int = 0) -> LoadedModel:
-    """A seeded float32 model on the CPU, checked as `load_model` checks one.
+def tiny_model(
+    architecture: str = "llama", *, seed: int = 0, dtype: str = "float32"
+) -> LoadedModel:
+    """A seeded model on the CPU, checked as `load_model` checks one.
 
     `architecture` is one of `ARCHITECTURES`. Mistral and Gemma 2 attend through sliding windows,
     Gemma 2 with capped scores.
     """
+    contents = f"tiny-{architecture}-{seed}" + ("" if dtype == "float32" else f"-{dtype}")
     return describe(
         f"tiny-{architecture}",
-        stock_model(architecture, seed),
+        stock_model(architecture, seed).to(DTYPES[dtype]),
         bytes_tokenizer(),
-        weights_digest=xxhash.xxh3_128_digest(f"tiny-{architecture}-{seed}".encode()),
-        dtype="float32",
+        weights_digest=xxhash.xxh3_128_digest(contents.encode()),
+        dtype=dtype,
         device="cpu",
     )
 

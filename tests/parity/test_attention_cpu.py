@@ -159,3 +159,20 @@ def test_memory_stays_within_the_budget_and_is_reused() -> None:
     for sequence_id in range(6):
         fast.forget(sequence_id)
     assert len(fast._memory._spare) == 2
+
+
+@pytest.mark.parametrize("budget", [1 << 30, 0], ids=["ample", "none"])
+def test_bfloat16_queries_are_attended_in_float32(budget: int) -> None:
+    """The answer is rounded once, at the end."""
+    pool = new_pool(torch.bfloat16)
+    spans = [span(1, 45, 20, 20), span(2, 33, 1, 0)]
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(21, KV_HEADS * GROUPS, DIM, generator=generator).bfloat16()
+    key, value = torch.randn(2, 21, KV_HEADS, DIM, generator=generator).bfloat16()
+    reference, fast = ReferenceAttention(pool.clone()), CpuAttention(pool, budget_bytes=budget)
+    reference.begin(spans)
+    fast.begin(spans)
+    exact = reference.attend(0, query.float(), key, value, OPTIONS["plain"])
+    found = fast.attend(0, query, key, value, OPTIONS["plain"])
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), exact, rtol=2**-8, atol=1e-6)

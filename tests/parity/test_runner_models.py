@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from engine.attention.base import PagedAttention, ReferenceAttention
+from engine.attention.cpu import CpuAttention
 from engine.batch import Batch, Span
 from engine.execution.runner import Runner
 from engine.models.load import LoadedModel
+from engine.models.packing import PackedLinear, has_bfloat16
 from engine.request import SamplingParams
 from engine.testing.models import ARCHITECTURES, VOCAB_SIZE, new_pool, tiny_model
 
@@ -177,3 +179,25 @@ def test_the_table_is_part_of_the_weights_digest() -> None:
     digests = {tiny_model(name).weights_digest for name in ("llama", "phi3")}
     assert xxhash.xxh3_128_digest(b"tiny-llama-0") in digests
     assert xxhash.xxh3_128_digest(b"tiny-phi3-0") not in digests
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_bfloat16_on_a_cpu_is_packed_attends_fast_and_is_the_same_in_any_company(
+    architecture: str,
+) -> None:
+    loaded = tiny_model(architecture, dtype="bfloat16")
+    packed = [module for module in loaded.model.modules() if isinstance(module, PackedLinear)]
+    assert bool(packed) == has_bfloat16()
+    fast = runner(loaded)
+    assert isinstance(fast._attention, CpuAttention)
+    prompts = [prompt(length, seed=length) for length in (33, 90)]
+    alone = [Sequence(1, tokens, 0) for tokens in prompts]
+    for sequence in alone:
+        generate(runner(loaded), [sequence])
+    together = [Sequence(n, tokens, 10 * n) for n, tokens in enumerate(prompts)]
+    generate(fast, together, chunk=2 * BLOCK)
+    assert [one.generated for one in together] == [one.generated for one in alone]
+    hit = Sequence(5, prompts[1], 10)
+    hit.computed = 3 * BLOCK
+    generate(fast, [hit])
+    assert hit.generated == alone[1].generated

@@ -52,6 +52,33 @@ def test_the_digest_is_the_contents(tmp_path: Path) -> None:
     assert half.weights_digest != a.weights_digest
 
 
+@pytest.mark.parametrize(
+    ("published", "dtype", "supported", "says"),
+    [
+        ("bfloat16", "auto", True, True),
+        ("bfloat16", "bfloat16", True, False),
+        ("bfloat16", "auto", False, False),
+        ("float32", "auto", True, False),
+    ],
+)
+def test_bfloat16_is_recommended_where_the_weights_and_the_processor_have_it(
+    published: str,
+    dtype: str,
+    supported: bool,
+    says: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("engine.models.load.has_bfloat16", lambda: supported)
+    save_tiny_model(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": published}))
+    with caplog.at_level("INFO"):
+        load(tmp_path / "model", tmp_path, dtype=dtype)
+    assert ("--dtype bfloat16" in caplog.text) == says
+
+
 def test_what_cannot_be_found_says_what_could_be(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no model 'nonsense'.*smollm2-135m"):
         load("nonsense", tmp_path)
