@@ -380,8 +380,6 @@ def _wire_settings(settings: Settings) -> WireSettings:
     server = settings.server
     return WireSettings(
         max_body_bytes=server.max_body_bytes,
-        write_timeout_s=server.write_timeout,
-        keepalive_s=server.keepalive,
         perceptual_digests=settings.cache.perceptual_digests,
         replay_turns=server.replay_turns,
         drop_lines=server.drop_lines,

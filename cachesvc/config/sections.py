@@ -43,17 +43,12 @@ class ServerSection(Section):
         4 << 20,
         description="Largest request body; reading one of brackets alone takes 60 ns a byte",
     )
-    write_timeout: Duration = Field(
-        60, gt=0, description="A client that reads nothing so long has gone"
-    )
-    keepalive: Duration = Field(
-        15, gt=0, description="A comment is streamed after so long a silence"
-    )
-    drain: Duration = Field(30, description="At a stop, running requests may go on for so long")
+    drain: Duration = Field(30, description="When stopping, let running requests go on this long")
     turn_tokens: int = Field(
         1 << 20,
         ge=0,
-        description="Tokens of recent chat turns kept, to tell where the next turn parts; 0: none",
+        description="Tokens of recent chat turns kept, to tell where the next turn diverges; 0: "
+        "none",
     )
     replay_turns: bool = Field(
         False,
@@ -130,15 +125,6 @@ class CacheSection(Section):
     weigh_loads: bool = Field(
         True, description="Load from disk only what loads faster than it is recomputed"
     )
-    disk_shards: int = Field(
-        2,
-        ge=1,
-        le=64,
-        description="LMDB files of a new disk tier, at most one a GiB; others keep theirs",
-    )
-    disk_order: Literal["lru", "fifo"] = Field(
-        "lru", description="Which block leaves the disk first: unused the longest, or written first"
-    )
     remote_url: str = Field(
         "",
         description="Tier that servers share: redis://, redis+cluster:// or s3://bucket/prefix",
@@ -149,24 +135,13 @@ class CacheSection(Section):
     remote_key_file: Path | None = Field(
         None, description="File with a key of 64 hex digits; encrypts what the remote tier holds"
     )
-    remote_timeout: Duration = Field(
-        1, description="Longest wait for an answer of the remote tier; later is a miss"
-    )
     idle_ttl: Duration = Field(
         0, description="Forget blocks on disk that nobody used for so long; 0 keeps them"
     )
-    pinned_share: float = Field(
-        0.25, ge=0, le=0.5, description="Most of the lowest tier that pins may take"
-    )
-    tenant_quotas: dict[str, Size] = Field(
+    quotas: dict[str, Size] = Field(
         default_factory=dict,
-        description="Bytes over all tiers that a tenant does not lose to others, by tenant",
-    )
-    group_quotas: dict[str, Size] = Field(
-        default_factory=dict, description="The same for sharing groups"
-    )
-    default_quota: Size = Field(
-        0, description="The same for every scope without a quota of its own; 0 gives them none"
+        description="Bytes over all tiers that others cannot evict: by tenant, as group:NAME for a "
+        "sharing group, and as * for each scope without a quota of its own",
     )
     write_budget_bytes: Size = Field(
         0, description="Most bytes written to disk a day; 0 sets no limit"
@@ -199,9 +174,10 @@ class EngineSection(Section):
         gt=0,
         description="A request that would wait longer to begin is refused, with a Retry-After",
     )
-    chunk_tokens: int = Field(512, ge=1, description="Prompt tokens computed in one step")
-    mixed_chunk_tokens: int = Field(
-        128, ge=1, description="The same while other sequences decode, so that they do not stall"
+    chunk_tokens: int = Field(
+        512,
+        ge=1,
+        description="Prompt tokens computed in one step; a quarter while others decode",
     )
 
 
@@ -244,20 +220,16 @@ class QuotaTable(Section):
 
 
 class LimitsSection(Section):
-    """Quotas per minute by tenant and by key; 0 sets no limit. Hits count against none."""
+    """Quotas per minute by tenant and by key; 0 sets no limit. Hits never count."""
 
     url: str = Field("memory://", description="Where they are counted: memory:// or a redis:// URL")
-    tenant: QuotaTable = Field(
-        default_factory=QuotaTable,
-        description="Quotas of every tenant a minute: requests, miss_tokens (computed prompt "
-        "tokens), output_tokens; and concurrency, requests running at once",
-    )
-    key: QuotaTable = Field(default_factory=QuotaTable, description="The same for every key")
     tenants: dict[str, QuotaTable] = Field(
-        default_factory=dict, description="Quotas of single tenants, instead, by name"
+        default_factory=dict,
+        description="Limits a minute by tenant, * for all others: requests, miss_tokens (computed "
+        "prompt tokens), output_tokens; and concurrency, requests running at once",
     )
     keys: dict[str, QuotaTable] = Field(
-        default_factory=dict, description="Quotas of single keys, instead, by id"
+        default_factory=dict, description="The same by id of a key, * for all others"
     )
 
 
@@ -280,19 +252,9 @@ class TracingSection(Section):
     """OpenTelemetry traces of requests, over OTLP/HTTP; needs the extra `otel`."""
 
     endpoint: str = Field(
-        "", description="Collector, such as http://127.0.0.1:4318; empty sends no traces"
-    )
-    sample: float = Field(
-        1.0, ge=0, le=1, description="Share of requests traced; a client's own decision wins"
-    )
-
-
-class AdminSection(Section):
-    """The dashboard at /admin."""
-
-    session: Duration = Field(
-        12 * 3600,
-        description="A login ends after this long, or 2 h without use",
+        "",
+        description="Collector, such as http://127.0.0.1:4318; empty sends no traces. "
+        "OTEL_TRACES_SAMPLER chooses which requests are traced",
     )
 
 

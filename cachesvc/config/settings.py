@@ -8,7 +8,6 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from cachesvc.config.sections import (
-    AdminSection,
     BillingSection,
     CacheSection,
     CostsSection,
@@ -43,7 +42,6 @@ class Settings(BaseSettings):
     limits: LimitsSection = Field(default_factory=LimitsSection)
     events: EventsSection = Field(default_factory=EventsSection)
     tracing: TracingSection = Field(default_factory=TracingSection)
-    admin: AdminSection = Field(default_factory=AdminSection)
     journal: JournalSection = Field(default_factory=JournalSection)
     costs: CostsSection = Field(default_factory=CostsSection)
     log: LogSection = Field(default_factory=LogSection)

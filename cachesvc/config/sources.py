@@ -85,13 +85,28 @@ REMOVED = {
     "engine.max_passed": "no request is passed by for longer than 5s; take it out",
     "engine.jump_forward": "forced tokens are always computed in one step; take it out",
     "engine.grammar_timeout": "compiling a grammar may take 5s; take it out",
-    "billing.hold_lease": "it follows server.write_timeout and server.keepalive; take it out",
+    "billing.hold_lease": "a hold is leased for 2 minutes and renewed; take it out",
     "events.zmq_keep": "10000 batches are kept for replay; take it out",
     "tracing.service_name": "set OTEL_SERVICE_NAME instead",
     "admin.idle": "a login ends after 2h without use; take it out",
+    "admin.session": "a login ends after 12h; take it out",
+    "server.write_timeout": "a client that reads nothing for 1m is disconnected; take it out",
+    "server.keepalive": "a comment is streamed after 15s of silence; take it out",
+    "cache.disk_shards": "a new disk tier has two LMDB files; take it out",
+    "cache.disk_order": "the block that was not used for longest goes first; take it out",
+    "cache.remote_timeout": "the remote tier has 1s to answer; take it out",
+    "cache.pinned_share": "pins may take a quarter of the lowest tier; take it out",
+    "cache.tenant_quotas": 'write cache.quotas = {NAME = "SIZE"} instead',
+    "cache.group_quotas": 'write cache.quotas = {"group:NAME" = "SIZE"} instead',
+    "cache.default_quota": 'write cache.quotas = {"*" = "SIZE"} instead',
+    "engine.mixed_chunk_tokens": "it is a quarter of engine.chunk_tokens; take it out",
+    "limits.tenant": 'write limits.tenants."*" = {...} instead',
+    "limits.key": 'write limits.keys."*" = {...} instead',
+    "tracing.sample": "set OTEL_TRACES_SAMPLER=parentbased_traceidratio and "
+    "OTEL_TRACES_SAMPLER_ARG instead",
     "journal.bytes": "the journal takes 16MiB at most; take it out",
     **{
-        f"limits.{who}_{what}": f"write limits.{who} = {{{what} = N}} instead"
+        f"limits.{who}_{what}": f'write limits.{who}s."*" = {{{what} = N}} instead'
         for who in ("tenant", "key")
         for what in ("requests", "miss_tokens", "output_tokens", "concurrency")
     },
@@ -111,7 +126,11 @@ def _file_layer(path: Path) -> _Layer:
         raise ConfigError(f"the config file {path} is no TOML: {error}") from None
     layer: _Layer = {}
     for section, table in tables.items():
-        if not isinstance(table, dict) or section not in Settings.model_fields:
+        gone = section not in Settings.model_fields
+        if gone and isinstance(table, dict):
+            for key in table:
+                _refuse_removed(f"{section}.{key}", str(path))
+        if gone or not isinstance(table, dict):
             raise ConfigError(_unknown(section, str(path), Settings.model_fields))
         for key, value in table.items():
             name = f"{section}.{key}"

@@ -56,13 +56,11 @@ class RequestTracer:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._otel = trace
         self._extract = TraceContextTextMapPropagator().extract
         self._provider = TracerProvider(
-            sampler=ParentBasedTraceIdRatio(settings.sample),
             resource=Resource.create({"service.name": "cachesvc"}).merge(
                 OTELResourceDetector().detect()  # OTEL_SERVICE_NAME
             ),

@@ -17,13 +17,15 @@ from tiers.blocks.keys import PrefixKey
 from tiers.errors import ConfigurationError
 from tiers.policy.quota import Shares
 
+OTHERS = "*"  # each scope without a quota of its own
+GROUP = "group:"
+
 
 class QuotaBook:
     """Which owner's each scope is; read by the tiers' threads, filled before they serve."""
 
     def __init__(self, cache: CacheSection, data_dir: Path) -> None:
-        self._names = [(Kind.TENANT, name) for name in cache.tenant_quotas]
-        self._names += [(Kind.GROUP, name) for name in cache.group_quotas]
+        self._names = [_owner(name) for name in cache.quotas if name != OTHERS]
         self._owners: dict[Hashable, str] = {}
         self.shares = self._shares(cache)
         for kind, name in self._names:  # of models served earlier: their blocks are on disk
@@ -46,17 +48,24 @@ class QuotaBook:
 
     def _shares(self, cache: CacheSection) -> Shares | None:
         quotas: Mapping[Hashable, int] = {
-            **{label(Kind.TENANT, name): size for name, size in cache.tenant_quotas.items()},
-            **{label(Kind.GROUP, name): size for name, size in cache.group_quotas.items()},
+            label(*_owner(name)): size for name, size in cache.quotas.items() if name != OTHERS
         }
-        if not quotas and not cache.default_quota:
+        default = cache.quotas.get(OTHERS, 0)
+        if not quotas and not default:
             return None
         total = cache.device_bytes + cache.host_bytes
         total += cache.disk_bytes if cache.host_bytes else 0
         try:
-            return Shares(total, quotas, cache.default_quota, self.owner)
+            return Shares(total, quotas, default, self.owner)
         except ConfigurationError as error:
             raise ConfigError(str(error)) from None
+
+
+def _owner(name: str) -> tuple[Kind, str]:
+    """Whose a quota is, of its name in the settings; a tenant's name has no colon."""
+    if name.startswith(GROUP):
+        return Kind.GROUP, name.removeprefix(GROUP)
+    return Kind.TENANT, name
 
 
 def label(kind: Kind, name: str) -> str:

@@ -27,7 +27,7 @@ from tiers.cache import CacheSettings
 from tiers.disk.array import open_array
 from tiers.disk.directory import note_elsewhere
 from tiers.disk.open import open_disk
-from tiers.disk.settings import DiskOrder, DiskSettings
+from tiers.disk.settings import DiskSettings
 from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError
 from tiers.policy.admission import WritePolicy, keeps_copies
@@ -40,6 +40,9 @@ from tiers.telemetry.events import EventStream
 from tiers.tier import ManagedTier
 
 Progress = Callable[[str, float], None]
+
+REMOTE_TIMEOUT_S = 1.0  # for an answer of the remote tier; later is a miss
+NEW_SHARDS = 2  # LMDB files of a new disk tier, at most one a GiB; others keep theirs
 
 logger = logging.getLogger(__name__)
 
@@ -135,15 +138,14 @@ def _open_disk(
             )
         return None
     seal = read_seal(cache.remote_key_file) if cache.remote_key_file is not None else None
-    objects = open_objects(cache.remote_url, cache.remote_timeout) if cache.remote_url else None
+    objects = open_objects(cache.remote_url, REMOTE_TIMEOUT_S) if cache.remote_url else None
     above = cache.device_bytes + cache.host_bytes
     behaviour = DiskSettings(
-        order=DiskOrder(cache.disk_order),
         moves=not keeps_copies(above, above + cache.disk_bytes),
         idle_ttl_s=int(cache.idle_ttl) or None,
         write_budget_bytes=cache.write_budget_bytes or None,
     )
-    num_shards = max(1, min(cache.disk_shards, cache.disk_bytes >> 30))
+    num_shards = max(1, min(NEW_SHARDS, cache.disk_bytes >> 30))
 
     def open_one(folder: Path) -> DiskTier:
         return open_disk(
@@ -175,7 +177,6 @@ def _cache_settings(cache: CacheSection) -> CacheSettings:
         policy=cache.policy,
         write_policy=WritePolicy(cache.write_policy),
         weigh_loads=cache.weigh_loads,
-        pinned_share=cache.pinned_share,
     )
 
 
@@ -184,7 +185,7 @@ def _engine_settings(engine: EngineSection) -> EngineSettings:
         scheduler=SchedulerSettings(
             max_running=engine.max_running,
             step_tokens=engine.chunk_tokens,
-            mixed_step_tokens=engine.mixed_chunk_tokens,
+            mixed_step_tokens=max(1, engine.chunk_tokens // 4),
         ),
         max_waiting=engine.max_waiting,
     )

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 SAMPLE_S = 1.0
 KEEP_SESSIONS_EVERY = 5  # samples; a session that is ended on purpose is kept at once
 KEEP_HISTORY_EVERY = 300
+SESSION_S = 12 * 3600.0  # after which a login ends
 IDLE_S = 2 * 3600.0  # without a use, after which a login ends
 RECENT_S = 60.0
 FIRST_LINK_S = 24 * 3600.0  # a server is often started long before somebody looks
@@ -67,12 +68,11 @@ class Dashboard:
         blocks: BlockReader | None = None,
         cache: CacheAdmin | None = None,
     ) -> None:
-        admin = settings.admin
         self._remembered = Remembered(None, max_records=0)
         self._sources = sources
         self.history = History(partial(snapshot, sources), latencies)
         self.parts = AdminParts(
-            sessions=Sessions(lifetime_s=admin.session, idle_s=IDLE_S),
+            sessions=Sessions(lifetime_s=SESSION_S, idle_s=IDLE_S),
             keys=books.accounts,
             passwords=Passwords(settings.server.data_dir),
             currency=lambda: (

@@ -6,7 +6,6 @@ and `audit` read the store and are called off the event loop.
 
 import base64
 import logging
-import math
 import re
 import secrets
 import time
@@ -42,7 +41,7 @@ from billing.secret_file import read_or_make
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore, database_url, open_store
 from billing.usage import Usage
-from cachesvc.config import ConfigError, LimitsSection, QuotaTable, ServerSection, Settings
+from cachesvc.config import ConfigError, LimitsSection, QuotaTable, Settings
 from cachesvc.observability.samples import MoneyStats
 from cachesvc.operator.secret import read_secret
 
@@ -50,7 +49,8 @@ WEBHOOK_SECRET = "webhook_secret"  # noqa: S105  the file's name, not the secret
 logger = logging.getLogger(__name__)
 
 PASSWORD = re.compile(r"://[^/\s]*@")  # with its user's name, in a URL that is told to people
-LEAST_LEASE_S = 120.0  # of a hold; it ends so long after its request went silent
+LEASE_S = 120  # of a hold: twice the longest silence of a live request, of a client that stalls
+OTHERS = "*"  # every tenant or key without limits of its own
 ObserveBill = Callable[[str, Mapping[str, int], int], None]
 
 
@@ -165,7 +165,6 @@ def open_money(settings: Settings) -> Money:
     Raises StoreError, and ConfigError for a first card or a quota's store that cannot be
     used; then nothing is left open.
     """
-    lease_s = _lease_s(settings.server)
     data_dir = settings.server.data_dir
     first_card = _first_card(settings.billing.first_card)
     limits = _limits(settings.limits)
@@ -197,7 +196,7 @@ def open_money(settings: Settings) -> Money:
             limits=limits,
             replays=Idempotency(store, owner=settings.billing.server_name),
             required=required,
-            lease_s=lease_s,
+            lease_s=LEASE_S,
             slice_tokens=settings.billing.slice_tokens,
             heads_to=settings.billing.heads_to,
             outbox=_outbox(settings, store),
@@ -205,15 +204,6 @@ def open_money(settings: Settings) -> Money:
         )
         opened.pop_all()  # from here on `Money.close` closes it
         return money
-
-
-def _lease_s(server: ServerSection) -> int:
-    """Seconds of a hold's lease: longer than a live request may be silent.
-
-    A request renews its hold when a quarter of the lease is over, but not while a client that reads
-    nothing is waited for, nor within a silence of the engine.
-    """
-    return math.ceil(max(LEAST_LEASE_S, 2 * server.write_timeout, 2 * server.keepalive))
 
 
 def _first_card(name_or_path: str) -> RateCard | None:
@@ -254,11 +244,14 @@ def _say_if_ignored(setting: str, card: RateCard, accounts: Accounts) -> None:
 
 
 def limit_settings(section: LimitsSection) -> LimitSettings:
-    """The quotas of tenants and keys as the settings have them."""
+    """The quotas of tenants and keys as the settings have them; * stands for all others."""
     tenants = {name: _quota(table) for name, table in section.tenants.items()}
     keys = {name: _quota(table) for name, table in section.keys.items()}
     return LimitSettings(
-        tenant=_quota(section.tenant), key=_quota(section.key), tenants=tenants, keys=keys
+        tenant=tenants.pop(OTHERS, Quota()),
+        key=keys.pop(OTHERS, Quota()),
+        tenants=tenants,
+        keys=keys,
     )
 
 

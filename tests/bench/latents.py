@@ -66,7 +66,7 @@ def measure(kept: str, sizes: list[int], repeats: int) -> dict[str, Any]:
             loaded(kept),
             kv_dtype="bfloat16",
             data_dir=Path(folder),
-            engine=EngineSection(chunk_tokens=256, mixed_chunk_tokens=256),  # its warm-up is one
+            engine=EngineSection(chunk_tokens=256),  # its warm-up is one
             block_size=64,
             largest=max(sizes),
             repeats=repeats,

@@ -74,14 +74,12 @@ def test_a_formatted_duration_reads_back_the_same(seconds: float) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("admin.session", 43200.0, "12h"),
         ("server.drain", 1.5, "1.5s"),
         ("cache.idle_ttl", 0.0, "0s"),
-        ("cache.pinned_share", 0.25, "0.25"),
-        ("tracing.sample", 1.0, "1"),
+        ("cache.idle_ttl", 43200.0, "12h"),
         ("server.max_body_bytes", 16 << 20, "16MiB"),
-        ("cache.default_quota", 1 << 30, "1GiB"),
-        ("cache.tenant_quotas", {"acme": 64 << 20}, "acme=64MiB"),
+        ("cache.disk_bytes", 1 << 30, "1GiB"),
+        ("cache.quotas", {"acme": 64 << 20}, "acme=64MiB"),
         ("server.require_keys", True, "true"),
         ("engine.max_running", 64, "64"),
     ],
@@ -195,4 +193,14 @@ def test_a_removed_setting_is_refused_by_name_with_what_to_do(
         load_settings({}, write(tmp_path, f"[{section}]\n{key} = 1\n"))
     monkeypatch.setenv(env_name(name), "1")
     with pytest.raises(ConfigError, match=f"the setting {name} in the environment .* is gone: "):
+        load_settings()
+
+
+def test_a_setting_of_a_section_that_is_gone_is_told_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"admin\.session .* is gone: a login ends after 12h"):
+        load_settings(config_file=write(tmp_path, '[admin]\nsession = "1h"\n'))
+    monkeypatch.setenv("CACHESVC_ADMIN__SESSION", "1h")
+    with pytest.raises(ConfigError, match="is gone"):
         load_settings()
