@@ -27,6 +27,7 @@ from api.journal.journal import Trail
 from api.requests.delivery import Delivery, DeliveryResponse, WireFormat
 from api.requests.generation import Generation
 from api.requests.idempotency import IDEMPOTENCY_KEY, claim, replayed
+from api.requests.quote import check_quote
 from api.requests.turns import assistant_message
 from api.served_model import ServedModel
 from api.shapes.schemas import GenerationBody
@@ -132,6 +133,7 @@ async def deliver(
     check_params(job.params, job.model.vocab_size)
     wire, log, stream = wire_of(request), request_log_of(request), bool(body.stream)
     fingerprint = job.context.fingerprint
+    await check_quote(wire, principal, job, body.extension)
     claimed = await claim(wire.replays, request, principal, raw, job.request_id, fingerprint)
     if isinstance(claimed, Replay):
         log.add(replay_of=claimed.request_id)
@@ -232,6 +234,7 @@ class _Ending:
         async with self._held:
             self._wire.journal.settle(self._log.request_id, delivered)
             self._remember(served)
+            self._wire.forecast.observe(served)
             if self._wire.retention is not None:
                 self._wire.retention.ended(self._job, served)
         self._log.add(

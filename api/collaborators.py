@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from api.cache.feeds import Feeds
+from api.requests.forecast import Forecast
 from api.requests.responses import StoredResponses
 from api.served_model import EngineClient, ServedModel
 from billing.accounts import Tenant
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from api.requests.grammars import GrammarPool
     from api.requests.idempotency import AnswerStore
     from api.requests.metering import Meter
+    from api.requests.quote import Survey
     from api.requests.retention import Retention
     from api.requests.turns import Conversations
     from billing.store.store import LedgerStore
@@ -81,4 +83,6 @@ class Collaborators:
     ledger_store: "LedgerStore | None" = None  # None: there is no usage to show
     receipt_keys: Mapping[str, str] = field(default_factory=dict)  # public keys in hex, by id
     responses: StoredResponses = field(default_factory=StoredResponses)
+    survey: "Survey | None" = None  # None: nothing is known to hit
+    forecast: Forecast = field(default_factory=Forecast)
     feeds: Feeds = field(default_factory=Feeds)  # listeners to what happens to blocks

@@ -19,6 +19,7 @@ ApiError
 ├── CsrfFailed                a change from a page that does not prove it is ours
 ├── ForeignPage               a web page asks a server that needs no key
 ├── MissingScope              a key that may not do this
+├── QuoteRefused              it would hit less, or cost more, than the request allows
 ├── RateLimited               carries `Retry-After` and the x-ratelimit headers
 ├── Overloaded                too much waits already; try later
 │   └── QueueTooLong          the request would wait too long; carries `Retry-After`
@@ -131,6 +132,14 @@ class MissingScope(ApiError):
     """The API key is valid but lacks the scope for this."""
 
 
+class QuoteRefused(ApiError):
+    """The request would hit less, or cost more, than it allows; the quote says by how much."""
+
+    def __init__(self, message: str, quote: Mapping[str, Any], *, param: str) -> None:
+        super().__init__(message, param=param)
+        self.told = {"quote": quote}
+
+
 class RateLimited(ApiError):
     """The key or tenant has reached a limit; `headers` say when to retry."""
 
@@ -177,6 +186,7 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     CsrfFailed: Row(403, "permission_error", "csrf_failed"),
     ForeignPage: Row(403, "permission_error", "foreign_page"),
     MissingScope: Row(403, "permission_error", "insufficient_scope"),
+    QuoteRefused: Row(409, "invalid_request_error", "quote_refused"),
     RateLimited: Row(429, "rate_limit_error", "rate_limit_exceeded"),
     Overloaded: Row(503, "server_error", "overloaded", retry_after_s=1),
     QueueTooLong: Row(503, "server_error", "queue_too_long"),
@@ -245,6 +255,7 @@ class Answer:
     code: str | None = None
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    told: Mapping[str, Any] = field(default_factory=dict)  # beside the error
 
     def body(self) -> dict[str, Any]:
         error = {
@@ -253,7 +264,7 @@ class Answer:
             "param": self.param,
             "code": self.code,
         }
-        return {"error": error}
+        return {"error": error, **self.told}
 
     def encoded(self) -> bytes:
         return orjson.dumps(self.body())
@@ -274,7 +285,8 @@ def answer_to(error: BaseException) -> Answer:
     if row.status == 401:
         headers.setdefault("WWW-Authenticate", "Bearer")
     param = getattr(error, "param", None)
-    return Answer(row.status, row.told or str(error), row.type, row.code, param, headers)
+    beside = getattr(error, "told", {})
+    return Answer(row.status, row.told or str(error), row.type, row.code, param, headers, beside)
 
 
 def log_untold(request_id: str, error: BaseException) -> None:

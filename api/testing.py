@@ -24,6 +24,7 @@ from api.requests.encoders import encoder_pool
 from api.requests.grammars import GrammarPool
 from api.requests.idempotency import AnswerStore
 from api.requests.metering import Meter
+from api.requests.quote import Priced, Survey
 from api.requests.retention import Retention
 from api.requests.turns import Conversations
 from api.served_model import ServedModel
@@ -31,6 +32,7 @@ from billing.accounts import Tenant
 from billing.gate.outcomes import billable
 from billing.keys import Principal
 from billing.money import UNITS
+from billing.prices.book import RateRef
 from billing.store.store import LedgerStore
 from billing.usage import EMPTY, Usage
 from engine.errors import RequestError
@@ -330,6 +332,12 @@ class CountingMeter:
         self.charges.append(CountingCharge(self, principal, job))
         return self.charges[-1]
 
+    def price(self, principal: Principal, job: Job, usage: Usage) -> Priced:
+        """A hit costs 1, a miss 10, an output token 20 units of a millionth."""
+        unit, ref = UNITS // 10**6, RateRef("test", "1", job.model.name, "standard")
+        prompt = (usage.hit + 10 * usage.miss) * unit
+        return Priced("CNY", prompt, 20 * job.max_output * unit, ref)
+
     @property
     def last(self) -> CountingCharge:
         return self.charges[-1]
@@ -391,6 +399,7 @@ def fake_house(
     receipt_keys: Mapping[str, str] | None = None,
     max_in_flight: int = 1024,
     retention: Retention | None = None,
+    survey: Survey | None = None,
 ) -> FakeHouse:
     """A whole wire over a `ScriptedEngine`; pass what the test is about."""
     bridge = OutputBridge()
@@ -413,6 +422,7 @@ def fake_house(
         receipt_keys=receipt_keys or {},
         conversations=Conversations(100_000),
         retention=retention,
+        survey=survey,
         encoders=encoder_pool(),
         readiness=lambda: Readiness(ready=True),
         render_metrics=lambda: (b"# none\n", "text/plain; version=0.0.4"),

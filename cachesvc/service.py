@@ -48,6 +48,7 @@ from cachesvc.operator.operator import CacheOperator
 from cachesvc.operator.quotas import QuotaBook
 from cachesvc.operator.scopes import Kind, note_scopes, payers
 from cachesvc.operator.storage_meter import StorageMeter
+from cachesvc.operator.survey import CacheSurvey
 from cachesvc.operator.tenant_pins import CachePins
 from cachesvc.server.backend import Backend, MakeBackend
 from cachesvc.server.connection import BoundedConnection
@@ -172,6 +173,7 @@ class Service:
             grammars=self._grammars,
             conversations=self._conversations,
             responses=self._responses,
+            survey=CacheSurvey(self.core.engine.call, self.core.cache),
             readiness=self.readiness,
             render_metrics=self.metrics.render,
             settings=_wire_settings(self._settings),

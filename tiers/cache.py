@@ -221,6 +221,17 @@ class TieredCache:
         """How many leading tokens stand above the disk now; pins nothing."""
         return len(self.index.match(chain)) * self.layout.block_size
 
+    def sources(self, chain: Chain) -> list[TierName]:
+        """Where its leading blocks stand above the disk; those being computed are as good as on
+        the device. Pins nothing."""
+        if chain.root in self._upkeep.barred:
+            return []
+        host, device = TierName.HOST, TierName.DEVICE
+        return [
+            host if block.slot is None and block.frame is not None else device
+            for block in self.index.match(chain)
+        ]
+
     def open(self, chain: Chain, *, reads: bool = True) -> Ticket:
         """Claim what stands of the chain's prefix and ask the disk for the rest.
 

@@ -17,14 +17,15 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from api.job import Bill, Job, Served
+from api.requests.quote import Priced
 from billing.errors import InsufficientBalance
 from billing.gate.holds import Hold
 from billing.gate.work import SYSTEM, Settled
 from billing.keys import Principal
 from billing.ledger import DEFAULT_TTL_S, Ledger
 from billing.money import format_units
-from billing.prices.book import Terms
-from billing.prices.rating import hold_amount
+from billing.prices.book import PinnedRate, Terms
+from billing.prices.rating import hold_amount, rate
 from billing.usage import Usage
 
 Made = TypeVar("Made")
@@ -68,6 +69,10 @@ class Meter(Protocol):
 
     async def admit(self, principal: Principal, job: Job) -> RunningCharge: ...
 
+    def price(self, principal: Principal, job: Job, usage: Usage) -> Priced:
+        """What the job's prompt costs as `usage` has it, and all of its output. Raises NoPrice."""
+        ...
+
 
 Receipts = Callable[[Settled], Mapping[str, Any]]
 
@@ -93,12 +98,7 @@ class LedgerMeter:
     async def admit(self, principal: Principal, job: Job) -> "LedgerCharge":
         """Pins the price of this instant and holds what the request may cost at first."""
         now_ns = self._clock_ns()  # one instant, or the proof finds another window than the price
-        terms = Terms(
-            tenant=principal.tenant,
-            prompt_tokens=max(map(len, job.prompts)),
-            service=job.context.service_tier,
-        )
-        pinned = self._ledger.book.at(job.model.name, now_ns, principal.currency or None, terms)
+        pinned = self._pinned(principal, job, now_ns)
         slice_tokens = min(self._slice_tokens * job.num_choices, job.max_output)
         amount = hold_amount(pinned, prompt_tokens=job.prompt_tokens, output_tokens=slice_tokens)
         reserved = self._ledger.reserve(
@@ -123,6 +123,20 @@ class LedgerMeter:
             lease_s=self._lease_s,
             receipts=self._receipts,
         )
+
+    def price(self, principal: Principal, job: Job, usage: Usage) -> Priced:
+        pinned = self._pinned(principal, job, self._clock_ns())
+        prompt = rate(usage, pinned).amount
+        whole = rate(replace(usage, output=job.max_output), pinned).amount
+        return Priced(pinned.currency, prompt, whole - prompt, pinned.ref)
+
+    def _pinned(self, principal: Principal, job: Job, now_ns: int) -> PinnedRate:
+        terms = Terms(
+            tenant=principal.tenant,
+            prompt_tokens=max(map(len, job.prompts)),
+            service=job.context.service_tier,
+        )
+        return self._ledger.book.at(job.model.name, now_ns, principal.currency or None, terms)
 
     def _let_go(self, reserved: "Future[Hold]") -> None:
         """Ends a hold that was taken for a request that is not there any more. Ledger thread."""

@@ -36,7 +36,7 @@ def anthropic_error(answer: Answer) -> dict[str, Any]:
     }
     error |= {"param": answer.param} if answer.param else {}
     error |= {"code": answer.code} if answer.code else {}
-    return {"type": "error", "error": error}
+    return {"type": "error", "error": error, **answer.told}
 
 
 def anthropic_usage(usage: Usage) -> dict[str, Any]:

@@ -88,6 +88,8 @@ class Extension(Body):
     cache: bool | None = None  # False: neither read nor written
     share: str | None = None  # name of a sharing group that the tenant belongs to
     contents: Items[ContentSpan] | None = None  # what placeholder tokens stand for
+    require_hit: Probability | None = None  # of the prompt, else 409 with a quote
+    max_price: Annotated[str, Field(max_length=40)] | None = None  # a decimal, else the same
     pause_s: Annotated[float, Field(ge=0, le=MAX_PAUSE_S)] | None = None  # of the session; 0 ends
 
 
@@ -334,6 +336,12 @@ class CompletionBody(GenerationBody):
         echoed = self.logprobs if self.echo else None
         given = [count for count in (echoed, self.prompt_logprobs) if count is not None]
         return max(given, default=None)
+
+
+class QuoteBody(Body):
+    """Enough of a body to tell what it is."""
+
+    messages: list[Any] | None = None
 
 
 class TokenizeBody(Body):

@@ -87,7 +87,11 @@ def test_a_cache_is_kept_over_a_restart_and_hit(server: LiveServer) -> None:
     assert [made[name] for name in names[:2]] == [kept[name] for name in names[:2]]
     assert abs(made["expires_at"] - kept["expires_at"]) <= 2
     assert "tiny" == kept["model"]
-    answer = post(server, "/v1/completions", prompt=law + "And then?", max_tokens=1)
+    question = law + "And then?"
+    quote = post(server, "/v1/cache/quote", prompt=question, max_tokens=1)
+    assert {"device": 0, "host": 0, "disk": made["num_tokens"]} == quote["hit_tokens_by_tier"]
+    answer = post(server, "/v1/completions", prompt=question, max_tokens=1)
+    assert quote["hit_tokens"] == answer["usage"]["prompt_cache_hit_tokens"]
     assert answer["usage"]["prompt_cache_hit_tokens"] >= made["num_tokens"]
     assert asked(server, "/v1/caches/law", "DELETE")["deleted"]
     assert [] == asked(server, "/v1/caches")["data"]

@@ -1,0 +1,156 @@
+"""What a request would hit and cost now, without computing it; and requests that say how much.
+
+A quote is a look: blocks may come or leave before the request does, which is billed as it is
+served. Event loop only.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from api.errors import InvalidRequest, QuoteRefused
+from api.job import Job
+from api.requests.forecast import Forecast
+from api.served_model import EngineClient
+from api.shapes.schemas import Extension
+from billing.errors import InvalidAmount
+from billing.keys import Principal
+from billing.money import format_units, parse_not_negative
+from billing.prices.book import RateRef
+from billing.usage import Usage
+
+
+class Survey(Protocol):
+    """Where the blocks of a prompt stand now."""
+
+    async def __call__(self, job: Job) -> Sequence[Mapping[str, int]]:
+        """Of each prompt: tokens that would hit, by tier."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A usage at the price of this instant, in units; `output` for as much as the answer may be."""
+
+    currency: str
+    prompt: int
+    output: int
+    ref: RateRef
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """Tokens by class, their price, and how long the first token takes, in milliseconds."""
+
+    model: str
+    usage: Usage
+    max_output: int
+    priced: Priced
+    wait_ms: float
+    ttft_ms: tuple[float, float] | None
+
+    @property
+    def hit_rate(self) -> float:
+        return self.usage.hit / self.usage.prompt
+
+    def told(self) -> dict[str, Any]:
+        usage, priced, ref = self.usage, self.priced, self.priced.ref
+        tiers = {"device": usage.hit_device, "host": usage.hit_host, "disk": usage.hit_disk}
+        if usage.hit_remote:
+            tiers["remote"] = usage.hit_remote
+        return {
+            "object": "cache.quote",
+            "model": self.model,
+            "prompt_tokens": usage.prompt,
+            "hit_tokens": usage.hit,
+            "hit_tokens_by_tier": tiers,
+            "miss_tokens": usage.miss,
+            "hit_rate": round(self.hit_rate, 4),
+            "max_output_tokens": self.max_output,
+            "price": {
+                "currency": priced.currency,
+                "prompt": format_units(priced.prompt),
+                "output_at_most": format_units(priced.output),
+                "at_most": format_units(priced.prompt + priced.output),
+                "card": ref.card,
+                "version": ref.version,
+                "window": ref.window,
+            },
+            "wait_ms": round(self.wait_ms, 1),
+            "ttft_ms": None
+            if self.ttft_ms is None
+            else {"low": round(self.ttft_ms[0], 1), "high": round(self.ttft_ms[1], 1)},
+        }
+
+
+class Meter(Protocol):
+    """See `api.requests.metering`."""
+
+    def price(self, principal: Principal, job: Job, usage: Usage) -> Priced: ...
+
+
+class Parts(Protocol):
+    """What of the collaborators a quote is made with."""
+
+    @property
+    def engine(self) -> EngineClient: ...
+    @property
+    def meter(self) -> Meter: ...
+    @property
+    def survey(self) -> Survey | None: ...
+    @property
+    def forecast(self) -> Forecast: ...
+
+
+async def quote_of(wire: Parts, principal: Principal, job: Job) -> Quote:
+    """Raises NoPrice where the model has none."""
+    found = await wire.survey(job) if wire.survey is not None and job.cache else []
+    hits = {name: sum(one.get(name, 0) for one in found) for name in _TIERS}
+    miss = job.prompt_tokens - sum(hits.values())
+    usage = Usage(**{f"hit_{name}": tokens for name, tokens in hits.items()}, miss=miss)
+    wait_s = wire.engine.predicted_wait_s(principal.tenant, job.prompt_tokens)
+    took = wire.forecast.range_s(miss)
+    return Quote(
+        job.model.name,
+        usage,
+        job.max_output,
+        wire.meter.price(principal, job, usage),
+        wait_s * 1000,
+        None if took is None else ((wait_s + took[0]) * 1000, (wait_s + took[1]) * 1000),
+    )
+
+
+async def check_quote(wire: Parts, principal: Principal, job: Job, extension: Extension) -> None:
+    """Raises QuoteRefused where the request asked for more hits, or a lower price, than it would
+    have now."""
+    if extension.require_hit is None and extension.max_price is None:
+        return
+    most = _units(extension.max_price)
+    quote = await quote_of(wire, principal, job)
+    if extension.require_hit is not None and quote.hit_rate < extension.require_hit:
+        raise QuoteRefused(
+            f"{quote.usage.hit} of {quote.usage.prompt} prompt tokens would hit, "
+            f"{quote.hit_rate:.1%}, and cachesvc.require_hit is {extension.require_hit:.1%}; "
+            "nothing was computed.",
+            quote.told(),
+            param="cachesvc.require_hit",
+        )
+    at_most = quote.priced.prompt + quote.priced.output
+    if most is not None and at_most > most:
+        raise QuoteRefused(
+            f"With {quote.max_output} tokens of output it may cost {format_units(at_most)} "
+            f"{quote.priced.currency}, more than cachesvc.max_price; nothing was computed. Lower "
+            "max_tokens, or raise the price.",
+            quote.told(),
+            param="cachesvc.max_price",
+        )
+
+
+def _units(price: str | None) -> int | None:
+    try:
+        return None if price is None else parse_not_negative(price)
+    except InvalidAmount as error:
+        raise InvalidRequest(f"{error}.", param="cachesvc.max_price") from None
+
+
+_TIERS = ("device", "host", "disk", "remote")

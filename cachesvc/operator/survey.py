@@ -1,0 +1,56 @@
+"""Where the blocks of a prompt stand now, for quotes: a look at memory, then at the disk.
+
+Event loop only. The disk is looked at by a thread of its own, few at a time; nothing is loaded.
+"""
+
+import asyncio
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from api.cache.explorer import Caller
+from api.job import Job
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import BlockId
+from tiers.cache import TieredCache
+from tiers.tier import TierName
+
+AT_ONCE = 2  # looks at the disk
+
+
+class CacheSurvey:
+    """A `Survey` of one engine's tiers. Contents beyond tokens are counted as missing."""
+
+    def __init__(self, call: Caller, cache: TieredCache) -> None:
+        self._call = call
+        self._cache = cache
+        self._looks = asyncio.Semaphore(AT_ONCE)
+
+    async def __call__(self, job: Job) -> Sequence[Mapping[str, int]]:
+        if job.contents:
+            return []
+        return [await self._found(job, prompt) for prompt in job.prompts]
+
+    async def _found(self, job: Job, prompt: "array[int]") -> Mapping[str, int]:
+        def look(cache: TieredCache) -> tuple[list[TierName], list[BlockId], int]:
+            chain = Chain(job.scope.root(), prompt, cache.layout.block_size)
+            sources = cache.sources(chain)
+            return sources, chain.block_ids(len(sources), len(chain.keys)), chain.block_size
+
+        sources, rest, block_size = await asyncio.wrap_future(self._call(look))
+        num_below = await self._below(rest) if rest else 0
+        tokens: Counter[Any] = Counter()
+        for tier in (*sources, *[TierName.DISK] * num_below):
+            tokens[str(tier)] += block_size
+        over = tokens.total() - (len(prompt) - 1)  # the last token is always computed
+        if over > 0:
+            tokens[str(TierName.DISK if num_below else sources[-1])] -= over
+        return tokens
+
+    async def _below(self, blocks: Sequence[BlockId]) -> int:
+        disk = self._cache.disk
+        if disk is None:
+            return 0
+        async with self._looks:
+            return await asyncio.to_thread(disk.probe, blocks)

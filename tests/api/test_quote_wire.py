@@ -1,0 +1,120 @@
+"""Quotes: what a request would hit and cost, and requests that refuse to cost more."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from api.job import Job, Served
+from api.requests.forecast import Forecast
+from api.testing import FakeHouse, Script, fake_house
+from billing.gate.outcomes import Outcome
+from billing.usage import Usage
+from engine.request import Timeline
+from tests.api.conftest import running
+
+QUOTE = "/v1/cache/quote"
+MESSAGES = [{"role": "user", "content": "Where is it warm in March?"}]
+PROMPT = len("user: Where is it warm in March?\nassistant: ")
+
+
+async def survey(job: Job) -> list[dict[str, int]]:
+    return [{"device": 10, "disk": 6} for _ in job.prompts]
+
+
+@pytest.fixture
+def house() -> FakeHouse:
+    return fake_house(survey=survey)
+
+
+@pytest.fixture
+async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
+    async with running(house) as (_, client):
+        yield client
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "bytes", "messages": MESSAGES, "max_tokens": 5, **fields}
+
+
+async def test_a_quote_computes_nothing_and_says_tokens_and_price(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(wait_s={"local": 0.25})
+    quote = (await client.post(QUOTE, json=chat())).json()
+    assert (PROMPT, 16, PROMPT - 16) == (
+        quote["prompt_tokens"],
+        quote["hit_tokens"],
+        quote["miss_tokens"],
+    )
+    assert {"device": 10, "host": 0, "disk": 6} == quote["hit_tokens_by_tier"]
+    price = quote["price"]
+    assert (f"{(16 + 10 * (PROMPT - 16)) / 1e6:.6f}", "test", "standard") == (
+        price["prompt"],
+        price["card"],
+        price["window"],
+    )
+    assert float(price["at_most"]) == pytest.approx(float(price["prompt"]) + 5 * 20 / 1e6)
+    assert None is quote["ttft_ms"]
+    assert [] == house.engine.requests and [] == house.meter.charges
+
+
+async def test_a_completion_is_quoted_too(client: httpx.AsyncClient) -> None:
+    body = {"model": "bytes", "prompt": "x" * 40}
+    assert 40 == (await client.post(QUOTE, json=body)).json()["prompt_tokens"]
+    answer = await client.post(QUOTE, json={"model": "bytes"})
+    assert (400, "prompt") == (answer.status_code, answer.json()["error"]["param"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"require_hit": 0.8}, "cachesvc.require_hit"),
+        ({"max_price": "0.0001"}, "cachesvc.max_price"),
+    ],
+)
+async def test_a_request_that_allows_less_is_answered_by_the_quote(
+    client: httpx.AsyncClient, house: FakeHouse, asked: dict[str, Any], param: str
+) -> None:
+    for path, more in (("/v1/chat/completions", {}), ("/v1/messages", {"max_tokens": 5})):
+        answer = await client.post(path, json=chat(**more, cachesvc=asked))
+        assert 409 == answer.status_code, answer.text
+        told = answer.json()
+        assert ("quote_refused", param) == (told["error"]["code"], told["error"]["param"])
+        assert 16 == told["quote"]["hit_tokens"]
+        assert "false" == answer.headers["x-should-retry"]
+    assert [] == house.engine.requests and [] == house.meter.charges
+
+
+async def test_a_request_that_allows_as_much_is_served(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer="x")
+    asked = {"require_hit": 0.2, "max_price": "1"}
+    answer = await client.post("/v1/chat/completions", json=chat(cachesvc=asked))
+    assert 200 == answer.status_code, answer.text
+
+
+@pytest.mark.parametrize("price", ["much", "-1", "1e5", "0." + "1" * 30])
+async def test_a_price_that_is_none_is_refused(client: httpx.AsyncClient, price: str) -> None:
+    answer = await client.post("/v1/chat/completions", json=chat(cachesvc={"max_price": price}))
+    assert (400, "cachesvc.max_price") == (answer.status_code, answer.json()["error"]["param"])
+
+
+def served(miss: int, seconds: float) -> Served:
+    timeline = Timeline(1, 10, 20, 10 + int(seconds * 1e9), 0)
+    return Served(Outcome.FINISHED, Usage(miss=miss), {}, timeline)
+
+
+def test_the_first_token_s_range_is_learned_from_requests_alike() -> None:
+    forecast = Forecast()
+    assert None is forecast.range_s(100)
+    for seconds in (0.1, 0.2, 0.3, 0.4, 0.5):
+        forecast.observe(served(100, seconds))
+    assert (0.1, 0.5) == pytest.approx(forecast.range_s(100))
+    assert (1.0, 5.0) == pytest.approx(forecast.range_s(1000))  # in proportion
+    for _ in range(200):
+        forecast.observe(served(1000, 2.0))
+    assert (2.0, 2.0) == pytest.approx(forecast.range_s(1000))
+    assert (0.1, 0.5) == pytest.approx(forecast.range_s(100))
