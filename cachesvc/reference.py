@@ -28,8 +28,8 @@ where it came from.
 """
 COMMANDS_INTRO = """# Commands
 
-Every command tells its options with `--help`; commands that read print JSON with `--json`. Exit
-codes: 0 done, 1 it could not be done, 2 the command line was wrong, 130 interrupted,
+Every command lists its options with `--help`. Commands that read print JSON with `--json`. Exit
+codes: 0 success, 1 failure, 2 wrong command line, 130 interrupted,
 143 terminated before it served. Completion for
 the shell in use: `cachesvc --install-completion`.
 """

@@ -34,12 +34,14 @@ def ttft(
     repeats: Annotated[int, typer.Option(min=1, help="Questions for each kind of hit")] = 5,
     model: Annotated[str | None, typer.Option(help="An alias, a folder, or a hub id")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="How KV is kept, e.g. bfloat16")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Data type of the KV, such as bfloat16")
+    ] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a block")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the JSON to this file too")] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file")] = None,
     json: AsJson = False,
 ) -> None:
-    """Time to first token of a question about a long document: cold, and from each tier.
+    """Measure the time to first token of a question about a long document, cold and from each tier.
 
     Measure on a quiet machine: a busy second core slows arithmetic many times over.
     """

@@ -34,7 +34,7 @@ def show(
     config: Annotated[Path | None, typer.Option(help="Configuration file (TOML)")] = None,
     json: AsJson = False,
 ) -> None:
-    """Print effective values and where each came from: default, file, environment."""
+    """Print each effective setting and its origin: default, file or environment."""
     rows = list(load_settings(config_file=config).rows())
     if json:
         print_json([_as_json(row) for row in rows])

@@ -24,11 +24,11 @@ def monitor(
     ] = None,
     tokens: Annotated[bool, typer.Option(help="Print the blocks' token ids as well")] = False,
     count: Annotated[
-        int | None, typer.Option("--count", "-c", min=1, help="Stop after so many")
+        int | None, typer.Option("--count", "-c", min=1, help="Stop after this many events")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line")] = False,
 ) -> None:
-    """Print what happens to blocks: stored, moved, removed, with tier, key, size and why.
+    """Print block events: stored, moved, removed, with tier, key, size and cause.
 
     Ends with the server or with Ctrl-C. The same stream is at GET /v1/cache/events.
     """

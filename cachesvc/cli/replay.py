@@ -38,16 +38,17 @@ def replay(
         WritePolicy, typer.Option(help="When a block is copied from the top tier down.")
     ] = WritePolicy.ON_EVICT,
     block_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that one hash id of the trace stands for.")
+        int, typer.Option(min=1, help="Tokens in one hash id of the trace.")
     ] = MOONCAKE_BLOCK_TOKENS,
     token_bytes: Annotated[
-        int, typer.Option(min=1, help="Bytes of KV a token has; the default model's in bf16.")
+        int,
+        typer.Option(min=1, help="Bytes of KV for each token; default: the default model in bf16."),
     ] = DEFAULT_TOKEN_BYTES,
     hit_price: Annotated[str, typer.Option(help="Price of a million hit tokens.")] = "0.1",
     miss_price: Annotated[str, typer.Option(help="Price of a million missed tokens.")] = "1",
-    currency: Annotated[str, typer.Option(help="What the prices are in.")] = "CNY",
+    currency: Annotated[str, typer.Option(help="Currency of the prices.")] = "CNY",
     servers: Annotated[
-        int | None, typer.Option(min=1, help="Spread the trace over so many servers like that.")
+        int | None, typer.Option(min=1, help="Number of servers to spread the trace over.")
     ] = None,
     shared: Annotated[
         str | None, typer.Option(help="Size of a store below all servers, such as 50%.")

@@ -13,10 +13,10 @@ from cachesvc.cli.render import fail
 def top(
     data_dir: DataDir = None,
     interval: Annotated[
-        float, typer.Option("--interval", "-i", min=0.2, help="Read the server every so many s")
+        float, typer.Option("--interval", "-i", min=0.2, help="Seconds between updates")
     ] = 1.0,
 ) -> None:
-    """Watch the running server: queues, tiers, hit rates, latencies and tenants; ? tells the keys.
+    """Watch the running server: queues, tiers, hit rates, latencies, tenants. Press ? for help.
 
     Needs a terminal. A script asks for `/admin/api/stats` or `/metrics`.
     """

@@ -38,20 +38,22 @@ class By(StrEnum):
 
 def list_blocks(
     data_dir: DataDir = None,
-    tier: Annotated[TierName, typer.Option(help="Where; device and host need the server")] = (
-        TierName.DISK
-    ),
+    tier: Annotated[
+        TierName, typer.Option(help="Tier to list; device and host need the running server")
+    ] = (TierName.DISK),
     tenant: Tenant = None,
     scope: Annotated[
-        str | None, typer.Option(help="Only blocks of the scope whose root begins so (hex)")
+        str | None, typer.Option(help="Only blocks of the scope whose root starts with this (hex)")
     ] = None,
     older_than: Annotated[
-        str | None, typer.Option(help="Only blocks that nobody used for so long, such as 2h or 7d")
+        str | None, typer.Option(help="Only blocks unused for this long, such as 2h or 7d")
     ] = None,
-    oldest: Annotated[bool, typer.Option(help="In order of eviction, next to go first")] = False,
+    oldest: Annotated[bool, typer.Option(help="Sort by eviction order, next victim first")] = False,
     by: Annotated[
         By | None,
-        typer.Option(help="hits: the most used in memory. room: the largest prefixes on disk"),
+        typer.Option(
+            help="hits: the most used blocks in memory. room: the largest prefixes on disk"
+        ),
     ] = None,
     limit: Annotated[
         int, typer.Option("--limit", "-n", min=0, help="At most this many; 0 for all")
@@ -78,7 +80,7 @@ def list_blocks(
 
 
 def show(
-    key: Annotated[str, typer.Argument(help="A block's key, or how it begins (hex)")],
+    key: Annotated[str, typer.Argument(help="A block's key, or its first digits (hex)")],
     data_dir: DataDir = None,
     tokens: Annotated[bool, typer.Option(help="Print the token ids as well")] = False,
     text: Annotated[
@@ -86,7 +88,7 @@ def show(
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """One block: its identity, what comes before and after it, where and how it is kept."""
+    """Show one block: its identity, its neighbours, and where and how it is stored."""
     path = existing_data_dir(data_dir)
     server = find_server(path)
     live = _live_block(server, key)

@@ -46,7 +46,9 @@ STREAM = Path("-")  # standard input or output
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")]
 Scopes = Annotated[
     list[str] | None,
-    typer.Option("--scope", help="Blocks of the scope whose root begins so (hex); repeatable"),
+    typer.Option(
+        "--scope", help="Blocks of the scope whose root starts with this (hex); repeatable"
+    ),
 ]
 
 
@@ -68,13 +70,18 @@ def evict(
     data_dir: DataDir = None,
     older_than: Annotated[
         float | None,
-        typer.Option(parser=_duration, metavar="DURATION", help="Unused for so long, such as 7d"),
+        typer.Option(
+            parser=_duration, metavar="DURATION", help="Blocks unused for this long, such as 7d"
+        ),
     ] = None,
     scope: Scopes = None,
     num_bytes: Annotated[
         int | None,
         typer.Option(
-            "--bytes", parser=_size, metavar="SIZE", help="About so much, least recently used first"
+            "--bytes",
+            parser=_size,
+            metavar="SIZE",
+            help="About this many bytes, least recently used first",
         ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every block")] = False,
@@ -82,7 +89,7 @@ def evict(
     yes: Yes = False,
     json: AsJson = False,
 ) -> None:
-    """Remove blocks by age, scope or amount; all rules given must hold. Safe beside a server."""
+    """Remove blocks that match all given options. Safe beside a running server."""
     if not (everything or scope) and older_than is None and num_bytes is None:
         fail("say what to evict: --older-than, --scope, --bytes, or --all for every block", 2)
     with _view(data_dir, readonly=False) as view:
@@ -134,12 +141,14 @@ def export(
     scope: Scopes = None,
     key: Annotated[
         list[str] | None,
-        typer.Option(help="The block whose key begins so, with all before and after; repeatable"),
+        typer.Option(
+            help="Block whose key starts with this, and all blocks before and after it; repeatable"
+        ),
     ] = None,
     yes: Yes = False,
     json: AsJson = False,
 ) -> None:
-    """Write blocks to a file for `cachesvc cache import`, each checked. Safe beside a server."""
+    """Write verified blocks to a file for `cachesvc cache import`. Safe beside a running server."""
     if file == STREAM and json:
         fail("--json and the blocks would both go to standard output; name a file", 2)
     if file != STREAM and file.exists():
@@ -170,7 +179,7 @@ def import_(
     data_dir: DataDir = None,
     json: AsJson = False,
 ) -> None:
-    """Store the blocks of an export, each proved on arrival. Safe beside a server.
+    """Store the blocks of an export after verifying each. Safe beside a running server.
 
     Where there is no room, the least recently used blocks go, as in a server. A machine without a
     disk tier gets one of the size that the settings give it.

@@ -28,26 +28,28 @@ def pin(
     ] = None,
     for_s: Annotated[
         float | None,
-        typer.Option("--for", parser=_duration, metavar="DURATION", help="Such as 12h or 7d"),
+        typer.Option(
+            "--for", parser=_duration, metavar="DURATION", help="How long, such as 12h or 7d"
+        ),
     ] = None,
     key: Annotated[
         str | None, typer.Option(help="The last block of the prefix (hex), as `ls` shows it")
     ] = None,
     file: Annotated[
-        Path | None, typer.Option(help="Or the text that prompts begin with, from a file")
+        Path | None, typer.Option(help="Or a file with the text that prompts start with")
     ] = None,
     system: Annotated[
-        Path | None, typer.Option(help="Or the system message that chats begin with, from a file")
+        Path | None, typer.Option(help="Or a file with the system message that chats start with")
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="Whose prompt it is")] = None,
     group: Annotated[str | None, typer.Option(help="Or which sharing group's")] = None,
-    model: Annotated[str | None, typer.Option(help="For which model; else the default one")] = None,
+    model: Annotated[str | None, typer.Option(help="Model  [the default model]")] = None,
     end: Annotated[bool, typer.Option("--end", help="End the pin instead")] = False,
-    why: Annotated[str, typer.Option("--reason", help="Why; kept in the admin trail")] = "",
+    why: Annotated[str, typer.Option("--reason", help="Reason for the audit trail")] = "",
     data_dir: DataDir = None,
     json: AsJson = False,
 ) -> None:
-    """Keep a prefix in at least one tier for a while, across restarts too. Or list or end pins."""
+    """Pin a prefix so that at least one tier keeps it, also over restarts; or list or end pins."""
     if name is None:
         _list(existing_data_dir(data_dir), json)
         return

@@ -33,9 +33,11 @@ def purge(
     group: Annotated[str | None, typer.Option(help="Every block of this sharing group")] = None,
     scope: Annotated[
         list[str] | None,
-        typer.Option("--scope", help="Root of a scope, or how it begins (hex); from disk alone"),
+        typer.Option("--scope", help="Root of a scope, or its first digits (hex); from disk only"),
     ] = None,
-    why: Annotated[str, typer.Option("--reason", help="Why; in the receipt and the trail")] = "",
+    why: Annotated[
+        str, typer.Option("--reason", help="Reason for the receipt and the audit trail")
+    ] = "",
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")] = False,

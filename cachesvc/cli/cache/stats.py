@@ -16,7 +16,7 @@ from tiers.tier import TierName
 
 
 def stats(data_dir: DataDir = None, json: AsJson = False) -> None:
-    """The disk tier: blocks, bytes, compression, who holds the directory; live, every tier."""
+    """Show blocks, bytes and compression of the disk tier; with a running server, of every tier."""
     path = existing_data_dir(data_dir)
     server = find_server(path)
     tiers = server.get("/admin/api/stats")["cache"]["tiers"] if server is not None else {}

@@ -29,14 +29,14 @@ NO_NAMES: Mapping[PrefixKey, str] = {}
 def tree(
     data_dir: DataDir = None,
     depth: Annotated[int, typer.Option(min=1, max=MAX_DEPTH, help="Levels below each scope")] = 6,
-    children: Annotated[int, typer.Option(min=1, help="At most so many below one prefix")] = 50,
+    children: Annotated[int, typer.Option(min=1, help="Children shown for each prefix")] = 50,
     live: Annotated[
-        bool, typer.Option(help="All tiers of the running server, with hits, and whose they are")
+        bool, typer.Option(help="All tiers of the running server, with hits and tenants")
     ] = False,
     tenant: Annotated[str, typer.Option(help="With --live: only this tenant or group")] = "",
     json: AsJson = False,
 ) -> None:
-    """Blocks as the tree of prefixes that they are: those on disk, or of all tiers with --live."""
+    """Show blocks as a tree of prefixes: on disk, or in all tiers with --live."""
     if tenant and not live:
         fail("--tenant asks the running server, which knows whose blocks are whose: add --live", 2)
     if live:

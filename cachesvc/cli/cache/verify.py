@@ -17,10 +17,10 @@ from tiers.disk.view import open_shards, repair_folder
 
 def verify(
     data_dir: DataDir = None,
-    repair: Annotated[bool, typer.Option(help="Delete what is not as it was written")] = False,
+    repair: Annotated[bool, typer.Option(help="Delete damaged blocks")] = False,
     json: AsJson = False,
 ) -> None:
-    """Read every block as a hit would, and check it whole. Exits with 1 if one is bad."""
+    """Read and verify every block, as a hit does. Exits with 1 if a block is damaged."""
     started = time.monotonic()
     total = Verified()
     path = disk_path(existing_data_dir(data_dir))

@@ -30,7 +30,7 @@ DatabaseUrl = Annotated[
         show_default=False,
     ),
 ]
-Reason = Annotated[str, typer.Option(help="Why; kept in the admin trail", show_default=False)]
+Reason = Annotated[str, typer.Option(help="Reason for the audit trail", show_default=False)]
 TenantName = Annotated[str, typer.Argument(help="Name of the tenant", show_default=False)]
 RequestId = Annotated[str, typer.Argument(help="Id of the request", show_default=False)]
 TenantOption = Annotated[str | None, typer.Option("--tenant", help="Only this tenant")]

@@ -28,7 +28,7 @@ app = typer.Typer(no_args_is_help=True, help="Issue invoices, and say what becam
 
 Number = Annotated[str, typer.Argument(help="Such as INV-000012", show_default=False)]
 Month = Annotated[str, typer.Argument(help="Such as 2026-11", show_default=False)]
-Why = Annotated[str, typer.Option("--reason", help="Why; kept in the admin trail")]
+Why = Annotated[str, typer.Option("--reason", help="Reason for the audit trail")]
 COLUMNS = ("number", "kind", "tenant", "month", "state", "net", "total", "due", "due on")
 
 

@@ -22,7 +22,7 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 @app.command()
 def create(
     tenant: Annotated[str, typer.Option("--tenant", help="Whose key it is")],
-    project: Annotated[str, typer.Option(help="Project that its usage is booked to")] = "",
+    project: Annotated[str, typer.Option(help="Project to book its usage to")] = "",
     name: Annotated[str, typer.Option(help="A name to recognise it by")] = "",
     scopes: Annotated[
         list[str],
@@ -30,9 +30,7 @@ def create(
             "--scopes", "--scope", help=f"Comma-separated, or repeated: {', '.join(Scope)}"
         ),
     ] = ["inference,usage"],  # noqa: B006  read only
-    expires_in: Annotated[
-        str | None, typer.Option(help="How long it is valid, such as 12h or 90d")
-    ] = None,
+    expires_in: Annotated[str | None, typer.Option(help="Validity, such as 12h or 90d")] = None,
     reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,

@@ -21,14 +21,14 @@ def receipt(
     request_id: Annotated[str | None, typer.Argument(help="Id of the request")] = None,
     check: Annotated[
         Path | None,
-        typer.Option(help="Instead: is this receipt, a JSON file or -, as it was signed?"),
+        typer.Option(help="Verify this receipt instead: a JSON file, or - for standard input"),
     ] = None,
     public_key: Annotated[
         str | None,
         typer.Option(help="With --check: the published key, in hex  [those of the data directory]"),
     ] = None,
     public_keys: Annotated[
-        bool, typer.Option("--public-keys", help="Instead: the keys to publish, newest last")
+        bool, typer.Option("--public-keys", help="Print the public keys instead, newest last")
     ] = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,

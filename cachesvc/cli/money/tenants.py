@@ -67,7 +67,7 @@ def create(
 def list_tenants(
     data_dir: DataDir = None, database: DatabaseUrl = None, json: AsJson = False
 ) -> None:
-    """List tenants and what they have."""
+    """List tenants and their balances."""
     with operations(data_dir, database) as call:
         found = call(tenants.list_tenants)
     if json:
@@ -98,7 +98,7 @@ def list_tenants(
 def show(
     tenant: TenantName, data_dir: DataDir = None, database: DatabaseUrl = None, json: AsJson = False
 ) -> None:
-    """Show one tenant, its projects and what it has."""
+    """Show one tenant, its projects and its balance."""
     with operations(data_dir, database) as call:
         print_tenant(call(tenants.show_tenant, tenant=tenant), json)
 
@@ -113,18 +113,19 @@ def set_(
     suspended: Annotated[
         bool | None,
         typer.Option(
-            "--suspend/--resume", help="Refuse new requests; running ones finish. Or serve again"
+            "--suspend/--resume",
+            help="Refuse new requests while running ones finish; or serve again",
         ),
     ] = None,
     project: Annotated[
-        str | None, typer.Option("--add-project", help="A project to split the usage by")
+        str | None, typer.Option("--add-project", help="Add a project, to split usage by")
     ] = None,
     reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Change a tenant: its credit, whether it is served, its projects."""
+    """Change a tenant's credit, status or projects."""
     if postpaid is None and suspended is None and project is None:
         fail("say what to change: --postpaid, --suspend, --resume or --add-project", 2)
     by = actor()

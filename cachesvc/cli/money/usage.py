@@ -67,7 +67,7 @@ def usage(
         str | None,
         typer.Option(help="First day: 2026-11-01, today, yesterday, or 7d for a week back"),
     ] = None,
-    until: Annotated[str | None, typer.Option(help="Last day, written the same way")] = None,
+    until: Annotated[str | None, typer.Option(help="Last day, in the same formats")] = None,
     breakdown: Annotated[
         Split | None, typer.Option(help="Split days or months by model, project or key")
     ] = None,
@@ -85,7 +85,7 @@ def usage(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Show what was used, what it cost and what hits saved, by tenant.
+    """Show usage, cost and savings by tenant.
 
     Days go back a month where --since is not given.
     """
