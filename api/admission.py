@@ -27,6 +27,7 @@ from api.journal.journal import Trail
 from api.requests.delivery import Delivery, DeliveryResponse, WireFormat
 from api.requests.generation import Generation
 from api.requests.idempotency import IDEMPOTENCY_KEY, claim, replayed
+from api.requests.publishing import check_publishable
 from api.requests.quote import check_quote
 from api.requests.turns import assistant_message
 from api.served_model import ServedModel
@@ -131,6 +132,9 @@ async def deliver(
     admitted request takes it along, and its `_Ending` unwinds it after the last byte.
     """
     check_params(job.params, job.model.vocab_size)
+    publisher = None
+    if body.extension.publish:
+        publisher = check_publishable(job, wire_of(request).publisher)
     wire, log, stream = wire_of(request), request_log_of(request), bool(body.stream)
     fingerprint = job.context.fingerprint
     await check_quote(wire, principal, job, body.extension)
@@ -168,6 +172,7 @@ async def deliver(
         keepalive_s=wire.settings.keepalive_s,
         ended=ending,
         keep=claimed.keep if claimed is not None else None,
+        publisher=publisher,
     )
     return DeliveryResponse(delivery, request.app.state.deliveries)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from api.requests.grammars import GrammarPool
     from api.requests.idempotency import AnswerStore
     from api.requests.metering import Meter
+    from api.requests.publishing import Publisher
     from api.requests.quote import Survey
     from api.requests.retention import Retention
     from api.requests.turns import Conversations
@@ -73,6 +74,7 @@ class Collaborators:
     journal: "Journal"
     replays: "AnswerStore | None" = None  # None: Idempotency-Key is ignored
     grammars: "GrammarPool | None" = None  # None: structured output is refused
+    publisher: "Publisher | None" = None  # None: no store is shared with other servers
     conversations: "Conversations | None" = None  # None: nobody is told where turns part
     retention: "Retention | None" = None  # None: nothing is kept longer than it is used
     encoders: "FairPool"  # tokenise long texts

@@ -45,6 +45,7 @@ from cachesvc.observability.snapshot import Sources
 from cachesvc.observability.tracing import open_tracer
 from cachesvc.operator.block_reader import read_blocks
 from cachesvc.operator.operator import CacheOperator
+from cachesvc.operator.publisher import BlockPublisher
 from cachesvc.operator.quotas import QuotaBook
 from cachesvc.operator.scopes import Kind, note_scopes, payers
 from cachesvc.operator.storage_meter import StorageMeter
@@ -174,6 +175,7 @@ class Service:
             conversations=self._conversations,
             responses=self._responses,
             survey=CacheSurvey(self.core.engine.call, self.core.cache),
+            publisher=self._publisher(),
             readiness=self.readiness,
             render_metrics=self.metrics.render,
             settings=_wire_settings(self._settings),
@@ -313,6 +315,11 @@ class Service:
         self.bridge.deliver(outputs)
         self.metrics.observe_outputs(outputs)
         self.latencies.observe(outputs)
+
+    def _publisher(self) -> BlockPublisher | None:
+        if not isinstance(self.core.cache.disk, StackedTier):
+            return None
+        return BlockPublisher(self.core.engine.call, self.core.layout.block_size)
 
     def _explorer(self) -> Explorer:
         disk = self.core.cache.disk

@@ -357,6 +357,20 @@ class TieredCache:
         """Done once the pins as they are now are on disk; fails where they could not be written."""
         return self._upkeep.saved
 
+    def publish(self, chain: Chain) -> "Future[int] | None":
+        """Send a prefix to the store that servers share; how many of its blocks are there then.
+
+        None while some are still written to the disk, which they are sent from: ask again.
+        """
+        done: Future[int] = Future()
+        if self._shared is None or chain.private:
+            done.set_result(0)
+            return done
+        unwritten = [b for b in self.index.match(chain) if self._demoter.write_now(b)]
+        if unwritten:
+            return None
+        return self._shared.remote.deliver(chain.keys)
+
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
         """Remove blocks from every tier but where they are in use or pinned; how many were."""
         return self._upkeep.evict(keys)

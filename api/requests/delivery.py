@@ -26,6 +26,7 @@ from api.headers import EVENT_STREAM
 from api.job import Asked, Bill, Delivered, Delta, Served
 from api.requests.generation import Generation
 from api.requests.metering import RunningCharge
+from api.requests.publishing import PUBLISHED, Publisher
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 
@@ -78,6 +79,7 @@ class Delivery:
     keepalive_s: float
     ended: Callable[[Delivered], Awaitable[None]]
     keep: Callable[[bytes], Awaitable[None]] | None = None  # takes the whole answer, for replays
+    publisher: Publisher | None = None  # sends the prompt's blocks before the answer ends
     _kept: list[bytes] = field(default_factory=list)
     _gone: bool = False
     _started: bool = False
@@ -163,6 +165,9 @@ class Delivery:
             raise
 
     async def _send_end(self, send: Send, tail: bytes, served: Served, bill: Bill) -> None:
+        if self.publisher is not None and not self._gone:
+            num_tokens = await self.publisher.publish(self.generation.job)
+            self.headers = {**self.headers, PUBLISHED: str(num_tokens)}
         if not self.stream:
             body = orjson.dumps(self.wire.body(served, bill, self.asked))
             await self._keep(served, body)

@@ -91,6 +91,7 @@ class Extension(Body):
     require_hit: Probability | None = None  # of the prompt, else 409 with a quote
     max_price: Annotated[str, Field(max_length=40)] | None = None  # a decimal, else the same
     pause_s: Annotated[float, Field(ge=0, le=MAX_PAUSE_S)] | None = None  # of the session; 0 ends
+    publish: bool | None = None  # answer when the prompt's blocks are in the shared tier
 
 
 class TextPart(Body):

@@ -186,6 +186,43 @@ def test_compose_mounts_what_there_is(compose: dict[str, Any]) -> None:
     assert (DOCKER / built["context"] / built["dockerfile"]).is_file()
 
 
+@pytest.fixture(scope="module")
+def pair() -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((DOCKER / "compose.pair.yaml").read_text())
+    return document
+
+
+def test_two_servers_share_a_ledger_limits_and_blocks_and_nothing_else(
+    pair: dict[str, Any],
+) -> None:
+    one, two = (pair["services"][name] for name in ("one", "two"))
+    known = {env_name(name) for name in known_settings()}
+    assert set(one["environment"]) <= known
+    differ = {
+        name for name in known if one["environment"].get(name) != two["environment"].get(name)
+    }
+    assert {env_name("billing.server_name")} == differ
+    assert not set(one["volumes"]) & set(two["volumes"])
+    for name in ("billing.database_url", "limits.url", "cache.remote_url"):
+        host = re.search(r"(?:@|//)(\w+)(?::6379)?/", one["environment"][env_name(name)])
+        assert host is not None and host[1] in pair["services"], name
+    # Blocks are found by a tenant's salt, which is made of one secret.
+    assert "service_completed_successfully" == two["depends_on"]["secret"]["condition"]
+    assert "cp -np /one/secret" in pair["services"]["secret"]["entrypoint"][-1]
+
+
+def test_the_pair_opens_ports_of_this_machine_alone_and_mounts_what_it_names(
+    pair: dict[str, Any],
+) -> None:
+    ports = [port for service in pair["services"].values() for port in service.get("ports", ())]
+    assert 2 == len([port for port in ports if port.startswith("127.0.0.1:")]) == len(ports)
+    assert {source for _, source, _ in mounts(pair)} == set(pair["volumes"])
+    built = pair["services"]["one"]["build"]
+    assert (DOCKER / built["context"] / built["dockerfile"]).is_file()
+    for service in pair["services"].values():
+        assert "build" in service or ":" in service["image"], "an image has a version"
+
+
 def test_prometheus_and_grafana_find_each_other(compose: dict[str, Any]) -> None:
     """Targets and addresses name services of the compose file; boards name the data source."""
     services = compose["services"]

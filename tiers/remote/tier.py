@@ -14,6 +14,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from queue import Empty, Full, Queue
 from typing import TypeVar
 
@@ -36,6 +38,16 @@ NAMESPACE = "cachesvc/v1"
 LOG_EVERY_S = 30.0
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delivery:
+    """Blocks that somebody waits for: `sent` is how many leading ones are in the store then."""
+
+    keys: Sequence[PrefixKey]
+    sent: "Future[int]" = field(default_factory=Future)
+
+
 Record = Callable[[PrefixKey], tuple[PrefixKey, bytes] | None]
 
 
@@ -73,7 +85,7 @@ class RemoteTier:
         self._faults: Counter[MissReason] = Counter()
         self._logged_s = -LOG_EVERY_S
         self._publishing = threading.Lock()  # a purge waits for the block that is on its way
-        self._waiting: Queue[PrefixKey | None] = Queue(MAX_WAITING)
+        self._waiting: Queue[PrefixKey | Delivery | None] = Queue(MAX_WAITING)
         self._publisher = threading.Thread(
             target=self._publish_all, name="cachesvc-remote-write", daemon=True
         )
@@ -162,6 +174,15 @@ class RemoteTier:
                 with self._lock:
                     self._counts["dropped"] += 1
 
+    def deliver(self, keys: Sequence[PrefixKey]) -> "Future[int]":
+        """As `publish`, for who waits: how many of the leading blocks the store has then."""
+        delivery = Delivery(keys)
+        try:
+            self._waiting.put_nowait(delivery)
+        except Full:
+            delivery.sent.set_result(0)
+        return delivery.sent
+
     @property
     def num_waiting(self) -> int:
         return self._waiting.qsize()
@@ -169,6 +190,9 @@ class RemoteTier:
     def _publish_all(self) -> None:
         while (key := self._waiting.get()) is not None:
             try:
+                if isinstance(key, Delivery):
+                    self._deliver(key)
+                    continue
                 with self._publishing:
                     self._publish(key)
             except Exception:  # the top of this thread
@@ -176,27 +200,41 @@ class RemoteTier:
             finally:
                 self._waiting.task_done()
 
-    def _publish(self, key: PrefixKey) -> None:
+    def _deliver(self, delivery: Delivery) -> None:
+        num_sent = 0
+        try:
+            for key in delivery.keys:
+                with self._publishing:
+                    if not self._publish(key):
+                        break
+                num_sent += 1
+        finally:
+            delivery.sent.set_result(num_sent)
+
+    def _publish(self, key: PrefixKey) -> bool:
+        """Whether the store has the block now."""
         if self.breaker.is_open:
-            return
+            return False
         found = self._read_record(key)
         if found is None:
-            return
+            return False
         scope, record = found
         name = object_name(scope, key)
         there = self._call(lambda: self._objects.exists([name]))
         if there is None or there[0]:
-            return
+            return there is not None
         sealed = record if self._seal is None else self._seal.seal(name, record)
 
         def put() -> bool:
             self._objects.put(name, sealed)
             return True
 
-        if self._call(put):
-            with self._lock:
-                self._counts["stored"] += 1
-                self._counts["written_bytes"] += len(sealed)
+        if not self._call(put):
+            return False
+        with self._lock:
+            self._counts["stored"] += 1
+            self._counts["written_bytes"] += len(sealed)
+        return True
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until what was to be published is; False where it is not in that time."""
@@ -255,9 +293,11 @@ class RemoteTier:
         """End the publisher, which finishes the block it is at, and the connections."""
         while True:
             try:
-                self._waiting.get_nowait()
+                left = self._waiting.get_nowait()
             except Empty:
                 break
+            if isinstance(left, Delivery):
+                left.sent.set_result(0)
         self._waiting.put(None)
         self._publisher.join()
         self._objects.close()

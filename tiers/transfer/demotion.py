@@ -94,6 +94,13 @@ class Demoter:
             self._eager[block] = None
         return block.is_dirty
 
+    def write_now(self, block: Block) -> bool:
+        """Write a block before what waits by itself; False where it is not to be written."""
+        if self._mover is None or not block.is_dirty or block.below is Below.REFUSED:
+            return False
+        self._eager[block] = None
+        return True
+
     def step(self) -> None:
         """One step's share of background work."""
         self._collect()

@@ -1,0 +1,45 @@
+"""Sends a prompt's blocks to the store that servers share, and waits until they are there.
+
+Event loop only; asks the engine thread, which asks the disk's writer and the remote tier's sender.
+"""
+
+import asyncio
+import time
+
+from api.cache.explorer import Caller
+from api.job import Job
+from tiers.blocks.chain import Chain
+from tiers.blocks.contents import block_contents
+
+LOOK_S = 0.01  # between two looks whether the disk has the blocks
+PUBLISH_S = 10.0  # what is not there by then is computed by whoever wants it
+
+
+class BlockPublisher:
+    """A `Publisher` on one engine."""
+
+    def __init__(self, call: Caller, block_size: int, *, timeout_s: float = PUBLISH_S) -> None:
+        self._call = call
+        self._block_size = block_size
+        self._timeout_s = timeout_s
+
+    async def publish(self, job: Job) -> int:
+        chain = Chain(
+            job.scope.root(),
+            job.prompts[0],
+            self._block_size,
+            block_contents(job.contents[0] if job.contents else (), self._block_size),
+        )
+        give_up = time.monotonic() + self._timeout_s
+
+        while time.monotonic() < give_up:
+            sending = await asyncio.wrap_future(self._call(lambda cache: cache.publish(chain)))
+            if sending is not None:
+                left_s = max(0.0, give_up - time.monotonic())
+                try:
+                    num_blocks = await asyncio.wait_for(asyncio.wrap_future(sending), left_s)
+                except TimeoutError:
+                    return 0
+                return num_blocks * self._block_size
+            await asyncio.sleep(LOOK_S)
+        return 0
