@@ -107,7 +107,8 @@ class Block:
 
     __slots__ = (
         "below", "busy", "content", "created_s", "depth", "device", "duplicated", "fault",
-        "following", "frame", "hits", "host", "key", "parent", "pinned", "ref_count", "scope",
+        "following", "frame", "hits", "host", "host_newer", "host_older", "key", "newer", "older",
+        "parent", "pinned", "ref_count", "scope",
         "slot", "state", "tokens", "use", "writer",
     )  # fmt: skip
 
@@ -119,6 +120,8 @@ class Block:
         self.content = b""
         self.depth = 0
         self.following: Following = None  # the index's: full blocks that continue this one
+        self.older = self.newer = NO_BLOCK  # neighbours in the device's LRU order
+        self.host_older = self.host_newer = NO_BLOCK  # and in the host's
         self.slot: int | None = None
         self.frame: Frame | None = None
         self.state = BlockState.COMPUTING
@@ -163,3 +166,6 @@ class Block:
         where = f"slot={self.slot} frame={self.frame.number if self.frame else None}"
         states = f"{self.state.name} {self.device.name}/{self.host.name}/{self.below.name}"
         return f"<Block {key} depth={self.depth} {states} {where} refs={self.ref_count}>"
+
+
+NO_BLOCK: Block = object.__new__(Block)  # in place of a neighbour

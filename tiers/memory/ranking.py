@@ -7,6 +7,7 @@ a `Block`: this gives them prefix keys. Engine thread only.
 from collections.abc import Hashable
 
 from tiers.memory.block import Block
+from tiers.memory.lru import DeviceLru, HostLru
 from tiers.policy import Policy, PolicyName, Use, make_policy, policy_in
 from tiers.policy.quota import FairPolicy, Quotas
 from tiers.tier import TierName
@@ -65,14 +66,16 @@ def rank(
     """The policy over a memory tier's blocks where the cache's is `name`. Raises
     ConfigurationError if unknown.
 
-    LRU and FIFO need no names of what left, and rank the blocks themselves: it is the hot path.
+    LRU and FIFO need no names of what left, and order the blocks themselves: it is the hot path.
     With quotas, each group has a policy of its own.
     """
     own = policy_in(tier, name)
 
     def make() -> Policy[Block]:
+        if own == PolicyName.LRU:
+            return DeviceLru() if tier is TierName.DEVICE else HostLru()
         policy = make_policy(own, capacity_blocks)
-        return policy if own in (PolicyName.LRU, PolicyName.FIFO) else ByPrefix(policy)
+        return policy if own == PolicyName.FIFO else ByPrefix(policy)
 
     if quotas is None:
         return make()

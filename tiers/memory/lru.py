@@ -1,0 +1,110 @@
+"""Least recently used, over blocks that are linked to their neighbours: 16 bytes a block, where the
+ordered dict of `tiers.policy.lru` takes 120. Engine thread only.
+
+A block may be on the device and on the host at once, so it has links for each. The two classes are
+one and the same but for the names of the links: it is the hot path, and a name that is looked up
+costs as much as the call.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+
+from tiers.memory.block import NO_BLOCK, Block
+from tiers.policy import Use
+
+
+def _ring() -> Block:
+    """The head of a ring: its `newer` is the oldest block, its `older` the newest."""
+    ring = Block(0.0)
+    ring.older = ring.newer = ring.host_older = ring.host_newer = ring
+    return ring
+
+
+class DeviceLru:
+    """A `Policy[Block]`. A block that is held, or not here, has no neighbours."""
+
+    def __init__(self) -> None:
+        self._ring = _ring()
+
+    def insert(self, key: Block, use: Use, parent: Block | None = None, depth: int = 0) -> None:
+        ring = self._ring
+        key.older, key.newer = newest, _ = ring.older, ring
+        newest.newer = ring.older = key
+
+    def hold(self, key: Block) -> None:
+        older, newer = key.older, key.newer
+        older.newer, newer.older = newer, older
+        key.older = key.newer = NO_BLOCK
+
+    def release(self, key: Block, use: Use) -> None:
+        ring = self._ring
+        key.older, key.newer = newest, _ = ring.older, ring
+        newest.newer = ring.older = key
+
+    def touch(self, key: Block, use: Use) -> None:
+        self.hold(key)
+        self.release(key, use)
+
+    def remove(self, key: Block) -> None:
+        if key.newer is not NO_BLOCK:
+            self.hold(key)
+
+    def victim(self) -> Block | None:
+        block = self._ring.newer
+        if block is self._ring:
+            return None
+        self.hold(block)
+        return block
+
+    def coldest(self, count: int) -> list[Block]:
+        return list(islice(self._oldest_first(), count))
+
+    def _oldest_first(self) -> Iterator[Block]:
+        block = self._ring.newer
+        while block is not self._ring:
+            yield block
+            block = block.newer
+
+
+class HostLru:
+    """The same for the host."""
+
+    def __init__(self) -> None:
+        self._ring = _ring()
+
+    def insert(self, key: Block, use: Use, parent: Block | None = None, depth: int = 0) -> None:
+        ring = self._ring
+        key.host_older, key.host_newer = newest, _ = ring.host_older, ring
+        newest.host_newer = ring.host_older = key
+
+    def hold(self, key: Block) -> None:
+        older, newer = key.host_older, key.host_newer
+        older.host_newer, newer.host_older = newer, older
+        key.host_older = key.host_newer = NO_BLOCK
+
+    def release(self, key: Block, use: Use) -> None:
+        self.insert(key, use)
+
+    def touch(self, key: Block, use: Use) -> None:
+        self.hold(key)
+        self.insert(key, use)
+
+    def remove(self, key: Block) -> None:
+        if key.host_newer is not NO_BLOCK:
+            self.hold(key)
+
+    def victim(self) -> Block | None:
+        block = self._ring.host_newer
+        if block is self._ring:
+            return None
+        self.hold(block)
+        return block
+
+    def coldest(self, count: int) -> list[Block]:
+        return list(islice(self._oldest_first(), count))
+
+    def _oldest_first(self) -> Iterator[Block]:
+        block = self._ring.host_newer
+        while block is not self._ring:
+            yield block
+            block = block.host_newer
