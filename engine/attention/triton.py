@@ -51,7 +51,12 @@ def _weights(scores, maximum):  # type: ignore[no-untyped-def]
     return tl.exp(scores - base[:, None]), tl.exp(maximum - base), new_maximum
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# What varies between steps of one model: a kernel compiled anew for a table of 16 blocks, say,
+# would stop everybody in service. Strides of the pool never vary, and say how they are aligned.
+_VARYING = ("window", "query_sequence_stride", "query_head_stride", "table_stride")
+
+
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
 def _decode_kernel(  # type: ignore[no-untyped-def]
     query,
     pool,

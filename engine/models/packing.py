@@ -93,4 +93,16 @@ def pack(model: nn.Module) -> int:
     with torch.inference_mode():
         for parent, name, linear in linears:
             setattr(parent, name, PackedLinear(linear))
+    _leave_file(model, sum(linear.weight.numel() for _, _, linear in linears))
     return len(linears)
+
+
+@torch.inference_mode()
+def _leave_file(model: nn.Module, num_packed: int) -> None:
+    """Copy what was not packed out of the file, which loading maps into memory: once nothing refers
+    to it the file's pages go, a second copy of all that was packed. Where most was not packed (a
+    model of experts), it stays where it is and costs nothing twice."""
+    left = list(model.parameters())
+    if sum(parameter.numel() for parameter in left) < num_packed:
+        for parameter in left:
+            parameter.data = parameter.data.clone()

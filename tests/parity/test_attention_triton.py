@@ -40,6 +40,14 @@ CANNOT_LOOP = triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__)
 in_child = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting child process")
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_nothing_that_varies_in_service_makes_the_kernel_compile_anew() -> None:
+    from engine.attention.triton import _decode_kernel
+
+    plain = {p.name for p in _decode_kernel.params if p.do_not_specialize}
+    assert {"window", "query_sequence_stride", "query_head_stride", "table_stride"} == plain
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this is the child process")
 @pytest.mark.skipif(CANNOT_LOOP, reason="this Triton's interpreter cannot loop with this NumPy")
 @pytest.mark.timeout(120)

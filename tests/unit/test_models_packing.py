@@ -1,7 +1,14 @@
 """What packed layers keep in memory beside their weights."""
 
+import gc
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from engine.models.load import load_model
+from engine.testing.models import save_tiny_model
 
 PROGRAM = """
 import os
@@ -33,3 +40,15 @@ def test_kernels_of_many_row_counts_do_not_fill_the_memory() -> None:
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True
     )
     assert int(done.stdout) < 150
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux what is mapped")
+def test_a_packed_model_does_not_keep_its_file_in_memory(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+    weights = str(tmp_path / "model" / "model.safetensors")
+    loaded = load_model(
+        str(tmp_path / "model"), device="cpu", dtype="float32", cache_dir=tmp_path / "cache"
+    )
+    gc.collect()
+    assert weights not in Path("/proc/self/maps").read_text()
+    assert loaded.model.get_input_embeddings().weight.isfinite().all()
