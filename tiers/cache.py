@@ -140,7 +140,8 @@ class TieredCache:
             self._rank(TierName.DEVICE, num_blocks, quotas),
             self._rank(TierName.HOST, max(1, num_frames), quotas),
             stream,
-            host_moves=not keeps_copies(num_blocks, total),
+            # Where windows are left behind, a copy above is no full substitute for the one below.
+            host_moves=not keeps_copies(num_blocks, total) and not layout.reach,
             quotas=quotas,
         )
         self.economy = LoadEconomy(enabled=settings.weigh_loads)

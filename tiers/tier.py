@@ -122,7 +122,9 @@ class Tier(Protocol):
         ...
 
     def load(self, ids: Sequence[BlockId], into: "Sequence[Frame]") -> Loaded:
-        """Fill `into[i]` with block `ids[i]`, verified; stop at the first that cannot be served."""
+        """Fill `into[i]` with block `ids[i]`, verified; stop at the first that cannot be served.
+
+        Of a frame's bytes only its `part` of the block is filled."""
         ...
 
     def store(self, ids: Sequence[BlockId], frames: "Sequence[Frame]") -> list[PrefixKey]:

@@ -191,14 +191,20 @@ def attend_span(
     if span.write_kv:
         write_span(pool, layer, span, key, value)
     end = span.start + len(span.tokens)
-    stored_key, stored_value = gather(pool, layer, span.block_table, end)
+    first = first_seen(span.start, options.window) // pool.block_size
+    stored_key, stored_value = gather(pool, layer, span.block_table, end, first)
     return attend_dense(
         query,
         stored_key.to(query.dtype),
         stored_value.to(query.dtype),
-        span.start,
+        span.start - first * pool.block_size,
         options,
     )
+
+
+def first_seen(position: int, window: int | None) -> int:
+    """The first position that a query at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)
 
 
 def write_span(
@@ -225,12 +231,13 @@ def pieces(span: Span, block_size: int) -> list[tuple[int, int, int, int]]:
 
 
 def gather(
-    pool: KvPool, layer: int, block_table: Sequence[int], num_tokens: int
+    pool: KvPool, layer: int, block_table: Sequence[int], num_tokens: int, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of positions [0, num_tokens) of one layer, [num_tokens, Hkv, Dk or Dv]."""
+    """Keys and values of one layer of positions [0, num_tokens) but those of the `first` blocks, in
+    which nobody looks: [N, Hkv, Dk or Dv]."""
     num_blocks = -(-num_tokens // pool.block_size)
-    table = torch.tensor(block_table[:num_blocks], device=pool.tensor.device)
-    return gather_blocks(pool.layers[layer], table, num_tokens)
+    table = torch.tensor(block_table[first:num_blocks], device=pool.tensor.device)
+    return gather_blocks(pool.layers[layer], table, num_tokens - first * pool.block_size)
 
 
 def gather_blocks(

@@ -24,6 +24,7 @@ from engine.attention.base import (
     AttentionOptions,
     attend_span,
     causal_mask,
+    first_seen,
     pieces,
     softmax_with_sinks,
 )
@@ -213,12 +214,13 @@ class CpuAttention:
             runs.append(memory[start:end].view(parts, heads, capacity, dim))
             start = end
         each = iter(part for run in runs for part in run)
-        layers = []
-        for kept in self._kv.layers:
+        layers = {}
+        for number in self._kv.order:
+            kept = self._kv.layers[number]
             key = next(each)
             value = key[..., : kept.value.shape[3]] if kept.shared else next(each)
-            layers.append((key, value))
-        return _Copy(memory, runs, layers)
+            layers[number] = key, value
+        return _Copy(memory, runs, [layers[number] for number in range(len(layers))])
 
     def _take(self, num_elements: int, running: set[int]) -> torch.Tensor | None:
         """Memory for a copy; where there is none, copies that this step does not need go first."""
@@ -231,16 +233,15 @@ class CpuAttention:
         return memory
 
     def _fill(self, copy: _Copy, block_table: Sequence[int], end: int) -> None:
-        """Bring positions [copy.length, end) over from the pool."""
-        size = self._block_size
-        position = copy.length
-        while position < end:
-            number, row = divmod(position, size)
-            count = min(size - row, end - position)
-            for to, run in zip(copy.runs, self._kv.runs, strict=True):
+        """Bring positions [copy.length, end) over from the pool, as far as windows reach."""
+        for to, run, window in zip(copy.runs, self._kv.runs, self._kv.windows, strict=True):
+            position = copy.length if window is None else max(copy.length, end - window)
+            while position < end:
+                number, row = divmod(position, self._block_size)
+                count = min(self._block_size - row, end - position)
                 rows = run[block_table[number], :, row : row + count]  # [parts, n, Hkv, D]
                 to[:, :, position : position + count] = rows.transpose(1, 2)
-            position += count
+                position += count
 
     def _append(
         self, copy: _Copy, layer: int, span: Span, key: torch.Tensor, value: torch.Tensor
@@ -361,7 +362,7 @@ def attend_one(
 
 def _seen(first: int, stop: int, window: int | None) -> slice:
     """The positions that queries [first, stop) may see."""
-    return slice(0 if window is None else max(0, first - window + 1), stop)
+    return slice(first_seen(first, window), stop)
 
 
 def _matmul(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

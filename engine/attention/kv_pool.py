@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tiers.blocks.layout import LayerLayout, part_views
+from tiers.blocks.layout import LayerLayout, part_views, stored_order
 
 
 class LayerKv(NamedTuple):
@@ -24,7 +24,9 @@ class KvPool:
     """Views over the pool `tensor`; `layers[i]` are those of layer i.
 
     `runs` are the same memory by neighbouring parts of one shape, `[num_blocks, parts, block_size,
-    Hkv, D]` each, so that these may be copied in one go: for most models a single one.
+    Hkv, D]` each, so that these may be copied in one go: for most models a single one. `windows[i]`
+    is what all layers of run i see at most. `order` is that of the layers in a block, and
+    `places[layer]` is where a layer stands in it.
     """
 
     def __init__(self, tensor: torch.Tensor, layers: Sequence[LayerLayout] = ()) -> None:
@@ -36,7 +38,10 @@ class KvPool:
             value = parts[0][..., : layout.value_dim] if layout.shared else parts[1]
             self.layers.append(LayerKv(parts[0], value, layout.shared))
         self.block_size = self.layers[0].key.shape[1]
-        self.runs = self._runs(layers)
+        self.order = stored_order(layers)
+        self.places = {layer: place for place, layer in enumerate(self.order)}
+        self.windows: list[int | None] = []
+        self.runs = self._runs([layers[number] for number in self.order])
 
     @property
     def paired(self) -> bool:
@@ -46,9 +51,10 @@ class KvPool:
 
     def _runs(self, layers: Sequence[LayerLayout]) -> list[torch.Tensor]:
         flat = self.tensor.flatten(1)
-        shapes = [(layer.num_heads, dim) for layer in layers for dim in layer.parts]
+        shapes = [(each.num_heads, dim, each.window) for each in layers for dim in each.parts]
         runs, start = [], 0
-        for (num_heads, dim), parts in groupby(shapes):
+        for (num_heads, dim, window), parts in groupby(shapes):
+            self.windows.append(window)
             shape = (len(list(parts)), self.block_size, num_heads, dim)
             end = start + torch.Size(shape).numel()
             runs.append(flat[:, start:end].unflatten(1, shape))

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.base import AttentionOptions, attend_dense, gather_blocks
+from engine.attention.base import AttentionOptions, attend_dense, first_seen, gather_blocks
 from engine.attention.kv_pool import KvPool
 from engine.attention.varlen import attend_varlen, can_varlen, varlen_works
 from engine.batch import Span
@@ -300,7 +300,12 @@ class TritonAttention:
         if len(step.single):
             chosen = query[step.single]
             output[step.single] = decode(
-                chosen, self._pool[:, layer], step.tables, step.lengths, options, step.num_splits
+                chosen,
+                self._pool[:, self._kv.places[layer]],
+                step.tables,
+                step.lengths,
+                options,
+                step.num_splits,
             )
         return output
 
@@ -320,14 +325,19 @@ class TritonAttention:
     ) -> torch.Tensor:
         """One span of several tokens. query: [T, Hq, D]; returns the same."""
         if self._varlen and can_varlen(query, self._pool, options):
-            return attend_varlen(query, self._pool[:, layer], table, span.start, options)
-        keys, values = gather_blocks(self._kv.layers[layer], table, span.start + len(span.tokens))
+            return attend_varlen(
+                query, self._pool[:, self._kv.places[layer]], table, span.start, options
+            )
+        first = first_seen(span.start, options.window) // self._kv.block_size
+        before = first * self._kv.block_size
+        end = span.start + len(span.tokens)
+        keys, values = gather_blocks(self._kv.layers[layer], table[first:], end - before)
         keys, values = keys.to(query.dtype), values.to(query.dtype)
         if not self._kv.paired:
-            return _attend_tiled(query, keys, values, span.start, options)
+            return _attend_tiled(query, keys, values, span.start - before, options)
         if options == AttentionOptions(options.scaling):
             return _attend_causal(query, keys, values, options.scaling)
-        return attend_dense(query, keys, values, span.start, options)
+        return attend_dense(query, keys, values, span.start - before, options)
 
     def _splits(self, num_sequences: int, longest: int) -> int:
         """How many programs share a sequence: enough to fill the device, each with some work."""

@@ -13,6 +13,7 @@ layer of each kind has its keys and values.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,7 +141,18 @@ def _prepare(model: Any, kind: str, max_context: int) -> tuple[LayerLayout, ...]
     _compare(model, expected, actual, f"gives other logits with paged attention {seen}".strip())
     _check_neighbours(model, _one_of_each_kind(probe), starts)
     _compare(model, actual, beside, "gives other logits beside another sequence than alone")
-    return tuple(probe.layouts[layer] for layer in range(num_layers))
+    windows = _windows(model, max_context) if narrowed else {}
+    return tuple(
+        replace(probe.layouts[layer], window=windows.get(layer)) for layer in range(num_layers)
+    )
+
+
+def _windows(model: Any, max_context: int) -> dict[int, int]:
+    """How far each layer sees that does not see the whole context."""
+    probe = ProbeAttention()
+    _paged(model, probe, [(0, 0, 1)])
+    widths = {layer: options.window for layer, options in probe.options.items()}
+    return {layer: width for layer, width in widths.items() if width and width < max_context}
 
 
 def _layout_of(key: torch.Tensor, value: torch.Tensor) -> LayerLayout:

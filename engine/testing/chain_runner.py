@@ -18,16 +18,16 @@ from engine.batch import Batch, Sampled, Span
 from engine.request import TokenLogprob
 from engine.structure import GrammarState
 from tiers.blocks.contents import Content
-from tiers.blocks.layout import BlockLayout
+from tiers.blocks.layout import BlockLayout, LayerLayout
 
 SEED = 0x5EED
 
 
-def chain_layout(block_size: int = 4) -> BlockLayout:
-    """The smallest layout that the runner can write: 16 bytes of KV a token."""
-    return BlockLayout.uniform(
-        num_layers=1, block_size=block_size, num_kv_heads=1, head_dim=2, dtype="float32"
-    )
+def chain_layout(block_size: int = 4, window: int | None = None) -> BlockLayout:
+    """The smallest layout that the runner can write: 16 bytes of KV a token, and with a window a
+    second layer that sees no further."""
+    layers = (LayerLayout(1, 2, 2), *([LayerLayout(1, 2, 2, window=window)] if window else []))
+    return BlockLayout(layers, block_size, "float32")
 
 
 class WrongKv(AssertionError):
@@ -47,7 +47,7 @@ class ChainRunner:
         adapters: Mapping[str, bytes] | None = None,
     ) -> None:
         self._adapters = adapters or {}
-        self._rows = pool.view(torch.int32).numpy()  # [num_blocks, 1, 2, block_size, 1, 2]
+        self._rows = pool.view(torch.int32).numpy()  # [num_blocks, layers, 2, block_size, 1, 2]
         self._block_size = pool.shape[3]
         self._vocab_size = vocab_size
         self.computed = 0

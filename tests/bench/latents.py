@@ -30,14 +30,15 @@ from engine.models.load import LoadedModel, describe
 from engine.testing.models import VOCAB_SIZE, bytes_tokenizer
 from tests.bench.provenance import commit, machine
 
-NUM_LAYERS, HIDDEN = 2, 512
+NUM_LAYERS, HIDDEN, QUERY_LATENT = 2, 256, 64
 
 
 def model() -> Any:
     config = DeepseekV3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=HIDDEN,
-        intermediate_size=512,
+        q_lora_rank=QUERY_LATENT,
+        intermediate_size=256,
         num_hidden_layers=NUM_LAYERS,
         first_k_dense_replace=NUM_LAYERS,
         max_position_embeddings=8192,

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ def row(loaded: LoadedModel) -> str:
 def _kept(loaded: LoadedModel) -> str:
     notes = []
     notes.append("latents" if loaded.layers[0].shared else "keys and values")
-    if len({*loaded.layers}) > 1:
+    if len({replace(each, window=None) for each in loaded.layers}) > 1:
         notes[0] += " of several shapes"
     elif loaded.layers[0].key_dim != loaded.layers[0].value_dim and not loaded.layers[0].shared:
         notes[0] += " of two sizes"
@@ -290,6 +291,34 @@ def sizes() -> str:
     return "\n".join(lines)
 
 
+# Models with windows: what a layer keeps, layers in all, sliding ones, window. From config.json.
+_WINDOWED: Mapping[str, tuple[LayerLayout, int, int, int]] = {
+    "gemma-3-1b": (LayerLayout(1, 256, 256), 26, 22, 512),
+    "gemma-3-27b": (LayerLayout(16, 128, 128), 62, 52, 1024),
+    "gpt-oss-120b": (LayerLayout(8, 64, 64), 36, 18, 128),
+    "OLMo-3-7B": (LayerLayout(32, 128, 128), 32, 24, 4096),
+    "Mistral-7B-v0.1": (LayerLayout(8, 128, 128), 32, 32, 4096),
+}
+
+
+def windows() -> str:
+    """The table of what a hit of 32,768 tokens moves."""
+    lines = ["| model | sliding layers | window | a hit of 32,768 whole | moves | share |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for name, (layer, num_layers, num_sliding, window) in _WINDOWED.items():
+        kinds = [replace(layer, window=window)] * num_sliding + [layer] * (num_layers - num_sliding)
+        layout = BlockLayout(tuple(kinds), 64, "bfloat16")
+        num_blocks = 32_768 // 64
+        whole = num_blocks * layout.nbytes
+        last = min(layout.reach, num_blocks)
+        moves = last * layout.nbytes + (num_blocks - last) * layout.lasting_nbytes
+        lines.append(
+            f"| {name} | {num_sliding} of {num_layers} | {window:,} | "
+            f"{whole / (1 << 30):.2f} GiB | {moves / (1 << 30):.2f} GiB | {moves / whole:.0%} |"
+        )
+    return "\n".join(lines)
+
+
 def _in_words(layer: LayerLayout) -> str:
     if layer.shared:
         return f"latent of {layer.value_dim} and rotated key of {layer.key_dim - layer.value_dim}"
@@ -307,12 +336,13 @@ def between(text: str, name: str) -> str:
 
 
 def write() -> None:
-    """Write both tables into the page, from models built and probed now."""
+    """Write the tables into the page, from models built and probed now."""
     text = PAGE.read_text(encoding="utf-8")
     heading = "| type | models | what a block keeps, and what is special |\n| --- | --- | --- |\n"
     tables = {
         "architectures": heading + "\n".join(row(served(each)) for each in ARCHITECTURES),
         "sizes": sizes(),
+        "windows": windows(),
     }
     for name, table in tables.items():
         begin, end = _BEGIN.format(name), _END.format(name)

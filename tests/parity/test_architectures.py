@@ -78,7 +78,8 @@ def test_the_page_has_a_row_for_each_and_the_sizes_of_published_models() -> None
     text = architectures.PAGE.read_text(encoding="utf-8")
     rows = architectures.between(text, "architectures").splitlines()[2:]
     assert [f"| `{each}`" for each in ARCHITECTURES] == [row[: row.index(" |", 2)] for row in rows]
-    assert architectures.sizes() == architectures.between(text, "sizes"), "run `make models`"
+    for name, table in (("sizes", architectures.sizes()), ("windows", architectures.windows())):
+        assert table == architectures.between(text, name), "run `make models`"
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_oss", "gemma4_text"])

@@ -19,6 +19,7 @@ from tiers.errors import MissReason
 from tiers.memory.tails import MAX_CANDIDATES
 from tiers.policy import PolicyName
 from tiers.policy.admission import WritePolicy
+from tiers.tier import TierName
 
 
 @pytest.mark.parametrize("policy", [policy.value for policy in PolicyName])
@@ -46,6 +47,43 @@ def test_any_interleaving_is_exact(
     world.check_idle()
     world.check_still()
     assert world.runner.num_checked > 30
+
+
+@pytest.mark.parametrize("window", [2, 6, 9])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_interleaving_is_exact_where_windows_are_left_behind(seed: int, window: int) -> None:
+    """Windows of less than a block, and of several: what of a block was not loaded is noise."""
+    chance = random.Random(seed * 6007 + window)
+    world = World(
+        device_blocks=chance.choice((14, 24, 60)),
+        host_blocks=chance.choice((16, 40)),
+        disk_blocks=chance.choice((10, 300)),
+        fault_rate=(0.0, 0.1, 0.4)[seed],
+        seed=seed,
+        late_copies=seed == 1,
+        window=window,
+    )
+    life = Life(world, chance)
+
+    def sink() -> None:
+        """Idle blocks leave the device, and those that the disk has, the host as well."""
+        residency, below = world.cache.residency, chance.random() < 0.7
+        for block in [*world.cache.index]:
+            if block.slot is not None and not block.ref_count:
+                residency.evict_device(block)
+            idle = not (block.ref_count or block.busy or block.pinned)
+            if below and block.frame is not None and block.held_below and idle:
+                residency.evict_host(block)
+
+    acts = (life.pin, life.unpin, life.evict, life.trouble_disk, life.break_step)
+    life.run(120, (*acts, sink, sink, sink))
+    world.check()
+    world.check_idle()
+    world.check_still()
+    assert world.runner.num_checked > 30
+    lifted = world.cache.stats().transfers[TierName.HOST, TierName.DEVICE]
+    whole = lifted.num_blocks * world.cache.layout.nbytes
+    assert lifted.nbytes < whole if window == 2 else lifted.nbytes <= whole
 
 
 @pytest.mark.parametrize("seed", range(4))

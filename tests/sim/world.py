@@ -68,9 +68,10 @@ class World:
         host_moves: bool = False,
         quotas: dict[PrefixKey, float] | None = None,
         late_copies: bool = False,
+        window: int | None = None,
     ) -> None:
-        """`quotas` are parts of every tier, by scope."""
-        layout = chain_layout(BLOCK)
+        """`quotas` are parts of every tier, by scope; with a `window` a second layer has it."""
+        layout = chain_layout(BLOCK, window)
         self.now_s = 1_000_000.0
         shares = None
         if quotas is not None:
@@ -80,6 +81,7 @@ class World:
             fault_rate=fault_rate,
             seed=seed,
             block_bytes=layout.nbytes,
+            lasting_bytes=layout.lasting_nbytes,
             shares=shares,
         )
         self.tier = tier
@@ -306,7 +308,8 @@ class World:
             if ticket is not None:
                 pins.update(ticket.blocks)
             if sequence.state is SequenceState.LOADING:
-                assert ticket is not None and (ticket.probe is not None or ticket.is_loading)
+                assert ticket is not None
+                assert ticket.probe or ticket.is_loading or self.cache.layout.reach  # it may mend
         loading = {block for _, blocks, _ in self.cache._promoter._loads for block in blocks}
         for block in self._blocks():
             assert block.ref_count == pins[block], f"{block} has {pins[block]} owners"

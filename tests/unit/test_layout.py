@@ -38,6 +38,21 @@ def test_digests_of_other_layouts_are_golden_and_differ() -> None:
     assert 3 == len({latent.digest(), other.digest(), halves.digest()})
 
 
+def test_layers_with_windows_come_last_and_have_a_digest_of_their_own() -> None:
+    sliding = LayerLayout(2, 16, 16, window=24)
+    layout = BlockLayout((sliding, LayerLayout(2, 16, 16), sliding), 16, "float32")
+    assert (2, layout.nbytes // 3) == (layout.reach, layout.lasting_nbytes)
+    assert "a741080060572d06b996708cab123b4a" == layout.digest().hex()
+    plain = BlockLayout.uniform(3, 16, 2, 16, "float32")
+    wider = BlockLayout((LayerLayout(2, 16, 16, window=25), *layout.layers[1:]), 16, "float32")
+    assert 3 == len({each.digest() for each in (layout, plain, wider)})
+    assert (0, plain.nbytes) == (plain.reach, plain.lasting_nbytes)
+    assert plain.shape == layout.shape
+    blocks = torch.arange(layout.nbytes // 4).view(1, *layout.shape)
+    firsts = [parts[0].flatten()[0].item() for parts in part_views(blocks, layout.layers)]
+    assert [1024, 0, 2048] == firsts
+
+
 def test_latents_are_a_seventieth_of_the_heads_they_stand_for() -> None:
     """DeepSeek-V3, bfloat16: 61 layers, 128 heads with keys of 192 and values of 128."""
     latent = BlockLayout((LATENT,) * 61, 64, "bfloat16")

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from tiers.blocks.layout import BlockLayout
+from tiers.blocks.part import Part
 from tiers.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -36,14 +37,16 @@ class Frame:
     """One block's worth of host memory. Whoever holds the frame owns its bytes.
 
     A number and where it counts: a view takes 700 bytes and a microsecond, and there are millions
-    of frames, of which a few at a time are looked into.
+    of frames, of which a few at a time are looked into. `part` is what it has of its block, and
+    while that is loaded, is to get.
     """
 
-    __slots__ = ("_memory", "number")
+    __slots__ = ("_memory", "number", "part")
 
     def __init__(self, memory: FrameMemory, number: int) -> None:
         self._memory = memory
         self.number = number
+        self.part = Part.WHOLE
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -8,6 +8,8 @@ from typing import Self
 import torch
 import xxhash
 
+from tiers.blocks.part import Part
+
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -28,6 +30,7 @@ class LayerLayout:
     key_dim: int
     value_dim: int
     shared: bool = False
+    window: int | None = None  # tokens that a position sees, itself included; None: all before it
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -42,6 +45,9 @@ class LayerLayout:
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
     """Layer after layer, part after part, each `[block_size, num_heads, dim]`; contiguous.
+
+    Layers with a sliding window come last: of a long prefix only its last `reach` blocks are needed
+    whole, and of all before these the first `lasting_nbytes` bytes.
 
     Where all layers keep parts of one shape, `shape` has an axis for each of these, and for most
     models it is `[num_layers, 2, block_size, num_kv_heads, head_dim]`, axis 1 being (key, value).
@@ -62,7 +68,9 @@ class BlockLayout:
     @property
     def shape(self) -> tuple[int, ...]:
         first = self.layers[0]
-        if len({*self.layers}) == 1 and len({*first.parts}) == 1:
+        if len({(*layer.parts, layer.num_heads) for layer in self.layers}) == 1 and (
+            len({*first.parts}) == 1
+        ):
             head = (first.num_heads, first.key_dim)
             return (len(self.layers), len(first.parts), self.block_size, *head)
         return (self.block_size * self._token_items,)
@@ -81,10 +89,31 @@ class BlockLayout:
         """Bytes of one block."""
         return self.token_nbytes * self.block_size
 
+    @property
+    def lasting_nbytes(self) -> int:
+        """Bytes of a block, its first, that layers without a window keep; all where none has."""
+        items = sum(layer.token_items for layer in self.layers if layer.window is None)
+        return items * self.torch_dtype.itemsize * self.block_size
+
+    def part_nbytes(self, part: Part) -> int:
+        """Bytes of a part of a block."""
+        if part is Part.WHOLE:
+            return self.nbytes
+        return self.lasting_nbytes if part is Part.LASTING else self.nbytes - self.lasting_nbytes
+
+    @property
+    def reach(self) -> int:
+        """How many blocks before a position hold all that its windows see; 0: there are none."""
+        widest = max((layer.window or 0 for layer in self.layers), default=0)
+        return -(-widest // self.block_size)
+
     def digest(self) -> bytes:
         """16 bytes that differ whenever a block of another layout would be read wrongly."""
         first = self.layers[0]
-        if first.shared or len(self.shape) == 1:
+        if self.reach:
+            each = [(e.num_heads, *e.parts, e.value_dim, e.window) for e in self.layers]
+            text = f"cachesvc.layout.v3:{self.block_size}:{each}:{self.dtype}"
+        elif first.shared or len(self.shape) == 1:
             layers = [(each.num_heads, *each.parts, each.value_dim) for each in self.layers]
             text = f"cachesvc.layout.v2:{self.block_size}:{layers}:{self.dtype}"
         else:
@@ -96,6 +125,11 @@ class BlockLayout:
         return sum(layer.token_items for layer in self.layers)
 
 
+def stored_order(layers: Sequence[LayerLayout]) -> list[int]:
+    """The layers in the order in which a block holds them: those with windows last."""
+    return sorted(range(len(layers)), key=lambda number: layers[number].window is not None)
+
+
 def part_views(blocks: torch.Tensor, layers: Sequence[LayerLayout]) -> list[list[torch.Tensor]]:
     """Each layer's parts as `[num_blocks, block_size, num_heads, dim]`, over the same memory.
 
@@ -103,7 +137,8 @@ def part_views(blocks: torch.Tensor, layers: Sequence[LayerLayout]) -> list[list
     """
     flat = blocks.flatten(1)
     block_size = flat.shape[1] // sum(layer.token_items for layer in layers)
-    heads = [(layer.num_heads, dim) for layer in layers for dim in layer.parts]
+    order = stored_order(layers)
+    heads = [(layers[n].num_heads, dim) for n in order for dim in layers[n].parts]
     bounds = [0]
     for num_heads, dim in heads:
         bounds.append(bounds[-1] + block_size * num_heads * dim)
@@ -111,4 +146,5 @@ def part_views(blocks: torch.Tensor, layers: Sequence[LayerLayout]) -> list[list
         flat[:, start:end].unflatten(1, (block_size, *head))
         for (start, end), head in zip(pairwise(bounds), heads, strict=True)
     )
-    return [[next(views) for _ in layer.parts] for layer in layers]
+    by_layer = {number: [next(views) for _ in layers[number].parts] for number in order}
+    return [by_layer[number] for number in range(len(layers))]

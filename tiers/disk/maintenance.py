@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from tiers.blocks.keys import PrefixKey, child_key
 from tiers.disk.codec import Codec, DecodeError
+from tiers.disk.payload import decode
 from tiers.disk.record import Header, check_payload, unpack_header
 from tiers.disk.rows import Entry
 from tiers.disk.shard import Shard
@@ -169,7 +170,7 @@ class _Checker:
             return why
         block = self._block.take(header.logical_nbytes)[: header.logical_nbytes]
         try:
-            self._codec.decode(header.codec, record[start:end], block)
+            decode(self._codec, header, record[start:end], block)
         except DecodeError:
             return MissReason.DECODE
         return None

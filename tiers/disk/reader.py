@@ -12,10 +12,12 @@ from typing import NamedTuple
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
+from tiers.blocks.part import Part
 from tiers.disk.codec import Codec, DecodeError
 from tiers.disk.counts import DiskCounts
 from tiers.disk.directory import shard_of
-from tiers.disk.record import Header, check_payload, is_block, unpack_header
+from tiers.disk.payload import check, decode, needed_nbytes
+from tiers.disk.record import Header, is_block, unpack_header
 from tiers.disk.rows import Entry
 from tiers.disk.shard import ShardDamaged
 from tiers.disk.slot import ShardSlot
@@ -43,6 +45,16 @@ class Found(NamedTuple):
     key: PrefixKey
     entry: Entry
     header: Header
+
+
+def trimmed(found: Found, part: Part) -> Found:
+    """The same, its record as long as is needed for the part."""
+    if found.header.lasting is None:
+        return found
+    place = found.entry.place
+    nbytes = len(found.entry.header) + needed_nbytes(found.header, part)
+    shorter = place._replace(nbytes=min(place.nbytes, nbytes))
+    return found._replace(entry=found.entry._replace(place=shorter))
 
 
 class BlockReader:
@@ -100,10 +112,11 @@ class BlockReader:
             self._counts.condemn(shard_of(block.key, len(self._slots)), block.key)
 
     def load(self, found: Sequence[Found], into: Sequence[Frame]) -> Loaded:
-        """Fill `into[i]` with `found[i]`; stop at the first that cannot be served."""
+        """Fill `into[i]` with `found[i]`; stop at the first that cannot be served. Of these no more
+        is read than their entries say; see `trimmed`."""
         self._read_ahead(found)
         for done, (place, frame) in enumerate(zip(found, into, strict=True)):
-            why = self._fill(place, frame.buffer)
+            why = self._fill(place, frame.buffer, frame.part)
             if why is not None:
                 return Loaded(done, self._blame(place, why))
         return Loaded(len(found), None)
@@ -154,7 +167,7 @@ class BlockReader:
             except (*StorageError, ShardDamaged):
                 return  # only a hint; the read itself will say what is wrong
 
-    def _fill(self, found: Found, into: memoryview) -> MissReason | None:
+    def _fill(self, found: Found, into: memoryview, part: Part) -> MissReason | None:
         if len(into) != self._block_bytes:
             return MissReason.LAYOUT
         slot, entry, header = self._slots[found.number], found.entry, found.header
@@ -165,22 +178,23 @@ class BlockReader:
         except (*StorageError, ShardDamaged) as error:
             self._counts.fault(MissReason.IO_ERROR, 1, f"reading a block of {slot.path}: {error}")
             return MissReason.IO_ERROR
-        return self._verify(entry, header, record, into)
+        return self._verify(entry, header, record, into, part)
 
     def _verify(
-        self, entry: Entry, header: Header, record: memoryview, into: memoryview
+        self, entry: Entry, header: Header, record: memoryview, into: memoryview, part: Part
     ) -> MissReason | None:
         start = len(entry.header)
-        if len(record) < start + header.payload_nbytes:
+        nbytes = needed_nbytes(header, part)
+        if len(record) < start + nbytes:
             return MissReason.TORN
         if record[:start] != entry.header:
             stands = unpack_header(record)
             return stands if isinstance(stands, MissReason) else MissReason.CHECKSUM
-        payload = record[start : start + header.payload_nbytes]
-        why = check_payload(header, payload)
+        payload = record[start : start + nbytes]
+        why = check(header, payload, part)
         if why is None:
             try:
-                self._scratch.codec.decode(header.codec, payload, into)
+                decode(self._scratch.codec, header, payload, into, part)
             except DecodeError:
                 why = MissReason.DECODE
         return why

@@ -16,6 +16,10 @@ inside the header.
     64      16     key                          ...     8      xxh3_64 of all header bytes before
     80      8      zero, for later
 
+Version 2 has two payloads behind each other, coded each for itself, so that the first can be read
+alone: what layers without windows keep, from a multiple of 8 on the rest. Between content and zeros
+its header has, of the first: bytes of KV (8), coded bytes (8), their xxh3_64 (8), codec id (8).
+
 Pure functions over bytes, for every thread of the disk tier and for the command line.
 """
 
@@ -28,13 +32,28 @@ from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.errors import MissReason
 
 MAGIC = b"cachesvc"
-VERSION = 1
+VERSION, VERSION_PARTED = 1, 2
 PREFIX_BYTES = 16  # magic, version, codec, item bytes, header length: enough to know the rest
 _FIXED = struct.Struct("<8sHBBI16s16s16s16s8xIIQQQQ")
 _PREFIX = struct.Struct("<8sHBBI")
 _CHECKSUM = struct.Struct("<Q")
+_LASTING = struct.Struct("<QQQQ")
 _IDENTITY = slice(32, 80)
 assert _FIXED.size == 128
+
+
+class Lasting(NamedTuple):
+    """The first of two payloads: what layers without windows keep of the block."""
+
+    logical_nbytes: int
+    payload_nbytes: int
+    payload_checksum: int
+    codec: int
+
+    @property
+    def end(self) -> int:
+        """Where the second payload begins."""
+        return -(-self.payload_nbytes // 8) * 8
 
 
 class Header(NamedTuple):
@@ -52,15 +71,17 @@ class Header(NamedTuple):
     payload_nbytes: int
     payload_checksum: int
     written_s: int
+    lasting: Lasting | None = None
 
     @property
     def block_id(self) -> BlockId:
         return BlockId(self.scope, self.parent, self.key, self.tokens, self.content)
 
 
-def header_nbytes(block: BlockId) -> int:
+def header_nbytes(block: BlockId, *, parted: bool = False) -> int:
     """Length of the header that `pack_header` makes for this block; a multiple of 16."""
-    return -(-(_FIXED.size + len(block.tokens) + len(block.content) + 8) // 16) * 16
+    named = len(block.tokens) + len(block.content) + (_LASTING.size if parted else 0)
+    return -(-(_FIXED.size + named + 8) // 16) * 16
 
 
 def pack_header(
@@ -72,12 +93,13 @@ def pack_header(
     logical_nbytes: int,
     payload: memoryview,
     written_s: int,
+    lasting: Lasting | None = None,
 ) -> bytes:
     """The header of `block` in front of `payload`, which is checksummed here."""
-    nbytes = header_nbytes(block)
+    nbytes = header_nbytes(block, parted=lasting is not None)
     fixed = _FIXED.pack(
         MAGIC,
-        VERSION,
+        VERSION if lasting is None else VERSION_PARTED,
         codec,
         item_bytes,
         nbytes,
@@ -92,7 +114,8 @@ def pack_header(
         xxhash.xxh3_64_intdigest(payload),
         written_s,
     )
-    body = (fixed + block.tokens + block.content).ljust(nbytes - 8, b"\0")
+    first = b"" if lasting is None else _LASTING.pack(*lasting)
+    body = (fixed + block.tokens + block.content + first).ljust(nbytes - 8, b"\0")
     return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
 
 
@@ -103,7 +126,7 @@ def unpack_header(data: bytes | memoryview) -> Header | MissReason:
     magic, version, _codec, _item, nbytes = _PREFIX.unpack_from(data)
     if magic != MAGIC:
         return MissReason.CHECKSUM
-    if version != VERSION:
+    if version not in (VERSION, VERSION_PARTED):
         return MissReason.VERSION
     if not _FIXED.size + 8 <= nbytes <= len(data):
         return MissReason.TORN
@@ -114,9 +137,15 @@ def unpack_header(data: bytes | memoryview) -> Header | MissReason:
     codec, item_bytes = fields[2], fields[3]
     layout, scope, parent, key, num_tokens, num_content = fields[5:11]
     logical, coded, payload_checksum, written_s = fields[11:]
-    if _FIXED.size + num_tokens + num_content + 8 > nbytes:
+    named = num_tokens + num_content + (_LASTING.size if version == VERSION_PARTED else 0)
+    if _FIXED.size + named + 8 > nbytes:
         return MissReason.TORN
     end = _FIXED.size + num_tokens
+    lasting = None
+    if version == VERSION_PARTED:
+        lasting = Lasting(*_LASTING.unpack_from(data, end + num_content))
+        if lasting.logical_nbytes > logical or lasting.end > coded:
+            return MissReason.TORN
     return Header(
         codec,
         item_bytes,
@@ -130,6 +159,7 @@ def unpack_header(data: bytes | memoryview) -> Header | MissReason:
         coded,
         payload_checksum,
         written_s,
+        lasting,
     )
 
 

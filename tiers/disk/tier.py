@@ -25,7 +25,7 @@ from tiers.disk.events import DiskEvents
 from tiers.disk.export import proven, whole_nbytes
 from tiers.disk.guard import DiskGuard
 from tiers.disk.maintenance import count, purge
-from tiers.disk.reader import BlockReader, Scratch
+from tiers.disk.reader import BlockReader, Scratch, trimmed
 from tiers.disk.record import Header, unpack_header
 from tiers.disk.rows import Entry
 from tiers.disk.settings import DiskOrder, DiskSettings
@@ -86,6 +86,7 @@ class DiskTier:
         found, reason = self._reader.find(wanted)
         if reason is not None:
             self._reader.refuse(wanted[len(found)], reason)
+        found = [trimmed(place, frame.part) for place, frame in zip(found, into, strict=False)]
         loaded = self._reader.load(found, into[: len(found)])
         served = found[: loaded.num_blocks]
         self._counts.loaded(

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.disk.codec import bound
 from tiers.disk.counts import DiskCounts
 from tiers.disk.directory import shard_of
 from tiers.disk.guard import DiskGuard
+from tiers.disk.payload import encode, payload_bound
 from tiers.disk.reader import Scratch
 from tiers.disk.record import header_nbytes, is_block, pack_header
 from tiers.disk.rows import Account
@@ -68,6 +68,8 @@ class BlockWriter:
         self._block_bytes = layout.nbytes
         self._item_bytes = layout.torch_dtype.itemsize
         self._layout_digest = layout.digest()
+        self._split = layout.lasting_nbytes if layout.reach else None
+        self._payload_bound = payload_bound(layout.nbytes, self._split)
         self._scratch = scratch
         self._counts = counts
         self._settings = settings
@@ -243,13 +245,16 @@ class BlockWriter:
         return True
 
     def _record_bound(self, block: BlockId) -> int:
-        return max(MIN_RECORD, header_nbytes(block) + bound(self._block_bytes))
+        return max(MIN_RECORD, self._header_nbytes(block) + self._payload_bound)
+
+    def _header_nbytes(self, block: BlockId) -> int:
+        return header_nbytes(block, parted=self._split is not None)
 
     def _encode(self, block: BlockId, buffer: memoryview) -> Record:
         assert len(buffer) == self._block_bytes, f"a frame of {len(buffer)} bytes"
         room = self._scratch.buffer(self._record_bound(block))
-        start = header_nbytes(block)
-        codec, nbytes = self._scratch.codec.encode(buffer, room[start:])
+        start = self._header_nbytes(block)
+        codec, nbytes, lasting = encode(self._scratch.codec, buffer, room[start:], self._split)
         end = start + nbytes
         header = pack_header(
             block,
@@ -259,6 +264,7 @@ class BlockWriter:
             logical_nbytes=len(buffer),
             payload=room[start:end],
             written_s=int(self._clock()),
+            lasting=lasting,
         )
         room[:start] = header
         if end < MIN_RECORD:

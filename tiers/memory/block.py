@@ -16,6 +16,7 @@ from typing import Union
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey
+from tiers.blocks.part import Part
 from tiers.errors import MissReason
 from tiers.policy import Use
 
@@ -109,7 +110,7 @@ class Block:
         "below", "busy", "content", "created_s", "depth", "device", "duplicated", "fault",
         "following", "frame", "hits", "host", "host_newer", "host_older", "key", "newer", "older",
         "parent", "pinned", "ref_count", "scope",
-        "slot", "state", "tokens", "use", "writer",
+        "slot", "slot_whole", "state", "tokens", "use", "writer",
     )  # fmt: skip
 
     def __init__(self, created_s: float) -> None:
@@ -123,6 +124,7 @@ class Block:
         self.older = self.newer = NO_BLOCK  # neighbours in the device's LRU order
         self.host_older = self.host_newer = NO_BLOCK  # and in the host's
         self.slot: int | None = None
+        self.slot_whole = True  # its slot has what layers with windows keep, too
         self.frame: Frame | None = None
         self.state = BlockState.COMPUTING
         self.device = DeviceState.ABSENT
@@ -154,8 +156,18 @@ class Block:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether it is a full block whose KV stands in memory alone."""
-        return self.below < Below.HELD and self.key is not None and self.state is BlockState.READY
+        """Whether it is a full block whose KV stands in memory alone, and may be written."""
+        stands = self.key is not None and self.state is BlockState.READY
+        if not stands or self.below >= Below.HELD:
+            return False
+        return self.slot_whole if self.frame is None else self.frame.part is Part.WHOLE
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its KV stands above the disk, that of layers with windows as well."""
+        if self.slot is not None and self.slot_whole:
+            return True
+        return self.frame is not None and self.frame.part is Part.WHOLE
 
     @property
     def num_tokens(self) -> int:

@@ -21,6 +21,7 @@ class _Copying(NamedTuple):
     source: TierName
     target: TierName
     started: float  # time.perf_counter()
+    nbytes: int | None
 
 
 class Copies:
@@ -41,9 +42,11 @@ class Copies:
         source: TierName,
         target: TierName,
         started: float,
+        nbytes: int | None = None,
     ) -> None:
-        """Keep the blocks' frames until the copy has arrived."""
-        copying = _Copying(copy, blocks, source, target, started)
+        """Keep the blocks' frames until the copy has arrived; `nbytes` of blocks that are not
+        copied whole."""
+        copying = _Copying(copy, blocks, source, target, started, nbytes)
         if copy.done():
             self._arrived(copying)
             return
@@ -71,5 +74,5 @@ class Copies:
     def _arrived(self, copying: _Copying) -> None:
         elapsed_s = time.perf_counter() - copying.started
         self._chronicle.transfers.observe(
-            copying.source, copying.target, len(copying.blocks), elapsed_s
+            copying.source, copying.target, len(copying.blocks), elapsed_s, copying.nbytes
         )

@@ -13,6 +13,7 @@ import torch
 
 from tiers.blocks.frames import Frame
 from tiers.blocks.layout import BlockLayout, part_views
+from tiers.blocks.part import Part
 from tiers.errors import ConfigurationError
 
 
@@ -54,6 +55,7 @@ class DevicePool:
             dtype=layout.torch_dtype,
             device=self.device,
         )
+        self._lasting = layout.lasting_nbytes // layout.torch_dtype.itemsize
         self._parts = [part for layer in part_views(self.tensor, layout.layers) for part in layer]
         self._free = array("i", range(num_blocks - 1, -1, -1))
         self._down: torch.cuda.Stream | None = None
@@ -88,18 +90,25 @@ class DevicePool:
         self._free.append(slot)
 
     def copy_out(self, slot: int, frame: Frame) -> Copy:
-        """Copy a block to a host frame. Its rows must not change until `hand_on`."""
+        """Copy a block, or the part that the frame is to have, to a host frame. Its rows must not
+        change until `hand_on`."""
+        target, source = self._pair(frame.tensor, self.tensor[slot], frame.part)
         if self._down is None:
-            frame.tensor.copy_(self.tensor[slot])
+            target.copy_(source)
             return DONE
-        copy = self._enqueue(self._down, [(frame.tensor, self.tensor[slot])])
+        copy = self._enqueue(self._down, [(target, source)])
         self._leaving[slot] = copy
         return Copy(copy)
 
-    def copy_in(self, frames: Sequence[Frame], slots: Sequence[int]) -> Copy:
-        """Copy host frames into slots; later work on the compute stream sees them."""
+    def copy_in(
+        self, frames: Sequence[Frame], slots: Sequence[int], parts: Sequence[Part] = ()
+    ) -> Copy:
+        """Copy host frames, or `parts` of them, into slots; later work on the compute stream sees
+        them."""
+        parts = parts or [Part.WHOLE] * len(slots)
         pairs = [
-            (self.tensor[slot], frame.tensor) for frame, slot in zip(frames, slots, strict=True)
+            self._pair(self.tensor[slot], frame.tensor, part)
+            for frame, slot, part in zip(frames, slots, parts, strict=True)
         ]
         if self._up is None or self._down is None:
             for target, source in pairs:
@@ -109,6 +118,15 @@ class DevicePool:
         arrived = self._enqueue(self._up, pairs)
         torch.cuda.current_stream(self.device).wait_event(arrived)
         return Copy(arrived)
+
+    def _pair(
+        self, target: torch.Tensor, source: torch.Tensor, part: Part
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of two blocks what is to be copied from one to the other."""
+        if part is Part.WHOLE:
+            return target, source
+        within = slice(self._lasting) if part is Part.LASTING else slice(self._lasting, None)
+        return target.view(-1)[within], source.view(-1)[within]
 
     def copy_rows(self, source: int, target: int, num_rows: int) -> None:
         """Copy the first `num_rows` token rows of one slot to another, in compute order."""

@@ -30,7 +30,7 @@ class DeviceTier:
     def settle(self, block: Block, slot: int) -> None:
         """ABSENT to FILLING: the block has this slot from here on."""
         self._move(block, FILLING)
-        block.slot = slot
+        block.slot, block.slot_whole = slot, True
 
     def hand_over(self, block: Block, to: Block) -> None:
         """The slot of a block that one sequence fills is `to`'s from now on."""

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 from tiers.blocks.frames import Frame, FrameArena
+from tiers.blocks.part import Part
 from tiers.memory.block import HOST_MOVES, Below, Block, HostState
 from tiers.memory.index import BlockIndex
 from tiers.memory.write_queue import WriteQueue
@@ -97,7 +98,7 @@ class HostTier:
         assert frame is not None and not block.busy, f"the frame of {block} is in use"
         self._unlist(block)
         self._move(block, ABSENT)
-        block.frame = None
+        block.frame, frame.part = None, Part.WHOLE
         block.duplicated = False
         self.num_blocks -= 1
         self._queue.sync(block)

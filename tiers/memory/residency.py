@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Container, Hashable, Iterable,
 
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import PrefixKey
+from tiers.blocks.part import Part
 from tiers.memory.block import AFTER_USE, NEVER_USED, Block, BlockState, DeviceState, HostState
 from tiers.memory.claims import Claims
 from tiers.memory.copies import Copies
@@ -187,6 +188,20 @@ class Residency:
         self.device.hand_over(block, to)
         self._claims.move_slot(block, to)
         self.host.sync(to)
+        self._drop_lesser_frame(to)
+
+    def complete(self, block: Block, whole: Block) -> None:
+        """A slot that lacks windows gets them from that of the block's equal."""
+        assert block.slot is not None and whole.slot is not None and whole.slot_whole
+        self.pool.copy_rows(whole.slot, block.slot, self.pool.layout.block_size)
+        block.slot_whole = True
+        self._drop_lesser_frame(block)
+
+    def _drop_lesser_frame(self, block: Block) -> None:
+        """Give up a frame that has less than the slot: a copy down makes a whole one."""
+        frame = block.frame
+        if frame is not None and frame.part is Part.LASTING and block.slot_whole and not block.busy:
+            self.evict_host(block, Cause.REDUNDANT)
 
     def evict_device(self, block: Block, cause: Cause = Cause.ROOM) -> None:
         """Free an unneeded block's slot, its KV demoted if there is room below."""

@@ -82,6 +82,8 @@ class TailSharing:
     def _candidates(self, parent: PrefixKey) -> list[Block]:
         """Blocks that continue `parent`, newest first, as many as are worth looking at."""
         full = self._index.children(parent)[-MAX_FULL_CANDIDATES:]
+        if self._residency.pool.layout.reach:
+            full = [block for block in full if _has_windows(block)]
         return [*reversed(self._index.partials(parent)), *reversed(full)]
 
     def adopt(self, tail: Tail, chain: Chain) -> Block | None:
@@ -169,6 +171,11 @@ class TailSharing:
         started = time.perf_counter()
         copy = residency.pool.copy_in([source.frame], [slot])
         residency.copies.watch(copy, (source,), TierName.HOST, TierName.DEVICE, started)
+
+
+def _has_windows(block: Block) -> bool:
+    """Whether the rows that would be taken over have what layers with windows keep."""
+    return block.slot_whole if block.slot is not None else block.is_whole or not block.frame
 
 
 def _common_rows(have: bytes, want: bytes) -> int:

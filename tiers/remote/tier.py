@@ -23,6 +23,7 @@ from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.codec import Codec, DecodeError
+from tiers.disk.payload import decode
 from tiers.disk.record import check_payload, is_block, unpack_header
 from tiers.errors import MissReason
 from tiers.remote.breaker import CircuitBreaker
@@ -146,7 +147,7 @@ class RemoteTier:
         if why is not None:
             return why
         try:
-            self._codec().decode(header.codec, payload, frame.buffer)
+            decode(self._codec(), header, payload, frame.buffer, frame.part)
         except DecodeError:
             return MissReason.DECODE
         return None

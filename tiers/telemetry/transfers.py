@@ -33,18 +33,26 @@ class Transfers:
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._num_blocks = dict.fromkeys(LANES, 0)
+        self._nbytes = dict.fromkeys(LANES, 0)
         self._seconds = {lane: Histogram(SECONDS) for lane in LANES}
 
-    def observe(self, source: TierName, target: TierName, num_blocks: int, seconds: float) -> None:
-        """One copy or job of `num_blocks` has arrived."""
+    def observe(
+        self,
+        source: TierName,
+        target: TierName,
+        num_blocks: int,
+        seconds: float,
+        nbytes: int | None = None,
+    ) -> None:
+        """One copy or job of `num_blocks` has arrived; `nbytes` where they were not moved whole."""
         lane = source, target
+        moved = num_blocks * self._block_bytes if nbytes is None else nbytes
+        self._nbytes[lane] = self._nbytes.get(lane, 0) + moved
         self._num_blocks[lane] = self._num_blocks.get(lane, 0) + num_blocks
         self._seconds.setdefault(lane, Histogram(SECONDS)).observe(seconds)
 
     def stats(self) -> Mapping[Lane, TransferStats]:
         return {
-            lane: TransferStats(
-                num_blocks, num_blocks * self._block_bytes, self._seconds[lane].spread()
-            )
+            lane: TransferStats(num_blocks, self._nbytes[lane], self._seconds[lane].spread())
             for lane, num_blocks in self._num_blocks.items()
         }

@@ -9,6 +9,7 @@ from itertools import takewhile
 
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.blocks.part import Part
 from tiers.disk.guard import DiskGuard
 from tiers.errors import MissReason, TierClosed
 from tiers.policy.quota import Quotas, Shares
@@ -30,11 +31,14 @@ class MemoryTier:
         capacity_blocks: int,
         *,
         block_bytes: int = 0,
+        lasting_bytes: int = 0,
         fault_rate: float = 0.0,
         seed: int = 0,
         shares: Shares | None = None,
     ) -> None:
-        """`block_bytes` is for the stats and the quotas."""
+        """`block_bytes` is for the stats and the quotas; of these, `lasting_bytes` are what a frame
+        gets that wants no more."""
+        self._lasting_bytes = lasting_bytes
         self._capacity = capacity_blocks
         self._block_bytes = block_bytes
         self._guard = DiskGuard(Quotas(shares, capacity_blocks * block_bytes) if shares else None)
@@ -57,10 +61,17 @@ class MemoryTier:
             num_loaded, reason = 0, None
             for block, frame in zip(ids, into, strict=False):
                 reason = self._why_not(block)
+                lasting = slice(self._lasting_bytes)
+                noise = b"\xee" * len(frame.buffer)  # whoever reads it will notice
+                data = noise if reason is not None else self._blocks[block.key][1]
+                if frame.part is Part.WINDOW:
+                    frame.buffer[lasting.stop :] = data[lasting.stop :]
+                else:
+                    frame.buffer[:] = data
+                if frame.part is Part.LASTING:
+                    frame.buffer[lasting.stop :] = noise[lasting.stop :]
                 if reason is not None:
-                    frame.buffer[:] = b"\xee" * len(frame.buffer)  # whoever reads it will notice
                     break
-                frame.buffer[:] = self._blocks[block.key][1]
                 num_loaded += 1
             self._counts["hits"] += num_loaded
             self._counts["misses"] += min(len(ids), len(into)) - num_loaded

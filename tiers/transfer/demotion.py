@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from tiers.blocks.keys import PrefixKey
+from tiers.blocks.part import Part
 from tiers.memory.block import Below, Block, DeviceState
 from tiers.memory.counters import CacheEvent
 from tiers.memory.host_tier import MIN_LOOKAHEAD
@@ -126,9 +127,11 @@ class Demoter:
         if frame is None:
             return False
         started = time.perf_counter()
+        frame.part = Part.WHOLE if block.slot_whole else Part.LASTING
+        nbytes = residency.pool.layout.part_nbytes(frame.part)
         copy = residency.pool.copy_out(block.slot, frame)
         residency.settle_frame(block, frame)
-        residency.copies.watch(copy, (block,), TierName.DEVICE, TierName.HOST, started)
+        residency.copies.watch(copy, (block,), TierName.DEVICE, TierName.HOST, started, nbytes)
         residency.count(TierName.DEVICE, CacheEvent.DEMOTED)
         residency.chronicle.came(block, TierName.HOST, TierName.DEVICE)
         return True

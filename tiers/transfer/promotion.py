@@ -2,6 +2,10 @@
 
 Engine thread only; the scheduler opens a ticket for a request that is about to run, advances it
 once per step, and hands its blocks to the sequence. Nothing here waits.
+
+Where a layout has windows, a prefix needs only its last `reach` blocks whole, and of those before
+them the lasting part: no more is loaded and lifted. A longer prefix may so have left a block that a
+shorter one needs whole; then its other part is fetched (`_mend`), or the prefix is cut.
 """
 
 import time
@@ -10,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from tiers.blocks.chain import Chain
+from tiers.blocks.part import Part
 from tiers.errors import MissReason
 from tiers.memory.block import Block, BlockState
 from tiers.memory.counters import CacheEvent
@@ -76,6 +81,7 @@ class Ticket:
     stop: MissReason = MissReason.ABSENT
     probe: ProbeJob | None = None
     num_on_device: int = 0  # leading blocks known to have a slot
+    mended: bool = False  # the missing windows of its last blocks were asked for
 
     @property
     def reads(self) -> bool:
@@ -99,7 +105,10 @@ class Promoter:
         self._residency = residency
         self._mover = mover
         self._economy = economy
+        self._layout = residency.pool.layout
+        self._reach = self._layout.reach
         self._loads: list[tuple[LoadJob, list[Block], Ticket]] = []
+        self._mends: list[tuple[LoadJob, list[Block]]] = []
 
     def open(self, chain: Chain) -> Ticket:
         """A ticket holding what stands above the disk now; the disk is asked at once."""
@@ -127,6 +136,8 @@ class Promoter:
             return Progress.WAITING
         if self._ask_disk(ticket):
             return Progress.LOADING
+        if self._reach and not self._windows_stand(ticket):
+            return Progress.LOADING
         return Progress.READY if self._lift(ticket) else Progress.NO_ROOM
 
     def close(self, ticket: Ticket, use: Use) -> None:
@@ -140,10 +151,12 @@ class Promoter:
         """Take in the loads that finished. Once per step, before tickets are advanced."""
         if self._loads:
             self._loads = [load for load in self._loads if not self._collect_one(*load)]
+        if self._mends:
+            self._mends = [mend for mend in self._mends if not self._collect_mend(*mend)]
 
     @property
     def num_loads(self) -> int:
-        return len(self._loads)
+        return len(self._loads) + len(self._mends)
 
     def _match(self, ticket: Ticket) -> bool:
         """Acquire what continues the ticket; True where another request makes the next block."""
@@ -182,16 +195,20 @@ class Promoter:
         held, ticket.probe = ticket.probe.held, None
         self._match(ticket)  # others may have loaded or computed some of it meanwhile
         start = len(ticket.blocks)
-        layout = self._residency.pool.layout
+        layout = self._layout
         end = min(start + held, len(ticket.chain.keys))
         if end <= start:
             return TicketState.SETTLED
         num_blocks = end - start
-        if not self._economy.worth(num_blocks * layout.block_size, num_blocks * layout.nbytes):
+        lesser = max(0, num_blocks - self._reach) if self._reach else 0  # without their windows
+        nbytes = num_blocks * layout.nbytes - lesser * layout.part_nbytes(Part.WINDOW)
+        if not self._economy.worth(num_blocks * layout.block_size, nbytes):
             ticket.stop = MissReason.UNECONOMIC
             return TicketState.SETTLED
-        num_before = len(ticket.blocks)
-        while start < end and self._load_run(ticket, start, min(start + BLOCKS_PER_LOAD, end)):
+        num_before, whole_from = len(ticket.blocks), start + lesser
+        while start < end and self._load_run(
+            ticket, start, min(start + BLOCKS_PER_LOAD, end), whole_from
+        ):
             start += BLOCKS_PER_LOAD
         begun = len(ticket.blocks) > num_before
         # Another request brings the next one up or computes it. Once that stands, the disk is asked
@@ -202,8 +219,9 @@ class Promoter:
             return TicketState.LOADING_PART if begun else TicketState.OPEN
         return TicketState.LOADING if begun else TicketState.SETTLED
 
-    def _load_run(self, ticket: Ticket, start: int, end: int) -> bool:
-        """Submit one read job for blocks [start, end) of the chain; False stops the loading."""
+    def _load_run(self, ticket: Ticket, start: int, end: int, whole_from: int) -> bool:
+        """Submit one read job for blocks [start, end) of the chain, of those before `whole_from`
+        for their lasting part; False stops the loading."""
         residency, chain = self._residency, ticket.chain
         assert self._mover is not None
         now_s = time.monotonic()
@@ -215,6 +233,8 @@ class Promoter:
             if frame is None:
                 ticket.stop = MissReason.NO_ROOM
                 break
+            if number < whole_from:
+                frame.part = Part.LASTING
             block = Block(now_s)
             block.state = BlockState.LOADING
             residency.index.add(block, chain.block_id(number), number)
@@ -243,13 +263,14 @@ class Promoter:
         num_loaded, reason, _ = job.loaded
         sources = job.loaded.sources or (TierName.DISK,) * num_loaded
         slowest = TierName.REMOTE if TierName.REMOTE in sources else TierName.DISK
+        nbytes = sum(self._layout.part_nbytes(frame.part) for frame in job.frames[:num_loaded])
         if slowest is TierName.DISK:
-            self._economy.observe_load(num_loaded * self._residency.pool.layout.nbytes, job.seconds)
+            self._economy.observe_load(nbytes, job.seconds)
         else:
             _tell_sources(ticket, blocks[0], sources)
         if num_loaded:
             transfers = self._residency.chronicle.transfers
-            transfers.observe(slowest, TierName.HOST, num_loaded, job.seconds)
+            transfers.observe(slowest, TierName.HOST, num_loaded, job.seconds, nbytes)
         for number, block in enumerate(blocks):
             if number < num_loaded:
                 block.state = BlockState.READY
@@ -290,31 +311,115 @@ class Promoter:
         """Copy leading blocks from host frames to the device; True when all have a slot."""
         residency = self._residency
         lifted: list[Block] = []
-        number = ticket.num_on_device = min(ticket.num_on_device, len(ticket.blocks))
-        for block in ticket.blocks[number:]:
+        parts: list[Part] = []
+        start = ticket.num_on_device = min(ticket.num_on_device, len(ticket.blocks))
+        whole_from = len(ticket.blocks) - self._reach if self._reach else 0
+        for number, block in enumerate(ticket.blocks[start:], start):
             if block.slot is None:
                 ready = block.state is BlockState.READY
                 if not ready or residency.take_slot(block, block.scope) is None:
                     break
+                assert block.frame is not None, block
                 lifted.append(block)
+                whole = number >= whole_from and block.frame.part is Part.WHOLE
+                parts.append(Part.WHOLE if whole else Part.LASTING)
+            elif number >= whole_from and not block.slot_whole and block.is_whole:
+                lifted.append(block)
+                parts.append(Part.WINDOW)
             ticket.num_on_device += 1
         if lifted:
-            self._copy_up(lifted)
+            self._copy_up(lifted, parts)
         return ticket.num_on_device == len(ticket.blocks)
 
-    def _copy_up(self, blocks: Sequence[Block]) -> None:
-        """Copy host blocks into the slots they were just given; the frames stay theirs."""
+    def _copy_up(self, blocks: Sequence[Block], parts: Sequence[Part]) -> None:
+        """Copy these parts of host blocks into their slots; the frames stay theirs."""
         residency = self._residency
         frames = [block.frame for block in blocks if block.frame is not None]
         slots = [block.slot for block in blocks if block.slot is not None]
         started = time.perf_counter()
-        copy = residency.pool.copy_in(frames, slots)
-        for block in blocks:
+        copy = residency.pool.copy_in(frames, slots, parts)
+        num_came = 0
+        for block, part in zip(blocks, parts, strict=True):
+            block.slot_whole = part is not Part.LASTING
             block.duplicated = residency.host_moves
             residency.host.sync(block)
-            residency.chronicle.came(block, TierName.DEVICE, TierName.HOST)
-        residency.copies.watch(copy, blocks, TierName.HOST, TierName.DEVICE, started)
-        residency.count(TierName.HOST, CacheEvent.PROMOTED, len(blocks))
+            if part is not Part.WINDOW:
+                residency.chronicle.came(block, TierName.DEVICE, TierName.HOST)
+                num_came += 1
+        nbytes = sum(map(self._layout.part_nbytes, parts))
+        residency.copies.watch(copy, blocks, TierName.HOST, TierName.DEVICE, started, nbytes)
+        residency.count(TierName.HOST, CacheEvent.PROMOTED, num_came)
+
+    # Windows: what a shorter prefix needs and a longer one left behind.
+
+    def _windows_stand(self, ticket: Ticket) -> bool:
+        """Whether the last blocks are whole above the disk, if need be of the ticket cut to where
+        they are; False while what they lack is being read."""
+        lacking = [block for block in ticket.blocks[-self._reach :] if not block.is_whole]
+        if any(block in blocks for _, blocks in self._mends for block in lacking):
+            return False
+        if lacking and not ticket.mended:
+            ticket.mended = True
+            if self._mend(lacking):
+                return False
+        if lacking:
+            self._cut(ticket)
+        # A block that has a slot may be one of the last now, and lack its windows there.
+        before = max(0, len(ticket.blocks) - self._reach)
+        ticket.num_on_device = min(ticket.num_on_device, before)
+        return True
+
+    def _mend(self, blocks: Sequence[Block]) -> bool:
+        """Read what blocks lack whose lasting part stands; False where one's cannot be had."""
+        residency = self._residency
+        if self._mover is None or not all(block.held_below for block in blocks):
+            return False
+        for block in blocks:
+            if block.frame is None and not residency.demote(block):
+                return False
+        for start in range(0, len(blocks), BLOCKS_PER_LOAD):
+            run = list(blocks[start : start + BLOCKS_PER_LOAD])
+            frames = [block.frame for block in run if block.frame is not None]
+            job = LoadJob([block.identity() for block in run], frames)
+            for frame in frames:
+                frame.part = Part.WINDOW
+            if not self._mover.submit(job):
+                for frame in frames:
+                    frame.part = Part.LASTING
+                return False
+            for block in run:
+                block.busy += 1
+                residency.host.sync(block)
+            self._mends.append((job, run))
+        return True
+
+    def _collect_mend(self, job: LoadJob, blocks: list[Block]) -> bool:
+        if not job.done:
+            return False
+        num_loaded, reason, _ = job.loaded
+        for number, (block, frame) in enumerate(zip(blocks, job.frames, strict=True)):
+            frame.part = Part.WHOLE if number < num_loaded else Part.LASTING
+            block.busy -= 1
+            self._residency.host.sync(block)
+        if num_loaded:
+            nbytes = num_loaded * self._layout.part_nbytes(Part.WINDOW)
+            transfers = self._residency.chronicle.transfers
+            transfers.observe(TierName.DISK, TierName.HOST, num_loaded, job.seconds, nbytes)
+        if num_loaded < len(blocks):
+            blocks[num_loaded].fault = reason
+        return True
+
+    def _cut(self, ticket: Ticket) -> None:
+        """Shorten the ticket to the longest prefix whose last blocks are whole."""
+        run = end = 0
+        for number, block in enumerate(ticket.blocks, 1):
+            run = run + 1 if block.is_whole else 0
+            if run >= min(number, self._reach):
+                end = number
+        ticket.stop = next((b.fault for b in ticket.blocks[end:] if b.fault), MissReason.ABSENT)
+        for block in reversed(ticket.blocks[end:]):
+            self._residency.release(block, block.use)
+        del ticket.blocks[end:], ticket.sources[end:]
 
 
 def _tell_sources(ticket: Ticket, first: Block, sources: Sequence[TierName]) -> None:

@@ -1,0 +1,188 @@
+"""Layers with a sliding window: of a long prefix only the last window is loaded, and no answer is
+changed by it.
+
+Every slot and frame that nobody owns is filled with NaN before a hit, so that reading what was not
+loaded shows.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from transformers import AutoModelForCausalLM
+
+from engine.models.load import LoadedModel, describe
+from engine.testing.models import bytes_tokenizer
+from tests.parity import architectures
+from tests.parity.test_architectures import prompt
+from tests.parity.test_engine_tiers import BLOCK, House
+from tiers.cache import TieredCache
+from tiers.tier import TierName
+
+NUM_BLOCKS = 20
+LONG = prompt(NUM_BLOCKS * BLOCK + 11, seed=1)
+SHORT = LONG[: 10 * BLOCK + 3]  # ends where a longer prefix needs no windows
+HOST_TO_DEVICE = TierName.HOST, TierName.DEVICE
+DISK_TO_HOST = TierName.DISK, TierName.HOST
+
+# By model type, the kinds of its layers: sliding ones and full ones.
+KINDS = {"gemma3_text": "SSSSSF", "gpt_oss": "SFSF", "olmo3": "SSFS", "mistral": "SS"}
+
+
+@lru_cache(maxsize=2)
+def windowed(model_type: str) -> LoadedModel:
+    """A tiny model whose windows are 24 tokens, a block and a half."""
+    config: Any = architectures.config_of(model_type)
+    kinds = KINDS[model_type]
+    config.num_hidden_layers = len(kinds)
+    if "F" in kinds:
+        names = {"S": "sliding_attention", "F": "full_attention"}
+        config.layer_types = [names[kind] for kind in kinds]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return describe(
+        model_type,
+        model.eval().requires_grad_(False),
+        bytes_tokenizer(),
+        weights_digest=xxhash.xxh3_128_digest(model_type.encode()),
+        dtype="float32",
+        device="cpu",
+    )
+
+
+@pytest.fixture(params=KINDS)
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return windowed(request.param)
+
+
+@pytest.fixture
+def open_house(tmp_path: Path) -> Iterator[Callable[..., House]]:
+    houses: list[House] = []
+
+    def build(loaded: LoadedModel, *, share_tails: bool = False) -> House:
+        houses.append(House(loaded, tmp_path, device_blocks=60, share_tails=share_tails))
+        return houses[-1]
+
+    yield build
+    for house in houses:
+        if house.engine._thread.is_alive():
+            house.close()
+
+
+def sink(house: House, *, to_disk: bool) -> None:
+    """Everything off the device; what memory is then nobody's holds no numbers."""
+    house.sink(to_disk=to_disk)
+
+    def spoil(cache: TieredCache) -> None:
+        pool, frames = cache.pool, cache.residency.frames
+        assert frames is not None
+        for slot in pool._free:
+            pool.tensor[slot] = torch.nan
+        for number in frames._free:
+            frames.tensor(number).fill_(torch.nan)
+
+    house.engine.call(spoil).result(60)
+
+
+def moved(house: House) -> dict[Any, int]:
+    stats = house.engine.call(lambda cache: cache.stats()).result(60)
+    told = {lane: transfer.nbytes for lane, transfer in stats.transfers.items()}
+    return {**told, "read": stats.disk.read_bytes}
+
+
+def needed(house: House, num_blocks: int) -> int:
+    """Bytes of a prefix of which no more than its last windows is moved."""
+    layout = house.cache.layout
+    whole = min(layout.reach, num_blocks)
+    return whole * layout.nbytes + (num_blocks - whole) * layout.lasting_nbytes
+
+
+def test_a_long_hit_moves_its_last_windows_alone_and_answers_as_cold(
+    loaded: LoadedModel, open_house: Callable[..., House]
+) -> None:
+    house = open_house(loaded)
+    layout = house.cache.layout
+    assert 2 == layout.reach
+    sliding = KINDS[loaded.name].count("S") / len(KINDS[loaded.name])
+    assert layout.lasting_nbytes == round(layout.nbytes * (1 - sliding))
+    [(cold, counts)] = house.ask([LONG], cache=False)
+    answers = [house.ask([LONG])[0][0], house.ask([LONG])[0][0]]
+    sink(house, to_disk=False)
+    before = moved(house)
+    answers.append(house.ask([LONG])[0][0])
+    host = moved(house)
+    assert needed(house, NUM_BLOCKS) == host[HOST_TO_DEVICE] - before[HOST_TO_DEVICE]
+    sink(house, to_disk=True)
+    [(answer, counts)] = house.ask([LONG])
+    disk = moved(house)
+    assert NUM_BLOCKS * BLOCK == counts.hit_disk
+    for lane in (DISK_TO_HOST, HOST_TO_DEVICE):
+        assert needed(house, NUM_BLOCKS) == disk[lane] - host[lane]
+    # Float32 noise is hardly compressed: what is read is what is needed and the headers.
+    assert disk["read"] - host["read"] < needed(house, NUM_BLOCKS) + NUM_BLOCKS * 4096
+    house.close()
+    second = open_house(loaded)
+    [(restarted, counts)] = second.ask([LONG])
+    assert NUM_BLOCKS * BLOCK == counts.hit_disk
+    assert [cold] * 5 == [*answers, answer, restarted]
+
+
+def test_a_shorter_prefix_fetches_the_windows_that_a_longer_one_left_behind(
+    loaded: LoadedModel, open_house: Callable[..., House]
+) -> None:
+    house = open_house(loaded)
+    [(expected, _)] = house.ask([SHORT], cache=False)
+    house.ask([LONG])
+    for lower in (False, True):
+        sink(house, to_disk=True)
+        house.ask([LONG])  # from disk, without the windows of all but its last blocks
+        if lower:
+            sink(house, to_disk=False)  # which are then in host memory without them, too
+        before = moved(house)
+        [(answer, counts)] = house.ask([SHORT])
+        assert (expected, 10 * BLOCK) == (answer, counts.hit)
+        layout = house.cache.layout
+        windows = layout.reach * (layout.nbytes - layout.lasting_nbytes)
+        assert windows == moved(house)[DISK_TO_HOST] - before[DISK_TO_HOST]
+
+
+def test_a_prefix_whose_windows_are_nowhere_is_cut_and_made_whole_by_computing(
+    loaded: LoadedModel, open_house: Callable[..., House]
+) -> None:
+    house = open_house(loaded)
+    [(expected, _)] = house.ask([SHORT], cache=False)
+    house.ask([LONG])
+    sink(house, to_disk=True)
+    house.ask([LONG])
+
+    def lose(cache: TieredCache) -> None:
+        assert cache.disk is not None
+        keys = [block.key for block in cache.index if block.key is not None]
+        assert len(keys) <= cache.disk.discard(keys)
+
+    house.engine.call(lose).result(60)
+    [(answer, counts)] = house.ask([SHORT])
+    assert (expected, 0) == (answer, counts.hit)
+    [(answer, counts)] = house.ask([SHORT])
+    assert (expected, 10 * BLOCK) == (answer, counts.hit_device)
+    [(answer, counts)] = house.ask([LONG])
+    assert (NUM_BLOCKS * BLOCK) == counts.hit_device
+
+
+def test_long_and_short_prefixes_at_once_answer_as_alone(
+    loaded: LoadedModel, open_house: Callable[..., House]
+) -> None:
+    house = open_house(loaded, share_tails=True)
+    asked = [LONG, SHORT, LONG[: 15 * BLOCK] + prompt(9, seed=2), LONG[: 5 * BLOCK + 1]]
+    expected = [house.ask([tokens], cache=False)[0][0] for tokens in asked]
+    house.ask([LONG])
+    sink(house, to_disk=True)
+    for order in (asked, asked[::-1]):
+        answers = [answer for answer, _ in house.ask(order)]
+        assert (expected if order is asked else expected[::-1]) == answers
+        sink(house, to_disk=True)
