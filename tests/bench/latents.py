@@ -98,6 +98,7 @@ def main() -> None:
         "note": "the machine was shared with other work; compare within this file",
         "layers": NUM_LAYERS,
         "hidden_size": HIDDEN,
+        "threads": torch.get_num_threads(),
         "kv_dtype": "bfloat16",
         "measured": both,
     }
