@@ -215,3 +215,21 @@ def test_a_path_that_is_too_long_for_a_socket_is_said(tmp_path: Path) -> None:
 def test_a_client_of_a_node_that_is_not_there_says_so(tmp_path: Path) -> None:
     with pytest.raises(NodeGone, match="no node answers"):
         NodeClient(tmp_path / "none.sock", LAYOUT).connect()
+
+
+def test_one_connection_holds_at_most_half_of_the_memory(node: Node, path: Path) -> None:
+    """What one engine leases and reserves cannot be evicted for the others."""
+    frames = (1 << 20) // 8192  # a block of two layers is 8 KiB
+    with joined(path) as greedy, joined(path) as other:
+        ids = prompt(1, num_blocks=frames)
+        reserved = greedy.reserve(ids)
+        assert frames // 2 == len(reserved)
+        assert [] == greedy.reserve(ids[frames // 2 :])
+        greedy.commit([frame for _, frame in reserved])
+        leased = greedy.lease(ids)
+        assert frames // 2 == len(leased) == len(greedy.probe(ids))
+        assert [] == greedy.lease(ids[:1]) == greedy.reserve(prompt(2))
+        write(other, prompt(2))
+        assert [TierName.HOST] * 3 == other.probe(prompt(2))
+        greedy.release(leased)
+        assert 3 == len(greedy.lease(prompt(2)))

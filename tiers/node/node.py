@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 MAX_POOLS = 16  # layouts that one node serves
 MAX_CLIENTS = 256
 MAX_UNSENT = 1 << 20  # bytes of answers that a client may leave unread and ask on
+MAX_SHARE = 1 / 2  # of the memory, that one connection may have leased and reserved at once
 DRAIN_S = 30.0  # how long a stopping node writes to its disk what only memory holds
 _READ_BYTES = 1 << 18
 _TIER_CODES = {TierName.HOST: 0, TierName.DISK: 1}
@@ -261,7 +262,7 @@ class Node:
         pool = self._pool(number)
         if run.block_size != self._layouts[number].block_size:
             raise NodeError(f"blocks of {run.block_size} tokens were asked for; see HELLO")
-        ids = run.ids()
+        ids = run.ids()[: self._room_of(client, pool, asks_only=op is Op.PROBE)]
         if op is Op.RESERVE:
             pairs = pool.reserve(ids, client.number)
             client.filling |= {(number, frame) for _, frame in pairs}
@@ -270,6 +271,15 @@ class Node:
         asked = pool.probe(ids) if op is Op.PROBE else pool.lease(ids, client.number)
         client.waits = (number, asked)
         self._answer_if_ready(client)
+
+    def _room_of(self, client: _Client, pool: Pool, *, asks_only: bool) -> int:
+        """How many more frames of a pool the client may hold: what one engine uses, no other can
+        evict. A probe finds no more than may be leased."""
+        most_bytes = int(self._capacity.capacity_bytes * MAX_SHARE)
+        pools = self._capacity.pools
+        held = [] if asks_only else [*client.leased.elements(), *client.filling]
+        held_bytes = sum(pools[number].memory.stride for number, _ in held)
+        return max(0 if held else 1, (most_bytes - held_bytes) // pool.memory.stride)
 
     def _answer_if_ready(self, client: _Client) -> None:
         assert client.waits is not None
