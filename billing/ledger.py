@@ -38,6 +38,7 @@ from billing.gate.commands import (
     Command,
     Correct,
     Deposit,
+    Expire,
     Reap,
     Reserve,
     Settle,
@@ -50,6 +51,7 @@ from billing.gate.outcomes import Outcome
 from billing.gate.work import Settled
 from billing.names import check_text
 from billing.prices.book import NS, PinnedRate, PriceBook, RateCard
+from billing.store import expiring as store_expiring
 from billing.store.store import LedgerStore
 from billing.syncer import Syncer
 from billing.usage import EMPTY, Usage
@@ -213,10 +215,19 @@ class Ledger:
         return self.accounts.tenant(tenant)
 
     def grant(
-        self, tenant: str, amount: int, *, reference: str, by: str, reason: str = ""
+        self,
+        tenant: str,
+        amount: int,
+        *,
+        reference: str,
+        by: str,
+        reason: str = "",
+        expires_ns: int = 0,
     ) -> "Future[Entry]":
-        """Give promotional money, once for each reference."""
-        return self._deposit(Deposit(tenant, Kind.GRANT, reference, amount, by, reason))
+        """Give promotional money, once for each reference; what is left of it at `expires_ns` is
+        taken back (0: never)."""
+        command = Deposit(tenant, Kind.GRANT, reference, amount, by, reason, expires_ns)
+        return self._deposit(command)
 
     def deposit(
         self, tenant: str, amount: int, *, reference: str, by: str, reason: str = ""
@@ -425,6 +436,8 @@ class Ledger:
                 self._watch.compare(self.store.clock_ns())
             self._note_skew()
             self._count(swept=self.sweep())
+            if self._jumped() is None:  # a wrong clock would end grants early, for good
+                self.expire()
         except Exception:  # the store may be away; commands say so to their callers
             log.exception("the ledger's sweep failed")
 
@@ -452,6 +465,22 @@ class Ledger:
             if ends <= now:
                 self._leases.pop(key, None)
         return self._reap(ended) if ended else 0
+
+    def expire(self) -> int:
+        """End the grants whose time is over; gives how many."""
+        now_ns = self._clock_ns()
+        with self.store.reading() as connection:
+            due = store_expiring.due_grants(connection, now_ns, BATCH_LIMIT)
+        if not due:
+            return 0
+        results, entries = self.store.apply(
+            [Expire(*grant) for grant in due], self.book, self._clock_ns
+        )
+        self._observe(entries)
+        for result in results:
+            if isinstance(result, BillingError):
+                log.error("a grant cannot be ended: %s", result)
+        return len(entries)
 
     def _reap(self, commands: list[Reap]) -> int:
         """Settles these holds; one that cannot be read keeps no other from its end."""

@@ -20,6 +20,7 @@ from billing.reports import statement as statements
 from billing.reports import usage as usage_report
 from billing.reports.csv import safe_writer
 from billing.reports.documents import entry_document, tenant_document
+from billing.reports.grants import grant_documents
 from billing.reports.usage import Split, Unit, parse_query
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
@@ -132,10 +133,10 @@ async def statement(
 
 @router.get("/v1/usage/account")
 async def account(request: Request) -> Row:
-    """What you have, owe and have on hold, and your limits."""
+    """What you have, owe and have on hold, your limits, and what is left of your grants."""
     principal = await authorised(request, Scope.USAGE)
     tenant = await asyncio.to_thread(wire_of(request).balances, principal.tenant)
-    return tenant_document(tenant)
+    return tenant_document(tenant) | {"grants": await _read(request, grant_documents)}
 
 
 def _table(rows: list[Row], form: str) -> list[Row] | Response:

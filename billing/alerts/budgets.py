@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from billing.accounts import Accounts
+from billing.alerts.spikes import HourlySpending, whose
 from billing.errors import InvalidName, UnknownBudget
 from billing.gate.deposits import INCOMING
 from billing.gate.entries import Entry, Kind
@@ -23,7 +24,7 @@ from billing.store import reports as store_reports
 from billing.store.store import Connection, LedgerStore
 from billing.store.trail import add_trail
 
-TOLD_AT = (80, 100)  # percent of a budget
+ALERT_AT = (80, 100)  # percent of a budget
 
 
 class Of(StrEnum):
@@ -36,11 +37,16 @@ class Of(StrEnum):
 
 
 class BudgetSpan(StrEnum):
-    """What a budget bounds: a day's or month's charges (UTC), or the balance from below."""
+    """What a budget bounds: a day's or month's charges (UTC), the balance from below, or an hour
+    that costs far more than usual."""
 
     DAY = "day"
     MONTH = "month"
     BALANCE = "balance"
+    SPIKE = "spike"
+
+
+PERIODS = (BudgetSpan.DAY, BudgetSpan.MONTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +85,10 @@ def set_budget(accounts: Accounts, budget: Budget, *, by: str, now_ns: int, reas
     def write(connection: Connection) -> None:
         before = rows.find_budget(connection, budget.name)
         rows.put_budget(store, connection, asdict(budget))
-        was = None if before is None else _told(before)
-        _note(connection, "budget.set", budget.name, was, _told(asdict(budget)), by, now_ns, reason)
+        was = None if before is None else _payload(before)
+        _note(
+            connection, "budget.set", budget.name, was, _payload(asdict(budget)), by, now_ns, reason
+        )
 
     store.retrying(write)
 
@@ -94,7 +102,7 @@ def remove_budget(store: LedgerStore, name: str, *, by: str, now_ns: int, reason
         if before is None:
             raise UnknownBudget(f"there is no budget {name!r}; see `cachesvc budgets list`")
         rows.drop_budget(connection, name)
-        _note(connection, "budget.remove", name, _told(before), None, by, now_ns, reason)
+        _note(connection, "budget.remove", name, _payload(before), None, by, now_ns, reason)
 
     store.retrying(write)
 
@@ -126,7 +134,7 @@ def _note(
     )
 
 
-def _told(row: Any) -> dict[str, str]:
+def _payload(row: Any) -> dict[str, str]:
     return {**{str(k): str(v) for k, v in row.items()}, "amount": format_units(row["amount"])}
 
 
@@ -135,7 +143,7 @@ def _budget(row: Any) -> Budget:
     return Budget(**values | {"span": BudgetSpan(row["span"]), "of": Of(row["of"])})
 
 
-_Spent = dict[tuple[str, Of, str], int]  # period, whose
+_Spent = dict[tuple[str, str, str], int]  # period, whose
 
 
 class _Spending:
@@ -163,16 +171,9 @@ class _Spending:
 
     def _add(self, entry: Entry) -> None:
         at = datetime.fromtimestamp(entry.moment_ns // NS, UTC)
-        details = entry.details
-        whose = [
-            (Of.TENANT, ""),
-            (Of.KEY, details.get("key", "")),
-            (Of.USER, details.get("user", "")),
-        ]
-        whose += [(Of.TAG, f"{name}={value}") for name, value in details.get("tags", {}).items()]
         for period in (at.strftime("%Y-%m-%d"), at.strftime("%Y-%m")):
             if period.startswith(self.month):
-                for of, value in whose:
+                for of, value in whose(entry):
                     key = (period, of, value)
                     self.sums[key] = self.sums.get(key, 0) - entry.amount
 
@@ -183,22 +184,26 @@ class BudgetWatch:
     def __init__(self, store: LedgerStore) -> None:
         self._store = store
         self._spending: dict[str, _Spending] = {}
+        self._hourly: dict[str, HourlySpending] = {}
 
     def look(self, now_ns: int) -> list[Alert]:
         """What is to be told as of now; the same again until the period is over."""
         now = datetime.fromtimestamp(now_ns // NS, UTC)
         budgets = all_budgets(self._store)
         with self._store.reading() as connection:
-            for tenant in {
-                budget.tenant for budget in budgets if budget.span is not BudgetSpan.BALANCE
-            }:
+            for tenant in {each.tenant for each in budgets if each.span in PERIODS}:
                 self._spending.setdefault(tenant, _Spending()).read(connection, tenant, now)
+            for tenant in {each.tenant for each in budgets if each.span is BudgetSpan.SPIKE}:
+                hourly = self._hourly.setdefault(tenant, HourlySpending())
+                hourly.read(connection, tenant, now_ns)
             accounts = store_reports.all_accounts(connection) if budgets else {}
             found: list[Alert] = []
             for budget in budgets:
                 account = accounts[budget.tenant]
                 if budget.span is BudgetSpan.BALANCE:
                     found += self._low(connection, budget, account.worth, account.currency)
+                elif budget.span is BudgetSpan.SPIKE:
+                    found += self._spiked(budget, account.currency)
                 else:
                     found += self._spent(budget, now, account.currency)
         return found
@@ -207,19 +212,38 @@ class BudgetWatch:
         period = now.strftime("%Y-%m-%d" if budget.span is BudgetSpan.DAY else "%Y-%m")
         sums = self._spending[budget.tenant].sums
         spent = sums.get((period, budget.of, budget.value), 0)
-        for percent in TOLD_AT:
+        for percent in ALERT_AT:
             if spent * 100 >= budget.amount * percent:
                 yield Alert(
                     f"budget/{budget.name}/{format_units(budget.amount)}/{period}/{percent}",
                     "cachesvc.budget.reached.v1",
                     {
-                        **_told(asdict(budget)),
+                        **_payload(asdict(budget)),
                         "currency": currency,
                         "period": period,
                         "percent": percent,
                         "spent": format_units(spent),
                     },
                 )
+
+    def _spiked(self, budget: Budget, currency: str) -> Iterator[Alert]:
+        """Once for each hour."""
+        found = self._hourly[budget.tenant].spike((budget.of, budget.value), budget.amount)
+        if found is None:
+            return
+        hour, spent, usual = found
+        began = datetime.fromtimestamp(hour * 3600, UTC).strftime("%Y-%m-%dT%H:%MZ")
+        yield Alert(
+            f"spike/{budget.name}/{format_units(budget.amount)}/{began}",
+            "cachesvc.spending.spiked.v1",
+            {
+                **_payload(asdict(budget)),
+                "currency": currency,
+                "hour": began,
+                "spent": format_units(spent),
+                "usual": format_units(usual),
+            },
+        )
 
     def _low(
         self, connection: Connection, budget: Budget, worth: int, currency: str
@@ -232,5 +256,5 @@ class BudgetWatch:
         yield Alert(
             f"balance/{budget.name}/{format_units(budget.amount)}/{last}",
             "cachesvc.balance.low.v1",
-            {**_told(asdict(budget)), "currency": currency, "balance": format_units(worth)},
+            {**_payload(asdict(budget)), "currency": currency, "balance": format_units(worth)},
         )

@@ -62,6 +62,15 @@ class Deposit:
     amount: int
     by: str
     reason: str
+    expires_ns: int = 0  # of a grant that does
+
+
+@dataclass(frozen=True, slots=True)
+class Expire:
+    """Ends the grant of this reference, if its time is over."""
+
+    tenant: str
+    reference: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +97,7 @@ class Correct:
     reason: str
 
 
-Command = Reserve | TopUp | Settle | Reap | Deposit | Adjust | Correct
+Command = Reserve | TopUp | Settle | Reap | Deposit | Expire | Adjust | Correct
 
 
 def moves_money(command: Command) -> bool:
@@ -106,6 +115,8 @@ def keys_of(command: Command) -> list[Key]:
         case Reap(tenant, request_id):
             return [(tenant, request_id)]
         case Deposit(tenant, _, reference):
+            return [(tenant, reference)]
+        case Expire(tenant, reference):
             return [(tenant, reference)]
         case Adjust(tenant, deposit, reference):
             return [(tenant, deposit), (tenant, reference)]

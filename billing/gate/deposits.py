@@ -7,6 +7,7 @@ was mistyped stays in the chain: an `adjustment` books the difference and names 
 from billing.errors import AlreadyExists, InvalidAmount, InvalidName, UnknownDeposit
 from billing.gate.commands import Adjust, Deposit
 from billing.gate.entries import Entry, Kind
+from billing.gate.grants import check_not_over, grant_of
 from billing.gate.postings import deposited
 from billing.gate.work import SYSTEM, TenantAccount, Work, insufficient_balance
 from billing.money import format_units
@@ -21,14 +22,18 @@ def deposit(work: Work, command: Deposit) -> Entry:
     gain = command.amount if command.kind in INCOMING else -command.amount
     standing = work.entry(command.tenant, command.reference, command.kind)
     if standing is not None:
-        if standing.amount != gain:
+        expires_ns = standing.details.get("expires_ns", 0)
+        if (standing.amount, expires_ns) != (gain, command.expires_ns):
+            what = "amount" if standing.amount != gain else "expiry"
             raise AlreadyExists(
-                f"reference {command.reference!r} was used for another amount; use a new one"
+                f"reference {command.reference!r} was used for another {what}; use a new one"
             )
         return standing
     if command.kind is Kind.WITHDRAWAL:
         _check_withdrawal(account, command.amount)
-    body = {"by": command.by, "reason": command.reason}
+    body: dict[str, object] = {"by": command.by, "reason": command.reason}
+    if command.expires_ns:
+        body["expires_ns"] = command.expires_ns
     postings = deposited(account, command.kind, gain)
     return work.post(account, command.kind, command.reference, postings, body)
 
@@ -45,6 +50,7 @@ def adjust(work: Work, command: Adjust) -> Entry:
             f"{command.deposit!r}; see `cachesvc balance history`"
         )
     before = work.corrections.get((mistyped.tenant, mistyped.seq), ())
+    check_not_over(grant_of(mistyped, before))
     standing = work.entry(command.tenant, command.reference, Kind.ADJUSTMENT)
     others = [entry for entry in before if entry != standing]
     difference = command.amount - mistyped.amount - sum(entry.amount for entry in others)

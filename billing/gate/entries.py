@@ -35,10 +35,15 @@ class Kind(StrEnum):
     WITHDRAWAL = "withdrawal"  # paid money paid out again
     CHARGEBACK = "chargeback"  # a payment that the payer's bank took back
     ADJUSTMENT = "adjustment"  # puts right a deposit, which it names
+    EXPIRY = "expiry"  # takes back what is left of a grant, which it names, when its time is over
 
 
 CORRECTABLE = (Kind.CHARGE, Kind.GRANT, Kind.TOPUP)
-CORRECTING = (Kind.CORRECTION, Kind.ADJUSTMENT)  # their bodies name the entry that they `corrects`
+CORRECTING = (
+    Kind.CORRECTION,
+    Kind.ADJUSTMENT,
+    Kind.EXPIRY,
+)  # their bodies name the entry that they `corrects`
 
 
 Postings = Mapping[str, int]

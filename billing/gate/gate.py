@@ -21,6 +21,7 @@ from billing.gate.commands import (
     Command,
     Correct,
     Deposit,
+    Expire,
     Key,
     Reap,
     Reserve,
@@ -33,6 +34,7 @@ from billing.gate.entries import (
     Entry,
     Kind,
 )
+from billing.gate.grants import expire
 from billing.gate.holds import (
     Hold,
     StoredHold,
@@ -62,6 +64,8 @@ def apply(work: Work, command: Command) -> object:
             return _reap(work, command)
         case Deposit():
             return deposit(work, command)
+        case Expire():
+            return expire(work, command)
         case Adjust():
             return adjust(work, command)
         case Correct():

@@ -74,6 +74,7 @@ class Work:
     corrections: dict[tuple[str, int], list[Entry]] = field(
         default_factory=dict
     )  # by corrected seq
+    grants: dict[str, list[Entry]] = field(default_factory=dict)  # of tenants where one may expire
     new_entries: list[Entry] = field(default_factory=list)
     put_holds: dict[Key, StoredHold] = field(default_factory=dict)
     dropped_holds: set[Key] = field(default_factory=set)

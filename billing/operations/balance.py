@@ -1,12 +1,16 @@
 """Money in and out of a tenant's balance. A reference is booked once, however often it is sent."""
 
 import secrets
+import time
 from enum import StrEnum
+from typing import Any
 
+from billing.errors import InvalidSpan
 from billing.ledger import Ledger
 from billing.money import parse_not_negative, parse_positive
 from billing.operations.books import Books
 from billing.reports.documents import Document, tenant_document
+from billing.reports.grants import end_of, grant_documents
 
 
 class Booking(StrEnum):
@@ -18,7 +22,7 @@ class Booking(StrEnum):
     CHARGEBACK = "chargeback"  # a payment that the payer's bank took back
 
 
-_BOOK = {
+_BOOK: dict[Booking, Any] = {
     Booking.GRANT: Ledger.grant,
     Booking.TOPUP: Ledger.deposit,
     Booking.WITHDRAW: Ledger.withdraw,
@@ -27,8 +31,9 @@ _BOOK = {
 
 
 def show_balance(books: Books, *, tenant: str) -> Document:
-    """What a tenant has, owes and has on hold."""
-    return tenant_document(books.accounts.tenant(tenant))
+    """What a tenant has, owes and has on hold, and what is left of its grants."""
+    found = tenant_document(books.accounts.tenant(tenant))
+    return found | {"grants": grant_documents(books.store, tenant)}
 
 
 def book_deposit(
@@ -38,13 +43,19 @@ def book_deposit(
     kind: Booking,
     amount: str,
     reference: str | None = None,
+    expires: str | None = None,
     by: str,
     why: str,
 ) -> Document:
-    """Book an amount; gives the tenant afterwards."""
+    """Book an amount; gives the tenant afterwards. What is left of a grant after its last day,
+    `expires`, is taken back.
+    """
     units = parse_positive(amount)
     name = reference or f"{kind}_{secrets.token_hex(8)}"
-    _BOOK[kind](books.ledger, tenant, units, reference=name, by=by, reason=why).result()
+    if expires and kind is not Booking.GRANT:
+        raise InvalidSpan(f"a {kind} does not expire, only a grant does")
+    more = {"expires_ns": end_of(expires, time.time_ns())} if expires else {}
+    _BOOK[kind](books.ledger, tenant, units, reference=name, by=by, reason=why, **more).result()
     return tenant_document(books.accounts.tenant(tenant))
 
 

@@ -36,6 +36,7 @@ from billing.gate.entries import (
     genesis,
     parse_postings,
 )
+from billing.gate.grants import NEVER, Grant, expires_ns_of, remaining
 from billing.gate.holds import StoredHold, decode_request, rate_ref
 from billing.gate.postings import deposited, refund, spend
 from billing.gate.rollups import DAILY_KEY, Rollups, Row
@@ -50,6 +51,7 @@ from billing.proof.invoices import check_invoices
 from billing.proof.result import UNREADABLE, Head, Problem, Proof, readable
 from billing.proof.trail import TRAIL, check_trail, trail_head
 from billing.store import accounts as store_accounts
+from billing.store import expiring as store_expiring
 from billing.store import reports as store_reports
 from billing.store.store import Connection, LedgerStore
 from billing.usage import Usage
@@ -93,6 +95,7 @@ def verify(
         if not broken:
             rollups = replay.rollups
             proof.problems += readable("usage", lambda: _compare_rollups(rollups, connection))
+            proof.problems += readable("expiring", lambda: _compare_expiring(replay, connection))
         known = kept.get(TRAIL, {})
         proof.problems += readable(TRAIL, lambda: check_trail(connection, known))
         proof.problems += readable("invoices", lambda: check_invoices(connection))
@@ -129,6 +132,7 @@ def rebuild(store: LedgerStore) -> Proof:
             account = replay.account(tenant, stored[tenant].currency)
             account.held = held.get(tenant, 0)
         daily, sessions = replay.rollups.stored()
+        store_expiring.write_expiring(connection, replay.expiring())
         store_reports.replace_projections(connection, replay.accounts.values(), daily, sessions)
 
     store.retrying(operation)
@@ -156,6 +160,7 @@ class ProofRun:
         self._charges: dict[tuple[str, int], dict[str, int]] = {}  # what is left of corrected ones
         self._amounts: dict[tuple[str, int], int] = {}
         self._deposits: dict[tuple[str, int], tuple[Kind, int]] = {}  # of those put right
+        self.grants: dict[str, dict[int, Grant]] = {}  # by tenant and number
         self.decisions = Decisions()
         self._rates: dict[RateRef, PinnedRate] = {}
 
@@ -235,6 +240,8 @@ class ProofRun:
             self._check_correction(entry, account, postings, details)
         elif entry.kind == Kind.ADJUSTMENT:
             self._check_adjustment(entry, account, postings, details)
+        elif entry.kind == Kind.EXPIRY:
+            self._check_expiry(entry, account, postings, details)
         elif entry.kind in DEPOSITS:
             self._check_deposit(entry, account, postings)
         else:
@@ -249,6 +256,11 @@ class ProofRun:
         if entry.kind == Kind.WITHDRAWAL and account.balances["topup"] + entry.amount < 0:
             raise _Differs("balanced", "it pays out more than was paid in and is left")
         _same("balanced", postings, deposited(account, Kind(entry.kind), entry.amount))
+        if entry.kind == Kind.GRANT:
+            grant = Grant(entry.seq, entry.request_id, entry.amount, expires_ns_of(entry))
+            self.grants.setdefault(entry.tenant, {})[entry.seq] = grant
+        elif "expires_ns" in entry.details:
+            raise _Differs("balanced", f"a {entry.kind} does not expire")
         if (entry.tenant, entry.seq) in self._corrected:
             self._deposits[entry.tenant, entry.seq] = Kind(entry.kind), entry.amount
 
@@ -267,6 +279,34 @@ class ProofRun:
             raise _Differs("corrected", "it takes more from a deposit than there was")
         _same("corrected", postings, deposited(account, kind, entry.amount))
         self._deposits[key] = kind, stands + entry.amount
+        if kind is Kind.GRANT:
+            self.grants[entry.tenant][details["corrects"]].amount += entry.amount
+
+    def _check_expiry(
+        self,
+        entry: Entry,
+        account: TenantAccount,
+        postings: dict[str, int],
+        details: dict[str, Any],
+    ) -> None:
+        grants = self.grants.get(entry.tenant, {})
+        grant = grants.get(details["corrects"])
+        if grant is None or grant.is_over:
+            raise _Differs("corrected", f"entry {details['corrects']} is no grant that stands")
+        if entry.request_id != grant.reference or entry.at_ns < grant.expires_ns:
+            raise _Differs("corrected", f"grant {grant.reference!r} had not expired")
+        left = remaining(grants.values(), account.balances["granted"])[grant.seq]
+        _same("corrected", postings, {"granted": -left, "promotion": left})
+        grant.is_over = True
+
+    def expiring(self) -> set[tuple[str, int, str, int]]:
+        """The grants that expire and have not."""
+        return {
+            (tenant, grant.seq, grant.reference, grant.expires_ns)
+            for tenant, grants in self.grants.items()
+            for grant in grants.values()
+            if grant.expires_ns != NEVER and not grant.is_over
+        }
 
     def _check_charge(
         self,
@@ -456,6 +496,12 @@ def _compare_rollups(rollups: Rollups, connection: Connection) -> Iterator[Probl
     key = ("tenant", "session")
     found = _keyed(store_reports.all_sessions(connection), key)
     yield from _differences("usage_sessions", found, _keyed(expected_sessions, key))
+
+
+def _compare_expiring(replay: ProofRun, connection: Connection) -> Iterator[Problem]:
+    found, expected = store_expiring.expiring_rows(connection), replay.expiring()
+    for tenant, seq, *_ in sorted(found ^ expected)[:1]:
+        yield Problem(f"expiring {tenant}/{seq}", 0, "projected", "it is not as its grant says")
 
 
 def _keyed(rows: Iterable[Row], key: tuple[str, ...]) -> dict[tuple[Any, ...], Row]:

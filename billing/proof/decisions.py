@@ -27,7 +27,7 @@ class Decisions:
 
     def take(self, entry: Entry, details: dict[str, Any]) -> None:
         decided_by = details.get("by", SYSTEM)
-        is_deposit = entry.kind not in (Kind.CHARGE, Kind.CORRECTION)
+        is_deposit = entry.kind not in (Kind.CHARGE, Kind.CORRECTION, Kind.EXPIRY)
         if is_deposit or decided_by != SYSTEM:
             what = f"{_PREFIX}{entry.kind}"
             why = details.get("reason", "")

@@ -36,6 +36,7 @@ EVENT_TYPES = {
     Kind.WITHDRAWAL: "cachesvc.balance.withdrawn.v1",
     Kind.CHARGEBACK: "cachesvc.balance.charged_back.v1",
     Kind.ADJUSTMENT: "cachesvc.balance.adjusted.v1",
+    Kind.EXPIRY: "cachesvc.balance.expired.v1",
 }
 CHUNK = 1_000
 

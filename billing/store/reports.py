@@ -55,11 +55,11 @@ def charges_between(
     billed = (entries.c.billed_ns >= from_ns) & (entries.c.billed_ns < to_ns)
     yield from _stream(connection, charges & billed)
     dated = entries.c.billed_ns.is_(None) & (entries.c.at_ns < to_ns)
-    first = _first_seq(connection, tenant, from_ns)
+    first = first_seq(connection, tenant, from_ns)
     yield from _stream(connection, charges & dated & (entries.c.seq >= first))
 
 
-def _first_seq(connection: Connection, tenant: str, at_ns: int) -> int:
+def first_seq(connection: Connection, tenant: str, at_ns: int) -> int:
     """The number of a tenant's first entry at or after an instant: a chain's times never go back,
     so it is found by halving.
     """

@@ -246,6 +246,16 @@ budgets = Table(
     Column("value", String, nullable=False),
 )
 
+# Grants that expire and have not: what the sweeper looks for.
+expiring = Table(
+    "expiring",
+    metadata,
+    Column("tenant", String, primary_key=True),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("reference", String, nullable=False),
+    Column("expires_ns", BigInteger, nullable=False, index=True),
+)
+
 # What the seller and the buyers are called on invoices; the last row is in force.
 parties = Table(
     "parties",

@@ -30,7 +30,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
 
 from billing.errors import LedgerUnavailable, StoreError, Unwritable
-from billing.gate.commands import Command, fingerprint_of, keys_of, moves_money
+from billing.gate.commands import Command, Expire, fingerprint_of, keys_of, moves_money
 from billing.gate.entries import CORRECTABLE, Entry
 from billing.gate.gate import apply_all
 from billing.gate.holds import StoredHold
@@ -39,6 +39,7 @@ from billing.gate.work import Work
 from billing.money import format_units
 from billing.prices.book import PriceBook
 from billing.store import claim as store_claim
+from billing.store import expiring as store_expiring
 from billing.store import undelivered as store_undelivered
 from billing.store.prepared import HotStatements
 from billing.store.rows import account_row, entry_row, hold_row, read_account, read_entry, read_hold
@@ -50,7 +51,7 @@ __all__ = ["Connection", "LedgerStore", "database_url", "open_store"]
 
 T = TypeVar("T")
 
-REVISION = "0006"
+REVISION = "0007"
 MIGRATIONS = Path(__file__).parent / "migrations"
 RETRIES = 8  # of a transaction that another process made fail
 BUSY_TIMEOUT_S = 10
@@ -393,7 +394,10 @@ class LedgerStore:
             work.undelivered[fingerprint] = lost
             for hold in store_undelivered.running(connection, fingerprint):
                 work.holds.setdefault(hold.key, hold)
+        for tenant in {each.tenant for each in commands if isinstance(each, Expire)}:
+            work.grants[tenant] = store_expiring.grants_of(connection, tenant)
         standing = [entry for found in work.entries.values() for entry in found]
+        standing += [entry for found in work.grants.values() for entry in found]
         forgiven = [entry for found in work.undelivered.values() for entry in found]
         for entry in (*standing, *forgiven):
             if entry.kind in CORRECTABLE:
@@ -410,6 +414,7 @@ class LedgerStore:
         """Write what a batch changed."""
         if work.new_entries:
             self._hot.add_entries.run(connection, map(entry_row, work.new_entries))
+            store_expiring.note_grants(connection, work.new_entries)
             daily, sessions = rollups(work.new_entries).stored()
             if daily:
                 self._hot.add_daily.run(connection, daily)

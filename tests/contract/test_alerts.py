@@ -114,6 +114,29 @@ def test_a_low_balance_is_told_once_after_each_payment(house: TestLedger) -> Non
     assert ["balance/low/2.00/1"] == told(watch, house)
 
 
+def test_an_hour_far_above_the_median_is_told_once(house: TestLedger) -> None:
+    house.fund(1000 * UNITS)
+    make(house, "spike", 2 * UNITS, span=BudgetSpan.SPIKE)
+    make(house, "ann", 2 * UNITS, span=BudgetSpan.SPIKE, of=Of.USER, value="ann")
+    watch = BudgetWatch(house.ledger.store)
+    for hour in range(30):  # 1.00 an hour is usual
+        house.charge(f"h{hour}", CHARGE)
+        assert [] == told(watch, house), hour
+        house.clock.advance(3600)
+    for number in range(3):
+        house.charge(f"r{number}", CHARGE)
+    assert [] == told(watch, house)  # three times is not more than three times
+    house.charge("r3", CHARGE)
+    tenant = "spike/spike/2.00/2025-01-02T06:00Z"
+    assert [tenant] == told(watch, house) == told(BudgetWatch(house.ledger.store), house)
+    (alert,) = watch.look(house.clock())
+    assert ("4.00", "1.00", "acme") == tuple(alert.data[k] for k in ("spent", "usual", "tenant"))
+    house.clock.advance(3600)
+    assert [] == told(watch, house)
+    house.charge("a1", Usage(miss=2 * 10**6), user="ann")  # she was never there before
+    assert ["spike/ann/2.00/2025-01-02T07:00Z"] == told(watch, house)
+
+
 def test_a_change_of_a_budget_is_in_the_trail(house: TestLedger) -> None:
     make(house, "b", UNITS)
     make(house, "b", 2 * UNITS)

@@ -69,6 +69,8 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
         house.ledger.settle(lost, USAGE, Outcome.CLIENT_GONE, delivered=False).result()
         Idempotency(house.ledger.store).begin("acme", "k", b"body", "r3")
         house.reserve("open", 10)
+        grant = {"reference": "g", "by": "ops", "expires_ns": 2**62}
+        house.ledger.grant("acme", 5, **grant).result()
         house.clock.advance(40 * 86_400)
         register = InvoiceRegister(house.ledger.store, clock_ns=house.clock)
         register.apply_parties(PARTIES.format(zone="UTC"), **BY)

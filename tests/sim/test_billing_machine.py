@@ -31,6 +31,7 @@ from billing.accounts import Accounts
 from billing.errors import InsufficientBalance, LedgerUnavailable
 from billing.gate.commands import Command, Correct, Deposit, Reserve, Settle, TopUp
 from billing.gate.entries import Kind
+from billing.gate.grants import NEVER
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import PRESUMED, Outcome, billable
 from billing.gate.work import Settled
@@ -80,6 +81,7 @@ class Model:
     """What the ledger must say."""
 
     paid_in: int = 0
+    grants: dict[str, tuple[int, int]] = field(default_factory=dict)  # when each ends, and amount
     open: dict[str, Open] = field(default_factory=dict)
     charges: dict[str, tuple[int, Outcome, Hold]] = field(default_factory=dict)
     undelivered: dict[str, list[str]] = field(default_factory=dict)
@@ -313,6 +315,35 @@ class LedgerMachine(RuleBasedStateMachine):
         self.apply(0, command, die_at)
         self.apply(1, command)
         self.model.paid_in += amount
+        if kind is Kind.GRANT:
+            self.model.grants[f"d{self.names}"] = (NEVER, amount)
+
+    @rule(amount=st.integers(1, 9_000_000), days=st.integers(-1, 1), die_at=st.integers(0, 8))
+    def grant_for_a_time(self, amount: int, days: int, die_at: int) -> None:
+        self.names += 1
+        expires_ns = self.clock() + days * 150 * NS + self.names  # no two at once
+        command = Deposit("acme", Kind.GRANT, f"d{self.names}", amount, "test", "", expires_ns)
+        self.apply(0, command, die_at)
+        self.apply(1, command)
+        self.model.paid_in += amount
+        self.model.grants[f"d{self.names}"] = (expires_ns, amount)
+
+    @rule(server=st.integers(0, 1), again=st.booleans())
+    def expire(self, server: int, again: bool) -> None:
+        """What was spent of the granted money was spent of what ends first."""
+        granted = self.accounts.tenant("acme").granted
+        spent = sum(amount for _, amount in self.model.grants.values()) - granted
+        ended = 0
+        for name, (expires_ns, amount) in sorted(self.model.grants.items(), key=lambda g: g[1][0]):
+            left = amount - min(amount, max(0, spent))
+            spent -= amount - left
+            if expires_ns <= self.clock():
+                del self.model.grants[name]
+                self.model.paid_in -= left
+                self.model.beyond_holds += left
+                ended += 1
+        assert ended == self.ledgers[server].expire()
+        assert 0 == self.ledgers[1 - server].expire() if again else True
 
     @precondition(lambda self: self.model.charges)
     @rule(pick=PICK, die_at=st.integers(0, 8))

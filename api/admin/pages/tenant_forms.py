@@ -134,7 +134,7 @@ def budget(
             return
         if per not in list(BudgetSpan) or of not in list(Of):
             raise InvalidRequest(
-                "a budget is per day, month or balance, of a tenant, key, user or tag"
+                "a budget is per day, month, balance or spike, of a tenant, key, user or tag"
             )
         budgets.set_budget(
             books,

@@ -33,13 +33,16 @@ def grant(
     tenant: TenantName,
     amount: Amount,
     reference: Reference = None,
+    expires: Annotated[
+        str | None, typer.Option(help="Its last day (UTC): 2027-01-31, or 90d from now  [never]")
+    ] = None,
     reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Give promotional money. It is spent before paid money."""
-    _book(Booking.GRANT, tenant, amount, reference, reason, data_dir, database, json)
+    """Give promotional money. It is spent before paid money, and what expires first goes first."""
+    _book(Booking.GRANT, tenant, amount, reference, reason, data_dir, database, json, expires)
 
 
 @app.command()
@@ -109,6 +112,7 @@ def _book(
     data_dir: Path | None,
     database: str | None,
     json: bool,
+    expires: str | None = None,
 ) -> None:
     with operations(data_dir, database) as call:
         booked = call(
@@ -117,6 +121,7 @@ def _book(
             kind=kind,
             amount=amount,
             reference=reference,
+            expires=expires,
             by=actor(),
             why=reason,
         )

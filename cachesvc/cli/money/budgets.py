@@ -28,7 +28,8 @@ def set_(
         str, typer.Argument(help="Decimal amount, such as 12.50", show_default=False)
     ] = "",
     per: Annotated[
-        BudgetSpan, typer.Option(help="Charges of a day or month (UTC), or the least balance")
+        BudgetSpan,
+        typer.Option(help="Charges of a day or month (UTC), the least balance, or an unusual hour"),
     ] = BudgetSpan.MONTH,
     of: Annotated[Of, typer.Option(help="Whose charges")] = Of.TENANT,
     value: Annotated[str, typer.Option(help="The key's id, the user, or NAME=VALUE of a tag")] = "",

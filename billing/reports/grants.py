@@ -1,0 +1,49 @@
+"""Grants and what is left of each, as documents; and the last day of one in people's words."""
+
+from datetime import UTC, date, datetime, timedelta
+
+from billing.errors import InvalidSpan
+from billing.gate.grants import NEVER, grant_of, remaining
+from billing.money import format_units
+from billing.prices.book import NS
+from billing.reports.documents import Document
+from billing.reports.usage import LAST_DAY, midnight_ns
+from billing.store import expiring as store_expiring
+from billing.store import reports as store_reports
+from billing.store.store import LedgerStore, find_corrections
+
+
+def grant_documents(store: LedgerStore, tenant: str) -> list[Document]:
+    """The grants of which something is left, in the order in which they are spent."""
+    with store.reading() as connection:
+        account = store_reports.all_accounts(connection)[tenant]
+        grants = [
+            grant_of(entry, find_corrections(connection, entry))
+            for entry in store_expiring.grants_of(connection, tenant)
+        ]
+    left = remaining(grants, account.balances["granted"])
+    return [
+        {
+            "reference": grant.reference,
+            "amount": format_units(grant.amount),
+            "left": format_units(left[grant.seq]),
+            "expires_ns": None if grant.expires_ns == NEVER else grant.expires_ns,
+        }
+        for grant in sorted(grants, key=lambda grant: grant.order)
+        if left.get(grant.seq)
+    ]
+
+
+def end_of(text: str, now_ns: int) -> int:
+    """The end (UTC) of a day such as 2027-01-31, or of the day so many days from now, as in 90d."""
+    today = datetime.fromtimestamp(now_ns // NS, UTC).date()
+    try:
+        if text.endswith("d") and text[:-1].isdecimal():
+            day = today + timedelta(days=min(int(text[:-1]), 10**5))
+        else:
+            day = date.fromisoformat(text)
+    except ValueError:
+        raise InvalidSpan(f"{text!r} is no day; write it like 2027-01-31, or 90d") from None
+    if not today <= day < LAST_DAY:
+        raise InvalidSpan(f"{day} is not from today to {LAST_DAY}")
+    return midnight_ns(day + timedelta(days=1), UTC)
