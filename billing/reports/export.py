@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -65,7 +64,8 @@ def drain(store: LedgerStore, name: str, sink: Sink) -> int:
 
 def _chunk(store: LedgerStore, tenant: str, after: int) -> list[Entry]:
     with store.reading() as connection:
-        return list(islice(store_reports.stream_entries(connection, tenant, after=after), CHUNK))
+        last = after + CHUNK
+        return list(store_reports.stream_entries(connection, tenant, after=after, until=last))
 
 
 @contextmanager

@@ -27,10 +27,18 @@ _IN_ORDER = (entries.c.tenant, entries.c.seq)
 
 
 def stream_entries(
-    connection: Connection, tenant: str | None = None, *, after: int = 0, since_ns: int = 0
+    connection: Connection,
+    tenant: str | None = None,
+    *,
+    after: int = 0,
+    until: int = 2**63 - 1,
+    since_ns: int = 0,
 ) -> Iterator[Entry]:
-    """Entries by tenant and number, in bounded memory."""
-    wanted = entries.c.seq > after
+    """Entries by tenant and number, those with `after < number <= until`, in bounded memory.
+
+    Read it to its end: PostgreSQL holds a cursor for it.
+    """
+    wanted = (entries.c.seq > after) & (entries.c.seq <= until)
     if tenant is not None:
         wanted &= entries.c.tenant == tenant
     if since_ns:

@@ -227,30 +227,62 @@ class ExportFormat(StrEnum):
 
 @app.command()
 def export(
-    to: Annotated[Path, typer.Option("--to", help="File to append to")],
+    to: Annotated[
+        str,
+        typer.Option("--to", help="File to append to, or URL that takes batches of CloudEvents"),
+    ],
     form: Annotated[ExportFormat, typer.Option("--format", help="What to write")] = (
         ExportFormat.CLOUDEVENTS
     ),
     name: Annotated[
-        str | None, typer.Option(help="Name of this export's position  [format and file]")
+        str | None, typer.Option(help="Name of this export's position  [format and file or URL]")
     ] = None,
     source: Annotated[
         str, typer.Option(help="CloudEvents: this ledger's own URI, where one receiver has several")
     ] = "cachesvc",
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the bearer token that the URL asks for")
+    ] = None,
+    reconcile: Annotated[
+        str | None,
+        typer.Option(help="Send nothing: compare with the events at this URL or in this file"),
+    ] = None,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Append what is new since the last export of this name; ids are stable, nothing is skipped.
+    """Send what is new since the last export of this name; ids are stable, nothing is skipped.
 
     After a crash some entries may come twice, with the same id: drop those that you have.
     """
     from billing.reports import export as exports
+    from billing.reports import push
 
-    with books(data_dir, database) as open_books, exports.appending(to) as file:
-        sink = partial(_append, open_books, file, form, source)
-        position = name or f"{form}:{to.resolve()}"
-        sent = exports.drain(open_books.store, position, sink)
-        note(f"{number_of(sent, 'entry', 'entries')} written to {to}")
+    is_url = to.startswith(("http://", "https://"))
+    if is_url and form is not ExportFormat.CLOUDEVENTS:
+        raise typer.BadParameter("a URL takes cloudevents", param_hint="--format")
+    position = name or f"{form}:{to if is_url else Path(to).resolve()}"
+    token = _token(token_file)
+    with books(data_dir, database) as open_books:
+        if reconcile is not None:
+            found = push.read_events(reconcile, token)
+            report = push.reconcile(open_books.store, position, source, found)
+            print_json(report.as_json())
+            raise typer.Exit(0 if report.ok else 1)
+        if is_url:
+            sink: exports.Sink = partial(push.Receiver(to, token).take, source=source)
+            sent = exports.drain(open_books.store, position, sink)
+        else:
+            with exports.appending(Path(to)) as file:
+                sink = partial(_append, open_books, file, form, source)
+                sent = exports.drain(open_books.store, position, sink)
+        note(f"{number_of(sent, 'entry', 'entries')} {'sent' if is_url else 'written'} to {to}")
+
+
+def _token(file: Path | None) -> str:
+    try:
+        return "" if file is None else file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"cannot be read: {error}", param_hint="--token-file") from None
 
 
 def _append(
