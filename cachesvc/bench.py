@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cachesvc.config import CacheSection, EngineSection
+from cachesvc.config.sections import CacheSection, EngineSection
 from cachesvc.server import compute as core
 from engine.composition import Core
 from engine.models.load import LoadedModel

@@ -14,7 +14,7 @@ from api.errors import TABLE, UNEXPECTED
 from cachesvc.cli import COMMANDS, load
 from cachesvc.cli.config import shown
 from cachesvc.cli.lazy import LazyGroup
-from cachesvc.config import Settings, env_name, known_settings
+from cachesvc.config.settings import Settings, env_name, known_settings
 from cachesvc.observability.names import SPECS
 
 SETTINGS_INTRO = """# Settings

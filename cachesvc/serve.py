@@ -8,7 +8,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from cachesvc.config import Settings
+from cachesvc.config.settings import Settings
 from cachesvc.observability.kv_events import published
 from cachesvc.server.listen import bind, check_address, make_data_dir, url_of
 from cachesvc.server.money import open_money

@@ -37,7 +37,9 @@ from api.requests.retention import Retention
 from api.requests.turns import Conversations
 from api.served_model import ServedModel
 from billing.errors import BillingError
-from cachesvc.config import JournalSection, Settings, disk_path
+from cachesvc.config.places import disk_path
+from cachesvc.config.sections import JournalSection
+from cachesvc.config.settings import Settings
 from cachesvc.observability.latency import Latencies
 from cachesvc.observability.metrics import Metrics
 from cachesvc.observability.samples import Snapshots

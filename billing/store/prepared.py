@@ -6,32 +6,24 @@ What is compiled here is the same SQL in the same transaction; errors are the dr
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, func, select, update
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.dialects.postgresql import psycopg
-from sqlalchemy.dialects.sqlite import pysqlite
 
 from billing.gate.commands import Key
 from billing.gate.entries import ACCOUNTS
 from billing.gate.rollups import COUNTERS, DAILY_KEY, SESSION_KEY
+from billing.store.dialects import driver_dialect, insert_into
 from billing.store.schema import Wide, accounts, entries, holds, usage_daily, usage_sessions
-
-_psycopg: Any = psycopg.dialect
 
 
 class Prepared:
     """One compiled statement. `dialect` is `sqlite` or `postgresql`."""
 
     def __init__(self, statement: Any, dialect: str) -> None:
-        target: Any = (
-            _psycopg(paramstyle="format")
-            if dialect == "postgresql"
-            else pysqlite.dialect(paramstyle="qmark")
-        )
-        compiled = statement.compile(dialect=target)
+        compiled = statement.compile(dialect=driver_dialect(dialect))
         self.sql = str(compiled)
         self.names: tuple[str, ...] = tuple(compiled.positiontup or ())
         self._columns = tuple(getattr(statement, "selected_columns", {}).keys())
@@ -155,7 +147,7 @@ _MOVE_ACCOUNT = (
 
 
 def _insert(dialect: str, table: Any) -> Any:
-    insert: Any = postgresql.insert if dialect == "postgresql" else sqlite.insert
+    insert: Any = partial(insert_into, dialect=dialect)
     return insert(table)
 
 

@@ -101,7 +101,6 @@ Index(
     entries.c.tenant,
     entries.c.at_ns,
     sqlite_where=_RARE,
-    postgresql_where=_RARE,
 )
 _CORRECTS = text("corrects IS NOT NULL")
 Index(
@@ -109,7 +108,6 @@ Index(
     entries.c.tenant,
     entries.c.corrects,
     sqlite_where=_CORRECTS,
-    postgresql_where=_CORRECTS,
 )
 _BILLED = text("billed_ns IS NOT NULL")
 Index(
@@ -117,7 +115,6 @@ Index(
     entries.c.tenant,
     entries.c.billed_ns,
     sqlite_where=_BILLED,
-    postgresql_where=_BILLED,
 )
 
 holds = Table(
@@ -324,3 +321,14 @@ def append_only_statements(dialect: str, tables: Sequence[str] = APPEND_ONLY) ->
             for table in tables
         ),
     ]
+
+
+def use_postgresql() -> None:
+    """Make indexes partial on PostgreSQL too, before its tables are created or compared.
+
+    Said with the index, `postgresql_where` would import that dialect into every command.
+    """
+    for table in metadata.tables.values():
+        for index in table.indexes:
+            options = index.dialect_options
+            options["postgresql"]["where"] = options["sqlite"]["where"]

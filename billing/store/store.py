@@ -25,7 +25,6 @@ from sqlalchemy import (
     select,
     text,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
 
@@ -41,9 +40,10 @@ from billing.prices.book import PriceBook
 from billing.store import claim as store_claim
 from billing.store import expiring as store_expiring
 from billing.store import undelivered as store_undelivered
+from billing.store.dialects import insert_into
 from billing.store.prepared import HotStatements
 from billing.store.rows import account_row, entry_row, hold_row, read_account, read_entry, read_hold
-from billing.store.schema import entries, holds
+from billing.store.schema import entries, holds, use_postgresql
 from billing.store.trail import add_trail
 from billing.store.wal import WriteAheadLog
 
@@ -107,6 +107,7 @@ def _check_sqlite_path(path: str | None, create: bool) -> None:
 
 def _engine(url: Any) -> Engine:
     if url.get_backend_name() == "postgresql":
+        use_postgresql()
         return create_engine(url, pool_size=4, max_overflow=8, pool_pre_ping=True)
     engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S})
     event.listen(engine, "connect", _configure_sqlite)
@@ -182,8 +183,7 @@ class LedgerStore:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        insert = postgresql.insert if engine.dialect.name == "postgresql" else sqlite.insert
-        self.insert: Callable[..., Any] = insert
+        self.insert: Callable[..., Any] = partial(insert_into, dialect=engine.dialect.name)
         self._hot = HotStatements(engine.dialect.name)
         self._lane = threading.Lock()
         self._lane_connection: Connection | None = None  # of `apply`, kept: opening costs a third

@@ -3,12 +3,12 @@ a day pays instead of them (`billing.gate.gate`); each function is part of its c
 """
 
 from sqlalchemy import ColumnElement, Connection, select
-from sqlalchemy.dialects import postgresql, sqlite
 
 from billing.gate.commands import Key
 from billing.gate.entries import Entry, Kind
 from billing.gate.holds import StoredHold
 from billing.prices.book import NS
+from billing.store.dialects import insert_into
 from billing.store.rows import read_entry, read_hold
 from billing.store.schema import entries, holds, undelivered
 
@@ -18,10 +18,11 @@ KEPT_NS = 24 * 3600 * NS  # as long as an answer is kept under its Idempotency-K
 def note(connection: Connection, fingerprint: Key, request_id: str, at_ns: int) -> None:
     """The answer of this request is lost; noting it twice is noting it once. What is too old to be
     found is removed."""
-    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     tenant, text = fingerprint
     row = {"tenant": tenant, "fingerprint": text, "request_id": request_id, "at_ns": at_ns}
-    connection.execute(insert(undelivered).values(row).on_conflict_do_nothing())
+    connection.execute(
+        insert_into(undelivered, connection.dialect.name).values(row).on_conflict_do_nothing()
+    )
     connection.execute(undelivered.delete().where(undelivered.c.at_ns <= at_ns - KEPT_NS))
 
 

@@ -105,7 +105,7 @@ def _end(number: int, _: object) -> NoReturn:
 
 def _user_errors() -> tuple[type[Exception], ...]:
     from billing.errors import BillingError
-    from cachesvc.config import ConfigError
+    from cachesvc.config.errors import ConfigError
     from cachesvc.server.server_file import LiveError
     from engine.errors import EngineError
     from tiers.errors import TierError

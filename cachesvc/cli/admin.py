@@ -13,7 +13,7 @@ from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, DataDir, Reason, actor, books
 from cachesvc.cli.options import existing_data_dir
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
-from cachesvc.config import default_data_dir
+from cachesvc.config.places import default_data_dir
 from cachesvc.server.server_file import LiveServer, find_server
 
 _REMOVED = {"remove": "`cachesvc admin password NAME --remove`"}

@@ -15,7 +15,7 @@ from rich.console import Console
 from api.format import seconds
 from cachesvc.bench import Measured, Scenario, as_json
 from cachesvc.cli.render import AsJson, print_json, print_table
-from cachesvc.config import load_settings
+from cachesvc.config.sources import load_settings
 from cachesvc.server.compute import load
 
 app = typer.Typer(no_args_is_help=True, help="Measure time to first token from each tier")

@@ -8,16 +8,9 @@ import typer
 from pydantic import BaseModel
 
 from cachesvc.cli.render import AsJson, print_json, print_table
-from cachesvc.config import (
-    Setting,
-    env_name,
-    format_duration,
-    format_size,
-    load_settings,
-    parse_duration,
-    parse_size,
-    parser_of,
-)
+from cachesvc.config.quantities import format_duration, format_size, parse_duration, parse_size
+from cachesvc.config.settings import env_name, parser_of
+from cachesvc.config.sources import Setting, load_settings
 
 app = typer.Typer(no_args_is_help=True, help="Show every setting, its value and its origin")
 

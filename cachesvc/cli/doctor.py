@@ -22,7 +22,8 @@ from rich.console import Console
 from api.format import size
 from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import AsJson, print_json
-from cachesvc.config import default_data_dir, disk_path, load_settings
+from cachesvc.config.places import default_data_dir, disk_path
+from cachesvc.config.sources import load_settings
 from engine.hardware import Hardware, read_hardware
 from tiers.disk.directory import FORMAT, is_locked, read_holder, read_meta
 

@@ -11,7 +11,8 @@ import typer
 
 from api.format import size
 from cachesvc.cli.render import fail, note, print_json
-from cachesvc.config import default_data_dir, parse_size
+from cachesvc.config.places import default_data_dir
+from cachesvc.config.quantities import parse_size
 
 
 def default_socket() -> Path:

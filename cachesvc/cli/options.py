@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from cachesvc.config import ConfigError, default_data_dir
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.places import default_data_dir
 
 DataDir = Annotated[
     Path | None,

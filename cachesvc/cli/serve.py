@@ -12,7 +12,9 @@ from rich.console import Console
 import cachesvc
 from api.format import seconds, size
 from cachesvc.cli.startup_bar import StartupBar
-from cachesvc.config import ConfigError, Settings, known_settings, load_settings
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.settings import Settings, known_settings
+from cachesvc.config.sources import load_settings
 from cachesvc.serve import serve as run
 from cachesvc.server.logs import configure
 from cachesvc.server.startup import Startup

@@ -1,9 +1,6 @@
 """Sizes and durations as users write them: `64MiB`, `30s`. Pure."""
 
 import re
-from typing import Annotated
-
-from pydantic import BeforeValidator, Field
 
 _UNITS = {"B": 1} | {
     unit + suffix: base**power
@@ -51,7 +48,3 @@ def format_duration(seconds: float) -> str:
         if seconds and seconds % _SECONDS[unit] == 0:
             return f"{seconds / _SECONDS[unit]:.0f}{unit}"
     return f"{seconds:.15g}s"
-
-
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
-Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]

@@ -16,7 +16,10 @@ from pydantic import (
 )
 
 from cachesvc.config.places import default_data_dir
-from cachesvc.config.quantities import Duration, Size
+from cachesvc.config.quantities import parse_duration, parse_size
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
 
 
 class Section(BaseModel):

@@ -15,13 +15,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource, SettingsError
 
+from cachesvc.config.errors import ConfigError
 from cachesvc.config.settings import ENV_PREFIX, Settings, env_name, known_settings
 
 ENV_CONFIG = "CACHESVC_CONFIG"  # names the file, as --config does
-
-
-class ConfigError(Exception):
-    """A setting that cannot be used; the message names it, its origin, and what would do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cachesvc.config import ConfigError, EventsSection
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.sections import EventsSection
 from tiers.blocks.keys import PrefixKey
 from tiers.telemetry.events import BlockEvent, EventKind, EventStream
 from tiers.tier import TierName

@@ -15,7 +15,8 @@ from typing import Any
 
 from api.journal.journal import Record, State
 from billing.usage import Usage
-from cachesvc.config import ConfigError, TracingSection
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.sections import TracingSection
 from engine.request import Timeline
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from billing.reports.receipts import ReceiptSigner
-from cachesvc.config import disk_path
+from cachesvc.config.places import disk_path
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.directory import DirectoryLock, read_elsewhere
 from tiers.disk.maintenance import count

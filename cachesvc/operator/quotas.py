@@ -11,7 +11,8 @@ from pathlib import Path
 
 from api.access.auth import Salts
 from api.served_model import ServedModel
-from cachesvc.config import CacheSection, ConfigError
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.sections import CacheSection
 from cachesvc.operator.scopes import Kind, roots_of
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import ConfigurationError

@@ -4,7 +4,7 @@ import secrets
 from pathlib import Path
 
 from billing import secret_file
-from cachesvc.config import ConfigError
+from cachesvc.config.errors import ConfigError
 
 SECRET_NAME = "secret"  # noqa: S105  the file's name, not the secret
 SECRET_BYTES = 32

@@ -7,14 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cachesvc.config import (
-    CacheSection,
-    EngineSection,
-    ModelSection,
-    Settings,
-    disk_path,
-    models_path,
-)
+from cachesvc.config.places import disk_path, models_path
+from cachesvc.config.sections import CacheSection, EngineSection, ModelSection
+from cachesvc.config.settings import Settings
 from cachesvc.server.backend import MakeBackend
 from engine.composition import Core, compose
 from engine.hardware import pick_device, run_apart, set_threads

@@ -19,7 +19,8 @@ from api.cache.explorer import Explorer
 from api.journal.journal import Journal
 from billing.money import parse_amount
 from billing.operations.books import OpenBooks
-from cachesvc.config import CostsSection, Settings
+from cachesvc.config.sections import CostsSection
+from cachesvc.config.settings import Settings
 from cachesvc.observability.history import History, pack
 from cachesvc.observability.snapshot import Sources, snapshot
 from cachesvc.server.money import limit_settings

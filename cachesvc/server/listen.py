@@ -7,7 +7,9 @@ import ipaddress
 import socket
 from pathlib import Path
 
-from cachesvc.config import ConfigError, ServerSection, disk_path
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.places import disk_path
+from cachesvc.config.sections import ServerSection
 from tiers.disk.directory import is_locked, read_holder
 from tiers.errors import DirectoryLocked
 

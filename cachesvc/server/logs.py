@@ -12,7 +12,7 @@ from typing import TextIO
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from cachesvc.config import LogFormat, LogSection
+from cachesvc.config.sections import LogFormat, LogSection
 
 KEY_PATTERN = re.compile(r"\b(sk-[A-Za-z0-9]{2,8})[A-Za-z0-9_-]{8,}")
 QUIET = (

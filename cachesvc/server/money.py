@@ -41,7 +41,9 @@ from billing.secret_file import read_or_make
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore, database_url, open_store
 from billing.usage import Usage
-from cachesvc.config import ConfigError, LimitsSection, QuotaTable, Settings
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.sections import LimitsSection, QuotaTable
+from cachesvc.config.settings import Settings
 from cachesvc.observability.samples import MoneyStats
 from cachesvc.operator.secret import read_secret
 

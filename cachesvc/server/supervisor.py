@@ -6,7 +6,7 @@ The protocol of sd_notify(3): a datagram to the socket that the environment name
 import contextlib
 import socket
 
-from cachesvc.config import notify_socket
+from cachesvc.config.places import notify_socket
 
 
 def notify(state: str) -> None:

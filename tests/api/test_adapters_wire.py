@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cachesvc.config import load_settings
+from cachesvc.config.sources import load_settings
 from cachesvc.server import compute as core
 from cachesvc.server.listen import make_data_dir
 from cachesvc.server.money import open_money

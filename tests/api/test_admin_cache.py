@@ -24,7 +24,7 @@ from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner, verify_receipt
 from billing.store.store import database_url
 from billing.testing import running_ledger
-from cachesvc.config import disk_path
+from cachesvc.config.places import disk_path
 from cachesvc.operator.operator import CacheOperator
 from cachesvc.operator.purge import RECEIPTS, purge_stopped
 from cachesvc.operator.scopes import Kind, note_scopes, roots_of

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from api.admin.login.sessions import Admin
-from cachesvc.config import load_settings
+from cachesvc.config.sources import load_settings
 from cachesvc.server import compute
 from cachesvc.server.listen import make_data_dir
 from cachesvc.server.money import open_money

@@ -15,7 +15,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from api.journal.journal import Journal
 from api.testing import FakeHouse, Script, fake_house
-from cachesvc.config import ConfigError, TracingSection
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.sections import TracingSection
 from cachesvc.observability.tracing import RequestTracer, open_tracer
 from engine.errors import QueueFull
 from tests.api.conftest import running

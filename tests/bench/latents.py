@@ -24,7 +24,7 @@ import xxhash
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from cachesvc.bench import Scenario, as_json
-from cachesvc.config import EngineSection
+from cachesvc.config.sections import EngineSection
 from engine.models import probe
 from engine.models.load import LoadedModel, describe
 from engine.testing.models import VOCAB_SIZE, bytes_tokenizer

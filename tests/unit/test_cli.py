@@ -13,7 +13,8 @@ from typer.testing import CliRunner, Result
 import cachesvc
 from api.format import seconds, size
 from cachesvc.cli import COMMANDS, REMOVED, app, load, main
-from cachesvc.config import ConfigError, known_settings
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.settings import known_settings
 
 
 def call(*arguments: str) -> Result:
@@ -190,6 +191,21 @@ def test_a_shell_completes_commands_options_and_values(words: str, expected: set
         },
     )
     assert expected <= set(told.stdout.split())
+
+
+def test_commands_about_money_import_what_they_need() -> None:
+    """Settings, PostgreSQL, signatures and pages' templates cost half of such a command's time."""
+    code = (
+        "import importlib, json, sys\n"
+        "from cachesvc.cli import COMMANDS\n"
+        "for name in ('usage', 'tenants', 'keys', 'balance', 'budgets', 'prices'):\n"
+        "    importlib.import_module(COMMANDS[name].target.partition(':')[0])\n"
+        "heavy = {'pydantic_settings', 'jinja2', 'alembic', 'cryptography', 'torch', 'fastapi',\n"
+        "         'sqlalchemy.dialects.postgresql', 'cachesvc.config.settings'}\n"
+        "print(json.dumps(sorted(heavy & set(sys.modules))))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [] == json.loads(ran.stdout)
 
 
 def test_a_removed_command_is_refused_with_what_to_do_instead() -> None:

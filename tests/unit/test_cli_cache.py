@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cachesvc.cli import app
-from cachesvc.config import disk_path
+from cachesvc.config.places import disk_path
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout

@@ -16,7 +16,7 @@ from billing.reports.receipts import ReceiptSigner, verify_receipt
 from billing.store.store import database_url
 from billing.testing import running_ledger
 from cachesvc.cli import app
-from cachesvc.config import disk_path
+from cachesvc.config.places import disk_path
 from cachesvc.operator.purge import RECEIPTS
 from cachesvc.operator.scopes import note_scopes
 from cachesvc.operator.secret import read_secret

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from cachesvc.cli import app, doctor
 from cachesvc.cli.doctor import Level
-from cachesvc.config import disk_path
+from cachesvc.config.places import disk_path
 from engine.hardware import Hardware
 from tiers.disk.directory import DirectoryLock
 

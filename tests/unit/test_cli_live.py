@@ -25,7 +25,7 @@ from billing.store.store import database_url
 from billing.testing import running_ledger
 from cachesvc.cli import app
 from cachesvc.cli.cache.tree import owners_in, tree_from_json, tree_lines
-from cachesvc.config import disk_path
+from cachesvc.config.places import disk_path
 from cachesvc.operator.block_reader import read_blocks
 from cachesvc.operator.scopes import note_scopes, roots_of
 from cachesvc.operator.secret import read_secret

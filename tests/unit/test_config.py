@@ -6,18 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachesvc import config
 from cachesvc.cli.config import shown
-from cachesvc.config import (
-    ConfigError,
-    env_name,
-    format_duration,
-    format_size,
-    load_settings,
-    parse_duration,
-    parse_size,
-)
-from cachesvc.config.sources import REMOVED
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.places import default_data_dir
+from cachesvc.config.quantities import format_duration, format_size, parse_duration, parse_size
+from cachesvc.config.settings import env_name, known_settings
+from cachesvc.config.sources import REMOVED, load_settings
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +117,7 @@ def test_the_data_directory_follows_the_environment(
 ) -> None:
     assert tmp_path / "xdg" / "cachesvc" == load_settings().settings.server.data_dir
     monkeypatch.setenv("CACHESVC_SERVER__DATA_DIR", "/srv/cachesvc")
-    assert Path("/srv/cachesvc") == config.default_data_dir()
+    assert Path("/srv/cachesvc") == default_data_dir()
     assert Path("/srv/cachesvc") == load_settings().settings.server.data_dir
 
 
@@ -175,7 +169,7 @@ def test_an_adapter_is_not_named_as_the_model() -> None:
 
 
 def test_every_setting_has_a_help_text() -> None:
-    assert [] == [name for name, text in config.known_settings().items() if len(text) < 10]
+    assert [] == [name for name, text in known_settings().items() if len(text) < 10]
 
 
 def test_settings_never_change() -> None:

@@ -15,7 +15,8 @@ import yaml
 from fastapi.routing import APIRoute
 
 from api.routes import health
-from cachesvc.config import Settings, env_name, known_settings, parse_duration, parse_size
+from cachesvc.config.quantities import parse_duration, parse_size
+from cachesvc.config.settings import Settings, env_name, known_settings
 from cachesvc.server.supervisor import notify
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cachesvc.cli import COMMANDS
-from cachesvc.config import known_settings
+from cachesvc.config.settings import known_settings
 from cachesvc.observability.names import SPECS
 from cachesvc.reference import pages
 

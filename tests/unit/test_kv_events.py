@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import zmq
 
-from cachesvc.config import ConfigError, EventsSection
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.sections import EventsSection
 from cachesvc.observability.kv_events import KvEventPublisher, block_hash, wire_events
 from tests.sim.watched import BLOCK
 from tests.sim.world import World

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from cachesvc.config import LogFormat, LogSection
+from cachesvc.config.sections import LogFormat, LogSection
 from cachesvc.server.logs import configure
 
 KEY = "sk-live1234abcdefghijklmnopqrstuv"

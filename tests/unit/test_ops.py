@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cachesvc.config import env_name, known_settings
+from cachesvc.config.settings import env_name, known_settings
 from cachesvc.observability.names import SPECS
 
 OPS = Path(__file__).parents[2] / "ops"

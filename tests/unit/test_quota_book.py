@@ -7,7 +7,8 @@ import pytest
 
 from api.access.auth import Salts
 from api.testing import fake_house
-from cachesvc.config import CacheSection, ConfigError
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.sections import CacheSection
 from cachesvc.operator.quotas import QuotaBook
 from cachesvc.operator.scopes import note_scopes
 from cachesvc.operator.secret import read_secret

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from cachesvc.config import ConfigError, ServerSection, disk_path
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.places import disk_path
+from cachesvc.config.sections import ServerSection
 from cachesvc.operator.secret import read_secret
 from cachesvc.server.http import Timed
 from cachesvc.server.listen import bind, check_address, is_loopback, make_data_dir

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cachesvc.config import ConfigError
+from cachesvc.config.errors import ConfigError
 from cachesvc.server.vllm.arguments import read_options, vllm_flags
 from cachesvc.server.vllm.params import check_served, sampling_of, structure_of
 from cachesvc.vllm.identity import salt_of, tenant_of

@@ -19,7 +19,8 @@ from cachesvc.cli.cache.prefixes import list_by_room
 from cachesvc.cli.cache.select import Tenant, find_block, scope_filter
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import KEY_DIGITS, AsJson, fail, note, print_json, print_pairs, print_table
-from cachesvc.config import disk_path, parse_duration
+from cachesvc.config.places import disk_path
+from cachesvc.config.quantities import parse_duration
 from cachesvc.server.server_file import LiveServer, find_server
 from tiers.blocks.keys import PrefixKey, token_ids
 from tiers.disk.codec import CodecId

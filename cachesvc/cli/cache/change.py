@@ -19,13 +19,9 @@ from api.format import number_of, size
 from cachesvc.cli.cache.select import find_block, find_scope, server_of
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress
-from cachesvc.config import (
-    default_data_dir,
-    disk_path,
-    load_settings,
-    parse_duration,
-    parse_size,
-)
+from cachesvc.config.places import default_data_dir, disk_path
+from cachesvc.config.quantities import parse_duration, parse_size
+from cachesvc.config.sources import load_settings
 from cachesvc.server.listen import make_data_dir
 from tiers.blocks.keys import PrefixKey
 from tiers.disk import export as disk_transfer

@@ -10,7 +10,8 @@ from api.format import number_of, seconds
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, fail, print_json, print_table
-from cachesvc.config import disk_path, parse_duration
+from cachesvc.config.places import disk_path
+from cachesvc.config.quantities import parse_duration
 from cachesvc.server.server_file import LiveError, find_server
 from tiers.disk.pin_file import load_pins
 

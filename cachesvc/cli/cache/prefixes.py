@@ -9,7 +9,7 @@ from typing import Any
 from api.format import ago, size
 from cachesvc.cli.cache.select import scope_filter
 from cachesvc.cli.render import KEY_DIGITS, note, print_json, print_table
-from cachesvc.config import disk_path
+from cachesvc.config.places import disk_path
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.view import BlockInfo, open_view
 

@@ -15,7 +15,7 @@ from cachesvc.cli.cache.select import find_scope, server_of
 from cachesvc.cli.money.books import DatabaseUrl, actor, books
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress
-from cachesvc.config import disk_path
+from cachesvc.config.places import disk_path
 from cachesvc.operator.purge import Order, PurgeFailed, keep_receipt, purge_stopped, receipt
 from cachesvc.operator.scopes import Kind, roots_of
 from cachesvc.server.server_file import LiveError, find_server

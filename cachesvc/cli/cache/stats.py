@@ -9,7 +9,7 @@ import typer
 from api.format import number_of, percent, size
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, print_json, print_pairs, print_table
-from cachesvc.config import disk_path
+from cachesvc.config.places import disk_path
 from cachesvc.server.server_file import find_server
 from tiers.disk.view import DiskSummary, open_view
 from tiers.tier import TierName

@@ -12,7 +12,7 @@ from api.format import number_of, seconds
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, fail, note, print_json
-from cachesvc.config import disk_path
+from cachesvc.config.places import disk_path
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import MAX_DEPTH, Node, Tree, TreeQuery, tree_json
 from tiers.disk.view import open_view

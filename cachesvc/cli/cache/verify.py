@@ -9,7 +9,7 @@ import typer
 from api.format import number_of, seconds, size
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, fail, print_json, progress
-from cachesvc.config import disk_path
+from cachesvc.config.places import disk_path
 from tiers.disk.maintenance import Verified
 from tiers.disk.maintenance import verify as verify_shard
 from tiers.disk.view import open_shards, repair_folder

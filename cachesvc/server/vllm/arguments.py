@@ -6,7 +6,7 @@ vLLM's own parser reads them, so that they mean what they mean to `vllm serve`.
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from cachesvc.config import ConfigError
+from cachesvc.config.errors import ConfigError
 
 # What would say twice, or against it, what the server says; and what to use instead.
 OURS: Mapping[str, str] = {

@@ -10,13 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cachesvc.config import (
-    ConfigError,
-    Settings,
-    disk_path,
-    models_path,
-    prepare_vllm_environment,
-)
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.places import disk_path, models_path
+from cachesvc.config.settings import Settings
+from cachesvc.config.vllm import prepare_vllm_environment
 from cachesvc.server.vllm.adapters import VllmAdapter, max_rank, read_adapters
 from cachesvc.server.vllm.arguments import engine_arguments
 from cachesvc.server.vllm.engine import VllmEngine, VllmSettings
