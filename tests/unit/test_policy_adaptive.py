@@ -127,3 +127,24 @@ def test_the_shadow_is_ahead_only_beyond_the_regret():
     for _ in range(20):
         shadow.use([1, 2], num_hit=2)
     assert not shadow.is_ahead
+
+
+def test_a_request_costs_no_more_than_so_much_however_many_nodes_it_meets():
+    """A prompt that many others branched off, after a pause in which every node grew older."""
+    policy, chain = Adaptive[int](capacity_blocks=10_000), list(range(600))
+    for number in range(1, 600):  # each uses one block more, so that every block is a node
+        use = Use(float(number), number + 1)
+        for depth in range(number, -1, -1):
+            if chain[depth] in policy._nodes:
+                policy.touch(chain[depth], use)
+            else:
+                policy.insert(chain[depth], use, chain[depth - 1] if depth else None, depth)
+        policy.coldest(0)
+    before, use = policy.num_judged, Use(1e6, 600)
+    for depth in range(599, -1, -1):
+        policy.touch(chain[depth], use)
+    assert policy.coldest(1) == [599]
+    assert len({id(policy._nodes[key]) for key in chain}) > 500
+    assert policy.num_judged - before == 32
+    assert policy._num_learned <= 64 and policy._num_aged <= 384
+    assert policy._nodes[0].uses == 600

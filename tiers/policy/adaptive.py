@@ -35,6 +35,11 @@ _NUM_FEATURES = 13
 _REGRET = 0.002  # share of the uses by which the shadow LRU may be ahead
 _MEMORY = 200_000  # uses after which the comparison with the shadow is half forgotten
 _MIN_GHOSTS = 16_384
+# What one request may cost at most, beside 2 us for each of its blocks. Agents on a small device
+# have 20 nodes a request and 60 outcomes; after a pause thousands of nodes enter another age.
+_MAX_LEARNED = 64  # outcomes; what a wait has not taught by then, it teaches at its next age or end
+_MAX_AGED = 384  # nodes moved on to their present age; the next request moves the others
+_MAX_JUDGED = 32  # nodes judged anew, the deepest; those above were used often and change slowly
 
 _Pending = tuple[K, K | None, int]  # key, parent, depth (-1: not told)
 _Aging = tuple[float, Node[K], int]  # when it enters its next age, the node, its serial then
@@ -56,6 +61,8 @@ class Adaptive(Generic[K]):
         self._pending: list[_Pending[K]] = []  # uses of one request, tail first
         self._use: Use | None = None
         self._now_s = 0.0
+        self._num_learned = self._num_aged = 0  # by the request that is worked off
+        self.num_judged = 0  # nodes, by all
         self._model = ReuseModel(_NUM_FEATURES)
         self._shadow: ShadowLru[K] = ShadowLru(capacity_blocks, _REGRET, _MEMORY)
         self._recency: OrderedDict[Node[K], None] = OrderedDict()  # resident nodes, oldest first
@@ -179,6 +186,7 @@ class Adaptive(Generic[K]):
         assert use is not None, "uses are pending and no request made them"
         chain, self._pending = self._pending[::-1], []
         self._now_s = max(self._now_s, use.time_s)
+        self._num_learned = self._num_aged = 0
         self._grow_older()
         keys = [key for key, _, _ in chain]
         num_hit = next((i for i, key in enumerate(keys) if key not in self._nodes), len(keys))
@@ -190,13 +198,14 @@ class Adaptive(Generic[K]):
         """Move nodes on to their present age; each enters an age once a wait."""
         now_s = self._now_s
         for age, queue in enumerate(self._aging[:-1], start=1):
-            while queue and queue[0][0] <= now_s:
+            while queue and queue[0][0] <= now_s and self._num_aged < _MAX_AGED:
                 _, node, serial = queue.popleft()
+                self._num_aged += 1
                 if node.serial != serial:
                     continue
                 node.age = age
                 if age in _LEARN_AT:
-                    self._model.learn(node.outcome(age, reused=False))
+                    self._learn(node, age, reused=False)
                 self._aging[age].append((node.last_s + _ENDS[age], node, serial))
                 if node.bucket >= 0 and node.bucket != node.levels[age]:
                     self._place(node)
@@ -273,14 +282,20 @@ class Adaptive(Generic[K]):
         known = [node for node in nodes if node.uses]
         pause_s = now_s - known[-1].last_s if known else 0.0
         turn = known[-1].turn + 1 if known else 1
-        for node in nodes:
+        above, judged = nodes[:-_MAX_JUDGED], nodes[-_MAX_JUDGED:]
+        for node in judged:
             wait_s = now_s - node.last_s
             if node.rows:
-                self._model.learn(node.outcome(interval(wait_s) + 1, reused=True))
+                self._learn(node, interval(wait_s) + 1, reused=True)
             node.uses += 1
             node.turn = turn
             node.rows = self._features(node, wait_s, pause_s, num_known, use)
-        levels = self._model.levels([node.rows for node in nodes])
+        for node in above:
+            node.uses += 1
+            node.turn = turn
+        self.num_judged += len(judged)
+        levels = [node.levels for node in above]
+        levels += self._model.levels([node.rows for node in judged])
         worth = bytes(NUM_AGES)
         for node, own in zip(reversed(nodes), reversed(levels), strict=True):
             worth = bytes(map(max, worth, own))  # a parent is worth what its children are
@@ -288,6 +303,12 @@ class Adaptive(Generic[K]):
             self._aging[0].append((now_s + _ENDS[0], node, node.serial))
             self._recency.move_to_end(node)
             self._place(node)
+
+    def _learn(self, node: Node[K], end: int, *, reused: bool) -> None:
+        """Learn from a wait up to interval `end`, as far as this request has not taught enough."""
+        if self._num_learned < _MAX_LEARNED:
+            self._num_learned += 1
+            self._model.learn(node.outcome(end, reused=reused))
 
     def _features(
         self, node: Node[K], wait_s: float, pause_s: float, num_known: int, use: Use
