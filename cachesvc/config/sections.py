@@ -32,9 +32,9 @@ class ServerSection(Section):
     """Where the server listens and what it lets in."""
 
     host: str = Field(
-        "127.0.0.1", description="Address to listen on; others than loopback need keys"
+        "127.0.0.1", description="Address to listen on; any address but loopback requires keys"
     )
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one")
     data_dir: Annotated[Path, BeforeValidator(lambda value: Path(value).expanduser())] = Field(
         default_factory=default_data_dir,
         description="Directory of the disk tier, the ledger and prepared models",
@@ -44,7 +44,7 @@ class ServerSection(Section):
     )
     max_body_bytes: Size = Field(
         4 << 20,
-        description="Largest request body; reading one of brackets alone takes 60 ns a byte",
+        description="Largest request body; parsing takes up to 60 ns a byte",
     )
     drain: Duration = Field(30, description="When stopping, let running requests go on this long")
     turn_tokens: int = Field(
@@ -55,16 +55,18 @@ class ServerSection(Section):
     )
     replay_turns: bool = Field(
         False,
-        description="Chats go on from the tokens of their last turn, whatever the template "
-        "would make of its text; with previous_response_id always",
+        description=(
+            "Continue chats from the tokens of the last turn, not from its text; "
+            "previous_response_id always does"
+        ),
     )
     drop_lines: tuple[Literal["claude-code-billing"], ...] = Field(
         ("claude-code-billing",),
-        description="Lines dropped at the head of system prompts, since they change each time",
+        description="Volatile lines to drop from the head of system prompts",
     )
     groups: dict[str, list[str]] = Field(
         default_factory=dict,
-        description="Sharing groups of public prompts, and their tenants; * is every tenant",
+        description="Groups that share prefixes, and their tenants; * is every tenant",
     )
 
 
@@ -76,18 +78,19 @@ class ModelSection(Section):
         description="Model: an alias, a folder with safetensors or GGUF, or a hub id",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where it runs; auto takes the GPU if there is one"
+        "auto", description="Device to run on; auto uses the GPU if there is one"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Arithmetic; auto is float32 on a CPU and bfloat16 on a GPU"
+        "auto",
+        description="Data type of the arithmetic; auto is float32 on a CPU and bfloat16 on a GPU",
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="How KV is kept; auto is the arithmetic's own. Part of every key"
+        "auto", description="Data type of the KV; auto is that of the arithmetic. Part of every key"
     )
-    threads: int = Field(0, ge=0, description="Threads of CPU arithmetic; 0 is one per core")
+    threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0 is one per core")
     adapters: dict[str, str] = Field(
         default_factory=dict,
-        description="LoRA adapters: the name clients ask for, and its folder or hub id",
+        description="LoRA adapters: the name that clients use, and the folder or hub id",
     )
 
     @field_validator("adapters")
@@ -107,8 +110,10 @@ class CacheSection(Section):
     block_size: int = Field(64, ge=1, le=4096, description="Tokens in a block")
     device_bytes: Size = Field(
         1 << 30,
-        description="Capacity of the device tier; on a CPU running requests take up to 2 GiB more, "
-        "for a second copy of their KV",
+        description=(
+            "Capacity of the device tier; on a CPU, running requests use up to 2 GiB more for "
+            "copies of their KV"
+        ),
     )
     host_bytes: Size = Field(2 << 30, description="Capacity of the host tier; 0 turns it off")
     disk_bytes: Size = Field(8 << 30, description="Capacity of the disk tier; 0 turns it off")
@@ -123,23 +128,24 @@ class CacheSection(Section):
         "on_evict", description="When a block is copied to the tier below"
     )
     perceptual_digests: bool = Field(
-        False, description="Serve hits across perceptual content digests, labelled approximate"
+        False, description="Allow hits by perceptual content digest, labelled approximate"
     )
     weigh_loads: bool = Field(
-        True, description="Load from disk only what loads faster than it is recomputed"
+        True, description="Load a block from disk only if that is faster than recomputing it"
     )
     remote_url: str = Field(
         "",
-        description="Tier that servers share: redis://, redis+cluster:// or s3://bucket/prefix",
+        description="Tier shared between servers: redis://, redis+cluster:// or s3://bucket/prefix",
     )
     remote_writes: Literal["reused", "all"] = Field(
-        "reused", description="What goes to the remote tier: hit twice or pinned, or everything"
+        "reused",
+        description="Blocks to send to the remote tier: reused (hit twice or pinned) or all",
     )
     remote_key_file: Path | None = Field(
-        None, description="File with a key of 64 hex digits; encrypts what the remote tier holds"
+        None, description="File with a key of 64 hex digits, to encrypt the remote tier"
     )
     idle_ttl: Duration = Field(
-        0, description="Forget blocks on disk that nobody used for so long; 0 keeps them"
+        0, description="Remove blocks from disk after this long without use; 0 keeps them"
     )
     quotas: dict[str, Size] = Field(
         default_factory=dict,
@@ -147,7 +153,7 @@ class CacheSection(Section):
         "sharing group, and as * for each scope without a quota of its own",
     )
     write_budget_bytes: Size = Field(
-        0, description="Most bytes written to disk a day; 0 sets no limit"
+        0, description="Most bytes written to disk per day; 0 is no limit"
     )
 
 
@@ -155,27 +161,28 @@ class EngineSection(Section):
     """What computes, and how requests share it."""
 
     backend: Literal["embedded", "vllm"] = Field(
-        "embedded", description="What computes: our own engine, or vLLM over a node of ours"
+        "embedded", description="Engine: embedded, or vllm with a node of ours below it"
     )
     vllm: dict[str, str | int | float | bool] = Field(
         default_factory=dict,
-        description="vLLM's own arguments, such as tensor-parallel-size; or --vllm.NAME VALUE",
+        description="Arguments for vLLM, such as tensor-parallel-size; or use --vllm.NAME VALUE",
     )
     node: Path | None = Field(
         None,
-        description="Socket of the node below vLLM; unset, one in the data directory is started",
+        description="Socket of the node below vLLM; unset, the server starts one",
     )
     max_running: int = Field(64, ge=1, description="Sequences that decode at once")
     max_waiting: int = Field(
         1024,
         ge=1,
-        description="Prompts that may be in flight; more are refused, and one tenant alone has "
-        "three quarters",
+        description=(
+            "Most requests in flight; more are refused, and one tenant gets at most three quarters"
+        ),
     )
     max_wait: Duration = Field(
         10,
         gt=0,
-        description="A request that would wait longer to begin is refused, with a Retry-After",
+        description="Refuse a request that would wait longer than this, with a Retry-After",
     )
     chunk_tokens: int = Field(
         512,
@@ -196,20 +203,22 @@ class BillingSection(Section):
         "card. `cachesvc prices apply` changes it later",
     )
     slice_tokens: int = Field(
-        256, ge=1, description="Output tokens that a hold pays for at a time, by answer"
+        256, ge=1, description="Output tokens that a hold covers at a time, for each answer"
     )
     server_name: str = Field(
-        "server", description="Names this server in its holds; each on one database needs its own"
+        "server", description="Name of this server; each server on one database needs its own"
     )
     alerts_to: str = Field(
         "",
         pattern=r"^(https?://.*)?$",
-        description="URL that takes signed webhooks of budgets and low balances; empty: none",
+        description="URL for signed webhooks about budgets and balances; empty sends none",
     )
     heads_to: str = Field(
         "",
-        description="Where signed heads of the ledger are kept, every hour: a file on another "
-        "machine's disk, or an http(s) URL that takes a POST; empty keeps none",
+        description=(
+            "Where to send signed heads of the ledger every hour: a file on another machine's "
+            "disk, or an http(s) URL; empty sends none"
+        ),
     )
 
 
@@ -225,7 +234,9 @@ class QuotaTable(Section):
 class LimitsSection(Section):
     """Quotas per minute by tenant and by key; 0 sets no limit. Hits never count."""
 
-    url: str = Field("memory://", description="Where they are counted: memory:// or a redis:// URL")
+    url: str = Field(
+        "memory://", description="Where limits are counted: memory:// or a redis:// URL"
+    )
     tenants: dict[str, QuotaTable] = Field(
         default_factory=dict,
         description="Limits a minute by tenant, * for all others: requests, miss_tokens (computed "
@@ -240,14 +251,17 @@ class EventsSection(Section):
     """Block events for routers, in vLLM's format over ZMQ."""
 
     zmq: str = Field(
-        "", description="Publish block events here, such as tcp://127.0.0.1:5557; empty: nowhere"
+        "",
+        description=(
+            "Address to publish block events at, such as tcp://127.0.0.1:5557; empty publishes none"
+        ),
     )
     zmq_replay: str = Field(
-        "", description="Answer requests for missed batches here, such as tcp://127.0.0.1:5558"
+        "", description="Address to replay missed batches from, such as tcp://127.0.0.1:5558"
     )
-    zmq_topic: str = Field("kv-events", description="Topic that batches are published under")
+    zmq_topic: str = Field("kv-events", description="Topic of the published batches")
     zmq_format: Literal["map", "array"] = Field(
-        "map", description="How an event is written: map for readers of vLLM 0.24 on, else array"
+        "map", description="Event format: map for vLLM 0.24 and later, array for earlier ones"
     )
 
 
@@ -256,7 +270,7 @@ class TracingSection(Section):
 
     endpoint: str = Field(
         "",
-        description="Collector, such as http://127.0.0.1:4318; empty sends no traces. "
+        description="OTLP collector, such as http://127.0.0.1:4318; empty sends no traces. "
         "OTEL_TRACES_SAMPLER chooses which requests are traced",
     )
 
@@ -271,7 +285,7 @@ class LogSection(Section):
     """What the log says and how."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least important lines that are written"
+        "info", description="Lowest level of log lines to write"
     )
     format: LogFormat = Field(
         LogFormat.AUTO, description="console, json, or auto: console on a terminal"
@@ -281,17 +295,15 @@ class LogSection(Section):
 class MetricsSection(Section):
     """What /metrics exposes."""
 
-    vllm_aliases: bool = Field(
-        False, description="Expose the names that vLLM's boards and tools know as well"
-    )
+    vllm_aliases: bool = Field(False, description="Also expose metrics under vLLM's names")
 
 
 class JournalSection(Section):
     """What is remembered of the latest requests for the admin pages, also over a restart."""
 
-    requests: int = Field(2000, ge=0, description="Ended requests that are kept; 0 keeps none")
+    requests: int = Field(2000, ge=0, description="Ended requests to remember; 0 for none")
     keep_prompts: bool = Field(
-        False, description="Keep the prompts' tokens as well, in memory, for admins to read"
+        False, description="Also keep the prompts' tokens in memory, for admins to read"
     )
 
 
@@ -309,5 +321,5 @@ class CostsSection(Section):
 
     gib_month: dict[Literal["device", "host", "disk"], Price] = Field(
         default_factory=dict,
-        description="A GiB a month of the tiers device, host and disk, in the card's currency",
+        description="Cost of a GiB per month by tier (device, host, disk), in the card's currency",
     )

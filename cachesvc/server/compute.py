@@ -37,7 +37,9 @@ from tiers.tier import ManagedTier
 Progress = Callable[[str, float], None]
 
 REMOTE_TIMEOUT_S = 1.0  # for an answer of the remote tier; later is a miss
-NEW_SHARDS = 2  # LMDB files of a new disk tier, at most one a GiB; others keep theirs
+NEW_SHARDS = (
+    2  # LMDB files of a new disk tier, at most one per GiB; an existing tier keeps its number
+)
 
 logger = logging.getLogger(__name__)
 
