@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import MissReason
@@ -44,6 +45,25 @@ class Pending:
     condemned: set[PrefixKey] = field(default_factory=set)
     num_hits: int = 0
     hit_bytes: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.used or self.lent or self.condemned or self.num_hits)
+
+    def split(self, num_blocks: int) -> "Pending":
+        """Take out what changes `num_blocks` at most: the least recent uses, and of those lent the
+        most recent, so that what is settled in parts comes to the same order."""
+        part = Pending(num_hits=self.num_hits, hit_bytes=self.hit_bytes)
+        self.num_hits = self.hit_bytes = 0
+        while self.condemned and num_blocks > 0:
+            part.condemned.add(self.condemned.pop())
+            num_blocks -= 1
+        for key in list(islice(self.used, num_blocks)):
+            part.used[key] = self.used.pop(key)
+            num_blocks -= 1
+        while self.lent and num_blocks > 0:
+            part.lent.update((self.lent.popitem(),))
+            num_blocks -= 1
+        return part
 
 
 class DiskCounts:

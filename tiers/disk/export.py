@@ -21,12 +21,13 @@ from tiers.disk.record import Header, check_payload, parent_of, unpack_header
 from tiers.disk.rows import Entry
 from tiers.disk.shard import Shard
 from tiers.disk.storage import PageBuffer
-from tiers.disk.transaction import MIN_RECORD, Record
+from tiers.disk.transaction import MIN_RECORD, Record, Writer
 from tiers.errors import MissReason
 
 MAGIC = b"cachesvc-blocks\n"
 BATCH_BYTES = 8 << 20
 MAX_RECORD = 1 << 30
+MAX_ROUNDS = 512  # transactions of one batch
 _LENGTH = struct.Struct("<I")
 _END = struct.Struct("<QQ")
 
@@ -40,6 +41,7 @@ class Moved:
     num_blocks: int = 0
     nbytes: int = 0
     num_held: int = 0  # blocks that were there already
+    num_refused: int = 0  # blocks for which no room could be made
     bad: Mapping[MissReason, int] = field(default_factory=dict)
     complete: bool = True
 
@@ -120,7 +122,7 @@ class _Importer:
         self._shard_of = shard_of
         self._batches: list[list[Record]] = [[] for _ in shards]
         self._bad: Counter[MissReason] = Counter()
-        self._num_stored = self._num_held = self._nbytes = 0
+        self._num_stored = self._num_held = self._num_refused = self._nbytes = 0
         self.num_seen = 0
 
     def take(self, data: bytes) -> None:
@@ -139,23 +141,41 @@ class _Importer:
         for number in range(len(self._shards)):
             self._write(number)
             self._shards[number].sync()
-        return Moved(self._num_stored, self._nbytes, self._num_held, dict(self._bad), complete)
+        return Moved(
+            num_blocks=self._num_stored,
+            nbytes=self._nbytes,
+            num_held=self._num_held,
+            num_refused=self._num_refused,
+            bad=dict(self._bad),
+            complete=complete,
+        )
 
     def _batch_bytes(self, number: int) -> int:
         return min(BATCH_BYTES, self._shards[number].map_bytes // 32)
 
     def _write(self, number: int) -> None:
         batch, self._batches[number] = self._batches[number], []
-        if not batch:
-            return
-        with self._shards[number].writing() as writer:
-            fresh = [record for record in batch if writer.find(record.key) is None]
-            writer.make_room(sum(len(record.data) for record in fresh))
-            first = writer.take_sequences(len(fresh))
-            for sequence, record in enumerate(fresh, start=first):
-                writer.put(record, sequence)
+        for _ in range(MAX_ROUNDS):
+            if not batch:
+                return
+            with self._shards[number].writing() as writer:
+                part = batch[: max(1, writer.limit // 2)]
+                fresh = [record for record in part if writer.find(record.key) is None]
+                room = writer.make_room(sum(len(record.data) for record in fresh))
+                if not room and writer.spent:
+                    continue
+                del batch[: len(part)]
+                self._num_held += len(part) - len(fresh)
+                if room:
+                    self._put(writer, fresh)
+                else:
+                    self._num_refused += len(fresh)
+        self._num_refused += len(batch)
+
+    def _put(self, writer: Writer, fresh: Sequence[Record]) -> None:
+        for sequence, record in enumerate(fresh, start=writer.take_sequences(len(fresh))):
+            writer.put(record, sequence)
         self._num_stored += len(fresh)
-        self._num_held += len(batch) - len(fresh)
         self._nbytes += sum(len(record.data) for record in fresh)
 
 

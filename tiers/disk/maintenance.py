@@ -75,11 +75,17 @@ def remove(shard: Shard, rule: Rule, *, at_most_bytes: int | None = None) -> Rem
             if rule(key, entry):
                 doomed.append(key)
                 total = total.plus(Removed(1, entry.place.nbytes, entry.logical_nbytes))
-        if doomed:
-            with shard.writing() as writer:
-                for key in doomed:
-                    writer.delete(key)
+        _delete(shard, doomed)
     return total
+
+
+def _delete(shard: Shard, keys: list[PrefixKey]) -> int:
+    """Forget these blocks, in as many transactions as it takes; how many were held."""
+    num_held = 0
+    while keys:
+        with shard.writing() as writer:
+            num_held += writer.delete_some(keys)
+    return num_held
 
 
 def purge(shard: Shard, roots: Collection[PrefixKey]) -> Removed:
@@ -122,10 +128,8 @@ def verify(
                 bad[why] += 1
                 doomed.append(key)
         advance(len(rows))
-        if repair and doomed:
-            with shard.writing() as writer:
-                num_repaired += sum(writer.delete(key) for key in doomed)
-        advance(len(rows))
+        if repair:
+            num_repaired += _delete(shard, doomed)
     problem = shard.walk()
     structure = (f"{shard.path.name}: {problem}",) if problem else ()
     return Verified(num_blocks, logical_bytes, dict(bad), num_repaired, structure)

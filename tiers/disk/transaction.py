@@ -10,6 +10,10 @@ and LMDB copies what it changes, so the pages in use must stay below the map's b
                                                                  3 x the batch (freed by this and
                                                                  the last commits) + 1/32 of the map
                                                                  (no run of that length) + 64
+
+Each block that is put, moved or deleted changes pages of the indexes as well. On a small disk of
+small blocks these would be more than the reserve, so there one transaction changes few blocks
+(`change_limit`), and who has more to do goes on in the next.
 """
 
 import ctypes
@@ -48,6 +52,9 @@ _OVERFLOW = 0x04
 _BATCHES = 3
 _FRAGMENTS = 32
 _FEW_PAGES = 64
+_CHANGED = 3  # pages, for a block that is put, moved or deleted: a leaf of data, index and order
+_FEW_CHANGES = 8
+NO_LIMIT = 1 << 30
 
 
 class Databases(NamedTuple):
@@ -84,6 +91,12 @@ def reserve_pages(map_pages: int, batch_pages: int) -> int:
     return _BATCHES * batch_pages + map_pages // _FRAGMENTS + _FEW_PAGES
 
 
+def change_limit(map_pages: int, index_pages: int) -> int:
+    """Blocks that one transaction may change, so that the index pages it changes find room."""
+    room = (map_pages // _FRAGMENTS + _FEW_PAGES) // _BATCHES
+    return NO_LIMIT if index_pages <= room else max(_FEW_CHANGES, room // _CHANGED)
+
+
 class Writer:
     """The open write transaction. Totals and accounts are written once, by `finish`."""
 
@@ -114,6 +127,17 @@ class Writer:
         self.gone: list[Gone] = []
         self.evicted: list[PrefixKey] = []
         self.now_s = now_s
+        self.limit = change_limit(room_pages, self._pages_in_use("branch_pages", "leaf_pages"))
+        self._num_changes = 0
+
+    @property
+    def spent(self) -> bool:
+        """Whether this transaction has changed as many blocks as it may."""
+        return self._num_changes >= self.limit
+
+    @property
+    def changed(self) -> bool:
+        return self._num_changes > 0
 
     def find(self, key: PrefixKey) -> Entry | None:
         data = self._storage.get(self._txn, key, self._dbs.index)
@@ -132,6 +156,7 @@ class Writer:
 
     def put(self, record: Record, sequence: int, used_s: int | None = None) -> None:
         """Write a block that is not held. The caller has made room, and took the sequence."""
+        self._num_changes += 1
         self._storage.put(self._txn, record.key, record.data, self._dbs.data)
         place = Place(sequence, self._extent(record), len(record.data), used_s or self.now_s)
         entry = Entry(place, record.header)
@@ -151,6 +176,7 @@ class Writer:
         entry = self.find(key)
         if entry is None:
             return False
+        self._num_changes += 1
         self._storage.delete(self._txn, pack_sequence(entry.place.sequence), self._dbs.order)
         place = entry.place._replace(sequence=sequence, used_s=self.now_s)
         self._place(key, entry._replace(place=place))
@@ -161,6 +187,7 @@ class Writer:
         entry = self.find(key)
         if entry is None:
             return False
+        self._num_changes += 1
         self._before_free(entry.place.offset, entry.place.nbytes)
         self._storage.delete(self._txn, key, self._dbs.data)
         self._storage.delete(self._txn, key, self._dbs.index)
@@ -169,6 +196,14 @@ class Writer:
         self._account(entry.scope, -1, -stored, -entry.logical_nbytes)
         self.gone.append(Gone(key, entry, cause))
         return True
+
+    def delete_some(self, keys: list[PrefixKey]) -> int:
+        """Forget as many of these as this transaction may, and take them off the list; how many
+        were held."""
+        num_held = 0
+        while keys and not self.spent:
+            num_held += self.delete(keys.pop())
+        return num_held
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a batch of `nbytes` fits without eviction."""
@@ -184,10 +219,16 @@ class Writer:
             self.touch(key, sequence)
 
     def make_room(self, nbytes: int) -> bool:
-        """Evict from the old end until a batch of `nbytes` fits; False where too much is spared."""
+        """Evict from the old end until a batch of `nbytes` fits.
+
+        False where too much is spared, or more must go than this transaction may change (`spent`).
+        """
         excess = self._excess_pages(nbytes)
-        guard, num_spared = self._guard, 0
-        while excess > 0 and num_spared < LOOKED_AT and (rows := list(islice(self._oldest(), 64))):
+        guard, num_spared, at_once = self._guard, 0, min(64, self.limit)
+        while excess > 0 and num_spared < LOOKED_AT and not self.spent:
+            rows = list(islice(self._oldest(), at_once))
+            if not rows:
+                break
             spared: list[PrefixKey] = []
             for key, _ in rows:
                 entry = self.find(key)
@@ -287,14 +328,14 @@ class Writer:
     def _excess_pages(self, nbytes: int) -> int:
         batch = self._pages(nbytes)
         room = self._room_pages - reserve_pages(self._room_pages, batch) - batch
-        return self._used_pages() - room
+        return self._pages_in_use("branch_pages", "leaf_pages", "overflow_pages") - room
 
     def _pages(self, nbytes: int) -> int:
         return -(-(nbytes + PAGE_HEADER) // self._page_bytes)
 
-    def _used_pages(self) -> int:
+    def _pages_in_use(self, *kinds: str) -> int:
         stats = [self._txn.stat(db) for db in self._dbs]
-        return sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        return sum(stat[kind] for stat in stats for kind in kinds)
 
     def _extent(self, record: Record) -> int:
         """File offset of the record just put, or 0 where it has no run of pages of its own.

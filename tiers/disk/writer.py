@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.disk.counts import DiskCounts
+from tiers.disk.counts import DiskCounts, Pending
 from tiers.disk.directory import shard_of
 from tiers.disk.guard import DiskGuard
 from tiers.disk.payload import encode, payload_bound
@@ -25,7 +25,7 @@ from tiers.disk.settings import DiskSettings
 from tiers.disk.shard import ShardDamaged
 from tiers.disk.slot import ShardSlot
 from tiers.disk.storage import MapFull, StorageError
-from tiers.disk.transaction import MIN_RECORD, Record, Writer
+from tiers.disk.transaction import LOOKED_AT, MIN_RECORD, NO_LIMIT, Record, Writer
 from tiers.errors import MissReason
 from tiers.tier import Cause
 
@@ -34,21 +34,28 @@ logger = logging.getLogger(__name__)
 EXPIRE_AT_ONCE = 256
 MAX_TRIES = 3
 RELIEF_COMMITS = 3  # pages freed by the first can be used after the third
+READERS_WAIT_S = 0.5  # readers are done in less than a millisecond, when they get to run
 
 Pair = tuple[BlockId, Frame]
 
 
-class _Run(NamedTuple):
-    """A batch, as a part of the blocks that one `store` brings to one shard.
+@dataclass(slots=True)
+class _Run:
+    """The blocks that one `store` brings to one shard, and how many of them are done with.
 
-    Places in the order of eviction are taken for the whole run with its first batch, so that the
-    head of the run outlives its tail though it is written first.
+    Places in the order of eviction are taken for the whole run with its first transaction, so that
+    the head of the run outlives its tail though it is written first.
     """
 
-    batch: Sequence[Pair]
-    first: int | None  # sequence of the run's last block; None before the first commit
-    num_blocks: int  # of the run
-    start: int  # of the batch in the run
+    pairs: Sequence[Pair]
+    done: int = 0
+    first: int | None = None  # sequence of the run's last block; None before the first commit
+    num_rounds: int = 0  # transactions since a block was done that only made room
+    num_tries: int = 0  # faults since a block was done
+
+    def advance(self, count: int) -> None:
+        self.done += count
+        self.num_rounds = self.num_tries = 0
 
 
 class BlockWriter:
@@ -95,11 +102,13 @@ class BlockWriter:
 
     def _store(self, number: int, pairs: Sequence[Pair]) -> None:
         """Write blocks of one shard, in batches."""
-        at_once = max(1, self._settings.batch_bytes // self._block_bytes)
-        first: int | None = None
-        for start in range(0, len(pairs), at_once):
-            run = _Run(pairs[start : start + at_once], first, len(pairs), start)
-            first = self._write(number, run)
+        run = _Run(pairs)
+        while run.done < len(pairs):
+            if not self._can_write(number):
+                break
+            if not self._write(number, run):
+                break
+        self._counts.refused(block.key for block, _ in pairs[run.done :])
 
     def close(self) -> None:
         for thread in self._threads:
@@ -113,8 +122,10 @@ class BlockWriter:
             mine = [key for key in doomed if shard_of(key, len(self._slots)) == number]
             if not mine or not self._can_write(number):
                 continue
-            with self._guarded(number, "discarding from"), self.transaction(number) as writer:
-                num_held += sum(writer.delete(key) for key in mine)
+            with self._guarded(number, "discarding from"):
+                while mine:
+                    with self.transaction(number) as writer:
+                        num_held += writer.delete_some(mine)
         return num_held
 
     def flush(self) -> None:
@@ -144,24 +155,38 @@ class BlockWriter:
 
     @contextmanager
     def transaction(self, number: int) -> Iterator[Writer]:
-        """A write transaction that first settles what readers left for it."""
+        """A write transaction. What readers left is settled first: in the same one, or, where a
+        transaction may change few blocks, in others before it."""
         pending = self._counts.take_pending(number)
+        part = Pending()
         try:
-            with self._slots[number].use() as shard, shard.writing() as writer:
-                for key in pending.condemned:
-                    writer.delete(key, Cause.FAULT)
-                for key in pending.used:
-                    writer.touch(key, writer.take_sequences(1))
-                writer.lend(list(pending.lent)[::-1])
-                writer.count_hits(pending.num_hits, pending.hit_bytes)
-                if self._settings.idle_ttl_s is not None:
-                    writer.expire(int(self._clock()) - self._settings.idle_ttl_s, EXPIRE_AT_ONCE)
-                yield writer
+            more = True
+            while more:
+                with self._slots[number].use() as shard, shard.writing() as writer:
+                    part = pending.split(writer.limit)
+                    more = self._settle(writer, part)
+                    if not more:
+                        yield writer
+                part = Pending()
+                self._counts.wrote(len(writer.fresh), writer.written_bytes, writer.evicted)
         except BaseException:
+            self._counts.give_back(number, part)
             self._counts.give_back(number, pending)
             self.recount()
             raise
-        self._counts.wrote(len(writer.fresh), writer.written_bytes, writer.evicted)
+
+    def _settle(self, writer: Writer, part: Pending) -> bool:
+        """Do what readers left; whether that is all that this transaction may do."""
+        for key in part.condemned:
+            writer.delete(key, Cause.FAULT)
+        for key in part.used:
+            writer.touch(key, writer.take_sequences(1))
+        writer.lend(list(part.lent))
+        writer.count_hits(part.num_hits, part.hit_bytes)
+        if self._settings.idle_ttl_s is not None and not writer.spent:
+            before_s = int(self._clock()) - self._settings.idle_ttl_s
+            writer.expire(before_s, min(EXPIRE_AT_ONCE, writer.limit))
+        return writer.limit < NO_LIMIT and writer.changed
 
     @contextmanager
     def _guarded(self, number: int, doing: str) -> Iterator[None]:
@@ -173,37 +198,41 @@ class BlockWriter:
             self._counts.fault(MissReason.IO_ERROR, 1, f"{doing} {path}: {error}")
             self._mend(number, error)
 
-    def _write(self, number: int, run: _Run) -> int | None:
-        """One batch, tried again after a full map or damage; the first sequence of its run."""
-        path = self._slots[number].path
-        if not self._can_write(number):
-            self._counts.refused(block.key for block, _ in run.batch)
-            return run.first
-        for _ in range(MAX_TRIES):
-            try:
-                with self.transaction(number) as writer:
-                    first = run.first
-                    if first is None:
-                        first = writer.take_sequences(run.num_blocks)
-                    self._put(writer, run, first)
-                return first
-            except MapFull:
-                self._relieve(number, len(run.batch) * self._block_bytes)
-            except (*StorageError, ShardDamaged) as error:
-                why = f"writing to {path}: {error}"
-                self._counts.fault(MissReason.IO_ERROR, len(run.batch), why)
-                if not self._mend(number, error):
-                    break
-        else:
-            self._counts.fault(MissReason.NO_ROOM, len(run.batch), f"{path} has no room")
-        self._counts.refused(block.key for block, _ in run.batch)
-        return run.first
+    def _write(self, number: int, run: _Run) -> bool:
+        """One transaction of a run; False where no more of it can be written."""
+        slot = self._slots[number]
+        try:
+            with self.transaction(number) as writer:
+                first = run.first
+                if first is None:
+                    first = writer.take_sequences(len(run.pairs))
+                batch = self._next_batch(run, writer)
+                done = self._put(writer, batch, first + len(run.pairs) - 1 - run.done)
+            run.first = first
+        except MapFull:
+            return self._relieve(number, run)
+        except (*StorageError, ShardDamaged) as error:
+            left = len(run.pairs) - run.done
+            self._counts.fault(MissReason.IO_ERROR, left, f"writing to {slot.path}: {error}")
+            run.num_tries += 1
+            return self._mend(number, error) and run.num_tries < MAX_TRIES
+        if done:
+            run.advance(len(batch))
+            return True
+        run.num_rounds += 1
+        return run.num_rounds <= LOOKED_AT // writer.limit
 
-    def _put(self, writer: Writer, run: _Run, first: int) -> None:
-        """Put what is not held, move what is; of a run, the head is the last to leave."""
-        last = first + run.num_blocks - 1 - run.start
+    def _next_batch(self, run: _Run, writer: Writer) -> Sequence[Pair]:
+        at_once = max(1, self._settings.batch_bytes // self._block_bytes)
+        return run.pairs[run.done : run.done + min(at_once, max(1, writer.limit // 2))]
+
+    def _put(self, writer: Writer, batch: Sequence[Pair], last: int) -> bool:
+        """Put what is not held, move what is; the head, at `last`, is to be the last to leave.
+
+        False where the batch has no room yet, and may have it after another transaction.
+        """
         fresh: list[tuple[BlockId, Frame, int]] = []
-        for back, (block, frame) in enumerate(run.batch):
+        for back, (block, frame) in enumerate(batch):
             entry = writer.find(block.key)
             if entry is not None and is_block(entry.header, block):
                 writer.touch(block.key, last - back)
@@ -211,14 +240,20 @@ class BlockWriter:
                 fresh.append((block, frame, last - back))
         need = sum(self._record_bound(block) for block, _, _ in fresh)
         if not need:
-            return
-        if self._spent(writer, need, fresh) or not self._make_room(writer, need, fresh):
+            return True
+        if self._over_budget(writer, need, fresh):
             self._counts.refused(block.key for block, _, _ in fresh)
-            return
+            return True
+        if not self._make_room(writer, need, fresh):
+            if writer.spent:
+                return False
+            self._counts.refused(block.key for block, _, _ in fresh)
+            return True
         for block, frame, sequence in fresh:
             # After a collision, the block asked for last stays.
             writer.delete(block.key, Cause.REDUNDANT)
             writer.put(self._encode(block, frame.buffer), sequence)
+        return True
 
     def _make_room(
         self, writer: Writer, need: int, fresh: Sequence[tuple[BlockId, Frame, int]]
@@ -232,7 +267,7 @@ class BlockWriter:
             for block, _, _ in fresh:
                 self._guard.moved(block.scope, -(need // len(fresh)))
 
-    def _spent(
+    def _over_budget(
         self, writer: Writer, need: int, fresh: Sequence[tuple[BlockId, Frame, int]]
     ) -> bool:
         """Whether the day's budget refuses this write; what an operator pinned is written."""
@@ -271,15 +306,30 @@ class BlockWriter:
             room[end:MIN_RECORD] = bytes(MIN_RECORD - end)
         return Record(block.key, block.scope, header, room[: max(end, MIN_RECORD)], len(buffer))
 
-    def _relieve(self, number: int, nbytes: int) -> None:
-        """Make room after a full map; what is freed now is free two commits later."""
-        with self._guarded(number, "making room in"):
+    def _relieve(self, number: int, run: _Run) -> bool:
+        """Make room after a full map; whether it is worth trying again."""
+        run.num_tries += 1
+        path = self._slots[number].path
+        nbytes = self._settings.batch_bytes
+        try:
             with self._slots[number].use() as shard:
                 shard.forget_dead_readers()
-                shard.learn_slack(nbytes)
+                # A reader keeps pages that were freed since it began: no eviction helps then.
+                if not shard.wait_for_readers(READERS_WAIT_S):
+                    shard.learn_slack(nbytes)
             for _ in range(RELIEF_COMMITS):
                 with self.transaction(number) as writer:
                     writer.make_room(nbytes)
+        except MapFull:
+            logger.debug(f"disk cache: {path} has no room to make room")
+        except (*StorageError, ShardDamaged) as error:
+            self._counts.fault(MissReason.IO_ERROR, 1, f"making room in {path}: {error}")
+            self._mend(number, error)
+        if run.num_tries < MAX_TRIES:
+            return True
+        left = len(run.pairs) - run.done
+        self._counts.fault(MissReason.NO_ROOM, left, f"{path} has no room")
+        return False
 
     def _mend(self, number: int, error: Exception) -> bool:
         """Bring back a shard that can no longer be used; whether it is worth trying again."""

@@ -198,6 +198,8 @@ def import_(
         )
     if moved.bad:
         note(f"{_bad(moved)} refused")
+    if moved.num_refused:
+        note(f"{number_of(moved.num_refused, 'block')} found no room; is too much pinned?")
     if not moved.complete:
         fail(f"{_name(file, 'input')} ends early; what came whole was kept. Export it again")
     if moved.bad:

@@ -1,0 +1,122 @@
+"""Disks of a few megabytes, which turn over again and again: they evict and go on storing.
+
+LMDB copies each page that it changes and uses the old one again two commits later, so on a small
+disk it is the changes to the indexes, not the records, that may fill the map.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.keys import BlockId
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.maintenance import remove
+from tiers.disk.open import open_disk
+from tiers.disk.settings import DiskSettings
+from tiers.disk.storage import MapFull, Storage
+from tiers.testing.faulty_storage import chain, fill, holds, take
+
+TOKENS = 4
+SMALL = BlockLayout.uniform(
+    num_layers=8, block_size=TOKENS, num_kv_heads=1, head_dim=32, dtype="float16"
+)  # 4 KiB: the indexes take a tenth of the disk
+LARGE = BlockLayout.uniform(
+    num_layers=8, block_size=TOKENS, num_kv_heads=4, head_dim=256, dtype="float16"
+)  # 128 KiB
+RUN = 8
+
+
+class CountingStorage(Storage):
+    """Counts how often the map was full."""
+
+    def __init__(self) -> None:
+        self.num_full = 0
+
+    def put(self, *args: Any) -> None:
+        self._counting(super().put, *args)
+
+    def delete(self, *args: Any) -> bool:
+        return bool(self._counting(super().delete, *args))
+
+    def commit(self, *args: Any) -> None:
+        self._counting(super().commit, *args)
+
+    def _counting(self, work: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return work(*args)
+        except MapFull:
+            self.num_full += 1
+            raise
+
+
+class SmallDisk:
+    """A small disk, and a writer that brings it more than it holds."""
+
+    def __init__(self, root: Path, layout: BlockLayout, num_bytes: int, **settings: Any) -> None:
+        self.storage = CountingStorage()
+        behaviour = DiskSettings(**settings)
+        self.tier = open_disk(root, layout, num_bytes, storage=self.storage, settings=behaviour)
+        self.frames = take(FrameArena(layout, RUN + 1), RUN + 1)
+        self.dice = random.Random(1)
+        self.num_runs = 0
+
+    def run(self, number: int) -> list[BlockId]:
+        return chain(RUN, block_size=TOKENS, seed=number)
+
+    def store(self) -> None:
+        ids = self.run(self.num_runs)
+        self.num_runs += 1
+        for frame, block in zip(self.frames, ids, strict=False):
+            fill(frame, block)
+        self.tier.store(ids, self.frames[:RUN])
+
+    def fill_up(self) -> None:
+        while not self.tier.counted().evicted:
+            self.store()
+
+    def load(self, num_runs: int) -> int:
+        """Hits on runs that may be there still."""
+        frames, hits = self.frames[:RUN], 0
+        for _ in range(num_runs):
+            ids = self.run(self.dice.randrange(self.num_runs))
+            count = self.tier.load(ids, frames).num_blocks
+            assert all(map(holds, frames[:count], ids, [self.frames[RUN]] * count))
+            hits += count
+        return hits
+
+    def has_newest(self) -> bool:
+        return self.tier.probe(self.run(self.num_runs - 1)) == RUN
+
+
+@pytest.mark.parametrize("layout", [SMALL, LARGE])
+@pytest.mark.parametrize("moves", [False, True])
+def test_many_hits_between_stores_fill_no_map(
+    tmp_path: Path, layout: BlockLayout, moves: bool
+) -> None:
+    disk = SmallDisk(tmp_path, layout, 4_000_000, moves=moves)
+    disk.fill_up()
+    held = disk.tier.stats().num_blocks
+    for _ in range(8):
+        assert disk.load(40) > 0
+        disk.store()
+        assert disk.has_newest()
+    assert (disk.storage.num_full, dict(disk.tier.counted().faults)) == (0, {})
+    assert disk.tier.stats().num_blocks > 0.9 * held
+    disk.tier.close()
+
+
+def test_blocks_go_by_request_from_a_full_disk(tmp_path: Path) -> None:
+    disk = SmallDisk(tmp_path, SMALL, 4_000_000)
+    disk.fill_up()
+    held = disk.tier.stats().num_blocks
+    with disk.tier.view() as view:
+        removed = remove(view.shards[0], lambda key, _: key[0] % 2 == 0)
+    assert removed.num_blocks > held / 4
+    gone = disk.tier.discard([b.key for n in range(disk.num_runs) for b in disk.run(n)])
+    assert removed.num_blocks + gone == held
+    assert (disk.storage.num_full, dict(disk.tier.counted().faults)) == (0, {})
+    disk.tier.close()
