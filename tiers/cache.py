@@ -28,12 +28,12 @@ from tiers.memory.residency import Residency
 from tiers.memory.tails import Tail, TailCase, TailSharing
 from tiers.operations.operations import GroupUse, Upkeep
 from tiers.operations.purge import Purged
-from tiers.operations.steady_clock import SteadyClock
 from tiers.policy import Policy, Use
 from tiers.policy.admission import WritePolicy, keeps_copies
 from tiers.policy.quota import Quotas, Shares
 from tiers.policy.retention import Pin, PinKind
 from tiers.remote.stacked import PUBLISH_HITS, StackedTier
+from tiers.steady_clock import SteadyClock
 from tiers.tables import BlockTables
 from tiers.telemetry.events import EventStream
 from tiers.telemetry.misses import Absence, marks_of

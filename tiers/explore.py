@@ -116,7 +116,7 @@ class Forest:
                 hits=0,
                 idle_s=max(0.0, self._unix_s - block.used_s),
                 clean=False,
-                age_s=max(0.0, self._unix_s - block.written_s),
+                age_s=max(0.0, self._unix_s - block.computed_s),
             )
         return seen(block, self._now_s)
 

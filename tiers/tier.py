@@ -44,15 +44,25 @@ class Cause(StrEnum):
     FAULT = "fault"  # it could not be read, or stood where nothing can be trusted
 
 
-class Loaded(NamedTuple):
+class Age(NamedTuple):
+    """How long ago, in seconds: so that no clock need agree with another's."""
+
+    computed_s: float = 0.0  # since a block's KV was computed
+    used_s: float = 0.0  # since it was last used
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
     """How many leading blocks were filled, and why the next was not (None: all asked for were).
 
-    `sources` says which tier each came from, where that is not the one that was asked.
+    `sources` says which tier each came from, where that is not the one that was asked; `ages` how
+    many seconds ago each was computed, where that is known.
     """
 
     num_blocks: int
     reason: MissReason | None
     sources: "tuple[TierName, ...]" = ()
+    ages: tuple[float, ...] = field(default=(), compare=False)
 
 
 class Removed(NamedTuple):
@@ -127,8 +137,13 @@ class Tier(Protocol):
         Of a frame's bytes only its `part` of the block is filled."""
         ...
 
-    def store(self, ids: Sequence[BlockId], frames: "Sequence[Frame]") -> list[PrefixKey]:
-        """Write blocks not yet held; returns the keys, of these and others, not held any more."""
+    def store(
+        self, ids: Sequence[BlockId], frames: "Sequence[Frame]", ages: Sequence[Age] = ()
+    ) -> list[PrefixKey]:
+        """Write blocks not yet held; returns the keys, of these and others, not held any more.
+
+        Without `ages` they were computed and used now.
+        """
         ...
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
@@ -149,8 +164,9 @@ class ManagedTier(Tier, Protocol):
         returns at once."""
         ...
 
-    def demoted(self, keys: Sequence[PrefixKey]) -> None:
-        """The tiers above gave up these, which are held here: they were used. As `keep`."""
+    def demoted(self, keys: Sequence[PrefixKey], idle_s: Sequence[float]) -> None:
+        """The tiers above gave up these, which are held here: they were used so long ago. As
+        `keep`."""
         ...
 
     def flush(self) -> None:

@@ -3,8 +3,9 @@
     python -m tests.bench.soak [--seconds 1800] [--json FILE]
 
 `cachesvc serve` on a tiny model with tiny tiers, so that everything turns over many times: chats
-and completions, streamed and whole, one choice and several, with grammars and without, prompts that
-share a beginning and prompts that share nothing, and clients that leave early. What the process
+and completions, streamed and whole, one choice and several, with grammars and without, by the model
+and by its adapter, prompts that share a beginning and prompts that share nothing, and clients that
+leave early. What the process
 takes is read from /proc every five seconds, and what of it is the heap's.
 
 Expected: everything that is bounded (journal, turns, tiers, pools) is full after some minutes, and
@@ -27,12 +28,13 @@ from typing import Any
 import httpx
 
 from billing.money import UNITS
-from engine.testing.models import save_tiny_model
+from engine.testing.models import save_tiny_adapter, save_tiny_model
 from tests.bench.provenance import commit, machine
 from tests.live_server import LiveServer
 
 CLIENTS = 12
 SAMPLE_S = 5.0
+MODELS = ("tiny", "tiny", "tuned")
 SHARED = [f"You are assistant number {number}. " * 3 for number in range(8)]
 GRAMMARS: list[dict[str, Any]] = [
     {},
@@ -68,12 +70,12 @@ def request_of(dice: random.Random) -> dict[str, Any]:
 
 
 async def client(
-    url: str, model: str, headers: Mapping[str, str], seed: int, ends: float, seen: Counter[str]
+    url: str, headers: Mapping[str, str], seed: int, ends: float, seen: Counter[str]
 ) -> None:
     dice = random.Random(seed)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as http:
         while time.monotonic() < ends:
-            body = request_of(dice) | {"model": model}
+            body = request_of(dice) | {"model": dice.choice(MODELS)}
             patience_s = dice.choice([60.0, 60.0, 60.0, dice.random() * 0.3])
             try:
                 async with asyncio.timeout(patience_s):
@@ -90,7 +92,7 @@ async def soak(
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
     ends, seen, rows = time.monotonic() + seconds, Counter[str](), []
     clients = [
-        asyncio.create_task(client(server.url, "tiny", headers, number, ends, seen))
+        asyncio.create_task(client(server.url, headers, number, ends, seen))
         for number in range(CLIENTS)
     ]
     began = time.monotonic()
@@ -117,7 +119,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_tiny_model(folder / "tiny")
-        server = LiveServer(folder, folder / "tiny")
+        save_tiny_adapter(folder / "tuned", r=4, target_modules="all-linear")
+        adapters = json.dumps({"tuned": "tuned"})
+        server = LiveServer(folder, folder / "tiny", CACHESVC_MODEL__ADAPTERS=adapters)
         headers = server.customer("acme", 10**6 * UNITS)
         server.start()
         try:

@@ -117,7 +117,7 @@ def test_what_the_tiers_above_gave_up_was_used_until_then(
 ) -> None:
     tier = open_tier(tmp_path)
     old, other = store(tier, frames, ACME, 1), store(tier, frames, ACME, 2)
-    tier.demoted([block.key for block in reversed(old)])
+    tier.demoted([block.key for block in reversed(old)], [0.0] * 8)
     seed = 1000
     while tier.probe(other) == 8:
         scan(tier, frames, 1, first=seed)
@@ -133,7 +133,7 @@ def test_what_the_tiers_above_gave_up_is_no_longer_first(
     scan(tier, frames, 60)
     read = store(tier, frames, ACME, 1)
     tier.load(read, frames[:8])
-    tier.demoted([block.key for block in read])
+    tier.demoted([block.key for block in read], [0.0] * 8)
     scan(tier, frames, 4, first=2000)
     assert tier.probe(read) == 8
     tier.close()

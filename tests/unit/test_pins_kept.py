@@ -10,9 +10,9 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.pin_file import PINS_NAME, load_pins, save_pins
-from tiers.operations.steady_clock import SteadyClock
 from tiers.policy.admission import WritePolicy
 from tiers.policy.retention import Pin, PinError, PinKind
+from tiers.steady_clock import SteadyClock
 from tiers.testing.memory_tier import MemoryTier, SteppedMover
 from tiers.transfer.promotion import Progress
 

@@ -31,7 +31,7 @@ def on_disk(*prompts: list[int], root: PrefixKey = ROOT) -> DiskBlocks:
                 parent=chain.parent(number),
                 num_tokens=BLOCK,
                 tokens=chain.chunks[number],
-                written_s=now_s - 120,
+                computed_s=now_s - 120,
             )
     by_parent: dict[PrefixKey, list[BlockInfo]] = {}
     for block in by_key.values():

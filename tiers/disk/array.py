@@ -24,7 +24,7 @@ from tiers.disk.directory import FORMAT, Meta
 from tiers.disk.tier import DiskTier
 from tiers.disk.view import DiskView
 from tiers.errors import ConfigurationError, MissReason
-from tiers.tier import Loaded, Removed, ShardStats, TierName, TierStats
+from tiers.tier import Age, Loaded, Removed, ShardStats, TierName, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -80,20 +80,26 @@ class DiskArray:
 
         found = self._side_by_side(self._readers, parts, read)
         end, reason = len(wanted), None
+        ages = [0.0] * len(wanted)
         for root, loaded in found.items():
             numbers = parts[root]
+            for number, age in zip(numbers, loaded.ages, strict=False):
+                ages[number] = age
             if loaded.num_blocks < len(numbers) and numbers[loaded.num_blocks] < end:
                 end, reason = numbers[loaded.num_blocks], loaded.reason
-        return Loaded(end, reason)
+        return Loaded(end, reason, ages=tuple(ages[:end]))
 
-    def store(self, ids: Sequence[BlockId], frames: Sequence[Frame]) -> list[PrefixKey]:
+    def store(
+        self, ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age] = ()
+    ) -> list[PrefixKey]:
         parts = self._parts(ids)
 
         def write(root: Path, numbers: list[int]) -> list[PrefixKey]:
             disk = self._disks[root]
             if disk is None:
                 return [ids[n].key for n in numbers]
-            return disk.store([ids[n] for n in numbers], [frames[n] for n in numbers])
+            mine = [ages[n] for n in numbers] if ages else ()
+            return disk.store([ids[n] for n in numbers], [frames[n] for n in numbers], mine)
 
         dropped = self._side_by_side(self._writers, parts, write)
         return [key for keys in dropped.values() for key in keys]
@@ -105,9 +111,10 @@ class DiskArray:
         for disk in self._open():
             disk.keep(keys)
 
-    def demoted(self, keys: Sequence[PrefixKey]) -> None:
+    def demoted(self, keys: Sequence[PrefixKey], idle_s: Sequence[float]) -> None:
+        idle = dict(zip(keys, idle_s, strict=True))
         for disk, mine in self._by_disk(keys):
-            disk.demoted(mine)
+            disk.demoted(mine, [idle[key] for key in mine])
 
     def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
         """Which of these are held, each for itself. Raises what storage raises."""

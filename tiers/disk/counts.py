@@ -40,8 +40,9 @@ class Counted:
 class Pending:
     """What one shard's next write transaction settles."""
 
-    used: dict[PrefixKey, None] = field(default_factory=dict)  # least recent first
-    lent: dict[PrefixKey, None] = field(default_factory=dict)  # to be the first to leave
+    # When they were used, least recent first; those lent are to be the first to leave.
+    used: dict[PrefixKey, int] = field(default_factory=dict)
+    lent: dict[PrefixKey, int] = field(default_factory=dict)
     condemned: set[PrefixKey] = field(default_factory=set)
     num_hits: int = 0
     hit_bytes: int = 0
@@ -137,19 +138,18 @@ class DiskCounts:
             pending.num_hits += len(keys)
             pending.hit_bytes += len(keys) * nbytes
 
-    def use(self, number: int, keys: Iterable[PrefixKey], *, lent: bool = False) -> None:
-        """Blocks of shard `number` move in the order of eviction; the last is the most recent.
-
-        Where `lent`, they move to its old end.
+    def use(self, number: int, uses: Iterable[tuple[PrefixKey, int]], *, lent: bool) -> None:
+        """Blocks of shard `number`, and when they were used, move in the order of eviction; the
+        last is the most recent. Where `lent`, they move to its old end.
         """
         with self._lock:
             pending = self._pending[number]
             to, other = (pending.lent, pending.used) if lent else (pending.used, pending.lent)
-            for key in keys:
-                other.pop(key, None)
+            for key, used_s in uses:
+                used_s = max(used_s, other.pop(key, 0), to.get(key, 0))
                 if key in to or len(to) < MAX_USED:
                     to.pop(key, None)
-                    to[key] = None
+                    to[key] = used_s
 
     def condemn(self, number: int, key: PrefixKey) -> None:
         """A record that proved unreadable; the next write deletes it."""

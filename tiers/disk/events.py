@@ -45,7 +45,7 @@ class DiskEvents:
         now_s = self.clock()
         with self._lock:
             for entry in entries:
-                self._lives.reused(now_s - entry.place.used_s)
+                self._lives.reused(max(0.0, now_s - entry.place.used_s))
 
     def lives(self) -> LifeStats:
         with self._lock:

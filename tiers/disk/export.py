@@ -174,7 +174,7 @@ class _Importer:
 
     def _put(self, writer: Writer, fresh: Sequence[Record]) -> None:
         for sequence, record in enumerate(fresh, start=writer.take_sequences(len(fresh))):
-            writer.put(record, sequence)
+            writer.put(record, sequence, writer.now_s)
         self._num_stored += len(fresh)
         self._nbytes += sum(len(record.data) for record in fresh)
 

@@ -7,7 +7,6 @@ lost power, the disk changed a bit or somebody cut the file.
 
 import logging
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,6 +41,7 @@ from tiers.disk.tier import DiskTier
 from tiers.disk.transaction import reserve_pages
 from tiers.errors import ConfigurationError, MissReason
 from tiers.policy.quota import Quotas, Shares
+from tiers.steady_clock import SteadyClock
 from tiers.telemetry.events import EventStream
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def open_disk(
     settings: DiskSettings | None = None,
     storage: Storage | None = None,
     shares: Shares | None = None,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
     stream: EventStream | None = None,
     check_s: float = CHECK_AT_ONCE_S,
 ) -> DiskTier:
@@ -75,6 +75,7 @@ def open_disk(
     cannot work.
     """
     storage = storage or Storage()
+    clock = clock or SteadyClock()
     settings = settings or DiskSettings()
     events = DiskEvents(stream or EventStream(), clock)
     make_root(root)

@@ -14,7 +14,7 @@ inside the header.
     32      16     scope: root key of the chain 128     ...    tokens (int32), content, zeros to
     48      16     parent key                   ...            a multiple of 16, less 8
     64      16     key                          ...     8      xxh3_64 of all header bytes before
-    80      8      zero, for later
+    80      8      when its KV was computed, 0 for "when written"
 
 Version 2 has two payloads behind each other, coded each for itself, so that the first can be read
 alone: what layers without windows keep, from a multiple of 8 on the rest. Between content and zeros
@@ -34,7 +34,7 @@ from tiers.errors import MissReason
 MAGIC = b"cachesvc"
 VERSION, VERSION_PARTED = 1, 2
 PREFIX_BYTES = 16  # magic, version, codec, item bytes, header length: enough to know the rest
-_FIXED = struct.Struct("<8sHBBI16s16s16s16s8xIIQQQQ")
+_FIXED = struct.Struct("<8sHBBI16s16s16s16sQIIQQQQ")
 _PREFIX = struct.Struct("<8sHBBI")
 _CHECKSUM = struct.Struct("<Q")
 _LASTING = struct.Struct("<QQQQ")
@@ -71,6 +71,7 @@ class Header(NamedTuple):
     payload_nbytes: int
     payload_checksum: int
     written_s: int
+    computed_s: int  # before it was written, where it stood in memory for a while
     lasting: Lasting | None = None
 
     @property
@@ -94,6 +95,7 @@ def pack_header(
     payload: memoryview,
     written_s: int,
     lasting: Lasting | None = None,
+    computed_s: int = 0,
 ) -> bytes:
     """The header of `block` in front of `payload`, which is checksummed here."""
     nbytes = header_nbytes(block, parted=lasting is not None)
@@ -107,6 +109,7 @@ def pack_header(
         block.scope,
         block.parent,
         block.key,
+        computed_s,
         len(block.tokens),
         len(block.content),
         logical_nbytes,
@@ -135,8 +138,8 @@ def unpack_header(data: bytes | memoryview) -> Header | MissReason:
         return MissReason.CHECKSUM
     fields = _FIXED.unpack_from(data)
     codec, item_bytes = fields[2], fields[3]
-    layout, scope, parent, key, num_tokens, num_content = fields[5:11]
-    logical, coded, payload_checksum, written_s = fields[11:]
+    layout, scope, parent, key, computed_s, num_tokens, num_content = fields[5:12]
+    logical, coded, payload_checksum, written_s = fields[12:]
     named = num_tokens + num_content + (_LASTING.size if version == VERSION_PARTED else 0)
     if _FIXED.size + named + 8 > nbytes:
         return MissReason.TORN
@@ -159,6 +162,7 @@ def unpack_header(data: bytes | memoryview) -> Header | MissReason:
         coded,
         payload_checksum,
         written_s,
+        computed_s or written_s,
         lasting,
     )
 

@@ -25,10 +25,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tiers.blocks.keys import PrefixKey
+from tiers.disk.clock import Found
 from tiers.disk.guard import DiskGuard
 from tiers.disk.recovery.consistency import Fixes
 from tiers.disk.recovery.pages import is_run_head, run_head
@@ -48,6 +50,7 @@ from tiers.errors import TierError
 
 SYNC_BYTES = 64 << 20  # measured: a sync per 64 MiB writes 1.2 to 1.5 GB/s, per block 0.1
 READER_POLL_S = 0.002
+NEWEST_LOOKED_AT = 64  # blocks at the recent end; they are about in the order of their uses
 
 
 class ShardDamaged(TierError):
@@ -90,6 +93,7 @@ class Shard:
             self._stuck: int | None = None  # the commit that a reader sees who would not end
             self._slack_pages = 0  # room that a full map taught us to keep, beyond what is computed
             self.totals = self.read_totals()
+            self._found = self._look_around()
         except BaseException:
             self.close()
             raise
@@ -218,6 +222,12 @@ class Shard:
         with self._reading() as txn:
             return Totals.unpack(self._storage.get(txn, b"totals", self._dbs.state))
 
+    def _look_around(self) -> Found:
+        with self._reading() as txn, txn.cursor(db=self._dbs.order) as cursor:
+            rows = islice(_orders(cursor, 0, newest_first=True), NEWEST_LOOKED_AT)
+            newest_s = max((unpack_order(data)[1] for data in rows), default=0)
+        return Found(self.totals.next_sequence, newest_s, int(self._clock()))
+
     def accounts(self) -> dict[PrefixKey, Account]:
         """Blocks and bytes by scope."""
         with self._reading() as txn, txn.cursor(db=self._dbs.scopes) as cursor:
@@ -266,6 +276,7 @@ class Shard:
                     page_bytes=self.page_bytes,
                     room_pages=self.map_bytes // self.page_bytes - self._slack_pages,
                     now_s=int(self._clock()),
+                    found=self._found,
                     guard=self.guard,
                     before_free=self.mend_run,
                 )

@@ -35,7 +35,7 @@ from tiers.disk.storage import PageBuffer, StorageError
 from tiers.disk.view import DiskView
 from tiers.disk.writer import BlockWriter
 from tiers.errors import TierClosed
-from tiers.tier import Loaded, Removed, ShardStats, TierName, TierStats
+from tiers.tier import Age, Loaded, Removed, ShardStats, TierName, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class DiskTier:
         self._slots = slots
         self._lock = lock
         self._events = events
+        self._clock = clock
         self._guard = guard
         self._counts = counts
         scratch = Scratch(layout.torch_dtype.itemsize)
@@ -95,21 +96,26 @@ class DiskTier:
             read_bytes=sum(place.entry.place.nbytes for place in served),
         )
         self._events.served([place.entry for place in served])
+        now_s = self._clock()
         for number in range(len(self._slots)):
             # Tail first, so that a prefix outlives what follows it.
             keys = [place.key for place in reversed(served) if place.number == number]
             self._counts.hit(number, keys, self.layout.nbytes)
             if self.settings.moves or self.settings.order is DiskOrder.LRU:
-                self._counts.use(number, keys, lent=self.settings.moves)
-        return Loaded(len(served), loaded.reason or reason)
+                uses = [(key, int(now_s)) for key in keys]
+                self._counts.use(number, uses, lent=self.settings.moves)
+        ages = tuple(max(0.0, now_s - place.header.computed_s) for place in served)
+        return Loaded(len(served), loaded.reason or reason, ages=ages)
 
-    def store(self, ids: Sequence[BlockId], frames: Sequence[Frame]) -> list[PrefixKey]:
+    def store(
+        self, ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age] = ()
+    ) -> list[PrefixKey]:
         """Write blocks not yet held, side by side.
 
         Returns the keys dropped since the last call, for room or for age, and those not written.
         """
         self._check_open()
-        self._writer.store(list(zip(ids, frames, strict=True)))
+        self._writer.store(ids, frames, ages)
         return self._counts.take_dropped()
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
@@ -121,12 +127,16 @@ class DiskTier:
         """From now on drop these neither for room nor for age nor when asked to."""
         self._guard.keep(frozenset(keys))
 
-    def demoted(self, keys: Sequence[PrefixKey]) -> None:
-        """The tiers above gave these up: they were in use until now."""
+    def demoted(self, keys: Sequence[PrefixKey], idle_s: Sequence[float]) -> None:
+        """The tiers above gave these up: they leave after what is here, last used or not."""
         if self.settings.moves or self.settings.order is DiskOrder.LRU:
+            now_s = self._clock()
+            uses = [
+                (key, max(0, int(now_s - idle))) for key, idle in zip(keys, idle_s, strict=True)
+            ]
             for number in range(len(self._slots)):
-                mine = [key for key in keys if shard_of(key, len(self._slots)) == number]
-                self._counts.use(number, mine)
+                mine = [use for use in uses if shard_of(use[0], len(self._slots)) == number]
+                self._counts.use(number, mine, lent=False)
 
     def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
         """Which of these are held, each for itself. Raises what storage raises."""

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tiers.blocks.keys import PrefixKey
+from tiers.disk.clock import Found
 from tiers.disk.guard import DiskGuard
 from tiers.disk.rows import (
     DAY_S,
@@ -109,10 +110,12 @@ class Writer:
         page_bytes: int,
         room_pages: int,
         now_s: int,
+        found: Found | None = None,
         guard: DiskGuard | None = None,
         before_free: Callable[[int, int], None] = lambda offset, nbytes: None,
     ) -> None:
         self._before_free = before_free
+        self._found = found or Found()
         self._storage = storage
         self._txn = txn
         self._dbs = dbs
@@ -154,11 +157,11 @@ class Writer:
         first = max(self.totals.next_sequence, last + 1)
         self.totals = self.totals._replace(next_sequence=first)
 
-    def put(self, record: Record, sequence: int, used_s: int | None = None) -> None:
+    def put(self, record: Record, sequence: int, used_s: int) -> None:
         """Write a block that is not held. The caller has made room, and took the sequence."""
         self._num_changes += 1
         self._storage.put(self._txn, record.key, record.data, self._dbs.data)
-        place = Place(sequence, self._extent(record), len(record.data), used_s or self.now_s)
+        place = Place(sequence, self._extent(record), len(record.data), used_s)
         entry = Entry(place, record.header)
         self._place(record.key, entry)
         stored = self._pages(len(record.data)) * self._page_bytes
@@ -171,14 +174,15 @@ class Writer:
         self.written_bytes += stored
         self.fresh.append((record.key, entry))
 
-    def touch(self, key: PrefixKey, sequence: int) -> bool:
-        """Move a held block to `sequence` in the order of eviction."""
+    def touch(self, key: PrefixKey, sequence: int, used_s: int = 0) -> bool:
+        """Move a held block to `sequence` in the order of eviction. It was used at `used_s`; 0: not
+        since it was last said."""
         entry = self.find(key)
         if entry is None:
             return False
         self._num_changes += 1
         self._storage.delete(self._txn, pack_sequence(entry.place.sequence), self._dbs.order)
-        place = entry.place._replace(sequence=sequence, used_s=self.now_s)
+        place = entry.place._replace(sequence=sequence, used_s=used_s or entry.place.used_s)
         self._place(key, entry._replace(place=place))
         return True
 
@@ -209,14 +213,14 @@ class Writer:
         """Whether a batch of `nbytes` fits without eviction."""
         return self._excess_pages(nbytes) <= 0
 
-    def lend(self, keys: Sequence[PrefixKey]) -> None:
+    def lend(self, uses: Sequence[tuple[PrefixKey, int]]) -> None:
         """Let held blocks be the first to leave, the last of them before the others.
 
         Where the old end has no places left before it, they stay where they are.
         """
         first = next((unpack_sequence(place) for place in self._old_end()), 1)
-        for sequence, key in zip(range(first - 1, 0, -1), keys, strict=False):
-            self.touch(key, sequence)
+        for sequence, (key, used_s) in zip(range(first - 1, 0, -1), uses, strict=False):
+            self.touch(key, sequence, used_s)
 
     def make_room(self, nbytes: int) -> bool:
         """Evict from the old end until a batch of `nbytes` fits.
@@ -244,16 +248,19 @@ class Writer:
             num_spared += len(spared)
         return excess <= 0
 
-    def expire(self, before_s: int, limit: int) -> None:
-        """Evict up to `limit` blocks that nobody used since `before_s`."""
-        gone: list[PrefixKey] = []
-        kept: list[PrefixKey] = []
-        for key, used_s in self._oldest():
-            if used_s >= before_s or len(gone) + len(kept) == limit:
+    def expire(self, idle_s: int, limit: int) -> None:
+        """Evict those of the `limit` at the old end that nobody used for `idle_s`; pinned blocks
+        are passed over."""
+        guard, gone = self._guard, list[PrefixKey]()
+        for sequence, key, used_s in self._in_order(LOOKED_AT):
+            if guard is not None and guard.keeps(key):
+                continue
+            if used_s < self._found.now_s(sequence, self.now_s) - idle_s:
+                gone.append(key)
+            limit -= 1
+            if not limit:
                 break
-            (kept if self._guard is not None and self._guard.keeps(key) else gone).append(key)
         self._evict(gone, Cause.AGE)
-        self._move_back(kept)
 
     def _move_back(self, keys: Sequence[PrefixKey]) -> None:
         """To the recent end, in the order they have, so that they are not in the way."""
@@ -309,6 +316,11 @@ class Writer:
     def _old_end(self) -> Iterator[bytes]:
         with self._txn.cursor(db=self._dbs.order) as cursor:
             yield from cursor.iternext(keys=True, values=False)
+
+    def _in_order(self, limit: int) -> Iterator[tuple[int, PrefixKey, int]]:
+        with self._txn.cursor(db=self._dbs.order) as cursor:
+            for place, data in islice(cursor.iternext(keys=True, values=True), limit):
+                yield unpack_sequence(place), *unpack_order(data)
 
     def _oldest(self) -> Iterator[tuple[PrefixKey, int]]:
         with self._txn.cursor(db=self._dbs.order) as cursor:

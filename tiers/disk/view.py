@@ -56,6 +56,7 @@ class BlockInfo:
     codec: int = 0
     layout: bytes = b""
     written_s: int = 0
+    computed_s: int = 0  # its KV, before it was written
     checksum: int = 0  # xxh3_64 of the payload
     tokens: bytes = b""
     why: MissReason | None = None
@@ -351,6 +352,7 @@ def _info(number: int, key: PrefixKey, entry: Entry) -> BlockInfo:
         codec=header.codec,
         layout=header.layout,
         written_s=header.written_s,
+        computed_s=header.computed_s,
         checksum=header.payload_checksum,
         tokens=header.tokens,
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
@@ -27,16 +28,24 @@ from tiers.disk.slot import ShardSlot
 from tiers.disk.storage import MapFull, StorageError
 from tiers.disk.transaction import LOOKED_AT, MIN_RECORD, NO_LIMIT, Record, Writer
 from tiers.errors import MissReason
-from tiers.tier import Cause
+from tiers.tier import Age, Cause
 
 logger = logging.getLogger(__name__)
 
 EXPIRE_AT_ONCE = 256
 MAX_TRIES = 3
+NOW = Age()
 RELIEF_COMMITS = 3  # pages freed by the first can be used after the third
 READERS_WAIT_S = 0.5  # readers are done in less than a millisecond, when they get to run
 
-Pair = tuple[BlockId, Frame]
+
+class _Fresh(NamedTuple):
+    """A block to write, and when it was computed and used."""
+
+    block: BlockId
+    frame: Frame
+    computed_s: int
+    used_s: int
 
 
 @dataclass(slots=True)
@@ -47,7 +56,7 @@ class _Run:
     the head of the run outlives its tail though it is written first.
     """
 
-    pairs: Sequence[Pair]
+    rows: Sequence[_Fresh]
     done: int = 0
     first: int | None = None  # sequence of the run's last block; None before the first commit
     num_rounds: int = 0  # transactions since a block was done that only made room
@@ -86,11 +95,16 @@ class BlockWriter:
             ThreadPoolExecutor(1, thread_name_prefix=f"cachesvc-{slot.path.name}") for slot in slots
         ]
 
-    def store(self, pairs: Sequence[Pair]) -> None:
+    def store(
+        self, ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age] = ()
+    ) -> None:
         """Write blocks not yet held, each shard's on the thread of its own, side by side."""
-        shares: list[list[Pair]] = [[] for _ in self._slots]
-        for pair in pairs:
-            shares[shard_of(pair[0].key, len(self._slots))].append(pair)
+        shares: list[list[_Fresh]] = [[] for _ in self._slots]
+        now_s = self._clock()
+        for block, frame, age in zip(ids, frames, ages or [NOW] * len(ids), strict=True):
+            computed_s, used_s = max(0, now_s - age.computed_s), max(0, now_s - age.used_s)
+            row = _Fresh(block, frame, int(computed_s), int(used_s))
+            shares[shard_of(block.key, len(self._slots))].append(row)
         work = [(number, share) for number, share in enumerate(shares) if share]
         if len(work) < 2:
             for number, share in work:
@@ -100,15 +114,15 @@ class BlockWriter:
         for done in jobs:
             done.result()
 
-    def _store(self, number: int, pairs: Sequence[Pair]) -> None:
+    def _store(self, number: int, rows: Sequence[_Fresh]) -> None:
         """Write blocks of one shard, in batches."""
-        run = _Run(pairs)
-        while run.done < len(pairs):
+        run = _Run(rows)
+        while run.done < len(rows):
             if not self._can_write(number):
                 break
             if not self._write(number, run):
                 break
-        self._counts.refused(block.key for block, _ in pairs[run.done :])
+        self._counts.refused(row.block.key for row in rows[run.done :])
 
     def close(self) -> None:
         for thread in self._threads:
@@ -179,13 +193,12 @@ class BlockWriter:
         """Do what readers left; whether that is all that this transaction may do."""
         for key in part.condemned:
             writer.delete(key, Cause.FAULT)
-        for key in part.used:
-            writer.touch(key, writer.take_sequences(1))
-        writer.lend(list(part.lent))
+        for key, used_s in part.used.items():
+            writer.touch(key, writer.take_sequences(1), used_s)
+        writer.lend(list(part.lent.items()))
         writer.count_hits(part.num_hits, part.hit_bytes)
         if self._settings.idle_ttl_s is not None and not writer.spent:
-            before_s = int(self._clock()) - self._settings.idle_ttl_s
-            writer.expire(before_s, min(EXPIRE_AT_ONCE, writer.limit))
+            writer.expire(self._settings.idle_ttl_s, min(EXPIRE_AT_ONCE, writer.limit))
         return writer.limit < NO_LIMIT and writer.changed
 
     @contextmanager
@@ -205,14 +218,14 @@ class BlockWriter:
             with self.transaction(number) as writer:
                 first = run.first
                 if first is None:
-                    first = writer.take_sequences(len(run.pairs))
+                    first = writer.take_sequences(len(run.rows))
                 batch = self._next_batch(run, writer)
-                done = self._put(writer, batch, first + len(run.pairs) - 1 - run.done)
+                done = self._put(writer, batch, first + len(run.rows) - 1 - run.done)
             run.first = first
         except MapFull:
             return self._relieve(number, run)
         except (*StorageError, ShardDamaged) as error:
-            left = len(run.pairs) - run.done
+            left = len(run.rows) - run.done
             self._counts.fault(MissReason.IO_ERROR, left, f"writing to {slot.path}: {error}")
             run.num_tries += 1
             return self._mend(number, error) and run.num_tries < MAX_TRIES
@@ -222,59 +235,57 @@ class BlockWriter:
         run.num_rounds += 1
         return run.num_rounds <= LOOKED_AT // writer.limit
 
-    def _next_batch(self, run: _Run, writer: Writer) -> Sequence[Pair]:
+    def _next_batch(self, run: _Run, writer: Writer) -> Sequence[_Fresh]:
         at_once = max(1, self._settings.batch_bytes // self._block_bytes)
-        return run.pairs[run.done : run.done + min(at_once, max(1, writer.limit // 2))]
+        return run.rows[run.done : run.done + min(at_once, max(1, writer.limit // 2))]
 
-    def _put(self, writer: Writer, batch: Sequence[Pair], last: int) -> bool:
+    def _put(self, writer: Writer, batch: Sequence[_Fresh], last: int) -> bool:
         """Put what is not held, move what is; the head, at `last`, is to be the last to leave.
 
         False where the batch has no room yet, and may have it after another transaction.
         """
-        fresh: list[tuple[BlockId, Frame, int]] = []
-        for back, (block, frame) in enumerate(batch):
-            entry = writer.find(block.key)
-            if entry is not None and is_block(entry.header, block):
-                writer.touch(block.key, last - back)
+        fresh: list[_Fresh] = []
+        places: list[int] = []
+        for place, row in zip(range(last, 0, -1), batch, strict=False):
+            entry = writer.find(row.block.key)
+            if entry is not None and is_block(entry.header, row.block):
+                writer.touch(row.block.key, place, row.used_s)
             else:
-                fresh.append((block, frame, last - back))
-        need = sum(self._record_bound(block) for block, _, _ in fresh)
+                fresh.append(row)
+                places.append(place)
+        need = sum(self._record_bound(row.block) for row in fresh)
         if not need:
             return True
         if self._over_budget(writer, need, fresh):
-            self._counts.refused(block.key for block, _, _ in fresh)
+            self._counts.refused(row.block.key for row in fresh)
             return True
         if not self._make_room(writer, need, fresh):
             if writer.spent:
                 return False
-            self._counts.refused(block.key for block, _, _ in fresh)
+            self._counts.refused(row.block.key for row in fresh)
             return True
-        for block, frame, sequence in fresh:
+        for row, place in zip(fresh, places, strict=True):
             # After a collision, the block asked for last stays.
-            writer.delete(block.key, Cause.REDUNDANT)
-            writer.put(self._encode(block, frame.buffer), sequence)
+            writer.delete(row.block.key, Cause.REDUNDANT)
+            writer.put(self._encode(row), place, row.used_s)
         return True
 
-    def _make_room(
-        self, writer: Writer, need: int, fresh: Sequence[tuple[BlockId, Frame, int]]
-    ) -> bool:
+    def _make_room(self, writer: Writer, need: int, fresh: Sequence[_Fresh]) -> bool:
         """Room for these, counted before they come: who writes pays where shares are even."""
-        for block, _, _ in fresh:
-            self._guard.moved(block.scope, need // len(fresh))
+        for row in fresh:
+            self._guard.moved(row.block.scope, need // len(fresh))
         try:
             return writer.make_room(need)
         finally:
-            for block, _, _ in fresh:
-                self._guard.moved(block.scope, -(need // len(fresh)))
+            for row in fresh:
+                self._guard.moved(row.block.scope, -(need // len(fresh)))
 
-    def _over_budget(
-        self, writer: Writer, need: int, fresh: Sequence[tuple[BlockId, Frame, int]]
-    ) -> bool:
+    def _over_budget(self, writer: Writer, need: int, fresh: Sequence[_Fresh]) -> bool:
         """Whether the day's budget refuses this write; what an operator pinned is written."""
         budget = self._settings.write_budget_bytes
         if budget is None or writer.written_today() + need <= budget:
             return False
-        if any(self._guard.keeps(block.key) for block, _, _ in fresh):
+        if any(self._guard.keeps(row.block.key) for row in fresh):
             return False
         self._counts.over_budget(len(fresh))
         return True
@@ -285,7 +296,8 @@ class BlockWriter:
     def _header_nbytes(self, block: BlockId) -> int:
         return header_nbytes(block, parted=self._split is not None)
 
-    def _encode(self, block: BlockId, buffer: memoryview) -> Record:
+    def _encode(self, row: _Fresh) -> Record:
+        block, buffer = row.block, row.frame.buffer
         assert len(buffer) == self._block_bytes, f"a frame of {len(buffer)} bytes"
         room = self._scratch.buffer(self._record_bound(block))
         start = self._header_nbytes(block)
@@ -300,6 +312,7 @@ class BlockWriter:
             payload=room[start:end],
             written_s=int(self._clock()),
             lasting=lasting,
+            computed_s=row.computed_s,
         )
         room[:start] = header
         if end < MIN_RECORD:
@@ -327,7 +340,7 @@ class BlockWriter:
             self._mend(number, error)
         if run.num_tries < MAX_TRIES:
             return True
-        left = len(run.pairs) - run.done
+        left = len(run.rows) - run.done
         self._counts.fault(MissReason.NO_ROOM, left, f"{path} has no room")
         return False
 

@@ -145,6 +145,10 @@ class Block:
         self.scope, self.parent, self.key, self.tokens, self.content = identity
         self.depth = depth
 
+    def idle_s(self, now_s: float) -> float:
+        """Seconds since its last use; `now_s` is monotonic."""
+        return now_s - (self.use.time_s or self.created_s)
+
     def identity(self) -> BlockId:
         assert self.scope is not None and self.parent is not None and self.key is not None
         return BlockId(self.scope, self.parent, self.key, self.tokens, self.content)

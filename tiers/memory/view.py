@@ -39,7 +39,7 @@ def live_blocks(blocks: Iterable[Block]) -> list[LiveBlock]:
             block.depth,
             block.hits,
             block.ref_count,
-            now_s - (block.use.time_s or block.created_s),
+            block.idle_s(now_s),
             now_s - block.created_s,
         )
         for block in blocks
@@ -79,7 +79,7 @@ def seen(block: Block, now_s: float) -> Seen:
         tokens=block.tokens,
         pinned=block.ref_count > 0,
         hits=block.hits,
-        idle_s=now_s - (block.use.time_s or block.created_s),
+        idle_s=block.idle_s(now_s),
         clean=block.held_below or (block.slot is not None and block.frame is not None),
         age_s=now_s - block.created_s,
     )

@@ -3,6 +3,7 @@
 `TieredCache` owns one and hands its operators' calls on. Engine thread only.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -197,7 +198,7 @@ class Upkeep:
 
     def _left_host(self, block: Block) -> None:
         if self._disk is not None and block.key is not None:
-            self._disk.demoted([block.key])
+            self._disk.demoted([block.key], [block.idle_s(time.monotonic())])
 
 
 def _done(value: T) -> "Future[T]":

@@ -17,7 +17,7 @@ from tiers.disk.tier import DiskTier
 from tiers.disk.view import DiskView
 from tiers.errors import MissReason
 from tiers.remote.tier import RemoteTier
-from tiers.tier import Loaded, Removed, TierName, TierStats
+from tiers.tier import Age, Loaded, Removed, TierName, TierStats
 
 MAX_SEEN = 1 << 17  # keys whose hits are counted: 20 MB
 PUBLISH_HITS = 2
@@ -56,6 +56,7 @@ class StackedTier:
     def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
         wanted = ids[: len(into)]
         sources: list[TierName] = []
+        ages: list[float] = []
         reason: MissReason | None = MissReason.ABSENT
         while len(sources) < len(wanted):
             before = len(sources)
@@ -63,6 +64,7 @@ class StackedTier:
                 at = len(sources)
                 loaded = tier.load(wanted[at:], into[at : len(wanted)])
                 sources += [tier.name] * loaded.num_blocks
+                ages += loaded.ages or [0.0] * loaded.num_blocks
                 if tier is self.disk:
                     self.used([block.key for block in wanted[at : len(sources)]])
                 reason = loaded.reason
@@ -70,10 +72,12 @@ class StackedTier:
                     break
             if len(sources) == before:
                 break
-        return Loaded(len(sources), reason, tuple(sources))
+        return Loaded(len(sources), reason, tuple(sources), tuple(ages))
 
-    def store(self, ids: Sequence[BlockId], frames: Sequence[Frame]) -> list[PrefixKey]:
-        dropped = self.disk.store(ids, frames)
+    def store(
+        self, ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age] = ()
+    ) -> list[PrefixKey]:
+        dropped = self.disk.store(ids, frames, ages)
         if self._writes is RemoteWrites.ALL:
             self.remote.publish({block.key for block in ids} - set(dropped))
         else:
@@ -113,8 +117,8 @@ class StackedTier:
         self.remote.discard([pair for pair in scoped if pair[1] not in self._kept])
         return num_held
 
-    def demoted(self, keys: Sequence[PrefixKey]) -> None:
-        self.disk.demoted(keys)
+    def demoted(self, keys: Sequence[PrefixKey], idle_s: Sequence[float]) -> None:
+        self.disk.demoted(keys, idle_s)
 
     def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
         return self.disk.held(keys)

@@ -13,7 +13,7 @@ from tiers.blocks.part import Part
 from tiers.disk.guard import DiskGuard
 from tiers.errors import MissReason, TierClosed
 from tiers.policy.quota import Quotas, Shares
-from tiers.tier import Loaded, Removed, TierName, TierStats
+from tiers.tier import Age, Loaded, Removed, TierName, TierStats
 from tiers.transfer.mover import Errand, Job, LoadJob, Mover, StoreJob
 
 
@@ -91,7 +91,9 @@ class MemoryTier:
             self._faults[reason] += 1
         return reason
 
-    def store(self, ids: Sequence[BlockId], frames: Sequence[Frame]) -> list[PrefixKey]:
+    def store(
+        self, ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age] = ()
+    ) -> list[PrefixKey]:
         with self._opened():
             dropped: list[PrefixKey] = []
             for block, frame in zip(ids, frames, strict=True):
@@ -140,7 +142,7 @@ class MemoryTier:
     def quotas(self) -> Mapping[Hashable, tuple[int, int]]:
         return self._guard.usage()
 
-    def demoted(self, keys: Sequence[PrefixKey]) -> None:
+    def demoted(self, keys: Sequence[PrefixKey], idle_s: Sequence[float]) -> None:
         with self._opened():
             for key in keys:
                 if key in self._blocks:

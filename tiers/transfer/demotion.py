@@ -19,7 +19,7 @@ from tiers.memory.counters import CacheEvent
 from tiers.memory.host_tier import MIN_LOOKAHEAD
 from tiers.memory.residency import Residency
 from tiers.policy.admission import Demotion, WritePolicy
-from tiers.tier import Cause, TierName
+from tiers.tier import Age, Cause, TierName
 from tiers.transfer.mover import Mover, StoreJob
 
 BLOCKS_PER_STORE = 8  # written side by side, and one commit lane turn
@@ -279,7 +279,9 @@ class Demoter:
         if not batch:
             return refused
         frames = [block.frame for block in batch if block.frame is not None]
-        job = StoreJob([block.identity() for block in batch], frames)
+        now_s = time.monotonic()
+        ages = [Age(now_s - block.created_s, block.idle_s(now_s)) for block in batch]
+        job = StoreJob([block.identity() for block in batch], frames, ages)
         if self._mover.submit(job):
             self._stores.append(_Store(job, batch))
             self._num_busy += len(batch)

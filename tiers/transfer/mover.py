@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.errors import MissReason
-from tiers.tier import Loaded, ManagedTier
+from tiers.tier import Age, Loaded, ManagedTier
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ class StoreJob:
 
     ids: Sequence[BlockId]
     frames: Sequence[Frame]
+    ages: Sequence[Age] = ()
     dropped: Sequence[PrefixKey] = ()
     failed: bool = False
     seconds: float = 0.0
@@ -76,7 +77,7 @@ class StoreJob:
 
     def run(self, tier: ManagedTier) -> None:
         started = time.perf_counter()
-        self.dropped = tier.store(self.ids, self.frames)
+        self.dropped = tier.store(self.ids, self.frames, self.ages)
         self.seconds = time.perf_counter() - started
 
     def fail(self) -> None:

@@ -260,7 +260,7 @@ class Promoter:
     def _collect_one(self, job: LoadJob, blocks: list[Block], ticket: Ticket) -> bool:
         if not job.done:
             return False
-        num_loaded, reason, _ = job.loaded
+        num_loaded, reason = job.loaded.num_blocks, job.loaded.reason
         sources = job.loaded.sources or (TierName.DISK,) * num_loaded
         slowest = TierName.REMOTE if TierName.REMOTE in sources else TierName.DISK
         nbytes = sum(self._layout.part_nbytes(frame.part) for frame in job.frames[:num_loaded])
@@ -271,6 +271,9 @@ class Promoter:
         if num_loaded:
             transfers = self._residency.chronicle.transfers
             transfers.observe(slowest, TierName.HOST, num_loaded, job.seconds, nbytes)
+        now_s = time.monotonic()
+        for block, age_s in zip(blocks, job.loaded.ages, strict=False):
+            block.created_s = now_s - age_s
         for number, block in enumerate(blocks):
             if number < num_loaded:
                 block.state = BlockState.READY
@@ -396,7 +399,7 @@ class Promoter:
     def _collect_mend(self, job: LoadJob, blocks: list[Block]) -> bool:
         if not job.done:
             return False
-        num_loaded, reason, _ = job.loaded
+        num_loaded, reason = job.loaded.num_blocks, job.loaded.reason
         for number, (block, frame) in enumerate(zip(blocks, job.frames, strict=True)):
             frame.part = Part.WHOLE if number < num_loaded else Part.LASTING
             block.busy -= 1

@@ -130,7 +130,7 @@ def _readable(name: str, value: Any) -> Any:
         return size(value)
     if name in ("idle_s", "age_s"):
         return seconds(value)
-    if name in ("written_s", "used_s"):
+    if name in ("computed_s", "written_s", "used_s"):
         return ago(time.time() - value)
     if name == "token_ids":
         return " ".join(map(str, value))
@@ -243,6 +243,7 @@ def block_json(block: BlockInfo) -> dict[str, Any]:
         "stored_bytes": block.stored_bytes,
         "logical_bytes": block.logical_bytes,
         "codec": CodecId(block.codec).name.lower(),
+        "computed_s": block.computed_s,
         "written_s": block.written_s,
         "used_s": block.used_s,
         "shard": block.shard,
@@ -266,7 +267,7 @@ def _disk_row(block: BlockInfo, now_s: float) -> tuple[object, ...]:
         block.num_tokens,
         size(block.stored_bytes),
         ratio,
-        ago(now_s - block.written_s),
+        ago(now_s - block.computed_s),
         ago(now_s - block.used_s),
     )
 

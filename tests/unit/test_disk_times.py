@@ -1,0 +1,136 @@
+"""When a block was computed and last used: true through every tier, a flush and a restart, and
+whatever the clock does."""
+
+import time
+from array import array
+from pathlib import Path
+
+import pytest
+
+from tests.bench.served import LAYOUT as SMALL
+from tests.bench.served import TOKENS, serve, settle
+from tests.unit.test_disk_ops import Clock, blocks, load, opened
+from tests.unit.test_disk_ops import store as store_now
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import CacheScope
+from tiers.cache import CacheSettings, TieredCache
+from tiers.disk.open import open_disk
+from tiers.disk.tier import DiskTier
+from tiers.disk.view import open_view
+from tiers.policy import Use
+
+HOUR, DAY, YEAR = 3600, 86_400, 365 * 86_400
+ROOT = CacheScope(tenant=b"tester").root()
+NUM_BLOCKS = 6
+CHAIN = Chain(ROOT, array("i", range(NUM_BLOCKS * TOKENS)), TOKENS)
+
+
+def times(root: Path) -> list[tuple[int, int]]:
+    """When each block on disk was computed and used, as commands show it."""
+    with open_view(root) as view:
+        return [(block.computed_s, block.used_s) for block in view.blocks()]
+
+
+def cache_over(disk: DiskTier) -> TieredCache:
+    memory = NUM_BLOCKS * 2 * SMALL.nbytes
+    settings = CacheSettings(device_bytes=memory, host_bytes=memory, weigh_loads=False)
+    cache = TieredCache(SMALL, settings, disk=disk)
+    cache.start()
+    return cache
+
+
+def test_a_flush_at_shutdown_keeps_the_true_times(tmp_path: Path) -> None:
+    disk = open_disk(tmp_path, SMALL, 4 << 20)
+    cache = cache_over(disk)
+    serve(cache, CHAIN)
+    now_s = time.monotonic()
+    used = Use(now_s - 2 * HOUR, NUM_BLOCKS, ROOT)
+    for block in cache.index:
+        block.created_s, block.use = now_s - DAY, used
+    cache.close()
+    unix_s = time.time()
+    for computed_s, used_s in times(tmp_path):
+        assert computed_s == pytest.approx(unix_s - DAY, abs=HOUR / 2)
+        assert used_s == pytest.approx(unix_s - 2 * HOUR, abs=HOUR / 2)
+    assert len(times(tmp_path)) == NUM_BLOCKS
+
+
+def test_age_goes_on_after_a_promotion_and_the_next_demotion(tmp_path: Path) -> None:
+    clock = Clock()
+    disk = open_disk(tmp_path, SMALL, 4 << 20, clock=clock)
+    cache = cache_over(disk)
+    serve(cache, CHAIN)
+    cache.close()
+    first_s = clock.now_s
+    clock.now_s += DAY
+    disk = open_disk(tmp_path, SMALL, 4 << 20, clock=clock)
+    cache = cache_over(disk)
+    serve(cache, CHAIN)
+    settle(cache)
+    now_s = time.monotonic()
+    ages = [now_s - block.created_s for block in cache.index]
+    assert ages == [pytest.approx(DAY, abs=HOUR)] * NUM_BLOCKS
+    disk.discard(CHAIN.keys)
+    for block in cache.index:
+        cache.residency.set_below(block, type(block.below).ABSENT)
+    cache.close()
+    for computed_s, used_s in times(tmp_path):
+        assert computed_s == pytest.approx(first_s, abs=HOUR)
+        assert used_s == pytest.approx(first_s + DAY, abs=HOUR)
+    assert len(times(tmp_path)) == NUM_BLOCKS
+
+
+def test_what_memory_gives_up_was_used_when_it_was(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = opened(tmp_path, clock)
+    store_now(tier, blocks(0))
+    clock.now_s += DAY
+    tier.demoted([block.key for block in blocks(0)], [HOUR] * 4)
+    tier.close()
+    assert {used_s for _, used_s in times(tmp_path)} == {int(clock.now_s) - HOUR}
+
+
+def test_a_pinned_block_that_is_passed_over_was_not_used(tmp_path: Path) -> None:
+    clock = Clock()
+    began_s = int(clock.now_s)
+    tier = opened(tmp_path, clock)
+    store_now(tier, blocks(0))
+    tier.keep([block.key for block in blocks(0)])
+    clock.now_s += DAY
+    for seed in range(1, 61):
+        store_now(tier, blocks(seed))
+    tier.close()
+    assert sorted(used_s for _, used_s in times(tmp_path))[:4] == [began_s] * 4
+
+
+def test_idle_blocks_expire_by_their_last_use_also_behind_others(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = opened(tmp_path, clock, idle_ttl_s=HOUR)
+    store_now(tier, blocks(0))
+    store_now(tier, blocks(1))
+    tier.demoted([block.key for block in blocks(1)], [HOUR - 60] * 4)
+    tier.flush()
+    clock.now_s += 120
+    tier.flush()
+    assert (tier.probe(blocks(0)), tier.probe(blocks(1))) == (4, 0)
+    tier.close()
+
+
+@pytest.mark.parametrize("jump_s", [YEAR, -YEAR])
+def test_a_clock_that_jumps_between_two_runs(tmp_path: Path, jump_s: int) -> None:
+    """Nothing expires at once, and what nobody uses expires a ttl later."""
+    clock = Clock()
+    tier = opened(tmp_path, clock, idle_ttl_s=HOUR)
+    for seed in range(3):
+        store_now(tier, blocks(seed))
+    tier.close()
+    clock.now_s += jump_s
+    tier = opened(tmp_path, clock, idle_ttl_s=HOUR)
+    tier.flush()
+    assert tier.stats().num_blocks == 12
+    clock.now_s += HOUR / 2
+    assert load(tier, blocks(0)) == 4
+    clock.now_s += HOUR / 2 + 60
+    tier.flush()
+    assert [tier.probe(blocks(seed)) for seed in range(3)] == [4, 0, 0]
+    tier.close()
