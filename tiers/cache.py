@@ -195,6 +195,7 @@ class TieredCache:
         if self._mover is not None:
             self._mover.set_on_done(on_load)
             self._mover.start()
+            self._upkeep.start()
 
     def warm_up(self, max_bytes: int = WARM_BYTES) -> None:
         """Touch memory before the first request does.

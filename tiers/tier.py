@@ -76,6 +76,14 @@ class Removed(NamedTuple):
         return Removed(*(a + b for a, b in zip(self, other, strict=True)))
 
 
+class Sample(NamedTuple):
+    """Some of the blocks that a tier holds: those whose keys, themselves hashes, begin with a
+    number (u32, little-endian) under `bound`. The one unused the longest comes first."""
+
+    keys: tuple[PrefixKey, ...]
+    bound: int
+
+
 @dataclass(frozen=True, slots=True)
 class LifeStats:
     """A snapshot, in seconds."""
@@ -182,6 +190,11 @@ class ManagedTier(Tier, Protocol):
 
     def trace(self, key: PrefixKey) -> BlockId | None:
         """The identity of the block under a key."""
+        ...
+
+    def sample(self, max_keys: int) -> Sample:
+        """At most so many of the blocks held. Looks at the key of each block, so it takes time;
+        raises what storage raises."""
         ...
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:

@@ -57,6 +57,7 @@ def opened(
         num_shards=num_shards,
         settings=DiskSettings(**settings),  # type: ignore[arg-type]
         clock=clock or Clock(),
+        check_s=60,  # a busy machine is no reason to check a shard in another process
     )
 
 

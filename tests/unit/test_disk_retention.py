@@ -43,7 +43,7 @@ def open_tier(
 ) -> DiskTier:
     shares = Shares(1000, {ACME.root(): int(1000 * quota)}) if quota else None
     return open_disk(
-        root, LAYOUT, CAPACITY, shares=shares, settings=settings, clock=clock or Clock()
+        root, LAYOUT, CAPACITY, shares=shares, settings=settings, clock=clock or Clock(), check_s=60
     )
 
 

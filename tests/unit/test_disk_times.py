@@ -40,7 +40,7 @@ def cache_over(disk: DiskTier) -> TieredCache:
 
 
 def test_a_flush_at_shutdown_keeps_the_true_times(tmp_path: Path) -> None:
-    disk = open_disk(tmp_path, SMALL, 4 << 20)
+    disk = open_disk(tmp_path, SMALL, 4 << 20, check_s=60)
     cache = cache_over(disk)
     serve(cache, CHAIN)
     now_s = time.monotonic()
@@ -57,13 +57,13 @@ def test_a_flush_at_shutdown_keeps_the_true_times(tmp_path: Path) -> None:
 
 def test_age_goes_on_after_a_promotion_and_the_next_demotion(tmp_path: Path) -> None:
     clock = Clock()
-    disk = open_disk(tmp_path, SMALL, 4 << 20, clock=clock)
+    disk = open_disk(tmp_path, SMALL, 4 << 20, clock=clock, check_s=60)
     cache = cache_over(disk)
     serve(cache, CHAIN)
     cache.close()
     first_s = clock.now_s
     clock.now_s += DAY
-    disk = open_disk(tmp_path, SMALL, 4 << 20, clock=clock)
+    disk = open_disk(tmp_path, SMALL, 4 << 20, clock=clock, check_s=60)
     cache = cache_over(disk)
     serve(cache, CHAIN)
     settle(cache)

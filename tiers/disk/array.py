@@ -21,10 +21,11 @@ import xxhash
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.disk.directory import FORMAT, Meta
+from tiers.disk.sampling import merged
 from tiers.disk.tier import DiskTier
 from tiers.disk.view import DiskView
 from tiers.errors import ConfigurationError, MissReason
-from tiers.tier import Age, Loaded, Removed, ShardStats, TierName, TierStats
+from tiers.tier import Age, Loaded, Removed, Sample, ShardStats, TierName, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +149,9 @@ class DiskArray:
                 disk.flush()
 
         self._side_by_side(self._writers, everywhere, flush)
+
+    def sample(self, max_keys: int) -> Sample:
+        return merged([disk.sample(max_keys) for disk in self._open()], max_keys)
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
         """Delete every block of these scopes; raises what storage raises, and ConfigurationError

@@ -43,6 +43,7 @@ from tiers.disk.rows import (
     pack_sequence,
     unpack_day,
     unpack_order,
+    unpack_sequence,
 )
 from tiers.disk.storage import Database, DataFile, Storage, Transaction
 from tiers.disk.transaction import PAGE_HEADER, Databases, Writer
@@ -217,6 +218,15 @@ class Shard:
                 if len(rows) == limit:
                     break
         return rows
+
+    def uses(self, after: int, limit: int) -> list[tuple[int, PrefixKey, int]]:
+        """Up to `limit` blocks in order of eviction, beyond sequence `after`: (sequence, key, when
+        it was last used)."""
+        with self._reading() as txn, txn.cursor(db=self._dbs.order) as cursor:
+            if not cursor.set_range(pack_sequence(after + 1)):
+                return []
+            rows = islice(cursor.iternext(keys=True, values=True), limit)
+            return [(unpack_sequence(place), *unpack_order(data)) for place, data in rows]
 
     def read_totals(self) -> Totals:
         with self._reading() as txn:

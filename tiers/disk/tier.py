@@ -28,6 +28,7 @@ from tiers.disk.maintenance import count, purge
 from tiers.disk.reader import BlockReader, Scratch, trimmed
 from tiers.disk.record import Header, unpack_header
 from tiers.disk.rows import Entry
+from tiers.disk.sampling import sample_of
 from tiers.disk.settings import DiskOrder, DiskSettings
 from tiers.disk.shard import Shard, ShardBusy, ShardDamaged
 from tiers.disk.slot import ShardSlot
@@ -35,7 +36,7 @@ from tiers.disk.storage import PageBuffer, StorageError
 from tiers.disk.view import DiskView
 from tiers.disk.writer import BlockWriter
 from tiers.errors import TierClosed
-from tiers.tier import Age, Loaded, Removed, ShardStats, TierName, TierStats
+from tiers.tier import Age, Loaded, Removed, Sample, ShardStats, TierName, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -236,6 +237,13 @@ class DiskTier:
         self._check_open()
         map_bytes = max((shard.map_bytes for shard in shards), default=0)
         return DiskView(self.root, Meta(FORMAT, len(self._slots), map_bytes), shards)
+
+    def sample(self, max_keys: int) -> Sample:
+        """Some of the blocks held, by their keys. Writer thread; raises also ShardBusy."""
+        for slot in self._slots:
+            slot.settle()
+        with self._whole_view() as view:
+            return sample_of(view.shards, max_keys)
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
         """Delete every block of these scopes; raises what storage raises, and ShardBusy."""

@@ -20,11 +20,14 @@ from tiers.operations.purge import Purger
 from tiers.policy.quota import COMMON, Quotas
 from tiers.policy.retention import Pin, PinError
 from tiers.telemetry.working_set import Traffic, TrafficReport
-from tiers.tier import ManagedTier, TierName
+from tiers.tier import ManagedTier, Sample, TierName
 from tiers.transfer.demotion import Demoter
-from tiers.transfer.mover import Errand, Mover
+from tiers.transfer.mover import Mover, WriterTask
 
 T = TypeVar("T")
+
+
+NO_SAMPLE = Sample((), 1 << 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,11 @@ class Upkeep:
     @property
     def barred(self) -> frozenset[PrefixKey]:
         return self.purger.barred
+
+    def start(self) -> None:
+        """To be called once, when the mover runs."""
+        if self._disk is not None and self._disk.stats().num_blocks:
+            self.traffic.begin(lambda limit: self._send(lambda tier: tier.sample(limit), NO_SAMPLE))
 
     def step(self) -> None:
         """A step's share of everything here."""
@@ -177,9 +185,9 @@ class Upkeep:
         """Let the writer thread do something to the disk tier; `without` is the answer without."""
         if self._mover is None:
             return _done(without)
-        errand = Errand(work)
-        self._mover.submit(errand)
-        return errand.result
+        task = WriterTask(work)
+        self._mover.submit(task)
+        return task.result
 
     def _most_owned(self, scope: PrefixKey) -> int | None:
         """Blocks that the owner of a scope may pin: the pinned share of what it was promised."""

@@ -18,7 +18,7 @@ from tiers.memory.block import Block
 from tiers.memory.counters import CacheEvent
 from tiers.memory.residency import Residency
 from tiers.tier import ManagedTier, Removed, TierName
-from tiers.transfer.mover import Errand, Mover
+from tiers.transfer.mover import Mover, WriterTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _Purge:
     doomed: list[Block] = field(default_factory=list)  # detached, and their frames busy
     counts: Counter[TierName] = field(default_factory=Counter)
     in_use: int = 0
-    errand: "Errand[tuple[Removed, int]] | None" = None
+    task: "WriterTask[tuple[Removed, int]] | None" = None
 
 
 class Purger:
@@ -92,16 +92,16 @@ class Purger:
         if self._mover is None:
             self._finish(purge, Removed(), 0)
             return True
-        if purge.errand is None:
-            purge.errand = Errand(lambda tier: _purge_tier(tier, purge.roots))
-            self._mover.submit(purge.errand)
-        if not purge.errand.result.done():
+        if purge.task is None:
+            purge.task = WriterTask(lambda tier: _purge_tier(tier, purge.roots))
+            self._mover.submit(purge.task)
+        if not purge.task.result.done():
             return False
-        error = purge.errand.result.exception()
+        error = purge.task.result.exception()
         if error is not None:
             purge.result.set_exception(error)
         else:
-            self._finish(purge, *purge.errand.result.result())
+            self._finish(purge, *purge.task.result.result())
         return True
 
     def _finish(self, purge: _Purge, from_disk: Removed, left_on_disk: int) -> None:

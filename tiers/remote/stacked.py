@@ -17,7 +17,7 @@ from tiers.disk.tier import DiskTier
 from tiers.disk.view import DiskView
 from tiers.errors import MissReason
 from tiers.remote.tier import RemoteTier
-from tiers.tier import Age, Loaded, Removed, TierName, TierStats
+from tiers.tier import Age, Loaded, Removed, Sample, TierName, TierStats
 
 MAX_SEEN = 1 << 17  # keys whose hits are counted: 20 MB
 PUBLISH_HITS = 2
@@ -128,6 +128,9 @@ class StackedTier:
 
     def quotas(self) -> Mapping[Hashable, tuple[int, int]]:
         return self.disk.quotas()
+
+    def sample(self, max_keys: int) -> Sample:
+        return self.disk.sample(max_keys)
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
         """Raises what storage raises, and RemoteError."""

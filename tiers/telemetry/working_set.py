@@ -15,13 +15,14 @@ import math
 import zlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
 from tiers.blocks.keys import KEY_BYTES, PrefixKey
-from tiers.tier import TierName
+from tiers.tier import Sample, TierName
 
 _HASH_SPACE = 1 << 32
 _POINTS_PER_OCTAVE = 8  # a curve's capacities are 9 per cent apart
@@ -80,6 +81,13 @@ class WorkingSet:
         hashes = np.frombuffer(b"".join(keys), "<u4")[::4]
         for number in np.flatnonzero(hashes < self._threshold).tolist():
             self._follow(keys[number], int(hashes[number]))
+
+    def remember(self, sample: Sample) -> None:
+        """Blocks that were used before this began, the most recent last."""
+        assert not self._num_uses, "what is remembered comes before what is used"
+        self._threshold = min(self._threshold, sample.bound)
+        for key in sample.keys:
+            self.made(key)
 
     def made(self, key: Hashable) -> None:
         """A block came to be without being asked for; its next use is a reuse."""
@@ -213,8 +221,15 @@ class Traffic:
 
     def __init__(self, max_samples: int = 4096) -> None:
         self._working_set = WorkingSet(max_samples)
+        self._max_samples = max_samples
         self._waiting: deque[list[PrefixKey]] = deque()
+        self._memory: Future[Sample] | None = None  # what was used before, while it is looked up
         self.num_dropped = 0
+
+    def begin(self, ask: Callable[[int], "Future[Sample]"]) -> None:
+        """Go on from the blocks that were there at the start: a use of one is no first use. `ask`
+        for a sample of at most so many."""
+        self._memory = ask(self._max_samples)
 
     def asked(self, keys: list[PrefixKey]) -> None:
         """A request looked these up."""
@@ -225,12 +240,21 @@ class Traffic:
 
     def made(self, key: PrefixKey) -> None:
         """A block was generated: a later request finds it, though nobody asked for it yet."""
-        self._working_set.made(key)
+        if self._recalled():
+            self._working_set.made(key)
 
     def step(self) -> None:
         """Follow what was asked since the last step."""
-        while self._waiting:
+        while self._waiting and self._recalled():
             self._working_set.use_all(self._waiting.popleft())
+
+    def _recalled(self) -> bool:
+        """Whether what was used before is known, or there is nothing to wait for."""
+        if self._memory is not None and self._memory.done():
+            if self._memory.exception() is None:
+                self._working_set.remember(self._memory.result())
+            self._memory = None
+        return self._memory is None
 
     def report(
         self, capacities: Mapping[TierName, int], *, block_tokens: int, block_bytes: int

@@ -11,10 +11,11 @@ from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.part import Part
 from tiers.disk.guard import DiskGuard
+from tiers.disk.sampling import WHOLE, in_order
 from tiers.errors import MissReason, TierClosed
 from tiers.policy.quota import Quotas, Shares
-from tiers.tier import Age, Loaded, Removed, TierName, TierStats
-from tiers.transfer.mover import Errand, Job, LoadJob, Mover, StoreJob
+from tiers.tier import Age, Loaded, Removed, Sample, TierName, TierStats
+from tiers.transfer.mover import Job, LoadJob, Mover, StoreJob, WriterTask
 
 
 class MemoryTier:
@@ -157,6 +158,11 @@ class MemoryTier:
             held = self._blocks.get(key)
             return held[0] if held else None
 
+    def sample(self, max_keys: int) -> Sample:
+        with self._opened():
+            uses = list(enumerate(self._blocks))
+        return in_order(uses, max_keys, WHOLE)
+
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
         with self._opened():
             doomed = [key for key, (block, _) in self._blocks.items() if block.scope in roots]
@@ -221,7 +227,7 @@ class SteppedMover(Mover):
     def submit(self, job: Job) -> bool:
         stores = isinstance(job, StoreJob)
         num_alike = sum(isinstance(other, StoreJob) is stores for other in self._jobs)
-        if num_alike >= self._max_jobs and not isinstance(job, Errand):
+        if num_alike >= self._max_jobs and not isinstance(job, WriterTask):
             return False
         self._jobs.append(job)
         return True
@@ -244,7 +250,7 @@ class SteppedMover(Mover):
 
     def read(self) -> None:
         """Do every job but those of the writer."""
-        writes = (StoreJob, Errand)
+        writes = (StoreJob, WriterTask)
         while reads := [n for n, job in enumerate(self._jobs) if not isinstance(job, writes)]:
             self.run_job(reads[0])
 

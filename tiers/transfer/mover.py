@@ -85,10 +85,10 @@ class StoreJob:
 
 
 @dataclass(slots=True, eq=False)
-class Errand(Generic[T]):
+class WriterTask(Generic[T]):
     """Something else that the writer thread does to the tier, after the stores before it.
 
-    Never refused, for it is an operator's word and seldom; `result` also carries its failure.
+    Never refused, for such tasks are few; `result` also carries its failure.
     """
 
     work: Callable[[ManagedTier], T]
@@ -102,10 +102,10 @@ class Errand(Generic[T]):
             self.result.set_exception(error)
 
     def fail(self) -> None:
-        raise AssertionError("an errand keeps its failure to itself")
+        raise AssertionError("a task keeps its failure to itself")
 
 
-Job = ProbeJob | LoadJob | StoreJob | Errand[Any]
+Job = ProbeJob | LoadJob | StoreJob | WriterTask[Any]
 
 
 @dataclass(slots=True)
@@ -159,9 +159,9 @@ class Mover:
 
     def submit(self, job: Job) -> bool:
         """Queue a job; False when its queue is full and the job was not taken."""
-        lane = self._stores if isinstance(job, StoreJob | Errand) else self._loads
+        lane = self._stores if isinstance(job, StoreJob | WriterTask) else self._loads
         with self._lock:
-            if lane.pending >= lane.bound and not isinstance(job, Errand):
+            if lane.pending >= lane.bound and not isinstance(job, WriterTask):
                 return False
             lane.pending += 1
             if lane is self._loads:

@@ -1,0 +1,59 @@
+"""A sample of the blocks on disk in the order of their uses, by their keys alone.
+
+The writer thread takes one when the server starts; `tiers.telemetry.working_set` goes on from it.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from tiers.blocks.keys import PrefixKey
+from tiers.disk.shard import Shard
+from tiers.tier import Sample
+
+WHOLE = 1 << 32
+ROWS = 4096  # of one read transaction
+
+Use = tuple[int, PrefixKey]  # when, and what
+
+
+def sample_of(shards: Iterable[Shard], max_keys: int) -> Sample:
+    """At most `max_keys` of the blocks in these shards."""
+    uses: list[Use] = []
+    bound = WHOLE
+    for shard in shards:
+        after = 0
+        while rows := shard.uses(after, ROWS):
+            after = rows[-1][0]
+            uses += [(used_s, key) for _, key, used_s in rows if hash_of(key) < bound]
+            if len(uses) > 2 * max_keys:
+                uses, bound = thinned(uses, max_keys, bound)
+    return in_order(uses, max_keys, bound)
+
+
+def in_order(uses: list[Use], max_keys: int, bound: int) -> Sample:
+    """The sample that these make; what was used in the same second keeps its order."""
+    uses, bound = thinned(uses, max_keys, bound)
+    uses.sort(key=lambda use: use[0])
+    return Sample(tuple(key for _, key in uses), bound)
+
+
+def thinned(uses: list[Use], max_keys: int, bound: int) -> tuple[list[Use], int]:
+    """Those under a lower bound, where there are more than `max_keys`."""
+    if len(uses) <= max_keys:
+        return uses, bound
+    bound = sorted(hash_of(key) for _, key in uses)[max_keys]
+    return [use for use in uses if hash_of(use[1]) < bound], bound
+
+
+def hash_of(key: PrefixKey) -> int:
+    return int.from_bytes(key[:4], "little")
+
+
+def merged(samples: Sequence[Sample], max_keys: int) -> Sample:
+    """Samples of several disks as one. A block's place in its own is its place in all: disks get
+    blocks at random, so that each has the same share of old ones."""
+    bound = min((sample.bound for sample in samples), default=WHOLE)
+    uses: list[Use] = []
+    for sample in samples:
+        keys = [key for key in sample.keys if hash_of(key) < bound]
+        uses += [(number * WHOLE // max(1, len(keys)), key) for number, key in enumerate(keys)]
+    return in_order(uses, max_keys, bound)
