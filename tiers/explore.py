@@ -12,7 +12,7 @@ from itertools import islice
 
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import Seen, Tree, TreeQuery, grow
-from tiers.disk.view import BlockInfo, DiskView
+from tiers.disk.inspection.view import BlockInfo, DiskView
 from tiers.memory.block import Block, BlockState
 from tiers.memory.index import BlockIndex
 from tiers.memory.view import seen

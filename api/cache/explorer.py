@@ -21,7 +21,7 @@ from api.journal.why import Finding
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import Tree, TreeQuery
 from tiers.cache import TieredCache
-from tiers.disk.view import DiskView
+from tiers.disk.inspection.view import DiskView
 from tiers.explore import BlockDetail, DiskBlocks, Forest, read_disk, same_start
 from tiers.memory.view import LiveBlock
 from tiers.tier import TierName

@@ -25,10 +25,11 @@ def node(
     ] = None,
     host_cache: Annotated[str, typer.Option(help="Host memory for blocks, of all models")] = "2GiB",
     disk_cache_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the disk tier; none without")
+        list[Path] | None,
+        typer.Option(help="Folder of the disk tier, one for each disk; may be repeated"),
     ] = None,
     disk_cache: Annotated[
-        str, typer.Option(help="Bytes on disk for the blocks of one model")
+        str, typer.Option(help="Bytes on each disk for the blocks of one model")
     ] = "8GiB",
     stats: Annotated[
         bool, typer.Option("--stats", help="Print the counters of the running node as JSON")
@@ -54,14 +55,15 @@ def node(
     settings = NodeSettings(
         socket=path,
         host_bytes=parse_size(host_cache),
-        disk_dir=disk_cache_dir.expanduser() if disk_cache_dir else None,
+        disk_dirs=tuple(path.expanduser().absolute() for path in disk_cache_dir or ()),
         disk_bytes=parse_size(disk_cache),
     )
     serving = Node(settings)
     serving.open()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: serving.stop())
-    below = f"{size(settings.disk_bytes)} in {settings.disk_dir}" if settings.disk_dir else "none"
+    places = ", ".join(map(str, settings.disk_dirs))
+    below = f"{size(settings.disk_bytes)} in {places}" if places else "none"
     note(f"node ready at {path}: host memory {size(settings.host_bytes)}, disk {below}")
     with closing(serving):
         serving.run()

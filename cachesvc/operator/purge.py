@@ -16,11 +16,11 @@ from typing import Any
 from billing.reports.receipts import ReceiptSigner
 from cachesvc.config.places import disk_path
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.directory import DirectoryLock, read_elsewhere
-from tiers.disk.maintenance import count
-from tiers.disk.maintenance import purge as purge_shard
+from tiers.disk.directory import DirectoryLock, disk_folders, read_elsewhere
+from tiers.disk.inspection.maintenance import count
+from tiers.disk.inspection.maintenance import purge as purge_shard
+from tiers.disk.inspection.opening import open_shards
 from tiers.disk.pin_file import load_pins, save_pins
-from tiers.disk.view import open_shards
 from tiers.errors import ConfigurationError
 from tiers.tier import Removed
 
@@ -107,12 +107,12 @@ def purge_stopped(data_dir: Path, roots: Collection[PrefixKey]) -> Done:
     its blocks are kept elsewhere too.
     """
     folder = disk_path(data_dir)
-    if places := read_elsewhere(folder):
+    if places := [place for place in read_elsewhere(folder) if "://" in place]:
         raise ConfigurationError(
             f"blocks are kept in {', '.join(places)} too; start the server, and purge through it"
         )
     with open_shards(folder, readonly=False) as (_, shards):
-        lock = DirectoryLock(folder)
+        locks = [DirectoryLock(each) for each in disk_folders(folder)]
         try:
             gone = reduce(Removed.plus, (purge_shard(shard, roots) for shard in shards), Removed())
             num_left = sum(count(shard, frozenset(roots)) for shard in shards)
@@ -123,7 +123,8 @@ def purge_stopped(data_dir: Path, roots: Collection[PrefixKey]) -> Done:
             if ended:
                 save_pins(folder, [pin for pin in pins if pin.scope not in roots])
         finally:
-            lock.release()
+            for lock in locks:
+                lock.release()
     return Done(
         roots=roots,
         removed={"disk": gone},

@@ -38,7 +38,7 @@ from tests.bench.provenance import commit, machine
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
-from tiers.disk.codec import Codec, bound
+from tiers.disk.format.codec import Codec, bound
 from tiers.disk.open import open_disk
 from tiers.testing.faulty_storage import chain, take
 

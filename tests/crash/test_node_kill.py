@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 from tiers.node.node import Node, NodeSettings
 socket, disk = map(Path, sys.argv[1:])
-node = Node(NodeSettings(socket=socket, host_bytes=1 << 20, disk_dir=disk, disk_bytes=64 << 20))
+node = Node(NodeSettings(socket=socket, host_bytes=1 << 20, disk_dirs=(disk,), disk_bytes=64 << 20))
 node.open()
 print("ready", flush=True)
 node.run()

@@ -13,9 +13,9 @@ from cachesvc.config.places import disk_path
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
+from tiers.disk.inspection.opening import open_shards
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
-from tiers.disk.view import open_shards
 from tiers.testing.faulty_storage import chain, fill, take
 
 LAYOUT = BlockLayout.uniform(

@@ -23,10 +23,11 @@ from cachesvc.operator.secret import read_secret
 from tests.unit.test_cli_cache import LAYOUT, store
 from tiers.blocks.keys import BlockId, CacheScope
 from tiers.disk.directory import DirectoryLock
+from tiers.disk.inspection.opening import open_shards
+from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
 from tiers.disk.pin_file import save_pins
 from tiers.disk.tier import DiskTier
-from tiers.disk.view import open_shards, open_view
 from tiers.policy.retention import Pin
 from tiers.testing.faulty_storage import chain
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiers.disk.codec import CHUNK_BYTES, Codec, CodecId, DecodeError, bound
+from tiers.disk.format.codec import CHUNK_BYTES, Codec, CodecId, DecodeError, bound
 
 
 def aligned(nbytes: int) -> memoryview:

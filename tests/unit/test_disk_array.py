@@ -1,5 +1,7 @@
 """Several disks as one tier: blocks are spread, and disks fail alone."""
 
+import io
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +12,11 @@ from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.array import DiskArray, open_array
-from tiers.disk.directory import note_elsewhere
+from tiers.disk.directory import ID_NAME, note_elsewhere
+from tiers.disk.inspection.export import export, import_blocks
+from tiers.disk.inspection.maintenance import remove
+from tiers.disk.inspection.opening import open_disks, placed
+from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
@@ -33,10 +39,16 @@ IDS = chain(16, block_size=16)
 
 
 def opened(root: Path, *names: str, bad: FaultyStorage | None = None) -> DiskArray:
-    """Disks in these folders; the last one over `bad`."""
+    """Disks in these folders, known by their names; the last one over `bad`."""
+    for name in names:
+        if not (root / name).exists():
+            (root / name).mkdir()
+            (root / name / ID_NAME).write_text(name.encode().hex())
 
     def open_one(folder: Path) -> DiskTier:
-        return open_disk(folder, LAYOUT, 2 << 20, storage=bad if folder.name == names[-1] else None)
+        return open_disk(
+            folder, LAYOUT, 2 << 20, storage=bad if folder.name == names[-1] else None, check_s=60
+        )
 
     return open_array([root / name for name in names], open_one)
 
@@ -98,7 +110,7 @@ def test_a_disk_that_fails_costs_its_blocks_only(tmp_path: Path) -> None:
     loaded = load(array)
     first = next(at for at, block in enumerate(IDS) if block.key in lost)
     assert loaded == Loaded(first, MissReason.IO_ERROR)
-    for block in IDS:
+    for block in IDS[:6]:
         assert load(array, [block]).num_blocks == (block.key not in lost)
     more = chain(16, block_size=16, seed=1)
     refused = set(store(array, more))
@@ -112,13 +124,92 @@ def test_a_disk_that_fails_costs_its_blocks_only(tmp_path: Path) -> None:
 def test_a_disk_that_does_not_open_is_left_out_and_said(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("no folder")
     array = opened(tmp_path, "a", "b", "c")
-    refused = store(array)
-    mine = {block.key for block in IDS if array.disk_of(block.key).name == "c"}
-    assert set(refused) == mine
+    assert store(array) == [], "the others take its part of the keys"
+    assert {array.disk_of(block.key).name for block in IDS} == {"a", "b"}
+    assert load(array) == Loaded(16, None)
     assert [shard.ready for shard in array.stats().shards] == [True, True, False]
-    assert sum(array.held([block.key for block in IDS])) == 16 - len(mine)
     with pytest.raises(ConfigurationError, match="cannot be reached"):
         array.purge([SCOPE.root()])
+    array.close()
+
+
+def test_a_disk_that_fails_again_and_again_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others take its keys: what is stored from then on is served whole."""
+    bad = FaultyStorage()
+    array = opened(tmp_path, "a", "b", "c", bad=bad)
+    store(array)
+    mine = {block.key for block in IDS if array.disk_of(block.key).name == "c"}
+    bad.arm(1, count=1_000_000)
+    for seed in range(1, 10):
+        store(array, chain(16, block_size=16, seed=seed))
+    assert "c failed 8 times in a row and is dropped" in caplog.text
+    assert [shard.ready for shard in array.stats().shards] == [True, True, False]
+    more = chain(16, block_size=16, seed=100)
+    assert store(array, more) == []
+    assert load(array, more) == Loaded(16, None)
+    assert array.held([block.key for block in IDS]) == [block.key not in mine for block in IDS]
+    bad.arm(0)
+    array.close()
+    array = opened(tmp_path, "a", "b", "c", bad=bad)
+    assert load(array) == Loaded(16, None), "it is tried again after a restart"
+    array.close()
+
+
+def test_the_last_disk_is_not_dropped(tmp_path: Path) -> None:
+    bad = FaultyStorage()
+    array = opened(tmp_path, "a", bad=bad)
+    bad.arm(1, count=1_000_000)
+    for _ in range(20):
+        load(array)
+    bad.arm(0)
+    assert store(array) == []
+    assert load(array) == Loaded(16, None)
+    array.close()
+
+
+def test_a_folder_removed_under_the_server_is_begun_anew(tmp_path: Path) -> None:
+    array = opened(tmp_path, "a", "b")
+    store(array)
+    shutil.rmtree(tmp_path / "b")
+    for _ in range(3):
+        store(array)
+    assert load(array) == Loaded(16, None)
+    array.close()
+
+
+def test_a_disk_is_known_wherever_it_is_mounted(tmp_path: Path) -> None:
+    array = opened(tmp_path, "a", "b")
+    store(array)
+    array.close()
+    (tmp_path / "b").rename(tmp_path / "moved")
+    array = opened(tmp_path, "moved", "a")
+    assert load(array) == Loaded(16, None)
+    array.close()
+
+
+def test_commands_look_over_all_disks(tmp_path: Path) -> None:
+    """Listing, checking and importing see the blocks of each; one that cannot be read is left."""
+    array = opened(tmp_path, "a", "b")
+    store(array)
+    array.close()
+    root = tmp_path / "a"
+    note_elsewhere(root, [str(tmp_path / "b"), "redis://host:1/0", str(tmp_path / "gone")])
+    stream = io.BytesIO()
+    with open_view(root) as view:
+        assert {block.key for block in view.blocks()} == {block.key for block in IDS}
+        assert view.verify().num_blocks == 16
+        assert all(view.find(block.key) for block in IDS)
+        export(view.shards, stream, lambda key, entry: True)
+    stream.seek(0)
+    with open_disks(root, readonly=False) as disks:
+        shards = [shard for disk in disks for shard in disk.shards]
+        for shard in shards:
+            remove(shard, lambda key, entry: True)
+        assert import_blocks(shards, stream, placed(disks)).num_blocks == 16
+    array = opened(tmp_path, "a", "b")
+    assert load(array) == Loaded(16, None)
     array.close()
 
 
@@ -144,10 +235,14 @@ def test_folders_that_cannot_work_are_refused(tmp_path: Path, array: DiskArray) 
     opened(tmp_path, "d").close()
 
 
-def test_a_purge_without_the_server_says_where_else_blocks_are(tmp_path: Path) -> None:
-    opened(tmp_path, "disk").close()
-    note_elsewhere(tmp_path / "disk", ["/mnt/two", "redis://host:1/0"])
-    with pytest.raises(ConfigurationError, match="/mnt/two, redis://host:1/0 too; start the"):
+def test_a_purge_without_the_server_reaches_every_disk(tmp_path: Path) -> None:
+    array = opened(tmp_path, "disk", "two")
+    store(array)
+    array.close()
+    note_elsewhere(tmp_path / "disk", [str(tmp_path / "two"), "redis://host:1/0"])
+    with pytest.raises(ConfigurationError, match="kept in redis://host:1/0 too; start the"):
         purge_stopped(tmp_path, [SCOPE.root()])
+    note_elsewhere(tmp_path / "disk", [str(tmp_path / "two")])
+    done = purge_stopped(tmp_path, [SCOPE.root()])
+    assert (done.removed["disk"].num_blocks, done.num_left) == (16, 0)
     note_elsewhere(tmp_path / "disk", [])
-    assert purge_stopped(tmp_path, [SCOPE.root()]).num_left == 0

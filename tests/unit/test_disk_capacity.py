@@ -4,11 +4,11 @@ from pathlib import Path
 
 from tests.unit.test_disk_ops import CAPACITY, blocks, load, opened, store
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.compact import compact_folder
 from tiers.disk.directory import read_meta
+from tiers.disk.inspection.compact import compact_folder
+from tiers.disk.inspection.view import open_view
 from tiers.disk.pin_file import save_pins
 from tiers.disk.shard import Shard
-from tiers.disk.view import open_view
 from tiers.errors import MissReason
 from tiers.policy.retention import Pin
 

@@ -13,14 +13,15 @@ from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId, CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.directory import shard_of
-from tiers.disk.export import chain_rule, export, import_blocks
-from tiers.disk.maintenance import remove, verify
+from tiers.disk.format.rows import DAY_S
+from tiers.disk.inspection.export import chain_rule, export, import_blocks
+from tiers.disk.inspection.maintenance import remove, verify
+from tiers.disk.inspection.opening import open_shards
+from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
-from tiers.disk.rows import DAY_S
 from tiers.disk.settings import DiskOrder, DiskSettings
 from tiers.disk.storage import Storage
 from tiers.disk.tier import DiskTier
-from tiers.disk.view import open_shards, open_view
 from tiers.errors import ConfigurationError, MissReason
 from tiers.testing.faulty_storage import SCOPE, chain, fill, holds, take, wipe
 from tiers.tier import Loaded
@@ -137,10 +138,11 @@ BESIDE = """
 import sys
 import time
 from pathlib import Path
-from tiers.disk.compact import compact_folder
-from tiers.disk.maintenance import remove
+from tiers.disk.inspection.compact import compact_folder
+from tiers.disk.inspection.maintenance import remove
 from tiers.errors import DirectoryLocked
-from tiers.disk.view import open_shards, open_view
+from tiers.disk.inspection.opening import open_shards
+from tiers.disk.inspection.view import open_view
 
 root, scope = Path(sys.argv[1]), bytes.fromhex(sys.argv[2])
 with open_view(root) as view:

@@ -11,13 +11,14 @@ import pytest
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
+from tiers.disk.inspection.opening import repair_folder
+from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
 from tiers.disk.recovery.check import ShardCheck, check_shard
 from tiers.disk.recovery.pages import BRANCH, LEAF, PageFile
 from tiers.disk.shard import ShardBusy
 from tiers.disk.storage import Storage
 from tiers.disk.tier import DiskTier
-from tiers.disk.view import open_view, repair_folder
 from tiers.errors import ConfigurationError, MissReason
 from tiers.testing.faulty_storage import FaultyStorage, chain, fill, holds, take, wipe
 from tiers.tier import Loaded

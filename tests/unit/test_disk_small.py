@@ -14,7 +14,7 @@ import pytest
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
-from tiers.disk.maintenance import remove
+from tiers.disk.inspection.maintenance import remove
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
 from tiers.disk.storage import MapFull, Storage

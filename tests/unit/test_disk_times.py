@@ -14,9 +14,10 @@ from tests.unit.test_disk_ops import store as store_now
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
+from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
-from tiers.disk.view import open_view
+from tiers.memory.block import Below
 from tiers.policy import Use
 
 HOUR, DAY, YEAR = 3600, 86_400, 365 * 86_400
@@ -72,7 +73,7 @@ def test_age_goes_on_after_a_promotion_and_the_next_demotion(tmp_path: Path) -> 
     assert ages == [pytest.approx(DAY, abs=HOUR)] * NUM_BLOCKS
     disk.discard(CHAIN.keys)
     for block in cache.index:
-        cache.residency.set_below(block, type(block.below).ABSENT)
+        block.below = Below.ABSENT
     cache.close()
     for computed_s, used_s in times(tmp_path):
         assert computed_s == pytest.approx(first_s, abs=HOUR)

@@ -87,7 +87,7 @@ def test_one_client_reads_what_another_wrote(node: Node, path: Path) -> None:
 
 
 def test_blocks_outlive_the_node_on_its_disk(path: Path, tmp_path: Path) -> None:
-    below = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
+    below = {"disk_dirs": (tmp_path / "disk",), "disk_bytes": 64 << 20}
     ids = prompt(1)
     with serving(path, **below), joined(path) as client:
         write(client, ids)

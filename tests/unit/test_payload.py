@@ -6,9 +6,15 @@ import pytest
 from tiers.blocks.keys import BlockId, PrefixKey, token_bytes
 from tiers.blocks.layout import BlockLayout, LayerLayout
 from tiers.blocks.part import Part
-from tiers.disk.codec import Codec
-from tiers.disk.payload import check, decode, encode, needed_nbytes, payload_bound
-from tiers.disk.record import VERSION_PARTED, Header, header_nbytes, pack_header, unpack_header
+from tiers.disk.format.codec import Codec
+from tiers.disk.format.payload import check, decode, encode, needed_nbytes, payload_bound
+from tiers.disk.format.record import (
+    VERSION_PARTED,
+    Header,
+    header_nbytes,
+    pack_header,
+    unpack_header,
+)
 from tiers.errors import MissReason
 
 FULL, SLIDING = LayerLayout(2, 16, 16), LayerLayout(2, 16, 16, window=40)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiers.blocks.keys import BlockId, PrefixKey, token_bytes
-from tiers.disk.record import (
+from tiers.disk.format.record import (
     Header,
     check_payload,
     header_nbytes,

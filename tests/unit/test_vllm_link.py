@@ -39,7 +39,10 @@ def test_a_node_that_is_away_is_a_miss_and_is_left_alone_for_a_while(tmp_path: P
 
 
 def test_a_node_that_was_restarted_is_joined_without_a_miss(tmp_path: Path) -> None:
-    path, below = tmp_path / "node.sock", {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
+    path, below = (
+        tmp_path / "node.sock",
+        {"disk_dirs": (tmp_path / "disk",), "disk_bytes": 64 << 20},
+    )
     link = link_to(path, Clock())
     with serving(path, **below):
         assert link.attempt(put)

@@ -6,7 +6,7 @@ from tests.unit.test_tree import BLOCK, OTHER, ROOT, add, index_of, shape
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import TreeQuery
-from tiers.disk.view import BlockInfo
+from tiers.disk.inspection.view import BlockInfo
 from tiers.explore import DiskBlocks, Forest, same_start
 from tiers.memory.index import BlockIndex
 from tiers.telemetry.misses import Absence, marks_of

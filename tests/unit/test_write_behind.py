@@ -14,7 +14,7 @@ from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.memory.counters import CacheEvent
 from tiers.policy.admission import WritePolicy
-from tiers.tier import TierName
+from tiers.tier import Age, TierName
 
 LENGTH = 14  # blocks of a prompt
 
@@ -127,10 +127,12 @@ def test_a_copy_that_the_disk_gave_up_first_is_written_again() -> None:
     assert bench.serve(chain) == 6  # from the disk
     store = bench.tier.store
 
-    def drop_first(ids: Sequence[BlockId], frames: Sequence[Frame]) -> list[PrefixKey]:
+    def drop_first(
+        ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age]
+    ) -> list[PrefixKey]:
         bench.tier.store = store  # type: ignore[method-assign]
         bench.tier.discard(chain.keys)
-        return [*store(ids, frames), *chain.keys]
+        return [*store(ids, frames, ages), *chain.keys]
 
     bench.tier.store = drop_first  # type: ignore[method-assign]
     bench.scan(4, first=90_000)

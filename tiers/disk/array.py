@@ -1,12 +1,12 @@
 """Several disks as one tier: each has its own folder, capacity, shards and writer.
 
-A block's disk follows from its key and the names of the folders (rendezvous hashing), so that a
-disk that is added takes its part of the keys and moves no others. Disks read and write side by
-side, each on a thread of its own. A disk that fails, or does not open, costs its blocks and nothing
-else: they are misses, and what would be written to it is refused.
+A block's disk follows from its key (`Spread`). Disks read and write side by side, each on threads
+of its own. A disk that does not open, or fails again and again, is dropped until the next start:
+its blocks are misses, and the other disks take over its part of the keys.
 """
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +16,12 @@ from functools import reduce
 from pathlib import Path
 from typing import TypeVar
 
-import xxhash
-
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
-from tiers.disk.directory import FORMAT, Meta
+from tiers.disk.directory import FORMAT, Meta, Spread, disk_id
+from tiers.disk.inspection.view import DiskView
 from tiers.disk.sampling import merged
 from tiers.disk.tier import DiskTier
-from tiers.disk.view import DiskView
 from tiers.errors import ConfigurationError, MissReason
 from tiers.tier import Age, Loaded, Removed, Sample, ShardStats, TierName, TierStats
 
@@ -33,6 +31,7 @@ SUMMED = (
     *("num_blocks", "used_bytes", "logical_bytes", "capacity_bytes", "hits", "misses"),
     *("stored", "evicted", "read_bytes", "written_bytes"),
 )
+MAX_FAULTS = 8  # reads and writes in a row, after which a disk is dropped
 READERS = 2  # threads of a disk that loads share
 
 T = TypeVar("T")
@@ -45,7 +44,10 @@ class DiskArray:
 
     def __init__(self, disks: Mapping[Path, DiskTier | None]) -> None:
         self._disks = dict(disks)
-        self._seeds = {root: xxhash.xxh3_64_intdigest(str(root).encode()) for root in disks}
+        opened = [root for root, disk in disks.items() if disk is not None]
+        self._spread = Spread({root: _id_of(root) for root in opened})
+        self._lock = threading.Lock()
+        self._num_faults: Counter[Path] = Counter()  # in a row
         self._readers = {
             root: ThreadPoolExecutor(READERS, thread_name_prefix=f"cachesvc-read-{root.name}")
             for root in disks
@@ -57,14 +59,13 @@ class DiskArray:
 
     def disk_of(self, key: PrefixKey) -> Path:
         """The folder whose blocks `key` belongs to."""
-        return max(self._seeds, key=lambda root: xxhash.xxh3_64_intdigest(key, self._seeds[root]))
+        return self._spread.disk_of(key)
 
     def probe(self, ids: Sequence[BlockId]) -> int:
         parts = self._parts(ids)
         ends = [len(ids)]
         for root, numbers in parts.items():
-            disk = self._disks[root]
-            held = disk.probe([ids[number] for number in numbers]) if disk is not None else 0
+            held = self._disk(root).probe([ids[number] for number in numbers])
             ends.append(numbers[held] if held < len(numbers) else len(ids))
         return min(ends)
 
@@ -74,10 +75,9 @@ class DiskArray:
         parts = self._parts(wanted)
 
         def read(root: Path, numbers: list[int]) -> Loaded:
-            disk = self._disks[root]
-            if disk is None:
-                return Loaded(0, MissReason.IO_ERROR)
-            return disk.load([wanted[n] for n in numbers], [into[n] for n in numbers])
+            loaded = self._disk(root).load([wanted[n] for n in numbers], [into[n] for n in numbers])
+            self._watch(root, failed=loaded.reason is MissReason.IO_ERROR)
+            return loaded
 
         found = self._side_by_side(self._readers, parts, read)
         end, reason = len(wanted), None
@@ -96,17 +96,21 @@ class DiskArray:
         parts = self._parts(ids)
 
         def write(root: Path, numbers: list[int]) -> list[PrefixKey]:
-            disk = self._disks[root]
-            if disk is None:
-                return [ids[n].key for n in numbers]
+            disk = self._disk(root)
             mine = [ages[n] for n in numbers] if ages else ()
-            return disk.store([ids[n] for n in numbers], [frames[n] for n in numbers], mine)
+            before = disk.counted()
+            dropped = disk.store([ids[n] for n in numbers], [frames[n] for n in numbers], mine)
+            after = disk.counted()
+            faults = [counted.faults.get(MissReason.IO_ERROR, 0) for counted in (before, after)]
+            self._watch(root, failed=faults[1] > faults[0] and after.stored == before.stored)
+            return dropped
 
         dropped = self._side_by_side(self._writers, parts, write)
         return [key for keys in dropped.values() for key in keys]
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
-        return sum(disk.discard(mine) for disk, mine in self._by_disk(keys))
+        """A block may lie on two disks, where one was away for a while: all are asked."""
+        return sum(disk.discard(keys) for disk in self._open())
 
     def keep(self, keys: Collection[PrefixKey]) -> None:
         for disk in self._open():
@@ -119,18 +123,13 @@ class DiskArray:
 
     def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
         """Which of these are held, each for itself. Raises what storage raises."""
-        disks = [self._disks[self.disk_of(key)] for key in keys]
-        return [
-            disk is not None and disk.held([key])[0] for disk, key in zip(disks, keys, strict=True)
-        ]
+        return [self._disk(self.disk_of(key)).held([key])[0] for key in keys]
 
     def trace(self, key: PrefixKey) -> BlockId | None:
-        disk = self._disks[self.disk_of(key)]
-        return disk.trace(key) if disk is not None else None
+        return self._disk(self.disk_of(key)).trace(key)
 
     def read_record(self, key: PrefixKey) -> tuple[PrefixKey, bytes] | None:
-        disk = self._disks[self.disk_of(key)]
-        return disk.read_record(key) if disk is not None else None
+        return self._disk(self.disk_of(key)).read_record(key)
 
     def quotas(self) -> Mapping[Hashable, tuple[int, int]]:
         total: dict[Hashable, tuple[int, int]] = {}
@@ -178,8 +177,8 @@ class DiskArray:
         total = TierStats(name=self.name)
         shards: list[ShardStats] = []
         faults: Counter[MissReason] = Counter()
-        for number, disk in enumerate(self._disks.values()):
-            if disk is None:
+        for number, (root, disk) in enumerate(self._disks.items()):
+            if disk is None or root not in self._spread:
                 shards.append(ShardStats(f"disk-{number}", ready=False))
                 continue
             mine = disk.stats()
@@ -194,6 +193,28 @@ class DiskArray:
             pool.shutdown()
         for disk in self._open():
             disk.close()
+
+    def _disk(self, root: Path) -> DiskTier:
+        disk = self._disks[root]
+        assert disk is not None, f"{root} did not open"
+        return disk
+
+    def _watch(self, root: Path, *, failed: bool) -> None:
+        """Drop a disk that fails again and again, while there is another."""
+        if not failed and not self._num_faults[root]:
+            return
+        with self._lock:
+            self._num_faults[root] = self._num_faults[root] + 1 if failed else 0
+            if self._num_faults[root] < MAX_FAULTS or root not in self._spread:
+                return
+            if any(shard.checking for shard in self._disk(root).stats().shards):
+                return  # it will be written again once that is done
+            if len(self._spread) > 1:
+                self._spread = self._spread.without(root)
+                logger.error(
+                    f"disk cache: {root} failed {MAX_FAULTS} times in a row and is dropped; the "
+                    "other disks take its blocks. Replace it, or restart to try it again"
+                )
 
     def _open(self) -> list[DiskTier]:
         return [disk for disk in self._disks.values() if disk is not None]
@@ -210,9 +231,7 @@ class DiskArray:
         for key in keys:
             parts.setdefault(self.disk_of(key), []).append(key)
         for root, mine in parts.items():
-            disk = self._disks[root]
-            if disk is not None:
-                yield disk, mine
+            yield self._disk(root), mine
 
     @staticmethod
     def _side_by_side(
@@ -224,6 +243,13 @@ class DiskArray:
             return {root: work(root, numbers) for root, numbers in parts.items()}
         jobs = {root: pools[root].submit(work, root, numbers) for root, numbers in parts.items()}
         return {root: job.result() for root, job in jobs.items()}
+
+
+def _id_of(root: Path) -> bytes:
+    try:
+        return disk_id(root)
+    except OSError:
+        return str(root).encode()
 
 
 def open_array(roots: Sequence[Path], open_one: Callable[[Path], DiskTier]) -> DiskArray:

@@ -14,9 +14,11 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+import xxhash
 
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import ConfigurationError, DirectoryLocked
@@ -25,6 +27,8 @@ FORMAT = 1
 META_NAME = "disk.json"
 LOCK_NAME = "server.lock"
 ELSEWHERE_NAME = "elsewhere.json"
+ID_NAME = "disk.id"
+ID_BYTES = 16
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -143,6 +147,46 @@ def shard_of(key: PrefixKey, num_shards: int) -> int:
     return int.from_bytes(key[:4], "little") % num_shards
 
 
+def disk_id(root: Path) -> bytes:
+    """What this folder is known by among several, wherever it is mounted; made at the first call.
+
+    Raises OSError where it can be neither read nor written.
+    """
+    path = root / ID_NAME
+    try:
+        return bytes.fromhex(path.read_text().strip())
+    except (FileNotFoundError, ValueError):
+        made = os.urandom(ID_BYTES)
+        path.write_text(made.hex() + "\n")
+        return made
+
+
+class Spread:
+    """Which of several disks a block belongs to: the one that ranks highest for its key.
+
+    By the ids of the folders (rendezvous hashing), so that a disk that comes takes its part of the
+    keys, one that goes leaves its part to the others, and no other key moves.
+    """
+
+    def __init__(self, ids: Mapping[Path, bytes]) -> None:
+        self._seeds = {root: xxhash.xxh3_64_intdigest(each) for root, each in ids.items()}
+
+    def disk_of(self, key: PrefixKey) -> Path:
+        return max(self._seeds, key=lambda root: xxhash.xxh3_64_intdigest(key, self._seeds[root]))
+
+    def without(self, root: Path) -> "Spread":
+        """The same disks but one."""
+        rest = Spread({})
+        rest._seeds = {other: seed for other, seed in self._seeds.items() if other != root}
+        return rest
+
+    def __len__(self) -> int:
+        return len(self._seeds)
+
+    def __contains__(self, root: object) -> bool:
+        return root in self._seeds
+
+
 def note_elsewhere(root: Path, places: Sequence[str]) -> None:
     """Note where else blocks of this tier are kept, for who purges without its server."""
     path = root / ELSEWHERE_NAME
@@ -158,6 +202,11 @@ def read_elsewhere(root: Path) -> list[str]:
         return [str(place) for place in json.loads((root / ELSEWHERE_NAME).read_text())]
     except FileNotFoundError:
         return []
+
+
+def disk_folders(root: Path) -> list[Path]:
+    """The folder of a disk tier, and those that it has on further disks."""
+    return [root, *(Path(place) for place in read_elsewhere(root) if "://" not in place)]
 
 
 def shard_path(root: Path, number: int) -> Path:

@@ -7,8 +7,8 @@ Any thread.
 import threading
 from collections.abc import Callable, Sequence
 
-from tiers.disk.record import parent_of, tokens_of, written_s_of
-from tiers.disk.rows import Entry
+from tiers.disk.format.record import parent_of, tokens_of, written_s_of
+from tiers.disk.format.rows import Entry
 from tiers.disk.transaction import Writer
 from tiers.telemetry.events import EventKind, EventStream
 from tiers.telemetry.lifetimes import Lives

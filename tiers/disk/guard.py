@@ -8,7 +8,7 @@ import threading
 from collections.abc import Collection, Hashable, Mapping
 
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.rows import Account
+from tiers.disk.format.rows import Account
 from tiers.policy.quota import COMMON, Quotas
 
 

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.disk.codec import bound
-from tiers.disk.compact import NEW_SUFFIX, compact
 from tiers.disk.counts import DiskCounts
 from tiers.disk.directory import (
     FORMAT,
@@ -30,7 +28,9 @@ from tiers.disk.directory import (
     write_meta,
 )
 from tiers.disk.events import DiskEvents
+from tiers.disk.format.codec import bound
 from tiers.disk.guard import DiskGuard
+from tiers.disk.inspection.compact import NEW_SUFFIX, compact
 from tiers.disk.pin_file import keys_in_force
 from tiers.disk.recovery.check import CHECK_AT_ONCE_S
 from tiers.disk.settings import DiskSettings

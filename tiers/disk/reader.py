@@ -13,12 +13,12 @@ from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.blocks.part import Part
-from tiers.disk.codec import Codec, DecodeError
 from tiers.disk.counts import DiskCounts
 from tiers.disk.directory import shard_of
-from tiers.disk.payload import check, decode, needed_nbytes
-from tiers.disk.record import Header, is_block, unpack_header
-from tiers.disk.rows import Entry
+from tiers.disk.format.codec import Codec, DecodeError
+from tiers.disk.format.payload import check, decode, needed_nbytes
+from tiers.disk.format.record import Header, is_block, unpack_header
+from tiers.disk.format.rows import Entry
 from tiers.disk.shard import ShardDamaged
 from tiers.disk.slot import ShardSlot
 from tiers.disk.storage import PageBuffer, StorageError

@@ -31,10 +31,7 @@ from typing import Any
 
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.clock import Found
-from tiers.disk.guard import DiskGuard
-from tiers.disk.recovery.consistency import Fixes
-from tiers.disk.recovery.pages import is_run_head, run_head
-from tiers.disk.rows import (
+from tiers.disk.format.rows import (
     Account,
     Day,
     Entry,
@@ -45,6 +42,9 @@ from tiers.disk.rows import (
     unpack_order,
     unpack_sequence,
 )
+from tiers.disk.guard import DiskGuard
+from tiers.disk.recovery.consistency import Fixes
+from tiers.disk.recovery.pages import is_run_head, run_head
 from tiers.disk.storage import Database, DataFile, Storage, Transaction
 from tiers.disk.transaction import PAGE_HEADER, Databases, Writer
 from tiers.errors import TierError

@@ -22,18 +22,18 @@ from tiers.blocks.layout import BlockLayout
 from tiers.disk.counts import Counted, DiskCounts
 from tiers.disk.directory import FORMAT, DirectoryLock, Meta, mark, shard_of
 from tiers.disk.events import DiskEvents
-from tiers.disk.export import proven, whole_nbytes
+from tiers.disk.format.record import Header, unpack_header
+from tiers.disk.format.rows import Entry
 from tiers.disk.guard import DiskGuard
-from tiers.disk.maintenance import count, purge
+from tiers.disk.inspection.export import proven, whole_nbytes
+from tiers.disk.inspection.maintenance import count, purge
+from tiers.disk.inspection.view import DiskView
 from tiers.disk.reader import BlockReader, Scratch, trimmed
-from tiers.disk.record import Header, unpack_header
-from tiers.disk.rows import Entry
 from tiers.disk.sampling import sample_of
 from tiers.disk.settings import DiskOrder, DiskSettings
 from tiers.disk.shard import Shard, ShardBusy, ShardDamaged
 from tiers.disk.slot import ShardSlot
 from tiers.disk.storage import PageBuffer, StorageError
-from tiers.disk.view import DiskView
 from tiers.disk.writer import BlockWriter
 from tiers.errors import TierClosed
 from tiers.tier import Age, Loaded, Removed, Sample, ShardStats, TierName, TierStats

@@ -26,8 +26,7 @@ import numpy as np
 
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.clock import Found
-from tiers.disk.guard import DiskGuard
-from tiers.disk.rows import (
+from tiers.disk.format.rows import (
     DAY_S,
     Account,
     Day,
@@ -40,6 +39,7 @@ from tiers.disk.rows import (
     unpack_order,
     unpack_sequence,
 )
+from tiers.disk.guard import DiskGuard
 from tiers.disk.storage import Database, Storage, Transaction
 from tiers.tier import Cause
 

@@ -17,11 +17,11 @@ from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.counts import DiskCounts, Pending
 from tiers.disk.directory import shard_of
+from tiers.disk.format.payload import encode, payload_bound
+from tiers.disk.format.record import header_nbytes, is_block, pack_header
+from tiers.disk.format.rows import Account
 from tiers.disk.guard import DiskGuard
-from tiers.disk.payload import encode, payload_bound
 from tiers.disk.reader import Scratch
-from tiers.disk.record import header_nbytes, is_block, pack_header
-from tiers.disk.rows import Account
 from tiers.disk.settings import DiskSettings
 from tiers.disk.shard import ShardDamaged
 from tiers.disk.slot import ShardSlot

@@ -17,11 +17,13 @@ import selectors
 import socket
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tiers.blocks.layout import BlockLayout
+from tiers.disk.array import DiskArray, open_array
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, DirectoryLocked, NodeError, TierError
@@ -49,7 +51,7 @@ class NodeSettings:
 
     socket: Path
     host_bytes: int
-    disk_dir: Path | None = None
+    disk_dirs: tuple[Path, ...] = ()
     disk_bytes: int = 0  # for each layout
 
 
@@ -73,7 +75,7 @@ class Node:
         self.settings = settings
         self._capacity = Capacity(settings.host_bytes)
         self._layouts: list[BlockLayout] = []
-        self._disks: list[DiskTier] = []
+        self._disks: list[DiskTier | DiskArray] = []
         self._clients: dict[int, _Client] = {}
         self._num_clients = 0
         self._stopping = False
@@ -339,7 +341,7 @@ class Node:
     # Pools.
 
     @property
-    def _disks_by_pool(self) -> list[DiskTier | None]:
+    def _disks_by_pool(self) -> Sequence[DiskTier | DiskArray | None]:
         return list(self._disks) or [None] * len(self._layouts)
 
     def _pool(self, number: int) -> Pool:
@@ -359,16 +361,19 @@ class Node:
                 f"a block of {layout.nbytes} bytes does not fit the node's "
                 f"{self.settings.host_bytes} bytes of host memory"
             )
-        mover = self._open_below(layout) if self.settings.disk_dir is not None else None
+        mover = self._open_below(layout) if self.settings.disk_dirs else None
         Pool(create(layout, num_frames), self._capacity, mover)
         self._layouts.append(layout)
         return len(self._layouts) - 1
 
     def _open_below(self, layout: BlockLayout) -> Mover:
-        assert self.settings.disk_dir is not None
-        folder = self.settings.disk_dir / layout.digest().hex()
+        folders = [root / layout.digest().hex() for root in self.settings.disk_dirs]
+
+        def open_one(folder: Path) -> DiskTier:
+            return open_disk(folder, layout, self.settings.disk_bytes)
+
         try:
-            disk = open_disk(folder, layout, self.settings.disk_bytes)
+            disk = open_array(folders, open_one) if folders[1:] else open_one(folders[0])
         except TierError as error:
             raise NodeError(f"the disk cache cannot be opened: {error}") from error
         self._disks.append(disk)
@@ -377,7 +382,7 @@ class Node:
         return mover
 
 
-def _disk_stats(disk: DiskTier | None) -> dict[str, Any]:
+def _disk_stats(disk: DiskTier | DiskArray | None) -> dict[str, Any]:
     if disk is None:
         return {}
     stats = disk.stats()

@@ -13,8 +13,8 @@ from enum import StrEnum
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.disk.array import DiskArray
+from tiers.disk.inspection.view import DiskView
 from tiers.disk.tier import DiskTier
-from tiers.disk.view import DiskView
 from tiers.errors import MissReason
 from tiers.remote.tier import RemoteTier
 from tiers.tier import Age, Loaded, Removed, Sample, TierName, TierStats

@@ -22,9 +22,9 @@ from typing import TypeVar
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.disk.codec import Codec, DecodeError
-from tiers.disk.payload import decode
-from tiers.disk.record import check_payload, is_block, unpack_header
+from tiers.disk.format.codec import Codec, DecodeError
+from tiers.disk.format.payload import decode
+from tiers.disk.format.record import check_payload, is_block, unpack_header
 from tiers.errors import MissReason
 from tiers.remote.breaker import CircuitBreaker
 from tiers.remote.objects import DELETE_AT_ONCE, ObjectStore, RemoteError

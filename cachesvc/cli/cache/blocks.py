@@ -23,8 +23,8 @@ from cachesvc.config.places import disk_path
 from cachesvc.config.quantities import parse_duration
 from cachesvc.server.server_file import LiveServer, find_server
 from tiers.blocks.keys import PrefixKey, token_ids
-from tiers.disk.codec import CodecId
-from tiers.disk.view import BlockInfo, DiskView, open_view
+from tiers.disk.format.codec import CodecId
+from tiers.disk.inspection.view import BlockInfo, DiskView, open_view
 from tiers.tier import TierName
 
 MOST = 100_000  # blocks that a server tells of at once

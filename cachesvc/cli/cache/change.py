@@ -24,16 +24,17 @@ from cachesvc.config.quantities import parse_duration, parse_size
 from cachesvc.config.sources import load_settings
 from cachesvc.server.listen import make_data_dir
 from tiers.blocks.keys import PrefixKey
-from tiers.disk import export as disk_transfer
-from tiers.disk.compact import compact_folder
-from tiers.disk.directory import prepare, read_meta, shard_of
-from tiers.disk.export import Moved, Rule, chain_rule, import_blocks
-from tiers.disk.maintenance import pages_by_age, remove
+from tiers.disk.directory import disk_folders, prepare, read_meta
+from tiers.disk.format.rows import Entry
+from tiers.disk.inspection import export as disk_transfer
+from tiers.disk.inspection.compact import compact_folder
+from tiers.disk.inspection.export import Moved, Rule, chain_rule, import_blocks
+from tiers.disk.inspection.maintenance import pages_by_age, remove
+from tiers.disk.inspection.opening import open_disks, open_shards, placed
+from tiers.disk.inspection.view import DiskView, open_view
 from tiers.disk.pin_file import pinned_keys
-from tiers.disk.rows import Entry
 from tiers.disk.shard import Shard
 from tiers.disk.storage import StorageError
-from tiers.disk.view import DiskView, open_shards, open_view
 from tiers.tier import Removed
 
 PAGE_BYTES = 4096
@@ -115,7 +116,7 @@ def compact(data_dir: DataDir = None, json: AsJson = False) -> None:
         )
     try:
         with progress("rewriting", None):
-            shards = compact_folder(path)
+            shards = [done for folder in disk_folders(path) for done in compact_folder(folder)]
     except StorageError as error:
         fail(f"{path} was not compacted, and stands as it was: {error}")
     told = {
@@ -181,16 +182,18 @@ def import_(
     disk tier gets one of the size that the settings give it.
     """
     _prepare(data_dir)
-    with _view(data_dir, readonly=False) as view:
+    path = disk_path(existing_data_dir(data_dir))
+    with open_disks(path, readonly=False) as disks:
+        shards = [shard for disk in disks for shard in disk.shards]
         try:
             with _read(file) as source:
-                moved = import_blocks(view.shards, source, shard_of)
+                moved = import_blocks(shards, source, placed(disks))
         except ValueError as error:
             fail(f"{_name(file, 'input')}: {error}; `cachesvc cache export` makes one")
         except OSError as error:
             fail(f"the import of {file} failed: {error.strerror or error}")
     if json:
-        print_json(_moved_json(moved, file) | {"server": server_of(view.path)})
+        print_json(_moved_json(moved, file) | {"server": server_of(path)})
     else:
         typer.echo(
             f"{number_of(moved.num_blocks, 'block')} ({size(moved.nbytes)}) imported, "

@@ -11,7 +11,7 @@ from cachesvc.cli.cache.select import scope_filter
 from cachesvc.cli.render import KEY_DIGITS, note, print_json, print_table
 from cachesvc.config.places import disk_path
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.view import BlockInfo, open_view
+from tiers.disk.inspection.view import BlockInfo, open_view
 
 
 def list_by_room(path: Path, tenant: str | None, limit: int, json: bool) -> None:

@@ -20,8 +20,8 @@ from cachesvc.operator.purge import Order, PurgeFailed, keep_receipt, purge_stop
 from cachesvc.operator.scopes import Kind, roots_of
 from cachesvc.server.server_file import LiveError, find_server
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.maintenance import purge as purge_shard
-from tiers.disk.view import open_shards
+from tiers.disk.inspection.maintenance import purge as purge_shard
+from tiers.disk.inspection.opening import open_shards
 from tiers.errors import TierError
 from tiers.tier import Removed
 

@@ -12,7 +12,7 @@ from cachesvc.operator.scopes import roots_of
 from cachesvc.server.server_file import find_server
 from tiers.blocks.keys import KEY_BYTES, PrefixKey
 from tiers.disk.directory import is_locked, read_holder
-from tiers.disk.view import BlockInfo, DiskView
+from tiers.disk.inspection.view import BlockInfo, DiskView
 
 Tenant = Annotated[str | None, typer.Option(help="Only blocks of this tenant or sharing group")]
 

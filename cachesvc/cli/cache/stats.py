@@ -11,7 +11,7 @@ from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, print_json, print_pairs, print_table
 from cachesvc.config.places import disk_path
 from cachesvc.server.server_file import find_server
-from tiers.disk.view import DiskSummary, open_view
+from tiers.disk.inspection.view import DiskSummary, open_view
 from tiers.tier import TierName
 
 

@@ -15,7 +15,7 @@ from cachesvc.cli.render import AsJson, fail, note, print_json
 from cachesvc.config.places import disk_path
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import MAX_DEPTH, Node, Tree, TreeQuery, tree_json
-from tiers.disk.view import open_view
+from tiers.disk.inspection.view import open_view
 from tiers.tier import TierName
 
 SHOWN = 10_000  # nodes of a tree: what a person or a page can still take in

@@ -10,9 +10,9 @@ from api.format import number_of, seconds, size
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, fail, print_json, progress
 from cachesvc.config.places import disk_path
-from tiers.disk.maintenance import Verified
-from tiers.disk.maintenance import verify as verify_shard
-from tiers.disk.view import open_shards, repair_folder
+from tiers.disk.inspection.maintenance import Verified
+from tiers.disk.inspection.maintenance import verify as verify_shard
+from tiers.disk.inspection.opening import open_shards, repair_folder
 
 
 def verify(

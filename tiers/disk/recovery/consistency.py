@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import xxhash
 
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.record import Header, unpack_header
+from tiers.disk.format.record import Header, unpack_header
+from tiers.disk.format.rows import Account, Day, Entry, Totals, unpack_order, unpack_sequence
 from tiers.disk.recovery.pages import HEADER, PAGE, Node, PageFile, Tree, run_pages
-from tiers.disk.rows import Account, Day, Entry, Totals, unpack_order, unpack_sequence
 
 DAMAGED = (ValueError, struct.error)  # what reading a row of the wrong length or content raises
 _MASK = (1 << 128) - 1

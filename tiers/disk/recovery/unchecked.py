@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiers.blocks.keys import PrefixKey
+from tiers.disk.format.rows import Entry, Totals
 from tiers.disk.recovery.consistency import DAMAGED, proven_entry
 from tiers.disk.recovery.pages import HEADER, PAGE, PageFile, Torn, Tree, run_pages
-from tiers.disk.rows import Entry, Totals
 from tiers.disk.storage import Storage
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tiers.blocks.keys import PrefixKey, child_key
-from tiers.disk.codec import Codec, DecodeError
-from tiers.disk.payload import decode
-from tiers.disk.record import Header, check_payload, unpack_header
-from tiers.disk.rows import Entry
+from tiers.disk.format.codec import Codec, DecodeError
+from tiers.disk.format.payload import decode
+from tiers.disk.format.record import Header, check_payload, unpack_header
+from tiers.disk.format.rows import Entry
 from tiers.disk.shard import Shard
 from tiers.disk.storage import PageBuffer, StorageError
 from tiers.errors import MissReason

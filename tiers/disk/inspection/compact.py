@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.directory import DirectoryLock, read_meta, shard_path
-from tiers.disk.export import make_record, proven, read_record
+from tiers.disk.format.rows import Entry
+from tiers.disk.inspection.export import make_record, proven, read_record
 from tiers.disk.pin_file import keys_in_force
-from tiers.disk.rows import Entry
 from tiers.disk.shard import Shard
 from tiers.disk.storage import Storage
 from tiers.disk.transaction import Writer

@@ -6,8 +6,8 @@ Pure functions over bytes, for the threads of the disk tier and of the tier bene
 import xxhash
 
 from tiers.blocks.part import Part
-from tiers.disk.codec import Codec, CodecId, bound
-from tiers.disk.record import Header, Lasting, check_payload
+from tiers.disk.format.codec import Codec, CodecId, bound
+from tiers.disk.format.record import Header, Lasting, check_payload
 from tiers.errors import MissReason
 
 

@@ -15,10 +15,10 @@ from typing import BinaryIO
 import xxhash
 
 from tiers.blocks.keys import PrefixKey, child_key
-from tiers.disk.codec import CodecId
-from tiers.disk.maintenance import pages_by_age
-from tiers.disk.record import Header, check_payload, parent_of, unpack_header
-from tiers.disk.rows import Entry
+from tiers.disk.format.codec import CodecId
+from tiers.disk.format.record import Header, check_payload, parent_of, unpack_header
+from tiers.disk.format.rows import Entry
+from tiers.disk.inspection.maintenance import pages_by_age
 from tiers.disk.shard import Shard
 from tiers.disk.storage import PageBuffer
 from tiers.disk.transaction import MIN_RECORD, Record, Writer

@@ -4,7 +4,7 @@ import struct
 from typing import NamedTuple
 
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.record import logical_nbytes_of, scope_of
+from tiers.disk.format.record import logical_nbytes_of, scope_of
 
 DAY_S = 86_400
 

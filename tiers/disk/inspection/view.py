@@ -5,37 +5,26 @@ bytes. `open_view` may not be used in the server's own process, where LMDB admit
 `DiskTier.view` gives the same thing over the open shards.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
 from tiers.blocks.tree import Seen, Tree, TreeQuery, grow
 from tiers.disk.directory import (
-    FORMAT,
-    DirectoryLock,
     Meta,
     is_locked,
     read_holder,
-    read_meta,
-    shard_path,
 )
-from tiers.disk.guard import DiskGuard
-from tiers.disk.maintenance import Verified, pages, pages_by_age, verify
-from tiers.disk.pin_file import pinned_keys
-from tiers.disk.record import Header, unpack_header
-from tiers.disk.recovery.check import TooLong, check_shard, last_transaction
-from tiers.disk.rows import DAY_S, Account, Day, Entry
-from tiers.disk.shard import Shard, ShardDamaged
-from tiers.disk.slot import Opening, ShardSlot
-from tiers.disk.storage import Storage, StorageError
-from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
+from tiers.disk.format.record import Header, unpack_header
+from tiers.disk.format.rows import DAY_S, Account, Day, Entry
+from tiers.disk.inspection.maintenance import Verified, pages, pages_by_age, verify
+from tiers.disk.inspection.opening import open_shards
+from tiers.disk.shard import Shard
+from tiers.errors import MissReason
 from tiers.tier import TierName
 
-READ_CHECK_S = 5.0  # a command that only reads checks a shard no longer than this
 _NO_KEY = PrefixKey(b"")
 
 
@@ -232,98 +221,6 @@ class _DiskForest:
     def look(self, block: BlockInfo) -> Seen:
         idle_s = self._now_s - block.used_s
         return Seen(block.key, TierName.DISK, block.tokens, False, 0, idle_s, False)
-
-
-def refuse_damaged(folder: Path, map_bytes: int, within_s: float) -> None:
-    """Raise ConfigurationError where LMDB could die of a shard; not if the check takes longer.
-
-    What somebody writes meanwhile is a server's, which checked it.
-    """
-    if not (folder / "data.mdb").exists():
-        return
-    before = last_transaction(folder, map_bytes)
-    try:
-        report = check_shard(folder, map_bytes, within_s)
-    except TooLong:
-        return
-    why = report.problem or report.rolled_back
-    if why is not None and last_transaction(folder, map_bytes) == before:
-        raise ConfigurationError(
-            f"the shard {folder} is damaged: {why}; a server that starts mends or replaces it, and "
-            f"so does `cachesvc cache verify --repair` where none runs"
-        )
-
-
-def repair_folder(path: Path) -> list[str]:
-    """Mend every shard that can be, and replace the others by empty ones; says what was done.
-
-    Does nothing where a server holds the folder: it does this itself. Raises ConfigurationError
-    where there is no disk tier.
-    """
-    meta = read_meta(path)
-    if meta is None:
-        raise ConfigurationError(f"there is no disk cache in {path}; check --data-dir")
-    try:
-        lock = DirectoryLock(path)
-    except DirectoryLocked:
-        return []
-    done: list[str] = []
-    try:
-        for number in range(meta.num_shards):
-            folder = shard_path(path, number)
-            slot = ShardSlot(
-                folder,
-                Opening(
-                    Storage(),
-                    meta.map_bytes,
-                    partial(_open_shard, folder, meta.map_bytes),
-                    lambda num_blocks, what: done.append(f"{what} ({num_blocks} blocks)"),
-                    check_s=math.inf,
-                ),
-            )
-            slot.close()
-    finally:
-        lock.release()
-    return done
-
-
-def _open_shard(folder: Path, map_bytes: int) -> Shard:
-    folder.mkdir(exist_ok=True)
-    return Shard(folder, map_bytes, storage=Storage())
-
-
-@contextmanager
-def open_shards(path: Path, *, readonly: bool) -> Iterator[tuple[Meta, list[Shard]]]:
-    """The shards of a folder, opened beside whoever serves it; what is pinned does not make room.
-
-    Raises ConfigurationError where there is no disk tier, or none that this version reads.
-    """
-    meta = read_meta(path)
-    if meta is None:
-        raise ConfigurationError(f"there is no disk cache in {path}; check --data-dir")
-    if meta.format != FORMAT:
-        raise ConfigurationError(
-            f"the disk cache in {path} is of format {meta.format}, and this version reads "
-            f"{FORMAT}; use the version that wrote it (a server of this one drops its blocks)"
-        )
-    guard = DiskGuard()
-    guard.keep(pinned_keys(path))
-    shards: list[Shard] = []
-    try:
-        for number in range(meta.num_shards):
-            folder = shard_path(path, number)
-            refuse_damaged(folder, meta.map_bytes, READ_CHECK_S if readonly else math.inf)
-            shards.append(
-                Shard(folder, meta.map_bytes, storage=Storage(), readonly=readonly, guard=guard)
-            )
-        yield meta, shards
-    except BrokenPipeError:  # whoever read what we print has gone; the shards are sound
-        raise
-    except (*StorageError, ShardDamaged) as error:
-        raise ConfigurationError(f"the disk cache in {path} cannot be read: {error}") from error
-    finally:
-        for shard in shards:
-            shard.close()
 
 
 @contextmanager

@@ -1,0 +1,184 @@
+"""Opening the folders of a disk tier beside whoever serves them, and mending those nobody serves.
+
+The command line calls; a server opens its own by `tiers.disk.open`.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from tiers.blocks.keys import PrefixKey
+from tiers.disk.directory import (
+    FORMAT,
+    DirectoryLock,
+    Meta,
+    Spread,
+    disk_folders,
+    disk_id,
+    read_meta,
+    shard_of,
+    shard_path,
+)
+from tiers.disk.guard import DiskGuard
+from tiers.disk.pin_file import pinned_keys
+from tiers.disk.recovery.check import TooLong, check_shard, last_transaction
+from tiers.disk.shard import Shard, ShardDamaged
+from tiers.disk.slot import Opening, ShardSlot
+from tiers.disk.storage import Storage, StorageError
+from tiers.errors import ConfigurationError, DirectoryLocked
+
+logger = logging.getLogger(__name__)
+
+READ_CHECK_S = 5.0  # a command that only reads checks a shard no longer than this
+
+
+def refuse_damaged(folder: Path, map_bytes: int, within_s: float) -> None:
+    """Raise ConfigurationError where LMDB could die of a shard; not if the check takes longer.
+
+    What somebody writes meanwhile is a server's, which checked it.
+    """
+    if not (folder / "data.mdb").exists():
+        return
+    before = last_transaction(folder, map_bytes)
+    try:
+        report = check_shard(folder, map_bytes, within_s)
+    except TooLong:
+        return
+    why = report.problem or report.rolled_back
+    if why is not None and last_transaction(folder, map_bytes) == before:
+        raise ConfigurationError(
+            f"the shard {folder} is damaged: {why}; a server that starts mends or replaces it, and "
+            f"so does `cachesvc cache verify --repair` where none runs"
+        )
+
+
+def repair_folder(path: Path) -> list[str]:
+    """Mend every shard that can be, on every disk, and replace the others by empty ones; says what
+    was done.
+
+    Does nothing where a server holds the folder: it does this itself. Raises ConfigurationError
+    where there is no disk tier.
+    """
+    done = _repair(path)
+    for folder in disk_folders(path)[1:]:
+        try:
+            done += _repair(folder)
+        except ConfigurationError as error:
+            done.append(f"left out: {error}")
+    return done
+
+
+def _repair(path: Path) -> list[str]:
+    meta = read_meta(path)
+    if meta is None:
+        raise ConfigurationError(f"there is no disk cache in {path}; check --data-dir")
+    try:
+        lock = DirectoryLock(path)
+    except DirectoryLocked:
+        return []
+    done: list[str] = []
+    try:
+        for number in range(meta.num_shards):
+            folder = shard_path(path, number)
+            slot = ShardSlot(
+                folder,
+                Opening(
+                    Storage(),
+                    meta.map_bytes,
+                    partial(_open_shard, folder, meta.map_bytes),
+                    lambda num_blocks, what: done.append(f"{what} ({num_blocks} blocks)"),
+                    check_s=math.inf,
+                ),
+            )
+            slot.close()
+    finally:
+        lock.release()
+    return done
+
+
+def _open_shard(folder: Path, map_bytes: int) -> Shard:
+    folder.mkdir(exist_ok=True)
+    return Shard(folder, map_bytes, storage=Storage())
+
+
+@contextmanager
+def open_shards(path: Path, *, readonly: bool) -> Iterator[tuple[Meta, list[Shard]]]:
+    """The shards of a disk tier on all its disks, opened beside whoever serves it; what is pinned
+    does not make room. A further disk that cannot be read is left out, and said in the log.
+
+    Raises ConfigurationError where there is no disk tier, or none that this version reads.
+    """
+    with open_disks(path, readonly=readonly) as disks:
+        shards = [shard for disk in disks for shard in disk.shards]
+        map_bytes = max(disk.meta.map_bytes for disk in disks)
+        yield replace(disks[0].meta, num_shards=len(shards), map_bytes=map_bytes), shards
+
+
+class OpenDisk(NamedTuple):
+    """One folder of a disk tier, and its shards."""
+
+    path: Path
+    meta: Meta
+    shards: list[Shard]
+
+
+@contextmanager
+def open_disks(path: Path, *, readonly: bool) -> Iterator[list[OpenDisk]]:
+    """The same, disk by disk."""
+    guard = DiskGuard()
+    guard.keep(pinned_keys(path))
+    with ExitStack() as stack:
+        disks = [stack.enter_context(_open_disk(path, guard, readonly=readonly))]
+        for folder in disk_folders(path)[1:]:
+            try:
+                disks.append(stack.enter_context(_open_disk(folder, guard, readonly=readonly)))
+            except ConfigurationError as error:
+                logger.warning(f"left out: {error}")
+        yield disks
+
+
+@contextmanager
+def _open_disk(path: Path, guard: DiskGuard, *, readonly: bool) -> Iterator[OpenDisk]:
+    meta = read_meta(path)
+    if meta is None:
+        raise ConfigurationError(f"there is no disk cache in {path}; check --data-dir")
+    if meta.format != FORMAT:
+        raise ConfigurationError(
+            f"the disk cache in {path} is of format {meta.format}, and this version reads "
+            f"{FORMAT}; use the version that wrote it (a server of this one drops its blocks)"
+        )
+    shards: list[Shard] = []
+    try:
+        for number in range(meta.num_shards):
+            folder = shard_path(path, number)
+            refuse_damaged(folder, meta.map_bytes, READ_CHECK_S if readonly else math.inf)
+            shards.append(
+                Shard(folder, meta.map_bytes, storage=Storage(), readonly=readonly, guard=guard)
+            )
+        yield OpenDisk(path, meta, shards)
+    except BrokenPipeError:  # whoever read what we print has gone; the shards are sound
+        raise
+    except (*StorageError, ShardDamaged) as error:
+        raise ConfigurationError(f"the disk cache in {path} cannot be read: {error}") from error
+    finally:
+        for shard in shards:
+            shard.close()
+
+
+def placed(disks: Sequence[OpenDisk]) -> Callable[[PrefixKey, int], int]:
+    """Which of all the shards of these disks a block goes to, as a server would choose."""
+    spread = Spread({disk.path: disk_id(disk.path) for disk in disks} if disks[1:] else {})
+    counts = {disk.path: len(disk.shards) for disk in disks}
+    starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+
+    def number_of(key: PrefixKey, _: int) -> int:
+        root = spread.disk_of(key) if disks[1:] else disks[0].path
+        return starts[root] + shard_of(key, counts[root])
+
+    return number_of
