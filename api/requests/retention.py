@@ -72,7 +72,7 @@ class TenantPins(Protocol):
 
 
 @dataclass(slots=True)
-class _Pauses:
+class Pauses:
     """One tenant's: the latest, and when each session's last turn ended."""
 
     latest: deque[float] = field(default_factory=deque)
@@ -98,7 +98,7 @@ class Retention:
     def __init__(self, pins: TenantPins, clock: Callable[[], float] = time.monotonic) -> None:
         self.pins = pins
         self._clock = clock
-        self._tenants: OrderedDict[str, _Pauses] = OrderedDict()
+        self._tenants: OrderedDict[str, Pauses] = OrderedDict()
 
     def began(self, job: Job) -> None:
         """A turn begins: its session's pause is over, and its parent waits on."""
@@ -149,8 +149,8 @@ class Retention:
         root = job.scope.root()
         self.pins.retain(name, root, tokens, for_s, owner=job.tenant, kind=kind)
 
-    def _pauses(self, tenant: str) -> _Pauses:
-        pauses = self._tenants.pop(tenant, None) or _Pauses()
+    def _pauses(self, tenant: str) -> Pauses:
+        pauses = self._tenants.pop(tenant, None) or Pauses()
         self._tenants[tenant] = pauses
         if len(self._tenants) > MAX_TENANTS:
             self._tenants.popitem(last=False)

@@ -61,6 +61,7 @@ class TraceRequest:
     blocks: tuple[Hashable, ...]
     output_tokens: int = 0
     tenant: str | None = None
+    session: str | None = None  # the conversation that it is a turn of, where the trace says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +131,14 @@ def _parse(line: str) -> TraceRequest:
     blocks = record.get("hash_ids")
     if not isinstance(blocks, list) or not all(isinstance(block, int | str) for block in blocks):
         raise ValueError("hash_ids must be a list of integers or strings, one for each block")
-    tenant = record.get("tenant")
+    tenant, session = record.get("tenant"), record.get("session")
     return TraceRequest(
         time_s=_amount(record, "timestamp") / 1000,
         input_tokens=_amount(record, "input_length"),
         blocks=tuple(blocks),
         output_tokens=_amount(record, "output_length", 0),
         tenant=None if tenant is None else str(tenant),
+        session=None if session is None else str(session),
     )
 
 
