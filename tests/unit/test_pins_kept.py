@@ -305,6 +305,18 @@ def test_the_blocks_of_a_session_leave_together_when_it_ends() -> None:
         bench.cache.residency.check()
 
 
+def test_of_pinned_blocks_the_tail_leaves_before_the_head() -> None:
+    """While they are pinned, and when they are let go; a tail without its head hits nothing."""
+    bench = Bench(disk=0, host=60)
+    for num_blocks in (3, 6):  # the second turn's blocks are newer, and still leave first
+        bench.serve(bench.chain(0, num_blocks))
+        retain(bench, bench.chain(0, num_blocks), "s")
+    device = bench.cache.residency.device
+    assert [5, 4, 3, 2, 1, 0] == [block.depth for block in device._pinned]
+    bench.cache.unpin("s")
+    assert [5, 4, 3, 2, 1, 0] == [block.depth for block in device.policy.coldest(6)]
+
+
 def test_a_turn_takes_the_place_of_the_turn_before() -> None:
     bench = Bench()
     assert 3 == retain(bench, bench.chain(0, 3), "t1", kind=PinKind.BREAKPOINT)

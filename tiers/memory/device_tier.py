@@ -93,6 +93,11 @@ class DeviceTier:
             self._move(block, PINNED)
             self._pinned[block] = None
 
+    def pin_again(self, block: Block) -> None:
+        """Of the pinned blocks that nobody uses it is the last to leave now."""
+        if block in self._pinned:
+            self._pinned.move_to_end(block)
+
     def unpin(self, block: Block) -> None:
         """The last pin on the block has ended."""
         if block.device is PINNED:

@@ -149,11 +149,16 @@ class Residency:
         return block.pinned
 
     def pin(self, block: Block) -> None:
-        """From now on the block leaves after all others, and only to where it stands as well."""
-        if not block.pinned:
-            block.pinned = True
-            self.device.pin(block)
-            self.host.sync(block)
+        """From now on the block leaves after all others, and only to where it stands as well.
+
+        Of pinned blocks the one pinned longest ago leaves first, so pin a prefix tail first.
+        """
+        if block.pinned:
+            self.device.pin_again(block)
+            return
+        block.pinned = True
+        self.device.pin(block)
+        self.host.sync(block)
 
     def unpin(self, block: Block) -> None:
         """The block is like any other again."""

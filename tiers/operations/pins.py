@@ -106,8 +106,8 @@ class Keeper:
         caches = [other for other in self._pins.of_owner(owner) if not other.kind.gives_way]
         if owner and self._pins.get(name) is None and len(caches) >= MAX_CACHES:
             raise PinError(f"{owner!r} has {MAX_CACHES} caches, as many as are kept; delete one")
-        held, released = self._put(pin, self._giving_way(owner))
-        self._apply(held, released)
+        released = self._put(pin, self._giving_way(owner))
+        self._apply(pin.keys, released)
         for block in self._resident(pin.keys):
             self._write(block)
         self._tell()
@@ -144,10 +144,10 @@ class Keeper:
                 break
             pin = self._made(name, scope, keys[:num_blocks], until_s, "", owner, kind)
             try:
-                held, released = self._put(pin, mine)
+                released = self._put(pin, mine)
             except PinError:
                 continue
-            self._apply(held, [*gone, *released])
+            self._apply(pin.keys, [*gone, *released])
             gone, kept = [], num_blocks
             break
         self._apply([], gone)
@@ -229,18 +229,19 @@ class Keeper:
         mine = [pin for pin in passing if owner in ("", pin.owner)]
         return sorted(mine, key=lambda pin: pin.until_s)
 
-    def _put(
-        self, pin: Pin[PrefixKey], giving_way: Sequence[Pin[PrefixKey]]
-    ) -> tuple[list[PrefixKey], list[PrefixKey]]:
-        """Put a pin, unpinning of `giving_way` what it must. Raises PinError, all as before."""
+    def _put(self, pin: Pin[PrefixKey], giving_way: Sequence[Pin[PrefixKey]]) -> list[PrefixKey]:
+        """Put a pin, unpinning of `giving_way` what it must: the keys to let go.
+
+        Raises PinError, with all as before.
+        """
         most = self._most_owned(pin.scope) if pin.owner else None
         gone: list[Pin[PrefixKey]] = []
         released: list[PrefixKey] = []
         waiting = iter(giving_way)
         while True:
             try:
-                held, more = self._pins.put(pin, most)
-                return held, [key for key in (*released, *more) if key not in self._pins]
+                _, more = self._pins.put(pin, most)
+                return [key for key in (*released, *more) if key not in self._pins]
             except PinError as error:
                 enough = len(released) + error.excess
                 for old in waiting:
@@ -253,11 +254,12 @@ class Keeper:
                         self._pins.restore(old)
                     raise
 
-    def _apply(self, held: Sequence[PrefixKey], released: Sequence[PrefixKey]) -> None:
+    def _apply(self, prefix: Sequence[PrefixKey], released: Sequence[PrefixKey]) -> None:
+        """Pin the blocks of a prefix, tail first, and let go of those that no pin has."""
         for block in self._resident(released):
             if block.key not in self._pins:
                 self._residency.unpin(block)
-        for block in self._resident(held):
+        for block in reversed(self._resident(prefix)):
             self._residency.pin(block)
 
     def _tell(self) -> None:

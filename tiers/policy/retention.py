@@ -104,7 +104,7 @@ class Pins(Generic[K]):
         old = self._pins.get(pin.name)
         if old is not None and old.owner != pin.owner:
             raise PinError(f"the name {pin.name!r} is taken; choose another")
-        before = self._drop(old) if old else set[K]()
+        before = dict.fromkeys(self._drop(old) if old else ())
         try:
             self._check(pin, most_owned)
         except PinError:
@@ -119,9 +119,9 @@ class Pins(Generic[K]):
         self._add(pin)
 
     def unpin(self, name: str) -> list[K]:
-        """Take a pin away: the keys to release. An unknown name has none."""
+        """Take a pin away: the keys to release, the last first. An unknown name has none."""
         pin = self._pins.get(name)
-        return list(self._drop(pin)) if pin else []
+        return self._drop(pin) if pin else []
 
     def expire(self, now_s: float) -> list[K] | None:
         """Take away the pins whose time is over: the keys to release; None where none was."""
@@ -163,16 +163,16 @@ class Pins(Generic[K]):
             self._owned.setdefault(pin.owner, Counter()).update(keys.keys())
         return fresh
 
-    def _drop(self, pin: Pin[K]) -> set[K]:
-        """The keys that are under no pin any more."""
+    def _drop(self, pin: Pin[K]) -> list[K]:
+        """The keys that are under no pin any more, the last of the prefix first."""
         del self._pins[pin.name]
         mine = self._owned.get(pin.owner)
-        free: set[K] = set()
-        for key in set(pin.keys):
+        free: list[K] = []
+        for key in reversed(dict.fromkeys(pin.keys)):
             if mine is not None:
                 _less(mine, key)
             if _less(self._counts, key):
-                free.add(key)
+                free.append(key)
         if mine is not None and not mine:
             del self._owned[pin.owner]
         return free
