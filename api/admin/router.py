@@ -24,6 +24,7 @@ from api.admin.routes import cache as cache_routes
 from api.admin.routes import invoices as invoice_routes
 from api.admin.routes import ledger as ledger_routes
 from api.admin.routes import prices as price_routes
+from api.admin.routes import prompts as prompt_routes
 
 AREAS = (
     assets.router,
@@ -35,6 +36,7 @@ AREAS = (
     invoice_routes.router,
     ledger_routes.router,
     price_routes.router,
+    prompt_routes.router,
     pages_audit.router,
     pages_cache.router,
     pages_explorer.router,

@@ -5,10 +5,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from api.context import authorised, read_body, wire_of
+from api.job import Job
 from api.requests.quote import quote_of
 from api.routes.completions import completion_job
 from api.routes.conversation import chat_of
 from api.shapes.schemas import ChatBody, CompletionBody, QuoteBody, parse
+from billing.keys import Principal
 
 router = APIRouter(tags=["caches"])
 
@@ -19,9 +21,12 @@ async def quote(request: Request) -> dict[str, Any]:
     principal = await authorised(request)
     wire = wire_of(request)
     wire.queue.check_wait(principal.tenant)
-    raw = await read_body(request)
-    if parse(raw, QuoteBody).messages is not None:
-        job = (await chat_of(request, principal, parse(raw, ChatBody), raw)).job
-    else:
-        job = await completion_job(request, principal, parse(raw, CompletionBody), raw)
+    job = await quoted_job(request, principal, await read_body(request))
     return (await quote_of(wire, principal, job)).told()
+
+
+async def quoted_job(request: Request, principal: Principal, raw: bytes) -> Job:
+    """What a body asks for. Raises what is wrong with it, by field."""
+    if parse(raw, QuoteBody).messages is not None:
+        return (await chat_of(request, principal, parse(raw, ChatBody), raw)).job
+    return await completion_job(request, principal, parse(raw, CompletionBody), raw)

@@ -22,6 +22,8 @@ COMMANDS = {
     "node": Entry("cachesvc.cli.node:node", "Keep KV blocks for the engines of this machine"),
     "top": Entry("cachesvc.cli.top:top", "Watch the running server on one screen"),
     "monitor": Entry("cachesvc.cli.monitor:monitor", "Print what happens to blocks as it happens"),
+    "explain": Entry("cachesvc.cli.explain:explain", "Say why a prompt missed, or what would hit"),
+    "diff": Entry("cachesvc.cli.explain:diff", "Show where two prompts part"),
     "doctor": Entry("cachesvc.cli.doctor:doctor", "Check this machine and say what to fix"),
     "cache": Entry("cachesvc.cli.cache.app:app", "Look into the disk tier and maintain it"),
     "config": Entry("cachesvc.cli.config:app", "Show every setting, its value and its origin"),

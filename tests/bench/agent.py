@@ -32,7 +32,7 @@ from tests.bench.provenance import commit, machine
 
 SCRIPT = Path(sys.executable).with_name("cachesvc")
 READY = re.compile(r"serves (\S+) on (http://[^\s\"]+)")
-START_S = 300
+START_S = 900
 ANSWER_TOKENS = 48
 SYSTEM = "You are a careful assistant for a library. Use the tools to look things up."
 TOOLS: list[dict[str, Any]] = [

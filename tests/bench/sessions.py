@@ -32,7 +32,7 @@ from tiers.policy import Use, make_policy
 from tiers.policy.retention import Pin, PinKind, Pins
 from tiers.replay.trace import Trace, TraceRequest, read_trace
 
-SHARES = (0.01, 0.02, 0.05, 0.10)  # of the distinct blocks of a load
+SHARES = (0.02, 0.05, 0.10)  # of the distinct blocks of a load
 MIXED = 8  # one in so many requests of --others
 HOUR_S = 3600
 
@@ -83,13 +83,14 @@ class Memory:
         self.pauses.ended[request.session] = request.time_s
         until_s = request.time_s + self.pauses.usual_s()
         pin = Pin(name=request.session, keys=request.blocks, until_s=until_s, kind=PinKind.SESSION)
-        held, released = self.pins.put(pin)
+        _, released = self.pins.put(pin)
         heappush(self.over, (until_s, request.session))
         self._release(released, use)
-        for key in reversed(held):
-            if key in self.resident and key not in self.held:
+        for key in reversed(request.blocks):
+            if key not in self.held:
                 self.policy.hold(key)
-                self.held[key] = None
+            self.held[key] = None
+            self.held.move_to_end(key)
 
     def _expire(self, now_s: float) -> None:
         while self.pins is not None and self.over and self.over[0][0] <= now_s:
@@ -97,7 +98,7 @@ class Memory:
             pin = self.pins.get(session)
             if pin is not None and pin.until_s == until_s:
                 use = Use(now_s, len(pin.keys), None)
-                self._release(self.pins.unpin(session)[::-1], use)
+                self._release(self.pins.unpin(session), use)
 
     def _release(self, keys: list[Any], use: Use) -> None:
         for key in keys:

@@ -1,0 +1,90 @@
+"""/admin/api/cache/quote and /diff: what a request would hit, and where two prompts part.
+
+For the command line, which has a request in a file and asks before it is sent. Admins alone, since
+prompts of any tenant can be looked at where the journal keeps them.
+"""
+
+from array import array
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict
+
+from api.access.shares import OPERATOR
+from api.admin.access import MayChange
+from api.admin.cache_changes import must_exist
+from api.admin.parts import parts_of
+from api.admin.routes.bodies import Name
+from api.context import wire_of
+from api.errors import InvalidRequest, RecordNotFound
+from api.requests.quote import quote_of
+from api.requests.turns import common_length
+from api.routes.quote import quoted_job
+from billing.keys import Principal
+
+router = APIRouter(prefix="/admin/api/cache", tags=["admin: cache"])
+
+AROUND = 12  # tokens shown on either side of where two prompts part
+
+
+class Asked(BaseModel):
+    """A request's body as it would be sent, and whose it is."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    tenant: Name
+    request: dict[str, Any]
+
+
+class Pair(BaseModel):
+    """Two bodies, or ids of requests whose prompts the journal keeps."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    tenant: Name
+    a: dict[str, Any] | str
+    b: dict[str, Any] | str
+
+
+@router.post("/quote")
+async def quote(request: Request, body: Asked, _: MayChange) -> dict[str, Any]:
+    """As POST /v1/cache/quote, for any tenant."""
+    await must_exist(request, body.tenant)
+    principal = Principal(body.tenant)
+    job = await quoted_job(request, principal, orjson.dumps(body.request))
+    return (await quote_of(wire_of(request), principal, job)).told()
+
+
+@router.post("/diff")
+async def diff(request: Request, body: Pair, _: MayChange) -> dict[str, Any]:
+    """The first token at which two prompts part, and the text around it."""
+    one, other = (
+        await _tokens(request, body.tenant, body.a),
+        await _tokens(request, body.tenant, body.b),
+    )
+    at = common_length(one, other)
+    decode = parts_of(request).decode
+    assert decode is not None
+    return {
+        "same": at == len(one) == len(other),
+        "at_token": at,
+        "tokens": [len(one), len(other)],
+        "before": decode(one[max(0, at - AROUND) : at]),
+        "after": [decode(side[at : at + AROUND]) for side in (one, other)],
+    }
+
+
+async def _tokens(request: Request, tenant: str, asked: dict[str, Any] | str) -> "array[int]":
+    if isinstance(asked, dict):
+        job = await quoted_job(request, Principal(tenant or OPERATOR), orjson.dumps(asked))
+        return job.prompts[0]
+    journal = parts_of(request).journal
+    record = journal.find(asked) if journal is not None else None
+    if record is None:
+        raise RecordNotFound(f"no request {asked[:64]!r} is remembered")
+    if not record.prompts:
+        raise InvalidRequest(
+            f"the prompt of {asked[:64]!r} is not kept; set journal.keep_prompts, or give its body"
+        )
+    return record.prompts[0]
