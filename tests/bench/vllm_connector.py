@@ -5,8 +5,7 @@
 
 One engine on the default model (float32). In each round a new prompt of each length is asked four
 times: cold; again (vLLM's own prefix cache); after that cache was emptied (host memory); after the
-node was restarted too (disk, its files in the page cache). Beside it a second engine has vLLM's own
-ExampleConnector: the same prompt from its files. The rounds of all lengths and engines alternate.
+node was restarted too (disk, its files in the page cache). The rounds of all lengths alternate.
 
 Estimate for 2,048 tokens, 94 MB of KV: a device hit computes the last block, up to 128 tokens; a
 host hit copies 94 MB once more, 12 to 20 ms at 5 to 8 GB/s, and waits for one more scheduling step;
@@ -27,7 +26,7 @@ from tests.bench.provenance import commit, machine
 from tests.vllm.processes import Engine, RunningNode
 
 LENGTHS = (1_024, 2_048, 3_968)
-WAYS = ("cold", "device", "host", "disk", "example")
+WAYS = ("cold", "device", "host", "disk")
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -66,17 +65,6 @@ def one_round(engine: Engine, node: RunningNode, length: int, seed: int) -> dict
     return {way: answer["seconds"] * 1e3 for way, answer in answers.items()}
 
 
-def example_round(engine: Engine, length: int, seed: int) -> dict[str, float]:
-    """Milliseconds from the files of vLLM's own connector, which it writes as it computes."""
-    ids = prompt(length, seed)
-    ask(engine, ids)
-    engine.forget()
-    answer = ask(engine, ids)
-    if answer["cached"] < (length - 1) // 128 * 128:
-        raise SystemExit(f"the example connector served {answer['cached']} of {length} tokens")
-    return {"example": answer["seconds"] * 1e3}
-
-
 def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--rounds", type=int, default=3)
@@ -87,22 +75,17 @@ def main() -> None:
         node = RunningNode(folder)
         node.start()
         engine = Engine(model, node.socket, folder / "vllm.log")
-        other = Engine(model, f"example:{folder / 'example'}", folder / "example.log")
         times: dict[int, dict[str, list[float]]] = {
             length: {way: [] for way in WAYS} for length in LENGTHS
         }
         try:
             one_round(engine, node, LENGTHS[0], 999)  # not counted: everything is touched once
-            example_round(other, LENGTHS[0], 999)
             for number in range(rounds):
                 for length in LENGTHS:
-                    measured = one_round(engine, node, length, number + 1)
-                    measured |= example_round(other, length, number + 1)
-                    for way, ms in measured.items():
+                    for way, ms in one_round(engine, node, length, number + 1).items():
                         times[length][way].append(ms)
         finally:
             engine.kill()
-            other.kill()
             node.kill()
     result = {
         "commit": commit(),

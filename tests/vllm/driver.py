@@ -11,8 +11,6 @@ import sys
 import time
 from typing import Any
 
-EXAMPLE = "example:"  # instead of a node: vLLM's own connector, which keeps files in this folder
-
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
 
 
@@ -22,13 +20,7 @@ def main(model: str, node: str) -> None:
     say = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM prints is no answer
     connector: dict[str, Any] = {}
-    if node.startswith(EXAMPLE):
-        connector["kv_transfer_config"] = {
-            "kv_connector": "ExampleConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": node.removeprefix(EXAMPLE)},
-        }
-    elif node:
+    if node:
         connector["kv_transfer_config"] = {
             "kv_connector": "CachesvcConnector",
             "kv_connector_module_path": "cachesvc.vllm",

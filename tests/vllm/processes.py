@@ -20,8 +20,7 @@ PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 class Engine:
     """A vLLM engine in a process of its own."""
 
-    def __init__(self, model: Path, node: Path | str | None, log: Path) -> None:
-        """`node` is a node's socket, or `example:FOLDER` for vLLM's own ExampleConnector."""
+    def __init__(self, model: Path, node: Path | None, log: Path) -> None:
         self.log = log
         stderr = log.open("wb")
         self.process = subprocess.Popen(
