@@ -160,7 +160,9 @@ class TieredCache:
                 num_ghosts=min(MAX_GHOSTS, GHOSTS_PER_BLOCK * capacities.get(TierName.DISK, 0)),
             ),
         )
-        self._tails = TailSharing(self.residency, enabled=settings.share_tails)
+        # A state is of where its block ends: nothing can be taken up in the middle of one.
+        share_tails = settings.share_tails and not layout.has_states
+        self._tails = TailSharing(self.residency, enabled=share_tails)
         self.mark_seed = secrets.randbits(64)
         self._upkeep = Upkeep(
             self.residency,

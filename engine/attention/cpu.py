@@ -45,7 +45,7 @@ class _Copy:
 
     memory: torch.Tensor
     runs: list[torch.Tensor]  # [parts, Hkv, capacity, D]
-    layers: list[tuple[torch.Tensor, torch.Tensor]]  # key and value, [Hkv, capacity, D]
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]]  # key and value, [Hkv, capacity, D]
     length: int = 0
 
     @property
@@ -105,7 +105,7 @@ class CpuAttention:
         """pool, layers: as `KvPool` takes them."""
         self._kv = KvPool(pool, layers)
         self._block_size = self._kv.block_size
-        self._token_items = pool[0].numel() // self._block_size
+        self._token_items = sum(run[0].numel() for run in self._kv.runs) // self._block_size
         self._memory = _Memory(budget_bytes)
         self._copies: dict[int, _Copy] = {}
         self._step: list[tuple[Span, slice, _Copy | None]] = []
@@ -216,11 +216,13 @@ class CpuAttention:
         each = iter(part for run in runs for part in run)
         layers = {}
         for number in self._kv.order:
+            if number in self._kv.states:
+                continue
             kept = self._kv.layers[number]
             key = next(each)
             value = key[..., : kept.value.shape[3]] if kept.shared else next(each)
             layers[number] = key, value
-        return _Copy(memory, runs, [layers[number] for number in range(len(layers))])
+        return _Copy(memory, runs, layers)
 
     def _take(self, num_elements: int, running: set[int]) -> torch.Tensor | None:
         """Memory for a copy; where there is none, copies that this step does not need go first."""

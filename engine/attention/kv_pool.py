@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tiers.blocks.layout import LayerLayout, part_views, stored_order
+from tiers.blocks.layout import LayerLayout, block_size_of, part_views, stored_order
 
 
 class LayerKv(NamedTuple):
@@ -25,7 +25,8 @@ class KvPool:
 
     `runs` are the same memory by neighbouring parts of one shape, `[num_blocks, parts, block_size,
     Hkv, D]` each, so that these may be copied in one go: for most models a single one. `windows[i]`
-    is what all layers of run i see at most. `order` is that of the layers in a block, and
+    is what all layers of run i see at most. Layers with states, whose rows `states` counts, are in
+    no run. `order` is that of the layers in a block, and
     `places[layer]` is where a layer stands in it.
     """
 
@@ -37,9 +38,10 @@ class KvPool:
         for layout, parts in zip(layers, part_views(tensor, layers), strict=True):
             value = parts[0][..., : layout.value_dim] if layout.shared else parts[1]
             self.layers.append(LayerKv(parts[0], value, layout.shared))
-        self.block_size = self.layers[0].key.shape[1]
+        self.block_size = block_size_of(tensor[0].numel(), layers)
         self.order = stored_order(layers)
         self.places = {layer: place for place, layer in enumerate(self.order)}
+        self.states = {number: layer.rows for number, layer in enumerate(layers) if layer.rows}
         self.windows: list[int | None] = []
         self.runs = self._runs([layers[number] for number in self.order])
 
@@ -51,7 +53,8 @@ class KvPool:
 
     def _runs(self, layers: Sequence[LayerLayout]) -> list[torch.Tensor]:
         flat = self.tensor.flatten(1)
-        shapes = [(each.num_heads, dim, each.window) for each in layers for dim in each.parts]
+        paged = [each for each in layers if not each.rows]  # these come first
+        shapes = [(each.num_heads, dim, each.window) for each in paged for dim in each.parts]
         runs, start = [], 0
         for (num_heads, dim, window), parts in groupby(shapes):
             self.windows.append(window)

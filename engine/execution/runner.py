@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from engine.attention.base import PagedAttention, ReferenceAttention
 from engine.attention.cpu import CpuAttention
 from engine.attention.kv_pool import KvPool
+from engine.attention.states import StatefulAttention
 from engine.batch import Batch, Sampled, Span
 from engine.execution.cuda_graphs import DecodeGraphs, cuda_graphs
 from engine.execution.sampler import Sampler, target_logprobs
@@ -67,6 +68,8 @@ class Runner:
         self._vocab_size = loaded.vocab_size
         self._device = torch.device(loaded.device)
         self._attention = attention or pick_attention(pool, loaded.layers, DTYPES[loaded.dtype])
+        if kv.states:
+            self._attention = StatefulAttention(self._attention, pool, loaded.layers)
         self._sampler = Sampler(loaded.eos_token_ids)
         self._graphs: DecodeGraphs | None = None
         if scratch is not None and kv.paired and cuda_graphs(self._device, self._attention):
@@ -102,8 +105,11 @@ class Runner:
 
         Call before serving: block 0 of the pool must be nobody's.
         """
-        if isinstance(self._attention, CpuAttention):
-            self._attention.warm_up(self._max_context)
+        attention = self._attention
+        if isinstance(attention, StatefulAttention):
+            attention = attention.attention
+        if isinstance(attention, CpuAttention):
+            attention.warm_up(self._max_context)
         self.probe()
         if self._graphs is not None:
             self._graphs.warm_up()

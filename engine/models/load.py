@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 # Kinds of layers (`config.layer_types`) whose whole state is the KV of each token.
 _PAGED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+# By model type, layers whose state is kept where a block ends.
+_STATES = {"lfm2": frozenset({"conv"}), "lfm2_moe": frozenset({"conv"})}
 # Types that transformers does not know, whose repositories bring a copy of code that it has.
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
 # How weights may be quantized (`quantization_config.quant_method`) for transformers to dequantize.
@@ -203,7 +205,8 @@ def _refuse_unsupported(config: Any) -> None:
     if config.is_encoder_decoder:
         raise ModelError(f"{config.model_type} is an encoder-decoder; only decoders are supported")
     text_config = config.get_text_config()
-    others = set(getattr(text_config, "layer_types", None) or ()) - _PAGED_LAYERS
+    served = _PAGED_LAYERS | _STATES.get(text_config.model_type, frozenset())
+    others = set(getattr(text_config, "layer_types", None) or ()) - served
     if others:
         raise ModelError(
             f"{config.model_type} has layers of kind {', '.join(sorted(others))}, whose state is "

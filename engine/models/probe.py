@@ -21,6 +21,7 @@ import torch
 from engine.attention import base as attention
 from engine.attention.base import AttentionOptions, attend_dense
 from engine.attention.latent import absorb
+from engine.attention.states import page_convolutions, windows_of
 from engine.batch import Span
 from engine.errors import ModelError
 from engine.models import packing
@@ -85,6 +86,25 @@ class ProbeAttention:
             raise _Enough
         return torch.cat(outputs)
 
+    def recall(self, layer: int, rows: torch.Tensor, width: int) -> torch.Tensor:
+        """See `engine.attention.states.PagedStates`."""
+        self.layers.append(layer)
+        self.options[layer] = AttentionOptions(scaling=1.0, window=width)
+        size = rows.shape[1]
+        # A row more than is looked back to: see `engine.attention.states`.
+        self.layouts[layer] = LayerLayout(1, size, size, shared=True, window=width, rows=width)
+        recalled, first = [], 0
+        for sequence, offset, count in self._pieces:
+            own = rows[first : first + count]
+            before = self.kept[sequence, layer][0] if offset else own[:0]
+            known = torch.cat([own.new_zeros(width, size), before])[len(before) + 1 :]
+            recalled.append(windows_of(known, own))
+            self.kept[sequence, layer] = (torch.cat([before, own]),) * 2
+            first += count
+        if layer == self._stop_after:
+            raise _Enough
+        return torch.cat(recalled)
+
     def finish(self) -> None:
         pass
 
@@ -123,6 +143,7 @@ def _prepare(model: Any, kind: str, max_context: int) -> tuple[LayerLayout, ...]
         model.set_attn_implementation("eager")
         expected = _forward(model, [(0, 0, PROBE_TOKENS)])
         absorb(model)
+        page_convolutions(model)
         if packing.can_pack(model):
             packing.pack(model)
         model.set_attn_implementation(attention.IMPLEMENTATION)
@@ -142,8 +163,12 @@ def _prepare(model: Any, kind: str, max_context: int) -> tuple[LayerLayout, ...]
     _check_neighbours(model, _one_of_each_kind(probe), starts)
     _compare(model, actual, beside, "gives other logits beside another sequence than alone")
     windows = _windows(model, max_context) if narrowed else {}
+    layouts = [probe.layouts[layer] for layer in range(num_layers)]
+    if all(layout.rows for layout in layouts):
+        raise ModelError(f"{kind} keeps states alone, and no keys and values: it cannot be paged")
     return tuple(
-        replace(probe.layouts[layer], window=windows.get(layer)) for layer in range(num_layers)
+        layout if layout.rows else replace(layout, window=windows.get(layer))
+        for layer, layout in enumerate(layouts)
     )
 
 

@@ -430,10 +430,14 @@ class Scheduler:
 
     def fork(self, sequence: Sequence, twin: Sequence) -> None:
         """Let `twin` run on from the tokens of `sequence`, sharing the blocks of its KV."""
-        num_blocks = -(-sequence.num_standing // self._block_size)
+        standing = sequence.num_standing
+        if self._cache.layout.has_states:
+            # The last block's state goes on with who fills it: the twin computes that block anew.
+            standing -= standing % self._block_size
+        num_blocks = -(-standing // self._block_size)
         twin.blocks = self._tables.share(sequence.blocks[:num_blocks])
         twin.block_table = sequence.block_table[:num_blocks]
-        twin.num_standing = twin.prompt_done = sequence.num_standing
+        twin.num_standing, twin.prompt_done = standing, sequence.num_standing
         twin.counts, twin.miss_reasons = sequence.counts, sequence.miss_reasons
         twin.lookup = sequence.lookup
         twin.queued_ns, twin.loaded_ns = sequence.queued_ns, sequence.loaded_ns

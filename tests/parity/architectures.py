@@ -157,6 +157,18 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "jetmoe": ("JetMoE", {}),
     "kolibri1": ("Kolibri 1", {}),
     "laguna": ("Laguna", {}),
+    "lfm2": (
+        "LFM2",
+        {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+    ),
+    "lfm2_moe": (
+        "LFM2 MoE",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+        },
+    ),
     "llama": ("Llama 2 and 3, SmolLM 2, Yi, DeepSeek-R1-Distill-Llama", {}),
     "longcat_flash": ("LongCat-Flash", _LATENT),
     "mellum": ("Mellum", {}),
@@ -239,11 +251,14 @@ def row(loaded: LoadedModel) -> str:
 
 def _kept(loaded: LoadedModel) -> str:
     notes = []
-    notes.append("latents" if loaded.layers[0].shared else "keys and values")
-    if len({replace(each, window=None) for each in loaded.layers}) > 1:
+    layers = [replace(each, window=None) for each in loaded.layers if not each.rows]
+    notes.append("latents" if layers[0].shared else "keys and values")
+    if len({*layers}) > 1:
         notes[0] += " of several shapes"
-    elif loaded.layers[0].key_dim != loaded.layers[0].value_dim and not loaded.layers[0].shared:
+    elif layers[0].key_dim != layers[0].value_dim and not layers[0].shared:
         notes[0] += " of two sizes"
+    if len(layers) < len(loaded.layers):
+        notes.append("states of short convolutions")
     config: Any = loaded.model.config
     windows = getattr(config, "layer_types", None) or []
     if "sliding_attention" in windows:

@@ -7,6 +7,7 @@ import queue
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -77,9 +78,11 @@ class House:
         cache: bool = True,
         adapters: Sequence[str | None] = (),
         contents: Sequence[tuple[Content, ...]] = (),
+        n: int = 1,
     ) -> list[tuple[list[int], TokenCounts]]:
-        """All prompts at once, each with its adapter and contents; each one's tokens and counts."""
-        params = SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True)
+        """All prompts at once, each with its adapter and contents; each one's tokens and counts.
+        The tokens of `n` samples come one after another."""
+        params = SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True, n=n)
         for number, prompt in enumerate(prompts):
             adapter = adapters[number] if adapters else None
             digest = self._adapters[adapter] if adapter is not None else b""
@@ -94,15 +97,17 @@ class House:
                     cache=cache,
                 )
             )
-        answers: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+        answers: dict[str, list[list[int]]] = {
+            str(number): [[] for _ in range(n)] for number in range(len(prompts))
+        }
         counts: dict[str, TokenCounts] = {}
         while len(counts) < len(prompts):
             output = self._outputs.get(timeout=60)
-            answers[output.request_id] += output.tokens
+            answers[output.request_id][output.index] += output.tokens
             if output.last:
                 assert output.finish is FinishReason.LENGTH, output
                 counts[output.request_id] = output.counts
-        return [(answers[name], counts[name]) for name in answers]
+        return [([*chain(*samples)], counts[name]) for name, samples in answers.items()]
 
     def sink(self, *, to_disk: bool) -> None:
         """Push every block off the device, and with `to_disk` out of the host as well."""

@@ -133,8 +133,9 @@ class DevicePool:
         if len(self.layout.shape) > 1:
             self.tensor[target, :, :, :num_rows].copy_(self.tensor[source, :, :, :num_rows])
             return
-        for part in self._parts:
-            part[target, :num_rows].copy_(part[source, :num_rows])
+        for part in self._parts:  # a state is copied whole
+            rows = num_rows if part.shape[1] == self.layout.block_size else part.shape[1]
+            part[target, :rows].copy_(part[source, :rows])
 
     def _enqueue(
         self, stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
