@@ -12,7 +12,7 @@ from api.cache.feeds import Feeds
 from api.requests.forecast import Forecast
 from api.requests.responses import StoredResponses
 from api.served_model import EngineClient, ServedModel
-from billing.accounts import Tenant
+from billing.tenants import Tenant
 
 if TYPE_CHECKING:
     from api.access.auth import Gatekeeper, Salts

@@ -28,12 +28,12 @@ from api.requests.quote import Priced, Survey
 from api.requests.retention import Retention
 from api.requests.turns import Conversations
 from api.served_model import ServedModel
-from billing.accounts import Tenant
 from billing.gate.outcomes import billable
 from billing.keys import Principal
 from billing.money import UNITS
 from billing.prices.book import RateRef
 from billing.store.store import LedgerStore
+from billing.tenants import Tenant
 from billing.usage import EMPTY, Usage
 from engine.errors import RequestError
 from engine.request import (

@@ -25,10 +25,12 @@ from billing.errors import (
 from billing.keys import (
     DEFAULT_SCOPES,
     SHOWN,
+    KeyInfo,
     Principal,
     Scope,
     format_scopes,
     key_digest,
+    key_of,
     new_key,
     parse_scopes,
 )
@@ -40,55 +42,11 @@ from billing.store import accounts as rows
 from billing.store import reports as store_reports
 from billing.store import trail as store_trail
 from billing.store.store import Connection, LedgerStore
+from billing.tenants import Tenant, tenant_of
 
 OPEN_TENANT = "default"  # whom requests belong to while no keys are configured
 REFRESH_S = 0.5  # how soon a change made by another process is seen
 MISS_REFRESH_S = 0.05  # the soonest an unknown key makes us look again
-
-
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """An account as admins see it. Amounts in units; `available` None is unlimited."""
-
-    tenant: str
-    currency: str
-    credit_limit: int | None
-    suspended: bool
-    created_ns: int
-    granted: int
-    topup: int
-    owed: int
-    held: int
-    seq: int
-
-    @property
-    def prepaid(self) -> bool:
-        return self.credit_limit == 0
-
-    @property
-    def balance(self) -> int:
-        return self.granted + self.topup - self.owed
-
-    @property
-    def available(self) -> int | None:
-        if self.credit_limit is None:
-            return None
-        return self.balance + self.credit_limit - self.held
-
-
-@dataclass(frozen=True, slots=True)
-class KeyInfo:
-    """A key as admins see it: everything but the key."""
-
-    key_id: str
-    tenant: str
-    project: str
-    name: str
-    prefix: str
-    scopes: frozenset[Scope]
-    created_ns: int
-    expires_ns: int | None
-    revoked_ns: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +242,7 @@ class Accounts:
     def find_tenant(self, tenant: str) -> Tenant | None:
         with self.store.reading() as connection:
             row = rows.tenant_row(connection, tenant)
-        return None if row is None else _tenant(row)
+        return None if row is None else tenant_of(row)
 
     def expect(self, tenant: str | None) -> None:
         """Raises `UnknownTenant` where a list is asked of one that does not exist; None is all."""
@@ -293,7 +251,7 @@ class Accounts:
 
     def tenants(self) -> list[Tenant]:
         with self.store.reading() as connection:
-            return [_tenant(row) for row in rows.tenant_rows(connection)]
+            return [tenant_of(row) for row in rows.tenant_rows(connection)]
 
     def create_project(self, tenant: str, project: str, *, by: str, reason: str = "") -> None:
         """A new project of a tenant, to split its usage by."""
@@ -348,11 +306,11 @@ class Accounts:
             self._trail(connection, by, "key.create", values["key_id"], None, values, reason)
 
         self._change(write)
-        return key, _key(values)
+        return key, key_of(values)
 
     def keys(self, tenant: str | None = None) -> list[KeyInfo]:
         with self.store.reading() as connection:
-            return [_key(row) for row in rows.key_rows(connection, tenant)]
+            return [key_of(row) for row in rows.key_rows(connection, tenant)]
 
     def revoke_key(self, key_id: str, *, by: str, reason: str = "") -> KeyInfo:
         """End a key now, by its id or its shown prefix. Revoking twice changes nothing."""
@@ -488,32 +446,3 @@ def _unknown(tenant: str) -> UnknownTenant:
 
 def _text(value: object) -> str | None:
     return None if value is None else str(value)
-
-
-def _tenant(row: Any) -> Tenant:
-    return Tenant(
-        tenant=row["tenant"],
-        currency=row["currency"],
-        credit_limit=row["credit_limit"],
-        suspended=row["suspended"],
-        created_ns=row["created_ns"],
-        granted=row["granted"],
-        topup=row["topup"],
-        owed=-row["receivable"],
-        held=row["held"],
-        seq=row["seq"],
-    )
-
-
-def _key(row: Any) -> KeyInfo:
-    return KeyInfo(
-        key_id=row["key_id"],
-        tenant=row["tenant"],
-        project=row["project"],
-        name=row["name"],
-        prefix=row["prefix"],
-        scopes=parse_scopes(row["scopes"]),
-        created_ns=row["created_ns"],
-        expires_ns=row["expires_ns"],
-        revoked_ns=row["revoked_ns"],
-    )

@@ -7,8 +7,10 @@ key.
 
 import hashlib
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 PREFIX = "sk-"
 SHOWN = len(PREFIX) + 8
@@ -39,6 +41,21 @@ class Principal:
         return scope in self.scopes or Scope.ADMIN in self.scopes
 
 
+@dataclass(frozen=True, slots=True)
+class KeyInfo:
+    """A key as admins see it: everything but the key."""
+
+    key_id: str
+    tenant: str
+    project: str
+    name: str
+    prefix: str
+    scopes: frozenset[Scope]
+    created_ns: int
+    expires_ns: int | None
+    revoked_ns: int | None
+
+
 def new_key() -> str:
     """A fresh key; shown once."""
     return PREFIX + secrets.token_urlsafe(32)
@@ -56,3 +73,18 @@ def parse_scopes(text: str) -> frozenset[Scope]:
 
 def format_scopes(scopes: frozenset[Scope]) -> str:
     return ",".join(scope for scope in Scope if scope in scopes)
+
+
+def key_of(row: Mapping[Any, Any]) -> KeyInfo:
+    """The key of a row of keys."""
+    return KeyInfo(
+        key_id=row["key_id"],
+        tenant=row["tenant"],
+        project=row["project"],
+        name=row["name"],
+        prefix=row["prefix"],
+        scopes=parse_scopes(row["scopes"]),
+        created_ns=row["created_ns"],
+        expires_ns=row["expires_ns"],
+        revoked_ns=row["revoked_ns"],
+    )

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from billing.accounts import Accounts, Tenant
+from billing.accounts import Accounts
 from billing.clock import ClockWatch
 from billing.errors import (
     BillingError,
@@ -54,6 +54,7 @@ from billing.prices.book import NS, PinnedRate, PriceBook, RateCard
 from billing.store import expiring as store_expiring
 from billing.store.store import LedgerStore
 from billing.syncer import Syncer
+from billing.tenants import Tenant
 from billing.usage import EMPTY, Usage
 
 log = logging.getLogger(__name__)

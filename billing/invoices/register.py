@@ -29,6 +29,7 @@ from billing.invoices.document import (
 from billing.invoices.parties import Parties, parse_parties
 from billing.money import parse_units, round_half_even
 from billing.names import check_text
+from billing.reports.statement import month_days
 from billing.store import accounts as store_accounts
 from billing.store import invoices as rows
 from billing.store import reports as store_reports
@@ -36,7 +37,7 @@ from billing.store.store import Connection, LedgerStore
 from billing.store.trail import add_trail, lock_trail
 
 
-class State(StrEnum):
+class InvoiceState(StrEnum):
     """A draft is what the month would come to now; the others are issued and never change."""
 
     DRAFT = "draft"
@@ -45,7 +46,7 @@ class State(StrEnum):
     VOID = "void"
 
 
-MARKS = (State.PAID, State.VOID)
+MARKS = (InvoiceState.PAID, InvoiceState.VOID)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Invoice:
     """An invoice or a credit note, and where it stands."""
 
     document: Document
-    state: State
+    state: InvoiceState
 
     @property
     def number(self) -> str:
@@ -105,14 +106,15 @@ class InvoiceRegister:
 
     def month(self, tenant: str, month: str) -> Invoice:
         """The invoice of a month as it stands, else as it would be: a draft."""
+        month = _canonical(month)
         with self.store.reading() as connection:
             for found in _documents(connection, tenant):
-                if found.state is not State.VOID and _is_of(found.document, month):
+                if found.state is not InvoiceState.VOID and _is_of(found.document, month):
                     return found
             parties = _parties(connection)
             standing = _standing(connection, tenant)
             draft = invoice_document(connection, parties, tenant, month, standing)
-        return Invoice(draft, State.DRAFT)
+        return Invoice(draft, InvoiceState.DRAFT)
 
     def find(self, number: str, *, tenant: str | None = None) -> Invoice:
         """Raises `UnknownInvoice`, also for another tenant's."""
@@ -129,11 +131,12 @@ class InvoiceRegister:
     def finalize(self, tenant: str, month: str, *, by: str, reason: str = "") -> Invoice:
         """Issue the invoice of a month that is over. Again, it finds the one that stands."""
         check_text(reason, "reason")
+        month = _canonical(month)
 
         def write(connection: Connection) -> Invoice:
             _lock(connection, tenant)
             for found in _documents(connection, tenant):
-                if found.state is not State.VOID and _is_of(found.document, month):
+                if found.state is not InvoiceState.VOID and _is_of(found.document, month):
                     return found
             parties, now_ns = _parties(connection), self._clock_ns()
             buyer = parties.buyer(tenant)
@@ -147,12 +150,14 @@ class InvoiceRegister:
             series = parties.seller.series
             issued = self._issue(connection, document, series, month, now_ns, by, reason)
             if parse_units(document["due"]) <= 0:
-                return self._mark(connection, issued, State.PAID, now_ns, by, "nothing is due")
+                return self._mark(
+                    connection, issued, InvoiceState.PAID, now_ns, by, "nothing is due"
+                )
             return issued
 
         return self.store.retrying(write)
 
-    def mark(self, number: str, state: State, *, by: str, reason: str) -> Invoice:
+    def mark(self, number: str, state: InvoiceState, *, by: str, reason: str) -> Invoice:
         """Mark an issued invoice as paid, or as void where it is neither paid nor credited."""
         check_text(reason, "reason")
         if state not in MARKS:
@@ -164,13 +169,16 @@ class InvoiceRegister:
             found = _find(connection, number)
             if found.state is state:
                 return found
-            if found.state is not State.FINAL:
+            is_settled = parse_units(found.document["due"]) <= 0  # nobody paid anything
+            if found.state is not InvoiceState.FINAL and not (
+                found.state is InvoiceState.PAID and is_settled
+            ):
                 raise InvoiceError(f"{number} is {found.state}, and cannot become {state}")
             credited = any(
-                each.document.get("credits") == number and each.state is not State.VOID
+                each.document.get("credits") == number and each.state is not InvoiceState.VOID
                 for each in _documents(connection, tenant)
             )
-            if state is State.VOID and credited:
+            if state is InvoiceState.VOID and credited:
                 raise InvoiceError(f"{number} has a credit note; it can be paid, and not be void")
             return self._mark(connection, found, state, self._clock_ns(), by, reason)
 
@@ -187,7 +195,7 @@ class InvoiceRegister:
             tenant = _find(connection, number).document["tenant"]
             _lock(connection, tenant)
             found = _find(connection, number)
-            if found.document["kind"] != INVOICE or found.state is State.VOID:
+            if found.document["kind"] != INVOICE or found.state is InvoiceState.VOID:
                 raise InvoiceError(f"{number} is no invoice that stands")
             back = list(_untold(connection, found.document))
             net = round_half_even(-corrected_sums(back).net, found.document["places"])
@@ -222,13 +230,13 @@ class InvoiceRegister:
         rows.add_invoice(connection, values)
         after = {"total": document["total"], "digest": rows.row_digest(values)}
         self._note(connection, by, "issue", number, after, reason)
-        return Invoice(document, State.FINAL)
+        return Invoice(document, InvoiceState.FINAL)
 
     def _mark(
         self,
         connection: Connection,
         invoice: Invoice,
-        state: State,
+        state: InvoiceState,
         now_ns: int,
         by: str,
         reason: str,
@@ -254,9 +262,25 @@ class InvoiceRegister:
 
 
 def _lock(connection: Connection, tenant: str) -> None:
-    """Nobody else issues, and no charge of the tenant comes between what is read."""
-    lock_trail(connection)
+    """Nobody else issues, and no charge of the tenant comes between what is read.
+
+    In the order in which the ledger locks, or the two would wait for each other.
+    """
     store_accounts.tenant_row(connection, tenant, lock=True)
+    lock_trail(connection)
+
+
+def _canonical(month: str) -> str:
+    """2026-11, also where 2026-11 was written otherwise: a month is invoiced once."""
+    return month_days(month)[0].strftime("%Y-%m")
+
+
+def _state(marks: Iterable[str]) -> InvoiceState:
+    """Where an invoice with these marks stands: void is for good."""
+    return next(
+        (state for state in (InvoiceState.VOID, InvoiceState.PAID) if state in marks),
+        InvoiceState.FINAL,
+    )
 
 
 def _parties(connection: Connection) -> Parties:
@@ -272,17 +296,18 @@ def _parties(connection: Connection) -> Parties:
 def _documents(
     connection: Connection, tenant: str | None = None, limit: int | None = None
 ) -> Iterable[Invoice]:
-    marks = {row["number"]: State(row["state"]) for row in rows.mark_rows(connection)}
+    marks: dict[str, set[str]] = {}
+    for row in rows.mark_rows(connection):
+        marks.setdefault(row["number"], set()).add(row["state"])
     for row in rows.invoice_rows(connection, tenant, limit):
-        yield Invoice(orjson.loads(row["text"]), marks.get(row["number"], State.FINAL))
+        yield Invoice(orjson.loads(row["text"]), _state(marks.get(row["number"], ())))
 
 
 def _find(connection: Connection, number: str, tenant: str | None = None) -> Invoice:
     row = rows.find_invoice(connection, number)
     if row is None or tenant not in (None, row["tenant"]):
         raise UnknownInvoice(f"no invoice has the number {number[:40]!r}; see `invoice list`")
-    marked = next(iter(rows.marks_of(connection, number)), None)
-    return Invoice(orjson.loads(row["text"]), State(marked) if marked else State.FINAL)
+    return Invoice(orjson.loads(row["text"]), _state(rows.marks_of(connection, number)))
 
 
 def _is_of(document: Document, month: str) -> bool:
@@ -291,7 +316,9 @@ def _is_of(document: Document, month: str) -> bool:
 
 def _standing(connection: Connection, tenant: str) -> Standing:
     """What was asked for so far: a void invoice asks for nothing, nor does a credit note of one."""
-    found = [each.document for each in _documents(connection, tenant) if each.state != State.VOID]
+    found = [
+        each.document for each in _documents(connection, tenant) if each.state != InvoiceState.VOID
+    ]
     invoices = [document for document in found if document["kind"] == INVOICE]
     notes = [document for document in found if document["kind"] == CREDIT_NOTE]
     months = [_span(document) for document in invoices]
@@ -311,7 +338,9 @@ def _span(document: Document) -> Span:
 def _untold(connection: Connection, invoiced: Document) -> Iterable[Entry]:
     """The corrections of an invoice's charges that no invoice or credit note tells of."""
     tenant, period = invoiced["tenant"], invoiced["period"]
-    found = [each.document for each in _documents(connection, tenant) if each.state != State.VOID]
+    found = [
+        each.document for each in _documents(connection, tenant) if each.state != InvoiceState.VOID
+    ]
     spans = [
         (document["period"]["from_ns"], document["period"]["to_ns"])
         for document in found

@@ -8,7 +8,7 @@ import orjson
 
 from billing.invoices.document import CREDIT_NOTE, INVOICE, Document
 from billing.invoices.pdf import invoice_pdf
-from billing.invoices.register import Invoice, State
+from billing.invoices.register import Invoice, InvoiceState
 from billing.money import grouped
 from billing.reports.csv import safe_writer
 
@@ -53,7 +53,7 @@ def title_of(invoice: Invoice) -> str:
 
 def _watermark(invoice: Invoice) -> str:
     """What a reader must not overlook."""
-    return {State.DRAFT: "DRAFT", State.VOID: "VOID"}.get(invoice.state, "")
+    return {InvoiceState.DRAFT: "DRAFT", InvoiceState.VOID: "VOID"}.get(invoice.state, "")
 
 
 def summary(invoice: Invoice) -> Document:

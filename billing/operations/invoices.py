@@ -1,6 +1,6 @@
 """Invoices: drafts, what was issued and what became of it, and whom they are from and to."""
 
-from billing.invoices.register import InvoiceRegister, State
+from billing.invoices.register import InvoiceRegister, InvoiceState
 from billing.invoices.render import Form, render, summary
 from billing.operations.books import Books
 from billing.reports.documents import Document
@@ -36,7 +36,7 @@ def finalize_invoice(books: Books, *, tenant: str, month: str, by: str, why: str
     return InvoiceRegister(books.store).finalize(tenant, month, by=by, reason=why).as_json()
 
 
-def mark_invoice(books: Books, *, number: str, state: State, by: str, why: str) -> Document:
+def mark_invoice(books: Books, *, number: str, state: InvoiceState, by: str, why: str) -> Document:
     """Say that an invoice was paid, or that it was wrong and is void. Books no money."""
     return InvoiceRegister(books.store).mark(number, state, by=by, reason=why).as_json()
 

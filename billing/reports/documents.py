@@ -11,15 +11,15 @@ from typing import Any
 
 import orjson
 
-from billing.accounts import KeyInfo, Tenant
 from billing.gate.entries import Entry
 from billing.gate.holds import StoredHold, decode_request
-from billing.keys import Scope
+from billing.keys import KeyInfo, Scope
 from billing.money import format_units, rate_per_million
 from billing.prices.book import ABOVE, DAYS, NS, ModelPrice, RateCard, Rates
 from billing.prices.lint import CardFinding
 from billing.proof.rerate import Difference, Plan
 from billing.proof.result import Proof
+from billing.tenants import Tenant
 
 RATES = ("hit_device", "hit_host", "hit_disk", "hit_remote", "miss", "output")
 EXTRAS = ("cache_write", "cache_write_1h", "storage")

@@ -12,7 +12,7 @@ import pytest
 
 from billing.gate.outcomes import Outcome
 from billing.idempotency import Idempotency
-from billing.invoices.register import InvoiceRegister, State
+from billing.invoices.register import InvoiceRegister, InvoiceState
 from billing.money import UNITS
 from billing.proof import audit
 from billing.proof.result import Head, Proof
@@ -74,7 +74,7 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
         house.clock.advance(40 * 86_400)
         register = InvoiceRegister(house.ledger.store, clock_ns=house.clock)
         register.apply_parties(PARTIES.format(zone="UTC"), **BY)
-        register.mark(register.finalize("acme", "2025-01", **BY).number, State.PAID, **BY)
+        register.mark(register.finalize("acme", "2025-01", **BY).number, InvoiceState.PAID, **BY)
         proof = audit.verify(house.ledger.store)
         assert proof.problems == []
         heads.update(proof.heads)

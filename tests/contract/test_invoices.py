@@ -12,7 +12,7 @@ from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.invoices.document import month_sums
 from billing.invoices.parties import parse_parties
-from billing.invoices.register import Invoice, InvoiceRegister, State
+from billing.invoices.register import Invoice, InvoiceRegister, InvoiceState
 from billing.money import UNITS, parse_units
 from billing.prices.book import NS
 from billing.proof import audit
@@ -72,7 +72,7 @@ def test_a_month_becomes_an_invoice_that_never_changes(
     house.clock.now_ns = at("2025-01-20T12:00")
     house.charge("r1", Usage(miss=12_345_678, output=1_234_567))
     draft = register.month("acme", "2025-01")
-    assert (State.DRAFT, "") == (draft.state, draft.number)
+    assert (InvoiceState.DRAFT, "") == (draft.state, draft.number)
     with pytest.raises(InvoiceError, match="is not over"):
         register.finalize("acme", "2025-01", **BY)
     house.clock.now_ns = at("2025-02-03T12:00")
@@ -89,10 +89,10 @@ def test_a_month_becomes_an_invoice_that_never_changes(
     assert "0.004812" == said["carried"]
     house.charge("r2", Usage(miss=1))
     assert issued == register.finalize("acme", "2025-01", **BY) == register.find("INV-000001")
-    paid = register.mark("INV-000001", State.PAID, **BY)
-    assert (said, State.PAID) == (paid.document, register.find("INV-000001").state)
+    paid = register.mark("INV-000001", InvoiceState.PAID, **BY)
+    assert (said, InvoiceState.PAID) == (paid.document, register.find("INV-000001").state)
     with pytest.raises(InvoiceError, match="is paid"):
-        register.mark("INV-000001", State.VOID, **BY)
+        register.mark("INV-000001", InvoiceState.VOID, **BY)
 
 
 def test_who_paid_before_owes_the_tax(house: TestLedger, register: InvoiceRegister) -> None:
@@ -110,7 +110,35 @@ def test_who_paid_before_owes_the_tax(house: TestLedger, register: InvoiceRegist
 
 def test_an_empty_month_is_paid_at_once(house: TestLedger, register: InvoiceRegister) -> None:
     house.clock.now_ns = at("2025-02-01T00:00")
-    assert State.PAID is register.finalize("acme", "2025-01", **BY).state
+    assert InvoiceState.PAID is register.finalize("acme", "2025-01", **BY).state
+
+
+def test_a_month_is_invoiced_once_however_it_is_written(
+    house: TestLedger, register: InvoiceRegister
+) -> None:
+    house.fund(UNITS)
+    house.charge("r1", Usage(miss=500_000))
+    house.clock.now_ns = at("2025-02-01T00:00")
+    issued = register.finalize("acme", "2025-1", **BY)
+    assert issued == register.finalize("acme", "2025-01", **BY) == register.month("acme", "2025-1")
+    assert 1 == len(register.listing())
+
+
+def test_an_invoice_on_which_nothing_is_due_can_still_be_void(
+    house: TestLedger, register: InvoiceRegister
+) -> None:
+    """It was paid in advance, so it counts as paid at once; a wrong address must not stand."""
+    register.apply_parties(PARTIES.format(zone="UTC").replace('rate = "19"', 'rate = "0"'), **BY)
+    house.fund(UNITS)
+    house.charge("r1", Usage(miss=500_000))
+    house.clock.now_ns = at("2025-02-01T00:00")
+    wrong = register.finalize("acme", "2025-01", **BY)
+    assert InvoiceState.PAID is wrong.state
+    assert InvoiceState.VOID is register.mark(wrong.number, InvoiceState.VOID, **BY).state
+    assert InvoiceState.VOID is register.find(wrong.number).state is register.listing()[0].state
+    with pytest.raises(InvoiceError, match="is void"):
+        register.mark(wrong.number, InvoiceState.PAID, **BY)
+    assert "0.50" == register.finalize("acme", "2025-01", **BY).document["net"]
 
 
 def test_a_charge_that_comes_late_is_on_the_next_invoice(
@@ -135,10 +163,12 @@ def test_a_void_invoice_keeps_its_number_and_is_made_again(
     house.charge("r1", Usage(miss=500_000))
     house.clock.now_ns = at("2025-02-01T00:00")
     wrong = register.finalize("acme", "2025-01", **BY)
-    register.mark(wrong.number, State.VOID, **BY)
+    register.mark(wrong.number, InvoiceState.VOID, **BY)
     right = register.finalize("acme", "2025-01", **BY)
     assert ("INV-000002", wrong.document["net"]) == (right.number, right.document["net"])
-    assert [State.FINAL, State.VOID] == sorted(each.state for each in register.listing())
+    assert [InvoiceState.FINAL, InvoiceState.VOID] == sorted(
+        each.state for each in register.listing()
+    )
 
 
 def test_a_credit_note_tells_what_corrections_gave_back(
@@ -161,7 +191,7 @@ def test_a_credit_note_tells_what_corrections_gave_back(
             note.document["total"],
         )
     with pytest.raises(InvoiceError, match="credit note"):
-        register.mark(issued.number, State.VOID, **BY)
+        register.mark(issued.number, InvoiceState.VOID, **BY)
     house.clock.now_ns = at("2025-03-01T00:00")
     february = register.finalize("acme", "2025-02", **BY)
     assert "0.00" == february.document["net"]  # what was credited is not credited again
@@ -222,14 +252,14 @@ def change(register: InvoiceRegister, dice: random.Random, now_ns: int) -> None:
     elif what == "credit":
         register.credit(dice.choice(known).number, **BY)
     else:
-        register.mark(dice.choice(known).number, State(what), **BY)
+        register.mark(dice.choice(known).number, InvoiceState(what), **BY)
 
 
 def check_ledger(house: TestLedger, register: InvoiceRegister) -> None:
     found = register.listing("acme")
     for each in found:
         check(each)
-    standing = [each for each in found if each.state is not State.VOID]
+    standing = [each for each in found if each.state is not InvoiceState.VOID]
     for series in ("INV-", "CN-"):
         numbers = sorted(each.number for each in found if each.number.startswith(series))
         assert numbers == [f"{series}{n + 1:06d}" for n in range(len(numbers))]

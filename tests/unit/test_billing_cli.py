@@ -260,8 +260,9 @@ def test_an_invoice_is_issued_written_and_marked(shell: Shell, tmp_path: Path) -
         shell("invoice", "show", "INV-000001", "--format", form, "--to", str(out))
         assert out.read_bytes().startswith(begins)
     why = ("--reason", "wrong")
-    assert "is paid" in shell("invoice", "mark", "INV-000001", "void", *why, code=1)
     assert "nothing of INV-000001" in shell("invoice", "credit", "INV-000001", *why, code=1)
+    assert "void" in shell("invoice", "mark", "INV-000001", "void", *why)
+    assert "is void" in shell("invoice", "mark", "INV-000001", "paid", *why, code=1)
 
 
 def test_a_tenant_whose_currency_has_no_card_is_told(shell: Shell) -> None:

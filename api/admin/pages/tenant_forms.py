@@ -14,7 +14,7 @@ from api.admin.pages.forms import Text, limit_in, reason_in
 from api.admin.pages.tenants import after
 from api.errors import InvalidRequest
 from billing.alerts.budgets import BudgetSpan, Of
-from billing.invoices.register import State
+from billing.invoices.register import InvoiceState
 from billing.operations import balance, budgets, invoices, tenants
 from billing.operations.balance import Booking
 from billing.operations.books import Books
@@ -173,6 +173,8 @@ def invoice(
             return invoices.credit_invoice(books, number=number, by=by, why=reason)
         if do not in ("paid", "void"):
             raise InvalidRequest("an invoice is issued, marked paid or void, or credited")
-        return invoices.mark_invoice(books, number=number, state=State(do), by=by, why=reason)
+        return invoices.mark_invoice(
+            books, number=number, state=InvoiceState(do), by=by, why=reason
+        )
 
     return after(request, admin, tenant, change, do)

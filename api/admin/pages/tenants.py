@@ -17,7 +17,6 @@ from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
 from api.admin.pages.forms import Before, Filter, Text, limit_in, reason_in, tried
 from api.admin.parts import books_of, found, parts_of
-from billing.accounts import Tenant
 from billing.operations import tenants as operations
 from billing.operations.books import Books
 from billing.operations.budgets import list_budgets
@@ -26,6 +25,7 @@ from billing.reports import usage as usage_report
 from billing.reports.documents import entry_document, key_document
 from billing.reports.usage import Unit, parse_query, report
 from billing.store import reports as store_reports
+from billing.tenants import Tenant
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 

@@ -10,7 +10,7 @@ from api.admin.parts import books_of, found
 from api.admin.routes.account import OfTenant
 from api.admin.routes.bodies import AdminBody, InvoiceMark, NewInvoice, NewParties
 from api.shapes.invoice import invoice_answer
-from billing.invoices.register import State
+from billing.invoices.register import InvoiceState
 from billing.invoices.render import Form
 from billing.operations import invoices
 from billing.reports.documents import Document
@@ -69,7 +69,7 @@ def show_invoice(
 @router.post("/invoices/{number}/mark")
 def mark_invoice(request: Request, number: Number, body: InvoiceMark, by: MayChange) -> Document:
     """Say that an invoice was paid, or that it was wrong and is void. Books no money."""
-    state = State(body.state)
+    state = InvoiceState(body.state)
     return invoices.mark_invoice(
         books_of(request), number=number, state=state, by=by.name, why=body.why
     )

@@ -8,7 +8,7 @@ import orjson
 import typer
 
 from billing.errors import InvoiceError
-from billing.invoices.register import State
+from billing.invoices.register import InvoiceState
 from billing.invoices.render import Form
 from billing.operations import invoices
 from billing.reports.documents import Document
@@ -94,7 +94,7 @@ def finalize(
 @app.command()
 def mark(
     number: Number,
-    state: Annotated[State, typer.Argument(help="paid or void")],
+    state: Annotated[InvoiceState, typer.Argument(help="paid or void")],
     reason: Why,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,

@@ -1,0 +1,51 @@
+"""Tenants as admins see them. Pure values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """An account as admins see it. Amounts in units; `available` None is unlimited."""
+
+    tenant: str
+    currency: str
+    credit_limit: int | None
+    suspended: bool
+    created_ns: int
+    granted: int
+    topup: int
+    owed: int
+    held: int
+    seq: int
+
+    @property
+    def prepaid(self) -> bool:
+        return self.credit_limit == 0
+
+    @property
+    def balance(self) -> int:
+        return self.granted + self.topup - self.owed
+
+    @property
+    def available(self) -> int | None:
+        if self.credit_limit is None:
+            return None
+        return self.balance + self.credit_limit - self.held
+
+
+def tenant_of(row: Mapping[Any, Any]) -> Tenant:
+    """The tenant of a row of accounts."""
+    return Tenant(
+        tenant=row["tenant"],
+        currency=row["currency"],
+        credit_limit=row["credit_limit"],
+        suspended=row["suspended"],
+        created_ns=row["created_ns"],
+        granted=row["granted"],
+        topup=row["topup"],
+        owed=-row["receivable"],
+        held=row["held"],
+        seq=row["seq"],
+    )
