@@ -314,6 +314,7 @@ class TieredCache:
         """Whether loads or stores are under way, so that an idle engine should look again."""
         return (
             self._promoter.num_loads > 0
+            or self.pool.is_arriving
             or self._demoter.num_stores > 0
             or self._upkeep.purger.is_active
         )

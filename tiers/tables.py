@@ -118,8 +118,10 @@ class BlockTables:
         if held.slot is None:
             self._residency.hand_over(block, held)
             self._residency.chronicle.came(held, TierName.DEVICE)
-        elif not held.slot_whole:
-            self._residency.complete(held, block)
+        else:
+            self._residency.pool.settle(held.slot)
+            if not held.slot_whole:
+                self._residency.complete(held, block)
         self._residency.acquire(held)
         self._residency.release(block, block.use)
         return held

@@ -164,6 +164,8 @@ class LateCopy(Copy):
             self.arrive()
         return self._arrive is None
 
+    query = done  # as the pool asks an event
+
     def arrive(self) -> None:
         if self._arrive is not None:
             self._arrive()
@@ -171,7 +173,8 @@ class LateCopy(Copy):
 
 
 class LateCopies:
-    """Lets a pool's copies take their time, as streams do; frames hold noise until then."""
+    """Lets a pool's copies take their time, as streams do; what they go to holds noise until then,
+    and what they come from is read at the very end."""
 
     def __init__(self, pool: DevicePool, chance: random.Random) -> None:
         self._pool = pool
@@ -180,8 +183,10 @@ class LateCopies:
         self._copy_in = pool.copy_in
         pool.copy_out = self._out  # type: ignore[method-assign]
         pool.copy_in = self._in  # type: ignore[method-assign]
+        pool.settle = self._settle  # type: ignore[method-assign]
 
     def _out(self, slot: int, frame: Frame) -> Copy:
+        self._settle(slot)
         target, rows = self._pool._pair(frame.tensor, self._pool.tensor[slot].clone(), frame.part)
         frame.tensor.view(torch.int32).fill_(0x0BAD)
         late = LateCopy(self._chance.randrange(3), lambda: target.copy_(rows))
@@ -192,5 +197,20 @@ class LateCopies:
         for frame in frames:
             if frame.number in self._down:
                 self._down[frame.number].arrive()
-        self._copy_in(frames, slots, parts)
-        return LateCopy(self._chance.randrange(3), lambda: None)
+        for slot in slots:
+            self._settle(slot)  # an earlier copy to it comes first in the stream
+        for slot, part in zip(slots, parts or [Part.WHOLE] * len(slots), strict=True):
+            noise, _ = self._pool._pair(self._pool.tensor[slot], self._pool.tensor[slot], part)
+            noise.view(torch.int32).fill_(0x0BAD)
+
+        def arrive() -> None:
+            self._copy_in(frames, slots, parts)
+
+        late = LateCopy(self._chance.randrange(3), arrive)
+        self._pool._arriving |= dict.fromkeys(slots, late)  # type: ignore[arg-type]
+        return late
+
+    def _settle(self, slot: int) -> None:
+        late = self._pool._arriving.pop(slot, None)
+        if late is not None:
+            late.arrive()  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tiers.blocks.frames import FrameArena
+from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.layout import BlockLayout
 from tiers.memory.device import DevicePool
 
@@ -37,8 +37,13 @@ class Stream:
 class Event:
     """Sees what its stream is behind."""
 
+    ended = False
+
     def record(self, stream: Stream) -> None:
         self.behind = set(stream.behind)
+
+    def query(self) -> bool:
+        return self.ended
 
 
 @pytest.fixture
@@ -105,12 +110,48 @@ def test_a_new_owner_writes_only_after_the_last_ones_rows_are_out(
     assert "copy out" in compute()
 
 
-def test_compute_reads_a_block_only_after_it_came_up_and_that_after_it_went_down(
+def frames_of(count: int) -> list[Frame]:
+    arena = FrameArena(LAYOUT, count)
+    return [frame for frame in (arena.take() for _ in range(count)) if frame is not None]
+
+
+def test_a_block_that_comes_up_holds_up_nobody_and_has_arrived_when_it_stands(
+    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute().add("step 1")
+    pool.copy_in(frames_of(2), [1, 2])
+    assert {"step 1"} == compute()
+    assert pool._up is not None and "step 1" in pool._up.behind  # type: ignore[attr-defined]
+    assert pool.is_arriving and not pool.arrived(1) and pool.arrived(3)
+    monkeypatch.setattr(Event, "ended", True)
+    assert pool.arrived(1) and not pool.is_arriving
+    pool.settle(2)
+    assert {"step 1"} == compute(), "what has arrived is not waited for"
+
+
+@pytest.mark.parametrize("use", ["settle", "copy_rows", "new owner"])
+def test_who_uses_a_slot_before_it_has_arrived_waits_for_it(pool: DevicePool, use: str) -> None:
+    pool.copy_in(frames_of(1), [1])
+    if use == "settle":
+        pool.settle(1)
+    elif use == "copy_rows":
+        pool.copy_rows(1, 2, 1)
+    else:
+        pool.hand_on(1)
+    assert "copy in" in compute()
+
+
+def test_a_frame_comes_up_only_after_it_went_down_and_goes_down_after_it_came_up(
     pool: DevicePool,
 ) -> None:
-    arena = FrameArena(LAYOUT, 2)
-    frames = [frame for frame in (arena.take(), arena.take()) if frame is not None]
-    pool.copy_out(0, frames[0])
-    compute().add("step 1")
-    pool.copy_in(frames, [1, 2])
-    assert {"step 1", "copy out", "copy in"} <= compute()
+    first, second = frames_of(2)
+    pool.copy_out(0, first)
+    pool.copy_in([second], [1])
+    assert pool._up is not None and pool._down is not None
+    up, down = pool._up.behind, pool._down.behind  # type: ignore[attr-defined]
+    assert "copy out" not in up, "another frame waits for nothing"
+    pool.copy_in([first], [2])
+    assert "copy out" in up
+    assert "copy in" not in down
+    pool.copy_out(2, second)
+    assert "copy in" in down

@@ -2,8 +2,8 @@
 
 Engine thread only. On a CPU the "device" is ordinary memory and a copy is a memcpy, done when it
 returns. On CUDA copies run on their own streams; events order them against the compute stream, so
-the host never waits. Compute waits for a copy in, which it is about to read, and for a copy out
-only where the slot has a new owner: copying down ahead of need runs beside it.
+the host never waits. Compute waits neither for a copy in, whose blocks nobody uses before it has
+`arrived`, nor for a copy out, but where a slot has a new owner: copies both ways run beside it.
 """
 
 from array import array
@@ -61,6 +61,8 @@ class DevicePool:
         self._down: torch.cuda.Stream | None = None
         self._up: torch.cuda.Stream | None = None
         self._leaving: dict[int, torch.cuda.Event] = {}  # slots that are being copied out
+        self._filling: dict[int, torch.cuda.Event] = {}  # and the frames that they go to
+        self._arriving: dict[int, torch.cuda.Event] = {}  # slots that are being copied in
         if self.device.type == "cuda":
             self._down = torch.cuda.Stream(self.device)
             self._up = torch.cuda.Stream(self.device)
@@ -80,6 +82,7 @@ class DevicePool:
 
     def hand_on(self, slot: int) -> int:
         """The slot, for a new owner: compute waits until the last one's rows are copied out."""
+        self.settle(slot)
         if self._leaving and (event := self._leaving.pop(slot, None)) is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
         return slot
@@ -96,15 +99,19 @@ class DevicePool:
         if self._down is None:
             target.copy_(source)
             return DONE
+        if (event := self._arriving.get(slot)) is not None:
+            self._down.wait_event(event)
         copy = self._enqueue(self._down, [(target, source)])
         self._leaving[slot] = copy
+        self._filling = _under_way(self._filling)
+        self._filling[frame.number] = copy
         return Copy(copy)
 
     def copy_in(
         self, frames: Sequence[Frame], slots: Sequence[int], parts: Sequence[Part] = ()
     ) -> Copy:
-        """Copy host frames, or `parts` of them, into slots; later work on the compute stream sees
-        them."""
+        """Copy host frames, or `parts` of them, into slots. Compute may read one when it has
+        `arrived`, or after `settle`."""
         parts = parts or [Part.WHOLE] * len(slots)
         pairs = [
             self._pair(self.tensor[slot], frame.tensor, part)
@@ -114,10 +121,31 @@ class DevicePool:
             for target, source in pairs:
                 target.copy_(source)
             return DONE
-        self._up.wait_stream(self._down)  # a frame may still be on its way down
-        arrived = self._enqueue(self._up, pairs)
-        torch.cuda.current_stream(self.device).wait_event(arrived)
-        return Copy(arrived)
+        for frame in frames:
+            if (event := self._filling.get(frame.number)) is not None:
+                self._up.wait_event(event)  # it is still on its way down
+        copy = self._enqueue(self._up, pairs)
+        self._arriving |= dict.fromkeys(slots, copy)
+        return Copy(copy)
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether any slot is being copied in."""
+        self._arriving = _under_way(self._arriving)
+        return bool(self._arriving)
+
+    def arrived(self, slot: int) -> bool:
+        """Whether the slot's rows stand; asks the device and does not wait."""
+        event = self._arriving.get(slot)
+        if event is not None and event.query():
+            del self._arriving[slot]
+            return True
+        return event is None
+
+    def settle(self, slot: int) -> None:
+        """Let compute wait for the slot's rows, where they are still being copied in."""
+        if self._arriving and (event := self._arriving.pop(slot, None)) is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
 
     def _pair(
         self, target: torch.Tensor, source: torch.Tensor, part: Part
@@ -130,6 +158,7 @@ class DevicePool:
 
     def copy_rows(self, source: int, target: int, num_rows: int) -> None:
         """Copy the first `num_rows` token rows of one slot to another, in compute order."""
+        self.settle(source)
         if len(self.layout.shape) > 1:
             self.tensor[target, :, :, :num_rows].copy_(self.tensor[source, :, :, :num_rows])
             return
@@ -148,3 +177,8 @@ class DevicePool:
                 target.copy_(source, non_blocking=True)
             event.record(stream)
         return event
+
+
+def _under_way(events: dict[int, torch.cuda.Event]) -> dict[int, torch.cuda.Event]:
+    """Those of the copies that have not ended."""
+    return {key: event for key, event in events.items() if not event.query()} if events else events

@@ -93,6 +93,7 @@ class TailSharing:
         if block.slot is not None and tail.case is not TailCase.COPY:
             if tail.case is TailCase.EXTEND:
                 block.writer = chain
+            self._residency.pool.settle(block.slot)
             self._residency.acquire(block)
             return block
         return self._copy(block, tail.num_rows, chain)
@@ -170,6 +171,7 @@ class TailSharing:
         assert source.frame is not None
         started = time.perf_counter()
         copy = residency.pool.copy_in([source.frame], [slot])
+        residency.pool.settle(slot)  # its rows are read in the step that comes
         residency.copies.watch(copy, (source,), TierName.HOST, TierName.DEVICE, started)
 
 

@@ -30,10 +30,10 @@ BLOCKS_PER_LOAD = 4  # a run this long is one read job, so that readers share a 
 class Progress(Enum):
     """How far a ticket is."""
 
-    LOADING = auto()  # a probe or a load is under way
+    LOADING = auto()  # a probe, a load or a copy to the device is under way
     WAITING = auto()  # the next block is being computed or loaded for another request
     NO_ROOM = auto()  # its blocks stand, but not all have a slot
-    READY = auto()  # every block it will get is on the device
+    READY = auto()  # every block it will get stands on the device
 
 
 class TicketState(Enum):
@@ -138,7 +138,9 @@ class Promoter:
             return Progress.LOADING
         if self._reach and not self._windows_stand(ticket):
             return Progress.LOADING
-        return Progress.READY if self._lift(ticket) else Progress.NO_ROOM
+        if not self._lift(ticket):
+            return Progress.NO_ROOM
+        return Progress.READY if self._arrived(ticket) else Progress.LOADING
 
     def close(self, ticket: Ticket, use: Use) -> None:
         """Give up the ticket's references; loads under way finish and stay in the host tier."""
@@ -333,6 +335,14 @@ class Promoter:
         if lifted:
             self._copy_up(lifted, parts)
         return ticket.num_on_device == len(ticket.blocks)
+
+    def _arrived(self, ticket: Ticket) -> bool:
+        """Whether all its blocks' rows stand on the device: a step that read one before would hold
+        up everybody in it."""
+        pool = self._residency.pool
+        return not pool.is_arriving or all(
+            block.slot is not None and pool.arrived(block.slot) for block in ticket.blocks
+        )
 
     def _copy_up(self, blocks: Sequence[Block], parts: Sequence[Part]) -> None:
         """Copy these parts of host blocks into their slots; the frames stay theirs."""
