@@ -39,7 +39,7 @@ from billing.idempotency import Replay
 from billing.keys import Principal
 from billing.usage import EMPTY
 from engine.bounds import check_params
-from engine.structure import Grammar, Source
+from engine.structure import Grammar, GrammarSource
 from tiers.blocks.keys import CacheScope
 
 USER_CHARS, TAG_CHARS, TAG_VALUE_CHARS, TAGS_MOST = 256, 64, 512, 16  # what the ledger keeps
@@ -284,7 +284,7 @@ class _Ending:
         return {**timings, "first_byte": sent}
 
 
-async def compiled(wire: Collaborators, tenant: str, source: Source) -> Grammar:
+async def compiled(wire: Collaborators, tenant: str, source: GrammarSource) -> Grammar:
     if wire.grammars is None:
         raise Unsupported("Structured output is not served here.", param=source.field)
     return await wire.grammars.get(tenant, source)

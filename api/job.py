@@ -16,7 +16,7 @@ from billing.prices.book import RateRef
 from billing.prices.rating import Line
 from billing.usage import EMPTY, Usage
 from engine.request import FinishReason, Lookup, SamplingParams, Timeline, TokenLogprob
-from engine.structure import Grammar, Source
+from engine.structure import Grammar, GrammarSource
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.errors import MissReason
@@ -123,7 +123,7 @@ class Job:
     tenant: str = ""  # whose part of the engine it takes
     stop: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()  # special tokens that are part of the answer's text
-    source: Source | None = None  # what the answer must look like
+    source: GrammarSource | None = None  # what the answer must look like
     grammar: Grammar | None = None  # `source`, compiled
     turn: Turn | None = None  # the chat's messages, where their tokens are to be remembered
     divergence: Divergence | None = None  # from what the chat's earlier turn left

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from engine.batch import Sampled, Span
 from engine.request import FinishReason, Request, StepOutput
-from engine.scheduling.group import Group, unbegun
+from engine.scheduling.group import SequenceGroup, unbegun
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence, SequenceState
 from engine.settings import EngineSettings
@@ -40,7 +40,7 @@ class Answers:
         on_ended: Callable[[str], None],
     ) -> None:
         """`on_ended` is told each request id that has had its last output."""
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, SequenceGroup] = {}
         self.sequences: dict[int, Sequence] = {}
         self.generated = 0  # tokens, of which
         self.jumped = 0  # were forced by a grammar
@@ -72,7 +72,7 @@ class Answers:
         return [unbegun(request, STEP_FAILED, self._clock_ns())]
 
     def _begin(self, request: Request) -> list[StepOutput]:
-        group = Group(request, self._cache.layout.block_size)
+        group = SequenceGroup(request, self._cache.layout.block_size)
         self.groups[request.request_id] = group
         sequence = group.first(self._new_id())
         self.sequences[sequence.sequence_id] = sequence
@@ -233,7 +233,7 @@ class Answers:
             return FinishReason.LENGTH
         return FinishReason.LENGTH if sequence.num_tokens >= self._max_tokens else None
 
-    def _fork_due(self, group: Group, sequence: Sequence) -> list[Sequence]:
+    def _fork_due(self, group: SequenceGroup, sequence: Sequence) -> list[Sequence]:
         """The other samples of a prompt that stands."""
         twins = list(group.due_twins(sequence, self._new_id))
         for twin in twins:
@@ -256,7 +256,7 @@ class Answers:
         del self.sequences[sequence.sequence_id]
         self.groups[sequence.request.request_id].ended(sequence)
 
-    def _close_group(self, group: Group) -> None:
+    def _close_group(self, group: SequenceGroup) -> None:
         del self.groups[group.request.request_id]
         self._on_ended(group.request.request_id)
 

@@ -14,7 +14,7 @@ import numpy as np
 from engine.batch import Batch, Span
 from engine.bounds import check_params
 from engine.engine import Engine
-from engine.execution.runner import Runner
+from engine.execution.runner import ModelRunner
 from engine.grammar.compiler import GrammarCompiler, compiler_for
 from engine.hardware import run_apart
 from engine.models.load import LoadedModel
@@ -24,7 +24,7 @@ from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
-from tiers.policy.quota import Shares
+from tiers.policy.quota import QuotaShares
 from tiers.telemetry.events import EventStream
 from tiers.tier import ManagedTier
 
@@ -43,7 +43,7 @@ class Core:
     scope: CacheScope
     cache: TieredCache
     engine: Engine
-    runner: Runner
+    runner: ModelRunner
     grammars: GrammarCompiler
 
     def start(self, warm_up_tokens: int = 0) -> None:
@@ -84,7 +84,7 @@ def compose(
     pin_folder: Path,
     engine: EngineSettings,
     stream: EventStream | None = None,
-    shares: Shares | None = None,
+    shares: QuotaShares | None = None,
 ) -> Core:
     """Tiers and engine for a loaded model; `engine` lacks what the model says of itself.
 
@@ -107,7 +107,7 @@ def compose(
         if disk is not None:
             disk.close()
         raise
-    runner = Runner(loaded, tiers.pool.tensor, scratch=tiers.pool.scratch)
+    runner = ModelRunner(loaded, tiers.pool.tensor, scratch=tiers.pool.scratch)
     settings = replace(
         engine,
         max_context=loaded.max_context,
@@ -130,7 +130,7 @@ def compose(
     )
 
 
-def _first_steps(runner: Runner, num_tokens: int, block_size: int) -> None:
+def _first_steps(runner: ModelRunner, num_tokens: int, block_size: int) -> None:
     """Run a chunk and a decode step over blocks that nobody owns yet.
 
     Kernels choose their form and allocators grow at the first step of each shape, which the first

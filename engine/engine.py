@@ -80,7 +80,7 @@ class Engine:
         self._on_outputs = on_outputs
         self._clock_ns = clock_ns
         self._scheduler = Scheduler(cache, settings.scheduler, clock_ns)
-        cache.on_purge(self._scheduler.disown)
+        cache.on_purge(self._scheduler.detach)
         size = cache.layout.block_size
         # One block stays free, for the copy of a shared tail that a sequence may have to make.
         self.max_tokens = min(settings.max_context, (cache.pool.num_blocks - 1) * size)

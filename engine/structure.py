@@ -48,7 +48,7 @@ class StructuredOutputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class GrammarSource:
     """A grammar's text in one language. Equal ones are compiled once; `field` names the request's
     field in errors."""
 
@@ -98,7 +98,7 @@ class Grammar(Protocol):
         ...
 
 
-def source_of(asked: StructuredOutputs, field: str = "structured_outputs") -> Source:
+def source_of(asked: StructuredOutputs, field: str = "structured_outputs") -> GrammarSource:
     """The one thing asked for. Raises InvalidParameter, naming the field, for what is none or
     several, of a wrong type, too large or nested too deep. Syntax is checked by compiling."""
     given = [f.name for f in fields(asked) if getattr(asked, f.name) not in (None, False)]
@@ -110,17 +110,17 @@ def source_of(asked: StructuredOutputs, field: str = "structured_outputs") -> So
         )
     [name] = given
     path = f"{field}.{name}" if field == "structured_outputs" else field
-    made: Source = _MAKERS[name](getattr(asked, name), path)
+    made: GrammarSource = _MAKERS[name](getattr(asked, name), path)
     _check_size(made.text, path)
     return made
 
 
-def tagged_source(shape: Mapping[str, Any], field: str) -> Source:
+def tagged_source(shape: Mapping[str, Any], field: str) -> GrammarSource:
     """Texts and schemas in a row, as xgrammar's structural tags describe them; made by the server
     for calls of tools. Raises InvalidParameter for one that is too large."""
     text = json.dumps({"type": "structural_tag", "format": shape}, ensure_ascii=False)
     _check_size(text, field)
-    return Source(SourceKind.STRUCTURAL_TAG, text, field)
+    return GrammarSource(SourceKind.STRUCTURAL_TAG, text, field)
 
 
 def check_document(document: object, path: str) -> None:
@@ -144,7 +144,7 @@ def check_document(document: object, path: str) -> None:
         level = inner
 
 
-def _from_json(schema: object, path: str) -> Source:
+def _from_json(schema: object, path: str) -> GrammarSource:
     if isinstance(schema, str):
         _check_size(schema, path)
         try:
@@ -157,7 +157,7 @@ def _from_json(schema: object, path: str) -> Source:
         raise InvalidParameter(f"{path} must be a JSON schema, which is an object", param=path)
     check_document(schema, path)
     # The order of properties is the order they are generated in, so keys are not sorted.
-    return Source(SourceKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False), path)
+    return GrammarSource(SourceKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False), path)
 
 
 def _check_size(text: str, path: str) -> None:
@@ -167,13 +167,13 @@ def _check_size(text: str, path: str) -> None:
         )
 
 
-def _from_text(kind: SourceKind, given: object, path: str) -> Source:
+def _from_text(kind: SourceKind, given: object, path: str) -> GrammarSource:
     if not isinstance(given, str) or not given:
         raise InvalidParameter(f"{path} must be a string, not empty", param=path)
-    return Source(kind, given, path)
+    return GrammarSource(kind, given, path)
 
 
-def _from_choice(given: object, path: str) -> Source:
+def _from_choice(given: object, path: str) -> GrammarSource:
     if isinstance(given, list):
         check_document(given, path)
     if (
@@ -184,7 +184,7 @@ def _from_choice(given: object, path: str) -> Source:
     ):
         raise InvalidParameter(f"{path} must be a list of strings, none empty", param=path)
     rules = " | ".join(json.dumps(one, ensure_ascii=False) for one in dict.fromkeys(given))
-    return Source(SourceKind.EBNF, f"root ::= {rules}", path)
+    return GrammarSource(SourceKind.EBNF, f"root ::= {rules}", path)
 
 
 _MAKERS: Mapping[str, Any] = {
@@ -192,5 +192,5 @@ _MAKERS: Mapping[str, Any] = {
     "regex": lambda given, path: _from_text(SourceKind.REGEX, given, path),
     "choice": _from_choice,
     "grammar": lambda given, path: _from_text(SourceKind.EBNF, given, path),
-    "json_object": lambda given, path: Source(SourceKind.JSON_OBJECT, "{}", path),
+    "json_object": lambda given, path: GrammarSource(SourceKind.JSON_OBJECT, "{}", path),
 }

@@ -30,7 +30,7 @@ from tiers.operations.operations import GroupUse, Upkeep
 from tiers.operations.purge import Purged
 from tiers.policy import Policy, Use
 from tiers.policy.admission import WritePolicy, keeps_copies
-from tiers.policy.quota import Quotas, Shares
+from tiers.policy.quota import Quotas, QuotaShares
 from tiers.policy.retention import Pin, PinKind
 from tiers.remote.stacked import PUBLISH_HITS, StackedTier
 from tiers.steady_clock import SteadyClock
@@ -103,7 +103,7 @@ class TieredCache:
         disk: ManagedTier | None = None,
         mover: Mover | None = None,
         stream: EventStream | None = None,
-        shares: Shares | None = None,
+        shares: QuotaShares | None = None,
         pin_folder: Path | None = None,
         wall_clock: Callable[[], float] | None = None,
     ) -> None:
@@ -228,7 +228,7 @@ class TieredCache:
     def sources(self, chain: Chain) -> list[TierName]:
         """Where its leading blocks stand above the disk; those being computed are as good as on
         the device. Pins nothing."""
-        if chain.root in self._upkeep.barred:
+        if chain.root in self._upkeep.blocked:
             return []
         host, device = TierName.HOST, TierName.DEVICE
         return [
@@ -241,7 +241,7 @@ class TieredCache:
 
         What is private, or is not to be read, gets a ticket for nothing.
         """
-        if chain.root in self._upkeep.barred:
+        if chain.root in self._upkeep.blocked:
             chain.private = True
         if chain.private or not reads:
             return Ticket(chain, TicketState.BYPASSED, stop=MissReason.DISABLED)
@@ -336,7 +336,7 @@ class TieredCache:
 
     def retain(self, name: str, chain: Chain, until_s: float, *, owner: str, kind: PinKind) -> int:
         """Pin a prefix in passing, as much of it as its owner may: how many blocks."""
-        if chain.private or chain.root in self._upkeep.barred:
+        if chain.private or chain.root in self._upkeep.blocked:
             return 0
         return self._upkeep.keeper.retain(
             name, chain.root, chain.keys, until_s, owner=owner, kind=kind
@@ -384,9 +384,9 @@ class TieredCache:
         """Remove every block of these scopes from every tier; see `tiers.operations.purge`."""
         return self._upkeep.purger.start(roots)
 
-    def on_purge(self, disown: Callable[[Collection[PrefixKey]], None]) -> None:
+    def on_purge(self, detach: Callable[[Collection[PrefixKey]], None]) -> None:
         """Who makes the requests that run on some scopes private; for the engine to set."""
-        self._upkeep.purger.disown = disown
+        self._upkeep.purger.detach = detach
 
     def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
         """The scope's root and the keys of the prefix that ends with block `key`."""

@@ -81,7 +81,7 @@ class BlockDetail:
     children: tuple[PrefixKey, ...]
 
 
-class Forest:
+class TierForest:
     """The blocks of all tiers. Made anew for each look; reads the index, so engine thread only."""
 
     def __init__(self, index: BlockIndex, disk: DiskBlocks) -> None:

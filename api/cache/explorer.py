@@ -22,7 +22,7 @@ from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import Tree, TreeQuery
 from tiers.cache import TieredCache
 from tiers.disk.inspection.view import DiskView
-from tiers.explore import BlockDetail, DiskBlocks, Forest, read_disk, same_start
+from tiers.explore import BlockDetail, DiskBlocks, TierForest, read_disk, same_start
 from tiers.memory.view import LiveBlock
 from tiers.tier import TierName
 
@@ -81,7 +81,7 @@ class Explorer:
         owners = await asyncio.to_thread(self._owners.by_root)
 
         def grow(cache: TieredCache) -> Tree:
-            forest = Forest(cache.index, disk)
+            forest = TierForest(cache.index, disk)
             if not tenant:
                 return forest.tree(query)
             mine = {root for root, owner in owners.items() if owner.name == tenant}
@@ -95,11 +95,11 @@ class Explorer:
     async def find(self, key_start: str) -> list[PrefixKey]:
         """Keys that begin with these hex digits, some of them."""
         disk = await self.fresh_disk()
-        return await self.on_engine(lambda cache: Forest(cache.index, disk).starting(key_start))
+        return await self.on_engine(lambda cache: TierForest(cache.index, disk).starting(key_start))
 
     async def block(self, key: PrefixKey) -> tuple[BlockDetail, Owner | None]:
         disk = await self.fresh_disk()
-        found = await self.on_engine(lambda cache: Forest(cache.index, disk).detail(key))
+        found = await self.on_engine(lambda cache: TierForest(cache.index, disk).detail(key))
         if found is None:
             raise BlockNotFound(
                 f"No tier holds the block {key.hex()}; it was evicted or purged meanwhile."
@@ -115,7 +115,9 @@ class Explorer:
         detail, _ = await self.block(key)
         first = detail.trail[-detail.run] if whole_run else key
         disk = await self.fresh_disk(0.0)
-        keys = await self.on_engine(lambda cache: Forest(cache.index, disk).below(first, MAX_BELOW))
+        keys = await self.on_engine(
+            lambda cache: TierForest(cache.index, disk).below(first, MAX_BELOW)
+        )
         return keys[::-1]
 
     async def finding(self, record: Record, number: int) -> Finding:
@@ -128,7 +130,7 @@ class Explorer:
         seed, roots = await self.on_engine(
             lambda cache: (
                 cache.mark_seed,
-                Forest(cache.index, disk).scopes_with(absence, record.scope, cache.mark_seed),
+                TierForest(cache.index, disk).scopes_with(absence, record.scope, cache.mark_seed),
             )
         )
         rows, sibling = await asyncio.to_thread(same_start, disk, absence, seed)

@@ -7,7 +7,7 @@ bounds how long a grammar may take; here tenants take turns.
 from typing import Protocol
 
 from api.access.fair_pool import FairPool
-from engine.structure import Grammar, Source
+from engine.structure import Grammar, GrammarSource
 
 NUM_THREADS = 2  # so that one tenant's slow grammar does not keep the others waiting
 MAX_PENDING = 32  # grammars that are compiled or wait for it
@@ -16,9 +16,9 @@ MAX_PENDING = 32  # grammars that are compiled or wait for it
 class Compiler(Protocol):
     """See `engine.grammar.compiler.GrammarCompiler`."""
 
-    def known(self, source: Source, owner: str) -> Grammar | None: ...
+    def known(self, source: GrammarSource, owner: str) -> Grammar | None: ...
 
-    def compile(self, source: Source, owner: str) -> Grammar: ...
+    def compile(self, source: GrammarSource, owner: str) -> Grammar: ...
 
 
 class GrammarPool:
@@ -33,7 +33,7 @@ class GrammarPool:
             what="grammars wait to be compiled",
         )
 
-    async def get(self, tenant: str, source: Source) -> Grammar:
+    async def get(self, tenant: str, source: GrammarSource) -> Grammar:
         """The grammar. Raises Overloaded, and what the compiler raises."""
         known = self._compiler.known(source, tenant)
         if known is not None:

@@ -31,7 +31,7 @@ from api.tools.style import THOUGHT_MARKERS, Style, parser_of, style_of, thinks
 from billing.keys import Principal
 from engine.errors import RequestError
 from engine.request import FinishReason
-from engine.structure import Source
+from engine.structure import GrammarSource
 from tiers.blocks.keys import CacheScope
 
 SESSION_CHARS = 256  # of a client's name for its conversation
@@ -226,7 +226,7 @@ def _num_same(replay: Replay | None, tokens: "array[int]") -> int:
     return len(replay.tokens)
 
 
-def _is_bare(prompt: ChatPrompt, source: Source | None) -> bool:
+def _is_bare(prompt: ChatPrompt, source: GrammarSource | None) -> bool:
     """A grammar has the calls written as JSON without the style's marks."""
     return source is not None and bool(prompt.tooling.tools) and not prompt.style.has_text_marks
 

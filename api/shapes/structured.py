@@ -9,7 +9,7 @@ from typing import Any
 
 from api.errors import InvalidRequest, Unsupported
 from api.shapes.schemas import GenerationBody
-from engine.structure import Source, StructuredOutputs, source_of
+from engine.structure import GrammarSource, StructuredOutputs, source_of
 
 _SERVED = ("json", "regex", "choice", "grammar", "json_object")
 _REFUSED = ("structural_tag", "whitespace_pattern")
@@ -24,7 +24,7 @@ _FIELDS = (  # a field of the body, and what it asks for
 )
 
 
-def source_asked(body: GenerationBody) -> Source | None:
+def source_asked(body: GenerationBody) -> GrammarSource | None:
     """The one constraint that a body asks for. Raises InvalidRequest for several, and what
     `engine.structure.source_of` raises."""
     asked = list(_asked(body))

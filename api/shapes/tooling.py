@@ -10,7 +10,7 @@ from api.errors import InvalidRequest, Unsupported
 from api.shapes.schemas import ChatBody
 from api.tools.choice import Tool, ToolChoice, either_format, forced_format, strict_format
 from api.tools.style import Style
-from engine.structure import Source, SourceKind, check_document, tagged_source
+from engine.structure import GrammarSource, SourceKind, check_document, tagged_source
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -43,8 +43,8 @@ def tooling_of(body: ChatBody) -> Tooling:
 
 
 def tools_source(
-    tooling: Tooling, style: Style, source: Source | None, *, thinking: bool
-) -> Source | None:
+    tooling: Tooling, style: Style, source: GrammarSource | None, *, thinking: bool
+) -> GrammarSource | None:
     """The grammar of an answer that may be calls; `source` is what else it must look like."""
     if not tooling.tools:
         return source
@@ -66,7 +66,7 @@ def tools_source(
     return None
 
 
-def _schema(source: Source) -> Mapping[str, Any]:
+def _schema(source: GrammarSource) -> Mapping[str, Any]:
     if source.kind is SourceKind.JSON_OBJECT:
         return {"type": "object"}
     if source.kind is not SourceKind.JSON_SCHEMA:

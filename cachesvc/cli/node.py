@@ -50,7 +50,7 @@ def node(
     if stop:
         _stop(path)
         return
-    from tiers.node.node import Node, NodeSettings
+    from tiers.node.node import NodeServer, NodeSettings
 
     settings = NodeSettings(
         socket=path,
@@ -58,7 +58,7 @@ def node(
         disk_dirs=tuple(path.expanduser().absolute() for path in disk_cache_dir or ()),
         disk_bytes=parse_size(disk_cache),
     )
-    serving = Node(settings)
+    serving = NodeServer(settings)
     serving.open()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: serving.stop())

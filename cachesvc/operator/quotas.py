@@ -16,7 +16,7 @@ from cachesvc.config.sections import CacheSection
 from cachesvc.operator.scopes import Kind, roots_of
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import ConfigurationError
-from tiers.policy.quota import Shares
+from tiers.policy.quota import QuotaShares
 
 OTHERS = "*"  # each scope without a quota of its own
 GROUP = "group:"
@@ -47,7 +47,7 @@ class QuotaBook:
             return known
         return f"scope:{PrefixKey(root).hex()[:16]}"
 
-    def _shares(self, cache: CacheSection) -> Shares | None:
+    def _shares(self, cache: CacheSection) -> QuotaShares | None:
         quotas: Mapping[Hashable, int] = {
             label(*_owner(name)): size for name, size in cache.quotas.items() if name != OTHERS
         }
@@ -57,7 +57,7 @@ class QuotaBook:
         total = cache.device_bytes + cache.host_bytes
         total += cache.disk_bytes if cache.host_bytes else 0
         try:
-            return Shares(total, quotas, default, self.owner)
+            return QuotaShares(total, quotas, default, self.owner)
         except ConfigurationError as error:
             raise ConfigError(str(error)) from None
 

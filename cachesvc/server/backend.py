@@ -15,7 +15,7 @@ from engine.text.tokenizer import Tokenizer
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import TieredCache
-from tiers.policy.quota import Shares
+from tiers.policy.quota import QuotaShares
 from tiers.telemetry.events import EventStream
 
 T = TypeVar("T")
@@ -89,4 +89,4 @@ class Backend(Protocol):
 
 
 Deliver = Callable[[Sequence[StepOutput]], None]
-MakeBackend = Callable[[Deliver, EventStream, Shares | None], Backend]
+MakeBackend = Callable[[Deliver, EventStream, QuotaShares | None], Backend]

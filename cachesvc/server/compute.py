@@ -26,7 +26,7 @@ from tiers.disk.settings import DiskSettings
 from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError
 from tiers.policy.admission import WritePolicy, keeps_copies
-from tiers.policy.quota import Shares
+from tiers.policy.quota import QuotaShares
 from tiers.remote.objects import open_objects, shown_url
 from tiers.remote.seal import read_seal
 from tiers.remote.stacked import RemoteWrites, StackedTier
@@ -102,7 +102,7 @@ def build(
     data_dir: Path,
     on_outputs: Callable[[Sequence[StepOutput]], None],
     stream: EventStream | None = None,
-    shares: Shares | None = None,
+    shares: QuotaShares | None = None,
 ) -> Core:
     """Tiers and engine for a loaded model. Raises what the tiers say of sizes and directories."""
     layout = loaded.layout(cache.block_size, None if kv_dtype == "auto" else kv_dtype)
@@ -125,7 +125,7 @@ def _open_disk(
     cache: CacheSection,
     data_dir: Path,
     stream: EventStream,
-    shares: Shares | None,
+    shares: QuotaShares | None,
 ) -> ManagedTier | None:
     if not cache.disk_bytes or not cache.host_bytes:
         if cache.remote_url:

@@ -44,7 +44,7 @@ def pick_attention(
     return ReferenceAttention(pool, layers)
 
 
-class Runner:
+class ModelRunner:
     """Runs the model over the pool.
 
     `pool`: `[num_blocks, *layout.shape]` of the model's layout, on the model's device.

@@ -21,7 +21,7 @@ from engine.grammar.matcher import check_installed
 from engine.grammar.process import GrammarProcess
 from engine.grammar.vocabulary import Vocabulary
 from engine.models.describe import Speaking
-from engine.structure import Grammar, Source
+from engine.structure import Grammar, GrammarSource
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ START_S = 60.0  # the nursery imports torch, which a busy machine takes its time
 MAX_KEPT = 32  # processes that wait for the next request with their grammar
 MAX_PROCESSES = 128  # with those that requests in flight use
 _RUN = "import sys; sys.path.insert(0, sys.argv[1]); from engine.grammar.worker import main; main()"
-Known = tuple[str, Source]  # whose, and which
+Known = tuple[str, GrammarSource]  # whose, and which
 
 
 def compiler_for(loaded: Speaking, *, timeout_s: float = TIMEOUT_S) -> "GrammarCompiler":
@@ -82,7 +82,7 @@ class GrammarCompiler:
         self._known_lock = threading.Lock()  # guards what is remembered; held for moments
         self._start_lock = threading.Lock()  # the nursery starts once
 
-    def known(self, source: Source, owner: str = "") -> Grammar | None:
+    def known(self, source: GrammarSource, owner: str = "") -> Grammar | None:
         """The grammar if it is compiled already. Raises InvalidParameter for one known not to be
         compilable. Never blocks for long."""
         key = owner, source
@@ -98,7 +98,7 @@ class GrammarCompiler:
             raise InvalidParameter(f"{source.field}: {reason}", param=source.field)
         return found
 
-    def compile(self, source: Source, owner: str = "") -> Grammar:
+    def compile(self, source: GrammarSource, owner: str = "") -> Grammar:
         """The grammar of `source`. Raises InvalidParameter, naming the field, for what is no
         grammar, takes too long or is too large, QueueFull where too many are in use, and
         StructureUnavailable without xgrammar."""
@@ -129,7 +129,7 @@ class GrammarCompiler:
             while len(self._refused) > self._max_refused:
                 self._refused.popitem(last=False)
 
-    def _compiled(self, source: Source) -> GrammarProcess:
+    def _compiled(self, source: GrammarSource) -> GrammarProcess:
         with self._known_lock:
             while len(self._all) >= MAX_PROCESSES and self._kept:
                 self._kept.popitem(last=False)

@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.errors import InvalidParameter, StructureUnavailable
 from engine.grammar.vocabulary import Mask, Vocabulary
-from engine.structure import Source, SourceKind
+from engine.structure import GrammarSource, SourceKind
 
 MAX_AHEAD_BYTES = 256  # of forced text looked at in one go
 _LOOK = struct.Struct("<dI")  # CPU seconds, bytes of text
@@ -57,7 +57,7 @@ class Look:
         return cls(np.frombuffer(mask, dtype=np.int32).copy(), text, crosses, cpu_s)
 
 
-class Compiler:
+class VocabularyCompiler:
     """Compiles sources for one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -72,7 +72,7 @@ class Compiler:
         self.vocabulary = vocabulary
         self._inner: Any = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
-    def compile(self, source: Source) -> Any:
+    def compile(self, source: GrammarSource) -> Any:
         """An xgrammar.CompiledGrammar. Raises InvalidParameter with xgrammar's words on what is
         wrong.
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from engine.errors import InvalidParameter
 from engine.grammar.matcher import Look
-from engine.grammar.state import State
+from engine.grammar.state import MatcherState
 from engine.grammar.vocabulary import Vocabulary
-from engine.structure import Source
+from engine.structure import GrammarSource
 
 PATIENCE = 12  # times the CPU time that compiling may take, on a busy machine
 MAX_REPLY_BYTES = 1 << 20
@@ -30,7 +30,7 @@ class GrammarProcess:
         self._vocabulary = vocabulary
         self._link = link
         self._numbers = itertools.count()
-        self._asked: dict[int, State] = {}
+        self._asked: dict[int, MatcherState] = {}
         self._ended: deque[int] = deque()  # states that nobody has any more; from any thread
         self._first: Look | None = None
         self._dead = False
@@ -40,7 +40,7 @@ class GrammarProcess:
     def alive(self) -> bool:
         return not self._dead
 
-    def compile(self, source: Source, timeout_s: float) -> None:
+    def compile(self, source: GrammarSource, timeout_s: float) -> None:
         """Raises InvalidParameter for what is no grammar, takes too long or is too large."""
         self._link.settimeout(PATIENCE * timeout_s)
         answer = self._exchange(f"{timeout_s} {source.kind} {source.text}".encode())
@@ -60,22 +60,24 @@ class GrammarProcess:
             raise InvalidParameter(f"it has no answer: {stuck}")
         self._link.setblocking(False)
 
-    def begin(self, min_tokens: int) -> State:
+    def begin(self, min_tokens: int) -> MatcherState:
         assert self._first is not None
         number = next(self._numbers)
-        state = State(self._vocabulary, self, self._first, number=number, min_tokens=min_tokens)
+        state = MatcherState(
+            self._vocabulary, self, self._first, number=number, min_tokens=min_tokens
+        )
         weakref.finalize(state, self._ended.append, number)
         return state
 
     # For states, on the engine's thread.
 
-    def ask(self, state: State, tokens: Sequence[int]) -> None:
+    def ask(self, state: MatcherState, tokens: Sequence[int]) -> None:
         self._asked[state.number] = state
         while self._ended:
             self._send([self._ended.popleft()])
         self._send([state.number, *tokens])
 
-    def wait(self, state: State, timeout_s: float) -> None:
+    def wait(self, state: MatcherState, timeout_s: float) -> None:
         poll = select.poll()
         poll.register(self._link, select.POLLIN)
         while state.number in self._asked and not self._dead and poll.poll(timeout_s * 1000):

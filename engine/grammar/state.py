@@ -21,16 +21,16 @@ MATCH_S_PER_TOKEN = 0.005
 class Link(Protocol):
     """Where the grammar of a state is matched."""
 
-    def ask(self, state: "State", tokens: Sequence[int]) -> None:
+    def ask(self, state: "MatcherState", tokens: Sequence[int]) -> None:
         """Have `state.received` called with the look after these further tokens, some time."""
         ...
 
-    def wait(self, state: "State", timeout_s: float) -> None:
+    def wait(self, state: "MatcherState", timeout_s: float) -> None:
         """Take in what has come, and wait a while for what `state` has asked."""
         ...
 
 
-class State:
+class MatcherState:
     """One sequence's. Engine thread only.
 
     Invariant: while it is `ready`, all but the `forced` tokens' followers are known.

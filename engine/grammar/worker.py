@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from engine.errors import InvalidParameter
-from engine.grammar.matcher import Compiler, Look, Matcher
+from engine.grammar.matcher import Look, Matcher, VocabularyCompiler
 from engine.grammar.vocabulary import Vocabulary
-from engine.structure import MAX_SOURCE_BYTES, Source, SourceKind
+from engine.structure import MAX_SOURCE_BYTES, GrammarSource, SourceKind
 
 MEMORY_BYTES = 1 << 30  # of address space beyond what the process has when it is ready
 LOOK_S = 0.5  # CPU time of one look ahead; an ordinary one takes a millisecond
@@ -38,7 +38,7 @@ def main() -> None:
     given = json.load(sys.stdin)
     control = socket.socket(fileno=int(sys.argv[2]))
     tokens = [token.encode("latin-1") for token in given["tokens"]]
-    compiler = Compiler(Vocabulary(tokens, given["end"]))
+    compiler = VocabularyCompiler(Vocabulary(tokens, given["end"]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
     control.send(b"+")
     while True:
@@ -53,13 +53,13 @@ def main() -> None:
         os.close(descriptors[0])
 
 
-def _serve(link: socket.socket, compiler: Compiler) -> None:
+def _serve(link: socket.socket, compiler: VocabularyCompiler) -> None:
     """Compile one grammar, then match it until nobody needs it any more."""
     _bound_memory()
     seconds, kind, text = link.recv(MAX_MESSAGE_BYTES).decode().split(" ", 2)
     _bound_time(float(seconds))
     try:
-        compiled = compiler.compile(Source(SourceKind(kind), text))
+        compiled = compiler.compile(GrammarSource(SourceKind(kind), text))
     except InvalidParameter as error:
         link.send(b"-" + str(error).encode())
         return

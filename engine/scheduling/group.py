@@ -16,7 +16,7 @@ from tiers.blocks.contents import block_contents
 from tiers.blocks.keys import PrefixKey
 
 
-class Group:
+class SequenceGroup:
     """The live sequences of one request. Engine thread only.
 
     The prompt is computed once, by the first sequence; the others fork from it when it stands.

@@ -96,7 +96,7 @@ class Scheduler:
         self._begin_rate.look(self._clock_ns(), waits=bool(waiting))
         return Backlog(waiting, self._begin_rate.tokens_per_s)
 
-    def disown(self, roots: Collection[PrefixKey]) -> None:
+    def detach(self, roots: Collection[PrefixKey]) -> None:
         """Scopes are being purged: what their sequences compute from here on is kept by nobody."""
         for sequence in [*self.running, *self.waiting]:
             if sequence.chain.root in roots:

@@ -39,7 +39,7 @@ class SimulatedServer:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class SimulatedAnswer:
     """What became of one request, in simulated seconds and simulated tokens."""
 
     number: int  # in the trace
@@ -58,7 +58,7 @@ class Served:
 class SimulatedRun:
     """Every request of a trace, in the order in which they left the queue."""
 
-    served: Sequence[Served]
+    served: Sequence[SimulatedAnswer]
     seconds: float
     num_preemptions: int
 
@@ -192,9 +192,9 @@ def _tokens(request: TraceRequest, numbers: dict[Hashable, int], per_token: int)
     return tokens[: max(1, -(-request.input_tokens // per_token))]
 
 
-def _served(output: StepOutput) -> Served:
+def _served(output: StepOutput) -> SimulatedAnswer:
     line = output.timeline
-    return Served(
+    return SimulatedAnswer(
         number=int(output.request_id),
         arrival_s=line.arrival_ns / 1e9,
         begun_s=line.loaded_ns / 1e9,

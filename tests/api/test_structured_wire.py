@@ -11,7 +11,7 @@ from api.errors import Overloaded
 from api.requests.grammars import MAX_PENDING, NUM_THREADS, GrammarPool
 from api.testing import FakeHouse, fake_house
 from engine.errors import InvalidParameter, StructureUnavailable
-from engine.structure import Source, SourceKind
+from engine.structure import GrammarSource, SourceKind
 from tests.api.conftest import running
 
 CHAT = "/v1/chat/completions"
@@ -22,7 +22,7 @@ SCHEMA_TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
 class Compiled:
     """Stands for a compiled grammar; the scripted engine ignores it."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: GrammarSource) -> None:
         self.source = source
 
     def begin(self, min_tokens: int) -> Any:
@@ -31,14 +31,14 @@ class Compiled:
 
 class RecordingCompiler:
     def __init__(self) -> None:
-        self.sources: list[Source] = []
+        self.sources: list[GrammarSource] = []
         self.threads: set[str] = set()
         self.refuse: Exception | None = None
 
-    def known(self, source: Source, owner: str) -> Compiled | None:
+    def known(self, source: GrammarSource, owner: str) -> Compiled | None:
         return Compiled(source) if source in self.sources else None
 
-    def compile(self, source: Source, owner: str) -> Compiled:
+    def compile(self, source: GrammarSource, owner: str) -> Compiled:
         self.threads.add(threading.current_thread().name)
         if self.refuse is not None:
             raise self.refuse
@@ -102,7 +102,7 @@ async def test_every_field_comes_to_the_compiler_once_off_the_loop(
     compiler = RecordingCompiler()
     answers = await ask(compiler, chat(**fields), chat(**fields))
     assert [200, 200] == [answer.status_code for answer in answers]
-    assert [Source(kind, text)] == compiler.sources
+    assert [GrammarSource(kind, text)] == compiler.sources
     assert all(name.startswith("cachesvc-grammar") for name in compiler.threads)
 
 
@@ -148,21 +148,21 @@ async def test_a_tenants_grammars_do_not_stand_before_anothers() -> None:
     gate, order = threading.Event(), []
 
     class Slow(RecordingCompiler):
-        def known(self, source: Source, owner: str) -> None:
+        def known(self, source: GrammarSource, owner: str) -> None:
             return None
 
-        def compile(self, source: Source, owner: str) -> Compiled:
+        def compile(self, source: GrammarSource, owner: str) -> Compiled:
             assert gate.wait(10)
             order.append(source.text)
             return Compiled(source)
 
     pool = GrammarPool(Slow())
     greedy = [
-        asyncio.create_task(pool.get("greedy", Source(SourceKind.REGEX, f"g{number}")))
+        asyncio.create_task(pool.get("greedy", GrammarSource(SourceKind.REGEX, f"g{number}")))
         for number in range(40)
     ]
     await asyncio.sleep(0)
-    polite = asyncio.create_task(pool.get("polite", Source(SourceKind.REGEX, "p")))
+    polite = asyncio.create_task(pool.get("polite", GrammarSource(SourceKind.REGEX, "p")))
     await asyncio.sleep(0)
     gate.set()
     answers = await asyncio.gather(*greedy, polite, return_exceptions=True)

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine.batch import Batch, Span
-from engine.execution.runner import Runner
+from engine.execution.runner import ModelRunner
 from engine.models.files import DEFAULT_MODEL
 from engine.models.gguf import converted_folder
 from engine.models.load import LoadedModel, load_adapter, load_model
@@ -47,7 +47,7 @@ def best_ms(work: Callable[[], object], times: int) -> float:
 class Bench:
     """One prompt, its KV in one pool; sequences come and go under new ids."""
 
-    def __init__(self, runner: Runner, num_blocks: int) -> None:
+    def __init__(self, runner: ModelRunner, num_blocks: int) -> None:
         self.runner = runner
         self.table = list(range(num_blocks))
         self.tokens = np.random.default_rng(0).integers(100, 40_000, 8192, dtype=np.int32)
@@ -156,7 +156,7 @@ def lengths(bench: Bench) -> dict[str, Any]:
     }
 
 
-def together(runner: Runner, model: Any) -> dict[str, Any]:
+def together(runner: ModelRunner, model: Any) -> dict[str, Any]:
     """Eight prompts prefilled and decoded, beside transformers' `generate` and `generate_batch`.
 
     Tokens per second are of prompts and answers together. `generate` serves them as one batch.
@@ -217,7 +217,7 @@ def main() -> None:
     loaded = load_model(DEFAULT_MODEL, device="cpu", dtype="float32", cache_dir=arguments.cache_dir)
     layout = loaded.layout(BLOCK, arguments.kv_dtype)
     pool = torch.zeros((96, *layout.shape), dtype=layout.torch_dtype)
-    runner = Runner(loaded, pool)
+    runner = ModelRunner(loaded, pool)
     runner.warm_up()
     bench = Bench(runner, 96)
     result: dict[str, Any] = {

@@ -32,7 +32,7 @@ from transformers import (
 
 from engine.attention.varlen import has_block_tables
 from engine.batch import Batch, Span
-from engine.execution.runner import Runner
+from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel, describe
 from engine.request import SamplingParams
 from engine.testing.models import ARCHITECTURES, bytes_tokenizer, tiny_model
@@ -77,7 +77,7 @@ def parity(name: str, device: str) -> dict[str, Any]:
     loaded = _moved(tiny_model(name), device)
     layout = loaded.layout(16)
     pool, arena = DevicePool(layout, 32, device), FrameArena(layout, 16, device)
-    runner = Runner(loaded, pool.tensor, scratch=pool.scratch)
+    runner = ModelRunner(loaded, pool.tensor, scratch=pool.scratch)
     prompt = np.array([(7 * i * i + 3) % loaded.vocab_size for i in range(70)], np.int32)
     cold = _generate(runner, 1, prompt, 0, list(range(8)), 8)
     frames = [arena.take() for _ in range(4)]
@@ -87,7 +87,7 @@ def parity(name: str, device: str) -> dict[str, Any]:
         time.sleep(0.001)
     pool.copy_in(held, [20, 21, 22, 23])
     hit = _generate(runner, 2, prompt, 64, [20, 21, 22, 23, 24, 25, 26, 27], 8)
-    launched = Runner(loaded, pool.tensor)
+    launched = ModelRunner(loaded, pool.tensor)
     eager = _generate(launched, 3, prompt, 0, list(range(8, 16)), 8)
     same = {"from_host": hit == cold, "without_graphs": eager == cold}
     return {"model": name, "same_tokens": all(same.values()), **same, "tokens": cold}
@@ -148,7 +148,7 @@ def speed(name: str, config: LlamaConfig, device: str, num_tokens: int) -> dict[
     tables = [list(range(n * per_prompt, (n + 1) * per_prompt)) for n in range(batch)]
     ours = {
         kind: serve(
-            Runner(loaded, pool.tensor, scratch=pool.scratch if graphs else None),
+            ModelRunner(loaded, pool.tensor, scratch=pool.scratch if graphs else None),
             prompts,
             tables,
             steps,
@@ -168,7 +168,7 @@ def speed(name: str, config: LlamaConfig, device: str, num_tokens: int) -> dict[
 
 
 def serve(
-    runner: Runner, prompts: list[Any], tables: list[list[int]], steps: int, device: str
+    runner: ModelRunner, prompts: list[Any], tables: list[list[int]], steps: int, device: str
 ) -> dict[str, float]:
     """All prompts prefilled one by one, then decoded together."""
     runner.warm_up()
@@ -227,7 +227,7 @@ def generate_batch(model: Any, prompts: list[Any], steps: int) -> dict[str, Any]
 
 
 def _generate(
-    runner: Runner, number: int, prompt: Any, start: int, table: list[int], count: int
+    runner: ModelRunner, number: int, prompt: Any, start: int, table: list[int], count: int
 ) -> list[int]:
     tokens = array("i", prompt.tolist())
     while len(tokens) < len(prompt) + count:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.engine import Engine
-from engine.execution.runner import Runner
+from engine.execution.runner import ModelRunner
 from engine.grammar.compiler import compiler_for
 from engine.models.files import DEFAULT_MODEL
 from engine.models.load import LoadedModel, load_model
@@ -85,7 +85,7 @@ class Side:
         layout = loaded.layout(BLOCK)
         settings = CacheSettings(device_bytes=BLOCKS * layout.nbytes, host_bytes=0)
         cache = TieredCache(layout, settings)
-        runner = Runner(loaded, cache.pool.tensor)
+        runner = ModelRunner(loaded, cache.pool.tensor)
         runner.warm_up()
         self._outputs: list[StepOutput] = []
         self._engine = Engine(

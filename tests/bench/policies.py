@@ -24,18 +24,18 @@ from tests.bench.provenance import commit, machine
 from tiers.policy import PolicyName
 from tiers.replay.replay import MIN, TierPlan, replay
 from tiers.replay.trace import Trace, read_trace
-from tiers.testing.workloads import Agents, Chat, Documents, Scan, Workload, make_trace
+from tiers.testing.workloads import Agents, ChatLoad, Documents, Scan, Workload, make_trace
 
 SHARES = (0.01, 0.05, 0.10, 0.25)
 TIERS = {"1/5/25": (0.01, 0.05, 0.25), "1/9/90": (0.01, 0.09, 0.90), "2/4/8": (0.02, 0.04, 0.08)}
 LOADS: dict[str, list[Workload]] = {
-    "chat": [Chat(1.0)],
-    "slow chat": [Chat(1.0, go_on=0.7, think_s=300.0)],
+    "chat": [ChatLoad(1.0)],
+    "slow chat": [ChatLoad(1.0, go_on=0.7, think_s=300.0)],
     "agents and a scan": [Agents(0.1), Scan(1.0)],
     "documents that change": [Documents(3.0, num_documents=2000, shift_s=900.0)],
-    "all at once": [Chat(0.5), Agents(0.05), Scan(0.5), Documents(0.5)],
+    "all at once": [ChatLoad(0.5), Agents(0.05), Scan(0.5), Documents(0.5)],
     "a burst of scans": [
-        Chat(0.5), Scan(4.0, start_s=1200.0, end_s=1800.0), Documents(1.0, shift_s=1800.0),
+        ChatLoad(0.5), Scan(4.0, start_s=1200.0, end_s=1800.0), Documents(1.0, shift_s=1800.0),
     ],
 }  # fmt: skip
 

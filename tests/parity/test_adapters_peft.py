@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from engine.attention.base import PagedAttention, ReferenceAttention
 from engine.batch import Batch, Span
-from engine.execution.runner import Runner
+from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel, load_adapter
 from engine.request import SamplingParams
 from engine.testing.models import (
@@ -66,7 +66,7 @@ def peft_tokens(
 
 
 def run(
-    runner: Runner, prompts: list[tuple[str | None, NDArray[np.int32]]], chunk: int = 1000
+    runner: ModelRunner, prompts: list[tuple[str | None, NDArray[np.int32]]], chunk: int = 1000
 ) -> list[list[int]]:
     """Greedy tokens of several prompts served together, each with its adapter."""
     tokens = [list(map(int, one)) for _, one in prompts]
@@ -87,9 +87,9 @@ def run(
     return [t[len(p) : len(p) + NEW_TOKENS] for t, (_, p) in zip(tokens, prompts, strict=True)]
 
 
-def runner_of(loaded: LoadedModel, attention: type[PagedAttention] | None = None) -> Runner:
+def runner_of(loaded: LoadedModel, attention: type[PagedAttention] | None = None) -> ModelRunner:
     pool = new_pool(loaded, 64)
-    return Runner(loaded, pool, attention(pool) if attention else None)  # type: ignore[call-arg]
+    return ModelRunner(loaded, pool, attention(pool) if attention else None)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -19,7 +19,7 @@ from engine.attention import varlen as attention_varlen
 from engine.attention.base import AttentionOptions, PagedAttention, ReferenceAttention, attend_dense
 from engine.batch import Batch, Span
 from engine.execution.cuda_graphs import DecodeGraphs, Work
-from engine.execution.runner import Runner
+from engine.execution.runner import ModelRunner
 from engine.request import SamplingParams
 from engine.testing.models import new_pool, tiny_model
 from tiers.blocks.layout import LayerLayout
@@ -188,7 +188,7 @@ def test_decode_steps_told_by_tensors_are_those_told_by_spans() -> None:
     """The graphs' way in, recorded by calling the work again; batches are filled up to a size."""
     loaded = tiny_model("qwen3")
     pools = [new_pool(loaded, 24) for _ in range(2)]
-    runners = [Runner(loaded, pool, kernels.TritonAttention(pool)) for pool in pools]
+    runners = [ModelRunner(loaded, pool, kernels.TritonAttention(pool)) for pool in pools]
     graphs = DecodeGraphs(
         runners[1]._decode_logits,
         runners[1]._attention,

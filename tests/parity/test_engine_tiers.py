@@ -14,7 +14,7 @@ import pytest
 
 from engine.engine import Engine
 from engine.errors import InvalidParameter, UnknownAdapter
-from engine.execution.runner import Runner
+from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel, load_adapter
 from engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenCounts
 from engine.scheduling.scheduler import SchedulerSettings
@@ -58,7 +58,7 @@ class House:
         scheduler = SchedulerSettings(step_tokens=step_tokens, mixed_step_tokens=step_tokens)
         self._outputs: queue.Queue[StepOutput] = queue.Queue()
         self.engine = Engine(
-            Runner(loaded, self.cache.pool.tensor),
+            ModelRunner(loaded, self.cache.pool.tensor),
             self.cache,
             EngineSettings(scheduler=scheduler, max_context=1024, adapters=loaded.adapters.digests),
             lambda outputs: [self._outputs.put(output) for output in outputs] and None,

@@ -8,7 +8,7 @@ import pytest
 
 from engine.batch import Batch, Span
 from engine.engine import Engine
-from engine.execution.runner import Runner
+from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduling.scheduler import SchedulerSettings
@@ -30,7 +30,7 @@ class House:
         settings = CacheSettings(device_bytes=blocks * layout.nbytes, host_bytes=0)
         self.cache = TieredCache(layout, settings)
         self.engine = Engine(
-            Runner(loaded, self.cache.pool.tensor),
+            ModelRunner(loaded, self.cache.pool.tensor),
             self.cache,
             EngineSettings(
                 scheduler=SchedulerSettings(step_tokens=32, mixed_step_tokens=32),
@@ -62,7 +62,7 @@ class House:
 def expected_logprobs(loaded: LoadedModel, prompt: Sequence[int]) -> list[dict[int, float]]:
     """After each beginning of the prompt, the most likely tokens as a sampling step tells them."""
     house = House(loaded)
-    runner = Runner(loaded, house.cache.pool.tensor)
+    runner = ModelRunner(loaded, house.cache.pool.tensor)
     rows = []
     params = SamplingParams(temperature=0, logprobs=20)
     for end in range(1, len(prompt)):

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.batch import Batch, Span
-from engine.execution.runner import Runner
+from engine.execution.runner import ModelRunner
 from engine.models.files import DEFAULT_MODEL
 from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.request import SamplingParams
@@ -52,7 +52,9 @@ def new_pool(loaded: LoadedModel) -> torch.Tensor:
     return torch.full((8, *layout.shape), torch.nan, dtype=layout.torch_dtype)
 
 
-def answer(runner: Runner, sequence_id: int, prompt: np.ndarray, computed: int = 0) -> list[int]:
+def answer(
+    runner: ModelRunner, sequence_id: int, prompt: np.ndarray, computed: int = 0
+) -> list[int]:
     """Greedy tokens up to the end of sequence, the first `computed` positions being cached."""
     tokens, generated = list(prompt), list[int]()
     while not generated or (generated[-1] != EOS and len(generated) < 40):
@@ -103,7 +105,7 @@ def test_its_tokenizer_is_the_models_own(loaded: LoadedModel) -> None:
 def test_paris_cold_and_after_a_hit(loaded: LoadedModel) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = np.array(loaded.tokenizer.chat(question), np.int32)
-    runner = Runner(loaded, new_pool(loaded))
+    runner = ModelRunner(loaded, new_pool(loaded))
     cold = answer(runner, 1, prompt)
     assert "Paris" in loaded.tokenizer.decode(cold)
     assert cold[-1] == EOS
@@ -124,7 +126,7 @@ def test_a_random_adapter_computes_what_it_does_in_peft(
     load_adapter(loaded, "own", str(tmp_path))
     prompt = loaded.tokenizer.encode("Whether I shall turn out to be the hero of my own life")
     ids = torch.tensor(prompt)[None]
-    runner = Runner(loaded, torch.zeros(8, *loaded.layout(64).shape))
+    runner = ModelRunner(loaded, torch.zeros(8, *loaded.layout(64).shape))
     span = Span(1, np.array(prompt, np.int32), 0, [0], True, GREEDY, adapter="own")
     base = Span(2, np.array(prompt, np.int32), 0, [1], True, GREEDY)
     with torch.inference_mode():

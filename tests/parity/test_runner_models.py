@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from engine.attention.base import PagedAttention, ReferenceAttention
 from engine.attention.cpu import CpuAttention
 from engine.batch import Batch, Span
-from engine.execution.runner import Runner
+from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel
 from engine.models.packing import PackedLinear, has_bfloat16
 from engine.request import SamplingParams
@@ -80,7 +80,7 @@ class Sequence:
         return self.tokens[self.num_prompt :]
 
 
-def generate(runner: Runner, sequences: list[Sequence], chunk: int = 1000) -> None:
+def generate(runner: ModelRunner, sequences: list[Sequence], chunk: int = 1000) -> None:
     """Run all to NEW_TOKENS, together in every step."""
     while live := [s for s in sequences if len(s.generated) < NEW_TOKENS]:
         spans = [sequence.span(chunk) for sequence in live]
@@ -88,10 +88,10 @@ def generate(runner: Runner, sequences: list[Sequence], chunk: int = 1000) -> No
             sequence.took(span, sampled.token)
 
 
-def runner(loaded: LoadedModel, attention: type[ReferenceAttention] | None = None) -> Runner:
+def runner(loaded: LoadedModel, attention: type[ReferenceAttention] | None = None) -> ModelRunner:
     pool = new_pool(loaded, NUM_BLOCKS, BLOCK)
     chosen: PagedAttention | None = attention(pool) if attention else None
-    return Runner(loaded, pool, chosen)
+    return ModelRunner(loaded, pool, chosen)
 
 
 @pytest.mark.parametrize("attention", [ReferenceAttention, None], ids=["reference", "fast"])
@@ -133,7 +133,7 @@ def test_a_hit_is_cold(loaded: LoadedModel, shared: int) -> None:
 def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing(loaded: LoadedModel) -> None:
     tokens = prompt(4 * BLOCK)
     pool = new_pool(loaded, NUM_BLOCKS, BLOCK)
-    model = Runner(loaded, pool)
+    model = ModelRunner(loaded, pool)
     table = list(range(10))
     (first,) = model.step(Batch([Span(1, tokens, 0, table, True, GREEDY)]))
     before = pool.clone()
@@ -154,7 +154,7 @@ def test_only_asked_for_spans_get_a_token(loaded: LoadedModel) -> None:
 
 def test_warming_up_writes_nothing(loaded: LoadedModel) -> None:
     pool = new_pool(loaded, 2, BLOCK)
-    Runner(loaded, pool).warm_up()
+    ModelRunner(loaded, pool).warm_up()
     assert pool.isnan().all()
 
 

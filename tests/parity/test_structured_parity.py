@@ -11,8 +11,8 @@ from functools import cache
 import pytest
 
 from engine.engine import Engine
-from engine.execution.runner import Runner
-from engine.grammar.matcher import Compiler
+from engine.execution.runner import ModelRunner
+from engine.grammar.matcher import VocabularyCompiler
 from engine.grammar.vocabulary import Vocabulary
 from engine.models.load import LoadedModel
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
@@ -53,7 +53,7 @@ def vocabulary() -> Vocabulary:
 @cache
 def person() -> Grammar:
     source = source_of(StructuredOutputs(json=PERSON))
-    return LocalGrammar(Compiler(vocabulary()), source)
+    return LocalGrammar(VocabularyCompiler(vocabulary()), source)
 
 
 class House:
@@ -71,7 +71,7 @@ class House:
             eos_token_ids=model().eos_token_ids,
             jump_forward=jump,
         )
-        runner = Runner(model(), self.cache.pool.tensor)
+        runner = ModelRunner(model(), self.cache.pool.tensor)
         self.engine = Engine(runner, self.cache, settings, self._take)
         self.outputs: list[StepOutput] = []
 

@@ -9,7 +9,7 @@ import pytest
 from engine.scheduling.queue import QueueOrder
 from engine.testing.simulation import SimulatedRun, SimulatedServer, simulate
 from tiers.replay.trace import Trace, read_trace
-from tiers.testing.workloads import Agents, Chat, make_trace
+from tiers.testing.workloads import Agents, ChatLoad, make_trace
 
 REAL = Path(__file__).parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
 
@@ -22,7 +22,7 @@ def public_load() -> Trace:
 
 
 def made_load() -> Trace:
-    return make_trace("made", [Chat(2.0), Agents(0.2)], duration_s=120.0, seed=3)
+    return make_trace("made", [ChatLoad(2.0), Agents(0.2)], duration_s=120.0, seed=3)
 
 
 def waits_s(run: SimulatedRun) -> list[float]:

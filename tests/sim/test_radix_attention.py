@@ -17,7 +17,7 @@ from engine.request import Request, SamplingParams, StepOutput
 from engine.settings import EngineSettings
 from engine.testing.chain_runner import ChainRunner, chain_layout
 from tiers.blocks.keys import CacheScope
-from tiers.blocks.tree import Node, TreeQuery, tree_json
+from tiers.blocks.tree import TreeNode, TreeQuery, tree_json
 from tiers.cache import CacheSettings, TieredCache
 from tiers.memory.view import live_tree
 
@@ -92,7 +92,7 @@ class Figure:
                 self.words.append(word)
         return [FIRST_WORD + self.words.index(word) for word in part.split()]
 
-    def _label(self, node: Node) -> str:
+    def _label(self, node: TreeNode) -> str:
         words = [
             self.words[t - FIRST_WORD] if t >= FIRST_WORD else "~" for t in array("i", node.tokens)
         ]

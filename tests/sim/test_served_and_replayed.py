@@ -15,12 +15,12 @@ from tiers.cache import CacheSettings, TieredCache
 from tiers.memory.counters import CacheEvent
 from tiers.replay.trace import Trace
 from tiers.testing.memory_tier import MemoryTier, SteppedMover
-from tiers.testing.workloads import Agents, Chat, Documents, Workload, make_trace
+from tiers.testing.workloads import Agents, ChatLoad, Documents, Workload, make_trace
 from tiers.tier import Loaded, TierName
 
 POINTS = 0.5  # percent of the prompt tokens
 LOADS: dict[str, list[Workload]] = {
-    "chat and agents": [Chat(0.5), Agents(0.02)],
+    "chat and agents": [ChatLoad(0.5), Agents(0.02)],
     "documents": [Documents(1.0, num_documents=200, shift_s=300.0)],
 }
 

@@ -36,7 +36,7 @@ from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.cache import CacheSettings, TieredCache
 from tiers.memory.block import Block, BlockState
 from tiers.policy.admission import WritePolicy
-from tiers.policy.quota import Shares
+from tiers.policy.quota import QuotaShares
 from tiers.telemetry.events import EventKind
 from tiers.testing.memory_tier import MemoryTier, SteppedMover
 from tiers.tier import TierName
@@ -75,7 +75,9 @@ class World:
         self.now_s = 1_000_000.0
         shares = None
         if quotas is not None:
-            shares = Shares(1_000_000, {root: int(1e6 * part) for root, part in quotas.items()})
+            shares = QuotaShares(
+                1_000_000, {root: int(1e6 * part) for root, part in quotas.items()}
+            )
         tier = MemoryTier(
             disk_blocks,
             fault_rate=fault_rate,

@@ -10,7 +10,7 @@ from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskOrder, DiskSettings
 from tiers.disk.tier import DiskTier
-from tiers.policy.quota import COMMON, Shares
+from tiers.policy.quota import COMMON, QuotaShares
 from tiers.testing.faulty_storage import chain, fill, take
 from tiers.tier import Cause
 
@@ -41,7 +41,7 @@ def open_tier(
     settings: DiskSettings | None = None,
     clock: Clock | None = None,
 ) -> DiskTier:
-    shares = Shares(1000, {ACME.root(): int(1000 * quota)}) if quota else None
+    shares = QuotaShares(1000, {ACME.root(): int(1000 * quota)}) if quota else None
     return open_disk(
         root, LAYOUT, CAPACITY, shares=shares, settings=settings, clock=clock or Clock(), check_s=60
     )

@@ -14,7 +14,7 @@ from tiers.disk.open import open_disk
 from tiers.disk.reader import shard_of
 from tiers.disk.storage import Panic, Storage
 from tiers.disk.tier import DiskTier
-from tiers.policy.quota import Shares
+from tiers.policy.quota import QuotaShares
 from tiers.testing.faulty_storage import FaultyStorage, map_full
 
 NUM_CHAINS = 60  # more than the tier holds
@@ -65,7 +65,7 @@ def test_after_a_collision_the_block_stored_last_stays(tier: DiskTier) -> None:
 
 def test_a_store_that_fails_names_its_blocks_and_charges_nobody(tmp_path: Path) -> None:
     storage = FaultyStorage()
-    shares = Shares(1000, {ACME.root(): 400})
+    shares = QuotaShares(1000, {ACME.root(): 400})
     tier = open_disk(tmp_path, LAYOUT, CAPACITY, shares=shares, storage=storage)
     store(tier, blocks(0, scope=ACME))
     before = tier.quotas()

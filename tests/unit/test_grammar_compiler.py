@@ -9,7 +9,7 @@ import pytest
 
 from engine.errors import InvalidParameter, QueueFull, StructureUnavailable
 from engine.grammar.compiler import GrammarCompiler
-from engine.structure import GrammarState, Source, SourceKind, StructuredOutputs, source_of
+from engine.structure import GrammarSource, GrammarState, SourceKind, StructuredOutputs, source_of
 from engine.testing.models import EOS, bytes_tokenizer
 
 # Optional properties in any combination: xgrammar needs seconds for 400 of them.
@@ -48,12 +48,12 @@ def test_a_grammar_is_compiled_once(compiler: GrammarCompiler) -> None:
 
 
 def test_what_is_wrong_is_told_with_the_field(compiler: GrammarCompiler) -> None:
-    source = Source(SourceKind.REGEX, "(abc", "response_format")
+    source = GrammarSource(SourceKind.REGEX, "(abc", "response_format")
     for _ in range(2):  # compiled, then remembered
         with pytest.raises(InvalidParameter, match="parenthesis") as refused:
             compiler.compile(source)
         assert "response_format" == refused.value.param
-    elsewhere = Source(SourceKind.REGEX, "(abc", "guided_regex")
+    elsewhere = GrammarSource(SourceKind.REGEX, "(abc", "guided_regex")
     with pytest.raises(InvalidParameter) as refused:
         compiler.known(elsewhere)
     assert "guided_regex" == refused.value.param
@@ -71,7 +71,7 @@ def test_what_is_remembered_is_bounded() -> None:
     small = GrammarCompiler(list, frozenset(), lambda text: (), max_refused=3)
     for number in range(10):
         with pytest.raises(InvalidParameter, match="no end-of-sequence token"):
-            small.compile(Source(SourceKind.REGEX, str(number)))
+            small.compile(GrammarSource(SourceKind.REGEX, str(number)))
     assert 3 == len(small._refused)
 
 
@@ -167,4 +167,4 @@ def test_a_missing_package_is_named(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(StructureUnavailable, match=r"cachesvc\[structured\]"):
-        compiler.compile(Source(SourceKind.REGEX, "never asked for before"))
+        compiler.compile(GrammarSource(SourceKind.REGEX, "never asked for before"))

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidParameter
-from engine.grammar.matcher import Compiler
-from engine.grammar.state import State
+from engine.grammar.matcher import VocabularyCompiler
+from engine.grammar.state import MatcherState
 from engine.grammar.vocabulary import Vocabulary
 from engine.structure import (
     MAX_DEPTH,
@@ -58,7 +58,7 @@ def greedy(text: str) -> list[int]:
 
 
 VOCABULARY = Vocabulary(TOKENS, [EOS], greedy)
-COMPILER = Compiler(VOCABULARY)
+COMPILER = VocabularyCompiler(VOCABULARY)
 
 
 def grammar(**asked: Any) -> tuple[LocalGrammar, Any]:
@@ -71,7 +71,7 @@ def ids(mask: np.ndarray) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
-def walk(matcher: State, chance: random.Random, limit: int = 400) -> tuple[list[int], int]:
+def walk(matcher: MatcherState, chance: random.Random, limit: int = 400) -> tuple[list[int], int]:
     """Tokens up to and with the end, by chance where there is a choice, and how many were forced.
 
     Closing tokens are preferred, so that strings come to an end.

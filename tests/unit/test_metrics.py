@@ -15,7 +15,7 @@ from tiers.errors import MissReason
 from tiers.memory.counters import CacheEvent
 from tiers.operations.operations import GroupUse
 from tiers.telemetry.lifetimes import Lives
-from tiers.telemetry.transfers import Transfers
+from tiers.telemetry.transfers import TransferCounts
 from tiers.tier import Cause, ShardStats, TierName, TierStats
 
 MS = 1_000_000
@@ -34,7 +34,7 @@ def stats() -> EngineStats:
     lives.left(Cause.ROOM, lived_s=100, idle_s=40)
     lives.left(Cause.AGE, lived_s=40 * 86_400, idle_s=31 * 86_400)
     lives.reused(2.0, 3)
-    transfers = Transfers(block_bytes=10)
+    transfers = TransferCounts(block_bytes=10)
     transfers.observe(TierName.HOST, TierName.DEVICE, 4, 0.002)
     cache = CacheStats(
         device=TierStats(

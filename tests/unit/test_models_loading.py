@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 
 from engine.batch import Batch, Span
 from engine.errors import ModelError
-from engine.execution.runner import Runner
+from engine.execution.runner import ModelRunner
 from engine.models.load import load_model
 from engine.models.probe import prepare
 from engine.request import SamplingParams
@@ -36,7 +36,7 @@ def test_a_folder_is_loaded_and_described(tmp_path: Path) -> None:
     assert loaded.layout(64, "bfloat16").shape == (3, 2, 64, 2, 16)
     tokens = np.arange(20, dtype=np.int32)
     span = Span(1, tokens, 0, [0, 1], True, SamplingParams(temperature=0))
-    (sampled,) = Runner(loaded, new_pool(loaded, 2)).step(Batch([span]))
+    (sampled,) = ModelRunner(loaded, new_pool(loaded, 2)).step(Batch([span]))
     assert sampled.token is not None
 
 

@@ -17,7 +17,7 @@ from tiers.errors import ConfigurationError, DirectoryLocked, NodeError, NodeGon
 from tiers.node import messages
 from tiers.node.client import NodeClient
 from tiers.node.messages import Op, engine_layout
-from tiers.node.node import Node, NodeSettings
+from tiers.node.node import NodeServer, NodeSettings
 from tiers.tier import TierName
 
 LAYOUT = engine_layout(2, 256, 4, "float32")
@@ -35,8 +35,8 @@ def prompt(number: int, num_blocks: int = 3) -> list[BlockId]:
 
 
 @contextmanager
-def serving(path: Path, **settings: object) -> Iterator[Node]:
-    node = Node(NodeSettings(socket=path, host_bytes=1 << 20, **settings))  # type: ignore[arg-type]
+def serving(path: Path, **settings: object) -> Iterator[NodeServer]:
+    node = NodeServer(NodeSettings(socket=path, host_bytes=1 << 20, **settings))  # type: ignore[arg-type]
     node.open()
     thread = threading.Thread(target=node.run)
     thread.start()
@@ -54,7 +54,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def node(path: Path) -> Iterator[Node]:
+def node(path: Path) -> Iterator[NodeServer]:
     with serving(path) as node:
         yield node
 
@@ -74,7 +74,7 @@ def write(client: NodeClient, ids: list[BlockId]) -> None:
     client.commit([frame for _, frame in pairs])
 
 
-def test_one_client_reads_what_another_wrote(node: Node, path: Path) -> None:
+def test_one_client_reads_what_another_wrote(node: NodeServer, path: Path) -> None:
     ids = prompt(1)
     with joined(path) as writer, joined(path) as reader:
         write(writer, ids)
@@ -101,7 +101,7 @@ def test_blocks_outlive_the_node_on_its_disk(path: Path, tmp_path: Path) -> None
         assert (3, 0) == (pool["disk_hits"], pool["lost"])
 
 
-def test_what_a_client_held_ends_with_it(node: Node, path: Path) -> None:
+def test_what_a_client_held_ends_with_it(node: NodeServer, path: Path) -> None:
     with joined(path) as writer:
         write(writer, prompt(1))
         writer.lease(prompt(1))
@@ -122,7 +122,7 @@ def refused(path: Path, send: Callable[[NodeClient], object], reason: str) -> No
         assert other.stats()["num_clients"] >= 1
 
 
-def test_frames_of_others_are_neither_committed_nor_released(node: Node, path: Path) -> None:
+def test_frames_of_others_are_neither_committed_nor_released(node: NodeServer, path: Path) -> None:
     with joined(path) as owner:
         pairs = owner.reserve(prompt(1))
         refused(path, lambda client: client.commit([pairs[0][1]]), "had not reserved")
@@ -150,7 +150,7 @@ def test_frames_of_others_are_neither_committed_nor_released(node: Node, path: P
     ],
 )
 def test_a_message_that_makes_no_sense_is_refused(
-    node: Node, path: Path, op: Op, body: bytes, reason: str
+    node: NodeServer, path: Path, op: Op, body: bytes, reason: str
 ) -> None:
     with joined(path) as other, socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(path))
@@ -162,14 +162,16 @@ def test_a_message_that_makes_no_sense_is_refused(
         write(other, prompt(3))
 
 
-def test_a_message_longer_than_any_is_refused_before_it_is_read(node: Node, path: Path) -> None:
+def test_a_message_longer_than_any_is_refused_before_it_is_read(
+    node: NodeServer, path: Path
+) -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(path))
         stranger.sendall(messages.HEADER.pack(2**32 - 1, Op.PROBE))
         assert b"at most" in stranger.recv(1 << 16)
 
 
-def test_a_client_that_asks_and_never_reads_is_disconnected(node: Node, path: Path) -> None:
+def test_a_client_that_asks_and_never_reads_is_disconnected(node: NodeServer, path: Path) -> None:
     ask = messages.pack(Op.STATS) * 10_000_000
     with joined(path) as other, socket.socket(socket.AF_UNIX) as deaf:
         deaf.connect(str(path))
@@ -201,15 +203,15 @@ def test_a_run_is_read_as_it_was_written(sizes: list[int], tokens: int) -> None:
     assert (3, ids) == (pool, run.ids())
 
 
-def test_a_second_node_at_the_same_place_is_refused(node: Node, path: Path) -> None:
+def test_a_second_node_at_the_same_place_is_refused(node: NodeServer, path: Path) -> None:
     with pytest.raises(DirectoryLocked, match="another node"):
-        Node(NodeSettings(socket=path, host_bytes=1 << 20)).open()
+        NodeServer(NodeSettings(socket=path, host_bytes=1 << 20)).open()
 
 
 def test_a_path_that_is_too_long_for_a_socket_is_said(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 120)
     with pytest.raises(ConfigurationError, match="cannot listen"):
-        Node(NodeSettings(socket=path, host_bytes=1 << 20)).open()
+        NodeServer(NodeSettings(socket=path, host_bytes=1 << 20)).open()
 
 
 def test_a_client_of_a_node_that_is_not_there_says_so(tmp_path: Path) -> None:
@@ -217,7 +219,7 @@ def test_a_client_of_a_node_that_is_not_there_says_so(tmp_path: Path) -> None:
         NodeClient(tmp_path / "none.sock", LAYOUT).connect()
 
 
-def test_one_connection_holds_at_most_half_of_the_memory(node: Node, path: Path) -> None:
+def test_one_connection_holds_at_most_half_of_the_memory(node: NodeServer, path: Path) -> None:
     """What one engine leases and reserves cannot be evicted for the others."""
     frames = (1 << 20) // 8192  # a block of two layers is 8 KiB
     with joined(path) as greedy, joined(path) as other:

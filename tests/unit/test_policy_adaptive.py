@@ -4,11 +4,11 @@ import pytest
 
 from tiers.policy import Use
 from tiers.policy.adaptive import Adaptive
-from tiers.policy.reuse_model import NUM_AGES, Outcome, ReuseModel, interval, row
+from tiers.policy.reuse_model import NUM_AGES, ReuseModel, WaitOutcome, interval, row
 from tiers.policy.shadow import ShadowLru
 from tiers.replay.replay import TierPlan, replay
 from tiers.replay.trace import Trace
-from tiers.testing.workloads import Agents, Chat, Documents, Scan, make_trace
+from tiers.testing.workloads import Agents, ChatLoad, Documents, Scan, make_trace
 
 
 def hit_rates(trace: Trace, capacity: int, *policies: str) -> list[float]:
@@ -16,10 +16,10 @@ def hit_rates(trace: Trace, capacity: int, *policies: str) -> list[float]:
 
 
 WORKLOADS = {
-    "chat": [Chat(conversations_per_s=0.5)],
+    "chat": [ChatLoad(conversations_per_s=0.5)],
     "agents and a scan": [Agents(loops_per_s=0.05), Scan(prompts_per_s=1.0)],
     "documents that change": [Documents(questions_per_s=1.5, shift_s=400.0)],
-    "a burst of scans": [Chat(0.3), Scan(prompts_per_s=3.0, start_s=500.0, end_s=800.0)],
+    "a burst of scans": [ChatLoad(0.3), Scan(prompts_per_s=3.0, start_s=500.0, end_s=800.0)],
 }
 
 
@@ -100,8 +100,8 @@ def test_the_model_learns_when_reuse_comes():
     used, unused = (1, 0), (2, 0)
     age = interval(20.0)
     for _ in range(600):
-        model.learn(Outcome(used, 0, age + 1, True, 1.0))
-        model.learn(Outcome(unused, 0, age + 5, False, 1.0))
+        model.learn(WaitOutcome(used, 0, age + 1, True, 1.0))
+        model.learn(WaitOutcome(unused, 0, age + 5, False, 1.0))
     of_used, of_unused = model.levels([used, unused])
     assert len(of_used) == NUM_AGES
     assert of_used[0] > of_unused[0]

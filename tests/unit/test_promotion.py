@@ -10,7 +10,7 @@ from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import MissReason
 from tiers.memory.block import BlockState
 from tiers.memory.counters import CacheEvent
-from tiers.policy.quota import Shares
+from tiers.policy.quota import QuotaShares
 from tiers.testing.faulty_storage import take
 from tiers.testing.memory_tier import MemoryTier, SteppedMover
 from tiers.tier import TierName
@@ -128,7 +128,7 @@ def test_what_a_request_asks_for_is_in_the_working_set(bench: Bench) -> None:
 def test_a_block_being_computed_counts_against_its_tenant_s_quota() -> None:
     settings = CacheSettings(device_bytes=10 * LAYOUT.nbytes, host_bytes=0)
     cache = TieredCache(
-        LAYOUT, settings, shares=Shares(10, {"acme": 4}, owner_of={ROOT: "acme"}.get)
+        LAYOUT, settings, shares=QuotaShares(10, {"acme": 4}, owner_of={ROOT: "acme"}.get)
     )
     for block in cache.tables.plan(Bench().chain(0, 3), 0):
         cache.tables.provide(block)

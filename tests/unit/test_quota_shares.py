@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tiers.errors import ConfigurationError
 from tiers.policy import Use
 from tiers.policy.lru import Lru
-from tiers.policy.quota import COMMON, FairPolicy, Quotas, Shares
+from tiers.policy.quota import COMMON, FairPolicy, Quotas, QuotaShares
 
 
 def shared(capacity: int, quotas: dict[str, int], default: int = 0) -> Quotas:
     """One tier that is the whole cache."""
-    return Quotas(Shares(capacity, quotas, default), capacity)
+    return Quotas(QuotaShares(capacity, quotas, default), capacity)
 
 
 class Cache:
@@ -66,7 +66,7 @@ def test_a_tenant_borrows_idle_room_and_gives_it_back():
 
 def test_a_quota_is_the_same_part_of_every_tier():
     """Who was promised half of all bytes has half of the device, whatever it has on the host."""
-    shares = Shares(120, {"a": 60})
+    shares = QuotaShares(120, {"a": 60})
     host, device = Cache(Quotas(shares, 100), 100), Cache(Quotas(shares, 20), 20)
     for number in range(100):
         host.use("a", number)
@@ -80,7 +80,7 @@ def test_a_quota_is_the_same_part_of_every_tier():
 
 def test_the_default_is_promised_as_often_as_it_fits():
     """Ten tenths are all there is, whatever floats make of them."""
-    shares = Shares(10, {}, default_bytes=1)
+    shares = QuotaShares(10, {}, default_bytes=1)
     assert list(range(10)) == [shares.group(owner) for owner in range(10)]
     assert COMMON is shares.group("late")
     assert 1.0 == pytest.approx(sum(map(shares.share, shares.groups())))
@@ -121,7 +121,7 @@ def test_an_owner_without_a_quota_gets_the_default_while_there_is_room_to_promis
 def test_tenants_are_told_apart_by_their_owner():
     """Several scopes of one tenant share its quota."""
     owners = {"s1": "acme", "s2": "acme"}
-    shares = Shares(100, {"acme": 30}, owner_of=owners.get)
+    shares = QuotaShares(100, {"acme": 30}, owner_of=owners.get)
     cache = Cache(Quotas(shares, 100), 100)
     for number in range(20):
         cache.use("s1", number)
@@ -163,6 +163,6 @@ def test_a_held_block_is_passed_over_for_the_next_group():
 
 def test_quotas_that_cannot_be_kept_are_refused():
     with pytest.raises(ConfigurationError, match="promise 120 bytes"):
-        Shares(100, {"a": 70, "b": 50})
+        QuotaShares(100, {"a": 70, "b": 50})
     with pytest.raises(ConfigurationError, match="'a' is -1 bytes"):
-        Shares(100, {"a": -1})
+        QuotaShares(100, {"a": -1})

@@ -11,7 +11,7 @@ from tiers.blocks.keys import BlockId, CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
 from tiers.errors import ConfigurationError, MissReason
-from tiers.remote.breaker import FAILURES, CircuitBreaker
+from tiers.remote.breaker import FAILURES, StoreBreaker
 from tiers.remote.objects import RemoteError, open_objects, shown_url
 from tiers.remote.seal import Seal, read_seal
 from tiers.remote.stacked import RemoteWrites, StackedTier
@@ -85,7 +85,7 @@ class Servers:
         writes: RemoteWrites = RemoteWrites.ALL,
         *,
         seal: Seal | None = None,
-        breaker: CircuitBreaker | None = None,
+        breaker: StoreBreaker | None = None,
     ) -> StackedTier:
         disk = open_disk(self._root / name, LAYOUT, CAPACITY)
         remote = RemoteTier(self._objects, LAYOUT, disk.read_record, seal=seal, breaker=breaker)
@@ -243,7 +243,7 @@ def test_a_store_that_fails_is_left_alone_and_asked_again(
 ) -> None:
     """Misses at once while the breaker is open; hits again when the store is back."""
     now = [0.0]
-    breaker = CircuitBreaker(lambda: now[0])
+    breaker = StoreBreaker(lambda: now[0])
     one, two = server("one"), server("two", breaker=breaker)
     store(one, blocks())
     objects.broken = True

@@ -11,11 +11,11 @@ from tiers.errors import ConfigurationError
 from tiers.policy.admission import WritePolicy
 from tiers.replay.replay import ReplayResult, TierPlan, replay
 from tiers.replay.trace import Trace, TraceRequest, read_trace
-from tiers.testing.workloads import Agents, Chat, Documents, Scan, make_trace
+from tiers.testing.workloads import Agents, ChatLoad, Documents, Scan, make_trace
 
 REAL = Path(__file__).parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
 MIXED = make_trace(
-    "mixed", [Chat(0.5), Agents(0.03), Scan(0.3), Documents(0.5)], duration_s=900.0, seed=11
+    "mixed", [ChatLoad(0.5), Agents(0.03), Scan(0.3), Documents(0.5)], duration_s=900.0, seed=11
 )
 
 

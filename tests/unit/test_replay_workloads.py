@@ -2,9 +2,9 @@
 
 import pytest
 
-from tiers.testing.workloads import Agents, Chat, Documents, Scan, make_trace
+from tiers.testing.workloads import Agents, ChatLoad, Documents, Scan, make_trace
 
-ALL = [Chat(0.5), Agents(0.05), Scan(0.5), Documents(0.5, shift_s=200.0)]
+ALL = [ChatLoad(0.5), Agents(0.05), Scan(0.5), Documents(0.5, shift_s=200.0)]
 
 
 def test_a_seed_gives_the_same_trace_and_another_another():

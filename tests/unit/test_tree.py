@@ -7,7 +7,7 @@ import pytest
 from cachesvc.cli.cache.tree import tree_lines
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey
-from tiers.blocks.tree import Node, TreeQuery, tree_json
+from tiers.blocks.tree import TreeNode, TreeQuery, tree_json
 from tiers.errors import ConfigurationError
 from tiers.memory.block import Below, Block, BlockState
 from tiers.memory.index import BlockIndex
@@ -45,7 +45,7 @@ def _ready(slot: int) -> Block:
     return block
 
 
-def shape(node: Node) -> tuple[int, list[object]]:
+def shape(node: TreeNode) -> tuple[int, list[object]]:
     return node.num_tokens, [shape(child) for child in node.children]
 
 

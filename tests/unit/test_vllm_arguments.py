@@ -12,7 +12,7 @@ from cachesvc.vllm.identity import salt_of, tenant_of
 from engine.bounds import MAX_SEED
 from engine.errors import InvalidParameter
 from engine.request import Request, SamplingParams
-from engine.structure import Source, SourceKind
+from engine.structure import GrammarSource, SourceKind
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
 
@@ -93,7 +93,7 @@ def test_a_request_without_the_cache_is_neither_read_nor_stored() -> None:
 
 
 def test_every_kind_of_grammar_has_vllms_name() -> None:
-    names = {next(iter(structure_of(Source(kind, "text")))) for kind in SourceKind}
+    names = {next(iter(structure_of(GrammarSource(kind, "text")))) for kind in SourceKind}
     assert {"json", "json_object", "regex", "grammar", "structural_tag"} == names
 
 

@@ -7,7 +7,7 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import TreeQuery
 from tiers.disk.inspection.view import BlockInfo
-from tiers.explore import DiskBlocks, Forest, same_start
+from tiers.explore import DiskBlocks, TierForest, same_start
 from tiers.memory.index import BlockIndex
 from tiers.telemetry.misses import Absence, marks_of
 from tiers.tier import TierName
@@ -40,7 +40,7 @@ def on_disk(*prompts: list[int], root: PrefixKey = ROOT) -> DiskBlocks:
 
 
 def test_a_block_in_two_tiers_is_told_once_at_the_hotter() -> None:
-    forest = Forest(index_of([1, 2, 3, 4]), on_disk([1, 2, 3, 4, 5, 6]))
+    forest = TierForest(index_of([1, 2, 3, 4]), on_disk([1, 2, 3, 4, 5, 6]))
     tree = forest.tree(TreeQuery())
     (root,) = tree.roots
     assert (0, [(6, [])]) == shape(root)
@@ -49,12 +49,12 @@ def test_a_block_in_two_tiers_is_told_once_at_the_hotter() -> None:
 
 
 def test_scopes_of_the_disk_alone_are_shown_too() -> None:
-    forest = Forest(index_of([1, 2]), on_disk([1, 2], root=OTHER))
+    forest = TierForest(index_of([1, 2]), on_disk([1, 2], root=OTHER))
     assert [ROOT, OTHER] == [root.last for root in forest.tree(TreeQuery()).roots]
 
 
 def test_a_branch_between_the_tiers_splits_the_run() -> None:
-    forest = Forest(index_of([1, 2, 3, 4]), on_disk([1, 2, 9, 9]))
+    forest = TierForest(index_of([1, 2, 3, 4]), on_disk([1, 2, 9, 9]))
     assert (0, [(2, [(2, []), (2, [])])]) == shape(forest.tree(TreeQuery()).roots[0])
 
 
@@ -62,14 +62,14 @@ def test_ages_and_hits_are_told() -> None:
     index = BlockIndex()
     for block in add(index, [1, 2, 3, 4]):
         block.hits = 3
-    (node,) = Forest(index, DiskBlocks()).tree(TreeQuery()).roots[0].children
+    (node,) = TierForest(index, DiskBlocks()).tree(TreeQuery()).roots[0].children
     assert (3, 12) == (node.hits, node.hit_tokens)
-    (below,) = Forest(BlockIndex(), on_disk([1, 2])).tree(TreeQuery()).roots[0].children
+    (below,) = TierForest(BlockIndex(), on_disk([1, 2])).tree(TreeQuery()).roots[0].children
     assert 59 < below.idle_s < 65 and 119 < below.age_s < 125
 
 
 def test_a_block_is_found_by_how_its_key_begins_and_told_whole() -> None:
-    forest = Forest(index_of([1, 2]), on_disk([1, 2, 3, 4]))
+    forest = TierForest(index_of([1, 2]), on_disk([1, 2, 3, 4]))
     first, second = Chain(ROOT, [1, 2, 3, 4], BLOCK).keys
     assert [second] == forest.starting(second.hex()[:10])
     detail = forest.detail(second)
@@ -82,7 +82,7 @@ def test_a_block_is_found_by_how_its_key_begins_and_told_whole() -> None:
 
 
 def test_a_run_ends_where_a_prefix_parts() -> None:
-    forest = Forest(index_of([1, 2, 3, 4, 5, 6]), on_disk([1, 2, 9, 9]))
+    forest = TierForest(index_of([1, 2, 3, 4, 5, 6]), on_disk([1, 2, 9, 9]))
     last = forest.detail(Chain(ROOT, [1, 2, 3, 4, 5, 6], BLOCK).keys[-1])
     assert last is not None and (3, 2) == (len(last.trail), last.run)
 
@@ -91,7 +91,7 @@ def test_a_prefix_whose_beginning_is_gone_is_not_complete() -> None:
     disk = on_disk([1, 2, 3, 4])
     first, second = Chain(ROOT, [1, 2, 3, 4], BLOCK).keys
     gone = DiskBlocks({second: disk.by_key[second]}, {first: disk.by_parent[first]})
-    detail = Forest(BlockIndex(), gone).detail(second)
+    detail = TierForest(BlockIndex(), gone).detail(second)
     assert detail is not None and not detail.complete
 
 
@@ -110,7 +110,7 @@ def test_the_nearest_record_on_disk_says_where_a_prompt_parts() -> None:
 
 
 def test_another_scope_that_holds_the_first_block_is_named() -> None:
-    forest = Forest(index_of([1, 2]), on_disk([1, 2], root=OTHER))
+    forest = TierForest(index_of([1, 2]), on_disk([1, 2], root=OTHER))
     assert [OTHER] == forest.scopes_with(missed([1, 2]), ROOT, SEED)
     assert [] == forest.scopes_with(missed([1, 3]), ROOT, SEED)
     assert [] == forest.scopes_with(missed([1, 2, 3, 4], 1), ROOT, SEED)

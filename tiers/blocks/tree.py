@@ -58,7 +58,7 @@ class Seen(NamedTuple):
 
 
 @dataclass(slots=True)
-class Node:
+class TreeNode:
     """Blocks of which each only continues the one before it. Not changed once the tree is grown.
 
     A root stands for a scope, or the prefix that was asked for, and has no blocks of its own.
@@ -76,7 +76,7 @@ class Node:
     age_s: float = 0.0  # of its oldest block
     idle_s: float = 0.0  # since its last use
     tokens: bytes = b""  # the first ones, int32
-    children: list["Node"] = field(default_factory=list)
+    children: list["TreeNode"] = field(default_factory=list)
     left_off: int = 0  # blocks that continue it and are not shown
 
     @property
@@ -92,7 +92,7 @@ class Tree:
     Where no node leaves anything off, the others cannot be reached: a block before them is gone.
     """
 
-    roots: list[Node]
+    roots: list[TreeNode]
     num_blocks: int
     num_seen: int
 
@@ -118,7 +118,7 @@ class Forest(Protocol[B]):
 def grow(forest: Forest[B], query: TreeQuery, num_blocks: int) -> Tree:
     """The tree of a forest of `num_blocks`, level by level, so that its top is there if cut."""
     given = query.roots or forest.scopes()
-    roots = [Node(key, key) for key in islice(given, query.max_nodes)]
+    roots = [TreeNode(key, key) for key in islice(given, query.max_nodes)]
     waiting = deque((root, 1) for root in roots)
     num_nodes = num_seen = 0
     while waiting:
@@ -149,10 +149,10 @@ def _foremost(forest: Forest[B], found: Sequence[B], room: int, max_looked: int)
     return nlargest(room, found[:max_looked], key=forest.rank)
 
 
-def _run(forest: Forest[B], block: B, query: TreeQuery, room: int) -> Node:
+def _run(forest: Forest[B], block: B, query: TreeQuery, room: int) -> TreeNode:
     """The node that begins with `block`: at most `room` blocks, up to where prefixes part."""
     seen = forest.look(block)
-    node = Node(seen.key, seen.key, idle_s=seen.idle_s)
+    node = TreeNode(seen.key, seen.key, idle_s=seen.idle_s)
     while True:
         _take(node, seen, query.num_tokens)
         if seen.key is None or node.num_blocks == room:
@@ -163,7 +163,7 @@ def _run(forest: Forest[B], block: B, query: TreeQuery, room: int) -> Node:
         seen = forest.look(found[0])
 
 
-def _take(node: Node, seen: Seen, num_tokens: int) -> None:
+def _take(node: TreeNode, seen: Seen, num_tokens: int) -> None:
     node.last = seen.key
     node.num_blocks += 1
     node.num_tokens += len(seen.tokens) // TOKEN_BYTES
@@ -195,7 +195,7 @@ def tree_json(tree: Tree) -> dict[str, Any]:
     }
 
 
-def _node_json(node: Node) -> dict[str, Any]:
+def _node_json(node: TreeNode) -> dict[str, Any]:
     return {
         "key": node.key.hex() if node.key else None,
         "last_key": node.last.hex() if node.last else None,

@@ -40,7 +40,7 @@ from tiers.disk.storage import Storage, StorageError
 from tiers.disk.tier import DiskTier
 from tiers.disk.transaction import reserve_pages
 from tiers.errors import ConfigurationError, MissReason
-from tiers.policy.quota import Quotas, Shares
+from tiers.policy.quota import Quotas, QuotaShares
 from tiers.steady_clock import SteadyClock
 from tiers.telemetry.events import EventStream
 
@@ -61,7 +61,7 @@ def open_disk(
     num_shards: int = 1,
     settings: DiskSettings | None = None,
     storage: Storage | None = None,
-    shares: Shares | None = None,
+    shares: QuotaShares | None = None,
     clock: Callable[[], float] | None = None,
     stream: EventStream | None = None,
     check_s: float = CHECK_AT_ONCE_S,
@@ -150,7 +150,9 @@ def shard_map_bytes(capacity_bytes: int, num_shards: int, block_bytes: int) -> i
     return map_bytes
 
 
-def _guard(shares: Shares | None, num_shards: int, map_bytes: int, batch_bytes: int) -> DiskGuard:
+def _guard(
+    shares: QuotaShares | None, num_shards: int, map_bytes: int, batch_bytes: int
+) -> DiskGuard:
     """Shares are of what is in use when eviction begins, so that who is within its own is safe."""
     if shares is None:
         return DiskGuard()

@@ -12,7 +12,7 @@ from enum import StrEnum
 from tiers.memory.block import NEVER_USED, Block
 from tiers.telemetry.events import EventKind, EventStream
 from tiers.telemetry.lifetimes import Lives
-from tiers.telemetry.transfers import Transfers
+from tiers.telemetry.transfers import TransferCounts
 from tiers.tier import Cause, TierName
 
 
@@ -37,7 +37,7 @@ class Chronicle:
         self.stream = stream
         self.events: Counter[tuple[TierName, CacheEvent]] = Counter()
         self.lives = {TierName.DEVICE: Lives(), TierName.HOST: Lives()}
-        self.transfers = Transfers(block_bytes)
+        self.transfers = TransferCounts(block_bytes)
         self._block_bytes = block_bytes
         self._slot_since_s = array("d", bytes(8 * num_slots))  # when its KV came to stand there
         self._frame_since_s = array("d", bytes(8 * num_frames))

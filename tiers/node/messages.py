@@ -49,7 +49,7 @@ class Op(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRun:
+class TokenRun:
     """Consecutive blocks of one prompt. `contents[i]` are the digests that block i covers."""
 
     scope: PrefixKey
@@ -100,11 +100,11 @@ def described_layout(fields: Any) -> BlockLayout:
     return engine_layout(**fields)
 
 
-def run_of(ids: Sequence[BlockId]) -> BlockRun:
+def run_of(ids: Sequence[BlockId]) -> TokenRun:
     """Consecutive identities as one run. They must follow one another."""
     assert all(before.key == after.parent for before, after in pairwise(ids)), "not a run"
     first = ids[0]
-    return BlockRun(
+    return TokenRun(
         first.scope,
         first.parent,
         b"".join(block.tokens for block in ids),
@@ -117,7 +117,7 @@ def pack(op: Op, body: bytes = b"") -> bytes:
     return HEADER.pack(len(body), op) + body
 
 
-def pack_run(pool: int, run: BlockRun) -> bytes:
+def pack_run(pool: int, run: TokenRun) -> bytes:
     contents = b"".join(
         _CONTENT.pack(number, len(content)) + content
         for number, content in enumerate(run.contents)
@@ -128,7 +128,7 @@ def pack_run(pool: int, run: BlockRun) -> bytes:
     return head + contents + run.tokens
 
 
-def unpack_run(body: memoryview) -> tuple[int, BlockRun]:
+def unpack_run(body: memoryview) -> tuple[int, TokenRun]:
     """The inverse of `pack_run`. Raises NodeError for a body that is not one."""
     if len(body) < _RUN.size:
         raise NodeError(f"a run of blocks has {len(body)} bytes, fewer than its head")
@@ -138,7 +138,7 @@ def unpack_run(body: memoryview) -> tuple[int, BlockRun]:
         raise NodeError(f"a run of {num_blocks} blocks does not fit a body of {len(body)} bytes")
     contents = _contents(body[_RUN.size : tokens_at], num_blocks)
     tokens = bytes(body[tokens_at:])
-    return pool, BlockRun(PrefixKey(scope), PrefixKey(parent), tokens, block_size, contents)
+    return pool, TokenRun(PrefixKey(scope), PrefixKey(parent), tokens, block_size, contents)
 
 
 def _contents(body: memoryview, num_blocks: int) -> list[bytes]:

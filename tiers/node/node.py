@@ -30,7 +30,7 @@ from tiers.errors import ConfigurationError, DirectoryLocked, NodeError, TierErr
 from tiers.node import messages
 from tiers.node.arena import create, frame_stride
 from tiers.node.messages import HEADER, MAX_BODY, VERSION, Op
-from tiers.node.pool import Capacity, Lease, Pool, Probe
+from tiers.node.pool import Capacity, Lease, NodeProbe, Pool
 from tiers.tier import TierName
 from tiers.transfer.mover import Mover
 
@@ -65,10 +65,10 @@ class _Client:
     unsent: bytearray = field(default_factory=bytearray)
     leased: Counter[tuple[int, int]] = field(default_factory=Counter)  # (pool, frame)
     filling: set[tuple[int, int]] = field(default_factory=set)
-    waits: "tuple[int, Lease | Probe] | None" = None
+    waits: "tuple[int, Lease | NodeProbe] | None" = None
 
 
-class Node:
+class NodeServer:
     """Serves until `stop`. `open` may raise ConfigurationError and DirectoryLocked."""
 
     def __init__(self, settings: NodeSettings) -> None:
@@ -231,7 +231,7 @@ class Node:
         for pool, frame in client.filling:
             self._capacity.pools[pool].abandon([frame])
 
-    def _give_up(self, pool: int, lease: "Lease | Probe") -> None:
+    def _give_up(self, pool: int, lease: "Lease | NodeProbe") -> None:
         assert isinstance(lease, Lease)
         self._capacity.pools[pool].give_up(lease)
 
@@ -290,7 +290,7 @@ class Node:
             return
         client.waits = None
         try:
-            if isinstance(asked, Probe):
+            if isinstance(asked, NodeProbe):
                 codes = bytes(_TIER_CODES[tier] for tier in asked.tiers)
                 self._send(client, Op.PROBE, codes)
             else:

@@ -26,7 +26,7 @@ STORE_BLOCKS = 8  # blocks of one write to the tier below
 LOOK_FOR_CLEAN = 64  # coldest blocks among which one that is held below is preferred
 
 
-class State(Enum):
+class NodeBlockState(Enum):
     """How far a block is."""
 
     FILLING = auto()  # a client writes it
@@ -35,12 +35,12 @@ class State(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class NodeBlock:
     """One block and its frame. `leases` counts clients and writes that use the frame."""
 
     id: BlockId
     frame: int
-    state: State
+    state: NodeBlockState
     client: int = 0  # who fills it
     leases: int = 0
     is_below: bool = False
@@ -89,16 +89,16 @@ class Lease:
     """A run of blocks that a client asked for; `is_ready` once none of them is being loaded."""
 
     client: int
-    blocks: list[Block]
+    blocks: list[NodeBlock]
     missing: int  # blocks asked for beyond these
 
     @property
     def is_ready(self) -> bool:
-        return all(block.state is not State.LOADING for block in self.blocks)
+        return all(block.state is not NodeBlockState.LOADING for block in self.blocks)
 
 
 @dataclass(slots=True, eq=False)
-class Probe:
+class NodeProbe:
     """The tier of each block of the leading run held; the rest is looked for below."""
 
     in_memory: int
@@ -122,28 +122,28 @@ class Pool:
     capacity: Capacity
     mover: Mover | None = None
     counts: PoolCounts = field(default_factory=PoolCounts)
-    _blocks: dict[PrefixKey, Block] = field(default_factory=dict)
-    _by_frame: dict[int, Block] = field(default_factory=dict)
-    _evictable: "OrderedDict[PrefixKey, Block]" = field(default_factory=OrderedDict)
-    _unwritten: "OrderedDict[PrefixKey, Block]" = field(default_factory=OrderedDict)
+    _blocks: dict[PrefixKey, NodeBlock] = field(default_factory=dict)
+    _by_frame: dict[int, NodeBlock] = field(default_factory=dict)
+    _evictable: "OrderedDict[PrefixKey, NodeBlock]" = field(default_factory=OrderedDict)
+    _unwritten: "OrderedDict[PrefixKey, NodeBlock]" = field(default_factory=OrderedDict)
     _free: list[int] = field(default_factory=list)
     _fresh: int = 0  # frames from here on were never used
-    _loads: list[tuple[LoadJob, list[Block]]] = field(default_factory=list)
-    _stores: list[tuple[StoreJob, list[Block]]] = field(default_factory=list)
+    _loads: list[tuple[LoadJob, list[NodeBlock]]] = field(default_factory=list)
+    _stores: list[tuple[StoreJob, list[NodeBlock]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.capacity.pools.append(self)
 
     # What clients ask.
 
-    def probe(self, ids: Sequence[BlockId]) -> Probe:
+    def probe(self, ids: Sequence[BlockId]) -> NodeProbe:
         """How many leading blocks are held, and where. Ready when the tier below has answered."""
         in_memory = len(list(self._run(ids)))
         rest = ids[in_memory:]
         if not rest or self.mover is None or rest[0].key in self._blocks:
-            return Probe(in_memory, None)
+            return NodeProbe(in_memory, None)
         job = ProbeJob(rest)
-        return Probe(in_memory, job if self.mover.submit(job) else None)
+        return NodeProbe(in_memory, job if self.mover.submit(job) else None)
 
     def lease(self, ids: Sequence[BlockId], client: int) -> Lease:
         """Use the leading run of these blocks; what is held below is loaded first."""
@@ -157,7 +157,7 @@ class Pool:
     def settle(self, lease: Lease) -> list[int]:
         """The frames of a lease that is ready: of its leading run that is held."""
         held = 0
-        while held < len(lease.blocks) and lease.blocks[held].state is State.HELD:
+        while held < len(lease.blocks) and lease.blocks[held].state is NodeBlockState.HELD:
             held += 1
         for block in lease.blocks[held:]:
             self._drop(block)
@@ -184,7 +184,7 @@ class Pool:
             frame = self._take_frame()
             if frame is None:
                 break
-            self._add(Block(block_id, frame, State.FILLING, client))
+            self._add(NodeBlock(block_id, frame, NodeBlockState.FILLING, client))
             pairs.append((position, frame))
         return pairs
 
@@ -192,7 +192,7 @@ class Pool:
         """The client has written these: serve them from now on, and write them below."""
         for frame in reversed(frames):
             block = self._by_frame[frame]
-            block.state = State.HELD
+            block.state = NodeBlockState.HELD
             self._rest(block)
         for frame in frames:
             block = self._by_frame[frame]
@@ -208,7 +208,9 @@ class Pool:
 
     def is_filling(self, frame: int, client: int) -> bool:
         block = self._by_frame.get(frame)
-        return block is not None and block.state is State.FILLING and block.client == client
+        return (
+            block is not None and block.state is NodeBlockState.FILLING and block.client == client
+        )
 
     # What the threads of the tier below have done.
 
@@ -254,43 +256,47 @@ class Pool:
         assert frames.isdisjoint(self._free)
         assert len(frames) + len(self._free) == self._fresh
         for key, block in self._blocks.items():
-            evictable = block.state is State.HELD and not block.leases
+            evictable = block.state is NodeBlockState.HELD and not block.leases
             assert evictable == (key in self._evictable), block
-            assert block.leases == 0 or block.state is not State.FILLING, block
+            assert block.leases == 0 or block.state is not NodeBlockState.FILLING, block
         used = sum(pool.num_blocks * pool.memory.stride for pool in self.capacity.pools)
         assert used == self.capacity.used_bytes <= self.capacity.capacity_bytes
 
     # Below, how it is done.
 
-    def _run(self, ids: Sequence[BlockId]) -> Iterator[Block]:
+    def _run(self, ids: Sequence[BlockId]) -> Iterator[NodeBlock]:
         """The leading blocks that are served from memory, each proven by its identity."""
         for block_id in ids:
             block = self._blocks.get(block_id.key)
-            if block is None or block.state is not State.HELD:
+            if block is None or block.state is not NodeBlockState.HELD:
                 return
             if block.id != block_id:
                 self.counts.collisions += 1
                 return
             yield block
 
-    def _load(self, ids: Sequence[BlockId]) -> list[Block]:
+    def _load(self, ids: Sequence[BlockId]) -> list[NodeBlock]:
         """Blocks that rise from the tier below, or rise already."""
-        rising: list[Block] = []
+        rising: list[NodeBlock] = []
         while len(rising) < len(ids):
             block = self._blocks.get(ids[len(rising)].key)
-            if block is None or block.state is State.FILLING or block.id != ids[len(rising)]:
+            if (
+                block is None
+                or block.state is NodeBlockState.FILLING
+                or block.id != ids[len(rising)]
+            ):
                 break
             self._take(block)
             rising.append(block)
         rest = [each for each in ids[len(rising) :] if each.key not in self._blocks]
         if self.mover is None or len(rest) != len(ids) - len(rising) or not rest:
             return rising
-        fresh: list[Block] = []
+        fresh: list[NodeBlock] = []
         for block_id in rest:
             frame = self._take_frame()
             if frame is None:
                 break
-            fresh.append(self._add(Block(block_id, frame, State.LOADING, leases=1)))
+            fresh.append(self._add(NodeBlock(block_id, frame, NodeBlockState.LOADING, leases=1)))
         job = LoadJob([b.id for b in fresh], [self.memory.frame(b.frame) for b in fresh])
         if not fresh or not self.mover.submit(job):
             self.counts.overloaded += bool(fresh)
@@ -300,11 +306,11 @@ class Pool:
         self._loads.append((job, fresh))
         return rising + fresh
 
-    def _loaded(self, job: LoadJob, blocks: list[Block]) -> None:
+    def _loaded(self, job: LoadJob, blocks: list[NodeBlock]) -> None:
         num_loaded = job.loaded.num_blocks
         self.counts.disk_hits += num_loaded
         for block in reversed(blocks[:num_loaded]):
-            block.state, block.is_below = State.HELD, True
+            block.state, block.is_below = NodeBlockState.HELD, True
             self._rest(block)
         for block in blocks[num_loaded:]:
             self._forget(block)
@@ -325,7 +331,7 @@ class Pool:
     def _batch_size(self) -> int:
         return min(STORE_BLOCKS, len(self._unwritten))
 
-    def _stored(self, job: StoreJob, blocks: list[Block]) -> None:
+    def _stored(self, job: StoreJob, blocks: list[NodeBlock]) -> None:
         written = job.done and not job.failed
         for block in reversed(blocks):
             block.is_below = written
@@ -335,7 +341,7 @@ class Pool:
             if dropped is not None:
                 dropped.is_below = False
 
-    def _victim(self) -> Block:
+    def _victim(self) -> NodeBlock:
         for number, block in enumerate(self._evictable.values()):
             if block.is_below or self.mover is None:
                 return block
@@ -356,43 +362,43 @@ class Pool:
         self.capacity.used_bytes += stride
         return frame
 
-    def _add(self, block: Block) -> Block:
+    def _add(self, block: NodeBlock) -> NodeBlock:
         self._blocks[block.id.key] = self._by_frame[block.frame] = block
         return block
 
-    def _take(self, block: Block) -> None:
+    def _take(self, block: NodeBlock) -> None:
         block.leases += 1
         self._evictable.pop(block.id.key, None)
 
-    def _drop(self, block: Block) -> None:
+    def _drop(self, block: NodeBlock) -> None:
         if self._by_frame.get(block.frame) is not block:
             return  # it was being loaded, and the load failed
         block.leases -= 1
         self._rest(block)
 
-    def _rest(self, block: Block) -> None:
+    def _rest(self, block: NodeBlock) -> None:
         """Becomes the hottest of the evictable blocks, if nobody uses it."""
-        if not block.leases and block.state is State.HELD:
+        if not block.leases and block.state is NodeBlockState.HELD:
             block.tick = self.capacity.next_tick()
             self._evictable[block.id.key] = block
             self._evictable.move_to_end(block.id.key)
 
-    def _forget(self, block: Block) -> None:
+    def _forget(self, block: NodeBlock) -> None:
         del self._blocks[block.id.key], self._by_frame[block.frame]
         self._evictable.pop(block.id.key, None)
         self._unwritten.pop(block.id.key, None)
         self._free.append(block.frame)
         self.capacity.used_bytes -= self.memory.stride
-        block.state = State.FILLING  # whoever still looks at it is not served
+        block.state = NodeBlockState.FILLING  # whoever still looks at it is not served
 
 
 J = TypeVar("J", LoadJob, StoreJob)
 
 
-def _take_done(jobs: list[tuple[J, list[Block]]]) -> list[tuple[J, list[Block]]]:
+def _take_done(jobs: list[tuple[J, list[NodeBlock]]]) -> list[tuple[J, list[NodeBlock]]]:
     """Remove the jobs that are done. Each is looked at once, for one may end meanwhile."""
-    done: list[tuple[J, list[Block]]] = []
-    waiting: list[tuple[J, list[Block]]] = []
+    done: list[tuple[J, list[NodeBlock]]] = []
+    waiting: list[tuple[J, list[NodeBlock]]] = []
     for entry in jobs:
         (done if entry[0].done else waiting).append(entry)
     jobs[:] = waiting

@@ -41,7 +41,7 @@ class GroupUse:
 
 
 class Upkeep:
-    """The parts, made for one cache. `barred` are scopes that are being purged."""
+    """The parts, made for one cache. `blocked` are scopes that are being purged."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class Upkeep:
             self.keeper.restore(load_pins(pin_folder))
 
     @property
-    def barred(self) -> frozenset[PrefixKey]:
-        return self.purger.barred
+    def blocked(self) -> frozenset[PrefixKey]:
+        return self.purger.blocked
 
     def start(self) -> None:
         """To be called once, when the mover runs."""

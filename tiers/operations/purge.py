@@ -1,7 +1,7 @@
 """Removing every block of some scopes from every tier, for good, while the engine runs.
 
-    bar the scopes ─► running requests go private ─► memory ─► loads and stores under way end
-         ─► the disk, on the writer thread ─► a second look at every tier ─► lift the bar
+    block the scopes ─► running requests go private ─► memory ─► loads and stores under way end
+         ─► the disk, on the writer thread ─► a second look at every tier ─► unblock them
 
 What a running request of these scopes has computed stays its own until it ends, is found by nobody
 and is stored nowhere; a request that comes while a purge runs is served without the cache. Bytes of
@@ -37,14 +37,14 @@ class _Purge:
     roots: frozenset[PrefixKey]
     pins: tuple[str, ...]
     result: "Future[Purged]" = field(default_factory=Future)
-    doomed: list[Block] = field(default_factory=list)  # detached, and their frames busy
+    pending_free: list[Block] = field(default_factory=list)  # detached, and their frames busy
     counts: Counter[TierName] = field(default_factory=Counter)
     in_use: int = 0
     task: "WriterTask[tuple[Removed, int]] | None" = None
 
 
 class Purger:
-    """Purges under way. `disown` makes the requests that run on some scopes private."""
+    """Purges under way. `detach` makes the requests that run on some scopes private."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class Purger:
         self._mover = mover
         self._unpin_scopes = unpin_scopes
         self._purges: list[_Purge] = []
-        self.disown: Callable[[Collection[PrefixKey]], None] = lambda roots: None
-        self.barred: frozenset[PrefixKey] = frozenset()
+        self.detach: Callable[[Collection[PrefixKey]], None] = lambda roots: None
+        self.blocked: frozenset[PrefixKey] = frozenset()
 
     @property
     def is_active(self) -> bool:
@@ -68,14 +68,14 @@ class Purger:
         wanted = frozenset(roots)
         purge = _Purge(wanted, tuple(self._unpin_scopes(wanted)))
         self._purges.append(purge)
-        self.barred |= wanted
-        self.disown(wanted)
+        self.blocked |= wanted
+        self.detach(wanted)
         for block in self._blocks_of(wanted):
             purge.counts[TierName.DEVICE] += block.slot is not None
             purge.counts[TierName.HOST] += block.frame is not None
             purge.in_use += block.ref_count > 0
             self._residency.detach(block)
-            purge.doomed.append(block)
+            purge.pending_free.append(block)
         self.step()
         return purge.result
 
@@ -83,11 +83,11 @@ class Purger:
         """Take each purge as far as it goes without waiting."""
         if self._purges:
             self._purges = [purge for purge in self._purges if not self._advance(purge)]
-            self.barred = frozenset(root for purge in self._purges for root in purge.roots)
+            self.blocked = frozenset(root for purge in self._purges for root in purge.roots)
 
     def _advance(self, purge: _Purge) -> bool:
-        purge.doomed = [b for b in purge.doomed if not self._residency.discard(b)]
-        if purge.doomed:
+        purge.pending_free = [b for b in purge.pending_free if not self._residency.discard(b)]
+        if purge.pending_free:
             return False
         if self._mover is None:
             self._finish(purge, Removed(), 0)

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Generic
 
 from tiers.policy.policy import K, Use
-from tiers.policy.prefix_node import Node
+from tiers.policy.prefix_node import PrefixRun
 from tiers.policy.reuse_model import (
     AGE_ENDS,
     NUM_AGES,
@@ -42,7 +42,7 @@ _MAX_AGED = 384  # nodes moved on to their present age; the next request moves t
 _MAX_JUDGED = 32  # nodes judged anew, the deepest; those above were used often and change slowly
 
 _Pending = tuple[K, K | None, int]  # key, parent, depth (-1: not told)
-_Aging = tuple[float, Node[K], int]  # when it enters its next age, the node, its serial then
+_Aging = tuple[float, PrefixRun[K], int]  # when it enters its next age, the node, its serial then
 
 
 class Adaptive(Generic[K]):
@@ -54,8 +54,10 @@ class Adaptive(Generic[K]):
     """
 
     def __init__(self, capacity_blocks: int) -> None:
-        self._nodes: dict[K, Node[K]] = {}  # resident blocks
-        self._ghosts: OrderedDict[K, Node[K]] = OrderedDict()  # evicted nodes by head, oldest first
+        self._nodes: dict[K, PrefixRun[K]] = {}  # resident blocks
+        self._ghosts: OrderedDict[K, PrefixRun[K]] = (
+            OrderedDict()
+        )  # evicted nodes by head, oldest first
         self._max_ghosts = max(_MIN_GHOSTS, 4 * capacity_blocks)
         self._held: set[K] = set()
         self._pending: list[_Pending[K]] = []  # uses of one request, tail first
@@ -65,8 +67,12 @@ class Adaptive(Generic[K]):
         self.num_judged = 0  # nodes, by all
         self._model = ReuseModel(_NUM_FEATURES)
         self._shadow: ShadowLru[K] = ShadowLru(capacity_blocks, _REGRET, _MEMORY)
-        self._recency: OrderedDict[Node[K], None] = OrderedDict()  # resident nodes, oldest first
-        self._buckets: list[OrderedDict[Node[K], None]] = [OrderedDict() for _ in range(NUM_LEVELS)]
+        self._recency: OrderedDict[PrefixRun[K], None] = (
+            OrderedDict()
+        )  # resident nodes, oldest first
+        self._buckets: list[OrderedDict[PrefixRun[K], None]] = [
+            OrderedDict() for _ in range(NUM_LEVELS)
+        ]
         self._lowest = NUM_LEVELS  # no bucket below holds a node
         self._aging: list[deque[_Aging[K]]] = [
             deque(maxlen=4 * self._max_ghosts) for _ in range(NUM_AGES)
@@ -117,7 +123,7 @@ class Adaptive(Generic[K]):
 
     # Choosing.
 
-    def _least_worth(self) -> Node[K] | None:
+    def _least_worth(self) -> PrefixRun[K] | None:
         """A leaf of the lowest level whose tail is not held; leaves with a held tail are parked."""
         while self._lowest < NUM_LEVELS:
             bucket = self._buckets[self._lowest]
@@ -130,7 +136,7 @@ class Adaptive(Generic[K]):
             self._unplace(node)
         return None
 
-    def _oldest(self) -> Node[K] | None:
+    def _oldest(self) -> PrefixRun[K] | None:
         """The least recently used node; it is a leaf, for whoever uses a child uses its parent."""
         for _ in range(len(self._recency)):
             node = next(iter(self._recency))
@@ -139,11 +145,11 @@ class Adaptive(Generic[K]):
             self._recency.move_to_end(node)
         return None
 
-    def _by_worth(self) -> Iterator[Node[K]]:
+    def _by_worth(self) -> Iterator[PrefixRun[K]]:
         for bucket in self._buckets[self._lowest :]:
             yield from bucket
 
-    def _place(self, node: Node[K]) -> None:
+    def _place(self, node: PrefixRun[K]) -> None:
         """Put a node in the bucket of its present worth, or in none if it is no candidate."""
         self._unplace(node)
         if node.num_children or not node.blocks:
@@ -152,12 +158,12 @@ class Adaptive(Generic[K]):
         self._buckets[node.bucket][node] = None
         self._lowest = min(self._lowest, node.bucket)
 
-    def _unplace(self, node: Node[K]) -> None:
+    def _unplace(self, node: PrefixRun[K]) -> None:
         if node.bucket >= 0:
             del self._buckets[node.bucket][node]
             node.bucket = -1
 
-    def _left(self, node: Node[K], key: K) -> None:
+    def _left(self, node: PrefixRun[K], key: K) -> None:
         """`key` is no longer among the blocks of `node`."""
         del self._nodes[key]
         if node.blocks:
@@ -210,9 +216,11 @@ class Adaptive(Generic[K]):
                 if node.bucket >= 0 and node.bucket != node.levels[age]:
                     self._place(node)
 
-    def _walk(self, chain: Sequence[_Pending[K]], keys: Sequence[K]) -> tuple[list[Node[K]], int]:
+    def _walk(
+        self, chain: Sequence[_Pending[K]], keys: Sequence[K]
+    ) -> tuple[list[PrefixRun[K]], int]:
         """The nodes that a chain, head first, passes through, and how many blocks were known."""
-        nodes: list[Node[K]] = []
+        nodes: list[PrefixRun[K]] = []
         num_known = start = 0
         first_parent = chain[0][1]
         above = self._nodes.get(first_parent) if first_parent is not None else None
@@ -240,7 +248,7 @@ class Adaptive(Generic[K]):
                 else:
                     if start + size == len(keys) and size > 1:
                         size -= 1  # the last block is a node of its own: it may be partial
-                    node = Node(keys[start], size, max(0, depth) + size, self._now_s)
+                    node = PrefixRun(keys[start], size, max(0, depth) + size, self._now_s)
                 self._join(node, above)
                 self._settle(node, keys[start : start + size])
             nodes.append(node)
@@ -255,7 +263,7 @@ class Adaptive(Generic[K]):
             end += 1
         return end - start
 
-    def _join(self, node: Node[K], parent: Node[K] | None) -> None:
+    def _join(self, node: PrefixRun[K], parent: PrefixRun[K] | None) -> None:
         """A node has no resident block yet and gets some, below `parent`."""
         node.parent = parent
         if parent is not None:
@@ -263,12 +271,12 @@ class Adaptive(Generic[K]):
             self._unplace(parent)
         self._recency[node] = None
 
-    def _settle(self, node: Node[K], keys: Sequence[K]) -> None:
+    def _settle(self, node: PrefixRun[K], keys: Sequence[K]) -> None:
         node.blocks += keys
         for key in keys:
             self._nodes[key] = node
 
-    def _split(self, node: Node[K], size: int) -> Node[K]:
+    def _split(self, node: PrefixRun[K], size: int) -> PrefixRun[K]:
         """Cut the leading `size` blocks off into a node of their own, the parent of the rest."""
         upper = node.split(size)
         for key in upper.blocks:
@@ -276,7 +284,7 @@ class Adaptive(Generic[K]):
         self._recency[upper] = None
         return upper
 
-    def _renew(self, nodes: Sequence[Node[K]], num_known: int, use: Use) -> None:
+    def _renew(self, nodes: Sequence[PrefixRun[K]], num_known: int, use: Use) -> None:
         """A request used these nodes: learn from the wait that ended, and judge the next one."""
         now_s = self._now_s
         known = [node for node in nodes if node.uses]
@@ -304,14 +312,14 @@ class Adaptive(Generic[K]):
             self._recency.move_to_end(node)
             self._place(node)
 
-    def _learn(self, node: Node[K], end: int, *, reused: bool) -> None:
+    def _learn(self, node: PrefixRun[K], end: int, *, reused: bool) -> None:
         """Learn from a wait up to interval `end`, as far as this request has not taught enough."""
         if self._num_learned < _MAX_LEARNED:
             self._num_learned += 1
             self._model.learn(node.outcome(end, reused=reused))
 
     def _features(
-        self, node: Node[K], wait_s: float, pause_s: float, num_known: int, use: Use
+        self, node: PrefixRun[K], wait_s: float, pause_s: float, num_known: int, use: Use
     ) -> Rows:
         num_blocks = use.num_blocks
         is_tail = node.end >= num_blocks

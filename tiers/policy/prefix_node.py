@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Generic
 
 from tiers.policy.policy import K
-from tiers.policy.reuse_model import NUM_AGES, Outcome, Rows
+from tiers.policy.reuse_model import NUM_AGES, Rows, WaitOutcome
 
 
-class Node(Generic[K]):
+class PrefixRun(Generic[K]):
     """`blocks` are the resident ones, head first: a leading part of the run of `length`.
 
     A wait is the time from one use to the next; `serial` numbers the waits, -1 once forgotten.
@@ -23,7 +23,7 @@ class Node(Generic[K]):
         self.head = head
         self.length = length  # with the blocks that were evicted
         self.end = end  # depth of the block after the run
-        self.parent: Node[K] | None = None
+        self.parent: PrefixRun[K] | None = None
         self.num_children = 0  # nodes below with resident blocks
         self.born_s = now_s
         self.last_s = now_s
@@ -49,9 +49,9 @@ class Node(Generic[K]):
             size += 1
         return size
 
-    def split(self, size: int) -> "Node[K]":
+    def split(self, size: int) -> "PrefixRun[K]":
         """Give the leading `size` blocks to a new node of the same history, and return that."""
-        upper: Node[K] = Node(self.head, size, self.end - self.length + size, self.born_s)
+        upper: PrefixRun[K] = PrefixRun(self.head, size, self.end - self.length + size, self.born_s)
         upper.blocks, self.blocks = self.blocks[:size], self.blocks[size:]
         upper.last_s, upper.uses, upper.turn = self.last_s, self.uses, self.turn
         upper.rows, upper.learned = self.rows, self.learned
@@ -67,7 +67,7 @@ class Node(Generic[K]):
         self.age = self.learned = 0
         self.serial += 1
 
-    def outcome(self, end: int, *, reused: bool) -> Outcome:
+    def outcome(self, end: int, *, reused: bool) -> WaitOutcome:
         """What the model has not yet learned from of this wait, up to interval `end`."""
         first, self.learned = self.learned, end
-        return Outcome(self.rows, first, end, reused, self.length**0.5)
+        return WaitOutcome(self.rows, first, end, reused, self.length**0.5)

@@ -19,7 +19,7 @@ from tiers.policy.policy import K, Policy, Use
 COMMON = None  # the group of every tenant without a quota of its own
 
 
-class Shares:
+class QuotaShares:
     """Which part of every tier each group was promised. Any thread.
 
     Groups are owners with a quota (tenants, or sharing groups), and `COMMON`, whose part is what
@@ -77,7 +77,7 @@ class Quotas:
     Where a group is over its share while all is full, some other is under its own.
     """
 
-    def __init__(self, shares: Shares, capacity_bytes: int) -> None:
+    def __init__(self, shares: QuotaShares, capacity_bytes: int) -> None:
         self.shares = shares
         self.capacity_bytes = capacity_bytes
         self._used: dict[Hashable, int] = {}

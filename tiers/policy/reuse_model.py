@@ -39,7 +39,7 @@ _LATER = np.triu(np.ones((NUM_AGES, NUM_AGES), dtype=bool))  # [k, j]: interval 
 Rows = tuple[int, ...]  # for each feature the row it selects
 
 
-class Outcome(NamedTuple):
+class WaitOutcome(NamedTuple):
     """What was seen of one wait: intervals `[first, end)`, and whether the last held a reuse."""
 
     rows: Rows
@@ -74,7 +74,7 @@ class ReuseModel:
         self._by_age_sum = np.full(shape, _CAUTION)
         self._shared = np.zeros(shape[0])
         self._shared_sum = np.ones(shape[0])
-        self._pending: list[Outcome] = []
+        self._pending: list[WaitOutcome] = []
 
     def levels(self, rows: Sequence[Rows]) -> list[bytes]:
         """For each set of rows its worth by interval of age, as logarithmic levels, 0 the least."""
@@ -90,7 +90,7 @@ class ReuseModel:
         levels = np.minimum(octaves * _LEVELS_PER_OCTAVE, NUM_LEVELS - 1).astype(np.uint8)
         return [line.tobytes() for line in levels]
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: WaitOutcome) -> None:
         """Take note of an outcome; weights move once a batch is full."""
         self._pending.append(outcome)
         if len(self._pending) >= _BATCH:

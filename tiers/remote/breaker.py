@@ -9,7 +9,7 @@ FIRST_PAUSE_S = 1.0
 MOST_PAUSE_S = 60.0
 
 
-class CircuitBreaker:
+class StoreBreaker:
     """Closed, or open until a moment; then one call is let through, and decides. Any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from urllib.parse import parse_qs, unquote, urlsplit, urlunsplit
 
 from tiers.errors import ConfigurationError, TierError
-from tiers.remote.breaker import CircuitBreaker
+from tiers.remote.breaker import StoreBreaker
 
 DELETE_AT_ONCE = 512
 
@@ -133,7 +133,7 @@ class _ClusterObjects:
             **_limits(timeout_s),
         )
         self._held: Any = None
-        self._breakers: dict[str, CircuitBreaker] = {}
+        self._breakers: dict[str, StoreBreaker] = {}
         self.num_failed = 0
 
     def exists(self, names: Sequence[str]) -> list[bool]:
@@ -179,7 +179,7 @@ class _ClusterObjects:
         error: RemoteError | None = None
         num_done = 0
         for name, (node, numbers) in groups.items():
-            breaker = self._breakers.setdefault(name, CircuitBreaker())
+            breaker = self._breakers.setdefault(name, StoreBreaker())
             if not breaker.allows():
                 error = error or RemoteError(f"the node {name} has failed and is left alone")
                 continue

@@ -26,7 +26,7 @@ from tiers.disk.format.codec import Codec, DecodeError
 from tiers.disk.format.payload import decode
 from tiers.disk.format.record import check_payload, is_block, unpack_header
 from tiers.errors import MissReason
-from tiers.remote.breaker import CircuitBreaker
+from tiers.remote.breaker import StoreBreaker
 from tiers.remote.objects import DELETE_AT_ONCE, ObjectStore, RemoteError
 from tiers.remote.seal import Seal
 from tiers.tier import Loaded, Removed, TierName, TierStats
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Delivery:
+class AwaitedBlocks:
     """Blocks that somebody waits for: `sent` is how many leading ones are in the store then."""
 
     keys: Sequence[PrefixKey]
@@ -69,7 +69,7 @@ class RemoteTier:
         read_record: Record,
         *,
         seal: Seal | None = None,
-        breaker: CircuitBreaker | None = None,
+        breaker: StoreBreaker | None = None,
     ) -> None:
         self._objects = objects
         self._block_bytes = layout.nbytes
@@ -78,7 +78,7 @@ class RemoteTier:
         self._item_bytes = layout.torch_dtype.itemsize
         self._read_record = read_record
         self._seal = seal
-        self.breaker = breaker or CircuitBreaker()
+        self.breaker = breaker or StoreBreaker()
         self.economy = LoadEconomy()
         self._codecs = threading.local()
         self._lock = threading.Lock()
@@ -86,7 +86,7 @@ class RemoteTier:
         self._faults: Counter[MissReason] = Counter()
         self._logged_s = -LOG_EVERY_S
         self._publishing = threading.Lock()  # a purge waits for the block that is on its way
-        self._waiting: Queue[PrefixKey | Delivery | None] = Queue(MAX_WAITING)
+        self._waiting: Queue[PrefixKey | AwaitedBlocks | None] = Queue(MAX_WAITING)
         self._publisher = threading.Thread(
             target=self._publish_all, name="cachesvc-remote-write", daemon=True
         )
@@ -177,7 +177,7 @@ class RemoteTier:
 
     def deliver(self, keys: Sequence[PrefixKey]) -> "Future[int]":
         """As `publish`, for who waits: how many of the leading blocks the store has then."""
-        delivery = Delivery(keys)
+        delivery = AwaitedBlocks(keys)
         try:
             self._waiting.put_nowait(delivery)
         except Full:
@@ -191,7 +191,7 @@ class RemoteTier:
     def _publish_all(self) -> None:
         while (key := self._waiting.get()) is not None:
             try:
-                if isinstance(key, Delivery):
+                if isinstance(key, AwaitedBlocks):
                     self._deliver(key)
                     continue
                 with self._publishing:
@@ -201,7 +201,7 @@ class RemoteTier:
             finally:
                 self._waiting.task_done()
 
-    def _deliver(self, delivery: Delivery) -> None:
+    def _deliver(self, delivery: AwaitedBlocks) -> None:
         num_sent = 0
         try:
             for key in delivery.keys:
@@ -297,7 +297,7 @@ class RemoteTier:
                 left = self._waiting.get_nowait()
             except Empty:
                 break
-            if isinstance(left, Delivery):
+            if isinstance(left, AwaitedBlocks):
                 left.sent.set_result(0)
         self._waiting.put(None)
         self._publisher.join()

@@ -27,7 +27,7 @@ class TransferStats:
     seconds: Spread  # of each copy or job, which carries one block or several
 
 
-class Transfers:
+class TransferCounts:
     """One lane for each pair of neighbouring tiers; from a remote tier, once it has served."""
 
     def __init__(self, block_bytes: int) -> None:

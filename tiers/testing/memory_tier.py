@@ -13,7 +13,7 @@ from tiers.blocks.part import Part
 from tiers.disk.guard import DiskGuard
 from tiers.disk.sampling import WHOLE, in_order
 from tiers.errors import MissReason, TierClosed
-from tiers.policy.quota import Quotas, Shares
+from tiers.policy.quota import Quotas, QuotaShares
 from tiers.tier import Age, Loaded, Removed, Sample, TierName, TierStats
 from tiers.transfer.mover import Job, LoadJob, Mover, StoreJob, WriterTask
 
@@ -35,7 +35,7 @@ class MemoryTier:
         lasting_bytes: int = 0,
         fault_rate: float = 0.0,
         seed: int = 0,
-        shares: Shares | None = None,
+        shares: QuotaShares | None = None,
     ) -> None:
         """`block_bytes` is for the stats and the quotas; of these, `lasting_bytes` are what a frame
         gets that wants no more."""

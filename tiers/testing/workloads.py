@@ -18,7 +18,7 @@ _Source = Iterator[_Event]
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class ChatLoad:
     """Conversations that begin at a steady rate, go on with a probability, and think in between."""
 
     conversations_per_s: float = 1.0
@@ -67,7 +67,7 @@ class Documents:
     tenant: str = "documents"
 
 
-Workload = Chat | Agents | Scan | Documents
+Workload = ChatLoad | Agents | Scan | Documents
 
 
 def make_trace(name: str, workloads: Sequence[Workload], *, duration_s: float, seed: int) -> Trace:
@@ -90,7 +90,7 @@ def _start(
     workload: Workload, rng: random.Random, ids: Iterator[int], duration_s: float
 ) -> _Source:
     match workload:
-        case Chat():
+        case ChatLoad():
             return _chat(workload, rng, ids, duration_s)
         case Agents():
             return _agents(workload, rng, ids, duration_s)
@@ -100,7 +100,7 @@ def _start(
             return _documents(workload, rng, ids, duration_s)
 
 
-def _chat(chat: Chat, rng: random.Random, ids: Iterator[int], duration_s: float) -> _Source:
+def _chat(chat: ChatLoad, rng: random.Random, ids: Iterator[int], duration_s: float) -> _Source:
     prompts = [_fresh(ids, chat.system_blocks) for _ in range(chat.num_system_prompts)]
     ranks = _power_law(chat.num_system_prompts, 1.0)
 

@@ -23,7 +23,7 @@ from api.admin.parts import parts_of
 from api.cache.explorer import Explorer, Room
 from api.errors import InvalidRequest, Unsupported
 from tiers.blocks.keys import PrefixKey
-from tiers.blocks.tree import Node, TreeQuery, tree_json
+from tiers.blocks.tree import TreeNode, TreeQuery, tree_json
 from tiers.policy.retention import Pin
 from tiers.tier import TierName
 
@@ -200,7 +200,7 @@ def _hex(text: str) -> str:
     return digits
 
 
-def _leaves_off(node: Node) -> bool:
+def _leaves_off(node: TreeNode) -> bool:
     """Whether blocks that could be reached are not in the tree."""
     return node.left_off > 0 or any(map(_leaves_off, node.children))
 

@@ -10,7 +10,7 @@ from api.cache.owners import Owner
 from billing.errors import BillingError
 from billing.prices.book import PriceBook
 from tiers.blocks.keys import PrefixKey
-from tiers.blocks.tree import Node
+from tiers.blocks.tree import TreeNode
 from tiers.tier import TierName
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def rows_of(grown: Grown, costs: Costs, *, min_idle_s: float = 0.0) -> list[Scop
     return scopes
 
 
-def _walk(node: Node, owner: Owner | None, costs: Costs, level: int) -> Iterator[Row]:
+def _walk(node: TreeNode, owner: Owner | None, costs: Costs, level: int) -> Iterator[Row]:
     saved = costs.saved(owner, node.places[0], node.hit_tokens)
     yield Row(
         level=level,

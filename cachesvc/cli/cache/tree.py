@@ -14,13 +14,13 @@ from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, fail, note, print_json
 from cachesvc.config.places import disk_path
 from tiers.blocks.keys import PrefixKey
-from tiers.blocks.tree import MAX_DEPTH, Node, Tree, TreeQuery, tree_json
+from tiers.blocks.tree import MAX_DEPTH, Tree, TreeNode, TreeQuery, tree_json
 from tiers.disk.inspection.view import open_view
 from tiers.tier import TierName
 
 SHOWN = 10_000  # nodes of a tree: what a person or a page can still take in
 
-Label = Callable[[Node], str]
+Label = Callable[[TreeNode], str]
 
 
 NO_NAMES: Mapping[PrefixKey, str] = {}
@@ -66,7 +66,7 @@ def tree_from_json(told: Mapping[str, Any]) -> Tree:
     for scope in told["scopes"]:
         key = _key(scope["scope"])
         children = [_node(each) for each in scope["nodes"]]
-        roots.append(Node(key, key, children=children, left_off=scope["left_off"]))
+        roots.append(TreeNode(key, key, children=children, left_off=scope["left_off"]))
     return Tree(roots, told["num_blocks"], told["num_seen"])
 
 
@@ -76,8 +76,8 @@ def owners_in(told: Mapping[str, Any]) -> dict[PrefixKey, str]:
     return {key: owner for key, owner in found if key is not None and owner}
 
 
-def _node(told: Mapping[str, Any]) -> Node:
-    return Node(
+def _node(told: Mapping[str, Any]) -> TreeNode:
+    return TreeNode(
         _key(told["key"]),
         _key(told["last_key"]),
         num_blocks=told["num_blocks"],
@@ -96,7 +96,7 @@ def _key(text: str | None) -> PrefixKey | None:
     return PrefixKey(bytes.fromhex(text)) if text else None
 
 
-def key_label(node: Node) -> str:
+def key_label(node: TreeNode) -> str:
     """A node by its key; what is partly filled has none."""
     return node.key.hex()[:12] if node.key else "(partial)"
 
@@ -115,7 +115,7 @@ def tree_lines(
         yield f"{blocks} not shown: left off above, or a block before them is gone"
 
 
-def _below(node: Node, label: Label, indent: str) -> Iterator[str]:
+def _below(node: TreeNode, label: Label, indent: str) -> Iterator[str]:
     rows = len(node.children) + (node.left_off > 0)
     for number, child in enumerate(node.children, start=1):
         yield f"{indent}{'└─' if number == rows else '├─'} {label(child)} {told(child)}"
@@ -124,7 +124,7 @@ def _below(node: Node, label: Label, indent: str) -> Iterator[str]:
         yield f"{indent}└─ {node.left_off} more"
 
 
-def told(node: Node) -> str:
+def told(node: TreeNode) -> str:
     """`34 blocks, 2176 tokens`, and of the live index where they are and who uses them."""
     parts = [number_of(node.num_blocks, "block"), number_of(node.num_tokens, "token")]
     if node.runs == [(TierName.DISK, node.num_blocks)]:

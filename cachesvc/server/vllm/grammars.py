@@ -10,14 +10,14 @@ from typing import Any
 
 from cachesvc.server.vllm.params import structure_of
 from engine.grammar.compiler import GrammarCompiler
-from engine.structure import Grammar, GrammarState, Source
+from engine.structure import Grammar, GrammarSource, GrammarState
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedGrammar:
     """A grammar that compiles within the bounds, and the text that vLLM compiles again."""
 
-    source: Source
+    source: GrammarSource
     compiled: Grammar
 
     def begin(self, min_tokens: int) -> GrammarState:
@@ -30,11 +30,11 @@ class CheckedGrammars:
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
 
-    def known(self, source: Source, owner: str = "") -> Grammar | None:
+    def known(self, source: GrammarSource, owner: str = "") -> Grammar | None:
         found = self._compiler.known(source, owner)
         return CheckedGrammar(source, found) if found is not None else None
 
-    def compile(self, source: Source, owner: str = "") -> Grammar:
+    def compile(self, source: GrammarSource, owner: str = "") -> Grammar:
         return CheckedGrammar(source, self._compiler.compile(source, owner))
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from cachesvc.vllm.reports import PARAMETER
 from engine.errors import InvalidParameter
 from engine.request import Request
 from engine.scheduling.group import seed_of
-from engine.structure import Source, SourceKind
+from engine.structure import GrammarSource, SourceKind
 
 _MAX_SEED = (1 << 63) - 1  # vLLM's seeds are signed, and -1 is none
 _SAME_NAME = (
@@ -62,7 +62,7 @@ def sampling_of(
     }
 
 
-def structure_of(source: Source) -> dict[str, Any]:
+def structure_of(source: GrammarSource) -> dict[str, Any]:
     """vLLM's `StructuredOutputsParams`, by field."""
     if source.kind is SourceKind.JSON_OBJECT:
         return {"json_object": True}
