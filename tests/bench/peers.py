@@ -283,6 +283,7 @@ def main() -> None:
     given.lengths = given.lengths or LENGTHS
     if (given.vllm and not given.model) or (given.llama and not given.gguf):
         parser.error("--vllm needs --model, and --llama needs --gguf")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; its servers are stopped"))
     with tempfile.TemporaryDirectory(prefix="cachesvc-peers-") as folder:
         figures = measure(given, given.data_dir or Path(folder))
     text = json.dumps(figures, indent=1)
