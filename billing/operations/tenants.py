@@ -3,6 +3,7 @@
 from billing.money import parse_amount
 from billing.operations.books import Books
 from billing.reports.documents import Document, tenant_document
+from billing.reports.grants import grant_documents
 
 
 def list_tenants(books: Books) -> list[Document]:
@@ -11,9 +12,10 @@ def list_tenants(books: Books) -> list[Document]:
 
 
 def show_tenant(books: Books, *, tenant: str) -> Document:
-    """One tenant, with its projects."""
+    """One tenant, with its projects and what is left of its grants."""
     found = tenant_document(books.accounts.tenant(tenant))
-    return found | {"projects": books.accounts.projects(tenant)}
+    grants = grant_documents(books.store, tenant)
+    return found | {"projects": books.accounts.projects(tenant), "grants": grants}
 
 
 def create_tenant(

@@ -240,6 +240,21 @@ def test_one_is_one(shell: Shell) -> None:
     assert "rebuilt from 1 entry" in shell("ledger", "verify", "--rebuild")
 
 
+def test_a_grant_that_expires_is_given_and_shown(shell: Shell) -> None:
+    shell("tenants", "create", "acme")
+    shell("balance", "grant", "acme", "5", "--reference", "welcome", "--expires", "90d")
+    shell("balance", "grant", "acme", "1", "--reference", "sorry")
+    first, last = shell.json("tenants", "show", "acme")["grants"]
+    assert ("welcome", "5.00", "sorry", None) == (
+        first["reference"],
+        first["left"],
+        last["reference"],
+        last["expires_ns"],
+    )
+    said = shell("balance", "grant", "acme", "5", "--expires", "2020-01-01", code=1)
+    assert "2020-01-01 is not from today" in said
+
+
 def test_an_invoice_is_issued_written_and_marked(shell: Shell, tmp_path: Path) -> None:
     shell("tenants", "create", "acme")
     assert "nobody said who invoices are from" in shell("invoice", "parties", code=1)
