@@ -47,18 +47,6 @@ def asked(server: LiveServer, path: str, method: str = "GET", body: Any = None) 
         return found
 
 
-def assert_told_by_the_command_line(server: LiveServer, name: str, prompt: str) -> None:
-    """Before and after a request is sent, and where it parts from another."""
-    one, other = server.data_dir.parent / "one.json", server.data_dir.parent / "other.json"
-    one.write_text(json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 1}))
-    other.write_text(json.dumps({"model": "tiny", "prompt": prompt[:20] + "?" + prompt[21:]}))
-    quote = server.told("explain", "-f", str(one))
-    assert quote["hit_tokens"] == quote["prompt_tokens"] // BLOCK * BLOCK
-    assert quote["prompt_tokens"] == server.told("explain", name)["prompt_tokens"]
-    told = server.told("diff", str(one), str(other))
-    assert (20, False, prompt[8:20]) == (told["at_token"], told["same"], told["before"])
-
-
 def test_previous_response_id_goes_on_over_restarts_and_hits(server: LiveServer) -> None:
     answer: dict[str, Any] = {}
     for number in range(3):
@@ -99,12 +87,7 @@ def test_a_cache_is_kept_over_a_restart_and_hit(server: LiveServer) -> None:
     assert [made[name] for name in names[:2]] == [kept[name] for name in names[:2]]
     assert abs(made["expires_at"] - kept["expires_at"]) <= 2
     assert "tiny" == kept["model"]
-    question = law + "And then?"
-    quote = post(server, "/v1/cache/quote", prompt=question, max_tokens=1)
-    assert {"device": 0, "host": 0, "disk": made["num_tokens"]} == quote["hit_tokens_by_tier"]
-    answer = post(server, "/v1/completions", prompt=question, max_tokens=1)
-    assert quote["hit_tokens"] == answer["usage"]["prompt_cache_hit_tokens"]
+    answer = post(server, "/v1/completions", prompt=law + "And then?", max_tokens=1)
     assert answer["usage"]["prompt_cache_hit_tokens"] >= made["num_tokens"]
-    assert_told_by_the_command_line(server, answer["id"], question)
     assert asked(server, "/v1/caches/law", "DELETE")["deleted"]
     assert [] == asked(server, "/v1/caches")["data"]
