@@ -83,16 +83,6 @@ class KeyGate:
         return self._keys.authenticate(token)
 
 
-class OpenGate:
-    """A server without accounts: everyone is the same principal. It binds loopback only."""
-
-    def __init__(self, principal: Principal | None = None) -> None:
-        self._principal = principal or Principal("default", scopes=frozenset(Scope))
-
-    async def identify(self, authorization: str | None) -> Principal:
-        return self._principal
-
-
 @dataclass(frozen=True, slots=True)
 class Salts:
     """Salts of tenants and sharing groups. `groups` names each group's member tenants."""

@@ -69,10 +69,6 @@ class Scheduler:
         self.num_preemptions = 0
         self.prompt_tokens_computed = 0
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self.running) or len(self.waiting) > 0
-
     def add(self, sequence: Sequence) -> None:
         sequence.queued_ns = self._clock_ns()
         sequence.work = SPAN_WORK + sequence.num_tokens - self._num_cached(sequence)

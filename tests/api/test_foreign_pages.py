@@ -3,8 +3,7 @@
 import httpx
 import pytest
 
-from api.access.auth import OpenGate
-from api.testing import FakeHouse, fake_house
+from api.testing import FakeHouse, OpenGate, fake_house
 from billing.keys import Principal
 from tests.api.conftest import running
 

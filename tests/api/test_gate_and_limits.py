@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from limits.aio.storage import MemoryStorage
 from limits.errors import StorageError
 
-from api.access.auth import KeyGate, OpenGate, Salts, bearer_token
+from api.access.auth import KeyGate, Salts, bearer_token
 from api.access.circuit_breaker import CircuitBreaker
 from api.access.limits import LimitSettings, Quota, WindowLimits, open_storage
 from api.errors import MissingKey, MissingScope, RateLimited
-from api.testing import FakeHouse, Script, fake_house
+from api.testing import FakeHouse, OpenGate, Script, fake_house
 from billing.errors import KeyExpired, KeyRevoked, UnknownKey
 from billing.keys import Principal, Scope
 from billing.prices.cards import default_card

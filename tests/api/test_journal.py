@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import httpx
 from fastapi import FastAPI
 
-from api.access.auth import OpenGate
 from api.journal.journal import Journal, JournalSettings, Record, State
-from api.testing import FakeHouse, Script, fake_house
+from api.testing import FakeHouse, OpenGate, Script, fake_house
 from billing.gate.work import insufficient_balance
 from billing.keys import Principal, Scope
 from tests.api.conftest import quiet, running

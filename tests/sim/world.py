@@ -325,7 +325,8 @@ class World:
     def check_idle(self) -> None:
         """Nothing is in use, slots and frames are conserved, and nothing moves any more."""
         self.settle()
-        assert not self.engine._scheduler.has_work
+        assert not self.engine._scheduler.running
+        assert not len(self.engine._scheduler.waiting)
         for block in self._blocks():
             assert block.ref_count == 0 and block.busy == 0, block
         assert not self.engine._answers.groups and not self.engine._answers.sequences

@@ -206,12 +206,6 @@ class Pool:
         for frame in frames:
             self._forget(self._by_frame[frame])
 
-    def is_filling(self, frame: int, client: int) -> bool:
-        block = self._by_frame.get(frame)
-        return (
-            block is not None and block.state is NodeBlockState.FILLING and block.client == client
-        )
-
     # What the threads of the tier below have done.
 
     def work(self) -> None:

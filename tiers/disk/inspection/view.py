@@ -18,7 +18,7 @@ from tiers.disk.directory import (
     read_holder,
 )
 from tiers.disk.format.record import Header, unpack_header
-from tiers.disk.format.rows import DAY_S, Account, Day, Entry
+from tiers.disk.format.rows import Account, Day, Entry
 from tiers.disk.inspection.maintenance import Verified, pages, pages_by_age, verify
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.shard import Shard
@@ -74,18 +74,6 @@ class DiskSummary:
     def ratio(self) -> float:
         """Logical bytes per stored byte."""
         return self.logical_bytes / self.stored_bytes if self.stored_bytes else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Endurance:
-    """What the disk is asked to bear, from the days on record."""
-
-    num_days: int
-    written_bytes: int
-    written_bytes_per_day: float
-    hit_bytes: int  # logical bytes served
-    written_per_hit: float | None  # bytes written for each byte served; None before the first hit
-    years_left: float | None  # of a disk rated for `tbw_bytes`; None where none was given
 
 
 class DiskView:
@@ -181,17 +169,6 @@ class DiskView:
             for number, day in shard.days().items():
                 total[number] = total.get(number, Day()).plus(day)
         return dict(sorted(total.items()))
-
-    def endurance(self, now_s: float, tbw_bytes: float | None = None) -> Endurance:
-        """Bytes written per day and per byte served; how long a disk of `tbw_bytes` bears that."""
-        days = self.days()
-        written = sum(day.written_bytes for day in days.values())
-        served = sum(day.hit_bytes for day in days.values())
-        age_days = max(1.0, now_s / DAY_S - min(days, default=now_s / DAY_S))
-        rate = written / age_days
-        years = (tbw_bytes - written) / rate / 365 if tbw_bytes and rate else None
-        per_hit = written / served if served else None
-        return Endurance(len(days), written, rate, served, per_hit, years)
 
     def verify(self) -> Verified:
         """Read and check every block."""
