@@ -28,7 +28,7 @@ class CacheSurvey:
         self._looks = asyncio.Semaphore(AT_ONCE)
 
     async def __call__(self, job: Job) -> Sequence[Mapping[str, int]]:
-        if job.contents:
+        if any(job.contents):
             return []
         return [await self._found(job, prompt) for prompt in job.prompts]
 
