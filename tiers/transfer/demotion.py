@@ -151,6 +151,8 @@ class Demoter:
         while (pending or self._stores) and time.monotonic() < give_up:
             self._collect()
             batch = [pending.popleft() for _ in range(min(BLOCKS_PER_STORE, len(pending)))]
+            # One that was being written when the flush began may stand below by now.
+            batch = [block for block in batch if block.is_dirty]
             refused = [block for block in self._store(batch) if block.is_dirty]
             pending.extendleft(reversed(refused))
             if refused and not self._stores:
