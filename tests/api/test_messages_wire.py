@@ -88,7 +88,9 @@ async def test_claude_codes_request_is_a_chat(client: httpx.AsyncClient, house: 
         "tools: 1\n",
         "assistant: ",
     ] == sent(house).splitlines(keepends=True)
-    system = len("system: You are Claude Code.\n\nBe short.\n")
+    system = len(
+        "system: You are Claude Code.\n\nBe short.\nuser: "
+    )  # up to the first message's text
     keeps = house.meter.last.job.keeps
     assert [(3600, system), (300, len(house.engine.requests[-1].tokens))] == [
         (keep.for_s, keep.num_tokens) for keep in keeps

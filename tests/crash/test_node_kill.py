@@ -24,9 +24,10 @@ from tiers.tier import TierName
 NODE = """
 import sys
 from pathlib import Path
-from tiers.node.node import Node, NodeSettings
+from tiers.node.node import NodeServer, NodeSettings
 socket, disk = map(Path, sys.argv[1:])
-node = Node(NodeSettings(socket=socket, host_bytes=1 << 20, disk_dirs=(disk,), disk_bytes=64 << 20))
+sizes = {"host_bytes": 1 << 20, "disk_bytes": 64 << 20}
+node = NodeServer(NodeSettings(socket=socket, disk_dirs=(disk,), **sizes))
 node.open()
 print("ready", flush=True)
 node.run()

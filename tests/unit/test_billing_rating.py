@@ -45,12 +45,15 @@ PINNED = [
 
 
 def test_no_float_comes_near_money() -> None:
-    """Seconds may be floats; a module of amounts has no float literal, cast or division."""
+    """Seconds may be floats, and the lengths of a printed page; a module of amounts has no float
+    literal, cast or division."""
     timed = {
         "accounts.py", "documents.py", "ledger.py", "prover.py", "store.py",
-        "claim.py", "syncer.py", "testing.py",
+        "claim.py", "push.py", "syncer.py", "testing.py",
     }  # fmt: skip
     for path in Path(billing.__path__[0]).rglob("*.py"):
+        if path.name == "pdf.py":  # amounts reach it as text
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             where = f"{path.name}:{getattr(node, 'lineno', 0)}"
             assert not isinstance(getattr(node, "op", None), ast.Div) or _is_path(node), where
