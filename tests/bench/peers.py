@@ -126,6 +126,9 @@ class Server:
         return False
 
 
+REST_S = 2.0  # vLLM's workers spin for a second after a request, and take a core from who is next
+
+
 class Rounds:
     """The same questions to every server, in turn; `figures[server][measure]` by round."""
 
@@ -176,6 +179,7 @@ class Rounds:
             self.same[server.name].append(answers[server.name] == ours)
 
     def _note(self, server: Server, name: str, measure: Callable[[], float]) -> None:
+        time.sleep(REST_S)
         begun, (busy, total), own = time.perf_counter(), _processors(), server.cpu_s()
         self.figures[server.name][name].append(measure())
         if time.perf_counter() - begun > 0.2:
