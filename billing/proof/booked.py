@@ -1,0 +1,37 @@
+"""An entry as the checks of `billing.proof` see it, and how they say what is wrong with it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from billing.gate.entries import ACCOUNTS, Entry
+from billing.gate.work import TenantAccount
+from billing.money import format_units
+
+
+class Differs(Exception):
+    """An entry breaks an invariant, named as in `billing.proof.audit`."""
+
+    def __init__(self, invariant: str, message: str) -> None:
+        super().__init__(message)
+        self.invariant = invariant
+
+
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """An entry, read; `account` is as it was before the entry."""
+
+    entry: Entry
+    account: TenantAccount
+    postings: dict[str, int]
+    details: dict[str, Any]
+
+
+def same(invariant: str, found: dict[str, int], expected: dict[str, int]) -> None:
+    """Raise where postings are not what they should be."""
+    for name in ACCOUNTS:
+        if found.get(name, 0) != expected.get(name, 0):
+            raise Differs(
+                invariant,
+                f"it moves {format_units(found.get(name, 0))} on {name}, "
+                f"and {format_units(expected.get(name, 0))} is right",
+            )
