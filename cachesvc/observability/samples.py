@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import cachesvc
-from billing.ledger import LedgerStats
+from billing.group_commit import LedgerStats
 from tiers.histogram import Spread
 from tiers.tier import ShardStats, TierName, TierStats
 

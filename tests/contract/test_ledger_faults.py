@@ -125,7 +125,7 @@ def test_a_queue_that_is_full_refuses_at_once(
     house: TestLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pinned = house.ledger.book.at("model", house.clock(), "CNY")
-    monkeypatch.setattr("billing.ledger.QUEUE_LIMIT", 0)
+    monkeypatch.setattr("billing.group_commit.QUEUE_LIMIT", 0)
     with pytest.raises(LedgerUnavailable, match="too many"):
         house.ledger.reserve("acme", "r1", 0, pinned).result(10)
 
@@ -142,10 +142,10 @@ def test_nobody_waits_for_a_ledger_that_was_closed(url: str) -> None:
     with running_ledger(url) as house:
         pinned = house.ledger.book.at("model", house.clock(), "CNY")
         house.ledger.close()
-        house.ledger._open = True  # who looked the moment before
+        house.ledger._commits.is_open = True  # who looked the moment before
         with pytest.raises(LedgerClosed):
             house.ledger.reserve("acme", "r1", 0, pinned).result(10)
-        house.ledger._open = False
+        house.ledger._commits.is_open = False
 
 
 def test_a_hold_lives_no_longer_than_its_lease_and_a_sweep(house: TestLedger) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from billing.ledger import LedgerStats
+from billing.group_commit import LedgerStats
 from cachesvc.observability.metrics import Metrics, hit_class
 from cachesvc.observability.names import SPECS, VLLM_ALIASES
 from cachesvc.observability.samples import MoneyStats, Snapshots

@@ -1,0 +1,107 @@
+"""Ends what is over: holds of an earlier run, holds whose lease ended, grants that expired.
+
+Used by the ledger, on its thread between batches; each end is a command like any other.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from billing.errors import BillingError
+from billing.gate.commands import Command, Expire, Reap
+from billing.gate.entries import Entry
+from billing.gate.outcomes import Outcome
+from billing.gate.work import Settled
+from billing.prices.book import PriceBook
+from billing.store import expiring as store_expiring
+from billing.store.store import LedgerStore
+
+log = logging.getLogger(__name__)
+
+BATCH_LIMIT = 512  # of commands in one transaction
+
+
+class Sweeper:
+    """Knows one server's holds: `leases` says when each ends, by the monotonic clock."""
+
+    def __init__(
+        self,
+        store: LedgerStore,
+        book: Callable[[], PriceBook],
+        leases: dict[tuple[str, str], float],
+        *,
+        owner: str,
+        boot: str,
+        clock_ns: Callable[[], int],
+        observe: Callable[[Sequence[Entry]], None],
+    ) -> None:
+        self._store = store
+        self._book = book
+        self._leases = leases
+        self._owner = owner
+        self._boot = boot
+        self._clock_ns = clock_ns
+        self._observe = observe
+
+    def recover(self) -> int:
+        """Settle the holds of this server's earlier runs from their journaled progress; gives how
+        many."""
+        stale = [
+            Reap(hold.tenant, hold.request_id, Outcome.CRASHED, None)
+            for hold in self._store.all_holds()
+            if hold.owner == self._owner and hold.boot != self._boot
+        ]
+        starts = range(0, len(stale), BATCH_LIMIT)
+        done = sum(self._reap(stale[start : start + BATCH_LIMIT]) for start in starts)
+        if stale:
+            log.warning("settled %d requests that an earlier run left unfinished", len(stale))
+        return done
+
+    def sweep(self) -> int:
+        """End the holds whose lease is over; gives how many. Our own are timed by the monotonic
+        clock, so a jump of the wall clock does not end the hold of a running request."""
+        now_ns, now = self._clock_ns(), time.monotonic()
+        ended = [
+            Reap(hold.tenant, hold.request_id, Outcome.LAPSED, None if mine else now_ns)
+            for hold in self._store.all_holds()
+            for mine in [hold.boot == self._boot]
+            if (self._leases.get(hold.key, 0.0) <= now if mine else hold.expires_ns <= now_ns)
+        ]
+        for key, ends in list(self._leases.items()):  # of what was never held, too
+            if ends <= now:
+                self._leases.pop(key, None)
+        return self._reap(ended) if ended else 0
+
+    def expire(self) -> int:
+        """End the grants whose time is over; gives how many."""
+        now_ns = self._clock_ns()
+        with self._store.reading() as connection:
+            due = store_expiring.due_grants(connection, now_ns, BATCH_LIMIT)
+        if not due:
+            return 0
+        results, entries = self._store.apply(
+            [Expire(*grant) for grant in due], self._book(), self._clock_ns
+        )
+        self._observe(entries)
+        for result in results:
+            if isinstance(result, BillingError):
+                log.error("a grant cannot be ended: %s", result)
+        return len(entries)
+
+    def _reap(self, commands: list[Reap]) -> int:
+        """Settles these holds; one that cannot be read keeps no other from its end."""
+        try:
+            results, entries = self._store.apply(
+                cast(list[Command], commands), self._book(), self._clock_ns
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            if len(commands) > 1:
+                return sum(self._reap([command]) for command in commands)
+            log.error("a hold cannot be read: %s", commands[0], exc_info=error)
+            return 0
+        self._observe(entries)
+        for result in results:
+            if isinstance(result, BillingError):
+                log.error("a hold cannot be settled: %s", result)
+        return sum(isinstance(result, Settled) for result in results)
