@@ -47,7 +47,7 @@ async def must_exist(request: Request, tenant: str) -> None:
     if books is None:
         return
     if await asyncio.to_thread(books.accounts.find_tenant, tenant) is None:
-        raise RecordNotFound(f"no tenant is named {tenant!r}; see `cachesvc tenants list`")
+        raise RecordNotFound(f"no tenant is named {tenant!r}; see `cachesvc tenants show`")
 
 
 async def must_be_known(request: Request, name: str) -> None:
@@ -60,7 +60,7 @@ async def must_be_known(request: Request, name: str) -> None:
         return
     if await asyncio.to_thread(books.accounts.find_tenant, name) is None:
         raise RecordNotFound(
-            f"no tenant or sharing group is named {name[:64]!r}; see `cachesvc tenants list`"
+            f"no tenant or sharing group is named {name[:64]!r}; see `cachesvc tenants show`"
         )
 
 

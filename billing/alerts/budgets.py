@@ -100,7 +100,7 @@ def remove_budget(store: LedgerStore, name: str, *, by: str, now_ns: int, reason
     def write(connection: Connection) -> None:
         before = rows.find_budget(connection, name)
         if before is None:
-            raise UnknownBudget(f"there is no budget {name!r}; see `cachesvc budgets list`")
+            raise UnknownBudget(f"there is no budget {name!r}; see `cachesvc tenants budget`")
         rows.drop_budget(connection, name)
         _note(connection, "budget.remove", name, _payload(before), None, by, now_ns, reason)
 

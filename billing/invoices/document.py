@@ -63,7 +63,7 @@ def invoice_document(
     """The invoice of a month, without a number and a date."""
     account = store_reports.all_accounts(connection).get(tenant)
     if account is None:
-        raise UnknownTenant(f"tenant {tenant!r} does not exist; see `cachesvc tenants list`")
+        raise UnknownTenant(f"tenant {tenant!r} does not exist; see `cachesvc tenants show`")
     span, zone = month_days(month), parties.seller.zone
     places = minor_places(account.currency)
     shown = statement_of(connection, account, span, zone)

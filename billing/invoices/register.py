@@ -306,7 +306,8 @@ def _documents(
 def _find(connection: Connection, number: str, tenant: str | None = None) -> Invoice:
     row = rows.find_invoice(connection, number)
     if row is None or tenant not in (None, row["tenant"]):
-        raise UnknownInvoice(f"no invoice has the number {number[:40]!r}; see `invoice list`")
+        named = f"no invoice has the number {number[:40]!r}"
+        raise UnknownInvoice(f"{named}; see `cachesvc invoice show`")
     return Invoice(orjson.loads(row["text"]), _state(rows.marks_of(connection, number)))
 
 

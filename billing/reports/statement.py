@@ -135,7 +135,7 @@ def statement(store: LedgerStore, tenant: str, month: str, zone: tzinfo = UTC) -
     with store.reading() as connection:
         account = store_reports.all_accounts(connection).get(tenant)
         if account is None:
-            raise UnknownTenant(f"tenant {tenant!r} does not exist; see `cachesvc tenants list`")
+            raise UnknownTenant(f"tenant {tenant!r} does not exist; see `cachesvc tenants show`")
         return statement_of(connection, account, span, zone)
 
 

@@ -215,7 +215,7 @@ def charged(connection: Connection, query: Query, unit: Unit) -> Iterator[tuple[
 def _currencies(connection: Connection, tenant: str | None) -> dict[str, str]:
     found = {n: a.currency for n, a in store_reports.all_accounts(connection).items()}
     if tenant is not None and tenant not in found:
-        raise UnknownTenant(f"tenant {tenant!r} does not exist; see `cachesvc tenants list`")
+        raise UnknownTenant(f"tenant {tenant!r} does not exist; see `cachesvc tenants show`")
     return found
 
 

@@ -22,8 +22,7 @@ COMMANDS = {
     "node": Entry("cachesvc.cli.node:node", "Keep KV blocks for the engines of this machine"),
     "top": Entry("cachesvc.cli.top:top", "Watch the running server on one screen"),
     "monitor": Entry("cachesvc.cli.monitor:monitor", "Print what happens to blocks as it happens"),
-    "explain": Entry("cachesvc.cli.explain:explain", "Say why a prompt missed, or what would hit"),
-    "diff": Entry("cachesvc.cli.explain:diff", "Show where two prompts part"),
+    "explain": Entry("cachesvc.cli.explain:explain", "Say why a prompt missed, or will"),
     "doctor": Entry("cachesvc.cli.doctor:doctor", "Check this machine and say what to fix"),
     "cache": Entry("cachesvc.cli.cache.app:app", "Look into the disk tier and maintain it"),
     "config": Entry("cachesvc.cli.config:app", "Show every setting, its value and its origin"),
@@ -32,14 +31,13 @@ COMMANDS = {
     "usage": Entry(
         "cachesvc.cli.money.usage:app", "Tokens by class, what they cost and what hits saved"
     ),
-    "tenants": Entry("cachesvc.cli.money.tenants:app", "Create and list tenants"),
+    "tenants": Entry("cachesvc.cli.money.tenants:app", "Create, show and change tenants"),
     "keys": Entry("cachesvc.cli.money.keys:app", "Create, list and revoke API keys"),
-    "balance": Entry("cachesvc.cli.money.balance:app", "Show, grant and top up balances"),
-    "budgets": Entry("cachesvc.cli.money.budgets:app", "Tell when money runs out or runs away"),
+    "balance": Entry("cachesvc.cli.money.balance:app", "Book money in and out"),
     "invoice": Entry("cachesvc.cli.money.invoice:app", "Issue invoices that can be sent"),
     "admin": Entry("cachesvc.cli.admin:app", "Let people into the dashboard"),
-    "prices": Entry("cachesvc.cli.money.prices:app", "Lint, show, plan and apply rate cards"),
-    "ledger": Entry("cachesvc.cli.money.ledger:app", "Verify the ledger"),
+    "prices": Entry("cachesvc.cli.money.prices:app", "Show, check, plan and apply rate cards"),
+    "ledger": Entry("cachesvc.cli.money.ledger:app", "Prove, show and correct the ledger"),
 }
 
 
@@ -49,6 +47,8 @@ def load(name: str) -> Any:
 
 
 REMOVED = {
+    "budgets": "`cachesvc tenants budget`",
+    "diff": "`cachesvc explain`, with two requests",
     "latency": "`cachesvc top` and the dashboard show percentiles, GET /metrics has them",
 }
 

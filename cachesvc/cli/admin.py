@@ -16,7 +16,10 @@ from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 from cachesvc.config.places import default_data_dir
 from cachesvc.server.server_file import LiveServer, find_server
 
-_REMOVED = {"remove": "`cachesvc admin password NAME --remove`"}
+_REMOVED = {
+    "list": "`cachesvc admin password --list`",
+    "remove": "`cachesvc admin password NAME --remove`",
+}
 
 app = typer.Typer(cls=without(_REMOVED), no_args_is_help=True, help="Let people into the dashboard")
 
@@ -43,14 +46,20 @@ def password(
     name: Name = "admin",
     role: RoleOption = Role.ADMIN,
     remove: Annotated[bool, typer.Option("--remove", help="Take the password away")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Only list who has a password")] = False,
     reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
+    json: AsJson = False,
 ) -> None:
     """Set the password of a new or known admin, asked for here or read from standard input.
 
-    It holds at once, and the name's open sessions end.
+    It holds at once, and the name's open sessions end. Keys with the admin scope may log in as
+    well.
     """
+    if list_:
+        _list(data_dir, json)
+        return
     if remove:
         _remove(name, reason, data_dir, database)
         return
@@ -68,9 +77,7 @@ def password(
     note(f"{name} may log in as {role}")
 
 
-@app.command("list")
-def list_admins(data_dir: DataDir = None, json: AsJson = False) -> None:
-    """List who may log in with a password. Keys with the admin scope may as well."""
+def _list(data_dir: Path | None, json: bool) -> None:
     roles = Passwords(existing_data_dir(data_dir)).roles()
     if json:
         print_json([{"name": name, "role": role} for name, role in roles.items()])
@@ -82,7 +89,7 @@ def _remove(name: str, reason: str, data_dir: Path | None, database: str | None)
     path = existing_data_dir(data_dir)
     with books(path, database) as open_books:
         if not Passwords(path).remove(name):
-            fail(f"nobody named {name!r} has a password; `cachesvc admin list` shows who has")
+            fail(f"{name!r} has no password; `cachesvc admin password --list` shows who has")
         open_books.accounts.record("admin.remove", name, by=actor(), reason=reason)
     _end_sessions(path, name)
     note(f"{name} may not log in any more")

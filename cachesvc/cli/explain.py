@@ -1,6 +1,8 @@
-"""`cachesvc explain` and `cachesvc diff`: why a prompt missed, or will; where two prompts part."""
+"""`cachesvc explain`: why a prompt missed, or will; where two prompts part."""
 
 import json as jsons
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote as quoted
@@ -17,63 +19,49 @@ SHOWN = 40  # characters of each side of a difference
 
 
 def explain(
-    request_id: Annotated[
-        str | None, typer.Argument(help="A request's id, as its answer has it")
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="Or a request's body, not sent yet")
+    request: Annotated[
+        str, typer.Argument(help="A request's id, as its answer has it; or its body in a file")
+    ],
+    other: Annotated[
+        str | None, typer.Argument(help="Another: at which token the two prompts part")
     ] = None,
     tenant: Tenant = "default",
     data_dir: DataDir = None,
     json: AsJson = False,
 ) -> None:
-    """What of a request's prompt hit, and why the rest missed; or what would hit, and its price."""
-    if (request_id is None) == (file is None):
-        fail("give the id of a request, or the body of one by --file", 2)
+    """Why a prompt missed, what an unsent one would hit and cost, or where two prompts part.
+
+    Everything behind the first token that differs misses.
+    """
+    bodies = [_body(each) for each in (request, other) if each is not None]
     server = running_server(data_dir)
     try:
-        if file is not None:
-            body = {"tenant": tenant, "request": _body(file)}
-            told = server.post("/admin/api/cache/quote", body)
-        else:
-            told = server.get(f"/admin/api/requests/{quoted(request_id or '', safe='')}")
+        told, lines = _told(server, tenant, request, other, bodies)
     except LiveError as error:
         fail(str(error))
-    if json:
-        print_json(told)
-    elif file is not None:
-        typer.echo("\n".join(_quote_lines(told)))
-    else:
-        typer.echo("\n".join(_request_lines(told)))
+    print_json(told) if json else typer.echo("\n".join(lines()))
 
 
-def diff(
-    a: Annotated[str, typer.Argument(help="A request's body in a file, or a request's id")],
-    b: Annotated[str, typer.Argument(help="Another")],
-    tenant: Tenant = "default",
-    data_dir: DataDir = None,
-    json: AsJson = False,
-) -> None:
-    """The first token at which two prompts part: everything behind it misses."""
-    server = running_server(data_dir)
-    told = _compared(server, tenant, a, b)
-    if json:
-        print_json(told)
-    else:
-        typer.echo("\n".join(_diff_lines(told, a, b)))
+def _told(
+    server: LiveServer, tenant: str, request: str, other: str | None, bodies: list[Any]
+) -> tuple[Any, Callable[[], list[str]]]:
+    """What the server says, and what makes its lines. A body is None for a request's id."""
+    if other is not None:
+        a, b = (body or name for body, name in zip(bodies, (request, other), strict=True))
+        told = server.post("/admin/api/cache/diff", {"tenant": tenant, "a": a, "b": b})
+        return told, partial(_diff_lines, told, request, other)
+    if bodies[0] is not None:
+        told = server.post("/admin/api/cache/quote", {"tenant": tenant, "request": bodies[0]})
+        return told, partial(_quote_lines, told)
+    told = server.get(f"/admin/api/requests/{quoted(request, safe='')}")
+    return told, partial(_request_lines, told)
 
 
-def _compared(server: LiveServer, tenant: str, a: str, b: str) -> Any:
-    sides = [_body(Path(each)) if Path(each).exists() else each for each in (a, b)]
-    try:
-        return server.post(
-            "/admin/api/cache/diff", {"tenant": tenant, "a": sides[0], "b": sides[1]}
-        )
-    except LiveError as error:
-        fail(str(error))
-
-
-def _body(file: Path) -> Any:
+def _body(name: str) -> Any:
+    """The request in a file of this name; None where there is none, so that it is an id."""
+    file = Path(name)
+    if not file.exists():
+        return None
     try:
         return jsons.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

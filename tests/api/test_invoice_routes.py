@@ -53,7 +53,7 @@ async def test_an_admin_issues_marks_and_prints(client: httpx.AsyncClient, house
     assert ("INV-000001", "paid") == (issued["number"], issued["state"])  # nothing is due
     assert issued == (await client.post("/invoices", json=body)).json()
     assert issued == await ok(await client.get("/invoices/INV-000001"))
-    assert house.told("invoice", "list") == await ok(await client.get("/invoices"))
+    assert house.told("invoice", "show") == await ok(await client.get("/invoices"))
     page = await client.get("/invoices/INV-000001?format=html")
     assert "&lt;b&gt;Acme&lt;/b&gt;" in page.text and "<b>Acme" not in page.text
     assert "style-src 'sha256-" in page.headers["content-security-policy"]

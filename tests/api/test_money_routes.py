@@ -122,7 +122,7 @@ async def refused(answer: httpx.Response) -> tuple[int, str, str | None]:
 SPAN = "since=yesterday&until=today&timezone=Asia/Shanghai"
 FLAGS = ["--since", "yesterday", "--until", "today", "--timezone", "Asia/Shanghai"]
 READS = [
-    ("/tenants", ["tenants", "list"]),
+    ("/tenants", ["tenants", "show"]),
     ("/tenants/acme", ["tenants", "show", "acme"]),
     ("/keys", ["keys", "list"]),
     ("/prices", ["prices", "show"]),
@@ -134,7 +134,7 @@ READS = [
     (f"/usage/monthly?{SPAN}", ["usage", "--by", "month", *FLAGS]),
     (f"/usage/session?{SPAN}", ["usage", "--by", "session", *FLAGS]),
     ("/ledger/rerate", ["prices", "plan"]),
-    ("/audit", ["ledger", "trail"]),
+    ("/audit", ["ledger", "show", "--trail"]),
 ]
 
 

@@ -99,7 +99,7 @@ def test_a_tenant_is_made_funded_used_and_proved(shell: Shell) -> None:
     assert shell.json("usage", "--by", "day")[0]["requests"] == 1
     assert shell.json("usage", "--by", "session")[0]["period"] == "chat"
     assert shell.json("ledger", "verify")["ok"] is True
-    actions = [row["action"] for row in shell.json("ledger", "trail")]
+    actions = [row["action"] for row in shell.json("ledger", "show", "--trail")]
     assert actions == [
         *("tenant.create", "prices.apply"),  # of the server, for open mode
         *("balance.grant", "balance.topup", "tenant.create"),
@@ -119,9 +119,10 @@ def test_a_key_is_printed_once_and_listed_by_its_prefix(shell: Shell) -> None:
 def test_an_statement_a_receipt_and_an_export_are_printed(shell: Shell, tmp_path: Path) -> None:
     shell("tenants", "create", "acme")
     use(shell)
-    assert json.loads(shell("usage", "statement", "acme"))["exact"] == "0.000204"
-    assert shell("usage", "statement", "acme", "--format", "csv").startswith("tenant,")
-    page = shell("usage", "statement", "acme", "--format", "html")
+    statement = ("usage", "--statement", f"{NOW:%Y-%m}", "--tenant", "acme")
+    assert json.loads(shell(*statement))["exact"] == "0.000204"
+    assert shell(*statement, "--format", "csv").startswith("tenant,")
+    page = shell(*statement, "--format", "html")
     assert page.startswith("<!doctype html>")
     assert json.loads(shell("usage", "receipt", "acme", "r1"))["amount"] == "0.000204"
     out = tmp_path / "focus.csv"
@@ -139,14 +140,15 @@ def test_a_card_is_linted_planned_and_applied(shell: Shell, tmp_path: Path) -> N
     plan = shell.json("prices", "plan", str(good), "--days", "3660")
     assert plan["rows"][0]["planned"] == "0.000408"
     runner = CliRunner()
-    assert runner.invoke(app, ["prices", "lint", str(good)]).exit_code == 0
-    assert runner.invoke(app, ["prices", "lint", str(bad)]).exit_code == 1
+    assert runner.invoke(app, ["prices", "show", "--lint", str(good)]).exit_code == 0
+    assert runner.invoke(app, ["prices", "show", "--lint", str(bad)]).exit_code == 1
     shell("prices", "apply", str(bad), code=1)
     assert "in force from 2020-01-01" in shell("prices", "apply", str(good))
     assert "nothing changed" in shell("prices", "apply", str(good))
     good.write_text(CARD + MODEL.replace("miss=2", "miss=3"))
     assert "another version" in shell("prices", "apply", str(good), code=1)
-    assert len([t for t in shell.json("ledger", "trail") if t["action"] == "prices.apply"]) == 2
+    trail = shell.json("ledger", "show", "--trail")
+    assert len([t for t in trail if t["action"] == "prices.apply"]) == 2
     assert [card["version"] for card in shell.json("prices", "show")] == ["2024-08-02", "9"]
     changes = runner.invoke(
         app, ["prices", "show", "deepseek-launch", "--diff", str(good), "--json"]
@@ -175,7 +177,7 @@ def test_scopes_of_a_key_are_those_of_all_options(shell: Shell) -> None:
         (("ledger", "show", "nobody", "--holds"), "does not exist"),
         (("tenants", "create", "bolt", "--postpaid=-5"), "below zero"),
         (("keys", "revoke", "key_none"), "no API key"),
-        (("usage", "statement", "acme", "May"), "2026-11"),
+        (("usage", "--statement", "May", "--tenant", "acme"), "2026-11"),
         (("ledger", "correct", "acme", "r9", "--reason", "x"), "never charged"),
         (("ledger", "show", "acme", "r9"), "never charged"),
         *(
@@ -211,9 +213,9 @@ def test_everything_fits_80_columns(shell: Shell, monkeypatch: pytest.MonkeyPatc
     reads = (
         "usage",
         "usage --by day",
-        "ledger trail",
+        "ledger show --trail",
         "ledger show --holds",
-        "tenants list",
+        "tenants show",
         "keys list",
     )
     for command in (*reads, "prices show", "prices plan peak-off-peak"):
@@ -227,7 +229,7 @@ def test_everything_fits_80_columns(shell: Shell, monkeypatch: pytest.MonkeyPatc
 def test_the_trail_says_when_what_was_and_is_and_why(shell: Shell) -> None:
     shell("tenants", "create", "acme", "--reason", "signed up")
     shell("balance", "topup", "acme", "12.5", "--reason", "invoice 7")
-    newest, was, why, *_ = shell("ledger", "trail").splitlines()
+    newest, was, why, *_ = shell("ledger", "show", "--trail").splitlines()
     assert re.match(r" +\d+  \d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ  .*  balance.topup  acme/1$", newest)
     assert ("balance 0.00 -> 12.50", "why: invoice 7") == (was.strip(), why.strip())
 
@@ -262,10 +264,10 @@ def test_an_invoice_is_issued_written_and_marked(shell: Shell, tmp_path: Path) -
     file.write_text(PARTIES)
     assert "invoices are from Example Cloud" in shell("invoice", "parties", str(file))
     assert PARTIES == shell("invoice", "parties")
-    assert "is not over" in shell("invoice", "finalize", "acme", f"{NOW:%Y-%m}", code=1)
-    issued = shell.json("invoice", "finalize", "acme", LAST_MONTH)
+    assert "is not over" in shell("invoice", "issue", "acme", f"{NOW:%Y-%m}", code=1)
+    issued = shell.json("invoice", "issue", "acme", LAST_MONTH)
     assert ("INV-000001", "paid") == (issued["number"], issued["state"])
-    assert "INV-000001" in shell("invoice", "list")
+    assert "INV-000001" in shell("invoice", "show")
     assert issued == json.loads(shell("invoice", "show", "INV-000001"))
     assert "draft" == json.loads(shell("invoice", "show", "acme", f"{NOW:%Y-%m}"))["state"]
     for form, begins in (("html", b"<!doctype"), ("csv", b"number,"), ("pdf", b"%PDF-")):
@@ -275,7 +277,7 @@ def test_an_invoice_is_issued_written_and_marked(shell: Shell, tmp_path: Path) -
         shell("invoice", "show", "INV-000001", "--format", form, "--to", str(out))
         assert out.read_bytes().startswith(begins)
     why = ("--reason", "wrong")
-    assert "nothing of INV-000001" in shell("invoice", "credit", "INV-000001", *why, code=1)
+    assert "nothing of INV-000001" in shell("invoice", "issue", "INV-000001", *why, code=1)
     assert "void" in shell("invoice", "mark", "INV-000001", "void", *why)
     assert "is void" in shell("invoice", "mark", "INV-000001", "paid", *why, code=1)
 
@@ -288,7 +290,7 @@ def test_a_tenant_whose_currency_has_no_card_is_told(shell: Shell) -> None:
 
 
 FIELDS = {
-    "tenants list": """tenant currency prepaid credit_limit suspended granted topped_up owed balance
+    "tenants show": """tenant currency prepaid credit_limit suspended granted topped_up owed balance
         held available entries""",
     "keys list": """id prefix tenant project name scopes state created_ns expires_ns revoked_ns""",
     "usage --by month": """tenant period currency requests prompt_tokens hit_tokens
@@ -297,7 +299,7 @@ FIELDS = {
         cache_write_tokens storage_token_hours amount saved""",
     "prices show": """name version currency valid_from_ns time_zone minimum_cached_tokens windows
         holidays models""",
-    "ledger trail": "seq at_ns actor action subject before after reason",
+    "ledger show --trail": "seq at_ns actor action subject before after reason",
 }
 
 
@@ -335,7 +337,7 @@ def test_a_database_that_is_named_is_opened_beside_the_server(
     url = f"sqlite:///{tmp_path / 'other.sqlite3'}"
     closed.data_dir.mkdir()
     with Running(closed.data_dir, fake_parts(), fake_house()):
-        assert "keeps no accounts" in closed("tenants", "list", code=1)
+        assert "keeps no accounts" in closed("tenants", "show", code=1)
         closed("tenants", "create", "bolt", "--database-url", url)
         assert "does not exist" in closed("tenants", "show", "acme", "--database-url", url, code=1)
 

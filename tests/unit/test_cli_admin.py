@@ -28,7 +28,9 @@ def test_a_password_is_set_listed_and_taken_away_and_each_change_is_audited(
     assert SECRET not in given.output
     assert 0o700 == stat.S_IMODE(data_dir.stat().st_mode)
     assert Admin("bob", Role.READER) == Passwords(data_dir).verify("bob", SECRET)
-    assert [{"name": "bob", "role": "reader"}] == json.loads(run(data_dir, "list", "--json").stdout)
+    assert [{"name": "bob", "role": "reader"}] == json.loads(
+        run(data_dir, "password", "--list", "--json").stdout
+    )
     assert 0 == run(data_dir, "password", "bob", "--remove", "--reason", "left").exit_code
     assert Passwords(data_dir).verify("bob", SECRET) is None
     store = open_store(database_url(data_dir))
@@ -44,6 +46,6 @@ def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path: Path) -> None:
     short = run(tmp_path, "password", told="short\n")
     assert (1, True) == (short.exit_code, "12 to 1024" in short.output)
     nobody = run(tmp_path, "password", "eve", "--remove")
-    assert (1, True) == (nobody.exit_code, "nobody named 'eve'" in nobody.output)
+    assert (1, True) == (nobody.exit_code, "'eve' has no password" in nobody.output)
     unserved = run(tmp_path, "link")
     assert (1, True) == (unserved.exit_code, "cachesvc serve" in unserved.output)

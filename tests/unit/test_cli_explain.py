@@ -1,9 +1,12 @@
-"""What `cachesvc explain` and `cachesvc diff` print, of what a server told them."""
+"""What `cachesvc explain` prints, of what a server told them."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from cachesvc.cli import app
+from cachesvc.cli import app, explain
 from cachesvc.cli.explain import _diff_lines, _quote_lines
 
 QUOTE = {
@@ -48,7 +51,33 @@ def test_a_quote_says_where_hits_come_from_and_what_they_cost() -> None:
     assert "first token in 71 to 119 ms" == took
 
 
-@pytest.mark.parametrize("arguments", [[], ["id", "-f", "x.json"]])
-def test_one_request_is_asked_about(arguments: list[str]) -> None:
-    result = CliRunner().invoke(app, ["explain", *arguments])
-    assert (2, True) == (result.exit_code, "give the id of a request" in result.output)
+class Asked:
+    """A server that keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def get(self, path: str) -> Any:
+        self.asked.append(path)
+        return {}
+
+    def post(self, path: str, body: Any) -> Any:
+        self.asked.append((path, body))
+        return {}
+
+
+def test_a_file_is_a_request_that_was_not_sent_and_else_it_is_an_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, server = tmp_path / "request.json", Asked()
+    file.write_text('{"prompt": "hi"}')
+    monkeypatch.setattr(explain, "running_server", lambda _: server)
+    for arguments in (["cmpl-1"], [str(file)], ["cmpl-1", str(file)]):
+        result = CliRunner().invoke(app, ["explain", *arguments, "--json"])
+        assert 0 == result.exit_code, result.output
+    body = {"prompt": "hi"}
+    assert [
+        "/admin/api/requests/cmpl-1",
+        ("/admin/api/cache/quote", {"tenant": "default", "request": body}),
+        ("/admin/api/cache/diff", {"tenant": "default", "a": "cmpl-1", "b": body}),
+    ] == server.asked

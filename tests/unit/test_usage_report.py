@@ -160,9 +160,9 @@ def test_sums_of_a_split_are_the_whole(store: LedgerStore) -> None:
 
 
 def test_an_unknown_tenant_is_said(store: LedgerStore) -> None:
-    with pytest.raises(UnknownTenant, match="cachesvc tenants list"):
+    with pytest.raises(UnknownTenant, match="cachesvc tenants show"):
         report(store, Query(tenant="nobody"), Unit.DAY)
-    with pytest.raises(UnknownTenant, match="cachesvc tenants list"):
+    with pytest.raises(UnknownTenant, match="cachesvc tenants show"):
         by_session(store, Query(tenant="nobody"))
 
 

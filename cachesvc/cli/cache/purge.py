@@ -95,7 +95,7 @@ def _purge_stopped(
         fail(f"no model was served from {path} yet, so nothing of {kind} {name} can be there")
     with books(path, database_url) as open_books:
         if kind is Kind.TENANT and open_books.accounts.find_tenant(name) is None:
-            fail(f"no tenant is named {name!r}; see `cachesvc tenants list`")
+            fail(f"no tenant is named {name!r}; see `cachesvc tenants show`")
         signed = _purge_disk(path, order, roots)
         open_books.accounts.record("cache.purge", name, by=order.by, after=signed, reason=why)
     return signed

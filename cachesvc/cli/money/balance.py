@@ -14,6 +14,7 @@ from cachesvc.cli.money.tenants import print_tenant
 from cachesvc.cli.render import AsJson
 
 _REMOVED = {
+    "adjust": "`cachesvc ledger correct TENANT REFERENCE --to AMOUNT`",
     "show": "`cachesvc tenants show TENANT`",
     "chargeback": "`cachesvc balance withdraw TENANT AMOUNT --chargeback`",
 }
@@ -76,31 +77,6 @@ def withdraw(
     """Book money that you paid back: at most what is neither spent nor on hold."""
     kind = Booking.CHARGEBACK if chargeback else Booking.WITHDRAW
     _book(kind, tenant, amount, reference, reason, data_dir, database, json)
-
-
-@app.command()
-def adjust(
-    tenant: TenantName,
-    deposit: Annotated[str, typer.Argument(help="Reference of the top-up or grant")],
-    amount: Annotated[str, typer.Argument(help="What it should have been; 0 undoes it")],
-    reason: Why,
-    reference: Reference = None,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
-) -> None:
-    """Correct a mistyped top-up or grant by an entry of the difference."""
-    with operations(data_dir, database) as call:
-        adjusted = call(
-            balance.adjust_deposit,
-            tenant=tenant,
-            deposit=deposit,
-            amount=amount,
-            reference=reference,
-            by=actor(),
-            why=reason,
-        )
-        print_tenant(adjusted, json)
 
 
 def _book(

@@ -1,28 +1,19 @@
-"""`cachesvc budgets`: what tenants, keys, users and tags may spend before somebody is told."""
+"""`cachesvc tenants budget`: amounts of spending that somebody is told of."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from billing.alerts.budgets import BudgetSpan, Of
 from billing.operations import budgets
-from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, DataDir, Reason, actor
 from cachesvc.cli.money.operations import operations
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 
-_REMOVED = {"remove": "`cachesvc budgets set NAME --remove`"}
 
-app = typer.Typer(
-    cls=without(_REMOVED), no_args_is_help=True, help="Get told when spending passes an amount"
-)
-
-Name = Annotated[str, typer.Argument(help="Name of the budget", show_default=False)]
-
-
-@app.command("set")
-def set_(
-    name: Name,
+def budget(
+    name: Annotated[str | None, typer.Argument(help="Name of the budget  [list all]")] = None,
     tenant: Annotated[str, typer.Argument(help="Name of the tenant", show_default=False)] = "",
     amount: Annotated[
         str, typer.Argument(help="Decimal amount, such as 12.50", show_default=False)
@@ -37,11 +28,15 @@ def set_(
     reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
+    json: AsJson = False,
 ) -> None:
-    """Create, change or remove a budget.
+    """Create, change or remove a budget; or list them.
 
     The server alerts at 80 and 100 percent; it stops nothing.
     """
+    if name is None:
+        _list(data_dir, database, json)
+        return
     if not remove and not (tenant and amount):
         fail("say whose budget and how much: TENANT AMOUNT; or --remove", 2)
     with operations(data_dir, database) as call:
@@ -63,9 +58,7 @@ def set_(
     note(f"budget {name} is set; alerts go to the URL in `billing.alerts_to`")
 
 
-@app.command("list")
-def list_(data_dir: DataDir = None, database: DatabaseUrl = None, json: AsJson = False) -> None:
-    """List the budgets."""
+def _list(data_dir: Path | None, database: str | None, json: bool) -> None:
     with operations(data_dir, database) as call:
         found = call(budgets.list_budgets)
     if json:

@@ -12,56 +12,73 @@ from billing.invoices.register import InvoiceState
 from billing.invoices.render import Form
 from billing.operations import invoices
 from billing.reports.documents import Document
+from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import (
     NO_REASON,
     DatabaseUrl,
     DataDir,
     Reason,
-    TenantName,
     TenantOption,
     actor,
 )
-from cachesvc.cli.money.operations import operations
+from cachesvc.cli.money.operations import Operations, operations
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 
-app = typer.Typer(no_args_is_help=True, help="Issue invoices, and say what became of them")
+_REMOVED = {
+    "list": "`cachesvc invoice show`, without a number",
+    "finalize": "`cachesvc invoice issue TENANT MONTH`",
+    "credit": "`cachesvc invoice issue NUMBER`",
+}
+
+app = typer.Typer(
+    cls=without(_REMOVED),
+    no_args_is_help=True,
+    help="Issue invoices, and say what became of them",
+)
 
 Number = Annotated[str, typer.Argument(help="Such as INV-000012", show_default=False)]
-Month = Annotated[str, typer.Argument(help="Such as 2026-11", show_default=False)]
+Month = Annotated[str | None, typer.Argument(help="Such as 2026-11", show_default=False)]
 Why = Annotated[str, typer.Option("--reason", help="Reason for the audit trail")]
 COLUMNS = ("number", "kind", "tenant", "month", "state", "net", "total", "due", "due on")
 
 
-@app.command("list")
-def list_(
-    tenant: TenantOption = None,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
-) -> None:
-    """List invoices and credit notes, the newest first."""
-    with operations(data_dir, database) as call:
-        _show(call(invoices.list_invoices, tenant=tenant), json)
-
-
 @app.command()
 def show(
-    what: Annotated[str, typer.Argument(help="A number, or with MONTH a tenant")],
-    month: Annotated[str | None, typer.Argument(help="Such as 2026-11")] = None,
+    what: Annotated[
+        str | None, typer.Argument(help="A number, or with MONTH a tenant  [list all]")
+    ] = None,
+    month: Month = None,
+    tenant: TenantOption = None,
     form: Annotated[Form, typer.Option("--format", help="How to write it")] = Form.JSON,
     to: Annotated[Path | None, typer.Option("--to", help="A file  [standard output]")] = None,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
+    json: AsJson = False,
 ) -> None:
-    """Write an invoice: by its number, or a tenant's month, which is a draft until it is issued."""
+    """List invoices and credit notes, the newest first; or write one.
+
+    One is named by its number, or by tenant and month: until it is issued, that is a draft.
+    """
+    if what is None:
+        with operations(data_dir, database) as call:
+            _show(call(invoices.list_invoices, tenant=tenant), json)
+        return
+    if tenant is not None:
+        fail("--tenant is for the list; name a tenant's month as TENANT MONTH", 2)
     if to is None and form is Form.PDF and sys.stdout.isatty():
         fail("a PDF is no text: add --to FILE")
     with operations(data_dir, database) as call:
-        made: Any = (
-            call(invoices.show_invoice, number=what, format=form)
-            if month is None
-            else call(invoices.show_month, tenant=what, month=month, format=form)
-        )
+        made = _made(call, what, month, form)
+    _write(made, to)
+
+
+def _made(call: Operations, what: str, month: str | None, form: Form) -> Any:
+    if month is None:
+        return call(invoices.show_invoice, number=what, format=form)
+    return call(invoices.show_month, tenant=what, month=month, format=form)
+
+
+def _write(made: Any, to: Path | None) -> None:
     if isinstance(made, dict) and to is None:
         print_json(made)
         return
@@ -77,17 +94,32 @@ def show(
 
 
 @app.command()
-def finalize(
-    tenant: TenantName,
-    month: Month,
-    reason: Reason = NO_REASON,
+def issue(
+    what: Annotated[
+        str, typer.Argument(help="A tenant; or an invoice's number, for a credit note over it")
+    ],
+    month: Month = None,
+    reason: Annotated[
+        str | None, typer.Option(help="Reason for the audit trail; a credit note needs one")
+    ] = None,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Issue the invoice of a month that is over: it takes a number and never changes again."""
+    """Issue the invoice of a tenant's month that is over, or a credit note over an invoice.
+
+    It takes a number and never changes again. A credit note is over what `ledger correct` gave back
+    of the invoice's charges since.
+    """
+    by = actor()
     with operations(data_dir, database) as call:
-        issued = call(invoices.finalize_invoice, tenant=tenant, month=month, by=actor(), why=reason)
+        if month is not None:
+            why = reason or NO_REASON
+            issued = call(invoices.finalize_invoice, tenant=what, month=month, by=by, why=why)
+        elif reason is None:
+            fail("a credit note needs --reason; for an invoice say TENANT MONTH", 2)
+        else:
+            issued = call(invoices.credit_invoice, number=what, by=by, why=reason)
     _one(issued, json)
 
 
@@ -104,20 +136,6 @@ def mark(
     with operations(data_dir, database) as call:
         marked = call(invoices.mark_invoice, number=number, state=state, by=actor(), why=reason)
     _one(marked, json)
-
-
-@app.command()
-def credit(
-    number: Number,
-    reason: Why,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
-) -> None:
-    """Issue a credit note over what `ledger correct` gave back of an invoice's charges since."""
-    with operations(data_dir, database) as call:
-        issued = call(invoices.credit_invoice, number=number, by=actor(), why=reason)
-    _one(issued, json)
 
 
 @app.command()
@@ -159,4 +177,4 @@ def _show(found: list[Document], json: bool) -> None:
     rows = [[str(each.get(name) or "") for name in names] for each in found]
     print_table(COLUMNS, rows, right=("net", "total", "due"), spare=("kind", "net"))
     if not found:
-        note("no invoice was issued; `cachesvc invoice finalize TENANT MONTH` issues one")
+        note("no invoice was issued; `cachesvc invoice issue TENANT MONTH` issues one")

@@ -14,6 +14,7 @@ from api.format import number_of
 from billing.errors import BillingError
 from billing.money import format_units
 from billing.operations import ledger as ledgers
+from billing.operations.balance import adjust_deposit
 from billing.prices.book import NS
 from billing.proof import audit
 from billing.reports.documents import Document, proof_document
@@ -29,6 +30,7 @@ from cachesvc.cli.money.books import (
 )
 from cachesvc.cli.money.operations import operations
 from cachesvc.cli.money.refunds import refund
+from cachesvc.cli.money.tenants import print_tenant
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 
 _REMOVED = {
@@ -37,6 +39,7 @@ _REMOVED = {
     "holds": "`cachesvc ledger show --holds`",
     "rerate": "`cachesvc prices plan`, without a card",
     "refund": "`cachesvc ledger correct --batch FILE`",
+    "trail": "`cachesvc ledger show --trail`",
 }
 
 app = typer.Typer(cls=without(_REMOVED), no_args_is_help=True, help="Prove and correct the ledger")
@@ -107,17 +110,27 @@ def show(
     holds: Annotated[
         bool, typer.Option("--holds", help="What running requests have on hold, and for how long")
     ] = False,
+    trail: Annotated[
+        bool, typer.Option("--trail", help="What administrators changed, newest first")
+    ] = False,
+    limit: Annotated[
+        int, typer.Option(min=1, max=MOST_ROWS, help="With --trail: at most this many")
+    ] = 50,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Print the charge of a request and what corrected it, as JSON; or list the holds."""
+    """Print the charge of a request and what corrected it, as JSON; or list holds or changes."""
     if holds:
         with operations(data_dir, database) as call:
             _print_holds(call(ledgers.list_holds, tenant=tenant), json)
         return
+    if trail:
+        with operations(data_dir, database) as call:
+            _print_trail(call(ledgers.admin_trail, limit=limit), json)
+        return
     if tenant is None or request_id is None:
-        fail("say which request: TENANT REQUEST_ID; or --holds for what is on hold", 2)
+        fail("say which request: TENANT REQUEST_ID; or --holds, or --trail", 2)
     with operations(data_dir, database) as call:
         found = call(ledgers.list_entries, tenant=tenant, request_id=request_id)
     if not found:
@@ -129,8 +142,13 @@ def show(
 def correct(
     reason: Annotated[str, typer.Option(help="Why; kept in the entry")],
     tenant: Annotated[str | None, typer.Argument(help="Name of the tenant")] = None,
-    request_id: Annotated[str | None, typer.Argument(help="Id of the request")] = None,
+    request_id: Annotated[
+        str | None, typer.Argument(help="Id of the request; or with --to a deposit's reference")
+    ] = None,
     amount: Annotated[str | None, typer.Option(help="Give back this much  [all of it]")] = None,
+    to: Annotated[
+        str | None, typer.Option(help="What a top-up or grant should have been; 0 undoes it")
+    ] = None,
     reference: Annotated[
         str | None, typer.Option(help="Your own id; the same id is booked once")
     ] = None,
@@ -143,13 +161,30 @@ def correct(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Give back a charge by a new entry that names it, or a whole batch."""
+    """Give back a charge by a new entry that names it, or a batch of them; or put a deposit right.
+
+    A mistyped top-up or grant stays; an entry of the difference follows it.
+    """
     with operations(data_dir, database) as call:
         if batch is not None:
             refund(call, batch, approve, reason=reason)
             return
         if tenant is None or request_id is None:
             fail("say what to give back: TENANT REQUEST_ID, or --batch FILE", 2)
+        if to is not None:
+            if amount is not None:
+                fail("--amount gives a charge back, --to puts a deposit right: leave one out", 2)
+            adjusted = call(
+                adjust_deposit,
+                tenant=tenant,
+                deposit=request_id,
+                amount=to,
+                reference=reference,
+                by=actor(),
+                why=reason,
+            )
+            print_tenant(adjusted, json=False)
+            return
         entry = call(
             ledgers.correct_charge,
             tenant=tenant,
@@ -162,18 +197,8 @@ def correct(
     note(f"entry {entry['entry']} gives back {entry['amount']} {entry['currency']}")
 
 
-@app.command()
-def trail(
-    limit: Annotated[
-        int, typer.Option(min=1, max=MOST_ROWS, help="At most this many, newest first")
-    ] = 50,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
-) -> None:
-    """Show what administrators changed: who, what, before, after and why."""
-    with operations(data_dir, database) as call:
-        found = call(ledgers.admin_trail, limit=limit)
+def _print_trail(found: list[Document], json: bool) -> None:
+    """Who, what, before, after and why."""
     if json:
         print_json(found)
         return

@@ -35,18 +35,20 @@ from cachesvc.cli.money.operations import operations
 from cachesvc.cli.money.refunds import write_batch
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 
-_REMOVED = {"diff": "`cachesvc prices show CARD --diff CARD`"}
+_REMOVED = {
+    "diff": "`cachesvc prices show CARD --diff CARD`",
+    "lint": "`cachesvc prices show CARD --lint`",
+}
 
 app = typer.Typer(
-    cls=without(_REMOVED), no_args_is_help=True, help="Lint, show, plan and apply rate cards"
+    cls=without(_REMOVED), no_args_is_help=True, help="Show, check, plan and apply rate cards"
 )
 
 Card = Annotated[str, typer.Argument(help="A TOML file, or the name of a shipped card")]
 
 
-@app.command("lint")
-def lint_card(card: Card, json: AsJson = False) -> None:
-    """Refuse a card that can be gamed, loses money against its stated cost, or is unclear."""
+def _lint(card: str, json: bool) -> None:
+    """Ends with 1 where the card can be gamed or loses money against its stated cost."""
     found = lint(_card(card))
     if json:
         print_json([finding_document(finding) for finding in found])
@@ -63,11 +65,19 @@ def show(
     diff: Annotated[
         str | None, typer.Option(metavar="CARD", help="Only what differs in this other card")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--lint", help="Only what is wrong with it: gamed, below cost, unclear")
+    ] = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
     """Show the prices of a card, or of those that were applied."""
+    if check:
+        if card is None:
+            fail("--lint checks one card: name it", 2)
+        _lint(card, json)
+        return
     if diff is not None:
         _print_diff(card, diff, json)
         return

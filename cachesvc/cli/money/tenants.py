@@ -18,10 +18,12 @@ from cachesvc.cli.money.books import (
     actor,
     limit_text,
 )
+from cachesvc.cli.money.budgets import budget
 from cachesvc.cli.money.operations import operations
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_pairs, print_table
 
 _REMOVED = {
+    "list": "`cachesvc tenants show`, without a name",
     "limit": "`cachesvc tenants set TENANT --postpaid AMOUNT`",
     "suspend": "`cachesvc tenants set TENANT --suspend`",
     "resume": "`cachesvc tenants set TENANT --resume`",
@@ -29,8 +31,9 @@ _REMOVED = {
 }
 
 app = typer.Typer(
-    cls=without(_REMOVED), no_args_is_help=True, help="Create, list and change tenants"
+    cls=without(_REMOVED), no_args_is_help=True, help="Create, show and change tenants"
 )
+app.command()(budget)
 
 Limit = Annotated[
     str | None,
@@ -63,16 +66,23 @@ def create(
     _warn_unpriced(made["currency"], cards, json)
 
 
-@app.command("list")
-def list_tenants(
-    data_dir: DataDir = None, database: DatabaseUrl = None, json: AsJson = False
+@app.command()
+def show(
+    tenant: Annotated[str | None, typer.Argument(help="Name of the tenant  [all]")] = None,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+    json: AsJson = False,
 ) -> None:
-    """List tenants and their balances."""
+    """Show one tenant, its projects and its balance; or list all tenants."""
     with operations(data_dir, database) as call:
+        if tenant is not None:
+            print_tenant(call(tenants.show_tenant, tenant=tenant), json)
+            return
         found = call(tenants.list_tenants)
-    if json:
-        print_json(found)
-        return
+    print_json(found) if json else _print_tenants(found)
+
+
+def _print_tenants(found: list[Document]) -> None:
     columns = ("tenant", "kind", "currency", "granted", "topped up", "owed", "held", "available")
     print_table(
         columns,
@@ -92,15 +102,6 @@ def list_tenants(
         right=columns[3:],
         spare=("held", "granted", "topped up"),
     )
-
-
-@app.command()
-def show(
-    tenant: TenantName, data_dir: DataDir = None, database: DatabaseUrl = None, json: AsJson = False
-) -> None:
-    """Show one tenant, its projects and its balance."""
-    with operations(data_dir, database) as call:
-        print_tenant(call(tenants.show_tenant, tenant=tenant), json)
 
 
 @app.command("set")

@@ -24,19 +24,19 @@ from cachesvc.cli.money.books import (
     MOST_ROWS,
     DatabaseUrl,
     DataDir,
-    TenantName,
     TenantOption,
     books,
 )
 from cachesvc.cli.money.operations import Operations, operations
 from cachesvc.cli.money.receipts import receipt
-from cachesvc.cli.render import AsJson, note, print_json, print_table
+from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
 from cachesvc.config.places import local_zone_name
 
 _REMOVED = {
     "daily": "`cachesvc usage --by day`",
     "monthly": "`cachesvc usage --by month`",
     "session": "`cachesvc usage --by session`",
+    "statement": "`cachesvc usage --statement MONTH --tenant TENANT`",
     "statusline": "`cachesvc usage --line`",
     "receipt-keys": "`cachesvc usage receipt --public-keys`",
     "verify-receipt": "`cachesvc usage receipt --check FILE`",
@@ -44,10 +44,6 @@ _REMOVED = {
 
 app = typer.Typer(cls=without(_REMOVED))
 app.command()(receipt)
-
-Timezone = Annotated[
-    str, typer.Option(help="Where days begin: UTC, local, or a name such as Asia/Shanghai")
-]
 
 
 class By(StrEnum):
@@ -81,6 +77,12 @@ def usage(
     line: Annotated[
         bool, typer.Option("--line", help="Today and this month in one line, in local time")
     ] = False,
+    statement: Annotated[
+        str | None, typer.Option(metavar="MONTH", help="Only a tenant's month, such as 2026-11")
+    ] = None,
+    form: Annotated[
+        StatementForm, typer.Option("--format", help="How to print a statement")
+    ] = StatementForm.JSON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
@@ -94,6 +96,9 @@ def usage(
     if by is None and not line and (since or until or breakdown):
         by = By.DAY
     zone = _checked_span(since, until, timezone or "UTC")
+    if statement is not None:
+        _print_statement(tenant, statement, zone, form, data_dir, database)
+        return
     with operations(data_dir, database) as call:
         if line:
             _print_line(call, tenant, timezone or "local", json)
@@ -190,24 +195,21 @@ def _units(periods: list[Document], name: str) -> int:
     return sum(parse_amount(period[name]) for period in periods)
 
 
-@app.command()
-def statement(
-    tenant: TenantName,
-    month: Annotated[str | None, typer.Argument(help="Such as 2026-11  [this month]")] = None,
-    form: Annotated[StatementForm, typer.Option("--format", help="How to print it")] = (
-        StatementForm.JSON
-    ),
-    timezone: Timezone = "UTC",
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
+def _print_statement(
+    tenant: str | None,
+    month: str,
+    zone: str,
+    form: StatementForm,
+    data_dir: Path | None,
+    database: str | None,
 ) -> None:
-    """Print a tenant's month as JSON, CSV or a page for a printer."""
+    """A tenant's month as JSON, CSV or a page for a printer."""
     from billing.reports.statement import month_days  # it brings the templates of pages
 
-    month = month or datetime.now(_zone(timezone)).strftime("%Y-%m")
+    if tenant is None:
+        fail("a statement is one tenant's: add --tenant NAME", 2)
     with operations(data_dir, database) as call:
         month_days(month)
-        zone = _sent_zone(timezone)
         made: Any = call(
             usages.make_statement, tenant=tenant, month=month, timezone=zone, format=form
         )
