@@ -44,21 +44,7 @@ class Outbox:
 
     def take(self, alerts: Iterable[Alert], now_ns: int) -> int:
         """Keep the alerts that are new; gives how many."""
-        messages = [
-            {
-                "id": alert.id,
-                "at_ns": now_ns,
-                "body": self._event(alert, now_ns),
-                "attempts": 0,
-                "next_ns": now_ns,
-                "delivered_ns": None,
-            }
-            for alert in alerts
-        ]
-        if not messages:
-            return 0
-        store = self._store
-        return len(store.retrying(lambda open_: rows.add_messages(store, open_, messages)))
+        return keep(self._store, alerts, now_ns, source=self._source)
 
     def deliver(self, now_ns: int) -> int:
         """Post what is due; gives how many the receiver took."""
@@ -96,19 +82,6 @@ class Outbox:
     def _host(self) -> str:
         return urllib.request.Request(self._url).host or ""  # noqa: S310  for the log only
 
-    def _event(self, alert: Alert, now_ns: int) -> str:
-        event = {
-            "specversion": "1.0",
-            "id": alert.id,
-            "source": self._source,
-            "type": alert.type,
-            "time": datetime.fromtimestamp(now_ns // NS, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "subject": alert.data["tenant"],
-            "datacontenttype": "application/json",
-            "data": alert.data,
-        }
-        return orjson.dumps(event).decode()
-
     def _post(self, name: str, body: str, now_ns: int) -> str | None:
         """None once it was taken, else why it was not."""
         headers = {
@@ -124,6 +97,38 @@ class Outbox:
         except (OSError, http.client.HTTPException) as error:
             return str(error) or type(error).__name__
         return None
+
+
+def keep(store: LedgerStore, alerts: Iterable[Alert], now_ns: int, *, source: str) -> int:
+    """Keep the alerts that are new, for a server to deliver; gives how many."""
+    messages = [
+        {
+            "id": alert.id,
+            "at_ns": now_ns,
+            "body": _event(alert, now_ns, source),
+            "attempts": 0,
+            "next_ns": now_ns,
+            "delivered_ns": None,
+        }
+        for alert in alerts
+    ]
+    if not messages:
+        return 0
+    return len(store.retrying(lambda open_: rows.add_messages(store, open_, messages)))
+
+
+def _event(alert: Alert, now_ns: int, source: str) -> str:
+    event = {
+        "specversion": "1.0",
+        "id": alert.id,
+        "source": source,
+        "type": alert.type,
+        "time": datetime.fromtimestamp(now_ns // NS, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "subject": alert.data["tenant"],
+        "datacontenttype": "application/json",
+        "data": alert.data,
+    }
+    return orjson.dumps(event).decode()
 
 
 def signature(secret: bytes, name: str, at_s: int, body: str) -> dict[str, str]:

@@ -77,6 +77,7 @@ class Buyer:
     address: tuple[str, ...]
     tax_id: str = ""
     reference: str = ""  # the buyer's own, such as the number of an order
+    external_id: str = ""  # what Stripe or Lago call this buyer
     note: str = ""
     payment_days: int | None = None
     taxes: tuple[Tax, ...] | None = None

@@ -8,7 +8,7 @@ one: at least once. Ids are stable (`tenant/number`), and the receiver drops wha
 import fcntl
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,29 +42,37 @@ CHUNK = 1_000
 Sink = Callable[[list[Entry]], None]
 
 
-def drain(store: LedgerStore, name: str, sink: Sink) -> int:
+def drain(
+    store: LedgerStore,
+    name: str,
+    sink: Sink,
+    *,
+    chunk: int | None = None,
+    skipped: Collection[str] = (),
+) -> int:
     """Hand every entry after this export's position to `sink`, in chunks; gives how many.
 
     `sink` returns when the chunk is safe; if it raises, the position stays before that chunk.
+    Tenants in `skipped` keep their position.
     """
     with store.reading() as connection:
         positions = store_reports.cursors(connection, name)
         accounts = store_reports.all_accounts(connection)
     sent = 0
     for tenant, account in accounts.items():
-        position = positions.get(tenant, 0)
+        position = account.seq if tenant in skipped else positions.get(tenant, 0)
         while position < account.seq:
-            chunk = _chunk(store, tenant, position)
-            sink(chunk)
-            position = chunk[-1].seq
+            found = _chunk(store, tenant, position, chunk or CHUNK)
+            sink(found)
+            position = found[-1].seq
             store_reports.advance(store, name, {tenant: position})
-            sent += len(chunk)
+            sent += len(found)
     return sent
 
 
-def _chunk(store: LedgerStore, tenant: str, after: int) -> list[Entry]:
+def _chunk(store: LedgerStore, tenant: str, after: int, size: int) -> list[Entry]:
     with store.reading() as connection:
-        last = after + CHUNK
+        last = after + size
         return list(store_reports.stream_entries(connection, tenant, after=after, until=last))
 
 

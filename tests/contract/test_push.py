@@ -5,7 +5,6 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,10 @@ import pytest
 
 from billing.errors import ExportError
 from billing.money import UNITS
-from billing.reports import export, push
-from billing.reports.push import Receiver, read_events, reconcile
+from billing.push import cloudevents, delivery, post
+from billing.push.cloudevents import CloudEvents
+from billing.push.reconcile import read_events, reconcile
+from billing.store import alerts
 from billing.testing import TestLedger
 from billing.usage import Usage
 
@@ -27,7 +28,8 @@ class Meter:
 
     def __init__(self, seed: int) -> None:
         self.dice, self.events, self.tokens = random.Random(seed), [], set[str | None]()
-        self.is_wild, self.refusal, self.num_asked = True, b"", 0
+        self.is_wild, self.num_asked, self.poison = True, 0, ""
+        self.refusal: tuple[int, bytes] | None = None
         meter = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -35,10 +37,12 @@ class Meter:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 meter.tokens.add(self.headers["authorization"])
                 meter.num_asked += 1
-                if meter.refusal:
-                    self.send_response(400)
+                is_poisoned = meter.poison in [event["id"] for event in body]
+                refusal = (400, b"no such meter") if is_poisoned else meter.refusal
+                if refusal:
+                    self.send_response(refusal[0])
                     self.end_headers()
-                    self.wfile.write(meter.refusal)
+                    self.wfile.write(refusal[1])
                     return
                 what = meter.dice.choice(["take", "take", "twice", "refuse", "lose the answer"])
                 what = what if meter.is_wild else "take"
@@ -75,9 +79,8 @@ class Meter:
 
 @pytest.fixture
 def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meter]:
-    monkeypatch.setattr(push, "FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(push, "BATCH", 3)
-    monkeypatch.setattr(export, "CHUNK", 7)
+    monkeypatch.setattr(post, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(cloudevents.CloudEvents, "batch", 3)
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     meter = Meter(seed)
@@ -87,10 +90,12 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meter]:
 
 def drain(house: TestLedger, meter: Meter) -> None:
     """As often as it takes: a cron job runs it again."""
-    sink = partial(Receiver(meter.url, "secret").take, source=SOURCE)
     for _ in range(100):
         with suppress(ExportError):
-            export.drain(house.ledger.store, "push", sink)
+            done = delivery.deliver(
+                house.ledger.store, "push", CloudEvents(meter.url, "secret", SOURCE)
+            )
+            assert not done.refused
             return
     raise AssertionError("never taken")
 
@@ -129,16 +134,54 @@ def test_what_a_receiver_lost_changed_or_made_up_is_named(
     assert (False, 1) == (report["ok"], report["repeated"])
 
 
-def test_a_receiver_that_refuses_is_told_and_nothing_is_skipped(
+def test_an_event_that_is_refused_is_kept_told_and_tried_again(
     house: TestLedger, meter: Meter
 ) -> None:
     house.fund(UNITS)
-    meter.is_wild, meter.refusal = False, b"no such meter"
-    sink = partial(Receiver(meter.url).take, source=SOURCE)
-    with pytest.raises(ExportError, match="400 no such meter; they are sent again"):
-        export.drain(house.ledger.store, "push", sink)
+    for number in range(5):
+        house.charge(f"r{number}", Usage(miss=number))
+    meter.is_wild, meter.poison = False, "acme/3"
+    store, to = house.ledger.store, CloudEvents(meter.url, "", SOURCE)
+    done = delivery.deliver(store, "push", to)
+    assert {"acme/3": "400 no such meter"} == done.refused
+    assert 6 == done.sent
+    with store.reading() as connection:
+        (told,) = alerts.due_messages(connection, 2**62, 10)
+    assert "cachesvc.export.refused.v1" == json.loads(told["body"])["type"]
+    report = reconcile(store, "push", SOURCE, read_events(meter.url))
+    assert (False, 1, ["acme/3"]) == (report.ok, report.refused, report.missing)
+    again = delivery.deliver(store, "push", to)
+    assert (0, ["acme/3"]) == (again.sent, list(again.refused))
+    meter.poison = ""
+    assert {} == delivery.deliver(store, "push", to).refused
+    assert reconcile(store, "push", SOURCE, read_events(meter.url)).ok
+    assert 6 == len(meter.events)
+
+
+def test_a_receiver_that_refuses_everything_is_set_up_wrongly_and_nothing_is_skipped(
+    house: TestLedger, meter: Meter
+) -> None:
+    house.fund(UNITS)
+    for number in range(30):
+        house.charge(f"r{number}", Usage(miss=number))
+    meter.is_wild, meter.refusal = False, (400, b"no such meter")
+    store, to = house.ledger.store, CloudEvents(meter.url, "", SOURCE)
+    with pytest.raises(ExportError, match=r"refused the first 20 events.*no such meter"):
+        delivery.deliver(store, "push", to)
+    meter.refusal = None
+    drain(house, meter)
+    assert reconcile(store, "push", SOURCE, read_events(meter.url)).ok
+    assert 31 == len(meter.events)
+
+
+def test_a_wrong_key_stops_the_export_at_once(house: TestLedger, meter: Meter) -> None:
+    house.fund(UNITS)
+    meter.is_wild, meter.refusal = False, (401, b"no such key")
+    to = CloudEvents(meter.url, "", SOURCE)
+    with pytest.raises(ExportError, match="401 no such key; they are sent again"):
+        delivery.deliver(house.ledger.store, "push", to)
     assert 1 == meter.num_asked  # asking again would not help
-    meter.refusal = b""
+    meter.refusal = None
     drain(house, meter)
     assert ["acme/1"] == [event["id"] for event in meter.events]
     with pytest.raises(ExportError, match="no event"):

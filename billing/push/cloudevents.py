@@ -1,0 +1,37 @@
+"""Batches of CloudEvents 1.0 over HTTP, as OpenMeter takes them: every entry, deposits too."""
+
+from collections.abc import Mapping, Sequence
+
+import orjson
+
+from billing.gate.entries import Entry
+from billing.push.events import Answer, Call, PushEvent
+from billing.reports.export import cloud_event, entry_id
+
+
+class CloudEvents:
+    batch = 100
+
+    def __init__(self, url: str, token: str, source: str) -> None:
+        self.url = url
+        self._token = token
+        self._source = source
+
+    def knows(self, tenant: str) -> bool:
+        return True
+
+    def events(self, entry: Entry) -> list[PushEvent]:
+        event = cloud_event(entry, self._source)
+        return [PushEvent(entry_id(entry), entry.tenant, entry.seq, event)]
+
+    def session(self) -> Call | None:
+        return None
+
+    def call(self, events: Sequence[PushEvent], token: str) -> Call:
+        headers = {"content-type": "application/cloudevents-batch+json"}
+        if self._token:
+            headers["authorization"] = f"Bearer {self._token}"
+        return Call(self.url, orjson.dumps([event.body for event in events]), headers)
+
+    def faults(self, answer: Answer, events: Sequence[PushEvent]) -> Mapping[int, str] | None:
+        return None

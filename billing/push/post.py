@@ -1,0 +1,76 @@
+"""HTTP to a metering service: what passes is tried again, as the service asks. No event loop."""
+
+import http.client
+import time
+import urllib.error
+import urllib.request
+from email.message import Message
+
+from billing.errors import ExportError
+from billing.push.events import Answer, Call
+
+TIMEOUT_S = 30
+TRIES = 4
+FIRST_WAIT_S = 0.5
+LONGEST_WAIT_S = 60.0
+MOST_BYTES = 64 << 20  # of an answer
+PASSING = (408, 409, 425, 429, 500, 502, 503, 504)
+UNAUTHORISED = 401
+OF_EVENTS = (400, 413, 422)  # something is wrong with what was sent; other refusals are of all
+
+
+class Unauthorised(ExportError):
+    """The key or the token is not, or no longer, taken."""
+
+
+def ask(call: Call) -> Answer:
+    """The answer to a call: taken (2xx), or refused for what it sends (`OF_EVENTS`).
+
+    Raises `ExportError` where the service is away, or refuses whoever asks.
+    """
+    wait_s = FIRST_WAIT_S
+    for left in reversed(range(TRIES)):
+        try:
+            return _once(call)
+        except urllib.error.HTTPError as error:
+            answer = Answer(error.code, error.read(MOST_BYTES))
+            retry = _asks_for_retry(error.code, error.headers)
+            if error.code in OF_EVENTS and not retry:
+                return answer
+            if error.code == UNAUTHORISED:
+                raise Unauthorised(str(_away(call, answer.said))) from error
+            if not left or not retry:
+                raise _away(call, answer.said) from error
+            wait_s = max(wait_s, _retry_after_s(error.headers))
+        except (OSError, http.client.HTTPException) as error:
+            if not left:
+                raise _away(call, str(error) or type(error).__name__) from error
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+    raise AssertionError("the last try returns or raises")
+
+
+def _once(call: Call) -> Answer:
+    headers = {"accept": "application/json", **call.headers}
+    request = urllib.request.Request(call.url, call.data, headers)  # noqa: S310  http(s) only
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
+        return Answer(answer.status, answer.read(MOST_BYTES))
+
+
+def _asks_for_retry(status: int, headers: Message) -> bool:
+    """Stripe says it in a header of its own; the others by the status."""
+    said = headers.get("stripe-should-retry", "")
+    return said == "true" or (said != "false" and status in PASSING)
+
+
+def _retry_after_s(headers: Message) -> float:
+    text = headers.get("retry-after", "")
+    return min(float(text), LONGEST_WAIT_S) if text.isdecimal() else 0.0
+
+
+def _away(call: Call, said: str) -> ExportError:
+    if call.data is None:
+        return ExportError(f"{call.url} cannot be read: {said}")
+    return ExportError(
+        f"{call.url} did not take the events: {said}; they are sent again by the next export"
+    )

@@ -1,0 +1,14 @@
+"""Events that a metering service refused."""
+
+from alembic import op
+
+from billing.store.schema import refused_events
+
+revision = "0008"
+down_revision = "0007"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    refused_events.create(op.get_bind(), checkfirst=True)
