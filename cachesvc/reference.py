@@ -36,8 +36,8 @@ the shell in use: `cachesvc --install-completion`.
 METRICS_INTRO = """# Metrics
 
 `GET /metrics` answers in Prometheus' text format. Base units, closed label sets; ratios are left to
-queries. Amounts of money are in 1e-12 of the currency unit. With `metrics.vllm_aliases` the names
-that vLLM's boards know are exposed as well.
+queries. Amounts of money are in 1e-12 of the currency unit. The names that vLLM's
+boards know are exposed as well.
 """
 ERRORS_INTRO = """# Errors
 

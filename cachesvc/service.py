@@ -99,8 +99,7 @@ class Service:
         self.journal = Journal(_journal_settings(settings.journal), on_end=self._on_end)
         self.journal.restore(self._remembered.records())
         self._turns = KeptTurns(settings.server.data_dir / TURNS_NAME)
-        turn_tokens = settings.server.turn_tokens
-        self._conversations = Conversations(turn_tokens, self._turns) if turn_tokens else None
+        self._conversations = Conversations(kept=self._turns)
         self._responses = StoredResponses(kept=self._turns)
         self._quotas = QuotaBook(settings.cache, settings.server.data_dir)
         self.core: Backend = make_backend(self._on_outputs, stream, self._quotas.shares)
@@ -112,7 +111,6 @@ class Service:
                 violations=lambda: self._violations,
             ),
             model=loaded.name,
-            vllm_aliases=settings.metrics.vllm_aliases,
         )
         self.latencies = Latencies()
         self._storage = self._storage_meter()
@@ -309,8 +307,7 @@ class Service:
         salts = self._money.salts
         salt = salts.of_tenant(name) if kind is Kind.TENANT else salts.group_salt(name)
         self._responses.forget(owner_of(salt))
-        if self._conversations is not None:
-            self._conversations.forget(owner_of(salt))
+        self._conversations.forget(owner_of(salt))
 
     def _on_outputs(self, outputs: Sequence[StepOutput]) -> None:
         """Engine thread: hand over first, count afterwards."""

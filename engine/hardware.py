@@ -43,11 +43,6 @@ def pick_device(name: str) -> str:
     return name
 
 
-def set_threads(num_threads: int) -> None:
-    """How many threads CPU arithmetic uses from now on; call before the first forward."""
-    torch.set_num_threads(num_threads)
-
-
 def run_apart(work: Callable[[], T]) -> T:
     """Run `work` on a thread that ends with it, and so does the team of arithmetic threads that it
     made.

@@ -51,7 +51,7 @@ NOTHING = Finding()
 
 REFUSALS = {
     MissReason.UNECONOMIC: "It stands on disk, but at the rates measured then loading it would "
-    "have taken longer than computing it. `cache.weigh_loads = false` loads regardless.",
+    "have taken longer than computing it.",
     MissReason.OVERLOADED: "It stands on disk, but the queue of loads was full, so it was computed "
     "instead. A faster disk helps.",
     MissReason.NO_ROOM: "It stands on disk, but no host frame was free to load it into. A larger "

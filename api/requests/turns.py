@@ -24,6 +24,7 @@ from api.requests.kept import NOTHING, KeptBodies, owner_of
 from api.served_model import Tokenizer
 from tiers.blocks.keys import CacheScope
 
+MAX_TOKENS = 1 << 20  # of all turns in memory, 4 MiB; those on disk come back by `recall`
 MIN_ENTRY_TOKENS = 64  # what a turn counts at least, for its keys and its place
 _LOOKED_AT = 16  # tokens after the divergence whose text tells the reason
 
@@ -89,7 +90,7 @@ def assistant_message(text: str) -> Mapping[str, Any]:
 class Conversations:
     """Recent turns by name, least recently used out first, at most `max_tokens` in all."""
 
-    def __init__(self, max_tokens: int, kept: KeptBodies = NOTHING) -> None:
+    def __init__(self, max_tokens: int = MAX_TOKENS, kept: KeptBodies = NOTHING) -> None:
         self._max_tokens = max_tokens
         self._kept = kept
         self._turns: OrderedDict[bytes, _Left] = OrderedDict()

@@ -124,7 +124,7 @@ def check_compute(hardware: Hardware) -> Iterator[Finding]:
             "threads",
             Level.WARNING,
             f"{message}: more threads than cores wait for each other",
-            f"set model.threads to {cores} or less",
+            f"set OMP_NUM_THREADS to {cores} or less",
         )
     else:
         yield Finding("threads", Level.OK, message)

@@ -47,12 +47,6 @@ class ServerSection(Section):
         description="Largest request body; parsing takes up to 60 ns a byte",
     )
     drain: Duration = Field(30, description="When stopping, let running requests go on this long")
-    turn_tokens: int = Field(
-        1 << 20,
-        ge=0,
-        description="Tokens of recent chat turns kept, to tell where the next turn diverges; 0: "
-        "none",
-    )
     replay_turns: bool = Field(
         False,
         description=(
@@ -87,7 +81,6 @@ class ModelSection(Section):
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Data type of the KV; auto is that of the arithmetic. Part of every key"
     )
-    threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0 is one per core")
     adapters: dict[str, str] = Field(
         default_factory=dict,
         description="LoRA adapters: the name that clients use, and the folder or hub id",
@@ -129,9 +122,6 @@ class CacheSection(Section):
     )
     perceptual_digests: bool = Field(
         False, description="Allow hits by perceptual content digest, labelled approximate"
-    )
-    weigh_loads: bool = Field(
-        True, description="Load a block from disk only if that is faster than recomputing it"
     )
     remote_url: str = Field(
         "",
@@ -202,9 +192,6 @@ class BillingSection(Section):
         description="Rate card of a new ledger: a TOML file or a shipped card; empty is the launch "
         "card. `cachesvc prices apply` changes it later",
     )
-    slice_tokens: int = Field(
-        256, ge=1, description="Output tokens that a hold covers at a time, for each answer"
-    )
     server_name: str = Field(
         "server", description="Name of this server; each server on one database needs its own"
     )
@@ -247,22 +234,30 @@ class LimitsSection(Section):
     )
 
 
+class ZmqTable(Section):
+    """Where and how block events are published, in the words of vLLM's `--kv-events-config`."""
+
+    endpoint: str
+    replay_endpoint: str = ""  # empty: missed batches cannot be asked for
+    topic: str = "kv-events"
+    format: Literal["map", "array"] = "map"  # vLLM writes maps from 0.24 on
+
+
 class EventsSection(Section):
     """Block events for routers, in vLLM's format over ZMQ."""
 
-    zmq: str = Field(
+    zmq: str | ZmqTable = Field(
         "",
-        description=(
-            "Address to publish block events at, such as tcp://127.0.0.1:5557; empty publishes none"
-        ),
+        description="Address to publish block events at, such as tcp://127.0.0.1:5557; or a table "
+        "of endpoint, replay_endpoint, topic and format (map or array); empty publishes none",
     )
-    zmq_replay: str = Field(
-        "", description="Address to replay missed batches from, such as tcp://127.0.0.1:5558"
-    )
-    zmq_topic: str = Field("kv-events", description="Topic of the published batches")
-    zmq_format: Literal["map", "array"] = Field(
-        "map", description="Event format: map for vLLM 0.24 and later, array for earlier ones"
-    )
+
+    @property
+    def publisher(self) -> ZmqTable | None:
+        """None where nothing is published."""
+        if isinstance(self.zmq, ZmqTable):
+            return self.zmq
+        return ZmqTable(endpoint=self.zmq) if self.zmq else None
 
 
 class TracingSection(Section):
@@ -290,12 +285,6 @@ class LogSection(Section):
     format: LogFormat = Field(
         LogFormat.AUTO, description="console, json, or auto: console on a terminal"
     )
-
-
-class MetricsSection(Section):
-    """What /metrics exposes."""
-
-    vllm_aliases: bool = Field(False, description="Also expose metrics under vLLM's names")
 
 
 class JournalSection(Section):

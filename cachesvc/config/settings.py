@@ -16,7 +16,6 @@ from cachesvc.config.sections import (
     JournalSection,
     LimitsSection,
     LogSection,
-    MetricsSection,
     ModelSection,
     Section,
     ServerSection,
@@ -45,7 +44,6 @@ class Settings(BaseSettings):
     journal: JournalSection = Field(default_factory=JournalSection)
     costs: CostsSection = Field(default_factory=CostsSection)
     log: LogSection = Field(default_factory=LogSection)
-    metrics: MetricsSection = Field(default_factory=MetricsSection)
 
     @classmethod
     def settings_customise_sources(

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cachesvc.config.errors import ConfigError
-from cachesvc.config.sections import EventsSection
+from cachesvc.config.sections import EventsSection, ZmqTable
 from tiers.blocks.keys import PrefixKey
 from tiers.telemetry.events import BlockEvent, EventKind, EventStream
 from tiers.tier import TierName
@@ -47,10 +47,10 @@ def published(settings: EventsSection, stream: EventStream, block_size: int) -> 
 
     Raises ConfigError.
     """
-    if not settings.zmq:
+    if settings.publisher is None:
         yield
         return
-    publisher = KvEventPublisher(stream, settings, block_size)
+    publisher = KvEventPublisher(stream, settings.publisher, block_size)
     publisher.start()
     try:
         yield
@@ -61,7 +61,7 @@ def published(settings: EventsSection, stream: EventStream, block_size: int) -> 
 class KvEventPublisher:
     """Publishes a stream's events until closed. Sequence numbers begin at 0 with each server."""
 
-    def __init__(self, stream: EventStream, settings: EventsSection, block_size: int) -> None:
+    def __init__(self, stream: EventStream, settings: ZmqTable, block_size: int) -> None:
         """Binds the sockets. Raises ConfigError where that cannot be."""
         try:
             import msgspec
@@ -79,10 +79,10 @@ class KvEventPublisher:
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT_BATCHES)
         self._context = zmq.Context()
         try:
-            self._pub = self._bound(zmq.PUB, settings.zmq, "events.zmq")
+            self._pub = self._bound(zmq.PUB, settings.endpoint, "events.zmq")
             self._replay = None
-            if settings.zmq_replay:
-                self._replay = self._bound(zmq.ROUTER, settings.zmq_replay, "events.zmq_replay")
+            if replay := settings.replay_endpoint:
+                self._replay = self._bound(zmq.ROUTER, replay, "events.zmq.replay_endpoint")
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -167,12 +167,12 @@ class KvEventPublisher:
             self._publish(batch)
 
     def _publish(self, events: list[dict[str, Any]]) -> None:
-        told = events if self._settings.zmq_format == "map" else list(map(as_array, events))
+        told = events if self._settings.format == "map" else list(map(as_array, events))
         payload = self._pack([time.time(), told, 0])
         number = self._number.to_bytes(8, "big")
         self._number += 1
         self._kept.append((number, payload))
-        self._pub.send_multipart((self._settings.zmq_topic.encode(), number, payload))
+        self._pub.send_multipart((self._settings.topic.encode(), number, payload))
 
     def _answer_replay(self) -> None:
         assert self._replay is not None

@@ -39,9 +39,7 @@ _SECOND = 1e9  # nanoseconds
 class Metrics:
     """The observers, and the text that `/metrics` answers with."""
 
-    def __init__(
-        self, snapshots: Snapshots, *, model: str = "", vllm_aliases: bool = False
-    ) -> None:
+    def __init__(self, snapshots: Snapshots, *, model: str = "") -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self.registry)
@@ -63,9 +61,8 @@ class Metrics:
                 metric.labels(value)
         current = _SnapshotCollector(snapshots)
         self.registry.register(current)
-        if vllm_aliases:
-            sources = [*self._counters.values(), *self._histograms.values(), current]
-            self.registry.register(_AliasCollector(sources, model))
+        sources = [*self._counters.values(), *self._histograms.values(), current]
+        self.registry.register(_AliasCollector(sources, model))
         self._last_token_ns: dict[tuple[str, int], int] = {}
 
     def render(self) -> tuple[bytes, str]:

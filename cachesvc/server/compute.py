@@ -12,7 +12,7 @@ from cachesvc.config.sections import CacheSection, EngineSection, ModelSection
 from cachesvc.config.settings import Settings
 from cachesvc.server.backend import MakeBackend
 from engine.composition import Core, compose
-from engine.hardware import pick_device, run_apart, set_threads
+from engine.hardware import pick_device, run_apart
 from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.request import StepOutput
 from engine.scheduling.scheduler import SchedulerSettings
@@ -77,8 +77,6 @@ def load(settings: ModelSection, data_dir: Path, progress: Progress | None = Non
 
 
 def _load(settings: ModelSection, data_dir: Path, progress: Progress | None) -> LoadedModel:
-    if settings.threads:
-        set_threads(settings.threads)
     cache_dir = models_path(data_dir)
     cache_dir.mkdir(parents=True, exist_ok=True)
     loaded = load_model(
@@ -103,15 +101,19 @@ def build(
     on_outputs: Callable[[Sequence[StepOutput]], None],
     stream: EventStream | None = None,
     shares: QuotaShares | None = None,
+    weigh_loads: bool = True,
 ) -> Core:
-    """Tiers and engine for a loaded model. Raises what the tiers say of sizes and directories."""
+    """Tiers and engine for a loaded model. Raises what the tiers say of sizes and directories.
+
+    `weigh_loads=False` loads blocks that would be computed faster: a bench measures loading.
+    """
     layout = loaded.layout(cache.block_size, None if kv_dtype == "auto" else kv_dtype)
     stream = stream or EventStream()
     return compose(
         loaded,
         layout,
         on_outputs,
-        cache=_cache_settings(cache),
+        cache=_cache_settings(cache, weigh_loads=weigh_loads),
         disk=_open_disk(layout, cache, data_dir, stream, shares),
         pin_folder=disk_path(data_dir),
         engine=_engine_settings(engine),
@@ -167,13 +169,13 @@ def _open_disk(
     return StackedTier(disk, remote, RemoteWrites(cache.remote_writes))
 
 
-def _cache_settings(cache: CacheSection) -> CacheSettings:
+def _cache_settings(cache: CacheSection, *, weigh_loads: bool) -> CacheSettings:
     return CacheSettings(
         device_bytes=cache.device_bytes,
         host_bytes=cache.host_bytes,
         policy=cache.policy,
         write_policy=WritePolicy(cache.write_policy),
-        weigh_loads=cache.weigh_loads,
+        weigh_loads=weigh_loads,
     )
 
 

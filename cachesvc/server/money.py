@@ -68,7 +68,6 @@ class Money:
     replays: Idempotency
     required: bool
     lease_s: int
-    slice_tokens: int
     heads_to: str = ""
     outbox: Outbox | None = None  # None: nobody is told of budgets
     watch: BudgetWatch | None = None
@@ -89,7 +88,6 @@ class Money:
         self.books.ledger.start()
         return LedgerMeter(
             self.books.ledger,
-            slice_tokens=self.slice_tokens,
             lease_s=self.lease_s,
             receipts=self._receipt,
         )
@@ -199,7 +197,6 @@ def open_money(settings: Settings) -> Money:
             replays=Idempotency(store, owner=settings.billing.server_name),
             required=required,
             lease_s=LEASE_S,
-            slice_tokens=settings.billing.slice_tokens,
             heads_to=settings.billing.heads_to,
             outbox=_outbox(settings, store),
             watch=BudgetWatch(store),

@@ -57,7 +57,7 @@ def test_few_open_files_are_a_warning_with_the_command_that_raises_them() -> Non
 def test_more_threads_than_cores_are_a_warning() -> None:
     found = {each.check: each for each in doctor.check_compute(Hardware(threads=10_000))}
     assert found["threads"].level is Level.WARNING
-    assert "model.threads" in found["threads"].fix
+    assert "OMP_NUM_THREADS" in found["threads"].fix
 
 
 def test_a_running_server_is_named(tmp_path: Path) -> None:

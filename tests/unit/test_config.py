@@ -198,3 +198,20 @@ def test_a_setting_of_a_section_that_is_gone_is_told_what_to_do(
     monkeypatch.setenv("CACHESVC_ADMIN__SESSION", "1h")
     with pytest.raises(ConfigError, match="is gone"):
         load_settings()
+
+
+def test_where_events_go_is_an_address_or_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_settings().settings.events.publisher is None
+    monkeypatch.setenv("CACHESVC_EVENTS__ZMQ", "tcp://127.0.0.1:5557")
+    plain = load_settings().settings.events.publisher
+    assert plain is not None and ("tcp://127.0.0.1:5557", "map") == (plain.endpoint, plain.format)
+    monkeypatch.delenv("CACHESVC_EVENTS__ZMQ")
+    text = '[events.zmq]\nendpoint = "tcp://h:1"\nreplay_endpoint = "tcp://h:2"\n'
+    table = load_settings(config_file=write(tmp_path, text)).settings.events.publisher
+    assert table is not None and "tcp://h:2" == table.replay_endpoint
+    with pytest.raises(ConfigError, match=r"events\.zmq.*replay_endpont"):
+        load_settings(
+            config_file=write(tmp_path, text.replace("replay_endpoint", "replay_endpont"))
+        )

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from cachesvc.config.errors import ConfigError
-from cachesvc.config.sections import EventsSection
+from cachesvc.config.sections import ZmqTable
 from cachesvc.observability.kv_events import KvEventPublisher, block_hash, wire_events
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
@@ -125,7 +125,7 @@ def open_publisher() -> Iterator[Callable[..., KvEventPublisher]]:
     opened: list[KvEventPublisher] = []
 
     def open_one(stream: EventStream, **settings: Any) -> KvEventPublisher:
-        section = EventsSection(**{"zmq": ANYWHERE, "zmq_replay": ANYWHERE, **settings})
+        section = ZmqTable(**{"endpoint": ANYWHERE, "replay_endpoint": ANYWHERE, **settings})
         opened.append(KvEventPublisher(stream, section, BLOCK))
         return opened[-1]
 
@@ -140,7 +140,7 @@ def test_a_router_knows_what_a_real_cache_holds(
 ) -> None:
     """Requests at random through a small engine; a router that reads every batch agrees with it."""
     world = World(device_blocks=20, host_blocks=24)
-    publisher = open_publisher(world.cache.stream, zmq_format=form)
+    publisher = open_publisher(world.cache.stream, format=form)
     publisher.start()
     router = open_router(publisher)
     chance = random.Random(3)
@@ -195,7 +195,7 @@ def test_a_new_server_begins_with_nothing_known(
     open_publisher: Callable[..., KvEventPublisher],
     open_router: Callable[..., Router],
 ) -> None:
-    publisher = open_publisher(EventStream(), zmq_topic="other")
+    publisher = open_publisher(EventStream(), topic="other")
     publisher.start()
     router = open_router(publisher, b"other")
     router.replay(0)
@@ -244,4 +244,4 @@ def test_an_endpoint_that_cannot_be_is_said_at_the_start() -> None:
         port = taken.getsockname()[1]
         for endpoint in (f"tcp://127.0.0.1:{port}", "udp:nowhere"):
             with pytest.raises(ConfigError, match=r"events\.zmq = .* cannot be listened on"):
-                KvEventPublisher(EventStream(), EventsSection(zmq=endpoint), BLOCK)
+                KvEventPublisher(EventStream(), ZmqTable(endpoint=endpoint), BLOCK)

@@ -244,9 +244,8 @@ def test_every_exposed_name_is_declared_and_every_declared_one_exposed() -> None
     assert {name: spec.kind for name, spec in SPECS.items()} == families
 
 
-def test_vllm_names_are_exposed_on_request_only() -> None:
-    assert b"vllm:" not in metrics().render()[0]
-    seen = metrics(vllm_aliases=True)
+def test_metrics_are_exposed_under_vllms_names_too() -> None:
+    seen = metrics()
     seen.observe_outputs(outputs())
     model = {"model_name": "tiny"}
     assert 2 == value(seen, "vllm:num_requests_running", model)

@@ -55,12 +55,6 @@ def test_a_first_card_that_does_not_do_stops_the_start(tmp_path: Path) -> None:
         open_money(load_settings({"billing.first_card": str(gamed)}).settings)
 
 
-def test_slices_are_those_of_the_settings(tmp_path: Path) -> None:
-    with money_of(tmp_path, billing__slice_tokens=7) as money:
-        meter = money.start(lambda *_: None)
-        assert (7, 120) == (meter._slice_tokens, meter._lease_s)
-
-
 def test_a_lease_outlasts_what_a_live_request_may_wait() -> None:
     """A client that reads nothing for a while, or a long queue, must not end a hold."""
     wire = WireSettings()
