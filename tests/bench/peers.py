@@ -195,12 +195,22 @@ class Rounds:
 
 
 def _crowd(server: Server, prompt: list[int], num_clients: int) -> float:
-    """Requests a second of so many clients that ask again and again."""
+    """Answers a second to so many clients that ask again and again.
+
+    llama-server drops some connections of 32 at once: what it drops is not counted as answered.
+    """
     each = max(4, 32 // num_clients)
+
+    def answered(_: int) -> bool:
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            server.ask(prompt, 1)
+            return True
+        return False
+
     begun = time.perf_counter()
     with ThreadPoolExecutor(num_clients) as clients:
-        list(clients.map(lambda _: server.ask(prompt, 1), range(each * num_clients)))
-    return each * num_clients / (time.perf_counter() - begun)
+        num_answered = sum(clients.map(answered, range(each * num_clients)))
+    return num_answered / (time.perf_counter() - begun)
 
 
 def _processors() -> tuple[float, float]:
