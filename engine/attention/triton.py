@@ -1,9 +1,10 @@
-"""Attention on CUDA: decode by a kernel that reads the block-first pool in place.
+"""Attention on CUDA by a kernel that reads the block-first pool in place.
 
-Same contract as `attention.ReferenceAttention`. Single-token spans of a step go through one launch
-per layer; longer spans gather their prefix and use SDPA, or read it in place (`attention_varlen`)
-where torch can. Nothing here waits for the device. Imported only where there is a CUDA device, or
-under Triton's interpreter in tests. Engine thread only.
+Same contract as `attention.ReferenceAttention`. The single-token spans of a step go through one
+launch per layer, and so do its spans of up to 64 tokens: tails of cached prompts, which would
+otherwise gather and widen a prefix of any length. Longer spans gather their prefix and use SDPA, or
+read it in place (`attention.varlen`) where torch can. Nothing here waits for the device. Imported
+only where there is a CUDA device, or under Triton's interpreter in tests. Engine thread only.
 """
 # ruff: noqa: N803  compile-time arguments are written as constants, as in Triton's own kernels
 
@@ -29,18 +30,21 @@ _SPLIT_KEYS = 512  # keys that one program walks over, at least, when a sequence
 _PROGRAMS = 264  # programs worth launching: two for each of an H100's 132 multiprocessors
 _TILE_SCORES = 64 << 20  # scores computed at once where none of the kernels serves
 _MIN_DOT = 16  # the fewest rows that `tl.dot` multiplies
+_SHORT = 64  # tokens of a span that the kernel takes; a longer one is worth a gathered prefix
+_QUERIES = 8  # of a span that share a program: with 8 heads of a group, 64 rows in registers
+_WIDE_ROWS = 64 * 128  # numbers of a program's queries beyond which eight warps hold them
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scores(  # type: ignore[no-untyped-def]
     queries, keys, live, scaling, softcap, HAS_SOFTCAP: tl.constexpr
 ):
-    """[ROWS, TILE]: how much each query minds each key; minus infinity where it may not look."""
+    """[ROWS, TILE]: each query's score of each key; minus infinity where `live` is false."""
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scaling
     if HAS_SOFTCAP:
         scaled = scores / softcap
         scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scaled) + 1.0))  # tanh
-    return tl.where(live[None, :], scores, float("-inf"))
+    return tl.where(live, scores, float("-inf"))
 
 
 @triton.jit
@@ -53,15 +57,22 @@ def _weights(scores, maximum):  # type: ignore[no-untyped-def]
 
 # What varies between steps of one model: a kernel compiled anew for a table of 16 blocks, say,
 # would stop everybody in service. Strides of the pool never vary, and say how they are aligned.
-_VARYING = ("window", "query_sequence_stride", "query_head_stride", "table_stride")
+_VARYING = (
+    "window",
+    "query_sequence_stride",
+    "query_row_stride",
+    "query_head_stride",
+    "table_stride",
+)
 
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
-def _decode_kernel(  # type: ignore[no-untyped-def]
+def _paged_kernel(  # type: ignore[no-untyped-def]
     query,
     pool,
     tables,
     lengths,
+    counts,
     partial,
     maxima,
     sums,
@@ -69,12 +80,14 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     window,
     softcap,
     query_sequence_stride,
+    query_row_stride,
     query_head_stride,
     pool_block_stride,
     pool_kv_stride,
     pool_row_stride,
     pool_head_stride,
     table_stride,
+    QUERIES: tl.constexpr,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
@@ -92,37 +105,41 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     """
     sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
+    count = 1
+    if QUERIES > 1:
+        count = tl.load(counts + sequence)
     share = tl.cdiv(tl.cdiv(length, TILE), tl.num_programs(2)) * TILE
     low = split * share
     high = tl.minimum(length, low + share)
-    seen_from = 0
     if HAS_WINDOW:
-        seen_from = tl.maximum(0, length - window)
-        low = tl.maximum(low, seen_from // TILE * TILE)
-    group = tl.arange(0, ROWS)
+        low = tl.maximum(low, tl.maximum(0, length - count + 1 - window) // TILE * TILE)
+    row = tl.arange(0, ROWS)  # the group's heads of the first query, of the second, ...
+    seen = length - count + 1 + row // GROUPS  # keys before which each row stops
     dim = tl.arange(0, PADDED_DIM)
-    inside = (group < GROUPS)[:, None] & (dim < DIM)[None, :]
+    inside = (row < QUERIES * GROUPS)[:, None] & (dim < DIM)[None, :]
     query_at = query + sequence * query_sequence_stride + head * GROUPS * query_head_stride
-    queries = tl.load(
-        query_at + group[:, None] * query_head_stride + dim[None, :], mask=inside, other=0.0
-    )
+    query_at += row // GROUPS * query_row_stride + row % GROUPS * query_head_stride
+    queries = tl.load(query_at[:, None] + dim[None, :], mask=inside, other=0.0)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     for first in range(low, high, TILE):
         position = first + tl.arange(0, TILE)
-        live = (position < high) & (position >= seen_from)
+        there = position < high
+        live = there[None, :] & (position[None, :] < seen[:, None])
+        if HAS_WINDOW:
+            live = live & (position[None, :] >= seen[:, None] - window)
         block = tl.load(
-            tables + sequence * table_stride + position // BLOCK_SIZE, mask=live, other=0
+            tables + sequence * table_stride + position // BLOCK_SIZE, mask=there, other=0
         )
-        row = (
+        key_at = (
             pool
             + block.to(tl.int64) * pool_block_stride
             + (position % BLOCK_SIZE) * pool_row_stride
             + head * pool_head_stride
         )
-        at = row[:, None] + dim[None, :]
-        readable = live[:, None] & (dim < DIM)[None, :]
+        at = key_at[:, None] + dim[None, :]
+        readable = there[:, None] & (dim < DIM)[None, :]
         keys = tl.load(at, mask=readable, other=0.0).to(queries.dtype)
         scores = _scores(queries, keys, live, scaling, softcap, HAS_SOFTCAP)
         weights, shrink, maximum = _weights(scores, maximum)
@@ -131,39 +148,42 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         output = output * shrink[:, None] + weighted
         total = total * shrink + tl.sum(weights, 1)
     program = (sequence * tl.num_programs(1) + head) * tl.num_programs(2) + split
-    tl.store(
-        partial + (program * GROUPS + group[:, None]) * DIM + dim[None, :], output, mask=inside
-    )
-    tl.store(maxima + program * GROUPS + group, maximum, mask=group < GROUPS)
-    tl.store(sums + program * GROUPS + group, total, mask=group < GROUPS)
+    to = program * QUERIES * GROUPS + row
+    tl.store(partial + to[:, None] * DIM + dim[None, :], output, mask=inside)
+    tl.store(maxima + to, maximum, mask=row < QUERIES * GROUPS)
+    tl.store(sums + to, total, mask=row < QUERIES * GROUPS)
 
 
-def decode(
+def attend_paged(
     query: torch.Tensor,
     pool: torch.Tensor,
     tables: torch.Tensor,
     lengths: torch.Tensor,
+    counts: torch.Tensor,
     options: AttentionOptions,
     num_splits: int,
 ) -> torch.Tensor:
-    """One query for each sequence over its keys in the pool, read in place.
+    """A few successive queries for each sequence over its keys in the pool, read in place.
 
-    query: [S, Hq, D], last axis contiguous; pool: one layer, [num_blocks, 2, block_size, Hkv, D];
-    tables: [S, max_blocks] int32; lengths: [S] int32, keys that each query sees, its own included.
-    Each sequence's keys are cut in `num_splits`, for as many programs. Returns [S, Hq, D].
+    query: [S, Q, Hq, D], last axis contiguous; pool: one layer, [num_blocks, 2, block_size, Hkv,
+    D]; tables: [S, max_blocks] int32; lengths: [S] int32, keys that a sequence's last query sees,
+    its own included; counts: [S] int32, how many of a sequence's Q queries are real, the first
+    ones; not read where Q is 1. Each sequence's keys are cut in `num_splits`, for as many programs.
+    Returns [S, Q, Hq, D].
     """
-    num_sequences, num_heads, dim = query.shape
+    num_sequences, num_queries, num_heads, dim = query.shape
     num_kv_heads = pool.shape[3]
     groups = num_heads // num_kv_heads
-    shape = (num_sequences, num_kv_heads, num_splits, groups)
+    shape = (num_sequences, num_kv_heads, num_splits, num_queries * groups)
     partial = torch.empty((*shape, dim), dtype=torch.float32, device=query.device)
     maxima = torch.empty(shape, dtype=torch.float32, device=query.device)
     sums = torch.empty_like(maxima)
-    _decode_kernel[(num_sequences, num_kv_heads, num_splits)](
+    _paged_kernel[(num_sequences, num_kv_heads, num_splits)](
         query,
         pool,
         tables,
         lengths,
+        counts,
         partial,
         maxima,
         sums,
@@ -172,51 +192,67 @@ def decode(
         options.softcap or 1.0,
         query.stride(0),
         query.stride(1),
+        query.stride(2),
         pool.stride(0),
         pool.stride(1),
         pool.stride(2),
         pool.stride(3),
         tables.stride(0),
+        QUERIES=num_queries,
         GROUPS=groups,
-        ROWS=max(_MIN_DOT, triton.next_power_of_2(groups)),
+        ROWS=max(_MIN_DOT, triton.next_power_of_2(num_queries * groups)),
         DIM=dim,
         PADDED_DIM=max(_MIN_DOT, triton.next_power_of_2(dim)),
         BLOCK_SIZE=pool.shape[2],
         TILE=_TILE,
         HAS_WINDOW=options.window is not None,
         HAS_SOFTCAP=options.softcap is not None,
+        num_warps=8 if num_queries * groups * dim > _WIDE_ROWS else 4,
     )
-    return (
-        _merge(partial, maxima, sums, options.sinks)
-        .view(num_sequences, num_heads, dim)
-        .to(query.dtype)
-    )
+    sinks = options.sinks
+    if sinks is not None:
+        sinks = sinks.float().view(num_kv_heads, 1, 1, groups)
+        sinks = sinks.expand(num_kv_heads, 1, num_queries, groups).flatten(2)
+    merged = _merge(partial, maxima, sums, sinks)  # [S, Hkv, Q * G, D]
+    merged = merged.view(num_sequences, num_kv_heads, num_queries, groups, dim).transpose(1, 2)
+    return merged.reshape(query.shape).to(query.dtype)
 
 
 def _merge(
     partial: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Softmax over splits (axis 2), as FlashDecoding joins them. Returns [S, Hkv, G, D]."""
+    """Softmax over splits (axis 2), as FlashDecoding joins them. partial: [S, Hkv, splits, R, D];
+    sinks: [Hkv, 1, R]. Returns [S, Hkv, R, D]."""
     highest = maxima.amax(2, keepdim=True)
     if sinks is not None:
-        sink = sinks.float().view(maxima.shape[1], 1, maxima.shape[3])
-        highest = torch.maximum(highest, sink)
+        highest = torch.maximum(highest, sinks)
     weights = torch.exp(maxima - highest)
     total = (weights * sums).sum(2)
     if sinks is not None:
-        total += torch.exp(sink - highest)[:, :, 0]
+        total += torch.exp(sinks - highest)[:, :, 0]
     return (weights[..., None] * partial).sum(2) / total[..., None]
+
+
+@dataclass(slots=True)
+class _Launch:
+    """What the kernel computes at once: S groups of Q successive queries, padded where fewer."""
+
+    num_queries: int  # Q
+    queries: torch.Tensor  # [S * Q] rows of the step
+    kept: torch.Tensor | None  # [N] which of them are real; None for all
+    wanted: torch.Tensor  # [N] their rows of the step
+    tables: torch.Tensor  # [S, max_blocks] int32
+    lengths: torch.Tensor  # [S] int32
+    counts: torch.Tensor  # [S] int32
+    num_splits: int
 
 
 @dataclass(slots=True)
 class _Step:
     """A step's index tensors, uploaded once and used by every layer."""
 
-    long: list[tuple[Span, slice, torch.Tensor]]  # spans of several tokens, their rows, their table
-    single: torch.Tensor  # [S] rows of single-token spans
-    tables: torch.Tensor  # [S, max_blocks] int32
-    lengths: torch.Tensor  # [S] int32
-    num_splits: int
+    long: list[tuple[Span, slice, torch.Tensor]]  # spans that are gathered, their rows, their table
+    launches: list[_Launch]
     written: torch.Tensor  # [W] rows whose KV is written, and where to:
     blocks: torch.Tensor
     rows: torch.Tensor
@@ -235,14 +271,13 @@ class TritonAttention:
     def begin(self, spans: Sequence[Span]) -> None:
         block_size = self._kv.block_size
         firsts = np.cumsum([0, *(len(span.tokens) for span in spans)]).tolist()
-        long, single, lengths, tables = [], [], [], []
+        long: list[tuple[Span, slice, torch.Tensor]] = []
+        paged: dict[int, list[tuple[Span, int]]] = {1: [], _QUERIES: []}
         written, positions, owners = [], [], []
         for span, first in zip(spans, firsts, strict=False):
             count = len(span.tokens)
-            if count == 1 and self._kv.paired:
-                single.append(first)
-                lengths.append(span.start + 1)
-                tables.append(span.block_table[: span.start // block_size + 1])
+            if self._kv.paired and count <= _SHORT:
+                paged[1 if count == 1 else _QUERIES].append((span, first))
             else:
                 whole = np.array(span.block_table[: -(-(span.start + count) // block_size)])
                 long.append((span, slice(first, first + count), self._upload(whole)))
@@ -251,18 +286,39 @@ class TritonAttention:
                 positions.append(np.arange(span.start, span.start + count))
                 owners.append(np.asarray(span.block_table))
         blocks = [o[p // block_size] for o, p in zip(owners, positions, strict=True)]
-        padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
-        for row, table in enumerate(tables):
-            padded[row, : len(table)] = table
         self._step = _Step(
             long,
-            self._upload(np.array(single, np.int64)),
-            self._upload(padded),
-            self._upload(np.array(lengths, np.int32)),
-            self._splits(len(single), max(lengths, default=1)),
+            [self._launch(some, num_queries) for num_queries, some in paged.items() if some],
             self._upload(_joined(written)),
             self._upload(_joined(blocks)),
             self._upload(_joined(positions) % block_size),
+        )
+
+    def _launch(self, spans: Sequence[tuple[Span, int]], num_queries: int) -> _Launch:
+        """spans: each with its first row in the step."""
+        queries, kept, wanted, counts, lengths, tables = [], [], [], [], [], []
+        for span, first in spans:
+            for offset in range(0, len(span.tokens), num_queries):
+                count = min(num_queries, len(span.tokens) - offset)
+                rows = first + offset + np.arange(num_queries)
+                kept.append(len(counts) * num_queries + np.arange(count))
+                wanted.append(rows[:count])
+                queries.append(np.minimum(rows, rows[count - 1]))
+                counts.append(count)
+                lengths.append(span.start + offset + count)
+                tables.append(span.block_table[: (lengths[-1] - 1) // self._kv.block_size + 1])
+        padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+        for row, table in enumerate(tables):
+            padded[row, : len(table)] = table
+        return _Launch(
+            num_queries,
+            self._upload(_joined(queries)),
+            None if num_queries == 1 else self._upload(_joined(kept)),
+            self._upload(_joined(wanted)),
+            self._upload(padded),
+            self._upload(np.array(lengths, np.int32)),
+            self._upload(np.array(counts, np.int32)),
+            self._splits(len(tables), max(lengths)),
         )
 
     def begin_decode(
@@ -277,7 +333,8 @@ class TritonAttention:
         everyone = torch.arange(len(lengths), device=lengths.device)
         longest = tables.shape[1] * self._kv.block_size
         num_splits = self._splits(len(lengths), longest)
-        self._step = _Step([], everyone, tables, lengths, num_splits, everyone, blocks, rows)
+        launch = _Launch(1, everyone, None, everyone, tables, lengths, lengths, num_splits)
+        self._step = _Step([], [launch], everyone, blocks, rows)
 
     def attend(
         self,
@@ -297,16 +354,8 @@ class TritonAttention:
         output = query.new_zeros(*query.shape[:2], value.shape[2])
         for span, rows, table in step.long:
             output[rows] = self._attend_long(layer, span, table, query[rows], options)
-        if len(step.single):
-            chosen = query[step.single]
-            output[step.single] = decode(
-                chosen,
-                self._pool[:, self._kv.places[layer]],
-                step.tables,
-                step.lengths,
-                options,
-                step.num_splits,
-            )
+        for launch in step.launches:
+            output[launch.wanted] = self._attend_launch(layer, launch, query, options)
         return output
 
     def finish(self) -> None:
@@ -314,6 +363,22 @@ class TritonAttention:
 
     def forget(self, sequence_id: int) -> None:
         pass
+
+    def _attend_launch(
+        self, layer: int, launch: _Launch, query: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """query: [T, Hq, D], the step's; returns [N, Hq, D], the launch's."""
+        chosen = query[launch.queries].unflatten(0, (-1, launch.num_queries))
+        output = attend_paged(
+            chosen,
+            self._pool[:, self._kv.places[layer]],
+            launch.tables,
+            launch.lengths,
+            launch.counts,
+            options,
+            launch.num_splits,
+        ).flatten(0, 1)
+        return output if launch.kept is None else output[launch.kept]
 
     def _attend_long(
         self,

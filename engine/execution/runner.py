@@ -111,14 +111,18 @@ class ModelRunner:
         if isinstance(attention, CpuAttention):
             attention.warm_up(self._max_context)
         self.probe()
+        self._try(1)  # a decode step that no graph computes compiles a kernel of its own
         if self._graphs is not None:
             self._graphs.warm_up()
 
     def probe(self) -> None:
         """Compute two tokens over whatever block 0 holds, and write nothing. Raises what the
         device or the model raises."""
+        self._try(2)
+
+    def _try(self, num_tokens: int) -> None:
         params = SamplingParams(temperature=0)
-        tokens = np.zeros(2, np.int32)
+        tokens = np.zeros(num_tokens, np.int32)
         self.step(Batch([Span(-1, tokens, 0, [0], True, params, write_kv=False)]))
         self.forget(-1)
 

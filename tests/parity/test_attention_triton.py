@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,10 +43,11 @@ in_child = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_nothing_that_varies_in_service_makes_the_kernel_compile_anew() -> None:
-    from engine.attention.triton import _decode_kernel
+    from engine.attention.triton import _paged_kernel
 
-    plain = {p.name for p in _decode_kernel.params if p.do_not_specialize}
-    assert {"window", "query_sequence_stride", "query_head_stride", "table_stride"} == plain
+    plain = {p.name for p in _paged_kernel.params if p.do_not_specialize}
+    strides = {f"query_{of}_stride" for of in ("sequence", "row", "head")}
+    assert {"window", "table_stride"} | strides == plain
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the child process")
@@ -65,7 +67,7 @@ def test_the_kernel_under_the_interpreter() -> None:
         check=False,
     )
     assert child.returncode == 0, child.stdout
-    assert "19 passed" in child.stdout
+    assert "20 passed" in child.stdout
 
 
 def span(sequence_id: int, start: int, count: int, table: list[int], **fields: bool) -> Span:
@@ -121,6 +123,8 @@ def test_decode_and_prefill_agree_with_the_reference(
         span(3, 20, 5, [20, 21]),
         span(4, 15, 1, [22]),
         span(5, 16, 1, [24, 23], write_kv=False),
+        span(6, 130, 19, [0, 10, 11, 12, 13, 14, 15, 16, 18, 19]),
+        span(7, 0, 65, [25, 26, 27, 28, 29]),  # too long for the kernel
     ]
     expected = run(ReferenceAttention(pools[0]), spans, groups, dim, options)
     actual = run(kernels.TritonAttention(pools[1]), spans, groups, dim, options)
@@ -158,8 +162,10 @@ def test_a_sequence_split_over_programs_is_the_whole(window: int | None) -> None
     tables = torch.randperm(16, generator=generator).view(1, 16).repeat(2, 1).int()
     lengths = torch.tensor([250, 7], dtype=torch.int32)
     options = AttentionOptions(scaling=0.25, window=window)
-    whole = kernels.decode(query, pool, tables, lengths, options, 1)
-    split = kernels.decode(query, pool, tables, lengths, options, 4)
+    whole, split = (
+        kernels.attend_paged(query[:, None], pool, tables, lengths, lengths, options, splits)
+        for splits in (1, 4)
+    )
     torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-6)
 
 
@@ -218,6 +224,25 @@ def test_decode_steps_told_by_tensors_are_those_told_by_spans() -> None:
     assert not padding[6:].any(), "a row that fills a batch up attends to one key"
     written = [slot for table in tables for slot in table]
     assert torch.equal(pools[0][written].nan_to_num(), pools[1][written].nan_to_num())
+
+
+@in_child
+def test_the_warm_up_launches_the_kernel_in_both_of_its_forms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is compiled in service stops everybody."""
+    loaded = tiny_model()
+    pool = new_pool(loaded, 4)
+    launched = set()
+    attend_paged = kernels.attend_paged
+
+    def counted(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        launched.add(query.shape[1])
+        return attend_paged(query, *others)
+
+    monkeypatch.setattr(kernels, "attend_paged", counted)
+    ModelRunner(loaded, pool, kernels.TritonAttention(pool)).warm_up()
+    assert launched == {1, kernels._QUERIES}
 
 
 @in_child
