@@ -296,7 +296,9 @@ class TritonAttention:
 
     def _launch(self, spans: Sequence[tuple[Span, int]], num_queries: int) -> _Launch:
         """spans: each with its first row in the step."""
-        queries, kept, wanted, counts, lengths, tables = [], [], [], [], [], []
+        queries, kept, wanted, tables = [], [], [], []
+        counts: list[int] = []
+        lengths: list[int] = []
         for span, first in spans:
             for offset in range(0, len(span.tokens), num_queries):
                 count = min(num_queries, len(span.tokens) - offset)

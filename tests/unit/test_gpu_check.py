@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.bench import gpu_check
+import pytest
+
+from tests.bench.gpu_check import __main__ as gpu_check
+from tests.bench.gpu_check import attention, parity, speed
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,12 +17,34 @@ def test_the_check_runs_whole_on_a_cpu(tmp_path: Path) -> None:
     path = tmp_path / "made" / "figures.json"
     gpu_check.main(["--device", "cpu", "--small", "--json", str(path)])
     figures = json.loads(path.read_text())
-    assert all(row["same_tokens"] for row in figures["parity"])
+    assert figures["failed"] == []
     assert len(figures["parity"]) == 6
-    assert {"promote_share", "demote_share"} <= set(figures["copies"])
-    (speed,) = figures["speed"]
+    assert len(figures["attention"]) == 4
+    assert {"promote_share", "demote_share"} <= set(figures["copies"]["rates"])
+    assert figures["copies"]["hashes"]["wrong_blocks"] == 0
+    assert set(figures["memory"]) == {"arena", "large_pool", "long_prompt"}
+    (speed,) = figures["speed"]["models"]
     assert speed["ours"]["graphs"]["decode_tokens_per_s"] > 0
     assert "tokens_per_s" in speed["generate_batch"], speed["generate_batch"]
+    assert figures["service"]["promotion_256"]["hit_host"] == 255
+    assert figures["service"]["arrivals"]["gaps_ms"]["quiet_median"] > 0
+
+
+def test_what_is_not_ok_fails_the_check_and_keeps_the_other_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(device: str, small: bool) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(attention, "check", broken)
+    monkeypatch.setattr(parity, "check", lambda *_: [{"what": "qwen3", "ok": False}])
+    monkeypatch.setattr(speed, "check", lambda *_: {"models": 1})
+    path = tmp_path / "figures.json"
+    with pytest.raises(SystemExit, match=r"parity: qwen3; attention: .*no such kernel"):
+        gpu_check.main(
+            ["--device", "cpu", "--json", str(path), "--only", "parity", "attention", "speed"]
+        )
+    assert json.loads(path.read_text())["speed"] == {"models": 1}
 
 
 def test_it_asks_for_nothing_that_a_bare_machine_with_torch_may_lack() -> None:
@@ -28,7 +53,7 @@ def test_it_asks_for_nothing_that_a_bare_machine_with_torch_may_lack() -> None:
         "import sys\n"
         "for name in ('lmdb', 'gguf', 'peft', 'xgrammar', 'sqlalchemy', 'fastapi', 'structlog'):\n"
         "    sys.modules[name] = None\n"
-        "import tests.bench.gpu_check\n"
+        "from tests.bench.gpu_check import __main__, attention, copies, memory, parity, speed\n"
     )
     child = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
