@@ -13,6 +13,7 @@ from api.format import size
 from cachesvc.cli.render import fail, note, print_json
 from cachesvc.config.places import default_data_dir
 from cachesvc.config.quantities import parse_size
+from tiers.remote.stacked import RemoteWrites
 
 
 def default_socket() -> Path:
@@ -31,6 +32,27 @@ def node(
     disk_cache: Annotated[
         str, typer.Option(help="Bytes on each disk for the blocks of one model")
     ] = "8GiB",
+    remote_url: Annotated[
+        str,
+        typer.Option(
+            envvar="CACHESVC_CACHE__REMOTE_URL",
+            help="Tier shared with other machines' nodes: redis://, redis+cluster:// or s3://",
+        ),
+    ] = "",
+    remote_writes: Annotated[
+        RemoteWrites,
+        typer.Option(
+            envvar="CACHESVC_CACHE__REMOTE_WRITES",
+            help="Blocks to send there: reused (hit twice or pinned) or all",
+        ),
+    ] = RemoteWrites.REUSED,
+    remote_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="CACHESVC_CACHE__REMOTE_KEY_FILE",
+            help="File with a key of 64 hex digits, to encrypt what is sent",
+        ),
+    ] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print the counters of the running node as JSON")
     ] = False,
@@ -50,13 +72,17 @@ def node(
     if stop:
         _stop(path)
         return
-    from tiers.node.node import NodeServer, NodeSettings
+    from tiers.node.node import NodeServer
+    from tiers.node.settings import NodeSettings
+    from tiers.remote.stacked import RemoteSettings
 
+    remote = RemoteSettings(remote_url, remote_writes, remote_key_file) if remote_url else None
     settings = NodeSettings(
         socket=path,
         host_bytes=parse_size(host_cache),
         disk_dirs=tuple(path.expanduser().absolute() for path in disk_cache_dir or ()),
         disk_bytes=parse_size(disk_cache),
+        remote=remote,
     )
     serving = NodeServer(settings)
     serving.open()
@@ -64,7 +90,8 @@ def node(
         signal.signal(number, lambda *_: serving.stop())
     places = ", ".join(map(str, settings.disk_dirs))
     below = f"{size(settings.disk_bytes)} in {places}" if places else "none"
-    note(f"node ready at {path}: host memory {size(settings.host_bytes)}, disk {below}")
+    shared = f", shared through {remote.shown_url}" if remote is not None else ""
+    note(f"node ready at {path}: host memory {size(settings.host_bytes)}, disk {below}{shared}")
     with closing(serving):
         serving.run()
     note("node stopped")

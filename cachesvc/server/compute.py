@@ -27,16 +27,12 @@ from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError
 from tiers.policy.admission import WritePolicy, keeps_copies
 from tiers.policy.quota import QuotaShares
-from tiers.remote.objects import open_objects, shown_url
-from tiers.remote.seal import read_seal
-from tiers.remote.stacked import RemoteWrites, StackedTier
-from tiers.remote.tier import RemoteTier
+from tiers.remote.stacked import RemoteSettings, RemoteWrites, stack
 from tiers.telemetry.events import EventStream
 from tiers.tier import ManagedTier
 
 Progress = Callable[[str, float], None]
 
-REMOTE_TIMEOUT_S = 1.0  # for an answer of the remote tier; later is a miss
 NEW_SHARDS = (
     2  # LMDB files of a new disk tier, at most one per GiB; an existing tier keeps its number
 )
@@ -136,8 +132,8 @@ def _open_disk(
                 "set cache.host_bytes and cache.disk_bytes, or leave cache.remote_url empty"
             )
         return None
-    seal = read_seal(cache.remote_key_file) if cache.remote_key_file is not None else None
-    objects = open_objects(cache.remote_url, REMOTE_TIMEOUT_S) if cache.remote_url else None
+    remote = remote_settings(cache)
+    opened = remote.open() if remote is not None else None
     above = cache.device_bytes + cache.host_bytes
     behaviour = DiskSettings(
         moves=not keeps_copies(above, above + cache.disk_bytes),
@@ -160,13 +156,19 @@ def _open_disk(
     folder = disk_path(data_dir)
     others = [path.expanduser() for path in cache.disk_dirs]
     disk = open_array([folder, *others], open_one) if others else open_one(folder)
-    shared = [shown_url(cache.remote_url)] if cache.remote_url else []
+    shared = [remote.shown_url] if remote is not None else []
     note_elsewhere(folder, [*map(str, others), *shared])
-    if objects is None:
+    if remote is None or opened is None:
         return disk
-    logger.info(f"blocks are shared with other servers through {shown_url(cache.remote_url)}")
-    remote = RemoteTier(objects, layout, disk.read_record, seal=seal)
-    return StackedTier(disk, remote, RemoteWrites(cache.remote_writes))
+    return stack(disk, layout, opened, remote)
+
+
+def remote_settings(cache: CacheSection) -> RemoteSettings | None:
+    """What the tier beneath the disk is to be; None where there is none."""
+    if not cache.remote_url:
+        return None
+    writes = RemoteWrites(cache.remote_writes)
+    return RemoteSettings(cache.remote_url, writes, cache.remote_key_file)
 
 
 def _cache_settings(cache: CacheSection, *, weigh_loads: bool) -> CacheSettings:

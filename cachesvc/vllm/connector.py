@@ -26,7 +26,7 @@ from tiers.tier import TierName
 
 logger = logging.getLogger(__name__)
 
-PROBE_TIMEOUT_S = 1.0  # of a lookup on vLLM's scheduling loop; past it, the prompt is a miss
+PROBE_TIMEOUT_S = 2.0  # of a lookup; past it, the prompt is a miss
 _EXTRA = {"node", "reports"}
 
 
@@ -83,7 +83,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._planner is None:
             return 0, False
         num_tokens = self._planner.match(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._planner is not None:
@@ -98,7 +98,11 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        names = {TierName.HOST: CacheHitSource.HOST, TierName.DISK: CacheHitSource.DISK}
+        names = {
+            TierName.HOST: CacheHitSource.HOST,
+            TierName.DISK: CacheHitSource.DISK,
+            TierName.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,  # vLLM's name for a remote store
+        }
         hits = self._planner.hits(request) if self._planner is not None else {}
         return {names[TierName(tier)]: tokens for tier, tokens in hits.items()}
 
@@ -171,7 +175,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._carrier is not None:
             self._carrier.close()
         if self._planner is not None:
-            self._planner.link.close()
+            self._planner.close()
         if self._reporter is not None:
             self._reporter.close()
 

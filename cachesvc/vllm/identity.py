@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from tiers.blocks.keys import CacheScope
+from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import DTYPES, BlockLayout
 from tiers.node.messages import engine_layout
 
@@ -41,19 +41,22 @@ class EngineIdentity:
     def block_bytes(self) -> int:
         return self.layout.nbytes
 
-    def rank(self, number: int) -> CacheScope:
-        """The scope of tensor-parallel rank `number`."""
-        text = f":rank {number} of {self.num_ranks}"
-        return replace(self.scope, layout=self.scope.layout + text.encode())
-
-    def of_request(self, request: Any, rank: int) -> CacheScope:
-        """The scope of a vLLM request: its tenant's salt and its adapter's content besides."""
-        scope = self.rank(rank)
+    def roots_of(self, request: Any) -> list[PrefixKey]:
+        """The root of a vLLM request's blocks on each rank: its tenant's salt and its adapter's
+        content decide it too."""
+        scope = self.scope
         if request.cache_salt:
             scope = replace(scope, tenant=tenant_of(request.cache_salt))
         if request.lora_request is not None:
             scope = replace(scope, adapter=adapter_digest(request.lora_request.lora_path))
-        return scope
+        return rank_roots(scope.root(), self.num_ranks)
+
+
+def rank_roots(root: PrefixKey, num_ranks: int) -> list[PrefixKey]:
+    """The roots of each tensor-parallel rank's parts of the blocks under a scope's root, which is
+    the first rank's."""
+    others = (f"cachesvc.vllm.rank {rank}".encode() for rank in range(1, num_ranks))
+    return [root, *(PrefixKey(xxhash.xxh3_128_digest(root + name)) for name in others)]
 
 
 def adapter_digest(path: str) -> bytes:

@@ -1,12 +1,14 @@
 """The scheduler's side of the connector: what to load for a request, and what to store of it.
 
-Runs in vLLM's engine core, on its scheduling loop. It asks the node how much of a prompt is held,
-which takes the node a lookup, or one read of the disk's index; the blocks themselves move in the
-workers. Blocks are stored when a request ends, while vLLM keeps them for us, so that a save never
-holds up a step and never reads a block that was given to somebody else.
+Runs in vLLM's engine core, on its scheduling loop. A thread of its own asks the node how much of a
+prompt is held. The loop waits `WAIT_S` for the answer, which is enough for a lookup in memory; for
+one that takes longer vLLM goes on and asks again. The blocks themselves move in the workers. They
+are stored when a request ends, while vLLM keeps them for us, so that a save never holds up a step
+and never reads a block that was given to somebody else.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,8 @@ from cachesvc.vllm.link import NodeLink
 from cachesvc.vllm.reports import tag_of
 from tiers.blocks.keys import BlockId, block_ids, token_bytes
 from tiers.tier import TierName
+
+WAIT_S = 0.005  # for the node's answer, at the first time that a prompt is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +38,28 @@ class _Match:
     tiers: list[TierName]
 
 
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """Which blocks of a prompt the node was asked for, on the thread that asks."""
+
+    start: int
+    end: int
+    answer: "Future[list[TierName]]"
+
+
+def _one_thread() -> Executor:
+    return ThreadPoolExecutor(1, thread_name_prefix="cachesvc-probe")
+
+
 @dataclass(slots=True)
 class Planner:
     """What the steps of one engine load and store."""
 
     identity: EngineIdentity
     link: NodeLink
+    wait_s: float = WAIT_S
+    _asking: Executor = field(default_factory=_one_thread)
+    _asked: dict[str, _Question] = field(default_factory=dict)
     _matches: dict[str, _Match] = field(default_factory=dict)
     _hits: dict[str, dict[str, int]] = field(default_factory=dict)
     _loads: list[Transfer] = field(default_factory=list)
@@ -47,20 +67,42 @@ class Planner:
     _loading: set[str] = field(default_factory=set)
     _saving: set[str] = field(default_factory=set)
 
-    def match(self, request: Any, num_computed_tokens: int) -> int:
-        """How many tokens the node has beyond those; the last token is always computed."""
+    def match(self, request: Any, num_computed_tokens: int) -> int | None:
+        """How many tokens the node has beyond those; the last token is always computed.
+
+        None while the node has not answered: it looks into a disk, or asks a store far away.
+        """
         size = self.identity.layout.block_size
         start, end = num_computed_tokens // size, (request.num_tokens - 1) // size
         self._matches.pop(request.request_id, None)
         if end <= start or not _has_identity(request) or request.skip_reading_prefix_cache:
             return 0
-        runs = self._ids(request, start, end)
+        tiers = self._ask(request, start, end)
+        if tiers:
+            self._matches[request.request_id] = _Match(start, tiers)
+        return None if tiers is None else len(tiers) * size
+
+    def _ask(self, request: Any, start: int, end: int) -> list[TierName] | None:
+        """What the node holds of these blocks; None where it has not answered yet."""
+        name, wait_s = request.request_id, 0.0
+        question = self._asked.get(name)
+        if question is None or (question.start, question.end) != (start, end):
+            runs = self._ids(request, start, end)
+            question = _Question(start, end, self._asking.submit(self._probe, runs))
+            self._asked[name], wait_s = question, self.wait_s
+        try:
+            tiers = question.answer.result(wait_s)
+        except TimeoutError:
+            return None
+        del self._asked[name]
+        return tiers
+
+    def _probe(self, runs: Sequence[Sequence[BlockId]]) -> list[TierName]:
+        """On the thread that asks."""
         tiers = self.link.probe(runs[0])
         for run in runs[1:]:  # a block is complete when every rank has its part
             tiers = _farther(tiers, self.link.probe(run[: len(tiers)]))
-        if tiers:
-            self._matches[request.request_id] = _Match(start, tiers)
-        return len(tiers) * size
+        return tiers
 
     def allocated(self, request: Any, blocks: Sequence[int], num_tokens: int) -> None:
         """vLLM gave the request room for `num_tokens` of the match: load them."""
@@ -85,6 +127,7 @@ class Planner:
         """The request is over. Whether vLLM is to keep its blocks until they are stored."""
         hits = self._hits.pop(request.request_id, {})
         self._matches.pop(request.request_id, None)
+        self._asked.pop(request.request_id, None)
         params = {"cachesvc": {"hit_tokens": hits}}
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         computed = (request.num_computed_tokens - in_flight) // self.identity.layout.block_size
@@ -108,6 +151,11 @@ class Planner:
         self._loading -= loaded
         self._saving -= saved
 
+    def close(self) -> None:
+        """Ask no more."""
+        self._asking.shutdown(cancel_futures=True)
+        self.link.close()
+
     @property
     def is_busy(self) -> bool:
         """Blocks are still to be moved, so vLLM has to go on stepping."""
@@ -118,12 +166,8 @@ class Planner:
         size = self.identity.layout.block_size
         tokens = token_bytes(request.all_token_ids[: end * size])
         contents = contents_of(request.mm_features, end, size)
-        return [
-            block_ids(self.identity.of_request(request, rank).root(), tokens, size, contents)[
-                start:
-            ]
-            for rank in range(self.identity.num_ranks)
-        ]
+        roots = self.identity.roots_of(request)
+        return [block_ids(root, tokens, size, contents)[start:] for root in roots]
 
 
 def _transfer(request: Any, ids: Sequence[Sequence[BlockId]], blocks: Sequence[int]) -> Transfer:

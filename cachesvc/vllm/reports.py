@@ -30,7 +30,7 @@ class Ready:
     """The engine's blocks, as the connector knows them; told once."""
 
     layout: BlockLayout
-    scope: CacheScope  # of the first rank, without adapter and salt
+    scope: CacheScope  # without adapter and salt
     num_ranks: int
 
 
@@ -67,7 +67,7 @@ class Reporter:
         self.lost = 0
 
     def ready(self, identity: EngineIdentity) -> None:
-        scope = identity.rank(0)
+        scope = identity.scope
         self._send(
             {
                 "layout": describe_layout(identity.layout),

@@ -24,7 +24,8 @@ from tiers.tier import TierName
 NODE = """
 import sys
 from pathlib import Path
-from tiers.node.node import NodeServer, NodeSettings
+from tiers.node.node import NodeServer
+from tiers.node.settings import NodeSettings
 socket, disk = map(Path, sys.argv[1:])
 sizes = {"host_bytes": 1 << 20, "disk_bytes": 64 << 20}
 node = NodeServer(NodeSettings(socket=socket, disk_dirs=(disk,), **sizes))

@@ -17,7 +17,8 @@ from tiers.errors import ConfigurationError, DirectoryLocked, NodeError, NodeGon
 from tiers.node import messages
 from tiers.node.client import NodeClient
 from tiers.node.messages import Op, engine_layout
-from tiers.node.node import NodeServer, NodeSettings
+from tiers.node.node import NodeServer
+from tiers.node.settings import NodeSettings
 from tiers.tier import TierName
 
 LAYOUT = engine_layout(2, 256, 4, "float32")
@@ -25,7 +26,7 @@ ROOT = CacheScope(weights=b"w").root()
 
 
 HUGE = (
-    b'{"version": 1, "layout": {"num_layers": 4096, "block_size": 99999, '
+    b'{"version": 2, "layout": {"num_layers": 4096, "block_size": 99999, '
     b'"token_items": 999999, "dtype": "float32"}}'
 )
 
@@ -138,8 +139,8 @@ def test_frames_of_others_are_neither_committed_nor_released(node: NodeServer, p
     ("op", "body", "reason"),
     [
         (Op.HELLO, b"{", "not JSON"),
-        (Op.HELLO, b'{"version": 99}', "version 1"),
-        (Op.HELLO, b'{"version": 1, "layout": {"num_layers": 1}}', "has the fields"),
+        (Op.HELLO, b'{"version": 99}', "version 2"),
+        (Op.HELLO, b'{"version": 2, "layout": {"num_layers": 1}}', "has the fields"),
         (Op.HELLO, HUGE, "does not fit"),
         (Op.PROBE, b"short", "fewer than its head"),
         (Op.LEASE, struct.pack("<B16s16sIII", 0, b"", b"", 4, 2**31, 0), "does not fit"),

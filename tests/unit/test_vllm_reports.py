@@ -102,4 +102,4 @@ def test_the_engines_blocks_are_told_once_it_knows_them(ends: tuple[Reporter, Re
     reports.take()
     assert reports.engine is not None
     assert layout == reports.engine.layout
-    assert (b"w", b"l:rank 0 of 1") == (reports.engine.scope.weights, reports.engine.scope.layout)
+    assert (b"w", b"l") == (reports.engine.scope.weights, reports.engine.scope.layout)

@@ -1,4 +1,5 @@
 """Runs one vLLM engine and does what it is told, a JSON line at a time. Started with vLLM's Python.
+Its arguments are the model and what else vLLM is told, as JSON.
 
 {"do": "generate", "prompts": [[ids], ...], "salt": "..."}  -> tokens, cached tokens, parameters
 {"do": "reset"}                                            -> forgets vLLM's own prefix cache
@@ -14,22 +15,14 @@ from typing import Any
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
 
 
-def main(model: str, node: str) -> None:
+def main(model: str, connector: str) -> None:
     from vllm import LLM, SamplingParams
 
     say = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM prints is no answer
-    connector: dict[str, Any] = {}
-    if node:
-        connector["kv_transfer_config"] = {
-            "kv_connector": "CachesvcConnector",
-            "kv_connector_module_path": "cachesvc.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"node": node},
-        }
+    options: dict[str, Any] = json.loads(connector)
     engine = LLM(
-        model, dtype="float32", max_model_len=4096, enforce_eager=True, max_num_seqs=4, **connector
+        model, dtype="float32", max_model_len=4096, enforce_eager=True, max_num_seqs=4, **options
     )
 
     def generate(

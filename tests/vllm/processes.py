@@ -17,14 +17,28 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 
 
-class Engine:
-    """A vLLM engine in a process of its own."""
+def connector(node: Path) -> dict[str, Any]:
+    """What tells vLLM to keep its blocks in a node."""
+    return {
+        "kv_connector": "CachesvcConnector",
+        "kv_connector_module_path": "cachesvc.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"node": str(node)},
+    }
 
-    def __init__(self, model: Path, node: Path | None, log: Path) -> None:
+
+class Engine:
+    """A vLLM engine in a process of its own, with more of vLLM's options."""
+
+    def __init__(
+        self, model: Path, node: Path | None, log: Path, python: Path = PYTHON, **options: Any
+    ) -> None:
         self.log = log
         stderr = log.open("wb")
+        told = ({"kv_transfer_config": connector(node)} if node else {}) | options
         self.process = subprocess.Popen(
-            [PYTHON, ROOT / "tests" / "vllm" / "driver.py", model, str(node or "")],
+            [python, ROOT / "tests" / "vllm" / "driver.py", model, json.dumps(told)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

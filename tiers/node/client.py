@@ -22,7 +22,7 @@ from tiers.node.messages import HEADER, MAX_BODY, VERSION, Op, run_of
 from tiers.tier import TierName
 
 _PEER = struct.Struct("3i")  # pid, uid, gid
-_TIERS = (TierName.HOST, TierName.DISK)
+_TIERS = (TierName.HOST, TierName.DISK, TierName.REMOTE)
 
 
 class NodeClient:

@@ -29,7 +29,7 @@ from tiers.errors import NodeError
 
 HEADER = struct.Struct("<IB")  # bytes of the body, operation
 MAX_BODY = 64 << 20
-VERSION = 1
+VERSION = 2
 _RUN = struct.Struct("<B16s16sIII")  # pool, scope, parent, tokens of a block, blocks, content bytes
 _CONTENT = struct.Struct("<IH")  # block, bytes
 _PAIR = struct.Struct("<II")

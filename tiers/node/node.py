@@ -19,18 +19,17 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tiers.blocks.layout import BlockLayout
-from tiers.disk.array import DiskArray, open_array
-from tiers.disk.open import open_disk
-from tiers.disk.tier import DiskTier
-from tiers.errors import ConfigurationError, DirectoryLocked, NodeError, TierError
+from tiers.errors import ConfigurationError, DirectoryLocked, NodeError
 from tiers.node import messages
 from tiers.node.arena import create, frame_stride
+from tiers.node.below import Below, open_below, stats_below
 from tiers.node.messages import HEADER, MAX_BODY, VERSION, Op
 from tiers.node.pool import Capacity, Lease, NodeProbe, Pool
+from tiers.node.settings import NodeSettings
+from tiers.remote.stacked import StackedTier
 from tiers.tier import TierName
 from tiers.transfer.mover import Mover
 
@@ -42,17 +41,7 @@ MAX_UNSENT = 1 << 20  # bytes of answers that a client may leave unread and ask 
 MAX_SHARE = 1 / 2  # of the memory, that one connection may have leased and reserved at once
 DRAIN_S = 30.0  # how long a stopping node writes to its disk what only memory holds
 _READ_BYTES = 1 << 18
-_TIER_CODES = {TierName.HOST: 0, TierName.DISK: 1}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSettings:
-    """Where a node listens and how much it may hold. Each layout has a disk folder of its own."""
-
-    socket: Path
-    host_bytes: int
-    disk_dirs: tuple[Path, ...] = ()
-    disk_bytes: int = 0  # for each layout
+_TIER_CODES = {TierName.HOST: 0, TierName.DISK: 1, TierName.REMOTE: 2}
 
 
 @dataclass(slots=True, eq=False)
@@ -75,13 +64,14 @@ class NodeServer:
         self.settings = settings
         self._capacity = Capacity(settings.host_bytes)
         self._layouts: list[BlockLayout] = []
-        self._disks: list[DiskTier | DiskArray] = []
+        self._below: list[Below] = []
         self._clients: dict[int, _Client] = {}
         self._num_clients = 0
         self._stopping = False
 
     def open(self) -> None:
         """Take the socket's place. Clients can connect when it returns."""
+        self.settings.check()
         path = self.settings.socket
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -144,8 +134,8 @@ class NodeServer:
             if pool.mover is not None:
                 pool.mover.close()
             pool.memory.close()
-        for disk in self._disks:
-            disk.close()
+        for below in self._below:
+            below.close()
         self._selector.close()
         self._listener.close()
         os.close(self._wake)
@@ -324,10 +314,10 @@ class NodeServer:
                 "num_blocks": pool.num_blocks,
                 "is_writing": pool.is_writing,
                 **asdict(pool.counts),
-                **_disk_stats(disk),
+                **stats_below(below),
             }
-            for layout, pool, disk in zip(
-                self._layouts, self._capacity.pools, self._disks_by_pool, strict=True
+            for layout, pool, below in zip(
+                self._layouts, self._capacity.pools, self._below_by_pool, strict=True
             )
         ]
         return {
@@ -341,8 +331,8 @@ class NodeServer:
     # Pools.
 
     @property
-    def _disks_by_pool(self) -> Sequence[DiskTier | DiskArray | None]:
-        return list(self._disks) or [None] * len(self._layouts)
+    def _below_by_pool(self) -> Sequence[Below | None]:
+        return self._below or [None] * len(self._layouts)
 
     def _pool(self, number: int) -> Pool:
         if number >= len(self._capacity.pools):
@@ -361,36 +351,13 @@ class NodeServer:
                 f"a block of {layout.nbytes} bytes does not fit the node's "
                 f"{self.settings.host_bytes} bytes of host memory"
             )
-        mover = self._open_below(layout) if self.settings.disk_dirs else None
-        Pool(create(layout, num_frames), self._capacity, mover)
+        below = open_below(self.settings, layout) if self.settings.disk_dirs else None
+        pool = Pool(create(layout, num_frames), self._capacity)
+        if below is not None:
+            self._below.append(below)
+            pool.mover = Mover(below, on_done=self._wake_up)
+            pool.mover.start()
+        if isinstance(below, StackedTier):
+            pool.used = below.used
         self._layouts.append(layout)
         return len(self._layouts) - 1
-
-    def _open_below(self, layout: BlockLayout) -> Mover:
-        folders = [root / layout.digest().hex() for root in self.settings.disk_dirs]
-
-        def open_one(folder: Path) -> DiskTier:
-            return open_disk(folder, layout, self.settings.disk_bytes)
-
-        try:
-            disk = open_array(folders, open_one) if folders[1:] else open_one(folders[0])
-        except TierError as error:
-            raise NodeError(f"the disk cache cannot be opened: {error}") from error
-        self._disks.append(disk)
-        mover = Mover(disk, on_done=self._wake_up)
-        mover.start()
-        return mover
-
-
-def _disk_stats(disk: DiskTier | DiskArray | None) -> dict[str, Any]:
-    if disk is None:
-        return {}
-    stats = disk.stats()
-    return {
-        "disk": {
-            "num_blocks": stats.num_blocks,
-            "used_bytes": stats.used_bytes,
-            "capacity_bytes": stats.capacity_bytes,
-            "faults": {str(reason): number for reason, number in stats.faults.items()},
-        }
-    }

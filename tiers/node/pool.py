@@ -12,15 +12,16 @@ threads of its `Mover`. Invariants, checked by `Pool.check`:
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeVar
 
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.node.arena import SharedMemory
+from tiers.node.below import PlaceJob
 from tiers.tier import TierName
-from tiers.transfer.mover import LoadJob, Mover, ProbeJob, StoreJob
+from tiers.transfer.mover import LoadJob, Mover, StoreJob
 
 STORE_BLOCKS = 8  # blocks of one write to the tier below
 LOOK_FOR_CLEAN = 64  # coldest blocks among which one that is held below is preferred
@@ -53,6 +54,7 @@ class PoolCounts:
 
     host_hits: int = 0
     disk_hits: int = 0
+    remote_hits: int = 0
     stored: int = 0
     evicted: int = 0
     lost: int = 0  # evicted before the tier below had them
@@ -102,7 +104,7 @@ class NodeProbe:
     """The tier of each block of the leading run held; the rest is looked for below."""
 
     in_memory: int
-    job: ProbeJob | None
+    job: PlaceJob | None
 
     @property
     def is_ready(self) -> bool:
@@ -110,8 +112,8 @@ class NodeProbe:
 
     @property
     def tiers(self) -> list[TierName]:
-        below = self.job.held if self.job is not None else 0
-        return [TierName.HOST] * self.in_memory + [TierName.DISK] * below
+        below = self.job.tiers if self.job is not None else ()
+        return [TierName.HOST] * self.in_memory + list(below)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +123,7 @@ class Pool:
     memory: SharedMemory
     capacity: Capacity
     mover: Mover | None = None
+    used: Callable[[Sequence[PrefixKey]], None] = lambda keys: None  # hits, for the tier below
     counts: PoolCounts = field(default_factory=PoolCounts)
     _blocks: dict[PrefixKey, NodeBlock] = field(default_factory=dict)
     _by_frame: dict[int, NodeBlock] = field(default_factory=dict)
@@ -142,7 +145,7 @@ class Pool:
         rest = ids[in_memory:]
         if not rest or self.mover is None or rest[0].key in self._blocks:
             return NodeProbe(in_memory, None)
-        job = ProbeJob(rest)
+        job = PlaceJob(rest)
         return NodeProbe(in_memory, job if self.mover.submit(job) else None)
 
     def lease(self, ids: Sequence[BlockId], client: int) -> Lease:
@@ -151,6 +154,7 @@ class Pool:
         for block in blocks:
             self._take(block)
         self.counts.host_hits += len(blocks)
+        self.used([block.id.key for block in blocks])
         blocks += self._load(ids[len(blocks) :])
         return Lease(client, blocks, len(ids) - len(blocks))
 
@@ -302,9 +306,15 @@ class Pool:
 
     def _loaded(self, job: LoadJob, blocks: list[NodeBlock]) -> None:
         num_loaded = job.loaded.num_blocks
-        self.counts.disk_hits += num_loaded
+        sources = job.loaded.sources or (TierName.DISK,) * num_loaded
+        num_remote = sources.count(TierName.REMOTE)
+        self.counts.disk_hits += num_loaded - num_remote
+        self.counts.remote_hits += num_remote
+        for block, source in zip(blocks[:num_loaded], sources, strict=True):
+            block.state, block.is_below = NodeBlockState.HELD, source is TierName.DISK
+            if not block.is_below:  # the next hit comes from this machine's disk
+                self._unwritten[block.id.key] = block
         for block in reversed(blocks[:num_loaded]):
-            block.state, block.is_below = NodeBlockState.HELD, True
             self._rest(block)
         for block in blocks[num_loaded:]:
             self._forget(block)

@@ -4,21 +4,30 @@
 disk; it is written there when the tiers above give it up, as what was computed here is.
 """
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.blocks.layout import BlockLayout
 from tiers.disk.array import DiskArray
 from tiers.disk.inspection.view import DiskView
 from tiers.disk.tier import DiskTier
 from tiers.errors import MissReason
+from tiers.remote.objects import ObjectStore, open_objects, shown_url
+from tiers.remote.seal import Seal, read_seal
 from tiers.remote.tier import RemoteTier
 from tiers.tier import Age, Loaded, Removed, Sample, TierName, TierStats
 
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 1.0  # for an answer of the store; later is a miss
 MAX_SEEN = 1 << 17  # keys whose hits are counted: 20 MB
 PUBLISH_HITS = 2
 
@@ -28,6 +37,24 @@ class RemoteWrites(StrEnum):
 
     REUSED = "reused"  # what was hit twice, and what is pinned
     ALL = "all"  # everything that is written to disk
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    """Where the remote tier is, what is sent to it, and the key that it is sealed with."""
+
+    url: str
+    writes: RemoteWrites = RemoteWrites.REUSED
+    key_file: Path | None = None
+
+    @property
+    def shown_url(self) -> str:
+        return shown_url(self.url)
+
+    def open(self) -> tuple[ObjectStore, Seal | None]:
+        """The store, not asked yet, and the seal. Raises ConfigurationError."""
+        seal = read_seal(self.key_file) if self.key_file is not None else None
+        return open_objects(self.url, TIMEOUT_S), seal
 
 
 class StackedTier:
@@ -148,3 +175,16 @@ class StackedTier:
     def close(self) -> None:
         self.remote.close()
         self.disk.close()
+
+
+def stack(
+    disk: DiskTier | DiskArray,
+    layout: BlockLayout,
+    opened: tuple[ObjectStore, Seal | None],
+    settings: RemoteSettings,
+) -> StackedTier:
+    """Put the store that `settings.open` gave beneath a disk."""
+    objects, seal = opened
+    logger.info(f"blocks are shared with other servers through {settings.shown_url}")
+    remote = RemoteTier(objects, layout, disk.read_record, seal=seal)
+    return StackedTier(disk, remote, settings.writes)

@@ -14,6 +14,7 @@ from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import disk_path, models_path
 from cachesvc.config.settings import Settings
 from cachesvc.config.vllm import prepare_vllm_environment
+from cachesvc.server.compute import remote_settings
 from cachesvc.server.vllm.adapters import VllmAdapter, max_rank, read_adapters
 from cachesvc.server.vllm.arguments import engine_arguments
 from cachesvc.server.vllm.engine import VllmEngine, VllmSettings
@@ -161,10 +162,11 @@ def _check_installed() -> None:
 def _node(settings: Settings) -> Path | None:
     """The socket of the node under the engine; None where there is to be none."""
     cache, data_dir = settings.cache, settings.server.data_dir
-    if cache.remote_url or cache.disk_dirs:
+    remote = remote_settings(cache)
+    if remote is not None and not (cache.host_bytes and cache.disk_bytes):
         raise ConfigError(
-            "cache.remote_url and cache.disk_dirs are the embedded engine's; a node has one disk "
-            "folder. Leave them out with --engine vllm"
+            "cache.remote_url needs the host and the disk tier, which its blocks pass through; "
+            "set cache.host_bytes and cache.disk_bytes, or leave cache.remote_url empty"
         )
     if not cache.host_bytes:
         return None
@@ -172,8 +174,12 @@ def _node(settings: Settings) -> Path | None:
     ensure_node(
         socket.expanduser(),
         host_bytes=cache.host_bytes,
-        disk_dir=disk_path(data_dir) / "node",
+        disk_dirs=[
+            disk_path(data_dir) / "node",
+            *(path.expanduser() / "node" for path in cache.disk_dirs),
+        ],
         disk_bytes=cache.disk_bytes,
+        remote=remote,
     )
     return socket.expanduser()
 

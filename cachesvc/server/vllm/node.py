@@ -10,12 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cachesvc.config.vllm import node_environment
 from tiers.errors import ConfigurationError, MissReason, NodeError
 from tiers.node.client import NodeClient
+from tiers.remote.stacked import RemoteSettings
 from tiers.tier import TierName, TierStats
 
 logger = logging.getLogger(__name__)
@@ -26,15 +29,23 @@ _TIMEOUT_S = 5.0
 _RUN = "import sys; from cachesvc.cli import main; sys.argv[0] = 'cachesvc'; main()"
 
 
-def ensure_node(socket: Path, *, host_bytes: int, disk_dir: Path | None, disk_bytes: int) -> bool:
+def ensure_node(
+    socket: Path,
+    *,
+    host_bytes: int,
+    disk_dirs: Sequence[Path] = (),
+    disk_bytes: int = 0,
+    remote: RemoteSettings | None = None,
+) -> bool:
     """See that a node serves `socket`; whether it had to be started. Raises ConfigurationError."""
     if _answers(socket):
         logger.info(f"the node at {socket} is used as it runs; its sizes are its own")
         return False
     log = socket.with_suffix(".log")
     below = []
-    if disk_dir is not None and disk_bytes:
-        below = ["--disk-cache-dir", str(disk_dir), "--disk-cache", str(disk_bytes)]
+    if disk_dirs and disk_bytes:
+        below = [f"--disk-cache-dir={folder}" for folder in disk_dirs]
+        below += ["--disk-cache", str(disk_bytes)]
     arguments = ["node", "--socket", str(socket), "--host-cache", str(host_bytes), *below]
     socket.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as written:
@@ -43,6 +54,7 @@ def ensure_node(socket: Path, *, host_bytes: int, disk_dir: Path | None, disk_by
             stdin=subprocess.DEVNULL,
             stdout=written,
             stderr=written,
+            env=node_environment(remote),
             start_new_session=True,
         )
     give_up = time.monotonic() + START_S
@@ -114,13 +126,20 @@ class NodeWatch:
         if not disks:
             return None
         total = {name: sum(disk[name] for disk in disks) for name in _DISK_SUMS}
-        faults = {
-            MissReason(reason): sum(disk["faults"].get(reason, 0) for disk in disks)
-            for disk in disks
-            for reason in disk["faults"]
-        }
         hits = sum(pool["disk_hits"] for pool in self.pools)
-        return TierStats(name=TierName.DISK, hits=hits, faults=faults, **total)
+        return TierStats(name=TierName.DISK, hits=hits, faults=_faults(disks), **total)
+
+    def remote(self) -> TierStats | None:
+        """What the node did with the store that machines share."""
+        tiers = [pool["remote"] for pool in self.pools if "remote" in pool]
+        if not tiers:
+            return None
+        return TierStats(
+            name=TierName.REMOTE,
+            hits=sum(pool["remote_hits"] for pool in self.pools),
+            stored=sum(tier["stored"] for tier in tiers),
+            faults=_faults(tiers),
+        )
 
     def _look(self) -> None:
         while not self._ended.wait(LOOK_S):
@@ -134,4 +153,11 @@ class NodeWatch:
                 self._client.close()
 
 
-_DISK_SUMS = ("num_blocks", "used_bytes", "capacity_bytes")
+_DISK_SUMS = ("num_blocks", "used_bytes", "capacity_bytes", "stored", "evicted")
+
+
+def _faults(tiers: Sequence[dict[str, Any]]) -> dict[MissReason, int]:
+    total: Counter[MissReason] = Counter()
+    for tier in tiers:
+        total.update({MissReason(reason): count for reason, count in tier["faults"].items()})
+    return dict(total)

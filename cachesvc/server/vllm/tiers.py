@@ -74,4 +74,10 @@ def cache_stats(
     stats = replace(empty.stats(), device=device)
     if node is None:
         return stats
-    return replace(stats, host=node.host(), disk=node.disk(), collisions=node.collisions)
+    return replace(
+        stats,
+        host=node.host(),
+        disk=node.disk(),
+        remote=node.remote(),
+        collisions=node.collisions,
+    )

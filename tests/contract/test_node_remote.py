@@ -1,0 +1,103 @@
+"""Two nodes on one Redis: what the first machine's engine computed is a hit on the second's."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.redis_server import redis_server
+from tests.unit.test_node_socket import joined, prompt, serving, write
+from tiers.errors import ConfigurationError
+from tiers.node.client import NodeClient
+from tiers.node.node import NodeServer
+from tiers.node.settings import NodeSettings
+from tiers.remote.stacked import RemoteSettings, RemoteWrites
+from tiers.tier import TierName
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
+
+PATIENT = "?socket_timeout=60&socket_connect_timeout=60"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as url:
+        yield url + PATIENT
+
+
+def below(folder: Path, url: str, writes: RemoteWrites = RemoteWrites.ALL) -> dict[str, object]:
+    disk = {"disk_dirs": (folder,), "disk_bytes": 64 << 20}
+    return {**disk, "remote": RemoteSettings(url, writes)}
+
+
+def until(done: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def sent(client: NodeClient) -> int:
+    return int(client.stats()["pools"][0]["remote"]["stored"])
+
+
+def test_a_second_node_serves_what_the_first_computed(tmp_path: Path, url: str) -> None:
+    one, two, ids = tmp_path / "one.sock", tmp_path / "two.sock", prompt(1)
+    settings = below(tmp_path / "two", url)
+    with serving(one, **below(tmp_path / "one", url)), joined(one) as first:
+        write(first, ids)
+        until(lambda: sent(first) == len(ids))
+    with serving(two, **settings), joined(two) as second:
+        assert [TierName.REMOTE] * 3 == second.probe(ids)
+        frames = second.lease(ids)
+        assert second.memory is not None
+        found = [bytes(second.memory.rows[frame, :16].tolist()) for frame in frames]
+        assert [each.key for each in ids] == found
+        second.release(frames)
+        assert [TierName.HOST] * 3 == second.probe(ids)
+        counts = second.stats()["pools"][0]
+        assert (0, 3) == (counts["disk_hits"], counts["remote_hits"])
+    with serving(two, **settings), joined(two) as again:
+        assert [TierName.DISK] * 3 == again.probe(ids), "what came from afar is kept near"
+
+
+def test_by_default_a_block_is_sent_at_its_second_hit(tmp_path: Path, url: str) -> None:
+    path, ids = tmp_path / "node.sock", prompt(2)
+    with (
+        serving(path, **below(tmp_path / "disk", url, RemoteWrites.REUSED)),
+        joined(path) as client,
+    ):
+        write(client, ids)
+        until(lambda: not client.stats()["pools"][0]["is_writing"])
+        client.release(client.lease(ids[:2]))
+        assert 0 == sent(client)
+        client.release(client.lease(ids[:2]))
+        until(lambda: sent(client) == 2)
+
+
+def test_a_store_that_is_away_is_a_miss(tmp_path: Path) -> None:
+    path, ids = tmp_path / "node.sock", prompt(3)
+    with (
+        serving(path, **below(tmp_path / "disk", "redis://127.0.0.1:1/0?socket_timeout=0.2")),
+        joined(path) as client,
+    ):
+        assert [] == client.probe(ids)
+        write(client, ids)
+        assert [TierName.HOST] * 3 == client.probe(ids)
+        assert client.stats()["pools"][0]["remote"]["faults"]
+
+
+def test_what_cannot_be_a_remote_tier_is_refused_at_the_start(tmp_path: Path) -> None:
+    sizes = {"socket": tmp_path / "node.sock", "host_bytes": 1 << 20}
+    with pytest.raises(ConfigurationError, match="needs a disk"):
+        NodeServer(NodeSettings(**sizes, remote=RemoteSettings("redis://127.0.0.1:1/0"))).open()  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="memcached"):
+        NodeServer(
+            NodeSettings(
+                **sizes,  # type: ignore[arg-type]
+                disk_dirs=(tmp_path / "disk",),
+                disk_bytes=64 << 20,
+                remote=RemoteSettings("memcached://somewhere"),
+            )
+        ).open()

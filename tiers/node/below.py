@@ -1,0 +1,73 @@
+"""What stands beneath a node's memory: a layout's disks, and a store that nodes share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.array import DiskArray, open_array
+from tiers.disk.open import open_disk
+from tiers.disk.tier import DiskTier
+from tiers.errors import NodeError, TierError
+from tiers.node.settings import NodeSettings
+from tiers.remote.stacked import StackedTier, stack
+from tiers.tier import ManagedTier, TierName, TierStats
+from tiers.transfer.mover import ProbeJob
+
+Below = DiskTier | DiskArray | StackedTier
+
+
+@dataclass(slots=True, eq=False)
+class PlaceJob(ProbeJob):
+    """A probe that also tells which tier holds each block: it is what a hit is billed by."""
+
+    tiers: Sequence[TierName] = ()
+
+    def run(self, tier: ManagedTier) -> None:
+        ProbeJob.run(self, tier)
+        if not isinstance(tier, StackedTier):
+            self.tiers = [tier.name] * self.held
+            return
+        on_disk = tier.held([block.key for block in self.ids[: self.held]])
+        self.tiers = [TierName.DISK if there else TierName.REMOTE for there in on_disk]
+
+    def fail(self) -> None:
+        self.held, self.tiers = 0, ()
+
+
+def open_below(settings: NodeSettings, layout: BlockLayout) -> Below:
+    """The tiers of a layout. Raises NodeError."""
+    folders = [root / layout.digest().hex() for root in settings.disk_dirs]
+
+    def open_one(folder: Path) -> DiskTier:
+        return open_disk(folder, layout, settings.disk_bytes)
+
+    try:
+        remote = settings.remote
+        opened = remote.open() if remote is not None else None
+        disk = open_array(folders, open_one) if folders[1:] else open_one(folders[0])
+    except TierError as error:
+        raise NodeError(f"the disk cache cannot be opened: {error}") from error
+    return disk if remote is None or opened is None else stack(disk, layout, opened, remote)
+
+
+def stats_below(below: Below | None) -> dict[str, Any]:
+    """What the tiers beneath count, by tier, as JSON."""
+    if below is None:
+        return {}
+    told = {"disk": _told(below.stats())}
+    if isinstance(below, StackedTier):
+        told["remote"] = _told(below.remote.stats())
+    return told
+
+
+def _told(stats: TierStats) -> dict[str, Any]:
+    return {
+        "num_blocks": stats.num_blocks,
+        "used_bytes": stats.used_bytes,
+        "capacity_bytes": stats.capacity_bytes,
+        "stored": stats.stored,
+        "evicted": stats.evicted,
+        "faults": {str(reason): number for reason, number in stats.faults.items()},
+    }
