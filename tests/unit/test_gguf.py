@@ -1,0 +1,94 @@
+"""A GGUF file becomes a folder of safetensors with the same numbers, and is read once for it."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from engine.models.gguf import convert
+
+WIDTH, WIDE, HEADS, KV_HEADS = 32, 64, 4, 2
+SHAPES = {
+    "attn_norm": (WIDTH,),
+    "attn_q": (WIDTH, WIDTH),
+    "attn_k": (WIDTH * KV_HEADS // HEADS, WIDTH),
+    "attn_v": (WIDTH * KV_HEADS // HEADS, WIDTH),
+    "attn_output": (WIDTH, WIDTH),
+    "ffn_norm": (WIDTH,),
+    "ffn_gate": (WIDE, WIDTH),
+    "ffn_up": (WIDE, WIDTH),
+    "ffn_down": (WIDTH, WIDE),
+}
+
+
+def tokens() -> list[str]:
+    """The 256 bytes as byte-level BPE writes them, a merge, and what ends an answer."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [256 + n for n in range(256 - len(shown))]
+    return [chr(n) for n in [*shown, *others]] + ["ab", "<|im_end|>"]
+
+
+def write_gguf(path: Path) -> dict[str, np.ndarray]:
+    """A Llama of one layer; returns its tensors by their GGUF names."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(WIDE)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_dimension_count(WIDTH // HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens()))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens())
+    writer.add_token_types([1] * 257 + [3])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(257)
+    rng = np.random.default_rng(0)
+    shapes = {f"blk.0.{name}": shape for name, shape in SHAPES.items()}
+    shapes |= {"token_embd": (len(tokens()), WIDTH), "output_norm": (WIDTH,)}
+    tensors = {
+        f"{name}.weight": rng.standard_normal(shape, dtype=np.float32)
+        for name, shape in shapes.items()
+    }
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+def test_a_file_is_read_once_and_its_weights_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = write_gguf(tmp_path / "tiny.gguf")
+    opened, tables = [], []
+    open_file, name_tensors = gguf.GGUFReader.__init__, gguf.get_tensor_name_map
+    monkeypatch.setattr(
+        gguf.GGUFReader,
+        "__init__",
+        lambda reader, path, *rest: (opened.append(path), open_file(reader, path, *rest))[1],
+    )
+    monkeypatch.setattr(
+        gguf, "get_tensor_name_map", lambda *about: (tables.append(about), name_tensors(*about))[1]
+    )
+    make_reader, make_names = gguf.GGUFReader, gguf.get_tensor_name_map
+    shares: list[float] = []
+    convert(tmp_path / "tiny.gguf", tmp_path / "out", lambda what, part: shares.append(part))
+    assert ([tmp_path / "tiny.gguf"], 1) == (opened, len(tables))
+    assert (make_reader, make_names) == (gguf.GGUFReader, gguf.get_tensor_name_map)
+    assert (sorted(shares), 1.0) == (shares, shares[-1])
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name, mine in (
+        ("model.embed_tokens.weight", "token_embd.weight"),
+        ("model.norm.weight", "output_norm.weight"),
+        ("model.layers.0.mlp.gate_proj.weight", "blk.0.ffn_gate.weight"),
+        ("model.layers.0.self_attn.v_proj.weight", "blk.0.attn_v.weight"),
+    ):
+        np.testing.assert_array_equal(given[mine], found[name])
