@@ -86,7 +86,7 @@ def _read(path: Path) -> Any:
     # Only a GGUF file needs it: machines that serve safetensors may lack the package.
     from gguf import GGUFReader
 
-    class PlainReader(GGUFReader):
+    class PlainReader(GGUFReader):  # type: ignore[misc]  # it is untyped
         """Slices plain arrays: of a memory map each of a vocabulary's strings takes five times as
         long."""
 

@@ -107,7 +107,15 @@ def test_kustomize_builds_what_kubernetes_knows(
     assert ("postgres" in components) == (env_name("billing.database_url") in names)
     assert ("gpu" in components) == ("nvidia.com/gpu" in container["resources"]["limits"])
     assert {env_name("server.require_keys"), env_name("server.data_dir")} <= names
-    validator = pytest.importorskip("kubernetes_validate")
+    if "monitoring" in components:  # each pod is scraped once: Prometheus reads one service
+        (monitor,) = (each for each in documents if each["kind"] == "ServiceMonitor")
+        chosen_by = monitor["spec"]["selector"]["matchLabels"].items()
+        services = [each for each in documents if each["kind"] == "Service"]
+        read = [each for each in services if chosen_by <= each["metadata"]["labels"].items()]
+        assert ["cachesvc-peers"] == [each["metadata"]["name"] for each in read]
+    validator = pytest.importorskip(
+        "kubernetes_validate", reason="needs kubernetes-validate, which CI installs"
+    )
     for document in documents:
         if document["kind"] != "ServiceMonitor":  # the Prometheus operator's own
             validator.validate(document, "1.32", strict=True)
