@@ -21,7 +21,7 @@ from billing.reports import usage as usage_report
 from billing.reports.csv import safe_writer
 from billing.reports.documents import entry_document, tenant_document
 from billing.reports.grants import grant_documents
-from billing.reports.usage import Split, Unit, parse_query
+from billing.reports.usage import Unit, parse_query
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
 from billing.usage import CLASSES
@@ -35,6 +35,10 @@ Day = Annotated[
     str | None, Query(description="A day: 2026-11-01, today, yesterday, or 7d for a week back")
 ]
 Timezone = Annotated[str, Query(description="Where days begin, such as Asia/Shanghai")]
+Breakdown = Annotated[
+    str | None,
+    Query(max_length=80, description="By model, project, key, session, user or tag:NAME"),
+]
 Month = Annotated[str, Path(description="Such as 2026-11")]
 Row = dict[str, Any]
 
@@ -55,7 +59,7 @@ async def usage(
     since: Day = None,
     until: Day = None,
     timezone: Timezone = "UTC",
-    breakdown: Annotated[Split | None, Query(description="By model, project or key")] = None,
+    breakdown: Breakdown = None,
     form: Form = "json",
 ) -> list[Row] | Response:
     """Your usage by day, month, or all in one; the last 31 days where nothing else is asked."""
@@ -116,12 +120,13 @@ async def statement(
     request: Request,
     month: Month,
     timezone: Timezone = "UTC",
+    breakdown: Breakdown = None,
     form: Annotated[Literal["json", "csv", "html"], Query(alias="format")] = "json",
 ) -> Row | Response:
-    """Your month, as JSON, CSV or a page to print."""
+    """Your month, as JSON, CSV or a page to print; with a breakdown also by who asked."""
     zone = find_zone(timezone)
     made = await _read(
-        request, lambda store, tenant: statements.statement(store, tenant, month, zone)
+        request, lambda store, tenant: statements.statement(store, tenant, month, zone, breakdown)
     )
     if form == "csv":
         return Response(statements.statement_csv(made), media_type="text/csv")

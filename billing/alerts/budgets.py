@@ -5,14 +5,14 @@ Admins set them, with a row in the admin trail. `BudgetWatch` is called every fe
 event loop, and reads what was posted since its last look.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
 from billing.accounts import Accounts
-from billing.alerts.spikes import HourlySpending, whose
+from billing.alerts.spikes import HourlySpending, Whose, whose
 from billing.errors import InvalidName, UnknownBudget
 from billing.gate.deposits import INCOMING
 from billing.gate.entries import Entry, Kind
@@ -147,24 +147,26 @@ _Spent = dict[tuple[str, str, str], int]  # period, whose
 
 
 class _Spending:
-    """What a tenant was charged in the running month, by whom."""
+    """What a tenant was charged in the running month, by those whom a budget bounds: others may be
+    a new one in every request."""
 
     def __init__(self) -> None:
         self.month = ""
+        self.wanted: frozenset[Whose] = frozenset()
         self.last_seq = 0
         self.sums: _Spent = {}
 
-    def read(self, connection: Connection, tenant: str, now: datetime) -> None:
-        """Add what was posted since; a new month begins anew."""
+    def read(
+        self, connection: Connection, tenant: str, now: datetime, wanted: frozenset[Whose]
+    ) -> None:
+        """Add what was posted since; a new month, or somebody new, begins anew."""
         month = now.strftime("%Y-%m")
-        since_ns = 0
-        if month != self.month:
-            self.month, self.sums = month, {}
+        if month != self.month or wanted - self.wanted:
+            self.month, self.wanted, self.sums = month, wanted, {}
             begins = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
-            since_ns = int(begins.timestamp()) * NS if not self.last_seq else 0
-        for entry in store_reports.stream_entries(
-            connection, tenant, after=self.last_seq, since_ns=since_ns
-        ):
+            since_ns = int(begins.timestamp()) * NS
+            self.last_seq = store_reports.first_seq(connection, tenant, since_ns) - 1
+        for entry in store_reports.stream_entries(connection, tenant, after=self.last_seq):
             self.last_seq = entry.seq
             if entry.kind is Kind.CHARGE:
                 self._add(entry)
@@ -173,7 +175,7 @@ class _Spending:
         at = datetime.fromtimestamp(entry.moment_ns // NS, UTC)
         for period in (at.strftime("%Y-%m-%d"), at.strftime("%Y-%m")):
             if period.startswith(self.month):
-                for of, value in whose(entry):
+                for of, value in self.wanted.intersection(whose(entry)):
                     key = (period, of, value)
                     self.sums[key] = self.sums.get(key, 0) - entry.amount
 
@@ -191,11 +193,11 @@ class BudgetWatch:
         now = datetime.fromtimestamp(now_ns // NS, UTC)
         budgets = all_budgets(self._store)
         with self._store.reading() as connection:
-            for tenant in {each.tenant for each in budgets if each.span in PERIODS}:
-                self._spending.setdefault(tenant, _Spending()).read(connection, tenant, now)
-            for tenant in {each.tenant for each in budgets if each.span is BudgetSpan.SPIKE}:
+            for tenant, wanted in _wanted(budgets, PERIODS).items():
+                self._spending.setdefault(tenant, _Spending()).read(connection, tenant, now, wanted)
+            for tenant, wanted in _wanted(budgets, (BudgetSpan.SPIKE,)).items():
                 hourly = self._hourly.setdefault(tenant, HourlySpending())
-                hourly.read(connection, tenant, now_ns)
+                hourly.read(connection, tenant, now_ns, wanted)
             accounts = store_reports.all_accounts(connection) if budgets else {}
             found: list[Alert] = []
             for budget in budgets:
@@ -258,3 +260,14 @@ class BudgetWatch:
             "cachesvc.balance.low.v1",
             {**_payload(asdict(budget)), "currency": currency, "balance": format_units(worth)},
         )
+
+
+def _wanted(
+    budgets: Iterable[Budget], spans: Collection[BudgetSpan]
+) -> dict[str, frozenset[Whose]]:
+    """By tenant, whose spending the budgets of these spans bound."""
+    found: dict[str, frozenset[Whose]] = {}
+    for each in budgets:
+        if each.span in spans:
+            found[each.tenant] = found.get(each.tenant, frozenset()) | {(each.of, each.value)}
+    return found

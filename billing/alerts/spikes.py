@@ -31,16 +31,21 @@ def whose(entry: Entry) -> Iterator[Whose]:
 
 
 class HourlySpending:
-    """What a tenant was charged in each of the last hours, by whom. Bounded by a day's askers."""
+    """What a tenant was charged in each of the last hours, by those whom a budget watches."""
 
     def __init__(self) -> None:
         self._last_seq = 0
+        self._wanted: frozenset[Whose] = frozenset()
         self._hours: deque[tuple[int, dict[Whose, int]]] = deque(maxlen=HOURS + 1)
 
-    def read(self, connection: Connection, tenant: str, now_ns: int) -> None:
-        """Add what was posted since the last look; at the first, what the last day was charged."""
+    def read(
+        self, connection: Connection, tenant: str, now_ns: int, wanted: frozenset[Whose]
+    ) -> None:
+        """Add what was posted since the last look; at the first, and when somebody new is watched,
+        what the last day was charged."""
         hour = now_ns // HOUR_NS
-        if not self._hours:
+        if not self._hours or wanted - self._wanted:
+            self._wanted = wanted
             self._begin(connection, tenant, hour)
         while self._hours[-1][0] < hour:
             self._hours.append((self._hours[-1][0] + 1, {}))
@@ -48,6 +53,7 @@ class HourlySpending:
 
     def _begin(self, connection: Connection, tenant: str, hour: int) -> None:
         first = hour - HOURS
+        self._hours.clear()
         self._hours.extend((each, {}) for each in range(first, hour + 1))
         since = store_reports.first_seq(connection, tenant, first * HOUR_NS)
         self._last_seq = since - 1
@@ -59,7 +65,7 @@ class HourlySpending:
             index = entry.moment_ns // HOUR_NS - first
             if entry.kind is Kind.CHARGE and 0 <= index < len(self._hours):
                 sums = self._hours[index][1]
-                for name in whose(entry):
+                for name in self._wanted.intersection(whose(entry)):
                     sums[name] = sums.get(name, 0) - entry.amount
 
     def spike(self, name: Whose, least: int) -> tuple[int, int, int] | None:

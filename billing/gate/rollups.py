@@ -63,6 +63,13 @@ class Rollups:
         return list(map(carried, daily)), list(map(carried, sessions))
 
 
+def charge_row(entry: Entry) -> Row:
+    """The counters of one charge, without a key."""
+    row: Row = dict.fromkeys(("requests", *CLASSES, *AMOUNTS), 0)
+    _add(row, entry.amounts, entry.details)
+    return row
+
+
 def rollups(entries: Iterable[Entry]) -> Rollups:
     """The sums of the charges among these entries."""
     sums = Rollups()

@@ -7,12 +7,22 @@ from billing.operations.books import Books
 from billing.prices.time_zones import LocalZone, find_zone
 from billing.reports import usage as reports
 from billing.reports.documents import Document
-from billing.reports.usage import Period, Split, Unit, parse_query
+from billing.reports.usage import Period, Unit, parse_query
 
 
-def total_usage(books: Books, *, tenant: str | None = None) -> list[Document]:
-    """All usage, by tenant."""
-    return _documents(reports.total(books.store, tenant))
+def total_usage(
+    books: Books,
+    *,
+    tenant: str | None = None,
+    since: str | None = None,
+    until: str | None = None,
+    timezone: str = "UTC",
+    breakdown: str | None = None,
+) -> list[Document]:
+    """Usage by tenant, of all time where no span is given."""
+    zone = _zone(timezone)
+    query = parse_query(tenant=tenant, since=since, until=until, zone=zone, split=breakdown)
+    return _documents(reports.report(books.store, query, Unit.ALL))
 
 
 def daily_usage(
@@ -22,7 +32,7 @@ def daily_usage(
     since: str | None = None,
     until: str | None = None,
     timezone: str = "UTC",
-    breakdown: Split | None = None,
+    breakdown: str | None = None,
     days: int = 31,
 ) -> list[Document]:
     """Usage by tenant and day, oldest first; `days` back where `since` is not given."""
@@ -43,7 +53,7 @@ def monthly_usage(
     since: str | None = None,
     until: str | None = None,
     timezone: str = "UTC",
-    breakdown: Split | None = None,
+    breakdown: str | None = None,
 ) -> list[Document]:
     """Usage by tenant and month, oldest first."""
     zone = _zone(timezone)
@@ -79,12 +89,13 @@ def make_statement(
     tenant: str,
     month: str,
     timezone: str = "UTC",
+    breakdown: str | None = None,
     format: StatementForm = StatementForm.JSON,  # noqa: A002  as the wire calls it
 ) -> Document | str:
     """A tenant's month such as 2026-11, as a document, as CSV, or as a page for a printer."""
     from billing.reports import statement as statements  # it brings the templates of pages
 
-    found = statements.statement(books.store, tenant, month, _zone(timezone))
+    found = statements.statement(books.store, tenant, month, _zone(timezone), breakdown)
     match format:
         case StatementForm.JSON:
             return statements.statement_json(found)

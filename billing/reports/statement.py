@@ -9,7 +9,7 @@ rounding left is shown, so that every column adds up to the last unit.
 import io
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta, tzinfo
 from typing import Any
 
@@ -27,8 +27,9 @@ from billing.money import (
 from billing.prices.book import PriceBook, RateRef
 from billing.prices.cards import parse_card
 from billing.prices.time_zones import zone_name
+from billing.reports.attribution import check_split
 from billing.reports.csv import safe_writer
-from billing.reports.usage import FIRST_DAY, LAST_DAY, Period, Query, Unit, charged
+from billing.reports.usage import FIRST_DAY, LAST_DAY, Period, Query, Unit, charged, report_of
 from billing.store import accounts as store_accounts
 from billing.store import reports as store_reports
 from billing.store.store import Connection, LedgerStore
@@ -94,6 +95,8 @@ class Statement:
     saved: int
     corrected: int
     opening: int
+    breakdown: str = ""
+    parts: tuple[Period, ...] = ()  # what `exact` is the sum of, by who asked
 
     @property
     def rounded(self) -> int:
@@ -126,17 +129,29 @@ class Statement:
         return format_units(units, self.places)
 
 
-def statement(store: LedgerStore, tenant: str, month: str, zone: tzinfo = UTC) -> Statement:
+def statement(
+    store: LedgerStore,
+    tenant: str,
+    month: str,
+    zone: tzinfo = UTC,
+    breakdown: str | None = None,
+) -> Statement:
     """The statement of a month such as "2026-11", from the first midnight to the last in `zone`.
 
-    Raises `UnknownTenant` or `InvalidSpan`.
+    Raises `UnknownTenant`, `InvalidSpan`, or `InvalidName` for an unknown breakdown.
     """
     span = month_days(month)
+    split = None if breakdown is None else check_split(breakdown)
     with store.reading() as connection:
         account = store_reports.all_accounts(connection).get(tenant)
         if account is None:
             raise UnknownTenant(f"tenant {tenant!r} does not exist; see `cachesvc tenants show`")
-        return statement_of(connection, account, span, zone)
+        made = statement_of(connection, account, span, zone)
+        if split is None:
+            return made
+        query = Query(tenant=tenant, since=span[0], until=span[1], zone=zone, split=split)
+        parts = tuple(report_of(connection, query, Unit.ALL))
+        return replace(made, breakdown=split, parts=parts)
 
 
 def statement_of(
@@ -267,7 +282,17 @@ def statement_json(statement: Statement) -> dict[str, Any]:
         "saved_against_no_cache": money(statement.saved),
         "opening_balance": money(statement.opening),
         "closing_balance": money(statement.closing),
+        **({"parts": [_part(part) for part in statement.parts]} if statement.breakdown else {}),
     }
+
+
+PART_COLUMNS = ("requests", "prompt_tokens", "hit_tokens", "output_tokens", "fees", "saved")
+
+
+def _part(part: Period) -> dict[str, Any]:
+    told = part.as_json()
+    names = ("part", *PART_COLUMNS, "amount")
+    return {name: told.get(name, "") for name in names}
 
 
 CSV_COLUMNS = (
@@ -279,11 +304,18 @@ CSV_COLUMNS = (
 def statement_csv(statement: Statement) -> str:
     """The statement as CSV. `amount` adds up to what is exact, corrections included.
 
-    `rounded`, with the rows of what rounding left, adds up to the total.
+    `rounded`, with the rows of what rounding left, adds up to the total. With a breakdown there is
+    one row for each part instead, and `amount` adds up to what was charged.
     """
     money = statement.money
     out = io.StringIO()
     write = safe_writer(out)
+    if statement.breakdown:
+        whole = (statement.tenant, statement.month, statement.zone, statement.currency)
+        write((*CSV_COLUMNS[:4], statement.breakdown, *PART_COLUMNS, "amount"))
+        for part in statement.parts:
+            write((*whole, *_part(part).values()))
+        return out.getvalue()
     write(CSV_COLUMNS)
     head = (statement.tenant, statement.month, statement.zone, statement.currency)
     for line in statement.lines:

@@ -1,35 +1,37 @@
-"""Usage by period: over a span of days, in a time zone, split by model, project or key. Read-only.
+"""Usage by period: over a span of days, in a time zone, split by who or what was served. Read-only.
 
 The rollups are by UTC day. A UTC day that lies within one period and the span is read from them, a
 row or a few; one that a border cuts, as every day is cut by the midnights of another zone, is read
-from its charges: about 70,000 of them a second.
+from its charges: about 70,000 of them a second. So are all days where usage is split by what only
+requests say: session, user or tag.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta, tzinfo
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from billing.errors import InvalidSpan, UnknownTenant
-from billing.gate.rollups import DAY_NS, Rollups, Row
+from billing.gate.rollups import DAY_NS, Rollups, Row, charge_row
 from billing.money import format_units
 from billing.prices.book import NS
 from billing.prices.time_zones import find_zone
+from billing.reports.attribution import (
+    NOBODY,
+    OF_ROLLUPS,
+    OTHERS,
+    HeavyParts,
+    check_split,
+    part_of,
+)
 from billing.store import reports as store_reports
 from billing.store.store import Connection, LedgerStore
 from billing.usage import CLASSES, HIT_CLASSES
 
 FIRST_DAY, LAST_DAY = date(1970, 1, 1), date(2261, 12, 31)  # of instants that the ledger can store
 _TOKENS = {*HIT_CLASSES, "miss", "output", "cache_write", "cache_write_1h"}
-
-
-class Split(StrEnum):
-    """What a period's sums are split by."""
-
-    MODEL = "model"
-    PROJECT = "project"
-    KEY = "key"
 
 
 class Unit(StrEnum):
@@ -55,7 +57,7 @@ class Period:
     amount: int = 0
     saved: int = 0
     fees: int = 0
-    part: str = ""  # the model, project or key, where periods are split by one
+    part: str = ""  # the model, key, user ..., where periods are split by one
 
     def add(self, row: Row) -> None:
         self.requests += row["requests"]
@@ -98,7 +100,7 @@ class Query:
     since: date | None = None
     until: date | None = None
     zone: tzinfo = UTC
-    split: Split | None = None
+    split: str | None = None  # one of `attribution.SPLITS`
 
     def bounds_ns(self) -> tuple[int, int]:
         """The span in Unix nanoseconds; the end is not in it."""
@@ -115,12 +117,13 @@ def parse_query(
     since: str | None = None,
     until: str | None = None,
     zone: tzinfo | str = UTC,
-    split: Split | None = None,
+    split: str | None = None,
 ) -> Query:
     """A query in people's words: days such as 2026-11-01, today, yesterday, or 7d for a week back.
 
-    Raises `InvalidSpan`, and `InvalidName` for an unknown zone.
+    Raises `InvalidSpan`, and `InvalidName` for an unknown zone or split.
     """
+    split = None if split is None else check_split(split)
     zone = find_zone(zone) if isinstance(zone, str) else zone
     today = datetime.now(zone).date()
     first = _day(since, today) if since else None
@@ -155,17 +158,56 @@ def midnight_ns(day: date, zone: tzinfo) -> int:
 def report(store: LedgerStore, query: Query, unit: Unit) -> list[Period]:
     """One period for each tenant, day or month, and part; by tenant and time. Raises UnknownTenant.
 
-    `Period.part` is the model, project or key where the query splits by one.
+    `Period.part` is the model, project, key, session, user or value of a tag where the query splits
+    by one. What only requests say has no end: of it each tenant's dearest are listed, and the
+    rest is one part, `attribution.OTHERS`.
     """
-    periods: dict[tuple[str, str, str], Period] = {}
     with store.reading() as connection:
-        currencies = _currencies(connection, query.tenant)
-        for name, row in charged(connection, query, unit):
-            key = (row["tenant"], name, _part(query.split, row))
-            if key not in periods:
-                periods[key] = Period(*key[:2], currencies[row["tenant"]], part=key[2])
-            periods[key].add(row)
+        return report_of(connection, query, unit)
+
+
+def report_of(connection: Connection, query: Query, unit: Unit) -> list[Period]:
+    """The same within a transaction."""
+    currencies = _currencies(connection, query.tenant)
+    if query.split is None or query.split in OF_ROLLUPS:
+        column = OF_ROLLUPS.get(query.split or "", "")
+        parts = (
+            (row["tenant"], name, (row[column] or NOBODY) if column else "", row)
+            for name, row in charged(connection, query, unit)
+        )
+        return _summed(parts, currencies)
+    tenants = [query.tenant] if query.tenant else sorted(currencies)
+    return [
+        period
+        for tenant in tenants
+        for period in _summed(_by_request(connection, tenant, query, unit), currencies)
+    ]
+
+
+_Part = tuple[str, str, str, Row]  # tenant, period, part
+
+
+def _summed(parts: Iterable[_Part], currencies: Mapping[str, str]) -> list[Period]:
+    periods: dict[tuple[str, str, str], Period] = {}
+    for tenant, name, part, row in parts:
+        key = (tenant, name, part)
+        if key not in periods:
+            periods[key] = Period(tenant, name, currencies[tenant], part=part)
+        periods[key].add(row)
     return [periods[key] for key in sorted(periods)]
+
+
+def _by_request(connection: Connection, tenant: str, query: Query, unit: Unit) -> Iterator[_Part]:
+    """The charges of a tenant, each with its part, or with `OTHERS`; read twice."""
+    split, span = query.split or "", query.bounds_ns()
+    heavy = HeavyParts()
+    for entry in store_reports.charges_between(connection, tenant, *span):
+        heavy.add(part_of(split, entry), -entry.amount)
+    listed = heavy.dearest()
+    for entry in store_reports.charges_between(connection, tenant, *span):
+        part = part_of(split, entry)
+        name = _period_name(unit, query.zone, entry.moment_ns)
+        yield tenant, name, part if part in listed else OTHERS, charge_row(entry)
 
 
 def total(store: LedgerStore, tenant: str | None = None) -> list[Period]:
@@ -189,9 +231,7 @@ def by_session(store: LedgerStore, query: Query, *, limit: int = 100) -> list[Pe
 def charged(connection: Connection, query: Query, unit: Unit) -> Iterator[tuple[str, Row]]:
     """Rows as `billing.gate.rollups` makes them, each with the name of its period; in no order."""
 
-    def name_of(at_ns: int) -> str:
-        return datetime.fromtimestamp(at_ns // NS, query.zone).strftime(_NAMES[unit])
-
+    name_of = partial(_period_name, unit, query.zone)
     from_ns, to_ns = query.bounds_ns()
     cut: set[tuple[str, int]] = set()
     for row in store_reports.daily(
@@ -212,15 +252,12 @@ def charged(connection: Connection, query: Query, unit: Unit) -> Iterator[tuple[
             yield from ((name, row) for row in rollups.rows()[0])
 
 
+def _period_name(unit: Unit, zone: tzinfo, at_ns: int) -> str:
+    return datetime.fromtimestamp(at_ns // NS, zone).strftime(_NAMES[unit])
+
+
 def _currencies(connection: Connection, tenant: str | None) -> dict[str, str]:
     found = {n: a.currency for n, a in store_reports.all_accounts(connection).items()}
     if tenant is not None and tenant not in found:
         raise UnknownTenant(f"tenant {tenant!r} does not exist; see `cachesvc tenants show`")
     return found
-
-
-def _part(split: Split | None, row: Row) -> str:
-    if split is None:
-        return ""
-    column = {Split.MODEL: "model", Split.PROJECT: "project", Split.KEY: "key_id"}[split]
-    return row[column] or "-"

@@ -17,7 +17,6 @@ from billing.prices.time_zones import LocalZone
 from billing.reports.usage import (
     FIRST_DAY,
     Query,
-    Split,
     Unit,
     by_session,
     midnight_ns,
@@ -31,6 +30,7 @@ from billing.usage import Usage
 from cachesvc.cli import app
 
 HOUR = 3600
+SPLITS = ("model", "project", "key", "session", "user", "tag:team")
 FIRST = date(2025, 1, 1)
 # (hours after 2025-01-01T00:00Z, project, key)
 CHARGES = [(1, "web", "k1"), (23, "web", "k2"), (25, "", "k1"), (24 * 40, "batch", "k1")]
@@ -78,7 +78,7 @@ def test_days_begin_where_the_zone_says(store: LedgerStore) -> None:
 def test_rollups_and_entries_say_the_same(store: LedgerStore, unit: Unit) -> None:
     """No charge lies in the minute by which the second zone is off: its days are cut, not other."""
     a_minute_off = timezone(timedelta(minutes=1))
-    for split in (None, *Split):
+    for split in (None, *SPLITS):
         expected = report(store, Query(split=split), unit)
         assert expected == report(store, Query(split=split, zone=a_minute_off), unit)
 
@@ -145,15 +145,15 @@ def test_a_span_has_both_its_ends(store: LedgerStore, zone: Any) -> None:
 
 def test_periods_are_split_by_part(store: LedgerStore) -> None:
     january = {"until": date(2025, 1, 31)}
-    by_key = told(store, Unit.MONTH, split=Split.KEY, **january)
+    by_key = told(store, Unit.MONTH, split="key", **january)
     assert [("2025-01", "k1", 2), ("2025-01", "k2", 1)] == by_key
-    by_project = told(store, Unit.MONTH, split=Split.PROJECT, **january)
+    by_project = told(store, Unit.MONTH, split="project", **january)
     assert [("2025-01", "-", 1), ("2025-01", "web", 2)] == by_project
 
 
 def test_sums_of_a_split_are_the_whole(store: LedgerStore) -> None:
     whole = report(store, Query(), Unit.MONTH)
-    for split in Split:
+    for split in SPLITS:
         parts = report(store, Query(split=split), Unit.MONTH)
         assert sum(p.amount for p in whole) == sum(p.amount for p in parts)
         assert sum(p.saved for p in whole) == sum(p.saved for p in parts)

@@ -20,7 +20,6 @@ from billing.operations.usage import StatementForm
 from billing.proof.prover import Proved
 from billing.reports.documents import Document, proof_document
 from billing.reports.heads import heads_document, heads_of
-from billing.reports.usage import Split
 from billing.store import reports as store_reports
 
 router = APIRouter(prefix="/admin/api", tags=["admin: ledger"])
@@ -34,15 +33,33 @@ Since = Annotated[
 ]
 Until = Annotated[str | None, Query(description="Last day, written alike")]
 Timezone = Annotated[str, Query(description="Where days begin, such as Asia/Shanghai")]
-Breakdown = Annotated[Split | None, Query(description="Split by model, project or key")]
+Breakdown = Annotated[
+    str | None,
+    Query(max_length=80, description="By model, project, key, session, user or tag:NAME"),
+]
 Month = Annotated[str, Path(pattern=r"^\d{4}-(0[1-9]|1[0-2])$", description="Such as 2026-11")]
 
 
 @router.get("/usage")
-def total_usage(request: Request, _: MayRead, tenant: OfTenant = None) -> list[Document]:
-    """All usage, by tenant."""
+def total_usage(
+    request: Request,
+    _: MayRead,
+    tenant: OfTenant = None,
+    since: Since = None,
+    until: Until = None,
+    timezone: Timezone = "UTC",
+    breakdown: Breakdown = None,
+) -> list[Document]:
+    """Usage by tenant, of all time where no span is given."""
     with found():
-        return usages.total_usage(books_of(request), tenant=tenant)
+        return usages.total_usage(
+            books_of(request),
+            tenant=tenant,
+            since=since,
+            until=until,
+            timezone=timezone,
+            breakdown=breakdown,
+        )
 
 
 @router.get("/usage/daily")
@@ -121,11 +138,17 @@ def make_statement(
     _: MayRead,
     form: Annotated[StatementForm, Query(alias="format")] = StatementForm.JSON,
     timezone: Timezone = "UTC",
+    breakdown: Breakdown = None,
 ) -> Document | Response:
-    """A tenant's month, as JSON, CSV or a page for a printer."""
+    """A tenant's month, as JSON, CSV or a page for a printer; with a breakdown also by part."""
     with found():
         made = usages.make_statement(
-            books_of(request), tenant=tenant, month=month, timezone=timezone, format=form
+            books_of(request),
+            tenant=tenant,
+            month=month,
+            timezone=timezone,
+            breakdown=breakdown,
+            format=form,
         )
     if not isinstance(made, str):
         return made

@@ -79,10 +79,18 @@ function fill(name, rows) {
   at(name).replaceChildren(head, ...lines);
 }
 
-async function showMonth() {
+function monthPath() {
   const first = new Date().toISOString().slice(0, 8) + "01";
-  const path = `/v1/usage?unit=month&since=${first}&breakdown=${at("split").value}`;
-  fill("monthly", await (await ask(path)).json());
+  const isTag = at("split").value === "tag:";
+  at("tag").hidden = !isTag;
+  const split = at("split").value + (isTag ? at("tag").value.trim() : "");
+  return `/v1/usage?unit=month&since=${first}&breakdown=${encodeURIComponent(split)}`;
+}
+
+async function showMonth() {
+  const path = monthPath();
+  const isNamed = at("split").value !== "tag:" || at("tag").value.trim();
+  fill("monthly", isNamed ? await (await ask(path)).json() : []);
 }
 
 async function show() {
@@ -123,7 +131,8 @@ at("login").addEventListener("submit", (event) => {
   key = at("key").value.trim();
   tried(show);
 });
-at("split").addEventListener("change", () => tried(showMonth));
+for (const id of ["split", "tag"]) at(id).addEventListener("change", () => tried(showMonth));
+at("parts").addEventListener("click", () => tried(() => save(`${monthPath()}&format=csv`, "usage.csv")));
 at("month").value = new Date().toISOString().slice(0, 7);
 document.addEventListener("click", (event) => {
   const { csv, statement } = event.target.dataset ?? {};

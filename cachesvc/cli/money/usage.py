@@ -18,7 +18,7 @@ from billing.operations.books import Books
 from billing.operations.usage import StatementForm
 from billing.prices.time_zones import LocalZone, find_zone
 from billing.reports.documents import Document
-from billing.reports.usage import Split, parse_query
+from billing.reports.usage import parse_query
 from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import (
     MOST_ROWS,
@@ -46,18 +46,18 @@ app = typer.Typer(cls=without(_REMOVED))
 app.command()(receipt)
 
 
-class By(StrEnum):
-    """What usage is summed by, beside the tenant."""
-
-    DAY = "day"
-    MONTH = "month"
-    SESSION = "session"
+PERIODS = ("day", "month", "session")
 
 
 @app.callback(invoke_without_command=True)
 def usage(
     context: typer.Context,
-    by: Annotated[By | None, typer.Option(help="Sum by day, month or session  [all time]")] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            help="Sum by day, month, session, model, project, key, user or tag:NAME  [all time]"
+        ),
+    ] = None,
     tenant: TenantOption = None,
     since: Annotated[
         str | None,
@@ -65,7 +65,7 @@ def usage(
     ] = None,
     until: Annotated[str | None, typer.Option(help="Last day, in the same formats")] = None,
     breakdown: Annotated[
-        Split | None, typer.Option(help="Split days or months by model, project or key")
+        str | None, typer.Option(help="Split days or months by model, project, key, user ...")
     ] = None,
     timezone: Annotated[
         str | None,
@@ -94,10 +94,12 @@ def usage(
     if context.invoked_subcommand is not None:
         return
     if by is None and not line and (since or until or breakdown):
-        by = By.DAY
-    zone = _checked_span(since, until, timezone or "UTC")
+        by = "day"
+    if by not in (None, *PERIODS):
+        by, breakdown = None, by
+    zone = _checked_span(since, until, timezone or "UTC", breakdown)
     if statement is not None:
-        _print_statement(tenant, statement, zone, form, data_dir, database)
+        _print_statement(tenant, statement, zone, breakdown, form, data_dir, database)
         return
     with operations(data_dir, database) as call:
         if line:
@@ -105,14 +107,14 @@ def usage(
             return
         span: dict[str, Any] = {"tenant": tenant, "since": since, "until": until, "timezone": zone}
         match by:
-            case By.DAY:
+            case "day":
                 found = call(usages.daily_usage, **span, breakdown=breakdown)
-            case By.MONTH:
+            case "month":
                 found = call(usages.monthly_usage, **span, breakdown=breakdown)
-            case By.SESSION:
+            case "session":
                 found = call(usages.session_usage, **span, limit=limit)
-            case None:
-                found = call(usages.total_usage, tenant=tenant)
+            case _:
+                found = call(usages.total_usage, **span, breakdown=breakdown)
     _show(found, json)
 
 
@@ -142,10 +144,15 @@ def _print_line(call: Operations, tenant: str | None, timezone: str, json: bool)
     typer.echo(" | ".join(parts))
 
 
-def _checked_span(since: str | None, until: str | None, timezone: str) -> str:
-    """The zone as operations take it; ends the command for a day or zone that is none."""
+def _checked_span(
+    since: str | None, until: str | None, timezone: str, breakdown: str | None
+) -> str:
+    """The zone as operations take it; ends the command for a day, zone or part that is none."""
+    zone = _zone(timezone)
     try:
-        parse_query(since=since, until=until, zone=_zone(timezone))
+        parse_query(since=since, until=until, zone=zone, split=breakdown)
+    except InvalidName as error:
+        raise typer.BadParameter(str(error), param_hint="--by, --breakdown") from None
     except InvalidSpan as error:
         raise typer.BadParameter(str(error), param_hint="--since, --until") from None
     return _sent_zone(timezone)
@@ -199,6 +206,7 @@ def _print_statement(
     tenant: str | None,
     month: str,
     zone: str,
+    breakdown: str | None,
     form: StatementForm,
     data_dir: Path | None,
     database: str | None,
@@ -211,7 +219,12 @@ def _print_statement(
     with operations(data_dir, database) as call:
         month_days(month)
         made: Any = call(
-            usages.make_statement, tenant=tenant, month=month, timezone=zone, format=form
+            usages.make_statement,
+            tenant=tenant,
+            month=month,
+            timezone=zone,
+            breakdown=breakdown,
+            format=form,
         )
     match form:
         case StatementForm.JSON:
