@@ -6,6 +6,7 @@ of `api.testing`. The event loop alone uses them, except where a method says oth
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from api.cache.feeds import Feeds
@@ -56,6 +57,7 @@ class WireSettings:
     replay_turns: bool = False  # chats go on from the tokens of their last turn
     drop_lines: tuple[str, ...] = ("claude-code-billing",)  # see api.shapes.volatile
     perceptual_digests: bool = False  # whether contents may be named approximately
+    image_dir: Path | None = None  # of files that chats may show; None: none are read
     default_completion_tokens: int = 16  # /v1/completions without max_tokens, as OpenAI does
 
 

@@ -15,7 +15,14 @@ from billing.gate.outcomes import Outcome
 from billing.prices.book import RateRef
 from billing.prices.rating import Line
 from billing.usage import EMPTY, Usage
-from engine.request import FinishReason, Lookup, SamplingParams, Timeline, TokenLogprob
+from engine.request import (
+    FinishReason,
+    Lookup,
+    Picture,
+    SamplingParams,
+    Timeline,
+    TokenLogprob,
+)
 from engine.structure import Grammar, GrammarSource
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope, PrefixKey
@@ -137,6 +144,7 @@ class Job:
     arrival_ns: int = 0
     context: RequestContext = field(default_factory=RequestContext)  # for the ledger
     contents: tuple[tuple[Content, ...], ...] = ()  # of each prompt; none where it is empty
+    pictures: tuple[Picture, ...] = ()  # that native contents of its one prompt are tiles of
 
     def only_prompt(self) -> "Job":
         """The same prompt with no answer, and no turn to be remembered."""

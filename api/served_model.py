@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine.request import FinishReason, Request
+from engine.request import FinishReason, Picture, Request
+from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
 
 
@@ -88,6 +89,27 @@ class NewDetokenizer(Protocol):
     def __call__(self, stop: Sequence[str], *, shown: Sequence[str] = ()) -> Detokenizer: ...
 
 
+class ImageReader(Protocol):
+    """How a model sees images; see `engine.vision.pictures`. Calls may come from several threads
+    at once."""
+
+    @property
+    def tile_tokens(self) -> int: ...
+
+    @property
+    def mark(self) -> str:
+        """What a chat template writes where an image stands."""
+        ...
+
+    def read(self, data: bytes) -> Picture: ...
+
+    def expanded(self, text: str, pictures: Sequence[Picture]) -> str: ...
+
+    def contents(
+        self, tokens: Sequence[int], pictures: Sequence[Picture]
+    ) -> tuple[Content, ...]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """A name that clients may ask for: the base model, or an adapter on it.
@@ -102,6 +124,7 @@ class ServedModel:
     scope: CacheScope
     max_context: int
     vocab_size: int
+    images: ImageReader | None = None  # None: it sees none
     adapter: str | None = None
     parent: str | None = None
     created: int = 0  # Unix seconds

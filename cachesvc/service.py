@@ -358,6 +358,7 @@ class Service:
             scope=self.core.scope,
             max_context=min(loaded.max_context, engine.max_tokens),
             vocab_size=loaded.vocab_size,
+            images=loaded.images,
             created=int(time.time()),
         )
         adapted = {
@@ -388,6 +389,7 @@ def _wire_settings(settings: Settings) -> WireSettings:
     server = settings.server
     return WireSettings(
         max_body_bytes=server.max_body_bytes,
+        image_dir=server.data_dir / "images",
         perceptual_digests=settings.cache.perceptual_digests,
         replay_turns=server.replay_turns,
         drop_lines=server.drop_lines,

@@ -1,12 +1,20 @@
 """What the scheduler hands the runner: one step's work, as block tables and token spans."""
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.request import SamplingParams, TokenLogprob
 from tiers.blocks.contents import Content
+
+
+class Embedded(NamedTuple):
+    """Rows that stand in place of a span's tokens from `offset` on: a tensor [T, hidden]."""
+
+    offset: int
+    rows: Any
 
 
 @dataclass(slots=True)
@@ -32,6 +40,7 @@ class Span:
     num_prompt_tokens: int = 0
     adapter: str | None = None  # the name of a LoRA adapter; None is the base model
     contents: tuple[Content, ...] = ()  # what tokens of the sequence stand for, in order
+    embedded: tuple[Embedded, ...] = ()  # of the span's own tokens
     allowed: NDArray[np.int32] | None = None  # [ceil(vocabulary / 32)] bits: what may come next
     targets: NDArray[np.int32] | None = None  # [K] prompt tokens after the first K positions,
     # whose log-probabilities are asked for, with the `params.prompt_logprobs` most likely ones

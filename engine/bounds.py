@@ -14,6 +14,8 @@ MAX_N = 16_384  # as many as vLLM allows
 MAX_COUNT = (1 << 31) - 1  # of tokens, and of candidates
 MIN_REPETITION_PENALTY = 0.01  # dividing logits by less overflows float32
 MAX_REPETITION_PENALTY = 10.0
+MAX_PICTURES = 16  # of a prompt
+MAX_PICTURE_BYTES = 16 << 20  # of an image's file
 MIN_SEED, MAX_SEED = -(1 << 63), (1 << 64) - 1
 
 _RANGES: tuple[tuple[str, float, float], ...] = (

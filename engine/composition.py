@@ -21,6 +21,7 @@ from engine.models.load import LoadedModel
 from engine.request import SamplingParams, StepOutput
 from engine.settings import EngineSettings
 from engine.text.detokenizer import IncrementalDetokenizer
+from engine.vision.encoder import PictureEncoder
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
@@ -124,7 +125,13 @@ def compose(
             layout=layout.digest(),
         ),
         cache=tiers,
-        engine=Engine(runner, tiers, settings, on_outputs),
+        engine=Engine(
+            runner,
+            tiers,
+            settings,
+            on_outputs,
+            encoder=PictureEncoder(loaded.tower) if loaded.tower is not None else None,
+        ),
         runner=runner,
         grammars=compiler_for(loaded),
     )

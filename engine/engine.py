@@ -19,12 +19,13 @@ from typing import Protocol, TypeVar
 
 from engine.answers import STEP_FAILED, Answers
 from engine.batch import Batch, Sampled, Span
-from engine.errors import EngineFailed
+from engine.errors import EngineFailed, InvalidImage
 from engine.intake import Intake
 from engine.request import FinishReason, Request, StepOutput
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import SequenceState
 from engine.settings import EngineSettings
+from engine.vision.encoder import IMAGE_FAILED, PictureEncoder
 from tiers.cache import CacheStats, TieredCache
 
 logger = logging.getLogger(__name__)
@@ -73,13 +74,15 @@ class Engine:
         settings: EngineSettings,
         on_outputs: Callable[[Seq[StepOutput]], None],
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        encoder: PictureEncoder | None = None,
     ) -> None:
         self._runner = runner
         self._cache = cache
         self._settings = settings
         self._on_outputs = on_outputs
         self._clock_ns = clock_ns
-        self._scheduler = Scheduler(cache, settings.scheduler, clock_ns)
+        self._encoder = encoder
+        self._scheduler = Scheduler(cache, settings.scheduler, clock_ns, encoder)
         cache.on_purge(self._scheduler.detach)
         size = cache.layout.block_size
         # One block stays free, for the copy of a shared tail that a sequence may have to make.
@@ -95,6 +98,8 @@ class Engine:
         )
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
+        if encoder is not None:
+            encoder.on_ready = self._wake.set
         self._failures = 0  # turns in a row
         self._num_steps = 0
         self._prefilled = (0, 0.0)  # tokens and seconds of steps that waited for nothing
@@ -136,8 +141,11 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises EmptyPrompt, PromptTooLong, InvalidParameter, UnknownAdapter,
-        QueueFull, EngineClosed or EngineFailed; what it accepts ends in an output with `last` set.
+        InvalidImage, QueueFull, EngineClosed or EngineFailed; what it accepts ends in an output
+        with `last` set.
         """
+        if request.pictures and self._encoder is None:
+            raise InvalidImage("this model sees no images", param="contents")
         self._intake.accept(request)
         self._post(lambda: self._add(request))
 
@@ -259,6 +267,8 @@ class Engine:
         """One step; False when there was nothing to compute."""
         if self._answers.matching:
             self._tell(self._answers.take_looks())
+        if self._encoder is not None:
+            self._fail_unseen(self._encoder.take_failed())
         self._cache.step()
         batch = self._scheduler.schedule()
         self._intake.backlog = self._scheduler.backlog()
@@ -346,6 +356,12 @@ class Engine:
         outputs = self._answers.end(request_id, reason, error, index)
         self._forget_left()
         self._tell(outputs)
+
+    def _fail_unseen(self, sequence_ids: Seq[int]) -> None:
+        """End the requests of sequences whose images cannot be computed."""
+        for sequence_id in sequence_ids:
+            if sequence := self._answers.sequences.get(sequence_id):
+                self._fail([sequence.request.request_id], IMAGE_FAILED)
 
     def _running_requests(self) -> list[str]:
         return list({s.request.request_id for s in self._scheduler.running})

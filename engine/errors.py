@@ -5,6 +5,7 @@ EngineError
 │   ├── PromptTooLong       more tokens than the model or the pool can hold
 │   ├── EmptyPrompt
 │   ├── InvalidParameter    a sampling parameter out of its range; names it
+│   ├── InvalidImage        no image that is served, or none where there should be one
 │   ├── StructureUnavailable structured output, and the package for it is not installed
 │   └── UnknownAdapter
 ├── QueueFull               too many requests wait; try later
@@ -39,6 +40,10 @@ class EmptyPrompt(RequestError):
 
 class InvalidParameter(RequestError):
     """A sampling parameter is out of its range."""
+
+
+class InvalidImage(RequestError):
+    """An image cannot be read, is too large, or has no place in the prompt; says why."""
 
 
 class StructureUnavailable(RequestError):

@@ -12,6 +12,8 @@ from tiers.errors import MissReason
 from tiers.telemetry.misses import Absence
 from tiers.tier import TierName
 
+_TILE_BYTES = 2  # of a native content's digest: the number of the tile
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended; `stop` and `length` as OpenAI spells them."""
@@ -52,6 +54,34 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image as its file: what a prompt's native contents name tiles of.
+
+    It is cut into `rows` and `columns` of tiles, and the whole of it is a tile more; 0 of both
+    where that one is all. `digest` is of the file and of all that turns it into pixels.
+    """
+
+    digest: bytes
+    data: bytes
+    rows: int
+    columns: int
+
+    @property
+    def num_tiles(self) -> int:
+        return self.rows * self.columns + 1
+
+    def tile_digest(self, tile: int) -> bytes:
+        """What the native content is named that stands for a tile."""
+        return self.digest + tile.to_bytes(_TILE_BYTES, "little")
+
+
+def tile_of(content: Content) -> tuple[bytes, int]:
+    """The digest of the image that a native content is of, and the number of its tile."""
+    digest = content.digest
+    return digest[:-_TILE_BYTES], int.from_bytes(digest[-_TILE_BYTES:], "little")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt to serve. `tokens` is an `array('i')` that nobody changes after this."""
@@ -63,6 +93,7 @@ class Request:
     adapter: str | None = None
     grammar: Grammar | None = None  # of `params.structured_outputs`, compiled
     contents: tuple[Content, ...] = ()  # what placeholder tokens stand for, in order
+    pictures: tuple[Picture, ...] = ()  # that native contents are tiles of
     cache: bool = True  # False: neither read from the cache nor written to it
     arrival_ns: int = 0  # time.monotonic_ns() when the server received it
     share: str = ""  # whose part of the engine it takes; those who ask are served alike

@@ -324,6 +324,7 @@ class Generation:
             adapter=job.model.adapter,
             grammar=job.grammar,
             contents=job.contents[number] if job.contents else (),
+            pictures=job.pictures,
             cache=job.cache,
             arrival_ns=job.arrival_ns,
             share=job.tenant,

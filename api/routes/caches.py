@@ -21,7 +21,8 @@ from api.routes.conversation import chat_of
 from api.shapes.caches import CacheChange, CacheFormat, NewCache, told
 from api.shapes.schemas import ChatBody, parse
 from billing.keys import Principal
-from tiers.blocks.keys import prefix_keys, token_bytes
+from tiers.blocks.chain import Chain
+from tiers.blocks.contents import block_contents
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"])
 
@@ -101,7 +102,8 @@ def _retention(wire: Collaborators) -> Retention:
 async def _keep(retention: Retention, job: Job, name: str, ttl_s: float) -> Kept:
     """Pin the job's prompt. Raises CacheNotKept and CacheNotPaid."""
     pins, root = retention.pins, job.scope.root()
-    keys = prefix_keys(root, token_bytes(job.prompts[0]), pins.block_size)
+    contents = block_contents(job.contents[0] if job.contents else (), pins.block_size)
+    keys = Chain(root, job.prompts[0], pins.block_size, contents).keys
     return await pins.keep(f"{job.tenant}:{name}", root, keys, ttl_s, owner=job.tenant)
 
 

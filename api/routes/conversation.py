@@ -20,6 +20,7 @@ from api.routes.prompts import ChatPrompt, encode_chat, room_for_answer
 from api.served_model import ServedModel
 from api.shapes.chat import message_of
 from api.shapes.contents import contents_of
+from api.shapes.images import check_images
 from api.shapes.reply import Reply
 from api.shapes.schemas import ChatBody, sampling_params
 from api.shapes.structured import source_asked
@@ -76,10 +77,17 @@ async def chat_of(
     scope = scope_for(wire.salts, model, principal, body.extension.share)
     turn = _turn(wire, body, scope, prompt)
     replays = (replays or wire.settings.replay_turns) and not body.extension.contents
+    if prompt.images and body.extension.contents:
+        raise InvalidRequest(
+            "The chat shows images, whose contents the server names itself; leave out "
+            "cachesvc.contents.",
+            param="cachesvc.contents",
+        )
     if turn is not None and wire.conversations is not None:
         await wire.conversations.recall(turn)
     replay = _replay(wire, prompt, turn) if replays else None
-    tokens = await encode_chat(wire, model, prompt, tenant=principal.tenant, replay=replay)
+    encoded = await encode_chat(wire, model, prompt, tenant=principal.tenant, replay=replay)
+    tokens = encoded.tokens
     limit = room_for_answer(
         model,
         len(tokens),
@@ -102,12 +110,18 @@ async def chat_of(
         stream=bool(body.stream),
         arrival_ns=log.arrival_ns,
         context=request_context(request, principal, raw, body),
-        contents=contents_of(
+        contents=(encoded.contents,)
+        if encoded.pictures
+        else contents_of(
             body.extension, (tokens,), allow_perceptual=wire.settings.perceptual_digests
         ),
+        pictures=encoded.pictures,
         markers=_markers(prompt, model),
-        keeps=await _keeps(wire, model, body, tokens, marks, tenant=principal.tenant),
-        session=session_of(request, body),
+        # What is pinned in passing is found by its tokens alone.
+        keeps=()
+        if encoded.pictures
+        else await _keeps(wire, model, body, tokens, marks, tenant=principal.tenant),
+        session=None if encoded.pictures else session_of(request, body),
         dropped_lines=prompt.dropped_lines,
     )
     new_reply = partial(
@@ -148,10 +162,13 @@ def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> Chat
             param="continue_final_message",
         )
     messages = [message.for_template(number) for number, message in enumerate(body.messages)]
+    images = [each for n, message in enumerate(body.messages) for each in message.images(n)]
+    check_images(model, images)
     plain, dropped = without_volatile(messages, wire.settings.drop_lines)
     return ChatPrompt(
         messages=plain,
         dropped_lines=dropped,
+        images=images,
         tooling=tooling,
         style=style_of(template),
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
@@ -191,7 +208,7 @@ async def _keeps(
         if mark.cut is not None:
             try:
                 cut = replace(chat_prompt(wire, model, mark.cut), add_generation_prompt=False)
-                cut_tokens = await encode_chat(wire, model, cut, tenant=tenant)
+                cut_tokens = (await encode_chat(wire, model, cut, tenant=tenant)).tokens
             except (ApiError, RequestError):  # the template refuses a chat that ends there
                 continue
             same = common_length(tokens, cut_tokens)
@@ -203,8 +220,8 @@ def _turn(
     wire: Collaborators, body: ChatBody, scope: CacheScope, prompt: ChatPrompt
 ) -> Turn | None:
     """The turn that the chat is of its conversation; None where turns are not remembered."""
-    if wire.conversations is None or body.extension.cache is False:
-        return None
+    if wire.conversations is None or body.extension.cache is False or prompt.images:
+        return None  # tokens alone say nothing of images
     return turn_of(scope, prompt.messages, prompt.told_tools)
 
 

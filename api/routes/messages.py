@@ -58,4 +58,5 @@ async def count_tokens(request: Request) -> dict[str, Any]:
     thinking = fitting_thinking(body.thinking, model.tokenizer.chat_template)
     asked = body.as_chat().model_copy(update={"thinking": thinking})
     prompt = chat_prompt(wire, model, asked)
-    return {"input_tokens": len(await encode_chat(wire, model, prompt, tenant=principal.tenant))}
+    encoded = await encode_chat(wire, model, prompt, tenant=principal.tenant)
+    return {"input_tokens": len(encoded.tokens)}

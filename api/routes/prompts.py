@@ -4,6 +4,7 @@ import uuid
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
@@ -12,11 +13,14 @@ from api.collaborators import Collaborators
 from api.errors import ContextLengthExceeded, InvalidRequest
 from api.requests.turns import Replay
 from api.served_model import ServedModel
+from api.shapes.images import ImageAsked, picture_of
 from api.shapes.tooling import Tooling
 from api.tools.history import for_template
 from api.tools.style import Style
 from engine.errors import RequestError
+from engine.request import Picture
 from engine.structure import check_document
+from tiers.blocks.contents import Content
 
 Made = TypeVar("Made")
 
@@ -31,6 +35,15 @@ async def encode_text(
     return await _encode(wire, tenant, len(text), lambda: model.tokenizer.encode(text))
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt in tokens, and the images that some of them stand for."""
+
+    tokens: "array[int]"
+    contents: tuple[Content, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
     """What a chat template is given. `messages` are as the client sent them, in plain values."""
@@ -42,6 +55,7 @@ class ChatPrompt:
     continue_final_message: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
     dropped_lines: tuple[str, ...] = ()
+    images: Sequence[ImageAsked] = ()  # of its messages, in order
 
     @property
     def told_tools(self) -> list[dict[str, Any]]:
@@ -55,12 +69,12 @@ async def encode_chat(
     *,
     tenant: str,
     replay: Replay | None = None,
-) -> "array[int]":
+) -> Encoded:
     """The chat as the model's template writes it; after what `replay` has of it, where the template
     shows what follows.
 
-    Raises InvalidParameter for calls nested without measure, and ContextLengthExceeded as
-    `encode_text`.
+    Raises InvalidParameter for calls nested without measure, InvalidRequest or Unsupported for an
+    image, and ContextLengthExceeded as `encode_text`.
     """
     for number, message in enumerate(prompt.messages):
         check_document(message.get("tool_calls"), f"messages[{number}].tool_calls")
@@ -69,14 +83,40 @@ async def encode_chat(
     size += sum(len(orjson.dumps(one)) for one in (tools, prompt.arguments) if one)
     _check_length(model, size, "messages")
 
-    def work() -> "array[int]":
+    def work() -> Encoded:
+        if prompt.images:
+            return _seen(model, prompt, wire.settings.image_dir)
         if replay is not None and (after := _after(model, prompt, replay)) is not None:
-            return after
-        return model.tokenizer.encode(
-            _rendered(model, prompt, prompt.messages), add_special_tokens=False
-        )
+            return Encoded(after)
+        text = _rendered(model, prompt, prompt.messages)
+        return Encoded(model.tokenizer.encode(text, add_special_tokens=False))
 
+    if prompt.images:  # read and unpacked beside the event loop, however short the text
+        return await wire.encoders.run(tenant, work)
     return await _encode(wire, tenant, size + MESSAGE_CHARS * len(prompt.messages), work)
+
+
+def _seen(model: ServedModel, prompt: ChatPrompt, folder: Path | None) -> Encoded:
+    """A chat that shows images. Raises InvalidRequest, Unsupported or ContextLengthExceeded."""
+    reader = model.images
+    assert reader is not None
+    pictures = tuple(picture_of(model, asked, folder) for asked in prompt.images)
+    num_tokens = sum(picture.num_tiles for picture in pictures) * reader.tile_tokens
+    if num_tokens > model.max_context:
+        raise ContextLengthExceeded(
+            f"This model's context is {model.max_context} tokens; the images alone make "
+            f"{num_tokens}. Send fewer, or smaller ones.",
+            param="messages",
+        )
+    text = _rendered(model, prompt, prompt.messages)
+    if text.count(reader.mark) != len(pictures):
+        raise InvalidRequest(
+            f"The chat shows {len(pictures)} images, and its text says {reader.mark}, which "
+            "stands for one; leave that out of the text.",
+            param="messages",
+        )
+    tokens = model.tokenizer.encode(reader.expanded(text, pictures), add_special_tokens=False)
+    return Encoded(tokens, reader.contents(tokens, pictures), pictures)
 
 
 def _rendered(model: ServedModel, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]]) -> str:

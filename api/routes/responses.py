@@ -48,8 +48,8 @@ async def input_tokens(request: Request) -> dict[str, Any]:
     body = parse(await read_body(request), InputBody)
     model = find_model(wire.models, body.model)
     prompt = chat_prompt(wire, model, body.as_chat(await _history(wire, principal.tenant, body)))
-    tokens = await encode_chat(wire, model, prompt, tenant=principal.tenant)
-    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
+    encoded = await encode_chat(wire, model, prompt, tenant=principal.tenant)
+    return {"object": "response.input_tokens", "input_tokens": len(encoded.tokens)}
 
 
 @router.get("/v1/responses/{name}")

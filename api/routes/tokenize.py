@@ -28,9 +28,8 @@ async def tokenize(request: Request) -> dict[str, Any]:
     if (text is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt (a text) or messages (a chat).", param="prompt")
     if body.messages is not None:
-        tokens = await encode_chat(
-            wire, model, chat_prompt(wire, model, body.as_chat(model.name)), tenant=tenant
-        )
+        prompt = chat_prompt(wire, model, body.as_chat(model.name))
+        tokens = (await encode_chat(wire, model, prompt, tenant=tenant)).tokens
     else:
         tokens = await encode_text(wire, model, text or "", tenant=tenant)
     return {

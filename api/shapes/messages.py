@@ -1,14 +1,22 @@
 """Anthropic's Messages: the body, checked, and as a chat."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Field
 
 from api.errors import InvalidRequest, Unsupported
 from api.shapes.schemas import MESSAGES_MAX, Body, ChatBody, Extension, Items
-from api.shapes.translation import Plain, call_message, chat_body, merged_systems
+from api.shapes.translation import (
+    Plain,
+    call_message,
+    chat_body,
+    image_part,
+    merged_systems,
+    text_part,
+)
 from api.shapes.unserved import Unserved, refuse_unserved
 from engine.bounds import MAX_COUNT
 from engine.structure import check_document
@@ -245,19 +253,52 @@ def _call(extra: Plain, where: str) -> Plain:
 
 def _user(message: TurnMessage, where: str) -> Iterator[Plain]:
     """Results of tools come first, each as a message of its own, in order with the texts."""
-    texts: list[str] = []
+    parts: list[Plain] = []
     assert isinstance(message.content, list)
     for number, block in enumerate(message.content):
         place = f"{where}[{number}]"
-        if block.type != "tool_result":
-            texts.append(_text(block, place))
-            continue
-        if texts:
-            yield {"role": message.role, "content": TEXTS_JOIN.join(texts)}
-            texts = []
-        yield _result(block.model_extra or {}, place)
-    if texts:
-        yield {"role": message.role, "content": TEXTS_JOIN.join(texts)}
+        if block.type == "image" and message.role == "user":
+            parts.append(image_part(_image_url(block.model_extra or {}, place)))
+        elif block.type != "tool_result":
+            parts.append(text_part(_text(block, place)))
+        else:
+            if parts:
+                yield {"role": message.role, "content": _joined(parts)}
+            parts = []
+            yield _result(block.model_extra or {}, place)
+    if parts:
+        yield {"role": message.role, "content": _joined(parts)}
+
+
+def _joined(parts: Sequence[Plain]) -> str | list[Plain]:
+    """Texts side by side as one; a text where there is nothing else."""
+    joined: list[Plain] = []
+    for kind, group in groupby(parts, key=lambda part: part["type"]):
+        if kind == "text":
+            joined.append(text_part(TEXTS_JOIN.join(part["text"] for part in group)))
+        else:
+            joined += group
+    return str(joined[0]["text"]) if [part["type"] for part in joined] == ["text"] else joined
+
+
+def _image_url(extra: Plain, where: str) -> str:
+    """An image block's source as a URL. Raises InvalidRequest or Unsupported."""
+    source = extra.get("source")
+    match source if isinstance(source, dict) else {}:
+        case {"type": "base64", "data": str(data), "media_type": str(kind)}:
+            return f"data:{kind};base64,{data}"
+        case {"type": "url", "url": str(url)}:
+            return url
+        case {"type": "file"}:
+            raise Unsupported(
+                f"{where}.source names a file that was uploaded, and this server keeps none; send "
+                "the image itself, as base64.",
+                param=f"{where}.source",
+            )
+    raise InvalidRequest(
+        f'{where}.source must be {{"type": "base64", "media_type": "image/png", "data": "..."}}.',
+        param=f"{where}.source",
+    )
 
 
 def _result(extra: Plain, where: str) -> Plain:

@@ -7,7 +7,14 @@ from pydantic import ConfigDict, Field
 
 from api.errors import InvalidRequest, Unsupported
 from api.shapes.schemas import ITEMS_MAX, MESSAGES_MAX, Body, ChatBody, Extension, Items
-from api.shapes.translation import Plain, call_message, chat_body, merged_systems
+from api.shapes.translation import (
+    Plain,
+    call_message,
+    chat_body,
+    image_part,
+    merged_systems,
+    text_part,
+)
 from api.shapes.unserved import Unserved, refuse_unserved
 from engine.bounds import MAX_COUNT
 
@@ -124,7 +131,7 @@ def _messages(items: Sequence[Item]) -> Iterator[Plain]:
         where, extra = f"input[{number}]", item.model_extra or {}
         match item.type:
             case None | "message" if item.role is not None:
-                yield {"role": item.role, "content": _text(item.content, f"{where}.content")}
+                yield {"role": item.role, "content": _content(item, f"{where}.content")}
             case "function_call":
                 call = call_message(*_named(extra, where, "name", "call_id", "arguments"))
                 yield {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -170,6 +177,30 @@ def _named(extra: Plain, where: str, *names: str) -> tuple[str, ...]:
 def _summary(extra: Plain) -> str:
     parts = extra.get("summary")
     return "".join(str(p.get("text") or "") for p in parts) if isinstance(parts, list) else ""
+
+
+def _content(item: Item, where: str) -> str | list[Plain]:
+    """A message's text; of the user's with images, its parts in their order."""
+    parts = item.content if isinstance(item.content, list) else []
+    if item.role != "user" or all(part.get("type") != "input_image" for part in parts):
+        return _text(item.content, where)
+    return [
+        image_part(_image_url(part, f"{where}[{number}]"))
+        if part.get("type") == "input_image"
+        else text_part(_text([part], where))
+        for number, part in enumerate(parts)
+    ]
+
+
+def _image_url(part: Plain, where: str) -> str:
+    url = part.get("image_url")
+    if not isinstance(url, str):
+        raise Unsupported(
+            f"{where} must have an image_url; this server keeps no files. Send the image itself, "
+            "as data:image/png;base64,...",
+            param=f"{where}.image_url",
+        )
+    return url
 
 
 def _text(content: object, where: str) -> str:

@@ -20,6 +20,14 @@ def chat_body(fields: Mapping[str, Any]) -> ChatBody:
         raise refusal(error.errors(include_url=False, include_context=False)) from None
 
 
+def text_part(text: str) -> Plain:
+    return {"type": "text", "text": text}
+
+
+def image_part(url: str) -> Plain:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def merged_systems(messages: list[Plain]) -> list[Plain]:
     """The system's messages at the beginning as one: templates know one only."""
     texts = []

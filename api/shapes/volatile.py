@@ -17,7 +17,8 @@ def without_volatile(
 ) -> tuple[list[Mapping[str, Any]], tuple[str, ...]]:
     """The messages, and the rules of `rules` that took a line from the head of the first one."""
     plain = list(messages)
-    if not plain or plain[0]["role"] not in ("system", "developer"):
+    head = plain[0] if plain else {}
+    if head.get("role") not in ("system", "developer") or not isinstance(head["content"], str):
         return plain, ()
     text, applied = plain[0]["content"], []
     for name in rules:

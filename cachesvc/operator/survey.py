@@ -4,7 +4,6 @@ Event loop only. The disk is looked at by a thread of its own, few at a time; no
 """
 
 import asyncio
-from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from api.cache.explorer import Caller
 from api.job import Job
 from tiers.blocks.chain import Chain
+from tiers.blocks.contents import block_contents
 from tiers.blocks.keys import BlockId
 from tiers.cache import TieredCache
 from tiers.tier import TierName
@@ -20,7 +20,7 @@ AT_ONCE = 2  # looks at the disk
 
 
 class CacheSurvey:
-    """A `Survey` of one engine's tiers. Contents beyond tokens are counted as missing."""
+    """A `Survey` of one engine's tiers."""
 
     def __init__(self, call: Caller, cache: TieredCache) -> None:
         self._call = call
@@ -28,13 +28,15 @@ class CacheSurvey:
         self._looks = asyncio.Semaphore(AT_ONCE)
 
     async def __call__(self, job: Job) -> Sequence[Mapping[str, int]]:
-        if any(job.contents):
-            return []
-        return [await self._found(job, prompt) for prompt in job.prompts]
+        return [await self._found(job, number) for number in range(len(job.prompts))]
 
-    async def _found(self, job: Job, prompt: "array[int]") -> Mapping[str, int]:
+    async def _found(self, job: Job, number: int) -> Mapping[str, int]:
+        prompt = job.prompts[number]
+
         def look(cache: TieredCache) -> tuple[list[TierName], list[BlockId], int]:
-            chain = Chain(job.scope.root(), prompt, cache.layout.block_size)
+            size = cache.layout.block_size
+            contents = block_contents(job.contents[number] if job.contents else (), size)
+            chain = Chain(job.scope.root(), prompt, size, contents)
             sources = cache.sources(chain)
             return sources, chain.block_ids(len(sources), len(chain.keys)), chain.block_size
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from api.requests.grammars import Compiler
-from api.served_model import Detokenizer, EngineClient
+from api.served_model import Detokenizer, EngineClient, ImageReader
 from engine.engine import EngineStats
 from engine.request import StepOutput
 from engine.text.tokenizer import Tokenizer
@@ -58,6 +58,9 @@ class Weights(Protocol):
 
     @property
     def adapters(self) -> Adapters: ...
+
+    @property
+    def images(self) -> ImageReader | None: ...
 
 
 class Backend(Protocol):

@@ -117,6 +117,7 @@ class DecodeGraphs:
                 and span.write_kv
                 and span.adapter is None
                 and span.targets is None
+                and not span.embedded
                 for span in spans
             )
         )

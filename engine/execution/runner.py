@@ -150,6 +150,9 @@ class ModelRunner:
         told: list[TokenLogprob] = []
         self._attention.begin(spans)
         self._adapters.begin(spans, arguments["input_ids"].shape[1])
+        if any(span.embedded for span in spans):
+            tokens = arguments.pop("input_ids")
+            arguments["inputs_embeds"] = self._embedded(tokens, spans, ends - lengths)
         if any(span.targets is not None for span in spans):
             told, logits = self._heads(spans, ends - lengths, wanted, arguments)
         elif wanted:
@@ -162,6 +165,17 @@ class ModelRunner:
         self._attention.finish()
         self._adapters.finish()
         return logits, told
+
+    def _embedded(
+        self, tokens: torch.Tensor, spans: Sequence[Span], starts: NDArray[Any]
+    ) -> torch.Tensor:
+        """The tokens' rows [1, T, hidden], those of images in their places."""
+        rows: torch.Tensor = self._model.get_input_embeddings()(tokens).clone()
+        for span, start in zip(spans, starts, strict=True):
+            for embedded in span.embedded:
+                first = int(start) + embedded.offset
+                rows[0, first : first + len(embedded.rows)] = embedded.rows.to(rows.dtype)
+        return rows
 
     def _heads(
         self,

@@ -3,6 +3,7 @@
 Called at start-up by the server whose engine is vLLM; `engine.models.load` shares the tokenizer.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         base = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers' and tokenizers' errors have no common root
         raise ModelError(f"{folder} holds no usable tokenizer: {error}") from error
+    written = folder / "chat_template.json"  # where processors of images kept it at first
+    if getattr(base, "chat_template", None) is None and written.exists():
+        try:
+            base.chat_template = str(json.loads(written.read_bytes())["chat_template"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{written} holds no chat template: {error}") from error
     return Tokenizer(base)
 
 

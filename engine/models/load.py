@@ -7,7 +7,7 @@ templates are transformers'. `engine.models.probe` proves that paged attention s
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
 )
 from transformers.utils import logging as transformers_logging
@@ -35,7 +36,11 @@ from engine.models.probe import PROBE_TOKENS, prepare, probe_logits
 from engine.models.rope import fix_tables
 from engine.request import SamplingParams
 from engine.text.tokenizer import Tokenizer
+from engine.vision.tower import VisionTower, has_vision, split, tower_of
 from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout
+
+if TYPE_CHECKING:
+    from engine.vision.pictures import PictureReader  # with Pillow, which is an extra
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +76,14 @@ class LoadedModel:
     dtype: str
     device: str
     adapters: AdapterBank
+    tower: VisionTower | None = None  # None: the model sees no images
+
+    @property
+    def images(self) -> "PictureReader | None":
+        """How chats show images; None where the model, or its chat template, takes none."""
+        if self.tower is None or self.tokenizer.image_mark is None:
+            return None
+        return self.tower.reader
 
     def layout(self, block_size: int, kv_dtype: str | None = None) -> BlockLayout:
         """The layout of this model's blocks; `kv_dtype` None means the compute dtype."""
@@ -101,8 +114,14 @@ def load_model(
     folder, content = find(name, cache_dir, report)
     tokenizer = load_tokenizer(folder)
     model = _load_weights(folder, DTYPES[dtype], device)
+    tower = None
+    if has_vision(model.config):
+        tower, model = tower_of(model, folder), split(model)
+        tokenizer.take_images(tower.reader.mark)
     digest = xxhash.xxh3_128_digest(content + dtype.encode())
-    return describe(name, model, tokenizer, weights_digest=digest, dtype=dtype, device=device)
+    return describe(
+        name, model, tokenizer, weights_digest=digest, dtype=dtype, device=device, tower=tower
+    )
 
 
 def describe(
@@ -113,6 +132,7 @@ def describe(
     weights_digest: bytes,
     dtype: str,
     device: str,
+    tower: VisionTower | None = None,
 ) -> LoadedModel:
     """Pack `model` for its device, check that paged attention serves it, and say what it is."""
     attention.register()
@@ -135,6 +155,7 @@ def describe(
         dtype=dtype,
         device=device,
         adapters=AdapterBank(model, device),
+        tower=tower,
     )
 
 
@@ -167,7 +188,8 @@ def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
         _refuse_unsupported(config)
         _recommend_bfloat16(config, dtype, device)
         dequantized = _dequantize(config)
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        kind = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
+        model, loading = kind.from_pretrained(
             folder,
             config=config,
             dtype=dtype,

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import weakref
-from array import array
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -28,6 +27,7 @@ from engine.hardware import pick_device, run_apart
 from engine.models.files import DEFAULT_MODEL
 from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.offline.outputs import LoRARequest, PendingRequest, RequestOutput
+from engine.offline.prompts import Message, Prompt, PromptDict, PromptReader
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.settings import EngineSettings
 from engine.structure import source_of
@@ -36,10 +36,6 @@ from tiers.disk.open import open_disk
 from tiers.errors import ConfigurationError
 
 DEFAULT_PARAMS = SamplingParams(max_tokens=16)  # as long as vLLM's answers where nothing is said
-
-Prompt = tuple[str | None, "array[int]"]  # its text, where it was given as text, and its tokens
-PromptDict = Mapping[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}, as in vLLM
-Message = Mapping[str, Any]
 
 
 class LLM:
@@ -91,6 +87,7 @@ class LLM:
             engine=EngineSettings(max_waiting=sys.maxsize),
         )
         self._loaded, self._engine = loaded, core.engine
+        self._reader = PromptReader(loaded)
         self._scope, self._grammars = core.scope, core.grammars
         self._caching = enable_prefix_caching
         self._numbers = itertools.count()
@@ -112,7 +109,7 @@ class LLM:
         be served, before anything is generated for long: either all prompts are answered or none;
         and AdapterError for an adapter that cannot be read.
         """
-        return self._serve(self._prompts(prompts), sampling_params, lora_request)
+        return self._serve(self._reader.prompts(prompts), sampling_params, lora_request)
 
     def chat(
         self,
@@ -132,15 +129,14 @@ class LLM:
             )
         single = isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
-        tokenizer = self._loaded.tokenizer
-        prompts: list[Prompt] = []
-        for conversation in conversations:
-            text = tokenizer.render(
+        prompts = [
+            self._reader.chat(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
-            prompts.append((text, tokenizer.encode(text, add_special_tokens=False)))
+            for conversation in conversations
+        ]
         return self._serve(prompts, sampling_params, lora_request)
 
     def close(self) -> None:
@@ -160,34 +156,6 @@ class LLM:
 
     # From prompts to answers.
 
-    def _prompts(self, given: Any) -> list[Prompt]:
-        if isinstance(given, str):
-            given = [given]
-        if isinstance(given, Mapping):
-            given = [given]
-        if not isinstance(given, Seq):
-            raise _bad_prompt("prompts", given)
-        return [self._prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(given)]
-
-    def _prompt(self, given: Any, name: str) -> Prompt:
-        if isinstance(given, Mapping):
-            text, given = _of_dictionary(given, name)
-            if given is not None:
-                return text, self._prompt(given, name)[1]
-            given = text
-        if isinstance(given, str):
-            return given, self._loaded.tokenizer.encode(given)
-        if not isinstance(given, Seq | array) or isinstance(given, bytes):
-            raise _bad_prompt(name, given)
-        size = self._loaded.vocab_size
-        for token in given:
-            if not isinstance(token, int) or not 0 <= token < size:
-                raise InvalidParameter(
-                    f"{name} holds {token!r}, and a token id is an integer below {size}",
-                    param=name,
-                )
-        return None, array("i", given)
-
     def _serve(
         self,
         prompts: Seq[Prompt],
@@ -202,8 +170,10 @@ class LLM:
         )
         with self._turn:
             pending = [
-                PendingRequest(self._request(tokens, of, adapter), text, self._loaded.tokenizer)
-                for (text, tokens), of, adapter in each
+                PendingRequest(
+                    self._request(prompt, of, adapter), prompt.text, self._loaded.tokenizer
+                )
+                for prompt, of, adapter in each
             ]
             try:
                 for one in pending:
@@ -227,9 +197,7 @@ class LLM:
                 if one.done:
                     del running[output.request_id]
 
-    def _request(
-        self, tokens: "array[int]", params: SamplingParams, adapter: str | None
-    ) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams, adapter: str | None) -> Request:
         digests, asked = self._loaded.adapters.digests, params.structured_outputs
         if adapter is not None and adapter not in digests:
             # Named by where it comes from: other names for one adapter are no other adapter.
@@ -238,7 +206,9 @@ class LLM:
         digest = digests[adapter] if adapter is not None else b""
         return Request(
             request_id=f"offline-{next(self._numbers)}",
-            tokens=tokens,
+            tokens=prompt.tokens,
+            contents=prompt.contents,
+            pictures=prompt.pictures,
             params=params,
             scope=replace(self._scope, adapter=digest),
             adapter=adapter,
@@ -312,29 +282,3 @@ def _checked(params: Any) -> SamplingParams:
     if not all(isinstance(text, str) and text for text in stops):
         raise InvalidParameter(f"stop is {stop!r}; each must be a string, not empty", param="stop")
     return params if stops == stop else replace(params, stop=stops)
-
-
-def _of_dictionary(given: PromptDict, name: str) -> tuple[str | None, Any]:
-    """The text and the token ids of one of vLLM's prompt dictionaries; ids win where both stand."""
-    others = sorted(given.keys() - {"prompt", "prompt_token_ids"})
-    if others and any(given[other] is not None for other in others):
-        raise InvalidParameter(
-            f"{name} has {', '.join(others)}; a prompt dictionary has prompt or prompt_token_ids",
-            param=name,
-        )
-    text, ids = given.get("prompt"), given.get("prompt_token_ids")
-    if text is None and ids is None:
-        raise InvalidParameter(f"{name} has neither prompt nor prompt_token_ids", param=name)
-    if text is not None and not isinstance(text, str):
-        raise _bad_prompt(f"{name}['prompt']", text)
-    if isinstance(ids, str):
-        raise _bad_prompt(f"{name}['prompt_token_ids']", ids)
-    return text, ids
-
-
-def _bad_prompt(name: str, given: Any) -> InvalidParameter:
-    return InvalidParameter(
-        f"{name} is {type(given).__name__}; prompts are a string, a list of strings, a list of "
-        f"lists of token ids, or dictionaries with prompt or prompt_token_ids",
-        param=name,
-    )

@@ -14,8 +14,9 @@ from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, Embedded, Span
 from engine.request import FinishReason, Lookup, TokenCounts
+from engine.scheduling.embeddings import Embeddings, embedded, unread
 from engine.scheduling.lookup import runs_of
 from engine.scheduling.queue import QueueOrder, WaitingQueue
 from engine.scheduling.sequence import Sequence, SequenceState
@@ -53,8 +54,10 @@ class Scheduler:
         cache: TieredCache,
         settings: SchedulerSettings,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        embeddings: Embeddings | None = None,
     ) -> None:
         self._cache = cache
+        self._embeddings = embeddings  # None: the model sees no images
         self._tables = cache.tables
         self._clock_ns = clock_ns
         self._settings = settings
@@ -85,6 +88,7 @@ class Scheduler:
         if sequence.state is not SequenceState.FINISHED:
             self._served.leave(sequence.share)
         sequence.state, sequence.finish = SequenceState.FINISHED, reason
+        self._drop_images(sequence)
 
     def backlog(self) -> Backlog:
         """What waits, and how fast it begins. Once per step."""
@@ -180,6 +184,7 @@ class Scheduler:
                 allowed=grammar.allowed if sample and grammar is not None else None,
                 targets=sequence.targets(start, end),
                 contents=sequence.request.contents,
+                embedded=self._embedded(sequence, start, end),
                 write_kv=end > sequence.num_standing,
             )
         )
@@ -262,6 +267,8 @@ class Scheduler:
                 return
             if self._served[sequence.share] >= served or not self._has_place(sequence):
                 continue
+            if sequence.awaits_images and not self._images_stand(sequence):
+                continue
             if sequence.ticket is None:
                 if len(holders) >= self._settings.max_tickets and any(
                     holder.share == sequence.share for holder in holders
@@ -289,8 +296,34 @@ class Scheduler:
                 holders.discard(sequence)
                 continue
             holders.discard(sequence)
+            sequence.first_unread = len(sequence.ticket.blocks) * self._block_size
+            if not self._images_stand(sequence):
+                # It holds nothing while the tower computes, and looks again afterwards.
+                self._close_ticket(sequence)
+                sequence.state = SequenceState.LOADING
+                continue
             self._begin(sequence, tail)
             yield sequence
+
+    def _images_stand(self, sequence: Sequence) -> bool:
+        """Whether all images are computed that the cache has not spared; asks for them."""
+        if not sequence.request.pictures:
+            return True
+        assert self._embeddings is not None, "a request with images for a model without"
+        # The last token is computed anew in any case.
+        pictures = unread(sequence.request, min(sequence.first_unread, sequence.num_prompt - 1))
+        stand = self._embeddings.want(sequence.sequence_id, sequence.share, pictures)
+        sequence.awaits_images = not stand
+        return stand
+
+    def _embedded(self, sequence: Sequence, start: int, end: int) -> tuple[Embedded, ...]:
+        if self._embeddings is None or not sequence.request.pictures:
+            return ()
+        return embedded(sequence.request, start, end, self._embeddings)
+
+    def _drop_images(self, sequence: Sequence) -> None:
+        if self._embeddings is not None and sequence.request.pictures:
+            self._embeddings.drop(sequence.sequence_id)
 
     def _has_place(self, sequence: Sequence) -> bool:
         """Whether it may run beside those who do: some places wait for shares that have none."""
@@ -416,6 +449,8 @@ class Scheduler:
         if end <= sequence.num_standing:
             return
         sequence.num_standing = end
+        if end >= sequence.num_prompt:
+            self._drop_images(sequence)
         for number in range(first, end // self._block_size):
             block = self._tables.commit(sequence.chain, number, sequence.blocks[number])
             sequence.blocks[number] = block

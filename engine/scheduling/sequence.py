@@ -52,6 +52,8 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_done: int = 0  # prompt tokens that were served or computed, at the furthest
     ticket: Ticket | None = None
+    first_unread: int = 0  # tokens before it stood in the cache when it was last looked up
+    awaits_images: bool = False  # from there on, which are not computed yet
     follows: bool = False  # its ticket waits for what another sequence computes
     counts: TokenCounts | None = None  # of the prompt, fixed at first admission
     miss_reasons: dict[MissReason, int] = field(default_factory=dict)

@@ -50,6 +50,7 @@ class Tokenizer:
         )
         self._bytes = _token_bytes(fast, json.loads(serialised).get("decoder"))
         self.max_token_bytes = max(map(len, self._bytes), default=0)
+        self.image_mark: str | None = None  # what the template writes for an image, if anything
 
     @property
     def vocab_size(self) -> int:
@@ -68,6 +69,18 @@ class Tokenizer:
     @property
     def special_token_ids(self) -> frozenset[int]:
         return self._special
+
+    def take_images(self, mark: str) -> None:
+        """Let chats have images, where the template writes `mark` for one. Before serving."""
+        self.image_mark = mark
+        text, image = {"type": "text", "text": "words"}, {"type": "image"}
+        probe = [{"role": "user", "content": [text, image]}]
+        try:
+            shown = self.render(probe) if self.has_chat_template else ""
+        except RequestError:
+            shown = ""
+        if shown.count(mark) != 1 or shown.count("words") != 1:
+            self.image_mark = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> "array[int]":
         """Token ids of `text`, after what the model's tokenizer puts first (a BOS, or nothing)."""
@@ -122,7 +135,10 @@ class Tokenizer:
             raise RequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        conversation = [_checked(message, number) for number, message in enumerate(messages)]
+        images = self.image_mark is not None
+        conversation = [
+            _checked(message, number, images=images) for number, message in enumerate(messages)
+        ]
         if not conversation:
             raise RequestError("messages must hold at least one message", param="messages")
         try:
@@ -150,8 +166,9 @@ def _template_text(base: PreTrainedTokenizerBase) -> str | None:
     return template or None
 
 
-def _checked(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A message as templates expect it: a known role, text content. Raises RequestError."""
+def _checked(message: Mapping[str, Any], number: int, *, images: bool) -> dict[str, Any]:
+    """A message as templates expect it: a known role, text content, or parts where they may be
+    images. Raises RequestError."""
     if not isinstance(message, Mapping):
         raise RequestError(f"messages[{number}] must be an object", param=f"messages[{number}]")
     role = message.get("role")
@@ -167,18 +184,33 @@ def _checked(message: Mapping[str, Any], number: int) -> dict[str, Any]:
         )
     checked = dict(message)
     checked["role"] = "system" if role == "developer" else role
-    checked["content"] = _content_text(content, number)
+    checked["content"] = (_content_parts if images else _content_text)(content, number)
     return checked
 
 
-def _content_text(content: object, number: int) -> str:
+def _content_parts(content: object, number: int) -> list[dict[str, str]]:
+    """Text and images in their order; templates of models with images read parts alone."""
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        parts = [
+            {"type": "image"}
+            if isinstance(part, Mapping) and part.get("type") == "image"
+            else {"type": "text", "text": _content_text([part], number, first=index)}
+            for index, part in enumerate(content)
+        ]
+        if parts:
+            return parts
+        content = ""
+    return [{"type": "text", "text": _content_text(content, number)}]
+
+
+def _content_text(content: object, number: int, first: int = 0) -> str:
     param = f"messages[{number}].content"
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, Sequence):
         raise RequestError(f"{param} must be a string or an array of parts", param=param)
     texts = []
-    for index, part in enumerate(content):
+    for index, part in enumerate(content, first):
         if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text"):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise RequestError(

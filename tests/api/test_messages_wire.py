@@ -143,7 +143,7 @@ async def test_usage_is_the_billed_record_in_anthropics_classes(
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "invalid_request_error",
-            "messages[0].content[0]",
+            "messages[0].content[0].source",
         ),
         ({"temperature": 1.5}, "invalid_request_error", "temperature"),
     ],

@@ -4,6 +4,7 @@
 `docs/models.md` stands for each; `make models` writes them.
 """
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -14,8 +15,8 @@ import torch
 import xxhash
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from engine.models.load import LoadedModel, describe
-from engine.testing.models import bytes_tokenizer
+from engine.models.load import LoadedModel, describe, load_model
+from engine.testing.models import bytes_tokenizer, save_tiny_vision_model
 from tiers.blocks.layout import BlockLayout, LayerLayout
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -239,7 +240,29 @@ def served(model_type: str) -> LoadedModel:
     )
 
 
+# By model type: those that see images, each served whole by tests/parity/test_images.py.
+SEEING: Mapping[str, str] = {
+    "idefics3": "Idefics3, SmolVLM, SmolDocling, Granite-Docling",
+    "smolvlm": "SmolVLM2",
+}
+
+
 # The page.
+
+
+def seeing_row(model_type: str, loaded: LoadedModel) -> str:
+    """The same of a model that sees images."""
+    return f"| `{model_type}` | {SEEING[model_type]} | {_kept(loaded)}, images |"
+
+
+def _seeing_rows() -> list[str]:
+    rows = []
+    for model_type in SEEING:
+        with tempfile.TemporaryDirectory() as folder:
+            save_tiny_vision_model(Path(folder), model_type)
+            loaded = load_model(folder, device="cpu", dtype="float32", cache_dir=Path(folder))
+            rows.append(seeing_row(model_type, loaded))
+    return rows
 
 
 def row(loaded: LoadedModel) -> str:
@@ -355,7 +378,8 @@ def write() -> None:
     text = PAGE.read_text(encoding="utf-8")
     heading = "| type | models | what a block keeps, and what is special |\n| --- | --- | --- |\n"
     tables = {
-        "architectures": heading + "\n".join(row(served(each)) for each in ARCHITECTURES),
+        "architectures": heading
+        + "\n".join([*(row(served(each)) for each in ARCHITECTURES), *_seeing_rows()]),
         "sizes": sizes(),
         "windows": windows(),
     }

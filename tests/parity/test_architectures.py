@@ -77,7 +77,9 @@ def test_tokens_are_those_of_transformers_cold_and_from_every_tier(
 def test_the_page_has_a_row_for_each_and_the_sizes_of_published_models() -> None:
     text = architectures.PAGE.read_text(encoding="utf-8")
     rows = architectures.between(text, "architectures").splitlines()[2:]
-    assert [f"| `{each}`" for each in ARCHITECTURES] == [row[: row.index(" |", 2)] for row in rows]
+    assert [f"| `{each}`" for each in (*ARCHITECTURES, *architectures.SEEING)] == [
+        row[: row.index(" |", 2)] for row in rows
+    ]
     for name, table in (("sizes", architectures.sizes()), ("windows", architectures.windows())):
         assert table == architectures.between(text, name), "run `make models`"
 

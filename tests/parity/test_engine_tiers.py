@@ -16,10 +16,11 @@ from engine.engine import Engine
 from engine.errors import InvalidParameter, UnknownAdapter
 from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel, load_adapter
-from engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenCounts
+from engine.request import FinishReason, Picture, Request, SamplingParams, StepOutput, TokenCounts
 from engine.scheduling.scheduler import SchedulerSettings
 from engine.settings import EngineSettings
 from engine.testing.models import save_tiny_adapter, tiny_model
+from engine.vision.encoder import PictureEncoder
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
@@ -57,11 +58,13 @@ class House:
         self.cache = TieredCache(layout, settings, disk=disk)
         scheduler = SchedulerSettings(step_tokens=step_tokens, mixed_step_tokens=step_tokens)
         self._outputs: queue.Queue[StepOutput] = queue.Queue()
+        self.encoder = PictureEncoder(loaded.tower) if loaded.tower is not None else None
         self.engine = Engine(
             ModelRunner(loaded, self.cache.pool.tensor),
             self.cache,
             EngineSettings(scheduler=scheduler, max_context=1024, adapters=loaded.adapters.digests),
             lambda outputs: [self._outputs.put(output) for output in outputs] and None,
+            encoder=self.encoder,
         )
         self._adapters = loaded.adapters.digests
         self.engine.start()
@@ -78,6 +81,7 @@ class House:
         cache: bool = True,
         adapters: Sequence[str | None] = (),
         contents: Sequence[tuple[Content, ...]] = (),
+        pictures: Sequence[tuple[Picture, ...]] = (),
         n: int = 1,
     ) -> list[tuple[list[int], TokenCounts]]:
         """All prompts at once, each with its adapter and contents; each one's tokens and counts.
@@ -94,6 +98,7 @@ class House:
                     scope=CacheScope(layout=self.cache.layout.digest(), adapter=digest),
                     adapter=adapter,
                     contents=contents[number] if contents else (),
+                    pictures=pictures[number] if pictures else (),
                     cache=cache,
                 )
             )
@@ -108,6 +113,12 @@ class House:
                 assert output.finish is FinishReason.LENGTH, output
                 counts[output.request_id] = output.counts
         return [([*chain(*samples)], counts[name]) for name, samples in answers.items()]
+
+    @property
+    def num_encoded(self) -> int:
+        """Tiles of images that went through the tower."""
+        assert self.encoder is not None
+        return self.encoder.num_computed
 
     def sink(self, *, to_disk: bool) -> None:
         """Push every block off the device, and with `to_disk` out of the host as well."""

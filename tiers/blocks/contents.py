@@ -12,9 +12,9 @@ from dataclasses import dataclass
 MAX_DIGEST_BYTES = 64  # as long as SHA-512's
 MAX_CONTENTS = 1024  # of one prompt
 
-# Rows of the block [first, end), row within the content, length of the content, whether perceptual,
-# length of the digest; the digest follows.
-_PIECE = struct.Struct("<HHII?B")
+# Rows of the block [first, end), row within the content, length of the content, its kind (1:
+# perceptual, 2: native), length of the digest; the digest follows.
+_PIECE = struct.Struct("<HHIIBB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,15 @@ class Content:
     """`length` tokens from `start` on stand for the content that `digest` names.
 
     An exact digest is of the content's bytes; a perceptual one is equal for what looks or sounds
-    alike, so a hit across it is an approximation. The two never meet.
+    alike, so a hit across it is an approximation. A native one is the server's own, over content
+    that it computes itself: no client can name it. The three never meet.
     """
 
     start: int
     length: int
     digest: bytes
     perceptual: bool = False
+    native: bool = False
 
     @property
     def end(self) -> int:
@@ -76,7 +78,7 @@ def block_contents(contents: Sequence[Content], block_size: int) -> list[bytes]:
                 end - number * block_size,
                 first - content.start,
                 content.length,
-                content.perceptual,
+                content.perceptual + 2 * content.native,
                 len(content.digest),
             )
             blocks[number] += content.digest

@@ -21,9 +21,11 @@ from api.context import wire_of
 from api.errors import InvalidRequest
 from api.routes.conversation import chat_prompt
 from api.routes.models import find_model
-from api.routes.prompts import encode_chat, encode_prompt
+from api.routes.prompts import Encoded, encode_chat, encode_prompt
 from api.shapes.schemas import ChatBody, Message
-from tiers.blocks.keys import KEY_BYTES, PrefixKey, prefix_keys, token_bytes
+from tiers.blocks.chain import Chain
+from tiers.blocks.contents import block_contents
+from tiers.blocks.keys import KEY_BYTES, PrefixKey
 from tiers.policy.retention import Pin
 
 router = APIRouter(prefix="/admin/api/cache", tags=["admin: cache"])
@@ -137,17 +139,19 @@ async def _prefix(
         chat = ChatBody.model_construct(
             model=model.name, messages=body.messages, add_generation_prompt=False
         )
-        tokens = await encode_chat(wire, model, chat_prompt(wire, model, chat), tenant=OPERATOR)
+        prompt = chat_prompt(wire, model, chat)
+        encoded = await encode_chat(wire, model, prompt, tenant=OPERATOR)
     else:
         assert body.prompt is not None
-        tokens = await encode_prompt(wire, model, body.prompt, tenant=OPERATOR)
+        encoded = Encoded(await encode_prompt(wire, model, body.prompt, tenant=OPERATOR))
     salt = (
         wire.salts.of_tenant(body.tenant)
         if body.tenant is not None
         else wire.salts.group_salt(body.group or "")
     )
     root = replace(model.scope, tenant=salt).root()
-    return root, prefix_keys(root, token_bytes(tokens), hands.block_size)
+    contents = block_contents(encoded.contents, hands.block_size)
+    return root, Chain(root, encoded.tokens, hands.block_size, contents).keys
 
 
 def _told(pin: Pin[PrefixKey]) -> dict[str, Any]:

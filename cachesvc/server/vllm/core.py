@@ -62,6 +62,11 @@ class VllmModel:
     def vocab_size(self) -> int:
         return self.spoken.vocab_size
 
+    @property
+    def images(self) -> None:
+        """vLLM may see them, but is given tokens alone here."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class VllmCore:

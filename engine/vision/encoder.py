@@ -1,0 +1,146 @@
+"""Images on their way through the vision tower, on a thread beside the engine's.
+
+The engine's thread asks for the images that a sequence has still to compute, and lets others go on
+until they are done; an image that several sequences want is computed once. The thread ends when
+nothing is left to do: a second team of arithmetic threads that only waits slows the engine's
+(docs/measurements, "Threads").
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.request import Picture, tile_of
+from tiers.blocks.contents import Content
+
+if TYPE_CHECKING:
+    from engine.vision.tower import VisionTower
+
+logger = logging.getLogger(__name__)
+
+MAX_HELD = 64  # images that are computed or wait for it, at once; one share holds half of them
+IMAGE_FAILED = "an image could not be computed; see the server's log"
+
+
+class _EncodedPicture:
+    """One image: who wants it, and its rows once they are computed."""
+
+    __slots__ = ("owners", "picture", "rows", "share")
+
+    def __init__(self, picture: Picture, share: str) -> None:
+        self.picture = picture
+        self.share = share
+        self.owners: set[int] = set()
+        self.rows: torch.Tensor | None = None
+
+
+class PictureEncoder:
+    """The images that sequences wait for or read. All but `_work` is the engine thread's; the lock
+    is held for a few instructions."""
+
+    def __init__(self, tower: "VisionTower", on_ready: Callable[[], None] = lambda: None) -> None:
+        self.on_ready = on_ready
+        self.num_computed = 0  # tiles
+        self._tower = tower
+        self._lock = threading.Lock()
+        self._entries: dict[bytes, _EncodedPicture] = {}
+        self._queues: OrderedDict[str, list[_EncodedPicture]] = OrderedDict()  # by share, in turns
+        self._failed: list[int] = []
+        self._thread: threading.Thread | None = None
+
+    def want(self, owner: int, share: str, pictures: Sequence[Picture]) -> bool:
+        """Whether all of them are computed; what is not will be. Asked again later, as little is
+        taken up at once for everybody, and for one share."""
+        with self._lock:
+            wanted = {picture.digest: picture for picture in pictures}
+            new = [each for each in wanted.values() if each.digest not in self._entries]
+            if new and not self._has_room(share, len(new)):
+                return False
+            for picture in new:
+                entry = self._entries[picture.digest] = _EncodedPicture(picture, share)
+                self._queues.setdefault(share, []).append(entry)
+            entries = [self._entries[digest] for digest in wanted]
+            for entry in entries:
+                entry.owners.add(owner)
+            if self._queues and self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="cachesvc-vision", daemon=True
+                )
+                self._thread.start()
+            return all(entry.rows is not None for entry in entries)
+
+    def rows(self, content: Content) -> torch.Tensor:
+        """The rows [length, hidden] of one tile of an image that is computed."""
+        digest, tile = tile_of(content)
+        rows = self._entries[digest].rows
+        assert rows is not None, "the image is not computed"
+        return rows[tile * content.length : (tile + 1) * content.length]
+
+    def drop(self, owner: int) -> None:
+        """The sequence needs its images no more."""
+        if not self._entries:
+            return
+        with self._lock:
+            for digest, entry in [*self._entries.items()]:
+                entry.owners.discard(owner)
+                if not entry.owners:
+                    del self._entries[digest]
+
+    def take_failed(self) -> list[int]:
+        """The owners of images that could not be computed, told once."""
+        if not self._failed:
+            return []
+        with self._lock:
+            failed, self._failed = self._failed, []
+        return failed
+
+    def _has_room(self, share: str, num_new: int) -> bool:
+        held = [entry for entry in self._entries.values() if entry.share == share]
+        own = len(held) + num_new <= MAX_HELD // 2
+        return not held or (own and len(self._entries) + num_new <= MAX_HELD)
+
+    # The thread of its own.
+
+    def _run(self) -> None:
+        while (entry := self._next()) is not None:
+            try:
+                rows = self._work(entry)
+            except Exception:
+                logger.exception("an image cannot be computed")
+                self._fail(entry)
+            else:
+                entry.rows = rows
+            self.on_ready()
+
+    def _next(self) -> _EncodedPicture | None:
+        """The next image of the share whose turn it is; None ends the thread."""
+        with self._lock:
+            while self._queues:
+                share, entries = self._queues.popitem(last=False)
+                entry = entries.pop(0)
+                if entries:
+                    self._queues[share] = entries  # the others' turn first
+                if entry.owners:
+                    return entry
+            self._thread = None
+            return None
+
+    def _work(self, entry: _EncodedPicture) -> torch.Tensor | None:
+        """The rows of all tiles; None where nobody wants them any more."""
+        rows = []
+        for tile in self._tower.reader.tiles(entry.picture):
+            if not entry.owners:
+                return None
+            rows.append(self._tower.rows(tile))
+            self.num_computed += 1
+        return torch.cat(rows)
+
+    def _fail(self, entry: _EncodedPicture) -> None:
+        with self._lock:
+            self._failed += entry.owners
+            if self._entries.get(entry.picture.digest) is entry:
+                del self._entries[entry.picture.digest]

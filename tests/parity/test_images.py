@@ -1,0 +1,310 @@
+"""Images answer as transformers answers, and their blocks are theirs alone, in every tier.
+
+Tiny models of each family that sees, saved as users have them; transformers' own vision tower,
+image processor and `generate` say what is right.
+"""
+
+import base64
+import io
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+from engine.errors import InvalidImage, InvalidParameter
+from engine.models.load import LoadedModel, load_model
+from engine.offline.llm import LLM
+from engine.offline.prompts import Prompt as OfflinePrompt
+from engine.request import Picture, SamplingParams
+from engine.testing.models import IMAGE, save_tiny_model, save_tiny_vision_model
+from engine.vision.tower import FAMILIES
+from tests.parity import architectures
+from tests.parity.test_engine_tiers import BLOCK, NUM_OUT, House
+from tiers.blocks.chain import Chain
+from tiers.blocks.contents import Content, block_contents
+from tiers.blocks.keys import CacheScope, PrefixKey
+
+SMALL: dict[str, Any] = {"device_cache_bytes": 4 << 20, "host_cache_bytes": 4 << 20}
+Prompt = tuple["array[int]", tuple[Content, ...], tuple[Picture, ...]]
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / str(request.param)
+    folder.mkdir()
+    save_tiny_vision_model(folder, request.param)
+    return folder
+
+
+@pytest.fixture
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(str(folder), device="cpu", dtype="float32", cache_dir=folder)
+
+
+def drawing(seed: int, size: tuple[int, int] = (50, 40), kind: str = "PNG") -> bytes:
+    """An image of random squares."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.randint(0, 255, (5, 4, 3), generator=generator, dtype=torch.uint8)
+    file = io.BytesIO()
+    Image.fromarray(coarse.numpy()).resize(size, Image.Resampling.NEAREST).save(file, kind)
+    return file.getvalue()
+
+
+TEXT = "A prefix of text before an image, longer than a block. "
+
+
+def prompt(loaded: LoadedModel, *files: bytes, text: str = TEXT) -> Prompt:
+    """A chat that shows the images after the text, as the api makes it."""
+    assert loaded.tower is not None
+    reader = loaded.tower.reader
+    parts = [{"type": "text", "text": text}, *({"type": "image"} for _ in files)]
+    parts.append({"type": "text", "text": " What is it?"})
+    shown = loaded.tokenizer.render([{"role": "user", "content": parts}])
+    pictures = tuple(reader.read(data) for data in files)
+    tokens = loaded.tokenizer.encode(reader.expanded(shown, pictures), add_special_tokens=False)
+    return tokens, reader.contents(tokens, pictures), pictures
+
+
+def ask(house: House, *prompts: Prompt, **asked: Any) -> list[tuple[list[int], Any]]:
+    tokens, contents, pictures = zip(*prompts, strict=True)
+    return house.ask(tokens, contents=contents, pictures=pictures, **asked)
+
+
+def root(house: House) -> PrefixKey:
+    """That of a House's requests."""
+    return CacheScope(layout=house.cache.layout.digest()).root()
+
+
+def stock_tokens(folder: Path, tokens: "array[int]", files: tuple[bytes, ...]) -> list[int]:
+    """transformers' own greedy tokens."""
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    images = [Image.open(io.BytesIO(data)) for data in files]
+    shown = processor(images=[images], return_tensors="pt") if images else {}
+    ids = torch.tensor([list(tokens)])
+    made = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        min_new_tokens=NUM_OUT,
+        max_new_tokens=NUM_OUT,
+        eos_token_id=None,
+        **shown,
+    )
+    return made[0, len(tokens) :].tolist()
+
+
+def test_tokens_are_those_of_transformers_cold_and_from_every_tier(
+    folder: Path, loaded: LoadedModel, tmp_path: Path
+) -> None:
+    files = (drawing(1), drawing(2, (20, 60), "JPEG"))
+    shown = prompt(loaded, *files)
+    expected = stock_tokens(folder, shown[0], files)
+    assert expected != stock_tokens(folder, shown[0], (drawing(3), files[1])), "it sees nothing"
+    first = House(loaded, tmp_path)
+    try:
+        served = [ask(first, shown, cache=False), ask(first, shown), ask(first, shown)]
+        first.sink(to_disk=False)
+        served.append(ask(first, shown))
+        first.sink(to_disk=True)
+        served.append(ask(first, shown))
+        plain = prompt(loaded, text="No image here, and more than a chunk of it. " * 3)
+        together = ask(first, shown, plain, prompt(loaded, drawing(4)))
+        assert stock_tokens(folder, plain[0], ()) == together[1][0]
+        num_tiles = sum(picture.num_tiles for picture in shown[2])
+        # Twice for the first two; never again, though asked five times more.
+        assert 2 * num_tiles + prompt(loaded, drawing(4))[2][0].num_tiles == first.num_encoded
+    finally:
+        first.close()
+    second = House(loaded, tmp_path)
+    try:
+        served.append(ask(second, shown))
+        assert second.num_encoded == 0
+    finally:
+        second.close()
+    assert [expected] * 6 == [answer for [(answer, _)] in served]
+    assert expected == together[0][0]
+    hits = [counts for [(_, counts)] in served]
+    assert [0, 0] == [counts.hit for counts in hits[:2]]
+    tiers = [hits[2].hit_device, hits[3].hit_host, hits[4].hit_disk, hits[5].hit_disk]
+    assert len(shown[0]) // BLOCK * BLOCK <= min(tiers), tiers
+    assert len(shown[0]) == hits[0].prompt
+    page = architectures.PAGE.read_text(encoding="utf-8")
+    assert architectures.seeing_row(folder.name, loaded) in page.splitlines()
+
+
+def test_another_image_misses_from_its_first_block_on(loaded: LoadedModel, tmp_path: Path) -> None:
+    one, other = prompt(loaded, drawing(1)), prompt(loaded, drawing(2))
+    assert one[0] == other[0], "the tokens alone do not tell them apart"
+    before = one[1][0].start // BLOCK * BLOCK
+    assert before >= BLOCK
+    house = House(loaded, tmp_path)
+    try:
+        [(_, cold)] = ask(house, one)
+        [(seen, counts)] = ask(house, other)
+        [(alone, _)] = ask(house, other, cache=False)
+        named = tuple(Content(c.start, c.length, c.digest) for c in one[1])
+        [(_, claimed)] = house.ask([one[0]], contents=[named])
+    finally:
+        house.close()
+    assert (0, before) == (cold.hit, counts.hit)
+    assert alone == seen
+    assert before == claimed.hit, "a client named the server's own digest"
+
+
+def test_two_at_once_share_the_tower_and_leave_nothing(loaded: LoadedModel, tmp_path: Path) -> None:
+    shown = prompt(loaded, drawing(1))
+    house = House(loaded, tmp_path)
+    try:
+        [(first, _), (second, _)] = ask(house, shown, shown)
+        assert shown[2][0].num_tiles == house.num_encoded
+        assert house.encoder is not None
+        assert {} == house.encoder._entries, "rows are kept beyond their use"
+    finally:
+        house.close()
+    assert first == second
+
+
+def test_a_hit_that_ends_within_an_image_computes_the_image_again(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    """And no other one: the image before it stands."""
+    shown = prompt(loaded, drawing(1), drawing(2))
+    middle = shown[1][7].start // BLOCK  # within the second image
+    house = House(loaded, tmp_path)
+    try:
+        [(cold, _)] = ask(house, shown)
+        chain = Chain(root(house), shown[0], BLOCK, block_contents(shown[1], BLOCK))
+        house.engine.call(lambda cache: cache.evict(chain.keys[middle:])).result(60)
+        before = house.num_encoded
+        [(again, counts)] = ask(house, shown)
+        assert shown[2][1].num_tiles == house.num_encoded - before
+    finally:
+        house.close()
+    assert cold == again
+    assert middle * BLOCK == counts.hit
+
+
+def test_what_the_tower_cannot_compute_fails_its_request_alone(
+    loaded: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the next one of that image is tried again."""
+    shown, plain = prompt(loaded, drawing(1)), prompt(loaded)
+    house = House(loaded, tmp_path)
+    assert loaded.tower is not None
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loaded.tower, "rows", lambda tile: 1 / 0)
+            with pytest.raises(AssertionError, match="an image could not be computed"):
+                ask(house, shown)
+            assert house.engine.failure is None
+            ask(house, plain)
+        [(answer, _)] = ask(house, shown)
+    finally:
+        house.close()
+    assert NUM_OUT == len(answer)
+    assert "an image cannot be computed" in caplog.text
+
+
+def test_two_images_of_one_prompt_are_in_their_places(
+    folder: Path, loaded: LoadedModel, tmp_path: Path
+) -> None:
+    files = (drawing(5), drawing(6), drawing(5))
+    shown = prompt(loaded, *files)
+    assert 3 * 5 * 4 == shown[0].count(IMAGE)
+    house = House(loaded, tmp_path, step_tokens=32)
+    try:
+        [(answer, _)] = ask(house, shown)
+    finally:
+        house.close()
+    assert stock_tokens(folder, shown[0], files) == answer
+
+
+def test_the_prompt_is_that_of_transformers_processor(folder: Path, loaded: LoadedModel) -> None:
+    from transformers import Idefics3Processor
+
+    processor = Idefics3Processor(
+        AutoImageProcessor.from_pretrained(folder, backend="pil"),
+        AutoTokenizer.from_pretrained(folder),
+        image_seq_len=4,
+    )
+    sizes = [(50, 40), (20, 60), (1, 300), (300, 1), (8, 8), (64, 32)]
+    files = [drawing(n, size) for n, size in enumerate(sizes)]
+    tokens, _, _ = prompt(loaded, *files)
+    text = loaded.tokenizer.render(
+        [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": TEXT},
+                    *({"type": "image"} for _ in files),
+                    {"type": "text", "text": " What is it?"},
+                ],
+            }
+        ]
+    )
+    images = [Image.open(io.BytesIO(data)) for data in files]
+    expected = processor(text=text, images=[images], add_special_tokens=False)["input_ids"][0]
+    assert list(tokens) == expected
+
+
+def test_the_offline_class_takes_images_as_vllm_does(folder: Path, tmp_path: Path) -> None:
+    """Pillow's images, files and data: URLs are one image; a chat and a text with its marks are one
+    prompt."""
+    file = tmp_path / "a cat.png"
+    file.write_bytes(drawing(1))
+    url = "data:image/png;base64," + base64.b64encode(drawing(1)).decode()
+    params = SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True)
+
+    def chat(shown: str) -> list[dict[str, Any]]:
+        parts = [
+            {"type": "text", "text": "See "},
+            {"type": "image_url", "image_url": {"url": shown}},
+        ]
+        return [{"role": "user", "content": parts}]
+
+    with LLM(str(folder), cache_dir=tmp_path / "cache", block_size=BLOCK, **SMALL) as llm:
+        [cold] = llm.chat(chat(url), params)
+        [again] = llm.chat(chat(file.as_uri()), params)
+        text = "<|im_start|>user\nSee <image><|im_end|>\n<|im_start|>assistant\n"
+        bytes_given = {"prompt": text, "multi_modal_data": {"image": drawing(1)}}
+        pillows = {"prompt": text, "multi_modal_data": {"image": [Image.open(file)]}}
+        other = {"prompt": text, "multi_modal_data": {"image": drawing(2)}}
+        answers = llm.generate([bytes_given, pillows, other], params)
+        for wrong, said in [
+            ({"prompt": text}, None),
+            ({"prompt": text, "multi_modal_data": {"image": []}}, None),
+            ({"prompt": "no mark", "multi_modal_data": {"image": drawing(1)}}, "0 marks"),
+            ({"prompt": text, "multi_modal_data": {"image": b"none"}}, "cannot be read"),
+            ({"prompt": text, "multi_modal_data": {"image": "a.png"}}, "is str"),
+            ({"prompt": text, "multi_modal_data": {"video": b""}}, "image alone"),
+            ({"prompt_token_ids": [1], "multi_modal_data": {"image": b""}}, "as text"),
+        ]:
+            if said is None:
+                assert 1 == len(llm.generate(wrong, params))
+                continue
+            with pytest.raises(InvalidParameter, match=said):
+                llm.generate(wrong, params)
+        with pytest.raises(InvalidParameter, match=r"messages\[0\].content\[1\].*fetched"):
+            llm.chat(chat("http://localhost/cat.png"), params)
+    assert len(cold.prompt_token_ids) // BLOCK * BLOCK <= again.num_cached_tokens
+    texts = [one.outputs[0].token_ids for one in (cold, again, *answers)]
+    assert [texts[0]] * 3 == texts[:3]
+    assert texts[0] == texts[3] != texts[4]
+    assert text == answers[0].prompt and cold.prompt_token_ids == answers[0].prompt_token_ids
+
+
+def test_a_model_without_eyes_says_so(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    shown = {"prompt": "<image>", "multi_modal_data": {"image": drawing(1)}}
+    with LLM(str(tmp_path), cache_dir=tmp_path, **SMALL) as llm:
+        with pytest.raises(InvalidParameter, match="sees none"):
+            llm.generate(shown)
+        request = llm._request(OfflinePrompt(None, array("i", [1])), SamplingParams(), None)
+        with pytest.raises(InvalidImage, match="sees no images"):
+            llm._engine.submit(replace(request, pictures=(Picture(b"", b"", 1, 1),)))
