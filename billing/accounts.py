@@ -122,6 +122,11 @@ class Accounts:
         return bool(self._snapshot.keys)
 
     @property
+    def version(self) -> int:
+        """Grows with every change of tenants, keys or cards that the last look saw."""
+        return self._snapshot.version
+
+    @property
     def book(self) -> PriceBook:
         """The cards in force, as of the last look."""
         return self._snapshot.book

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from billing.accounts import Accounts
+from billing.advances import Advances
 from billing.clock import ClockWatch
 from billing.errors import BillingError, ClockJumped, DuplicateRequest
 from billing.gate.commands import (
@@ -81,6 +82,9 @@ class Ledger:
             observe=self._observe,
             tick=self._tick,
         )
+        self._advances = Advances(
+            self._commits.submit, owner=owner, boot=self._boot, clock_ns=clock_ns
+        )
         self._sweeper = Sweeper(
             store,
             lambda: self.book,
@@ -106,6 +110,7 @@ class Ledger:
 
     def close(self) -> None:
         """Finish what is queued, then stop. Later commands fail with `LedgerClosed`."""
+        self._advances.end()
         self._commits.close()
 
     def stats(self) -> LedgerStats:
@@ -129,6 +134,8 @@ class Ledger:
     ) -> "Future[Hold]":
         """Hold `amount` units if the tenant has them. The result goes with the request to its end.
 
+        Of a busy tenant it is given out of this server's advance, and done at once.
+
         Fails with `InsufficientBalance`, `UnknownTenant`, `TenantSuspended`, `CurrencyMismatch` or
         `DuplicateRequest`.
         """
@@ -140,7 +147,8 @@ class Ledger:
         hold = Hold(tenant, request_id, pinned, context)
         expires_ns = self._clock_ns() + ttl_s * NS
         self._leases[hold.key] = time.monotonic() + ttl_s
-        return self._commits.submit(Reserve(hold, amount, expires_ns, self._owner, self._boot))
+        command = Reserve(hold, amount, expires_ns, self._owner, self._boot)
+        return self._advances.reserve(command, self.accounts.version)
 
     def top_up(
         self,
@@ -272,6 +280,7 @@ class Ledger:
                 self._watch.compare(self.store.clock_ns())
             self._note_skew()
             self._commits.count(swept=self.sweep())
+            self._advances.give_back_idle()
             if self._jumped() is None:  # a wrong clock would end grants early, for good
                 self.expire()
         except Exception:  # the store may be away; commands say so to their callers

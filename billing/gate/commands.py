@@ -22,6 +22,21 @@ class Reserve:
     expires_ns: int
     owner: str
     boot: str
+    drawn: bool = False  # the server gave it out of its advance
+
+
+@dataclass(frozen=True, slots=True)
+class Allot:
+    """Raises a server's advance on a tenant towards `amount`; 0 gives it back, where
+    `if_expired_ns` is told only if its lease is over by then.
+    """
+
+    tenant: str
+    owner: str
+    boot: str
+    amount: int
+    expires_ns: int = 0
+    if_expired_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +112,12 @@ class Correct:
     reason: str
 
 
-Command = Reserve | TopUp | Settle | Reap | Deposit | Expire | Adjust | Correct
+Command = Reserve | Allot | TopUp | Settle | Reap | Deposit | Expire | Adjust | Correct
 
 
 def moves_money(command: Command) -> bool:
     """Whether a command may write an entry; a hold is no entry, and ends with its request."""
-    return not isinstance(command, Reserve | TopUp)
+    return not isinstance(command, Reserve | Allot | TopUp)
 
 
 def keys_of(command: Command) -> list[Key]:
@@ -112,6 +127,8 @@ def keys_of(command: Command) -> list[Key]:
             return [hold.key]
         case Settle(hold):
             return [hold.key]
+        case Allot(tenant):
+            return [(tenant, "")]
         case Reap(tenant, request_id):
             return [(tenant, request_id)]
         case Deposit(tenant, _, reference):
@@ -123,6 +140,16 @@ def keys_of(command: Command) -> list[Key]:
         case Correct(tenant, request_id, reference):
             names = {request_id, bare_id(request_id), reference}
             return [(tenant, name) for name in sorted(names)]
+
+
+def advance_of(command: Command) -> str | None:
+    """The tenant whose advances a command draws on or changes."""
+    match command:
+        case Allot(tenant):
+            return tenant
+        case Reserve(hold) if command.drawn:
+            return hold.tenant
+    return None
 
 
 def fingerprint_of(command: Command) -> Key | None:

@@ -16,8 +16,10 @@ from billing.errors import (
     UnknownHold,
 )
 from billing.gate import outcomes as policy
+from billing.gate.advances import allot, draw, drawn
 from billing.gate.commands import (
     Adjust,
+    Allot,
     Command,
     Correct,
     Deposit,
@@ -56,6 +58,8 @@ def apply(work: Work, command: Command) -> object:
     match command:
         case Reserve():
             return _reserve(work, command)
+        case Allot():
+            return allot(work, command)
         case TopUp():
             return _top_up(work, command)
         case Settle():
@@ -114,8 +118,11 @@ def _reserve(work: Work, command: Reserve) -> Hold:
             f"the price is in {hold.pinned.currency}, tenant {hold.tenant!r} pays in "
             f"{account.currency}; apply a rate card in {account.currency}"
         )
-    _take(account, command.amount)
+    covered = draw(work, command)
+    _take(account, command.amount - covered)
     work.put_hold(held)
+    if covered:
+        drawn(work, command, covered)
     return hold
 
 

@@ -68,6 +68,24 @@ class StoredHold:
         return self.tenant, self.request_id
 
 
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Money held for a server, out of which it gives holds of a tenant; of one run of it."""
+
+    tenant: str
+    owner: str
+    boot: str
+    amount: int
+    expires_ns: int
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.tenant, self.owner
+
+    def left(self, amount: int) -> "Advance":
+        return replace(self, amount=amount)
+
+
 def request_body(ref: RateRef, context: RequestContext) -> dict[str, Any]:
     """What an entry says of its price and its asker."""
     return {

@@ -16,7 +16,15 @@ from billing.gate.commands import Key
 from billing.gate.entries import ACCOUNTS
 from billing.gate.rollups import COUNTERS, DAILY_KEY, SESSION_KEY
 from billing.store.dialects import driver_dialect, insert_into
-from billing.store.schema import Wide, accounts, entries, holds, usage_daily, usage_sessions
+from billing.store.schema import (
+    Wide,
+    accounts,
+    advances,
+    entries,
+    holds,
+    usage_daily,
+    usage_sessions,
+)
 
 
 class Prepared:
@@ -116,8 +124,12 @@ class HotStatements:
         self.find_holds = Finder(lambda keys: _by_request(holds, keys), dialect)
         self.find_entries = Finder(lambda keys: _by_request(entries, keys), dialect)
         self.add_entries = Prepared(entries.insert(), dialect)
-        self.put_holds = Prepared(_replacing(dialect), dialect)
+        holding = _replacing(dialect, holds, ("tenant", "request_id"))
+        self.put_holds = Prepared(holding, dialect)
         self.drop_holds = Prepared(_DROP_HOLD, dialect)
+        self.find_advances = Finder(_advances_of, dialect)
+        self.put_advances = Prepared(_replacing(dialect, advances, ("tenant", "owner")), dialect)
+        self.drop_advances = Prepared(_DROP_ADVANCE, dialect)
         self.move_accounts = Prepared(_MOVE_ACCOUNT, dialect)
         self.add_daily = Prepared(_adding(dialect, usage_daily, DAILY_KEY), dialect)
         sessions = _adding(dialect, usage_sessions, SESSION_KEY, last="last_ns")
@@ -135,6 +147,13 @@ def _by_request(table: Any, keys: Sequence[Any]) -> Any:
     return select(table).where(ours & table.c.request_id.in_(keys))
 
 
+def _advances_of(keys: Sequence[Any]) -> Any:
+    return select(advances).where(advances.c.tenant.in_(keys))
+
+
+_DROP_ADVANCE = delete(advances).where(
+    (advances.c.tenant == bindparam("of_tenant")) & (advances.c.owner == bindparam("of_owner"))
+)
 _DROP_HOLD = delete(holds).where(
     (holds.c.tenant == bindparam("old_tenant"))
     & (holds.c.request_id == bindparam("old_request_id"))
@@ -162,9 +181,8 @@ def _adding(dialect: str, table: Any, key: Sequence[str], last: str = "") -> Any
     return statement.on_conflict_do_update(index_elements=list(key), set_=changes)
 
 
-def _replacing(dialect: str) -> Any:
-    """An upsert that replaces a hold."""
-    statement = _insert(dialect, holds)
-    key = ("tenant", "request_id")
-    changes = {c.name: statement.excluded[c.name] for c in holds.c if c.name not in key}
+def _replacing(dialect: str, table: Any, key: Sequence[str]) -> Any:
+    """An upsert that replaces a row."""
+    statement = _insert(dialect, table)
+    changes = {c.name: statement.excluded[c.name] for c in table.c if c.name not in key}
     return statement.on_conflict_do_update(index_elements=list(key), set_=changes)

@@ -10,9 +10,10 @@ from billing.gate.holds import StoredHold, decode_request
 from billing.gate.rollups import Row, joined
 from billing.gate.work import TenantAccount
 from billing.names import bare_id
-from billing.store.rows import read_account, read_entry, read_hold
+from billing.store.rows import read_account, read_advance, read_entry, read_hold
 from billing.store.schema import (
     accounts,
+    advances,
     entries,
     export_cursors,
     holds,
@@ -151,10 +152,12 @@ def all_accounts(connection: Connection, *, lock: bool = False) -> dict[str, Ten
 
 
 def held_by_tenant(connection: Connection) -> dict[str, int]:
-    """What the holds of each tenant sum to."""
+    """What the holds of each tenant sum to, with what servers hold in advance."""
     sums: dict[str, int] = {}
-    for hold in hold_list(connection):
-        sums[hold.tenant] = sums.get(hold.tenant, 0) + hold.amount
+    ahead = map(read_advance, connection.execute(select(advances)).mappings())
+    parts = [(hold.tenant, hold.amount) for hold in hold_list(connection)]
+    for tenant, amount in (*parts, *((each.tenant, each.amount) for each in ahead)):
+        sums[tenant] = sums.get(tenant, 0) + amount
     return sums
 
 

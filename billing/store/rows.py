@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from billing.gate.entries import ACCOUNTS, CORRECTING, Entry, Kind
-from billing.gate.holds import StoredHold
+from billing.gate.holds import Advance, StoredHold
 from billing.gate.work import TenantAccount
 from billing.usage import Usage
 
@@ -42,6 +42,26 @@ def read_hold(row: Row) -> StoredHold:
         body=row["body"],
         usage=Usage.from_record(orjson.loads(row["usage"])),
     )
+
+
+def read_advance(row: Row) -> Advance:
+    return Advance(
+        tenant=row["tenant"],
+        owner=row["owner"],
+        boot=row["boot"],
+        amount=int(row["amount"]),
+        expires_ns=row["expires_ns"],
+    )
+
+
+def advance_row(advance: Advance) -> dict[str, Any]:
+    return {
+        "tenant": advance.tenant,
+        "owner": advance.owner,
+        "boot": advance.boot,
+        "amount": advance.amount,
+        "expires_ns": advance.expires_ns,
+    }
 
 
 def read_entry(row: Row) -> Entry:

@@ -130,6 +130,17 @@ holds = Table(
     Column("usage", Text, nullable=False),
 )
 
+# What servers hold of a tenant's balance in advance.
+advances = Table(
+    "advances",
+    metadata,
+    Column("tenant", String, primary_key=True),
+    Column("owner", String, primary_key=True),
+    Column("boot", String, nullable=False),
+    Column("amount", Wide, nullable=False),
+    Column("expires_ns", BigInteger, nullable=False),
+)
+
 
 def _counters() -> list[Column[Any]]:
     return [Column(name, BigInteger, nullable=False) for name in COUNTERS]

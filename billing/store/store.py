@@ -29,10 +29,10 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
 
 from billing.errors import LedgerUnavailable, StoreError, Unwritable
-from billing.gate.commands import Command, Expire, fingerprint_of, keys_of, moves_money
+from billing.gate.commands import Command, Expire, advance_of, fingerprint_of, keys_of, moves_money
 from billing.gate.entries import CORRECTABLE, Entry
 from billing.gate.gate import apply_all
-from billing.gate.holds import StoredHold
+from billing.gate.holds import Advance, StoredHold
 from billing.gate.rollups import rollups
 from billing.gate.work import Work
 from billing.money import format_units
@@ -42,8 +42,17 @@ from billing.store import expiring as store_expiring
 from billing.store import undelivered as store_undelivered
 from billing.store.dialects import insert_into
 from billing.store.prepared import HotStatements
-from billing.store.rows import account_row, entry_row, hold_row, read_account, read_entry, read_hold
-from billing.store.schema import entries, holds, use_postgresql
+from billing.store.rows import (
+    account_row,
+    advance_row,
+    entry_row,
+    hold_row,
+    read_account,
+    read_advance,
+    read_entry,
+    read_hold,
+)
+from billing.store.schema import advances, entries, holds, use_postgresql
 from billing.store.trail import add_trail
 from billing.store.wal import WriteAheadLog
 
@@ -51,7 +60,7 @@ __all__ = ["Connection", "LedgerStore", "database_url", "open_store"]
 
 T = TypeVar("T")
 
-REVISION = "0008"
+REVISION = "0009"
 MIGRATIONS = Path(__file__).parent / "migrations"
 RETRIES = 8  # of a transaction that another process made fail
 BUSY_TIMEOUT_S = 10
@@ -388,6 +397,10 @@ class LedgerStore:
         unheld = [key for key in keys if key not in work.holds]  # what is held was not charged
         for entry in map(read_entry, self._hot.find_entries.by_tenant(connection, unheld)):
             work.entries.setdefault((entry.tenant, entry.request_id), []).append(entry)
+        drawing = sorted({tenant for each in commands if (tenant := advance_of(each))})
+        if drawing:
+            ahead = map(read_advance, self._hot.find_advances(connection, drawing))
+            work.advances = {advance.key: advance for advance in ahead}
         retried = {key for command in commands if (key := fingerprint_of(command))}
         for fingerprint in retried:
             lost = store_undelivered.charges(connection, fingerprint, work.now_ns)
@@ -410,6 +423,11 @@ class LedgerStore:
         with self.reading() as connection:
             return [read_hold(row) for row in connection.execute(select(holds)).mappings()]
 
+    def all_advances(self) -> list[Advance]:
+        """What servers hold in advance: of each as much as there are busy tenants."""
+        with self.reading() as connection:
+            return [read_advance(row) for row in connection.execute(select(advances)).mappings()]
+
     def write(self, connection: Connection, work: Work) -> None:
         """Write what a batch changed."""
         if work.new_entries:
@@ -424,6 +442,11 @@ class LedgerStore:
             self._hot.put_holds.run(connection, map(hold_row, work.put_holds.values()))
         if work.dropped_holds:
             self._hot.drop_holds.run(connection, map(_key_row, work.dropped_holds))
+        if work.put_advances:
+            changed = work.put_advances.values()
+            self._hot.put_advances.run(connection, [advance_row(a) for a in changed if a.amount])
+            gone = [{"of_tenant": a.tenant, "of_owner": a.owner} for a in changed if not a.amount]
+            self._hot.drop_advances.run(connection, gone)
         if work.touched:
             moved = [account_row(work.accounts[tenant]) for tenant in sorted(work.touched)]
             self._hot.move_accounts.run(connection, moved)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from billing.gate.commands import Allot
 from billing.gate.outcomes import Outcome
 from billing.idempotency import Idempotency
 from billing.invoices.register import InvoiceRegister, InvoiceState
@@ -36,6 +37,9 @@ UNPROVEN = {
     "holds.expires_ns",
     "holds.owner",
     "holds.boot",
+    "advances.owner",
+    "advances.boot",
+    "advances.expires_ns",
 }
 CHANGED = {
     "INTEGER": '"{0}" + 9',
@@ -69,6 +73,8 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
         house.ledger.settle(lost, USAGE, Outcome.CLIENT_GONE, delivered=False).result()
         Idempotency(house.ledger.store).begin("acme", "k", b"body", "r3")
         house.reserve("open", 10)
+        advance = Allot("acme", "other", "run", 10, 2**62)
+        house.ledger.store.apply([advance], house.ledger.book, house.clock)
         grant = {"reference": "g", "by": "ops", "expires_ns": 2**62}
         house.ledger.grant("acme", 5, **grant).result()
         house.clock.advance(40 * 86_400)

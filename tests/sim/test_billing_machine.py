@@ -29,7 +29,7 @@ from sqlalchemy import text
 
 from billing.accounts import Accounts
 from billing.errors import InsufficientBalance, LedgerUnavailable
-from billing.gate.commands import Command, Correct, Deposit, Reserve, Settle, TopUp
+from billing.gate.commands import Allot, Command, Correct, Deposit, Reserve, Settle, TopUp
 from billing.gate.entries import Kind
 from billing.gate.grants import NEVER
 from billing.gate.holds import Hold, RequestContext
@@ -85,11 +85,13 @@ class Model:
     open: dict[str, Open] = field(default_factory=dict)
     charges: dict[str, tuple[int, Outcome, Hold]] = field(default_factory=dict)
     undelivered: dict[str, list[str]] = field(default_factory=dict)
+    ahead: list[int] = field(default_factory=lambda: [0, 0])  # held in advance, by server
+    ahead_ns: list[int] = field(default_factory=lambda: [0, 0])
     beyond_holds: int = 0
 
     @property
     def held(self) -> int:
-        return sum(request.held for request in self.open.values())
+        return sum(request.held for request in self.open.values()) + sum(self.ahead)
 
     @property
     def worth(self) -> int:
@@ -182,24 +184,39 @@ class LedgerMachine(RuleBasedStateMachine):
     # -- requests ----------------------------------------------------------------------------------
 
     @rule(server=st.integers(0, 1), amount=AMOUNT, fingerprint=st.sampled_from(["", "f", "g"]),
-          retry=st.booleans(), die_at=st.integers(0, 6))  # fmt: skip
-    def reserve(self, server: int, amount: int, fingerprint: str, retry: bool, die_at: int) -> None:
+          retry=st.booleans(), drawn=st.booleans(), die_at=st.integers(0, 8))  # fmt: skip
+    def reserve(
+        self, server: int, amount: int, fingerprint: str, retry: bool, drawn: bool, die_at: int
+    ) -> None:
         self.names += 1
         name = f"r{self.names}"
         pinned = self.accounts.book.at("m", self.clock(), "CNY")
         context = RequestContext(fingerprint=fingerprint, is_retry=retry, admitted_ns=self.clock())
         hold = Hold("acme", name, pinned, context)
         expires_ns = self.clock() + LEASE_S * NS
-        command = Reserve(hold, amount, expires_ns, f"s{server}", "b")
+        command = Reserve(hold, amount, expires_ns, f"s{server}", "b", drawn)
+        covered = min(amount, self.model.ahead[server]) if drawn else 0
         result = self.apply(server, command, die_at)
         if result == hold:  # said again by whoever did not hear of it
             assert self.apply(server, command) == hold
         available = self.model.worth - self.model.held
-        if amount > 0 and amount > available:
+        if amount > covered and amount - covered > available:
             assert isinstance(result, InsufficientBalance)
         else:
             assert result == hold
+            self.model.ahead[server] -= covered
             self.model.open[name] = Open(hold, server, amount, expires_ns)
+
+    @rule(server=st.integers(0, 1), amount=AMOUNT, die_at=st.integers(0, 6))
+    def allot(self, server: int, amount: int, die_at: int) -> None:
+        """A server asks for an advance, or gives its own back."""
+        before, expires_ns = self.model.ahead[server], self.clock() + LEASE_S * NS
+        free = self.model.worth - self.model.held + before
+        self.apply(server, Allot("acme", f"s{server}", "b", amount, expires_ns), die_at)
+        if not amount:
+            self.model.ahead[server] = 0
+        elif amount > before and 8 * amount <= free:
+            self.model.ahead[server], self.model.ahead_ns[server] = amount, expires_ns
 
     @precondition(lambda self: self.model.open)
     @rule(pick=PICK, amount=AMOUNT, usage=USAGE, die_at=st.integers(0, 8))
@@ -292,6 +309,9 @@ class LedgerMachine(RuleBasedStateMachine):
         due = [request for request in self.model.open.values() if request.expires_ns <= now_ns]
         assert len(due) == self.ledgers[server].sweep()
         self._presumed(due, Outcome.LAPSED)
+        for number in (0, 1):
+            if self.model.ahead_ns[number] <= now_ns:
+                self.model.ahead[number] = 0
         left = self.stores[server].all_holds()
         assert all(hold.expires_ns > now_ns for hold in left), "a hold outlives its lease"
 
@@ -299,6 +319,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def crash_and_restart(self, server: int) -> None:
         left = [request for request in self.model.open.values() if request.server == server]
         self.ledgers[server]._recover()
+        self.model.ahead[server] = 0
         self._presumed(left, Outcome.CRASHED)
 
     def _presumed(self, requests: list[Open], outcome: Outcome) -> None:

@@ -1,0 +1,14 @@
+"""What servers hold in advance."""
+
+from alembic import op
+
+from billing.store.schema import advances
+
+revision = "0009"
+down_revision = "0008"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    advances.create(op.get_bind(), checkfirst=True)
