@@ -27,12 +27,12 @@ def serve(
     settings: Settings,
     *,
     startup: Startup | None = None,
-    on_ready: Callable[[str, str], None] = lambda url, link: None,
+    on_ready: Callable[[Settings, str, str], None] = lambda settings, url, link: None,
 ) -> None:
     """Serve until a signal says to stop. Raises what cannot work, before the first request.
 
-    Once it accepts requests, `on_ready` is called with the server's URL and a link that logs in to
-    its dashboard once.
+    Once it accepts requests, `on_ready` is called with the settings as they are served, the URL of
+    the server and a link that logs in to its dashboard once.
     """
     server, startup = settings.server, startup or Startup()
     make_data_dir(server.data_dir)
@@ -53,7 +53,7 @@ def serve(
                         prepared = thread.submit(prepare, settings, startup.progress)
                         with _importing():  # the rest, while that thread reads weights
                             from cachesvc.service import Service
-                    make_backend = prepared.result()
+                    settings, make_backend = prepared.result()
                 opening = "starting vLLM" if settings.engine.backend == "vllm" else TIERS
                 with startup.during(opening):
                     service = Service(settings, make_backend, money, stream)
@@ -63,7 +63,7 @@ def serve(
 
             def ready(url: str, link: str) -> None:
                 notify("READY=1")
-                on_ready(url, link)
+                on_ready(settings, url, link)
 
             service_open.callback(notify, "STOPPING=1")  # called before the service closes
             service.run(listener, ready)

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 
+CPU_CACHE_BYTES = 1 << 30  # of the device tier, where nobody said how many
+STEP_BYTES = 2 << 30  # of a GPU, for what steps compute with
 T = TypeVar("T")
 
 
@@ -41,6 +43,28 @@ def pick_device(name: str) -> str:
             "of torch for CUDA"
         )
     return name
+
+
+def spare_bytes(device: str) -> int:
+    """Bytes for the device tier where nobody said how many, asked once the model is loaded.
+
+    Nine tenths of what a GPU has free, but 2 GiB at least stay for what steps compute with: graphs,
+    logits, and a gathered prefix of 128k tokens where torch reads none in place (2 GB for 8 heads
+    of 128, in bfloat16). On a CPU 1 GiB, since memory is shared with everybody. Raises ModelError
+    where the model leaves a GPU nothing.
+    """
+    if device != "cuda":
+        return CPU_CACHE_BYTES
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    spare = free - max(STEP_BYTES, free // 10)
+    if spare <= 0:
+        raise ModelError(
+            f"the model leaves {free >> 20} of {total >> 20} MiB of the GPU free, and steps need "
+            f"{STEP_BYTES >> 20}; serve a smaller model, end what else uses the GPU, or give "
+            f"--device-cache a size"
+        )
+    return spare
 
 
 def run_apart(work: Callable[[], T]) -> T:

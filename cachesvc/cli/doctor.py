@@ -24,7 +24,7 @@ from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import AsJson, print_json
 from cachesvc.config.places import default_data_dir, disk_path
 from cachesvc.config.sources import load_settings
-from engine.hardware import Hardware, read_hardware
+from engine.hardware import CPU_CACHE_BYTES, Hardware, read_hardware
 from tiers.disk.directory import FORMAT, is_locked, read_holder, read_meta
 
 PACKAGES = ("cachesvc", "api", "engine", "billing", "tiers")
@@ -129,7 +129,7 @@ def check_compute(hardware: Hardware) -> Iterator[Finding]:
     else:
         yield Finding("threads", Level.OK, message)
     cache = load_settings().settings.cache
-    needed = cache.host_bytes + (0 if hardware.gpu else cache.device_bytes)
+    needed = cache.host_bytes + (0 if hardware.gpu else cache.device_bytes or CPU_CACHE_BYTES)
     available = _available_memory()
     if available is not None and needed > available:
         yield Finding(

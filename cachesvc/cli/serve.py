@@ -99,9 +99,9 @@ def serve(
     with StartupBar(console) as bar:
         startup = Startup(bar.show)
 
-        def ready(url: str, link: str) -> None:
+        def ready(served: Settings, url: str, link: str) -> None:
             bar.stop()
-            _announce(settings, startup, console, url, link)
+            _announce(served, startup, console, url, link)
 
         run(settings, startup=startup, on_ready=ready)
     _leave()

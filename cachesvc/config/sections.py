@@ -102,10 +102,11 @@ class CacheSection(Section):
 
     block_size: int = Field(64, ge=1, le=4096, description="Tokens in a block")
     device_bytes: Size = Field(
-        1 << 30,
+        0,
         description=(
-            "Capacity of the device tier; on a CPU, running requests use up to 2 GiB more for "
-            "copies of their KV"
+            "Capacity of the device tier; 0 takes nine tenths of what a GPU has free beside the "
+            "model, or 1 GiB on a CPU, where running requests use up to 2 GiB more for copies of "
+            "their KV"
         ),
     )
     host_bytes: Size = Field(2 << 30, description="Capacity of the host tier; 0 turns it off")

@@ -12,7 +12,7 @@ from cachesvc.config.sections import CacheSection, EngineSection, ModelSection
 from cachesvc.config.settings import Settings
 from cachesvc.server.backend import MakeBackend
 from engine.composition import Core, compose
-from engine.hardware import pick_device, run_apart
+from engine.hardware import pick_device, run_apart, spare_bytes
 from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.request import StepOutput
 from engine.scheduling.scheduler import SchedulerSettings
@@ -40,16 +40,27 @@ NEW_SHARDS = (
 logger = logging.getLogger(__name__)
 
 
-def prepare(settings: Settings, progress: Progress | None = None) -> MakeBackend:
+def prepare(settings: Settings, progress: Progress | None = None) -> tuple[Settings, MakeBackend]:
     """Do what takes long before the tiers are opened: load the model, or start vLLM's node.
 
-    Raises ModelError and ConfigError, with the reason, for what cannot be served.
+    The settings come back with the size that the device tier takes where none was given. Raises
+    ModelError and ConfigError, with the reason, for what cannot be served.
     """
     if settings.engine.backend == "vllm":
         from cachesvc.server.vllm.core import build as build_vllm
 
-        return lambda on_outputs, stream, shares: build_vllm(settings, on_outputs, stream, progress)
-    return over(load(settings.model, settings.server.data_dir, progress), settings)
+        sized = _sized(settings, "cpu")  # on a GPU vLLM sizes its own cache
+        return sized, lambda on_outputs, stream, _: build_vllm(sized, on_outputs, stream, progress)
+    loaded = load(settings.model, settings.server.data_dir, progress)
+    sized = _sized(settings, loaded.device)
+    return sized, over(loaded, sized)
+
+
+def _sized(settings: Settings, device: str) -> Settings:
+    cache = settings.cache
+    if not cache.device_bytes:
+        cache = cache.model_copy(update={"device_bytes": spare_bytes(device)})
+    return settings.model_copy(update={"cache": cache})
 
 
 def over(loaded: LoadedModel, settings: Settings) -> MakeBackend:

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from engine.composition import compose
 from engine.errors import InvalidParameter
-from engine.hardware import pick_device, run_apart
+from engine.hardware import pick_device, run_apart, spare_bytes
 from engine.models.files import DEFAULT_MODEL
 from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.offline.outputs import LoRARequest, PendingRequest, RequestOutput
@@ -42,7 +42,9 @@ class LLM:
     """A model with its tiers and its engine, for one program's own use.
 
     `model` is an alias, a folder (safetensors or GGUF), a GGUF file or a hub id. Sizes are in
-    bytes; 0 turns the host or the disk tier off, and the disk tier needs the host tier. `cache_dir`
+    bytes; 0 turns the host or the disk tier off, and the disk tier needs the host tier. Without
+    `device_cache_bytes` the device tier takes nine tenths of what a GPU has free beside the model,
+    or 1 GiB on a CPU. `cache_dir`
     holds prepared models and the disk tier; None means `~/.cache/cachesvc`. `dtype` and `device`
     "auto" mean float32 on a CPU, bfloat16 on a GPU where there is one; `kv_dtype` None keeps KV as
     it is computed. Without `enable_prefix_caching` every prompt is computed whole.
@@ -56,7 +58,7 @@ class LLM:
         model: str = DEFAULT_MODEL,
         *,
         enable_prefix_caching: bool = True,
-        device_cache_bytes: int = 1 << 30,
+        device_cache_bytes: int | None = None,
         host_cache_bytes: int = 2 << 30,
         disk_cache_bytes: int = 0,
         cache_dir: Path | str | None = None,
@@ -72,6 +74,8 @@ class LLM:
             )
         folder = Path(cache_dir or Path.home() / ".cache" / "cachesvc").expanduser()
         loaded = run_apart(lambda: _load(model, folder, device, dtype))
+        if device_cache_bytes is None:
+            device_cache_bytes = spare_bytes(loaded.device)
         layout = loaded.layout(block_size, kv_dtype)
         disk = open_disk(folder / "disk", layout, disk_cache_bytes) if disk_cache_bytes else None
         self._outputs: SimpleQueue[Seq[StepOutput]] = SimpleQueue()

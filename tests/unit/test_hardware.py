@@ -1,0 +1,48 @@
+"""What the device tier takes where nobody said how much."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cachesvc.config.settings import Settings
+from cachesvc.server import compute
+from engine.errors import ModelError
+from engine.hardware import CPU_CACHE_BYTES, STEP_BYTES, spare_bytes
+from engine.testing.models import save_tiny_model
+
+GIB = 1 << 30
+
+
+def test_a_cpu_shares_its_memory_with_everybody() -> None:
+    assert spare_bytes("cpu") == CPU_CACHE_BYTES == GIB
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [(60 * GIB, 54 * GIB), (20 * GIB, 18 * GIB), (5 * GIB, 5 * GIB - STEP_BYTES)],
+)
+def test_a_gpu_gives_what_the_model_left_free_but_what_steps_need(
+    free: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * GIB))
+    assert spare_bytes("cuda") == expected
+
+
+def test_a_gpu_that_the_model_fills_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 80 * GIB))
+    with pytest.raises(ModelError, match=r"leaves 1024 of 81920 MiB .* --device-cache"):
+        spare_bytes("cuda")
+
+
+def test_a_size_that_was_given_is_served_and_a_missing_one_is_told(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+
+    def served(**cache: int) -> Settings:
+        named = {"model": {"name": str(tmp_path / "model")}, "server": {"data_dir": tmp_path}}
+        return compute.prepare(Settings.model_validate({**named, "cache": cache}))[0]
+
+    assert served(device_bytes=8 << 20).cache.device_bytes == 8 << 20
+    assert served().cache.device_bytes == CPU_CACHE_BYTES
