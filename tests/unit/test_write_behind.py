@@ -15,6 +15,8 @@ from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.memory.counters import CacheEvent
 from tiers.policy.admission import WritePolicy
 from tiers.tier import Age, TierName
+from tiers.transfer.demotion import Demoter
+from tiers.transfer.promotion import BLOCKS_PER_LIFT
 
 LENGTH = 14  # blocks of a prompt
 
@@ -140,3 +142,39 @@ def test_a_copy_that_the_disk_gave_up_first_is_written_again() -> None:
     bench.scan(60, first=120_000)
     assert lost(bench) == 0
     assert bench.tier.held(chain.keys) == [True] * 6
+
+
+def test_a_full_disk_evicts_and_nothing_is_lost() -> None:
+    bench = Bench(device=30, host=40, disk=100)
+    for chain in prompts(bench, 30):
+        bench.serve(chain)
+    events = bench.cache.stats().events
+    assert events[TierName.DISK, CacheEvent.EVICTED] > 200
+    assert lost(bench) == 0
+
+
+def test_a_long_prompt_is_reckoned_with_for_several_turnovers() -> None:
+    """Over a disk that is full, where only what may have to leave at once is written ahead."""
+    bench = Bench(device=30, host=80, disk=200)
+    for long in range(4):
+        bench.serve(bench.chain(500_000 + 1_000 * long, 28))
+        bench.scan(3 * 80, first=10_000 + 50_000 * long)
+    assert lost(bench) == 0
+
+
+def test_a_hit_loses_no_more_than_the_frames_that_it_is_read_into(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All frames wait for the writer, and the device is full of what only it has: what leaves that
+    goes to the frames that blocks were lifted from."""
+    monkeypatch.setattr(Demoter, "_watch_bursts", lambda self: None)  # looks at the coldest 8 only
+    bench = Bench(device=40, host=100, disk=800)
+    hit = bench.chain(0, 32)
+    bench.serve(hit)
+    bench.scan(160)
+    bench.settle()
+    for number in range(4):
+        bench.compute(bench.chain(50_000 + 1_000 * number, 36))
+    before = lost(bench)
+    assert bench.compute(hit) == 32
+    assert lost(bench) - before <= 32 + BLOCKS_PER_LIFT

@@ -3,7 +3,7 @@
 The one place that changes `Block.host`. Engine thread only.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection
 
 from tiers.blocks.frames import Frame, FrameArena
@@ -35,6 +35,8 @@ class HostTier:
         self.lookahead = MIN_LOOKAHEAD
         self._index = index
         self._queue = queue
+        # Lifted to the device, longest ago first. Some have left it, or the host, since.
+        self._lifted: deque[Block] = deque(maxlen=frames.num_frames if frames else 0)
         self._pinned: OrderedDict[Block, None] = OrderedDict()  # PINNED
         self._duplicated: OrderedDict[Block, None] = OrderedDict()  # DUPLICATED, oldest first
 
@@ -74,6 +76,10 @@ class HostTier:
             self.policy.touch(block, block.use)
             self._queue.used(block)
 
+    def lifted(self, block: Block) -> None:
+        """The block is being copied to the device: its frame is then a second copy."""
+        self._lifted.append(block)
+
     def victim(self, sparing: Collection[Block]) -> Block | None:
         """Who leaves next, forgotten by the policy. Duplicated blocks first; then the policy's
         choice, but not what waits for the disk while others nearly as cold do not; then pinned
@@ -111,8 +117,9 @@ class HostTier:
         self.frames.give(self.leave(block))
 
     def _cold(self, sparing: Collection[Block]) -> Block | None:
-        """The coldest block that does not wait for the disk; else one that the device has as well;
-        else the end of a prefix, for what leads to it is worth more."""
+        """The coldest block that does not wait for the disk; else one that the device has as well,
+        of the coldest or of those lifted; else the end of a prefix, for what leads to it is worth
+        more. Only that one is lost."""
         cold: list[Block] = []
         for count in (MIN_LOOKAHEAD, self.lookahead):
             cold = [
@@ -128,7 +135,19 @@ class HostTier:
         on_device = next((block for block in cold if block.slot is not None), None)
         if on_device is not None or not cold:
             return on_device
-        return self._last_waiting(cold[0])
+        return self._lifted_copy(sparing) or self._last_waiting(cold[0])
+
+    def _lifted_copy(self, sparing: Collection[Block]) -> Block | None:
+        """Of the blocks lifted, the first whose frame is a second copy of what the device has."""
+        while self._lifted:
+            block = self._lifted[0]
+            if block.slot is not None and block.host is IN_USE:
+                return None  # its copy is under way, and so are those behind it
+            self._lifted.popleft()
+            idle = block.host is EVICTABLE and not block.busy
+            if idle and block.slot is not None and block not in sparing:
+                return block
+        return None
 
     def _last_waiting(self, block: Block) -> Block:
         """The end of a prefix that goes on from this block through others that wait as it does."""

@@ -28,6 +28,7 @@ MAX_BUSY_SHARE = (
 )  # of the frames, that may be on their way to the disk: they cannot be evicted
 FULL_MEMORY = 64  # stores without a block dropped for room after which the disk is not full
 CLEAN_PER_BURST = 1.25  # with looks an eighth of the part apart, one burst is always clean
+BURST_MEMORY = 0.9  # of the largest burst, that the next turnover of the host still reckons with
 FLUSH_POLL_S = 0.002
 WAITING = Below.WAITING
 
@@ -186,12 +187,14 @@ class Demoter:
 
     def _watch_bursts(self) -> None:
         """How many frames were taken, at most, from when the writer had nothing to do until it had
-        nothing to do again: in this turnover of the host and in the one before."""
+        nothing to do again. Forgotten slowly: the longest prompts are many turnovers apart, and
+        each of them would find too few clean frames."""
         residency = self._residency
         taken = residency.num_frames_taken
         if taken - self._turnover > self._num_frames:
             self._turnover = taken
-            self._last_burst, self._burst = self._burst, 0
+            self._last_burst = max(self._burst, int(self._last_burst * BURST_MEMORY))
+            self._burst = 0
         self._burst = max(self._burst, taken - self._idle_since)
         burst = max(self._burst, self._last_burst)
         residency.host.lookahead = max(MIN_LOOKAHEAD, int(burst * CLEAN_PER_BURST))

@@ -25,6 +25,7 @@ from tiers.transfer.economy import LoadEconomy
 from tiers.transfer.mover import LoadJob, Mover, ProbeJob
 
 BLOCKS_PER_LOAD = 4  # a run this long is one read job, so that readers share a prefix
+BLOCKS_PER_LIFT = 16  # their frames can be had by what leaves the device for those after them
 
 
 class Progress(Enum):
@@ -332,6 +333,9 @@ class Promoter:
                 lifted.append(block)
                 parts.append(Part.WINDOW)
             ticket.num_on_device += 1
+            if len(lifted) == BLOCKS_PER_LIFT:
+                self._copy_up(lifted, parts)
+                lifted, parts = [], []
         if lifted:
             self._copy_up(lifted, parts)
         return ticket.num_on_device == len(ticket.blocks)
@@ -356,6 +360,7 @@ class Promoter:
             block.slot_whole = part is not Part.LASTING
             block.duplicated = residency.host_moves
             residency.host.sync(block)
+            residency.host.lifted(block)
             if part is not Part.WINDOW:
                 residency.chronicle.came(block, TierName.DEVICE, TierName.HOST)
                 num_came += 1
