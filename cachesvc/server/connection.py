@@ -1,11 +1,14 @@
-"""A client's connection, bounded while its request arrives: in bytes and in time.
+"""A client's connection, bounded while its request arrives: in bytes and in time; and their number.
 
-uvicorn keeps headers and trailers of any length, queues any number of pipelined requests, and waits
-for the rest of a request for ever. All of this happens before anybody checks a key, so whoever
-reaches the port could fill the memory or hold every connection. Event loop only.
+uvicorn keeps headers and trailers of any length, queues any number of pipelined requests, waits for
+the rest of a request for ever, and accepts until the process has no descriptors left. All of this
+happens before anybody checks a key, so whoever reaches the port could fill the memory or hold every
+connection. Event loop only.
 """
 
 import asyncio
+import resource
+from collections import Counter
 from http import HTTPStatus
 from typing import Final
 
@@ -22,10 +25,25 @@ HEAD_S: Final = 20.0  # for a head to arrive, from its connection's beginning or
 BODY_S: Final = 60.0  # without a byte of a body that is still to come
 WRITE_S: Final = 120.0  # without room for a byte of an answer: the client reads nothing
 BODY_BYTES_PER_S: Final = 1024  # a body that arrives more slowly, beyond BODY_S, is given up
+MAX_CONNECTIONS: Final = 4096  # open at once: with heads and bodies that only begin, 256 MiB
+DESCRIPTORS: Final = 3 / 4  # of the process's, that connections may take
+CLOSED_AT_ONCE: Final = 1 / 16  # of the bound, so that a flood pays for few looks at all of them
+
+
+def connection_bound() -> int:
+    """How many connections may be open: the ledger and the disk tier need descriptors as well."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, max(1, int(soft * DESCRIPTORS)))
 
 
 class BoundedConnection(HttpToolsProtocol):
     """Invariant: while a request is on its way, a timer runs that ends the connection.
+
+    Where one connection too many comes, those that have waited longest for a request are closed,
+    first of the address that has more than half of all. One whose request is being answered stays;
+    if all are, the new one gets a 503.
 
     `_framing` counts raw bytes that brought no body since the last progress, which is the end of
     a head, a piece of a body, or the end of a message. The parser is never fed more of them than
@@ -38,7 +56,9 @@ class BoundedConnection(HttpToolsProtocol):
     body_s = BODY_S
     write_s = WRITE_S
     body_bytes_per_s = BODY_BYTES_PER_S
+    max_connections = connection_bound()
 
+    _waiting_since_s = 0.0  # for its next request, or for all of one that has begun to arrive
     _stuck: asyncio.TimerHandle | None = None
     _patience: asyncio.TimerHandle | None = None
     _in_head = True
@@ -50,12 +70,44 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._waiting_since_s = self.loop.time()
         self._wait_for(self.head_s)
+        if len(self.connections) > self.max_connections and not self._close_longest_waiting():
+            self.connections.discard(self)
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "Too many connections; try again soon.")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_for(None)
         self._end_stuck()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self._waiting_since_s = self.loop.time()
+        super().on_response_complete()
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether no request is being answered: none has come, or not all of it."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return self._patience is not None or cycle is None or cycle.response_complete
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    def _close_longest_waiting(self) -> bool:
+        """Close others that wait, longest first; False where there is none."""
+        others = [c for c in self.connections if c is not self and isinstance(c, type(self))]
+        waiting = [other for other in others if other._is_waiting]
+        address, num_open = Counter(other._address for other in others).most_common(1)[0]
+        if 2 * num_open > len(others):
+            waiting = [other for other in waiting if other._address == address] or waiting
+        waiting.sort(key=lambda other: other._waiting_since_s)
+        closed = waiting[: max(1, int(self.max_connections * CLOSED_AT_ONCE))]
+        for other in closed:
+            self.connections.discard(other)
+            other.transport.close()
+        return bool(closed)
 
     def pause_writing(self) -> None:
         """The client does not read. One that never does is cut off: closing waits for it."""

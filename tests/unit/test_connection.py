@@ -42,24 +42,40 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def connected(
-    app: Any = echo,
-    **bounds: float,
-) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A client of `app` behind connections with these bounds."""
+async def served(app: Any = echo, **bounds: float) -> AsyncIterator[tuple[str, int]]:
+    """The address of `app` behind connections with these bounds."""
     kind = type("Bounded", (BoundedConnection,), bounds)
     config, state = uvicorn.Config(app, lifespan="off", log_config=None), ServerState()
     loop = asyncio.get_running_loop()
     server = await loop.create_server(
         lambda: kind(config=config, server_state=state, app_state={}), "127.0.0.1", 0
     )
-    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
     try:
-        yield reader, writer
+        yield server.sockets[0].getsockname()
     finally:
-        writer.close()
         server.close()
+        for connection in list(state.connections):
+            connection.transport.abort()
         await server.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    app: Any = echo,
+    **bounds: float,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A client of it."""
+    async with served(app, **bounds) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+
+async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    writer.write(GET + b"\r\n")
+    return (await reader.readuntil(b"\r\n\r\n"))[:12]
 
 
 @pytest.mark.parametrize("ends", [b"", b"\r\n\r\n"])
@@ -194,3 +210,56 @@ async def test_what_arrives_is_answered_however_long_it_is() -> None:
             assert answer.startswith(b"HTTP/1.1 200")
         writer.write(GET + b"X: " + b"a" * 100 + b"\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+
+
+BOUND = 40
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET / HT", POST + b"half"])
+async def test_one_connection_too_many_closes_those_that_waited_longest(begun: bytes) -> None:
+    async with served(max_connections=BOUND) as address:
+        crowd = []
+        for _ in range(4 * BOUND):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(begun)
+            crowd.append((reader, writer))
+        first, _ = crowd[0]
+        with contextlib.suppress(ConnectionError):  # closed with bytes unread
+            assert b"" == await first.read()
+        last = await asyncio.open_connection(*address)
+        assert b"HTTP/1.1 200" == await ask(*last)
+        assert sum(not reader.at_eof() for reader, _ in crowd) >= BOUND / 2
+        for _, writer in [*crowd, last]:
+            writer.close()
+
+
+async def test_a_crowd_from_one_address_does_not_close_those_of_another() -> None:
+    async with served(max_connections=BOUND) as address:
+        polite = await asyncio.open_connection(*address, local_addr=("127.0.0.2", 0))
+        assert b"HTTP/1.1 200" == await ask(*polite)
+        crowd = [await asyncio.open_connection(*address) for _ in range(4 * BOUND)]
+        assert b"HTTP/1.1 200" == await ask(*polite)
+        for _, writer in [*crowd, polite]:
+            writer.close()
+
+
+async def test_where_all_are_being_answered_the_next_is_refused() -> None:
+    release, running = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        running.release()
+        await release.wait()
+        await echo(scope, receive, send)
+
+    async with served(slow, max_connections=3) as address:
+        crowd = [await asyncio.open_connection(*address) for _ in range(3)]
+        answers = [asyncio.create_task(ask(*client)) for client in crowd]
+        for _ in crowd:
+            await running.acquire()
+        reader, writer = await asyncio.open_connection(*address)
+        refused = await reader.read()
+        assert refused.startswith(b"HTTP/1.1 503") and b"Too many connections" in refused
+        release.set()
+        assert [b"HTTP/1.1 200"] * 3 == await asyncio.gather(*answers)
+        for _, other in [*crowd, (reader, writer)]:
+            other.close()
