@@ -28,8 +28,8 @@ from tiers.memory.residency import Residency
 from tiers.memory.tails import Tail, TailCase, TailSharing
 from tiers.operations.operations import GroupUse, Upkeep
 from tiers.operations.purge import Purged
-from tiers.policy import Policy, Use
 from tiers.policy.admission import WritePolicy, keeps_copies
+from tiers.policy.policy import Policy, Use
 from tiers.policy.quota import Quotas, QuotaShares
 from tiers.policy.retention import Pin, PinKind
 from tiers.remote.stacked import PUBLISH_HITS, StackedTier

@@ -13,7 +13,7 @@ from tiers.errors import OutOfBlocks
 from tiers.memory.block import Block, BlockState
 from tiers.memory.residency import Residency
 from tiers.memory.tails import Tail, TailCase, TailSharing
-from tiers.policy import Use
+from tiers.policy.policy import Use
 from tiers.telemetry.working_set import Traffic
 from tiers.tier import TierName
 from tiers.transfer.demotion import Demoter

@@ -8,23 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from billing.accounts import Accounts
-from billing.store.store import LedgerStore
-
 if TYPE_CHECKING:
+    from billing.accounts import Accounts
     from billing.ledger import Ledger
     from billing.proof.prover import Prover
     from billing.reports.receipts import ReceiptSigner
+    from billing.store.store import LedgerStore
 
 
 class Books(Protocol):
     """What operations read and change. Every call may block."""
 
     @property
-    def store(self) -> LedgerStore: ...
+    def store(self) -> "LedgerStore": ...
 
     @property
-    def accounts(self) -> Accounts: ...
+    def accounts(self) -> "Accounts": ...
 
     @property
     def ledger(self) -> "Ledger": ...
@@ -37,8 +36,8 @@ class Books(Protocol):
 class OpenBooks:
     """One server's accounts and ledger, all open."""
 
-    store: LedgerStore
-    accounts: Accounts
+    store: "LedgerStore"
+    accounts: "Accounts"
     ledger: "Ledger"
     prover: "Prover"
     signer: "ReceiptSigner"
@@ -47,7 +46,9 @@ class OpenBooks:
 class FolderBooks:
     """The books of a data directory that no server runs on. Used by one thread."""
 
-    def __init__(self, store: LedgerStore, data_dir: Path) -> None:
+    def __init__(self, store: "LedgerStore", data_dir: Path) -> None:
+        from billing.accounts import Accounts
+
         self.store = store
         self.accounts = Accounts(store)
         self.data_dir = data_dir

@@ -13,7 +13,6 @@ from billing.operations.books import Books
 from billing.prices.book import NS, RateCard
 from billing.prices.cards import parse_card, shipped_cards
 from billing.prices.lint import Severity, lint
-from billing.proof import rerate
 from billing.reports.documents import (
     Document,
     card_document,
@@ -46,6 +45,8 @@ def plan_card(
 ) -> Document:
     """What the last days' real usage would have cost under a card. Changes nothing."""
     books.accounts.expect(tenant)
+    from billing.proof import rerate  # it reads the database
+
     pricing = rerate.under_card(_card(books, card))
     since_ns = max(0, time.time_ns() - days * 86_400 * NS)
     return plan_document(rerate.rerate(books.store, pricing, since_ns=since_ns, tenant=tenant))

@@ -7,7 +7,7 @@ instants are nanoseconds since 1970, `None` is unlimited.
 from datetime import UTC, datetime
 from decimal import Context, Decimal
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -17,9 +17,11 @@ from billing.keys import KeyInfo, Scope
 from billing.money import format_units, rate_per_million
 from billing.prices.book import ABOVE, DAYS, NS, ModelPrice, RateCard, Rates
 from billing.prices.lint import CardFinding
-from billing.proof.rerate import Difference, Plan
 from billing.proof.result import Proof
 from billing.tenants import Tenant
+
+if TYPE_CHECKING:
+    from billing.proof.rerate import Difference, Plan
 
 RATES = ("hit_device", "hit_host", "hit_disk", "hit_remote", "miss", "output")
 EXTRAS = ("cache_write", "cache_write_1h", "storage")
@@ -202,7 +204,7 @@ def finding_document(finding: CardFinding) -> Document:
     }
 
 
-def plan_document(plan: Plan) -> Document:
+def plan_document(plan: "Plan") -> Document:
     """A plan; `unpriced` has no price any more, charges in other currencies are only counted."""
     return {
         "requests_that_differ": plan.num_differing,
@@ -213,7 +215,7 @@ def plan_document(plan: Plan) -> Document:
     }
 
 
-def _difference_document(row: Difference) -> Document:
+def _difference_document(row: "Difference") -> Document:
     return {
         "tenant": row.tenant,
         "model": row.model,

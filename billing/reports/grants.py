@@ -1,6 +1,7 @@
 """Grants and what is left of each, as documents; and the last day of one in people's words."""
 
 from datetime import UTC, date, datetime, timedelta
+from typing import TYPE_CHECKING
 
 from billing.errors import InvalidSpan
 from billing.gate.grants import NEVER, grant_of, remaining
@@ -8,13 +9,17 @@ from billing.money import format_units
 from billing.prices.book import NS
 from billing.reports.documents import Document
 from billing.reports.usage import LAST_DAY, midnight_ns
-from billing.store import expiring as store_expiring
-from billing.store import reports as store_reports
-from billing.store.store import LedgerStore, find_corrections
+
+if TYPE_CHECKING:  # a command that asks a server does without the database
+    from billing.store.store import LedgerStore
 
 
-def grant_documents(store: LedgerStore, tenant: str) -> list[Document]:
+def grant_documents(store: "LedgerStore", tenant: str) -> list[Document]:
     """The grants of which something is left, in the order in which they are spent."""
+    from billing.store import expiring as store_expiring
+    from billing.store import reports as store_reports
+    from billing.store.store import find_corrections
+
     with store.reading() as connection:
         account = store_reports.all_accounts(connection)[tenant]
         grants = [

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta, tzinfo
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from billing.errors import InvalidSpan, UnknownTenant
 from billing.gate.rollups import DAY_NS, Rollups, Row, charge_row
@@ -26,9 +26,10 @@ from billing.reports.attribution import (
     check_split,
     part_of,
 )
-from billing.store import reports as store_reports
-from billing.store.store import Connection, LedgerStore
 from billing.usage import CLASSES, HIT_CLASSES
+
+if TYPE_CHECKING:  # a command that asks a server does without the database
+    from billing.store.store import Connection, LedgerStore
 
 FIRST_DAY, LAST_DAY = date(1970, 1, 1), date(2261, 12, 31)  # of instants that the ledger can store
 _TOKENS = {*HIT_CLASSES, "miss", "output", "cache_write", "cache_write_1h"}
@@ -155,7 +156,7 @@ def midnight_ns(day: date, zone: tzinfo) -> int:
     return int(datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()) * NS
 
 
-def report(store: LedgerStore, query: Query, unit: Unit) -> list[Period]:
+def report(store: "LedgerStore", query: Query, unit: Unit) -> list[Period]:
     """One period for each tenant, day or month, and part; by tenant and time. Raises UnknownTenant.
 
     `Period.part` is the model, project, key, session, user or value of a tag where the query splits
@@ -166,7 +167,7 @@ def report(store: LedgerStore, query: Query, unit: Unit) -> list[Period]:
         return report_of(connection, query, unit)
 
 
-def report_of(connection: Connection, query: Query, unit: Unit) -> list[Period]:
+def report_of(connection: "Connection", query: Query, unit: Unit) -> list[Period]:
     """The same within a transaction."""
     currencies = _currencies(connection, query.tenant)
     if query.split is None or query.split in OF_ROLLUPS:
@@ -197,8 +198,10 @@ def _summed(parts: Iterable[_Part], currencies: Mapping[str, str]) -> list[Perio
     return [periods[key] for key in sorted(periods)]
 
 
-def _by_request(connection: Connection, tenant: str, query: Query, unit: Unit) -> Iterator[_Part]:
+def _by_request(connection: "Connection", tenant: str, query: Query, unit: Unit) -> Iterator[_Part]:
     """The charges of a tenant, each with its part, or with `OTHERS`; read twice."""
+    from billing.store import reports as store_reports
+
     split, span = query.split or "", query.bounds_ns()
     heavy = HeavyParts()
     for entry in store_reports.charges_between(connection, tenant, *span):
@@ -210,13 +213,15 @@ def _by_request(connection: Connection, tenant: str, query: Query, unit: Unit) -
         yield tenant, name, part if part in listed else OTHERS, charge_row(entry)
 
 
-def total(store: LedgerStore, tenant: str | None = None) -> list[Period]:
+def total(store: "LedgerStore", tenant: str | None = None) -> list[Period]:
     """One period for each tenant, of all time."""
     return report(store, Query(tenant=tenant), Unit.ALL)
 
 
-def by_session(store: LedgerStore, query: Query, *, limit: int = 100) -> list[Period]:
+def by_session(store: "LedgerStore", query: Query, *, limit: int = 100) -> list[Period]:
     """One period for each named session that was used last within the span, the latest first."""
+    from billing.store import reports as store_reports
+
     with store.reading() as connection:
         currencies = _currencies(connection, query.tenant)
         rows = store_reports.sessions(connection, query.tenant, limit, *query.bounds_ns())
@@ -228,8 +233,9 @@ def by_session(store: LedgerStore, query: Query, *, limit: int = 100) -> list[Pe
     return periods
 
 
-def charged(connection: Connection, query: Query, unit: Unit) -> Iterator[tuple[str, Row]]:
+def charged(connection: "Connection", query: Query, unit: Unit) -> Iterator[tuple[str, Row]]:
     """Rows as `billing.gate.rollups` makes them, each with the name of its period; in no order."""
+    from billing.store import reports as store_reports
 
     name_of = partial(_period_name, unit, query.zone)
     from_ns, to_ns = query.bounds_ns()
@@ -256,7 +262,9 @@ def _period_name(unit: Unit, zone: tzinfo, at_ns: int) -> str:
     return datetime.fromtimestamp(at_ns // NS, zone).strftime(_NAMES[unit])
 
 
-def _currencies(connection: Connection, tenant: str | None) -> dict[str, str]:
+def _currencies(connection: "Connection", tenant: str | None) -> dict[str, str]:
+    from billing.store import reports as store_reports
+
     found = {n: a.currency for n, a in store_reports.all_accounts(connection).items()}
     if tenant is not None and tenant not in found:
         raise UnknownTenant(f"tenant {tenant!r} does not exist; see `cachesvc tenants show`")

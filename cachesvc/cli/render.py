@@ -9,7 +9,6 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 PIPE_WIDTH = 200
@@ -50,6 +49,8 @@ def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     Yields what moves it on; `total` None for work whose length is unknown.
     """
     console = Console(stderr=True)
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cachesvc.cli.replay_fleet import fleet_json, fleet_table, fleets
 from cachesvc.cli.replay_report import Prices, as_json, as_table, chart_svg, chart_text
 from tiers.errors import ConfigurationError
-from tiers.policy import PolicyName, policy_in
 from tiers.policy.admission import WritePolicy
+from tiers.policy.registry import PolicyName, policy_in
 from tiers.replay.replay import MIN, ReplayResult, TierPlan, check_plans
 from tiers.replay.replay import replay as run_replay
 from tiers.replay.trace import MOONCAKE_BLOCK_TOKENS, Trace, TraceError, read_trace

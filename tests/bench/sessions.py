@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from api.requests.retention import Pauses
 from tests.bench.provenance import commit, machine
-from tiers.policy import Use, make_policy
+from tiers.policy.policy import Use
+from tiers.policy.registry import make_policy
 from tiers.policy.retention import Pin, PinKind, Pins
 from tiers.replay.trace import Trace, TraceRequest, read_trace
 

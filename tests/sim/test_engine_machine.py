@@ -17,8 +17,8 @@ from tests.sim.world import PICTURES, PLACEHOLDER, World
 from tiers.blocks.contents import Content
 from tiers.errors import MissReason
 from tiers.memory.tails import MAX_CANDIDATES
-from tiers.policy import PolicyName
 from tiers.policy.admission import WritePolicy
+from tiers.policy.registry import PolicyName
 from tiers.tier import TierName
 
 

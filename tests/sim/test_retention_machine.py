@@ -14,8 +14,8 @@ from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tiers.blocks.chain import Chain
 from tiers.memory.counters import CacheEvent
-from tiers.policy import PolicyName
 from tiers.policy.admission import WritePolicy
+from tiers.policy.registry import PolicyName
 from tiers.tier import TierName
 
 

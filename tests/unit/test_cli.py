@@ -208,6 +208,22 @@ def test_commands_about_money_import_what_they_need() -> None:
     assert [] == json.loads(ran.stdout)
 
 
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("cachesvc.cli.money.usage", ["sqlalchemy", "pydantic", "api.errors"]),
+        ("cachesvc.cli.money.tenants", ["sqlalchemy", "pydantic", "api.errors"]),
+        ("cachesvc.cli.money.keys", ["sqlalchemy", "pydantic", "api.errors"]),
+        ("cachesvc.cli.cache.stats", ["numpy", "zstandard", "rich.progress"]),
+    ],
+)
+def test_a_command_does_not_wait_for_what_it_may_not_need(module: str, heavy: list[str]) -> None:
+    """A running server has the database open; how full a disk is needs no arithmetic."""
+    code = f"import sys, {module}; print(sorted(set({heavy!r}) & set(sys.modules)))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "[]" == ran.stdout.strip()
+
+
 def test_a_removed_command_is_refused_with_what_to_do_instead() -> None:
     """And what it names exists, with its options."""
     removed = dict(REMOVED)

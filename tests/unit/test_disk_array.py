@@ -16,6 +16,7 @@ from tiers.disk.directory import ID_NAME, note_elsewhere
 from tiers.disk.inspection.export import export, import_blocks
 from tiers.disk.inspection.maintenance import remove
 from tiers.disk.inspection.opening import open_disks, placed
+from tiers.disk.inspection.verify import verify_all
 from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
@@ -199,7 +200,7 @@ def test_commands_look_over_all_disks(tmp_path: Path) -> None:
     stream = io.BytesIO()
     with open_view(root) as view:
         assert {block.key for block in view.blocks()} == {block.key for block in IDS}
-        assert view.verify().num_blocks == 16
+        assert verify_all(view.shards).num_blocks == 16
         assert all(view.find(block.key) for block in IDS)
         export(view.shards, stream, lambda key, entry: True)
     stream.seek(0)
@@ -218,7 +219,7 @@ def test_what_operators_ask_reaches_every_disk(array: DiskArray) -> None:
     assert array.count([SCOPE.root()]) == 16
     assert array.discard([block.key for block in IDS[8:]]) == 8
     with array.view() as view:
-        assert view.verify().num_blocks == 8
+        assert verify_all(view.shards).num_blocks == 8
     assert array.trace(IDS[0].key) == IDS[0]
     assert array.purge([SCOPE.root()]).num_blocks == 8
     assert array.probe(IDS) == 0

@@ -6,6 +6,7 @@ from tests.unit.test_disk_ops import CAPACITY, blocks, load, opened, store
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.directory import read_meta
 from tiers.disk.inspection.compact import compact_folder
+from tiers.disk.inspection.verify import verify_all
 from tiers.disk.inspection.view import open_view
 from tiers.disk.pin_file import save_pins
 from tiers.disk.shard import Shard
@@ -28,7 +29,7 @@ def test_compaction_keeps_blocks_and_their_order(tmp_path: Path) -> None:
     assert done.file_bytes < done.file_bytes_before
     with open_view(tmp_path) as view:
         assert [info.key for info in view.blocks(oldest=True)] == before
-        assert view.verify().sound
+        assert verify_all(view.shards).sound
         assert sum(day.num_stored for day in view.days().values()) == 160
         assert sum(day.num_stored for day in days.values()) == 160
     tier = opened(tmp_path)
@@ -76,7 +77,7 @@ def test_a_lowered_capacity_drops_others_before_pinned_blocks(tmp_path: Path) ->
     assert load(tier, blocks(99)) == 4
     assert (tier.probe(blocks(1)), tier.probe(blocks(2))) == (0, 0)
     with tier.view() as view:
-        assert view.verify().sound
+        assert verify_all(view.shards).sound
     store(tier, blocks(200))
     assert load(tier, blocks(200)) == 4
     tier.close()

@@ -15,8 +15,9 @@ from tiers.blocks.layout import BlockLayout
 from tiers.disk.directory import shard_of
 from tiers.disk.format.rows import DAY_S
 from tiers.disk.inspection.export import chain_rule, export, import_blocks
-from tiers.disk.inspection.maintenance import remove, verify
+from tiers.disk.inspection.maintenance import remove
 from tiers.disk.inspection.opening import open_shards
+from tiers.disk.inspection.verify import verify, verify_all
 from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskOrder, DiskSettings
@@ -142,11 +143,12 @@ from tiers.disk.inspection.compact import compact_folder
 from tiers.disk.inspection.maintenance import remove
 from tiers.errors import DirectoryLocked
 from tiers.disk.inspection.opening import open_shards
+from tiers.disk.inspection.verify import verify_all
 from tiers.disk.inspection.view import open_view
 
 root, scope = Path(sys.argv[1]), bytes.fromhex(sys.argv[2])
 with open_view(root) as view:
-    assert view.verify().num_blocks == 8
+    assert verify_all(view.shards).num_blocks == 8
     assert view.summary().server is not None
 with open_shards(root, readonly=False) as (_, shards):
     assert remove(shards[0], lambda _, entry: entry.scope == scope).num_blocks == 4
@@ -184,7 +186,7 @@ def test_verify_finds_and_repairs(tmp_path: Path) -> None:
     store(tier, ids)
     tier.close()
     with open_view(tmp_path) as view:
-        sound = view.verify()
+        sound = verify_all(view.shards)
     assert (sound.sound, sound.num_blocks) == (True, 4)
     harm(tmp_path, ids[2])
     with open_shards(tmp_path, readonly=False) as (_, shards):

@@ -12,6 +12,7 @@ from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.inspection.opening import repair_folder
+from tiers.disk.inspection.verify import verify_all
 from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
 from tiers.disk.recovery.check import ShardCheck, check_shard
@@ -201,7 +202,7 @@ def test_a_record_whose_page_header_is_gone_can_be_evicted(filled: Path) -> None
         store(tier, seed)
         assert load(tier, seed) == Loaded(8, None)
     with tier.view() as view:
-        assert view.verify().sound
+        assert verify_all(view.shards).sound
     tier.close()
     assert check_shard(filled / "shard-000", CAPACITY).problem is None
 
@@ -243,7 +244,7 @@ def test_entries_that_contradict_each_other_are_taken_out(filled: Path) -> None:
     assert load(tier, 3) == Loaded(2, MissReason.ABSENT)
     assert load(tier, 4) == Loaded(8, None)
     with tier.view() as view:
-        assert view.verify().sound
+        assert verify_all(view.shards).sound
         assert [account.num_blocks for account in view.accounts().values()] == [79]
     tier.close()
 
@@ -257,7 +258,7 @@ def test_commands_refuse_a_damaged_shard_and_repair_replaces_it(filled: Path) ->
         pass
     assert "is dropped" in repair_folder(filled)[0]
     with open_view(filled) as view:
-        assert view.verify().sound
+        assert verify_all(view.shards).sound
         assert view.summary().num_blocks == 0
     assert repair_folder(filled) == []
 

@@ -18,7 +18,7 @@ from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
 from tiers.memory.block import Below
-from tiers.policy import Use
+from tiers.policy.policy import Use
 
 HOUR, DAY, YEAR = 3600, 86_400, 365 * 86_400
 ROOT = CacheScope(tenant=b"tester").root()

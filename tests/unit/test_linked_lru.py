@@ -6,8 +6,8 @@ import pytest
 
 from tiers.memory.block import NO_BLOCK, Block
 from tiers.memory.lru import DeviceLru, HostLru
-from tiers.policy import Use
 from tiers.policy.lru import Lru
+from tiers.policy.policy import Use
 
 USE = Use(1.0, 1)
 

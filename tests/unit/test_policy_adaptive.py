@@ -2,8 +2,8 @@
 
 import pytest
 
-from tiers.policy import Use
 from tiers.policy.adaptive import Adaptive
+from tiers.policy.policy import Use
 from tiers.policy.reuse_model import NUM_AGES, ReuseModel, WaitOutcome, interval, row
 from tiers.policy.shadow import ShadowLru
 from tiers.replay.replay import TierPlan, replay

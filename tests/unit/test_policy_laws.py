@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiers.errors import ConfigurationError
-from tiers.policy import Policy, PolicyName, Use, make_policy
+from tiers.policy.policy import Policy, Use
+from tiers.policy.registry import PolicyName, make_policy
 
 NAMES = list(PolicyName)
 

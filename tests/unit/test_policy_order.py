@@ -1,9 +1,9 @@
 """In which order each policy evicts, on sequences short enough to follow by hand."""
 
-from tiers.policy import Policy, Use
 from tiers.policy.arc import Arc
 from tiers.policy.fifo import Fifo
 from tiers.policy.lru import Lru
+from tiers.policy.policy import Policy, Use
 from tiers.policy.s3fifo import S3Fifo
 from tiers.policy.sieve import Sieve
 from tiers.replay.belady import Belady, future_uses

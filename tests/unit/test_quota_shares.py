@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiers.errors import ConfigurationError
-from tiers.policy import Use
 from tiers.policy.lru import Lru
+from tiers.policy.policy import Use
 from tiers.policy.quota import COMMON, FairPolicy, Quotas, QuotaShares
 
 

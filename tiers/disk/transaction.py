@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.clock import Found
 from tiers.disk.format.rows import (
@@ -356,6 +354,8 @@ class Writer:
         header with its number. Flags and run length are checked, so that another LMDB's layout
         would cost the shortcut and nothing else.
         """
+        import numpy as np  # here, since a command that only counts blocks needs none
+
         value = self._storage.view(self._txn, record.key, self._dbs.data)
         address = np.frombuffer(value, np.uint8).ctypes.data - PAGE_HEADER
         number, _, flags, pages = _PAGE.unpack(ctypes.string_at(address, _PAGE.size))

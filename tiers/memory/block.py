@@ -18,7 +18,7 @@ from tiers.blocks.frames import Frame
 from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey
 from tiers.blocks.part import Part
 from tiers.errors import MissReason
-from tiers.policy import Use
+from tiers.policy.policy import Use
 
 NEVER_USED = Use(time_s=0.0, num_blocks=0)
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 from tiers.memory.block import DEVICE_MOVES, Block, DeviceState
 from tiers.memory.device import DevicePool
-from tiers.policy import Policy, Use
+from tiers.policy.policy import Policy, Use
 
 ABSENT, FILLING, IN_USE, EVICTABLE, PINNED = DeviceState
 

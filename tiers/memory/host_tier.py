@@ -11,7 +11,7 @@ from tiers.blocks.part import Part
 from tiers.memory.block import HOST_MOVES, Below, Block, HostState
 from tiers.memory.index import BlockIndex
 from tiers.memory.write_queue import WriteQueue
-from tiers.policy import Policy
+from tiers.policy.policy import Policy
 
 MIN_LOOKAHEAD = 8  # the coldest host blocks looked at, at least, for one that costs nothing
 

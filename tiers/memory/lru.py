@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from tiers.memory.block import NO_BLOCK, Block
-from tiers.policy import Use
+from tiers.policy.policy import Use
 
 
 def _ring() -> Block:

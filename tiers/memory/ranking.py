@@ -8,8 +8,9 @@ from collections.abc import Hashable
 
 from tiers.memory.block import Block
 from tiers.memory.lru import DeviceLru, HostLru
-from tiers.policy import Policy, PolicyName, Use, make_policy, policy_in
+from tiers.policy.policy import Policy, Use
 from tiers.policy.quota import FairPolicy, Quotas
+from tiers.policy.registry import PolicyName, make_policy, policy_in
 from tiers.tier import TierName
 
 

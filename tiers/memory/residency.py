@@ -20,7 +20,7 @@ from tiers.memory.device_tier import DeviceTier
 from tiers.memory.host_tier import HostTier
 from tiers.memory.index import BlockIndex
 from tiers.memory.write_queue import WriteQueue
-from tiers.policy import Policy, Use
+from tiers.policy.policy import Policy, Use
 from tiers.policy.quota import Quotas
 from tiers.telemetry.events import EventStream
 from tiers.telemetry.misses import Departures

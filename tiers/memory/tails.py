@@ -22,7 +22,7 @@ from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
 from tiers.errors import OutOfBlocks
 from tiers.memory.block import Block, BlockState
 from tiers.memory.residency import Residency
-from tiers.policy import Use
+from tiers.policy.policy import Use
 from tiers.tier import Cause, TierName
 
 MAX_CANDIDATES = 8  # partly filled blocks kept for one parent; the oldest unused goes first

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiers.errors import ConfigurationError
-from tiers.policy import Policy, Use, make_policy
 from tiers.policy.admission import Demotion, WritePolicy, keeps_copies
+from tiers.policy.policy import Policy, Use
+from tiers.policy.registry import make_policy
 from tiers.replay.belady import Belady, future_uses
 from tiers.replay.trace import Trace, TraceRequest
 

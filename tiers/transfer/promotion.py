@@ -19,7 +19,7 @@ from tiers.errors import MissReason
 from tiers.memory.block import Block, BlockState
 from tiers.memory.counters import CacheEvent
 from tiers.memory.residency import Residency
-from tiers.policy import Use
+from tiers.policy.policy import Use
 from tiers.tier import TierName
 from tiers.transfer.economy import LoadEconomy
 from tiers.transfer.mover import LoadJob, Mover, ProbeJob

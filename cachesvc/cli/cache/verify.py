@@ -10,9 +10,8 @@ from api.format import number_of, seconds, size
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, fail, print_json, progress
 from cachesvc.config.places import disk_path
-from tiers.disk.inspection.maintenance import Verified
-from tiers.disk.inspection.maintenance import verify as verify_shard
 from tiers.disk.inspection.opening import open_shards, repair_folder
+from tiers.disk.inspection.verify import verify_all
 
 
 def verify(
@@ -22,14 +21,12 @@ def verify(
 ) -> None:
     """Read and verify every block, as a hit does. Exits with 1 if a block is damaged."""
     started = time.monotonic()
-    total = Verified()
     path = disk_path(existing_data_dir(data_dir))
     mended = repair_folder(path) if repair else []
     with open_shards(path, readonly=not repair) as (_, shards):
         num_blocks = sum(shard.read_totals().num_blocks for shard in shards)
         with progress("verifying", num_blocks) as advance:
-            for shard in shards:
-                total = total.plus(verify_shard(shard, repair=repair, advance=advance))
+            total = verify_all(shards, repair=repair, advance=advance)
     elapsed_s = time.monotonic() - started
     if json:
         print_json(

@@ -5,17 +5,18 @@ on the database itself: proofs, rebuilding, exports and passwords.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from billing.errors import BillingError
-from billing.operations.books import FolderBooks
-from billing.store.store import database_url, open_store
 from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import fail
 from cachesvc.config.places import default_data_dir
 from cachesvc.server.server_file import actor
+
+if TYPE_CHECKING:
+    from billing.operations.books import FolderBooks
 
 MOST_DAYS = 3660  # that the JSON routes look back
 MOST_ROWS = 1000  # that the JSON routes answer with
@@ -48,23 +49,35 @@ __all__ = [
     "actor",
     "books",
     "limit_text",
+    "open_books",
 ]
 
 
 @contextmanager
 def books(
     data_dir: Path | None, database: str | None, *, create: bool = False
-) -> Iterator[FolderBooks]:
+) -> "Iterator[FolderBooks]":
     """The ledger of a data directory or URL; a billing error ends the command with its sentence."""
     path = (data_dir or default_data_dir()).expanduser()
     try:
-        found = FolderBooks(open_store(database or database_url(path), create=create), path)
-        try:
+        with open_books(path, database, create=create) as found:
             yield found
-        finally:
-            found.close()
     except BillingError as error:
         fail(str(error))
+
+
+@contextmanager
+def open_books(path: Path, database: str | None, *, create: bool) -> "Iterator[FolderBooks]":
+    """The ledger of a data directory or URL. Raises `BillingError`."""
+    # Here, since the database takes longer to import than a running server to answer.
+    from billing.operations.books import FolderBooks
+    from billing.store.store import database_url, open_store
+
+    found = FolderBooks(open_store(database or database_url(path), create=create), path)
+    try:
+        yield found
+    finally:
+        found.close()
 
 
 def limit_text(amount: str | None) -> str:

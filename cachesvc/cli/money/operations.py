@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 from urllib.parse import quote, urlencode
 
-from api.admin.routes.paths import PATHS, PREFIX
+from api.admin.routes.paths import PREFIX, path_of
 from billing.errors import BillingError
-from billing.operations.books import Books, FolderBooks
-from billing.store.store import database_url, open_store
+from billing.operations.books import Books
+from cachesvc.cli.money.books import open_books
 from cachesvc.cli.render import fail
 from cachesvc.config.places import default_data_dir
 from cachesvc.server.server_file import LiveError, LiveServer, find_server
@@ -55,7 +55,7 @@ class ServerOperations:
         self, operation: Callable[Concatenate[Books, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
         assert not args, args
-        method, template = PATHS[operation]
+        method, template = path_of(operation)
         arguments: dict[str, Any] = {k: v for k, v in kwargs.items() if k != "by"}
         path = re.sub(
             r"\{(\w+)\}", lambda name: quote(str(arguments.pop(name[1])), safe=""), template
@@ -82,10 +82,7 @@ def operations(
         if server is not None:
             yield ServerOperations(server)
             return
-        books = FolderBooks(open_store(database or database_url(path), create=create), path)
-        try:
+        with open_books(path, database, create=create) as books:
             yield LocalOperations(books)
-        finally:
-            books.close()
     except (BillingError, LiveError) as error:
         fail(str(error))

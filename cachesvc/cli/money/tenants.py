@@ -8,7 +8,7 @@ import typer
 from billing.operations import prices, tenants
 from billing.prices.cards import default_card
 from billing.reports.documents import Document
-from cachesvc.cli.lazy import without
+from cachesvc.cli.lazy import Entry, lazy_group
 from cachesvc.cli.money.books import (
     NO_REASON,
     DatabaseUrl,
@@ -18,7 +18,6 @@ from cachesvc.cli.money.books import (
     actor,
     limit_text,
 )
-from cachesvc.cli.money.budgets import budget
 from cachesvc.cli.money.operations import operations
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_pairs, print_table
 
@@ -30,10 +29,19 @@ _REMOVED = {
     "project": "`cachesvc tenants set TENANT --add-project NAME`",
 }
 
-app = typer.Typer(
-    cls=without(_REMOVED), no_args_is_help=True, help="Create, show and change tenants"
+_HERE = "cachesvc.cli.money.tenants"
+app = lazy_group(
+    {
+        "create": Entry(f"{_HERE}:create", "Create a tenant"),
+        "show": Entry(f"{_HERE}:show", "Show one tenant, or list all"),
+        "set": Entry(f"{_HERE}:set_", "Change a tenant's credit, status or projects"),
+        "budget": Entry(
+            "cachesvc.cli.money.budgets:budget", "Get told when spending passes an amount"
+        ),
+    },
+    removed=_REMOVED,
+    help="Create, show and change tenants",
 )
-app.command()(budget)
 
 Limit = Annotated[
     str | None,
@@ -41,7 +49,6 @@ Limit = Annotated[
 ]
 
 
-@app.command()
 def create(
     tenant: TenantName,
     currency: Annotated[str | None, typer.Option(help="Three capitals [card's own]")] = None,
@@ -66,7 +73,6 @@ def create(
     _warn_unpriced(made["currency"], cards, json)
 
 
-@app.command()
 def show(
     tenant: Annotated[str | None, typer.Argument(help="Name of the tenant  [all]")] = None,
     data_dir: DataDir = None,
@@ -104,7 +110,6 @@ def _print_tenants(found: list[Document]) -> None:
     )
 
 
-@app.command("set")
 def set_(
     tenant: TenantName,
     postpaid: Annotated[

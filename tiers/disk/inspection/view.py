@@ -19,7 +19,7 @@ from tiers.disk.directory import (
 )
 from tiers.disk.format.record import Header, unpack_header
 from tiers.disk.format.rows import Account, Day, Entry
-from tiers.disk.inspection.maintenance import Verified, pages, pages_by_age, verify
+from tiers.disk.inspection.maintenance import pages, pages_by_age
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.shard import Shard
 from tiers.errors import MissReason
@@ -169,13 +169,6 @@ class DiskView:
             for number, day in shard.days().items():
                 total[number] = total.get(number, Day()).plus(day)
         return dict(sorted(total.items()))
-
-    def verify(self) -> Verified:
-        """Read and check every block."""
-        total = Verified()
-        for shard in self.shards:
-            total = total.plus(verify(shard))
-        return total
 
 
 class _DiskForest:

@@ -22,8 +22,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from tiers.disk.recovery.consistency import Books, Fixes, Repair
 from tiers.disk.recovery.pages import (
     DATA_VERSION,
@@ -152,6 +150,8 @@ class _Check:
 
     def _walk_free(self) -> None:
         """The pages that are free, by the transaction that freed them."""
+        import numpy as np  # here, since a command that only counts blocks needs none
+
         for node in self._timed(self._file.nodes(self._head.free, self._walked)):
             if len(node.key) != 8 or node.is_tree:
                 raise Torn("the list of free pages has a key of another kind")
@@ -169,6 +169,8 @@ class _Check:
 
     def _check_pages(self) -> None:
         """No page is in two places, and none is beyond the last."""
+        import numpy as np  # here, since a command that only counts blocks needs none
+
         walked = self._walked
         runs = np.array(walked.runs, np.uint64).reshape(-1, 2)
         single = np.concatenate(
