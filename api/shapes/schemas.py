@@ -499,8 +499,10 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 def _shown(value: object) -> str:
     """A value as it may stand in an error and a log: numbers and words, never a text."""
-    if value is None or isinstance(value, bool | int | float):
+    if value is None or isinstance(value, bool | float):
         return orjson.dumps(value).decode()
+    if isinstance(value, int) and abs(value) < 1 << 64:
+        return str(value)
     if isinstance(value, str) and len(value) <= 24 and value.isidentifier():
         return f"'{value}'"
     return f"a JSON {_json_name(value)}"

@@ -302,3 +302,13 @@ def test_a_stopped_server_is_purged_from_its_directory_alone(running: Running) -
     done = purge_stopped(running.data_dir, roots)
     assert (done.removed["disk"].num_blocks, done.num_left) == (4, 0)
     assert purge_stopped(running.data_dir, [theirs.root]).removed["disk"].num_blocks == 4
+
+
+async def test_a_number_that_no_machine_counts_to_is_refused(client: httpx.AsyncClient) -> None:
+    """JSON has no bound on integers, and what writes the answer has."""
+    far = 1 << 70
+    days = await client.post("/admin/api/prices/plan", json={"toml": "", "days": far})
+    pair = {"a": {"model": "bytes", "prompt": "a", "seed": far}, "b": {"prompt": "b"}}
+    compared = await client.post("/admin/api/cache/diff", json=pair)
+    quoted = await client.post("/admin/api/cache/quote", json={"request": pair["a"]})
+    assert [400] * 3 == [answer.status_code for answer in (days, compared, quoted)], days.text

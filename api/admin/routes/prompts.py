@@ -4,10 +4,10 @@ For the command line, which has a request in a file and asks before it is sent. 
 prompts of any tenant can be looked at where the journal keeps them.
 """
 
+import json
 from array import array
 from typing import Any
 
-import orjson
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 
@@ -52,7 +52,7 @@ async def quote(request: Request, body: Asked, _: MayChange) -> dict[str, Any]:
     """As POST /v1/cache/quote, for any tenant."""
     await must_exist(request, body.tenant)
     principal = Principal(body.tenant)
-    job = await quoted_job(request, principal, orjson.dumps(body.request))
+    job = await quoted_job(request, principal, json.dumps(body.request).encode())
     return (await quote_of(wire_of(request), principal, job)).told()
 
 
@@ -77,7 +77,7 @@ async def diff(request: Request, body: Pair, _: MayChange) -> dict[str, Any]:
 
 async def _tokens(request: Request, tenant: str, asked: dict[str, Any] | str) -> "array[int]":
     if isinstance(asked, dict):
-        job = await quoted_job(request, Principal(tenant or OPERATOR), orjson.dumps(asked))
+        job = await quoted_job(request, Principal(tenant or OPERATOR), json.dumps(asked).encode())
         return job.prompts[0]
     journal = parts_of(request).journal
     record = journal.find(asked) if journal is not None else None
