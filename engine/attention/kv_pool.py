@@ -47,9 +47,16 @@ class KvPool:
 
     @property
     def paired(self) -> bool:
-        """Whether keys and values are of one shape everywhere, the case that kernels are made
+        """Whether keys and values are of one shape everywhere, the case that most kernels are made
         for."""
         return self.tensor.ndim == 6 and self.tensor.shape[2] == 2
+
+    @property
+    def latent(self) -> bool:
+        """Whether every layer keeps one head whose values are a part of its keys, as DeepSeek's
+        latents: the case that another kernel is made for."""
+        one = all(kept.shared and kept.key.shape[2] == 1 for kept in self.layers)
+        return one and not self.states
 
     def _runs(self, layers: Sequence[LayerLayout]) -> list[torch.Tensor]:
         flat = self.tensor.flatten(1)

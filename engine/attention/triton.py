@@ -1,6 +1,7 @@
 """Attention on CUDA by a kernel that reads the block-first pool in place.
 
-Same contract as `attention.ReferenceAttention`. The single-token spans of a step go through one
+Same contract as `attention.ReferenceAttention`. One kernel reads keys and values, another latents
+with a rotated key, which all heads share. The single-token spans of a step go through one
 launch per layer, and so do its spans of up to 64 tokens: tails of cached prompts, which would
 otherwise gather and widen a prefix of any length. Longer spans gather their prefix and use SDPA, or
 read it in place (`attention.varlen`) where torch can. Nothing here waits for the device. Imported
@@ -32,15 +33,16 @@ _TILE_SCORES = 64 << 20  # scores computed at once where none of the kernels ser
 _MIN_DOT = 16  # the fewest rows that `tl.dot` multiplies
 _SHORT = 64  # tokens of a span that the kernel takes; a longer one is worth a gathered prefix
 _QUERIES = 8  # of a span that share a program: with 8 heads of a group, 64 rows in registers
+_LATENT_ROWS = 16  # heads of a token that share a program over latents, 512 numbers wide
+_LATENT_TILE_BYTES = 32 << 10  # of the latents that it looks at together
 _WIDE_ROWS = 64 * 128  # numbers of a program's queries beyond which eight warps hold them
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scores(  # type: ignore[no-untyped-def]
-    queries, keys, live, scaling, softcap, HAS_SOFTCAP: tl.constexpr
+def _seen(  # type: ignore[no-untyped-def]
+    scores, live, softcap, HAS_SOFTCAP: tl.constexpr
 ):
-    """[ROWS, TILE]: each query's score of each key; minus infinity where `live` is false."""
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scaling
+    """[ROWS, TILE]: scores as the softmax takes them; minus infinity where `live` is false."""
     if HAS_SOFTCAP:
         scaled = scores / softcap
         scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scaled) + 1.0))  # tanh
@@ -141,7 +143,8 @@ def _paged_kernel(  # type: ignore[no-untyped-def]
         at = key_at[:, None] + dim[None, :]
         readable = there[:, None] & (dim < DIM)[None, :]
         keys = tl.load(at, mask=readable, other=0.0).to(queries.dtype)
-        scores = _scores(queries, keys, live, scaling, softcap, HAS_SOFTCAP)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scaling
+        scores = _seen(scores, live, softcap, HAS_SOFTCAP)
         weights, shrink, maximum = _weights(scores, maximum)
         values = tl.load(at + pool_kv_stride, mask=readable, other=0.0).to(queries.dtype)
         weighted = tl.dot(weights.to(queries.dtype), values, input_precision="ieee")
@@ -152,6 +155,165 @@ def _paged_kernel(  # type: ignore[no-untyped-def]
     tl.store(partial + to[:, None] * DIM + dim[None, :], output, mask=inside)
     tl.store(maxima + to, maximum, mask=row < QUERIES * GROUPS)
     tl.store(sums + to, total, mask=row < QUERIES * GROUPS)
+
+
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+def _latent_kernel(  # type: ignore[no-untyped-def]
+    query,
+    kept,
+    tables,
+    lengths,
+    counts,
+    partial,
+    maxima,
+    sums,
+    scaling,
+    window,
+    softcap,
+    query_sequence_stride,
+    query_row_stride,
+    query_head_stride,
+    kept_block_stride,
+    kept_row_stride,
+    table_stride,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    ROTATED: tl.constexpr,
+    PADDED_ROTATED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """One (sequence, tile of its queries' heads, split) over latents with a rotated key each.
+
+    Steps and results as in `_paged_kernel`. All heads share what is kept, and a latent is key and
+    value at once: it is read once for both.
+    """
+    sequence, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + sequence)
+    count = 1
+    if QUERIES > 1:
+        count = tl.load(counts + sequence)
+    share = tl.cdiv(tl.cdiv(length, TILE), tl.num_programs(2)) * TILE
+    low = split * share
+    high = tl.minimum(length, low + share)
+    if HAS_WINDOW:
+        low = tl.maximum(low, tl.maximum(0, length - count + 1 - window) // TILE * TILE)
+    row = tile * ROWS + tl.arange(0, ROWS)  # all heads of the first query, of the second, ...
+    real = row < QUERIES * HEADS
+    seen = length - count + 1 + row // HEADS  # keys before which each row stops
+    rank, turn = tl.arange(0, PADDED_RANK), tl.arange(0, PADDED_ROTATED)
+    query_at = query + sequence * query_sequence_stride
+    query_at += row // HEADS * query_row_stride + row % HEADS * query_head_stride
+    inside = real[:, None] & (rank < RANK)[None, :]
+    plain = tl.load(query_at[:, None] + rank[None, :], mask=inside, other=0.0)
+    turned = tl.load(
+        query_at[:, None] + RANK + turn[None, :],
+        mask=real[:, None] & (turn < ROTATED)[None, :],
+        other=0.0,
+    )
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    output = tl.zeros([ROWS, PADDED_RANK], tl.float32)
+    for first in range(low, high, TILE):
+        position = first + tl.arange(0, TILE)
+        there = position < high
+        live = there[None, :] & (position[None, :] < seen[:, None])
+        if HAS_WINDOW:
+            live = live & (position[None, :] >= seen[:, None] - window)
+        block = tl.load(
+            tables + sequence * table_stride + position // BLOCK_SIZE, mask=there, other=0
+        )
+        at = kept + block.to(tl.int64) * kept_block_stride
+        at += (position % BLOCK_SIZE) * kept_row_stride
+        latents = tl.load(
+            at[:, None] + rank[None, :],
+            mask=there[:, None] & (rank < RANK)[None, :],
+            other=0.0,
+        ).to(plain.dtype)
+        keys = tl.load(
+            at[:, None] + RANK + turn[None, :],
+            mask=there[:, None] & (turn < ROTATED)[None, :],
+            other=0.0,
+        ).to(plain.dtype)
+        scores = tl.dot(plain, tl.trans(latents), input_precision="ieee")
+        scores += tl.dot(turned, tl.trans(keys), input_precision="ieee")
+        scores = _seen(scores * scaling, live, softcap, HAS_SOFTCAP)
+        weights, shrink, maximum = _weights(scores, maximum)
+        weighted = tl.dot(weights.to(plain.dtype), latents, input_precision="ieee")
+        output = output * shrink[:, None] + weighted
+        total = total * shrink + tl.sum(weights, 1)
+    to = (sequence * tl.num_programs(2) + split) * QUERIES * HEADS + row
+    tl.store(partial + to[:, None] * RANK + rank[None, :], output, mask=inside)
+    tl.store(maxima + to, maximum, mask=real)
+    tl.store(sums + to, total, mask=real)
+
+
+def attend_latents(
+    query: torch.Tensor,
+    kept: torch.Tensor,
+    rank: int,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    counts: torch.Tensor,
+    options: AttentionOptions,
+    num_splits: int,
+) -> torch.Tensor:
+    """`attend_paged` where one head is kept whose values are the first `rank` numbers of its keys.
+
+    query: [S, Q, H, D]; kept: [num_blocks, block_size, 1, D]. Returns [S, Q, H, rank].
+    """
+    num_sequences, num_queries, num_heads, dim = query.shape
+    rows = num_queries * num_heads
+    shape = (num_sequences, 1, num_splits, rows)
+    partial = torch.empty((*shape, rank), dtype=torch.float32, device=query.device)
+    maxima = torch.empty(shape, dtype=torch.float32, device=query.device)
+    sums = torch.empty_like(maxima)
+    padded_rank = max(_MIN_DOT, triton.next_power_of_2(rank))
+    tile = _LATENT_TILE_BYTES // (padded_rank * query.dtype.itemsize)
+    _latent_kernel[(num_sequences, triton.cdiv(rows, _LATENT_ROWS), num_splits)](
+        query,
+        kept,
+        tables,
+        lengths,
+        counts,
+        partial,
+        maxima,
+        sums,
+        options.scaling,
+        options.window or 0,
+        options.softcap or 1.0,
+        query.stride(0),
+        query.stride(1),
+        query.stride(2),
+        kept.stride(0),
+        kept.stride(1),
+        tables.stride(0),
+        QUERIES=num_queries,
+        HEADS=num_heads,
+        ROWS=_LATENT_ROWS,
+        RANK=rank,
+        PADDED_RANK=padded_rank,
+        ROTATED=dim - rank,
+        PADDED_ROTATED=max(_MIN_DOT, triton.next_power_of_2(dim - rank)),
+        BLOCK_SIZE=kept.shape[1],
+        TILE=min(_TILE, max(_MIN_DOT, tile)),
+        HAS_WINDOW=options.window is not None,
+        HAS_SOFTCAP=options.softcap is not None,
+        num_warps=4,
+        num_stages=2
+        if query.dtype.itemsize == 2
+        else 1,  # shared memory for more is not everywhere
+    )
+    sinks = options.sinks
+    if sinks is not None:
+        sinks = sinks.float().repeat(num_queries).view(1, 1, rows)
+    merged = _merge(partial, maxima, sums, sinks)  # [S, 1, Q * H, rank]
+    return merged.view(num_sequences, num_queries, num_heads, rank).to(query.dtype)
 
 
 def attend_paged(
@@ -244,7 +406,7 @@ class _Launch:
     tables: torch.Tensor  # [S, max_blocks] int32
     lengths: torch.Tensor  # [S] int32
     counts: torch.Tensor  # [S] int32
-    num_splits: int
+    longest: int  # keys, of all S
 
 
 @dataclass(slots=True)
@@ -265,6 +427,7 @@ class TritonAttention:
         """pool, layers: as `KvPool` takes them. What the kernel is not made for is gathered."""
         self._pool = pool
         self._kv = KvPool(pool, layers)
+        self._in_place = self._kv.paired or self._kv.latent
         self._varlen = self._kv.paired and varlen_works(pool)
         self._step: _Step | None = None
 
@@ -276,7 +439,7 @@ class TritonAttention:
         written, positions, owners = [], [], []
         for span, first in zip(spans, firsts, strict=False):
             count = len(span.tokens)
-            if self._kv.paired and count <= _SHORT:
+            if self._in_place and count <= _SHORT:
                 paged[1 if count == 1 else _QUERIES].append((span, first))
             else:
                 whole = np.array(span.block_table[: -(-(span.start + count) // block_size)])
@@ -320,7 +483,7 @@ class TritonAttention:
             self._upload(padded),
             self._upload(np.array(lengths, np.int32)),
             self._upload(np.array(counts, np.int32)),
-            self._splits(len(tables), max(lengths)),
+            max(lengths),
         )
 
     def begin_decode(
@@ -334,8 +497,7 @@ class TritonAttention:
         is replayed when they were filled anew. tables: [S, max_blocks]; the others: [S]."""
         everyone = torch.arange(len(lengths), device=lengths.device)
         longest = tables.shape[1] * self._kv.block_size
-        num_splits = self._splits(len(lengths), longest)
-        launch = _Launch(1, everyone, None, everyone, tables, lengths, lengths, num_splits)
+        launch = _Launch(1, everyone, None, everyone, tables, lengths, lengths, longest)
         self._step = _Step([], [launch], everyone, blocks, rows)
 
     def attend(
@@ -369,17 +531,19 @@ class TritonAttention:
     def _attend_launch(
         self, layer: int, launch: _Launch, query: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """query: [T, Hq, D], the step's; returns [N, Hq, D], the launch's."""
+        """query: [T, Hq, Dk], the step's; returns [N, Hq, Dv], the launch's."""
         chosen = query[launch.queries].unflatten(0, (-1, launch.num_queries))
-        output = attend_paged(
-            chosen,
-            self._pool[:, self._kv.places[layer]],
-            launch.tables,
-            launch.lengths,
-            launch.counts,
-            options,
-            launch.num_splits,
-        ).flatten(0, 1)
+        told = (launch.tables, launch.lengths, launch.counts, options)
+        if self._kv.latent:
+            kept = self._kv.layers[layer]
+            tiles = triton.cdiv(chosen.shape[1] * chosen.shape[2], _LATENT_ROWS)
+            num_splits = _splits(len(chosen) * tiles, launch.longest)
+            output = attend_latents(chosen, kept.key, kept.value.shape[-1], *told, num_splits)
+        else:
+            pool = self._pool[:, self._kv.places[layer]]
+            num_splits = _splits(len(chosen) * pool.shape[3], launch.longest)
+            output = attend_paged(chosen, pool, *told, num_splits)
+        output = output.flatten(0, 1)
         return output if launch.kept is None else output[launch.kept]
 
     def _attend_long(
@@ -406,13 +570,13 @@ class TritonAttention:
             return _attend_causal(query, keys, values, options.scaling)
         return attend_dense(query, keys, values, span.start - before, options)
 
-    def _splits(self, num_sequences: int, longest: int) -> int:
-        """How many programs share a sequence: enough to fill the device, each with some work."""
-        programs = max(1, num_sequences * self._kv.layers[0].key.shape[2])
-        return min(-(-_PROGRAMS // programs), -(-longest // _SPLIT_KEYS))
-
     def _upload(self, values: np.ndarray) -> torch.Tensor:
         return upload(values, self._pool.device)
+
+
+def _splits(num_programs: int, longest: int) -> int:
+    """How many programs share the keys of one: enough to fill the device, each with some work."""
+    return min(-(-_PROGRAMS // max(1, num_programs)), -(-longest // _SPLIT_KEYS))
 
 
 def _attend_tiled(

@@ -72,7 +72,8 @@ class ModelRunner:
             self._attention = StatefulAttention(self._attention, pool, loaded.layers)
         self._sampler = Sampler(loaded.eos_token_ids)
         self._graphs: DecodeGraphs | None = None
-        if scratch is not None and kv.paired and cuda_graphs(self._device, self._attention):
+        in_place = kv.paired or (kv.latent and pool.ndim == 6)
+        if scratch is not None and in_place and cuda_graphs(self._device, self._attention):
             max_blocks = -(-loaded.max_context // kv.block_size)
             self._graphs = DecodeGraphs(
                 self._decode_logits,

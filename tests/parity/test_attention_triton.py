@@ -43,11 +43,12 @@ in_child = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_nothing_that_varies_in_service_makes_the_kernel_compile_anew() -> None:
-    from engine.attention.triton import _paged_kernel
+    from engine.attention.triton import _latent_kernel, _paged_kernel
 
-    plain = {p.name for p in _paged_kernel.params if p.do_not_specialize}
     strides = {f"query_{of}_stride" for of in ("sequence", "row", "head")}
-    assert {"window", "table_stride"} | strides == plain
+    for kernel in (_paged_kernel, _latent_kernel):
+        plain = {p.name for p in kernel.params if p.do_not_specialize}
+        assert {"window", "table_stride"} | strides == plain
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the child process")
@@ -67,7 +68,7 @@ def test_the_kernel_under_the_interpreter() -> None:
         check=False,
     )
     assert child.returncode == 0, child.stdout
-    assert "20 passed" in child.stdout
+    assert "26 passed" in child.stdout
 
 
 def span(sequence_id: int, start: int, count: int, table: list[int], **fields: bool) -> Span:
@@ -132,24 +133,125 @@ def test_decode_and_prefill_agree_with_the_reference(
     assert torch.equal(pools[0], pools[1]), "both paths write the same KV"
 
 
-@in_child
-def test_latents_are_gathered_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_TILE_SCORES", 8 * 40)
-    layers = (LayerLayout(1, 24, 16, shared=True),)
-    pool = torch.randn(10, 1, 1, BLOCK, 1, 24, generator=torch.Generator().manual_seed(1))
-    pools = pool.clone(), pool.clone()
-    paths = ReferenceAttention(pools[0], layers), kernels.TritonAttention(pools[1], layers)
-    spans = [span(1, 25, 9, [3, 1, 2]), span(2, 5, 1, [4]), span(3, 0, 12, [5])]
+def run_latents(
+    attention: PagedAttention,
+    spans: list[Span],
+    shape: tuple[int, int, int],
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """shape: heads, numbers of a latent and of its rotated key."""
+    heads, rank, rotated = shape
+    generator = torch.Generator().manual_seed(5)
+    total = sum(len(span.tokens) for span in spans) + 1  # one row of padding
+    attention.begin(spans)
     outputs = []
-    for path in paths:
-        generator = torch.Generator().manual_seed(2)
-        query = torch.randn(22, 8, 24, generator=generator)
-        key = torch.randn(22, 1, 24, generator=generator)
-        path.begin(spans)
-        outputs.append(path.attend(0, query, key, key[..., :16], AttentionOptions(scaling=0.2)))
-        path.finish()
+    for layer in range(LAYERS):
+        query = torch.randn(total, heads, rank + rotated, generator=generator)
+        key = torch.randn(total, 1, rank + rotated, generator=generator)
+        outputs.append(attention.attend(layer, query, key, key[..., :rank], options)[:-1])
+    attention.finish()
+    return torch.cat(outputs)
+
+
+@in_child
+@pytest.mark.parametrize(
+    ("shape", "window", "scores", "dtype"),
+    [
+        ((20, 16, 8), None, None, torch.float32),  # two tiles of heads, the second not full
+        ((4, 40, 24), None, None, torch.float32),  # no powers of two
+        ((16, 16, 8), 21, "sinks", torch.float32),
+        ((8, 32, 16), None, "cap", torch.float32),
+        ((20, 16, 8), 70, None, torch.bfloat16),
+    ],
+)
+def test_latents_are_read_in_place_as_the_reference_reads_them(
+    shape: tuple[int, int, int], window: int | None, scores: str | None, dtype: torch.dtype
+) -> None:
+    heads, rank, rotated = shape
+    layers = (LayerLayout(1, rank + rotated, rank, shared=True),) * LAYERS
+    generator = torch.Generator().manual_seed(1)
+    pool = torch.randn(45, LAYERS, 1, BLOCK, 1, rank + rotated, generator=generator).to(dtype)
+    pools = pool.clone(), pool.clone()
+    options = AttentionOptions(scaling=0.2, window=window)
+    if scores == "sinks":
+        options = replace(options, sinks=torch.linspace(-2, 9, heads))
+    elif scores == "cap":
+        options = replace(options, softcap=4.0)
+    spans = [
+        span(1, 0, 1, [3]),
+        span(2, 140, 1, [9, 2, 17, 4, 5, 6, 7, 8, 1]),
+        span(3, 20, 5, [20, 21]),
+        span(4, 16, 1, [24, 23], write_kv=False),
+        span(5, 130, 19, [0, 10, 11, 12, 13, 14, 15, 16, 18, 19]),
+        span(6, 0, 65, [25, 26, 27, 28, 29]),  # too long for the kernel
+        span(7, 600, 1, [*range(5, 43)]),  # split
+    ]
+    expected = run_latents(ReferenceAttention(pools[0], layers), spans, shape, options)
+    actual = run_latents(kernels.TritonAttention(pools[1], layers), spans, shape, options)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(pools[0], pools[1]), "both paths write the same latents"
+
+
+@in_child
+def test_long_spans_of_latents_are_gathered_a_few_queries_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "_TILE_SCORES", 8 * 40)
+    layers = (LayerLayout(1, 24, 16, shared=True),) * LAYERS
+    pool = torch.randn(12, LAYERS, 1, BLOCK, 1, 24, generator=torch.Generator().manual_seed(1))
+    pools = pool.clone(), pool.clone()
+    spans = [span(1, 25, 70, [3, 1, 2, 4, 5, 6]), span(2, 0, 66, [7, 8, 9, 10, 11])]
+    outputs = [
+        run_latents(path, spans, (8, 16, 8), AttentionOptions(scaling=0.2))
+        for path in (
+            ReferenceAttention(pools[0], layers),
+            kernels.TritonAttention(pools[1], layers),
+        )
+    ]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-5)
     assert torch.equal(pools[0], pools[1])
+
+
+@in_child
+def test_a_model_of_latents_decodes_by_graphs_as_by_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tests.parity.architectures import served
+
+    launched = set()
+    attend_latents = kernels.attend_latents
+
+    def counted(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        launched.add(query.shape[1])
+        return attend_latents(query, *others)
+
+    monkeypatch.setattr(kernels, "attend_latents", counted)
+    loaded = served("deepseek_v3")
+    pools = [new_pool(loaded, 12) for _ in range(3)]
+    reference = ReferenceAttention(pools[0], loaded.layers)
+    runners = [ModelRunner(loaded, pools[0], reference)] + [
+        ModelRunner(loaded, pool, kernels.TritonAttention(pool, loaded.layers))
+        for pool in pools[1:]
+    ]
+    graphs = DecodeGraphs(
+        runners[2]._decode_logits,
+        runners[2]._attention,
+        pools[2],
+        max_blocks=4,
+        batch_sizes=(2,),
+        record=lambda work: work,
+        scratch=11,
+    )
+    prompt = np.arange(5, 38, dtype=np.int32)
+    answers = [r.step(Batch([Span(1, prompt, 0, [3, 4, 5], True, PARAMS)])) for r in runners]
+    runners[2]._graphs = graphs
+    for step in range(3):
+        spans = [Span(1, np.array([40 + step], np.int32), 33 + step, [3, 4, 5], True, PARAMS)]
+        assert graphs.takes(spans)
+        answers += [runner.step(Batch(spans)) for runner in runners]
+    tokens = [sampled.token for (sampled,) in answers]
+    assert tokens[0::3] == tokens[1::3] == tokens[2::3]
+    assert {1, kernels._QUERIES} == launched
 
 
 @in_child
@@ -172,9 +274,8 @@ def test_a_sequence_split_over_programs_is_the_whole(window: int | None) -> None
 @in_child
 @pytest.mark.parametrize("longest", [1, 511, 513, 8192])
 def test_few_sequences_are_split_to_fill_the_device_and_many_are_not(longest: int) -> None:
-    attention = kernels.TritonAttention(torch.empty(1, LAYERS, 2, BLOCK, KV_HEADS, 16))
-    assert -(-longest // 512) == attention._splits(1, longest)
-    assert 1 == attention._splits(300, longest)
+    assert -(-longest // 512) == kernels._splits(2, longest)
+    assert 1 == kernels._splits(600, longest)
 
 
 @in_child

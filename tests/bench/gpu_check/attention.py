@@ -13,6 +13,7 @@ from engine.batch import Span
 from engine.execution.cuda_graphs import Recorder
 from engine.execution.runner import pick_attention
 from tests.bench.gpu_check.device import BLOCK, GREEDY
+from tiers.blocks.layout import LayerLayout
 
 TOLERANCE = 0.03  # bfloat16 keeps 8 bits of a sum of values around 1
 KV_HEADS = 2
@@ -24,12 +25,20 @@ class Case:
     dim: int
     window: int | None
     softcap: float | None
+    rank: int | None = None  # of latents, which all heads share; `dim` has the rotated key too
+
+    @property
+    def kv_heads(self) -> int:
+        return KV_HEADS if self.rank is None else 1
 
 
 def check(device: str, small: bool) -> list[dict[str, Any]]:
     groups, dims = ((3,), (64,)) if small else ((3, 4, 8), (64, 128, 256))
     shapes = product(groups, dims, (None, 100), (None, 30.0))
-    return [_of(Case(*shape), device) for shape in shapes]
+    latents = ((20, 40, 32),) if small else ((128, 576, 512), (16, 576, 512), (40, 288, 256))
+    cases = [Case(*shape) for shape in shapes]
+    cases += [Case(heads, dim, None, None, rank) for heads, dim, rank in latents]
+    return [_of(case, device) for case in cases]
 
 
 def _of(case: Case, device: str) -> dict[str, Any]:
@@ -57,16 +66,20 @@ def _error(case: Case, device: str, spans: Sequence[Span], *, record: bool = Fal
     """The largest difference between bfloat16 by the device's path and float32 by the reference."""
     generator = torch.Generator().manual_seed(7)
     rows = sum(len(span.tokens) for span in spans)
-    shape = (30, 1, 2, BLOCK, KV_HEADS, case.dim)
+    heads = case.kv_heads
+    shape = (30, 1, 2 if case.rank is None else 1, BLOCK, heads, case.dim)
+    layers = () if case.rank is None else (LayerLayout(1, case.dim, case.rank, shared=True),)
     pool = torch.randn(shape, generator=generator).bfloat16()
-    query = torch.randn(rows, KV_HEADS * case.groups, case.dim, generator=generator).bfloat16()
-    key, value = torch.randn(2, rows, KV_HEADS, case.dim, generator=generator).bfloat16()
+    query = torch.randn(rows, heads * case.groups, case.dim, generator=generator).bfloat16()
+    key, value = torch.randn(2, rows, heads, case.dim, generator=generator).bfloat16()
+    if case.rank is not None:
+        value = key[..., : case.rank]
     options = AttentionOptions(case.dim**-0.5, window=case.window, softcap=case.softcap)
-    exact = ReferenceAttention(pool.float())
+    exact = ReferenceAttention(pool.float(), layers)
     exact.begin(spans)
     expected = exact.attend(0, query.float(), key.float(), value.float(), options)
     there = pool.to(device)
-    path = pick_attention(there, (), torch.bfloat16)
+    path = pick_attention(there, layers, torch.bfloat16)
     on_device = [each.to(device) for each in (query, key, value)]
 
     def attend() -> torch.Tensor:
