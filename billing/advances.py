@@ -110,7 +110,7 @@ class Advances:
             return
         if want.anew:
             self._submit(Allot(tenant, *self._run, 0))
-        ends_s = time.monotonic() + LEASE_S / 2
+        ends_s = time.monotonic() + LEASE_S // 2
         expires_ns = self._clock_ns() + LEASE_S * NS
 
         def answered(allotted: "Future[Any]") -> None:

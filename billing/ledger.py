@@ -283,6 +283,7 @@ class Ledger:
             self._advances.give_back_idle()
             if self._jumped() is None:  # a wrong clock would end grants early, for good
                 self.expire()
+                self._sweeper.close_months()
         except Exception:  # the store may be away; commands say so to their callers
             log.exception("the ledger's sweep failed")
 

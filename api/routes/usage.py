@@ -5,6 +5,7 @@ Only ever of the caller's own tenant. The store is read off the event loop.
 
 import asyncio
 import io
+import time
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -20,7 +21,7 @@ from billing.reports import statement as statements
 from billing.reports import usage as usage_report
 from billing.reports.csv import safe_writer
 from billing.reports.documents import entry_document, tenant_document
-from billing.reports.grants import grant_documents
+from billing.reports.plans import standing
 from billing.reports.usage import Unit, parse_query
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
@@ -138,10 +139,11 @@ async def statement(
 
 @router.get("/v1/usage/account")
 async def account(request: Request) -> Row:
-    """What you have, owe and have on hold, your limits, and what is left of your grants."""
+    """What you have, owe and have on hold, your limits, what is left of your grants and plan."""
     principal = await authorised(request, Scope.USAGE)
     tenant = await asyncio.to_thread(wire_of(request).balances, principal.tenant)
-    return tenant_document(tenant) | {"grants": await _read(request, grant_documents)}
+    more = await _read(request, lambda store, name: standing(store, name, time.time_ns()))
+    return tenant_document(tenant) | more
 
 
 def _table(rows: list[Row], form: str) -> list[Row] | Response:

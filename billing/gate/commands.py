@@ -89,6 +89,14 @@ class Expire:
 
 
 @dataclass(frozen=True, slots=True)
+class CloseMonth:
+    """Books what a month (UTC) that is over was short of the minimum of the tenant's card."""
+
+    tenant: str
+    month: str
+
+
+@dataclass(frozen=True, slots=True)
 class Adjust:
     """Makes the deposit of reference `deposit` what it should have been: `amount`."""
 
@@ -112,7 +120,7 @@ class Correct:
     reason: str
 
 
-Command = Reserve | Allot | TopUp | Settle | Reap | Deposit | Expire | Adjust | Correct
+Command = Reserve | Allot | TopUp | Settle | Reap | Deposit | Expire | CloseMonth | Adjust | Correct
 
 
 def moves_money(command: Command) -> bool:
@@ -135,6 +143,8 @@ def keys_of(command: Command) -> list[Key]:
             return [(tenant, reference)]
         case Expire(tenant, reference):
             return [(tenant, reference)]
+        case CloseMonth(tenant, month):
+            return [(tenant, f"minimum:{month}")]
         case Adjust(tenant, deposit, reference):
             return [(tenant, deposit), (tenant, reference)]
         case Correct(tenant, request_id, reference):

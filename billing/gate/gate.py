@@ -6,7 +6,7 @@ writes what changed in one transaction. A command either changes everything it m
 changes nothing, so one refusal leaves the rest of its batch alone.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from billing.errors import (
     BillingError,
@@ -20,6 +20,7 @@ from billing.gate.advances import allot, draw, drawn
 from billing.gate.commands import (
     Adjust,
     Allot,
+    CloseMonth,
     Command,
     Correct,
     Deposit,
@@ -47,6 +48,7 @@ from billing.gate.holds import (
     request_body,
 )
 from billing.gate.outcomes import PRESUMED
+from billing.gate.plans import close_month, included_body, includes, month_of
 from billing.gate.postings import refund, spend
 from billing.gate.work import SYSTEM, Settled, TenantAccount, Work, insufficient_balance
 from billing.prices.rating import rate
@@ -70,6 +72,8 @@ def apply(work: Work, command: Command) -> object:
             return deposit(work, command)
         case Expire():
             return expire(work, command)
+        case CloseMonth():
+            return close_month(work, command)
         case Adjust():
             return adjust(work, command)
         case Correct():
@@ -151,12 +155,13 @@ def _settle(work: Work, command: Settle) -> Settled:
     charged = work.entry(*hold.key, Kind.CHARGE)
     if charged is not None:
         return _settle_again(work, command, charged)
-    charge = rate(usage, hold.pinned)
+    charge = rate(usage, hold.pinned, _left(work, hold))
     body = request_body(hold.pinned.ref, hold.context) | {
         "usage": usage.record(),
         "outcome": command.outcome,
         "saved": str(charge.saved),
         "fees": str(charge.fees) if charge.fees else "",
+        **included_body(charge),
     }
     if usage != command.usage:
         body["unbilled"] = command.usage.record()
@@ -164,8 +169,21 @@ def _settle(work: Work, command: Settle) -> Settled:
     work.drop_hold(hold.key)
     postings, admitted_ns = spend(account, charge.amount), hold.context.admitted_ns
     entry = work.post(account, Kind.CHARGE, hold.request_id, postings, body, billed_ns=admitted_ns)
+    _use(work, hold, charge.taken)
     _note_delivery(work, command, entry, answered=stored is not None and is_answered(stored))
     return Settled(entry, charge, usage)
+
+
+def _left(work: Work, hold: Hold) -> dict[str, int]:
+    """The included tokens that are left for a request, in the month of its admission."""
+    month = month_of(hold.context.admitted_ns or work.now_ns)
+    return includes(hold.pinned, month, work.used, hold.tenant) if hold.pinned.included else {}
+
+
+def _use(work: Work, hold: Hold, more: Mapping[str, int]) -> None:
+    month = month_of(hold.context.admitted_ns or work.now_ns)
+    for item, tokens in more.items():
+        work.use((hold.tenant, month, hold.pinned.ref.card, item), tokens)
 
 
 def _billable(command: Settle) -> Usage:
@@ -178,28 +196,35 @@ def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
     hold, details = command.hold, charged.details
     work.drop_hold(hold.key)
     was = Usage.from_record(details.get("usage", {}))
+    took: dict[str, int] = details.get("included", {})
     usage = _billable(command)
     corrections = work.corrections.get((charged.tenant, charged.seq), [])
     late = next((entry for entry in corrections if "card" in entry.details), None)
     if late is not None:
         was = Usage.from_record(late.details.get("usage", {}))
+        took = late.details.get("included", {})
     elif _may_amend(work, charged):
         account = work.account(hold.tenant)
-        difference = rate(usage, hold.pinned).amount - rate(was, hold.pinned).amount
+        left = {name: n + took.get(name, 0) for name, n in _left(work, hold).items()}
+        charge = rate(usage, hold.pinned, left)
+        difference = charge.amount - rate(was, hold.pinned, took).amount
         postings = spend(account, difference) if difference > 0 else None
         body = request_body(hold.pinned.ref, hold.context) | {
             "corrects": charged.seq,
             "usage": usage.record(),
             "outcome": command.outcome,
             "reason": "settled after its hold had been ended",
+            **included_body(charge),
         }
         postings = postings or refund(account, taken_by(work, charged), -difference)
         work.post(account, Kind.CORRECTION, f"late:{hold.request_id}", postings, body)
-        was = usage
+        names = {*charge.taken, *took}
+        _use(work, hold, {n: charge.taken.get(n, 0) - took.get(n, 0) for n in names})
+        was, took = usage, dict(charge.taken)
         _note_delivery(work, command, charged)
     elif not command.delivered:
         _note_delivery(work, command, charged)
-    return Settled(charged, rate(was, hold.pinned), was, repeated=True)
+    return Settled(charged, rate(was, hold.pinned, took), was, repeated=True)
 
 
 def _may_amend(work: Work, charged: Entry) -> bool:

@@ -2,7 +2,8 @@
 
 Pure: the store adds these rows in the transaction of their entries, the audit makes them again.
 Days are UTC. Corrections are few and stay out of the sums; a statement lists them. `granted` is
-what of the amount was taken from granted money, and `owed` what was left to be owed.
+what of the amount was taken from granted money, `owed` what was left to be owed, and `included`
+what included tokens would have cost.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ DAY_NS = 86_400 * 10**9
 DAILY_KEY = ("tenant", "day", "project", "key_id", "model", "card", "version", "window_name")
 SESSION_KEY = ("tenant", "session")
 STORED = {"storage_token_hours"}
-AMOUNTS = ("amount", "saved", "fees", "granted", "owed")
+AMOUNTS = ("amount", "saved", "fees", "granted", "owed", "included")
 COUNTERS = (
     "requests",
     *CLASSES,
@@ -93,7 +94,8 @@ def _sorted(rows: dict[tuple[Any, ...], Row]) -> list[Row]:
 
 def _add(row: Row, taken: dict[str, int], details: dict[str, Any]) -> None:
     usage = details.get("usage", {})
-    row["requests"] += usage.keys() != STORED  # an hour of a pin is no request
+    is_request = usage.keys() != STORED and "commitment" not in details
+    row["requests"] += is_request  # an hour of a pin is none, nor is a month's minimum
     for name, count in usage.items():
         row[name] += count
     row["amount"] += taken.get("revenue", 0)
@@ -101,6 +103,7 @@ def _add(row: Row, taken: dict[str, int], details: dict[str, Any]) -> None:
     row["owed"] -= taken.get("receivable", 0)
     row["saved"] += int(details["saved"])
     row["fees"] += int(details.get("fees", 0))
+    row["included"] += int(details.get("included_amount", 0))
 
 
 def carried(row: Row) -> Row:

@@ -61,6 +61,9 @@ class Settled:
     repeated: bool = False
 
 
+Used = tuple[str, str, str, str]  # tenant, month, card, and an item of its included tokens
+
+
 @dataclass(slots=True)
 class Work:
     """What one transaction read, and what it is to write. Mutated by `apply` alone."""
@@ -76,6 +79,9 @@ class Work:
         default_factory=dict
     )  # by corrected seq
     grants: dict[str, list[Entry]] = field(default_factory=dict)  # of tenants where one may expire
+    used: dict[Used, int] = field(default_factory=dict)  # included tokens that were spent
+    put_used: dict[Used, int] = field(default_factory=dict)
+    spent: dict[Key, int] = field(default_factory=dict)  # by tenant and month
     new_entries: list[Entry] = field(default_factory=list)
     put_holds: dict[Key, StoredHold] = field(default_factory=dict)
     dropped_holds: set[Key] = field(default_factory=set)
@@ -104,6 +110,11 @@ class Work:
         self.holds[hold.key] = self.put_holds[hold.key] = hold
         self.dropped_holds.discard(hold.key)
         self.touched.add(hold.tenant)
+
+    def use(self, key: Used, more: int) -> None:
+        """Spend included tokens, or give them back."""
+        if more:
+            self.used[key] = self.put_used[key] = self.used.get(key, 0) + more
 
     def put_advance(self, advance: Advance) -> None:
         before = self.advances.get(advance.key)

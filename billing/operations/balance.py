@@ -10,7 +10,8 @@ from billing.ledger import Ledger
 from billing.money import parse_not_negative, parse_positive
 from billing.operations.books import Books
 from billing.reports.documents import Document, tenant_document
-from billing.reports.grants import end_of, grant_documents
+from billing.reports.grants import end_of
+from billing.reports.plans import standing
 
 
 class Booking(StrEnum):
@@ -31,9 +32,9 @@ _BOOK: dict[Booking, Any] = {
 
 
 def show_balance(books: Books, *, tenant: str) -> Document:
-    """What a tenant has, owes and has on hold, and what is left of its grants."""
+    """What a tenant has, owes and has on hold, and what is left of its grants and plan."""
     found = tenant_document(books.accounts.tenant(tenant))
-    return found | {"grants": grant_documents(books.store, tenant)}
+    return found | standing(books.store, tenant, time.time_ns())
 
 
 def book_deposit(

@@ -1,9 +1,11 @@
 """Tenants and their projects."""
 
+import time
+
 from billing.money import parse_amount
 from billing.operations.books import Books
 from billing.reports.documents import Document, tenant_document
-from billing.reports.grants import grant_documents
+from billing.reports.plans import standing
 
 
 def list_tenants(books: Books) -> list[Document]:
@@ -12,10 +14,10 @@ def list_tenants(books: Books) -> list[Document]:
 
 
 def show_tenant(books: Books, *, tenant: str) -> Document:
-    """One tenant, with its projects and what is left of its grants."""
+    """One tenant, with its projects, what is left of its grants, and its plan."""
     found = tenant_document(books.accounts.tenant(tenant))
-    grants = grant_documents(books.store, tenant)
-    return found | {"projects": books.accounts.projects(tenant), "grants": grants}
+    more = standing(books.store, tenant, time.time_ns())
+    return found | {"projects": books.accounts.projects(tenant)} | more
 
 
 def create_tenant(

@@ -19,6 +19,7 @@ from billing.errors import CardConflict, NoPrice
 NS = 10**9
 _STEP_NS = 1800 * NS  # clocks change at whole or half hours of UTC
 STANDARD = "standard"  # the window outside all named windows
+MONTHLY = "monthly minimum"  # in a window's place: what a month was short of the card's minimum
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 
@@ -107,9 +108,7 @@ class ModelPrice:
     above: Mapping[int, Rates] = field(default_factory=dict)  # of prompts of more tokens
 
     def matches(self, model: str) -> bool:
-        if self.pattern.endswith("*"):
-            return model.startswith(self.pattern[:-1])
-        return model == self.pattern
+        return fits(self.pattern, model)
 
     @property
     def weight(self) -> tuple[bool, int]:
@@ -121,6 +120,23 @@ def most_specific(prices: Iterable[ModelPrice], model: str) -> ModelPrice | None
     """The price whose pattern says most about `model`, of those that match it."""
     matching = [price for price in prices if price.matches(model)]
     return max(matching, key=lambda price: price.weight, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Included:
+    """Tokens of each month that cost nothing: of the models that a pattern matches, in the classes
+    named, which are covered in that order.
+    """
+
+    name: str
+    pattern: str
+    classes: tuple[str, ...]
+    tokens: int
+
+
+def fits(pattern: str, model: str) -> bool:
+    """Whether a name, or a beginning with a final `*`, says this model."""
+    return model.startswith(pattern[:-1]) if pattern.endswith("*") else model == pattern
 
 
 class RateRef(NamedTuple):
@@ -171,6 +187,7 @@ class PinnedRate:
     pattern: str
     rates: Rates
     minimum_cached_tokens: int = 0
+    included: tuple[Included, ...] = ()
 
     @property
     def version(self) -> str:
@@ -199,6 +216,8 @@ class RateCard:
     valid_until_ns: int | None = None
     groups: tuple[PriceGroup, ...] = ()
     services: Mapping[str, Fraction] = field(default_factory=dict)  # factors, by service tier
+    included: tuple[Included, ...] = ()  # each month, to each of its tenants
+    monthly_minimum: int = 0  # the least that a month's charges come to, of each of its tenants
     text: str = ""
 
     def window_at(self, instant_ns: int) -> str:
@@ -245,10 +264,13 @@ class RateCard:
             pattern=price.pattern,
             rates=rates,
             minimum_cached_tokens=self.minimum_cached_tokens,
+            included=tuple(item for item in self.included if fits(item.pattern, model)),
         )
 
     def _rates(self, price: ModelPrice, window: str) -> Rates | None:
         """The rates that `window`, as a `RateRef` has it, names; None where it names none."""
+        if window == MONTHLY:
+            return price.rates[STANDARD] if self.monthly_minimum else None
         first, *factors = window.split(AND)
         rates = price.rates.get(first)
         if first.startswith(ABOVE):
@@ -297,6 +319,14 @@ class PriceBook:
     @cached_property
     def _by_ref(self) -> dict[tuple[str, str], RateCard]:
         return {(card.name, card.version): card for card in self.cards}
+
+    @cached_property
+    def _plans(self) -> list[RateCard]:
+        return [card for card in self.cards if card.included]
+
+    def includes(self, tenant: str) -> bool:
+        """Whether any card includes tokens for a tenant."""
+        return any(not card.tenants or tenant in card.tenants for card in self._plans)
 
     def card(self, name: str, version: str) -> RateCard:
         """The card of this name and version. Raises `NoPrice`."""

@@ -4,10 +4,13 @@
 two implementations.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from billing.prices.book import PinnedRate, Rates
 from billing.usage import HIT_CLASSES, Usage
+
+INCLUDED = "included_"  # before a class: its tokens that cost nothing, below zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class Charge:
     """What a usage costs. `saved` is the price of its tokens without any cache less this one.
 
     `fees` is what of the amount is no token's: the request's fee, and what a minimum adds.
+    `included` is what its included tokens would have cost, `taken` how many of each item they are.
     """
 
     lines: tuple[Line, ...]
@@ -32,10 +36,15 @@ class Charge:
     saved: int
     currency: str
     fees: int = 0
+    included: int = 0
+    taken: Mapping[str, int] = field(default_factory=dict)
 
 
-def rate(usage: Usage, pinned: PinnedRate) -> Charge:
-    """The charge for `usage`. Hits below the card's minimum cached size are priced as misses."""
+def rate(usage: Usage, pinned: PinnedRate, left: Mapping[str, int] | None = None) -> Charge:
+    """The charge for `usage`. Hits below the card's minimum cached size are priced as misses.
+
+    `left` is how many included tokens there are, by item; those that a charge took give it again.
+    """
     rates = pinned.rates
     counts_as_hit = usage.hit >= pinned.minimum_cached_tokens
     lines: list[Line] = []
@@ -52,7 +61,28 @@ def rate(usage: Usage, pinned: PinnedRate) -> Charge:
     fees = _fees(lines, of_tokens, rates) if is_request else 0
     uncached = usage.prompt * rates.miss + usage.output * rates.output
     saved = uncached - of_tokens
-    return Charge(tuple(lines), of_tokens + fees, saved, pinned.currency, fees)
+    taken = _include(lines, pinned, left) if left else {}
+    included = -sum(line.amount for line in lines if line.name.startswith(INCLUDED))
+    amount = of_tokens + fees - included
+    return Charge(tuple(lines), amount, saved, pinned.currency, fees, included, taken)
+
+
+def _include(lines: list[Line], pinned: PinnedRate, left: Mapping[str, int]) -> dict[str, int]:
+    """Take the included tokens off again, item by item; gives how many of each."""
+    priced = {line.name: line for line in lines}
+    open_tokens = {name: line.tokens for name, line in priced.items()}
+    taken: dict[str, int] = {}
+    for item in pinned.included:
+        for name in item.classes:
+            covered = min(
+                left.get(item.name, 0) - taken.get(item.name, 0), open_tokens.get(name, 0)
+            )
+            if covered > 0:
+                open_tokens[name] -= covered
+                taken[item.name] = taken.get(item.name, 0) + covered
+    for name, line in priced.items():
+        _add(lines, INCLUDED + name, open_tokens[name] - line.tokens, line.per_token)
+    return taken
 
 
 def _fees(lines: list[Line], of_tokens: int, rates: Rates) -> int:

@@ -34,12 +34,14 @@ from billing.proof.projections import (
     compare_accounts,
     compare_expiring,
     compare_rollups,
+    compare_used,
 )
 from billing.proof.replay import KeptHeads, ProofRun
 from billing.proof.result import Head, Problem, Proof, readable
 from billing.proof.trail import TRAIL, check_trail, trail_head
 from billing.store import accounts as store_accounts
 from billing.store import expiring as store_expiring
+from billing.store import plans as store_plans
 from billing.store import reports as store_reports
 from billing.store.store import Connection, LedgerStore
 
@@ -75,6 +77,7 @@ def verify(
             rollups = replay.rollups
             proof.problems += readable("usage", lambda: compare_rollups(rollups, connection))
             proof.problems += readable("expiring", lambda: compare_expiring(replay, connection))
+            proof.problems += readable("included", lambda: compare_used(replay, connection))
         known = kept.get(TRAIL, {})
         proof.problems += readable(TRAIL, lambda: check_trail(connection, known))
         proof.problems += readable("invoices", lambda: check_invoices(connection))
@@ -112,6 +115,7 @@ def rebuild(store: LedgerStore) -> Proof:
             account.held = held.get(tenant, 0)
         daily, sessions = replay.rollups.stored()
         store_expiring.write_expiring(connection, replay.expiring())
+        store_plans.rewrite_used(connection, replay.used())
         store_reports.replace_projections(connection, replay.accounts.values(), daily, sessions)
 
     store.retrying(operation)

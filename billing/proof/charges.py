@@ -3,15 +3,27 @@
 Used by `billing.proof.replay`, in the order of the entries.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from billing.gate.corrections import OWN_REFERENCES
 from billing.gate.entries import TENANT_ACCOUNTS, Entry
 from billing.gate.holds import rate_ref
+from billing.gate.plans import (
+    REFERENCE,
+    charge_in,
+    closing_ns,
+    commitment_ref,
+    committing_card,
+    includes,
+    month_ns,
+    month_of,
+)
 from billing.gate.postings import refund, spend
-from billing.gate.work import SYSTEM
+from billing.gate.work import SYSTEM, Used
+from billing.money import format_units
 from billing.prices.book import ABOVE, AND, PinnedRate, PriceBook, RateRef, Terms
-from billing.prices.rating import rate
+from billing.prices.rating import Charge, rate
 from billing.proof.booked import Booked, Differs, same
 from billing.proof.history import CardHistory
 from billing.usage import Usage
@@ -28,6 +40,12 @@ class ChargeChecks:
         self._corrected = corrected
         self._charges: dict[tuple[str, int], dict[str, int]] = {}  # what is left of corrected ones
         self._amounts: dict[tuple[str, int], int] = {}
+        self._taken: dict[
+            tuple[str, int], tuple[str, dict[str, int]]
+        ] = {}  # month, included tokens
+        self.used: dict[Used, int] = {}
+        self._spent: dict[tuple[str, str], int] = {}  # by tenant and month
+        self._has_minimums = any(card.monthly_minimum for card in book.cards)
         self._rates: dict[RateRef, PinnedRate] = {}
 
     def check_charge(self, booked: Booked) -> None:
@@ -38,7 +56,13 @@ class ChargeChecks:
             booked.details,
         )
         pinned = self._pinned(rate_ref(details))
-        charge = rate(Usage.from_record(details.get("usage", {})), pinned)
+        month = month_of(entry.moment_ns)
+        if "commitment" in details:
+            charge = self._check_commitment(entry, details, pinned)
+        else:
+            left = includes(pinned, month, self.used, entry.tenant)
+            charge = rate(Usage.from_record(details.get("usage", {})), pinned, left)
+        self._check_included(details, charge)
         if pinned.currency != entry.currency:
             raise Differs("rated", f"its card is in {pinned.currency}")
         same("rated", postings, spend(account, charge.amount))
@@ -51,9 +75,15 @@ class ChargeChecks:
             raise Differs("billed", "it is not billed by its admission")
         if admitted_ns:
             self._check_card(entry, pinned.ref, admitted_ns)
+        if admitted_ns and "commitment" not in details:
             self._check_terms(entry, details, pinned.ref, admitted_ns)
         key = (entry.tenant, entry.seq)
+        self._use(entry.tenant, month, pinned.ref.card, charge.taken)
+        if self._has_minimums:
+            sums = (entry.tenant, month)
+            self._spent[sums] = self._spent.get(sums, 0) + charge.amount
         if key in self._corrected:
+            self._taken[key] = month, dict(charge.taken)
             self._charges[key] = {name: -postings.get(name, 0) for name in TENANT_ACCOUNTS}
             self._amounts[key] = charge.amount
 
@@ -71,7 +101,15 @@ class ChargeChecks:
         amount = postings.get("revenue", 0)
         if "usage" in details or "card" in details:
             usage = Usage.from_record(details.get("usage", {}))
-            charge = rate(usage, self._pinned(rate_ref(details)))
+            pinned = self._pinned(rate_ref(details))
+            month, took = self._taken[key]
+            left = includes(pinned, month, self.used, entry.tenant)
+            left = {name: tokens + took.get(name, 0) for name, tokens in left.items()}
+            charge = rate(usage, pinned, left)
+            self._check_included(details, charge)
+            more = {n: charge.taken.get(n, 0) - took.get(n, 0) for n in {*took, *charge.taken}}
+            self._use(entry.tenant, month, pinned.ref.card, more)
+            self._taken[key] = month, dict(charge.taken)
             if amount != charge.amount - self._amounts[key]:
                 raise Differs("corrected", "it is not the difference of the two usages")
         elif details.get("by") == SYSTEM:
@@ -84,6 +122,33 @@ class ChargeChecks:
         same("corrected", postings, due)
         for name in TENANT_ACCOUNTS:
             taken[name] -= postings.get(name, 0)
+
+    def _check_commitment(
+        self, entry: Entry, details: dict[str, Any], pinned: PinnedRate
+    ) -> Charge:
+        """A month's minimum: asked by the card, once the month was over, and what it lacks."""
+        month = details["commitment"]
+        card = committing_card(self._book, entry.tenant, entry.currency, month)
+        if card is None or pinned.ref != commitment_ref(card):
+            raise Differs("rated", f"no minimum of {month} is asked by card {pinned.ref.card}")
+        dated = (entry.request_id, entry.moment_ns) == (REFERENCE + month, closing_ns(month))
+        if not dated or entry.at_ns < month_ns(month)[1] or details.get("usage"):
+            raise Differs("rated", f"it is not the minimum of {month}")
+        missing = max(0, card.monthly_minimum - self._spent.get((entry.tenant, month), 0))
+        if int(details.get("fees", 0)) != missing:
+            said = format_units(missing)
+            raise Differs("rated", f"the charges of {month} are {said} short of the minimum")
+        return charge_in(details, pinned)
+
+    def _check_included(self, details: dict[str, Any], charge: Charge) -> None:
+        said = details.get("included", {}), int(details.get("included_amount", 0))
+        if said != (charge.taken, charge.included):
+            raise Differs("rated", f"of included tokens it can spend {dict(charge.taken)}")
+
+    def _use(self, tenant: str, month: str, card: str, more: Mapping[str, int]) -> None:
+        for item, tokens in more.items():
+            key = (tenant, month, card, item)
+            self.used[key] = self.used.get(key, 0) + tokens
 
     def _check_terms(
         self, entry: Entry, details: dict[str, Any], ref: RateRef, admitted_ns: int

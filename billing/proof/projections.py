@@ -14,6 +14,7 @@ from billing.prices.book import PriceBook
 from billing.proof.replay import ProofRun
 from billing.proof.result import Problem, readable
 from billing.store import expiring as store_expiring
+from billing.store import plans as store_plans
 from billing.store import reports as store_reports
 from billing.store.store import Connection
 
@@ -62,6 +63,13 @@ def compare_rollups(rollups: Rollups, connection: Connection) -> Iterator[Proble
     key = ("tenant", "session")
     found = _keyed(store_reports.all_sessions(connection), key)
     yield from _differences("usage_sessions", found, _keyed(expected_sessions, key))
+
+
+def compare_used(replay: ProofRun, connection: Connection) -> Iterator[Problem]:
+    found = {key: tokens for key, tokens in store_plans.used_by(connection).items() if tokens}
+    for key, _ in sorted(found.items() ^ replay.used().items())[:1]:
+        where = "/".join(key)
+        yield Problem(f"included_used {where}", 0, "projected", "it is not what its charges spent")
 
 
 def compare_expiring(replay: ProofRun, connection: Connection) -> Iterator[Problem]:

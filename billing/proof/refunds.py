@@ -15,13 +15,12 @@ import orjson
 from billing.errors import BillingError, NoPrice
 from billing.gate.entries import Entry, Kind
 from billing.gate.holds import rate_ref
+from billing.gate.plans import charge_in
 from billing.money import format_units, parse_units
-from billing.prices.rating import rate
-from billing.proof.rerate import Pricing, terms_of
+from billing.proof.rerate import Pricing, is_priced, terms_of
 from billing.proof.result import UNREADABLE
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
-from billing.usage import Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ def make_batch(
         charges: list[Entry] = []
         given: dict[tuple[str, int], list[Entry]] = {}
         for entry in entries:
-            if entry.kind is Kind.CHARGE and entry.moment_ns >= since_ns:
+            if is_priced(entry) and entry.moment_ns >= since_ns:
                 charges.append(entry)
             elif entry.kind is Kind.CORRECTION:
                 given.setdefault((entry.tenant, entry.details["corrects"]), []).append(entry)
@@ -127,6 +126,6 @@ def _excess(entry: Entry, pricing: Pricing, corrections: Collection[Entry]) -> i
         return 0
     if pinned is None or any("card" in each.details for each in corrections):
         return 0
-    planned = rate(Usage.from_record(details.get("usage", {})), pinned).amount
+    planned = charge_in(details, pinned).amount
     left = -entry.amount - sum(each.amount for each in corrections)
     return left - planned

@@ -7,7 +7,7 @@ from typing import Any
 
 from billing.gate.entries import CORRECTING, Entry, Kind, digest, genesis, parse_postings
 from billing.gate.rollups import Rollups
-from billing.gate.work import TenantAccount
+from billing.gate.work import TenantAccount, Used
 from billing.prices.book import PriceBook
 from billing.proof.booked import Booked, Differs
 from billing.proof.charges import ChargeChecks
@@ -127,6 +127,10 @@ class ProofRun:
             raise Differs("billed", f"it is found by {entry.billed_ns} as when it is billed")
         if entry.kind != Kind.CHARGE and entry.moment_ns > entry.at_ns:
             raise Differs("billed", "it is billed after it was made")
+
+    def used(self) -> dict[Used, int]:
+        """The included tokens that were spent."""
+        return {key: tokens for key, tokens in self._charges.used.items() if tokens}
 
     def expiring(self) -> set[tuple[str, int, str, int]]:
         """The grants that expire and have not."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from billing.errors import NoPrice
 from billing.gate.entries import Entry, Kind
 from billing.gate.holds import rate_ref
+from billing.gate.plans import charge_in
 from billing.prices.book import AND, PinnedRate, PriceBook, RateCard, Terms
-from billing.prices.rating import rate
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
 from billing.usage import Usage
@@ -72,6 +72,11 @@ def under_book(book: PriceBook) -> Pricing:
     return book.at
 
 
+def is_priced(entry: Entry) -> bool:
+    """Whether it is a charge of tokens, and not the minimum of a month."""
+    return entry.kind is Kind.CHARGE and "commitment" not in entry.details
+
+
 def terms_of(entry: Entry) -> Terms:
     """Those of a charge, as far as it says them: a service tier that its card had."""
     details = entry.details
@@ -89,7 +94,7 @@ def rerate(
     unpriced: dict[tuple[str, str], Difference] = {}
     with store.reading() as connection:
         for entry in store_reports.stream_entries(connection, tenant, since_ns=since_ns):
-            if entry.kind is not Kind.CHARGE or entry.moment_ns < since_ns:
+            if not is_priced(entry) or entry.moment_ns < since_ns:
                 continue
             details = entry.details
             model = rate_ref(details).model
@@ -108,7 +113,7 @@ def rerate(
                 if pinned is None:
                     plan.num_other_currency += 1
                     continue
-                planned = rate(Usage.from_record(details.get("usage", {})), pinned).amount
+                planned = charge_in(details, pinned).amount
             key = (entry.tenant, model)
             row = into.setdefault(key, Difference(*key, entry.currency))
             row.charges += 1

@@ -104,6 +104,16 @@ def card_document(card: RateCard) -> Document:
             for group in card.groups
         ],
         "services": {name: _decimal(factor) for name, factor in card.services.items()},
+        "included": [
+            {
+                "name": item.name,
+                "match": item.pattern,
+                "classes": list(item.classes),
+                "tokens": item.tokens,
+            }
+            for item in card.included
+        ],
+        "monthly_minimum": format_units(card.monthly_minimum),
         "models": [
             {
                 "match": price.pattern,
@@ -191,6 +201,8 @@ def _flat(card: RateCard) -> dict[str, str]:
             "time_zone": card.zone.key,
             "holidays": " ".join(day.isoformat() for day in sorted(card.holidays)) or "-",
             "minimum_cached_tokens": str(card.minimum_cached_tokens),
+            "monthly_minimum": format_units(card.monthly_minimum),
+            "included": " ".join(f"{i.name}:{i.pattern}:{i.tokens}" for i in card.included) or "-",
         }
     )
 

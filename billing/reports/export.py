@@ -19,13 +19,13 @@ import orjson
 from billing.errors import ExportError
 from billing.gate.entries import Entry, Kind
 from billing.gate.holds import rate_ref
+from billing.gate.plans import charge_in
 from billing.money import format_units
 from billing.prices.book import PriceBook
-from billing.prices.rating import Line, rate
+from billing.prices.rating import INCLUDED, Line
 from billing.reports.csv import safe_writer
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
-from billing.usage import Usage
 
 EVENT_TYPES = {
     Kind.CHARGE: "cachesvc.usage.charged.v1",
@@ -146,7 +146,7 @@ def cloud_event_lines(entries: Iterable[Entry], source: str = "cachesvc") -> byt
     return b"".join(orjson.dumps(cloud_event(entry, source)) + b"\n" for entry in entries)
 
 
-PER_REQUEST = ("request", "minimum")
+PER_REQUEST = ("request", "minimum", "monthly_minimum")
 RATE_OF = {"storage_token_hours": "storage"}  # where a class and its rate have two names
 FOCUS_COLUMNS = (
     *("BilledCost", "BillingAccountId", "BillingAccountName", "BillingCurrency"),
@@ -193,9 +193,10 @@ def focus_rows(
             ref = rate_ref(entry.details)
             pinned = book.pinned(ref)
             price_id = f"{ref.card}/{ref.version}/{ref.window}"
-            for line in rate(Usage.from_record(entry.details.get("usage", {})), pinned).lines:
-                per_token = getattr(pinned.rates, RATE_OF.get(line.name, line.name))
-                uncached = pinned.rates.miss if line.name.startswith("hit_") else line.per_token
+            for line in charge_in(entry.details, pinned).lines:
+                name = line.name.removeprefix(INCLUDED)
+                per_token = getattr(pinned.rates, RATE_OF.get(name, name), line.per_token)
+                uncached = pinned.rates.miss if name.startswith("hit_") else line.per_token
                 sku = f"{ref.model}:{line.name}"
                 yield _focus_base(entry) | _focus_line(line, uncached, sku, price_id, per_token)
         elif entry.kind is Kind.CORRECTION:

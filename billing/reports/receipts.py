@@ -20,9 +20,9 @@ from billing import secret_file
 from billing.errors import ReceiptKeyError, UnknownRequest
 from billing.gate.entries import Entry
 from billing.gate.holds import rate_ref
+from billing.gate.plans import charge_in
 from billing.money import format_units, rate_per_million
 from billing.prices.book import PriceBook
-from billing.prices.rating import rate
 from billing.reports.published import PUBLIC_FILE, published_keys
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
@@ -111,7 +111,7 @@ def describe(entry: Entry, book: PriceBook) -> dict[str, Any]:
     details = entry.details
     ref = rate_ref(details)
     usage = Usage.from_record(details.get("usage", {}))
-    charge = rate(usage, book.pinned(ref))
+    charge = charge_in(details, book.pinned(ref))
     return {
         "tenant": entry.tenant,
         "request_id": entry.request_id,

@@ -16,9 +16,10 @@ from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
 from billing.usage import CLASSES
 
-FEES = "fees"  # of requests, and what minimum charges added
+FEES = "fees"  # of requests, and what minimum charges of requests and months added
+INCLUDED = "included"  # below zero: tokens that plans include
 BELOW_MINIMUM = "below_minimum"  # hits too short to be priced as such
-REVENUE_CLASSES = (*CLASSES, FEES, BELOW_MINIMUM)
+REVENUE_CLASSES = (*CLASSES, FEES, INCLUDED, BELOW_MINIMUM)
 _EPOCH = date(1970, 1, 1)
 
 
@@ -37,7 +38,8 @@ class Revenue:
         ref = RateRef(row["card"], row["version"], row["model"], row["window_name"])
         rates = book.pinned(ref).rates
         self.amounts[FEES] += row["fees"]
-        left = row["amount"] - row["fees"]
+        self.amounts[INCLUDED] -= row["included"]
+        left = row["amount"] - row["fees"] + row["included"]
         for name in CLASSES:
             rate = rates.storage if name == "storage_token_hours" else getattr(rates, name)
             amount = row[name] * (rate or 0)

@@ -24,7 +24,7 @@ from billing.money import (
     rate_per_million,
     round_half_even,
 )
-from billing.prices.book import PriceBook, RateRef
+from billing.prices.book import MONTHLY, PriceBook, RateRef
 from billing.prices.cards import parse_card
 from billing.prices.time_zones import zone_name
 from billing.reports.attribution import check_split
@@ -213,7 +213,7 @@ def _group_lines(
     ref: RateRef, sums: Period, book: PriceBook, places: int
 ) -> Iterable[StatementLine]:
     rates = book.pinned(ref).rates
-    left = sums.amount - sums.fees
+    left = sums.amount - sums.fees + sums.included
     for name, tokens in sums.tokens.items():
         field_name = "storage" if name == "storage_token_hours" else name
         per_token = getattr(rates, field_name) or 0
@@ -224,7 +224,12 @@ def _group_lines(
             yield _line(ref, name, _LABELS[name], tokens, rate, amount, rounded)
     if sums.fees:
         label, rounded = "Fees and minimum charges of requests", round_half_even(sums.fees, places)
+        if ref.window == MONTHLY:
+            label = "Up to the minimum of the month"
         yield _line(ref, "fees", label, 0, "", sums.fees, rounded)
+    if sums.included:
+        rounded = round_half_even(-sums.included, places)
+        yield _line(ref, "included", "Included tokens", 0, "", -sums.included, rounded)
     if left:
         label = "Hits below the minimum cached size, at the price of computed tokens"
         rounded = round_half_even(left, places)

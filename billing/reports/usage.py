@@ -58,6 +58,7 @@ class Period:
     amount: int = 0
     saved: int = 0
     fees: int = 0
+    included: int = 0  # what included tokens would have cost
     part: str = ""  # the model, key, user ..., where periods are split by one
 
     def add(self, row: Row) -> None:
@@ -65,6 +66,7 @@ class Period:
         self.amount += row["amount"]
         self.saved += row["saved"]
         self.fees += row["fees"]
+        self.included += row["included"]
         for name in CLASSES:
             self.tokens[name] += row[name]
 
@@ -90,6 +92,7 @@ class Period:
             "amount": format_units(self.amount),
             "saved": format_units(self.saved),
             "fees": format_units(self.fees),
+            "included": format_units(self.included),
         }
 
 

@@ -130,6 +130,14 @@ holds = Table(
     Column("usage", Text, nullable=False),
 )
 
+# Included tokens that were spent, by month (UTC), card and item.
+included_used = Table(
+    "included_used",
+    metadata,
+    *(Column(name, String, primary_key=True) for name in ("tenant", "month", "card", "item")),
+    Column("tokens", BigInteger, nullable=False),
+)
+
 # What servers hold of a tenant's balance in advance.
 advances = Table(
     "advances",

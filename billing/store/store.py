@@ -29,7 +29,17 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
 
 from billing.errors import LedgerUnavailable, StoreError, Unwritable
-from billing.gate.commands import Command, Expire, advance_of, fingerprint_of, keys_of, moves_money
+from billing.gate.commands import (
+    CloseMonth,
+    Command,
+    Expire,
+    Reap,
+    Settle,
+    advance_of,
+    fingerprint_of,
+    keys_of,
+    moves_money,
+)
 from billing.gate.entries import CORRECTABLE, Entry
 from billing.gate.gate import apply_all
 from billing.gate.holds import Advance, StoredHold
@@ -39,6 +49,7 @@ from billing.money import format_units
 from billing.prices.book import PriceBook
 from billing.store import claim as store_claim
 from billing.store import expiring as store_expiring
+from billing.store import plans as store_plans
 from billing.store import undelivered as store_undelivered
 from billing.store.dialects import insert_into
 from billing.store.prepared import HotStatements
@@ -60,7 +71,7 @@ __all__ = ["Connection", "LedgerStore", "database_url", "open_store"]
 
 T = TypeVar("T")
 
-REVISION = "0009"
+REVISION = "0010"
 MIGRATIONS = Path(__file__).parent / "migrations"
 RETRIES = 8  # of a transaction that another process made fail
 BUSY_TIMEOUT_S = 10
@@ -407,6 +418,11 @@ class LedgerStore:
             work.undelivered[fingerprint] = lost
             for hold in store_undelivered.running(connection, fingerprint):
                 work.holds.setdefault(hold.key, hold)
+        planned = [tenant for tenant in tenants if book.includes(tenant)]
+        if planned and any(isinstance(each, Settle | Reap) for each in commands):
+            work.used = store_plans.used_by(connection, planned)
+        closing = [(each.tenant, each.month) for each in commands if isinstance(each, CloseMonth)]
+        work.spent = store_plans.spent_in(connection, closing)
         for tenant in {each.tenant for each in commands if isinstance(each, Expire)}:
             work.grants[tenant] = store_expiring.grants_of(connection, tenant)
         standing = [entry for found in work.entries.values() for entry in found]
@@ -442,6 +458,8 @@ class LedgerStore:
             self._hot.put_holds.run(connection, map(hold_row, work.put_holds.values()))
         if work.dropped_holds:
             self._hot.drop_holds.run(connection, map(_key_row, work.dropped_holds))
+        if work.put_used:
+            store_plans.write_used(connection, work.put_used)
         if work.put_advances:
             changed = work.put_advances.values()
             self._hot.put_advances.run(connection, [advance_row(a) for a in changed if a.amount])

@@ -26,6 +26,7 @@ from billing.clock import boot_timer_ns
 from billing.errors import BillingError
 from billing.gate.entries import Entry, Kind
 from billing.gate.holds import decode_request
+from billing.gate.plans import charge_in
 from billing.gate.work import Settled
 from billing.idempotency import Idempotency
 from billing.ledger import Ledger
@@ -33,14 +34,12 @@ from billing.operations.books import OpenBooks
 from billing.prices.book import RateCard
 from billing.prices.cards import default_card, find_card
 from billing.prices.lint import Severity, lint
-from billing.prices.rating import rate
 from billing.proof.prover import Prover
 from billing.reports.heads import send_heads, signed_heads
 from billing.reports.receipts import ReceiptSigner, describe
 from billing.secret_file import read_or_make
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore, database_url, open_store
-from billing.usage import Usage
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import LimitsSection, QuotaTable
 from cachesvc.config.settings import Settings
@@ -153,8 +152,7 @@ class Bills:
             if entry.kind is not Kind.CHARGE or self.observe is None:
                 continue
             ref, _ = decode_request(entry.body)
-            usage = Usage.from_record(entry.details.get("usage", {}))  # empty is left out
-            charge = rate(usage, self.accounts.book.pinned(ref))
+            charge = charge_in(entry.details, self.accounts.book.pinned(ref))
             by_class = {line.name: line.amount for line in charge.lines}
             self.observe(entry.currency, by_class, charge.saved)
 

@@ -15,6 +15,7 @@ from billing.gate.outcomes import Outcome
 from billing.idempotency import Idempotency
 from billing.invoices.register import InvoiceRegister, InvoiceState
 from billing.money import UNITS
+from billing.prices.cards import parse_card
 from billing.proof import audit
 from billing.proof.result import Head, Proof
 from billing.proof.trail import TRAIL
@@ -24,6 +25,21 @@ from billing.usage import Usage
 from tests.contract.test_invoices import BY, PARTIES
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)
+PLAN = """[card]
+name = "plan"
+version = "1"
+currency = "CNY"
+valid_from = 2024-12-31T00:00:00Z
+[[included]]
+name = "output"
+classes = ["output"]
+tokens = 10
+[[model]]
+match = "*"
+hit = "0.1"
+miss = "1"
+output = "2"
+"""
 Prove = Callable[..., Proof]
 UNPROVEN_TABLES = {
     *("alembic_version", "meta", "idempotency", "undelivered", "export_cursors"),
@@ -60,6 +76,7 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
     folder = tmp_path_factory.mktemp("ledger")
     with running_ledger(f"sqlite:///{folder / 'running'}") as house:
         house.fund(UNITS)
+        house.accounts.apply_card(parse_card(PLAN), by="ops")
         house.accounts.create_project("acme", "p", by="ops")
         _, key = house.accounts.create_key("acme", by="ops", project="p", expires_ns=2**62)
         house.accounts.revoke_key(key.key_id, by="ops")

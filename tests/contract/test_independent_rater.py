@@ -84,6 +84,7 @@ def cost(
     at: datetime,
     used: dict[str, int],
     asked: tuple[int, str],
+    spent: dict[tuple[str, str, str, str], int],
 ) -> Decimal:
     card = in_force(cards, tenant, model, at)
     price = priced(card, model)
@@ -116,10 +117,40 @@ def cost(
     total += used.get("miss", 0) * rate("miss") + used.get("output", 0) * rate("output")
     total += used.get("cache_write", 0) * rate("cache_write")
     total += used.get("cache_write_1h", 0) * rate("cache_write_1h", "cache_write")
+    free = included(card, tenant, model, at, used, spent)
+    off = Decimal(0)
+    for name, tokens in free.items():
+        price_of = rate(name, "cache_write" if name == "cache_write_1h" else "")
+        if name in HITS:
+            price_of = rate("miss") if is_short else rate(name, "hit")
+        off += tokens * price_of * factor / 10**6
     total *= factor / 10**6
     if used.get("miss", 0) + used.get("output", 0) + hits:
         total = max(total + rate("request") * factor, rate("minimum") * factor)
-    return total
+    return total - off
+
+
+def included(
+    card: Card,
+    tenant: str,
+    model: str,
+    at: datetime,
+    used: dict[str, int],
+    spent: dict[tuple[str, str, str, str], int],
+) -> dict[str, int]:
+    """How many tokens of each class cost nothing; item by item, class by class."""
+    free: dict[str, int] = {}
+    for item in card.get("included", []):
+        match = item.get("match", "*")
+        if match != model and not (match.endswith("*") and model.startswith(match[:-1])):
+            continue
+        key = (tenant, at.strftime("%Y-%m"), card["card"]["name"], item["name"])
+        for name in [n for c in item["classes"] for n in (HITS if c == "hit" else (c,))]:
+            left = item["tokens"] - spent.get(key, 0)
+            tokens = min(left, used.get(name, 0) - free.get(name, 0))
+            spent[key] = spent.get(key, 0) + tokens
+            free[name] = free.get(name, 0) + tokens
+    return free
 
 
 def card_text(draw: random.Random, number: int, valid_from: str, tenant: str | None) -> str:
@@ -147,6 +178,10 @@ def card_text(draw: random.Random, number: int, valid_from: str, tenant: str | N
     if draw.random() < 0.5:
         lines.append("until = 2025-01-15T12:00:00Z")
     lines += ["[[service]]", 'name = "flex"', 'factor = "0.5"']
+    for item in draw.sample([["miss", "hit"], ["output"], ["cache_write", "hit", "miss"]], 2):
+        lines += ["[[included]]", f'name = "{item[0]}"', f"classes = {item}"]
+        lines += [f"match = '{draw.choice(['*', 'big-*', 'big-1'])}'"]
+        lines += [f"tokens = {draw.choice([1, 2000, 40000])}"]
     for match in ["big-*"] if tenant else ["*", "big-*", "big-1"]:
         lines += ["[[model]]", f'match = "{match}"', f"hit = {price(2)}", f"miss = {price(9)}"]
         lines += [f"output = {price(40)}"]
@@ -203,12 +238,16 @@ def test_an_independent_rater_agrees_with_every_charge(tmp_path: Path, seed: int
     cards = [tomllib.loads(text, parse_float=Decimal) for text in (launch, *texts)]
     with closing(sqlite3.connect(path)) as plain:
         rows = plain.execute(
-            "SELECT tenant, request_id, postings, body FROM entries WHERE kind = 'charge'"
+            "SELECT tenant, request_id, postings, body FROM entries WHERE kind = 'charge' "
+            "ORDER BY tenant, seq"
         ).fetchall()
     assert len(rows) == 250
+    spent: dict[tuple[str, str, str, str], int] = {}
     for tenant, request_id, postings, body in rows:
         said = json.loads(body)
         at = datetime.fromtimestamp(said["admitted_ns"] // 10**9, UTC)
         revenue = dict(part.split(":") for part in postings.split()).get("revenue", "0")
-        expected = cost(cards, tenant, said["model"], at, said.get("usage", {}), asked[request_id])
+        expected = cost(
+            cards, tenant, said["model"], at, said.get("usage", {}), asked[request_id], spent
+        )
         assert expected * 10**12 == Decimal(revenue), (tenant, request_id, said)

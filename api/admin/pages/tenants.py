@@ -23,6 +23,7 @@ from billing.operations.budgets import list_budgets
 from billing.operations.invoices import list_invoices
 from billing.reports import usage as usage_report
 from billing.reports.documents import entry_document, key_document
+from billing.reports.plans import standing
 from billing.reports.usage import Unit, parse_query, report
 from billing.store import reports as store_reports
 from billing.tenants import Tenant
@@ -130,6 +131,7 @@ def _tenant(
         admin,
         tenant=tenant,
         state=_state(tenant),
+        standing=standing(books.store, name, now_ns),
         keys=keys,
         entries=[entry_document(entry) for entry in entries[:ENTRIES]],
         older=entries[ENTRIES - 1].seq if len(entries) > ENTRIES else None,

@@ -101,6 +101,12 @@ async function show() {
     ["Balance", account.balance], ["Granted of it", account.granted], ["Owed", account.owed],
     ["On hold", account.held], ["Credit limit", limit], ["Available", account.available ?? "unlimited"],
   ];
+  for (const each of account.grants) facts.push([`Left of grant ${each.reference}`, each.left]);
+  const plan = account.plan;
+  for (const each of plan.included ?? []) {
+    facts.push([`Included ${each.name} left in ${plan.month}, tokens`, each.left]);
+  }
+  if (plan.minimum) facts.push([`Charged in ${plan.month}, of at least ${plan.minimum}`, plan.charged]);
   at("balance").replaceChildren(...facts.map(([name, value]) => {
     const pair = document.createElement("div");
     pair.append(cell("dt", `${name}, ${account.currency}`), cell("dd", value));

@@ -161,6 +161,14 @@ def print_tenant(values: Document, json: bool) -> None:
     shown = {k: "unlimited" if v is None and k in unlimited else v for k, v in values.items()}
     if "projects" in shown:
         shown["projects"] = " ".join(values["projects"]) or None
+    if "grants" in shown:
+        left = [f"{each['reference']} {each['left']}" for each in values["grants"]]
+        shown["grants"] = ", ".join(left) or None
+        plan = values["plan"]
+        items = [f"{each['name']} {each['left']:,} tokens" for each in plan.get("included", ())]
+        if "minimum" in plan:
+            items.append(f"charged {plan['charged']} of at least {plan['minimum']}")
+        shown["plan"] = f"{plan['month']}: {', '.join(items)}" if plan else None
     print_pairs(shown)
 
 

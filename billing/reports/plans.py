@@ -1,0 +1,47 @@
+"""What of a month's plan is used: included tokens, and how far the charges are from the minimum."""
+
+from billing.gate.plans import committing_card, month_of
+from billing.money import format_units
+from billing.prices.book import PriceBook
+from billing.prices.cards import parse_card
+from billing.reports.documents import Document
+from billing.reports.grants import grant_documents
+from billing.store import accounts as store_accounts
+from billing.store import plans as store_plans
+from billing.store import reports as store_reports
+from billing.store.store import LedgerStore
+
+
+def standing(store: LedgerStore, tenant: str, now_ns: int) -> Document:
+    """What a tenant has beside its balance: what is left of its grants, and its plan."""
+    return {"grants": grant_documents(store, tenant), "plan": plan_document(store, tenant, now_ns)}
+
+
+def plan_document(store: LedgerStore, tenant: str, now_ns: int) -> Document:
+    """Of the month (UTC) that runs, by the card in force; empty where that has no plan."""
+    month = month_of(now_ns)
+    with store.reading() as connection:
+        rows = store_accounts.card_rows(connection)
+        book = PriceBook(tuple(parse_card(row["text"]) for row in rows))
+        currency = store_reports.all_accounts(connection)[tenant].currency
+        used = store_plans.used_by(connection, [tenant])
+        spent = store_plans.spent_in(connection, [(tenant, month)])[tenant, month]
+    own = book.in_force(now_ns, currency, tenant)
+    card = own or book.in_force(now_ns, currency)
+    if card is None or not (card.included or card.monthly_minimum):
+        return {}
+    plan: Document = {"month": month, "rate_card": f"{card.name} {card.version}"}
+    plan["included"] = [
+        {
+            "name": item.name,
+            "models": item.pattern,
+            "classes": list(item.classes),
+            "tokens": item.tokens,
+            "left": item.tokens - used.get((tenant, month, card.name, item.name), 0),
+        }
+        for item in card.included
+    ]
+    if committing_card(book, tenant, currency, month) is not None:
+        plan["minimum"] = format_units(card.monthly_minimum)
+        plan["charged"] = format_units(spent)
+    return plan
