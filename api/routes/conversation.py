@@ -245,7 +245,7 @@ def _num_same(replay: Replay | None, tokens: "array[int]") -> int:
 
 def _is_bare(prompt: ChatPrompt, source: GrammarSource | None) -> bool:
     """A grammar has the calls written as JSON without the style's marks."""
-    return source is not None and bool(prompt.tooling.tools) and not prompt.style.has_text_marks
+    return source is not None and prompt.tooling.may_call and not prompt.style.has_text_marks
 
 
 def _answered(new_reply: Callable[[], Reply], text: str) -> Mapping[str, Any]:
@@ -257,13 +257,13 @@ def _answered(new_reply: Callable[[], Reply], text: str) -> Mapping[str, Any]:
 
 def _markers(prompt: ChatPrompt, model: ServedModel) -> tuple[str, ...]:
     """Special tokens that the answer's reader must see."""
-    calls = bool(prompt.tooling.tools) or prompt.style is Style.HARMONY
+    calls = prompt.tooling.may_call or prompt.style is Style.HARMONY
     thought = THOUGHT_MARKERS if thinks(model.tokenizer.chat_template) else ()
     return (*(prompt.style.markers if calls else ()), *thought)
 
 
 def _new_reply(prompt: ChatPrompt, model: ServedModel, *, opened: bool, forced: bool) -> Reply:
-    parser = parser_of(prompt.style, prompt.tooling.names, forced=forced)
+    parser = parser_of(prompt.style, prompt.tooling.callable_names, forced=forced)
     if thinks(model.tokenizer.chat_template) and prompt.style is not Style.HARMONY:
         parser = ThinkParser(parser, opened=opened)
     return Reply(parser, prompt.style)

@@ -17,15 +17,20 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Tooling:
-    """The tools that the model is told of, none where `tool_choice` is none."""
+    """The tools that the model is told of, and whether it may call them.
+
+    It is told of them where `tool_choice` is none too: a prompt that named them in one turn and not
+    in the next would part at its head, and the whole conversation would miss.
+    """
 
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = field(default_factory=ToolChoice)
     strict: bool = False
+    may_call: bool = False
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(tool.name for tool in self.tools)
+    def callable_names(self) -> frozenset[str]:
+        return frozenset(tool.name for tool in self.tools if self.may_call)
 
 
 def tooling_of(body: ChatBody) -> Tooling:
@@ -36,17 +41,16 @@ def tooling_of(body: ChatBody) -> Tooling:
     if len({tool.name for tool in tools}) != len(tools):
         raise InvalidRequest("Two tools have one name; give each its own.", param="tools")
     choice = _choice(body, tools)
-    if body.tool_choice == "none" or not tools:
-        return Tooling()
     strict = any(one["function"].get("strict") is True for one in given)
-    return Tooling(tools, choice, strict)
+    may_call = bool(tools) and body.tool_choice != "none"
+    return Tooling(tools, choice, strict, may_call)
 
 
 def tools_source(
     tooling: Tooling, style: Style, source: GrammarSource | None, *, thinking: bool
 ) -> GrammarSource | None:
     """The grammar of an answer that may be calls; `source` is what else it must look like."""
-    if not tooling.tools:
+    if not tooling.may_call:
         return source
     tools, choice = tooling.tools, tooling.choice
     if choice.forced:

@@ -14,9 +14,11 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
 class HarmonyParser:
-    """The channel analysis is reasoning; commentary to a function is a call, all else is text."""
+    """The channel analysis is reasoning; commentary to a function is a call where the answer may
+    call, all else is text."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_call: bool = True) -> None:
+        self._may_call = may_call
         self._buffer = ""
         self._in_message = False
         self._kind: type[Text] | type[Thought] | None = Text  # None: a call's arguments
@@ -51,7 +53,7 @@ class HarmonyParser:
 
     def _open(self, header: str) -> list[Piece]:
         recipient = _RECIPIENT.search(header)
-        if recipient is not None:
+        if recipient is not None and self._may_call:
             self._kind = None
             return [CallStart(self._num_calls, recipient[1])]
         channel = header.partition(CHANNEL)[2].partition("<|")[0].split()

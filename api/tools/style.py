@@ -76,10 +76,10 @@ def thinks(template: str | None) -> bool:
 
 
 def parser_of(style: Style, names: Collection[str], *, forced: bool) -> Parser:
-    """For an answer that may hold calls of `names`."""
+    """For an answer that may hold calls of `names`; without names what looks like one is text."""
     match style:
         case Style.HARMONY if not forced:
-            return HarmonyParser()
+            return HarmonyParser(may_call=bool(names))
         case _ if not names:
             return Plain()
         case Style.HERMES | Style.TAUGHT:

@@ -82,6 +82,17 @@ async def test_without_tools_the_same_text_is_text(
         assert (CALL, "stop") == (choice["message"]["content"], choice["finish_reason"])
 
 
+async def test_a_turn_that_may_not_call_keeps_the_prefix(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    """The tools stay in the prompt: it would part at its head from the turns that may call."""
+    for choice in ("auto", "none"):
+        await client.post(CHAT, json=chat(tool_choice=choice))
+    may, may_not = house.engine.requests[-2:]
+    assert may.tokens == may_not.tokens
+    assert "tools: 2" in ByteTokenizer().decode(may.tokens)
+
+
 async def test_a_call_that_is_cut_short_ends_by_its_length(
     client: httpx.AsyncClient, house: FakeHouse
 ) -> None:

@@ -193,6 +193,11 @@ def test_any_split_is_the_same(data: st.DataObject) -> None:
     assert made(parser(), [twice]) == made(parser(), parts)
 
 
+def test_harmony_s_call_is_text_where_none_may_be_made() -> None:
+    call = "<|channel|>commentary to=functions.weather<|message|>{}<|call|>"
+    assert ("", "{}", []) == made(HarmonyParser(may_call=False), [call])
+
+
 @given(st.lists(st.sampled_from([*list('{}[]":, <>\\na1|'), "<tool_call>", "</think>", CALL, SEP])))
 @settings(max_examples=300, deadline=None)
 def test_no_text_is_lost_or_raises(parts: list[str]) -> None:
