@@ -65,6 +65,16 @@ class InputBody(Body):
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
 
+    @property
+    def namespaces(self) -> dict[str, str]:
+        """The namespace of each function that stands in one; calls of it name it too."""
+        return {
+            function.get("name", ""): str(tool.get("name", ""))
+            for tool in self.tools or []
+            if tool.get("type") == "namespace"
+            for function in _inner(tool)
+        }
+
     def messages(self) -> list[Plain]:
         """The input alone, without what came before. Raises InvalidRequest or Unsupported."""
         if isinstance(self.input, str):
@@ -85,7 +95,7 @@ class InputBody(Body):
             {
                 "model": self.model,
                 "messages": messages,
-                "tools": [_function(n, tool) for n, tool in enumerate(self.tools or [])] or None,
+                "tools": list(_functions(self.tools or [], "tools")) or None,
                 "tool_choice": _chosen(self.tool_choice),
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "reasoning_effort": self.reasoning.effort if self.reasoning else None,
@@ -218,16 +228,37 @@ def _text(content: object, where: str) -> str:
     return "".join(str(part.get("text") or part.get("refusal") or "") for part in content)
 
 
-def _function(number: int, tool: Plain) -> Plain:
-    if tool.get("type") != "function":
-        raise Unsupported(
-            f"tools[{number}] is of type {str(tool.get('type'))[:40]!r}; this server runs no "
-            "tools of its own, give those of type 'function'.",
-            param=f"tools[{number}].type",
-        )
-    names = ("name", "description", "parameters", "strict")
-    function = {name: tool[name] for name in names if tool.get(name) is not None}
-    return {"type": "function", "function": function}
+def _functions(tools: Sequence[Plain], where: str) -> Iterator[Plain]:
+    """As a chat has them. A namespace's functions keep their names; its first tells of it."""
+    for number, tool in enumerate(tools):
+        place, kind = f"{where}[{number}]", tool.get("type")
+        if kind == "namespace" and where == "tools":
+            yield from _namespace(tool, place)
+            continue
+        if kind != "function":
+            raise Unsupported(
+                f"{place} is of type {str(kind)[:40]!r}; this server runs no tools of its own, "
+                "give those of type 'function'.",
+                param=f"{place}.type",
+            )
+        names = ("name", "description", "parameters", "strict")
+        function = {name: tool[name] for name in names if tool.get(name) is not None}
+        yield {"type": "function", "function": function}
+
+
+def _namespace(namespace: Plain, where: str) -> Iterator[Plain]:
+    functions = list(_functions(_inner(namespace), f"{where}.tools"))
+    if not functions:
+        raise InvalidRequest(f"{where}.tools must be a list of functions.", param=f"{where}.tools")
+    first = functions[0]["function"]
+    told = f"{namespace.get('name', '')}: {namespace.get('description') or ''}"
+    first["description"] = f"{told}\n{first.get('description', '')}".strip()
+    yield from functions
+
+
+def _inner(namespace: Plain) -> list[Plain]:
+    tools = namespace.get("tools")
+    return [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
 
 
 def _chosen(choice: str | Plain | None) -> object:

@@ -32,6 +32,7 @@ class ResponsesFormat:
         self._items: list[dict[str, Any]] = []  # ended
         self._open: dict[str, Any] | None = None
         self._numbers = count()
+        self._namespaces = body.namespaces
         self._head = _head(job, body)
 
     def opening(self, usage: Usage) -> bytes:
@@ -89,6 +90,8 @@ class ResponsesFormat:
             case CallStart(index, name):
                 call = self._reply.calls[index]
                 item = {"call_id": call.id, "name": name, "arguments": ""}
+                if name in self._namespaces:
+                    item["namespace"] = self._namespaces[name]
                 return self._close() + self._begin("function_call", "fc", item)
             case CallArguments(_, text):
                 assert self._open is not None

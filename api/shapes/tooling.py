@@ -54,7 +54,7 @@ def tools_source(
         return source
     tools, choice = tooling.tools, tooling.choice
     if choice.forced:
-        if source is not None:
+        if source is not None and not _is_of_text(source):
             raise InvalidRequest(
                 f"tool_choice forces a call, and {source.field} says that the answer is something "
                 "else; give one.",
@@ -68,6 +68,12 @@ def tools_source(
     if tooling.strict and style.has_text_marks and not thinking:
         return tagged_source(strict_format(style, tools, choice), "tools")
     return None
+
+
+def _is_of_text(source: GrammarSource) -> bool:
+    """OpenAI's field shapes the text of an answer, and a forced call has none; vLLM's and SGLang's
+    shape the whole answer."""
+    return source.field.startswith("response_format")
 
 
 def _schema(source: GrammarSource) -> Mapping[str, Any]:

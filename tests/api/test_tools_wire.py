@@ -136,6 +136,14 @@ async def test_a_required_call_is_one_of_the_tools() -> None:
     assert schema == shape["tags"][0]["content"]["json_schema"]
 
 
+async def test_a_forced_call_has_no_text_that_a_response_format_could_shape() -> None:
+    """instructor sends both, by the parse helper of OpenAI's client."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    shape = await forced(tool_choice="required", response_format=asked)
+    assert "tags_with_separator" == shape["type"]
+
+
 async def test_parallel_calls_may_go_on() -> None:
     shape = await forced(tool_choice="required", parallel_tool_calls=True)
     assert shape["stop_after_first"] is False
