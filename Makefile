@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
+CLIENTS := .venv-clients
+CLIENT_GROUPS := frameworks instructor litellm llama-index node
 EXTRAS ?= all,test
 ARGS ?=
 # Where torch comes from; empty is the usual index, whose torch for Linux brings CUDA: several GB.
@@ -20,7 +22,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	>/dev/null 2>&1 && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-vllm check lint format types imports bench bench-peers soak gpu-check e2e docs \
+.PHONY: help setup serve test test-vllm test-clients check lint format types imports bench bench-peers soak gpu-check e2e docs \
 	site models pictures constraints wheel clean
 
 help: ## List the targets
@@ -47,7 +49,7 @@ serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 (ARGS="--por
 	@$(BIN)/cachesvc serve $(ARGS)
 
 test: $(STAMP) ## Run the tests (ARGS="-k codec", ...)
-	$(BIN)/python -m pytest -n auto -m "not gpu and not slow and not vllm" $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "not gpu and not slow and not vllm and not clients" $(ARGS)
 
 check: lint test ## Everything that must pass before a commit: format, lint, types, imports, tests
 
@@ -75,6 +77,21 @@ $(VLLM)/.installed: tests/vllm/requirements.txt
 
 test-vllm: $(STAMP) $(VLLM)/.installed ## The connector under a real vLLM, in an environment of its own
 	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+$(CLIENTS)/%/.installed: tests/clients/requirements/%.txt
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@echo "Installing the clients of $<"
+	@$(@D)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r $<
+	@touch $@
+
+$(CLIENTS)/node/.installed: tests/clients/requirements/node/package-lock.json
+	@mkdir -p $(@D) && cp $(<D)/*.json $(@D)
+	@echo "Installing the clients of $(<D) (npm, 440 MB)"
+	@cd $(@D) && npm ci --no-audit --no-fund --loglevel=error
+	@touch $@
+
+test-clients: $(STAMP) $(VLLM)/.installed $(CLIENT_GROUPS:%=$(CLIENTS)/%/.installed) ## Real clients against a real server, each in its own environment
+	$(BIN)/python -m pytest -m clients tests/clients --clients-json tests/clients/results.json $(ARGS)
 
 soak: $(STAMP) ## The long tests: crash, fault and soak runs with many seeds
 	$(BIN)/python -m pytest -m slow --timeout=3600 $(ARGS)

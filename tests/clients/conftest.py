@@ -1,0 +1,74 @@
+"""The clients' environments (`make test-clients`), one server for all of them, their results."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.provenance import commit, machine
+from tests.clients.matrix import PROGRAMS, Program
+from tests.live_server import LiveServer
+
+PROGRAM_S = 900
+Ran = Callable[[str], dict[str, Any]]
+
+
+class DefaultServer(LiveServer):
+    """The default model with room for an agent's instructions."""
+
+    def command(self) -> list[Any]:
+        sizes = ("--device-cache", "512MiB", "--host-cache", "256MiB", "--disk-cache", "256MiB")
+        script = Path(sys.executable).with_name("cachesvc")
+        return [script, "serve", "--port", "0", "--data-dir", self.data_dir, *sizes]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--clients-json", help="write what the clients did to this file")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("clients")
+    running = DefaultServer(folder, folder / "unused", OMP_NUM_THREADS="1")
+    try:
+        yield running.start()
+        running.stop()
+    finally:
+        running.kill()
+
+
+@pytest.fixture(scope="session")
+def ran(server: str, pytestconfig: pytest.Config) -> Iterator[Ran]:
+    """What a program told of its cells; each runs once."""
+    told: dict[str, dict[str, Any]] = {}
+
+    def run(name: str) -> dict[str, Any]:
+        if name not in told:
+            told[name] = _told(name, PROGRAMS[name], server)
+        return told[name]
+
+    yield run
+    file = pytestconfig.getoption("--clients-json", None)
+    if file is not None:
+        results = {"commit": commit(), "machine": machine(), "clients": dict(sorted(told.items()))}
+        Path(file).write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+
+
+def _told(name: str, program: Program, url: str) -> dict[str, Any]:
+    if not program.environment.exists():
+        pytest.fail(f"{program.environment} is missing; run make test-clients")
+    done = subprocess.run(
+        [program.interpreter, program.path, url, "smollm2-135m", program.environment],
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_S,
+        check=False,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, f"{name} told nothing: {done.stderr[-3000:]}"
+    packages, *cells = lines
+    return {**packages, "cells": {line.pop("cell"): line for line in cells}}

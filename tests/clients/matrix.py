@@ -1,0 +1,107 @@
+"""The matrix of clients: which program tries which client, and the README's table of what they did.
+
+    python -m tests.clients.matrix         prints the README's table, from results.json
+
+A program runs in its client's own environment, `.venv-clients/GROUP`, made from
+requirements/GROUP.txt (requirements/node for `node`): clients that cannot be installed together
+are in groups of their own. A cell is named by its protocol and by what is done.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results.json"
+PROTOCOLS = {"chat": "chat completions", "responses": "Responses", "messages": "Messages"}
+ALL = "answer stream tools structured"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A client's program: its file, its environment, and what it does by each protocol."""
+
+    file: str
+    group: str
+    does: Mapping[str, str]
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / "programs" / self.file
+
+    @property
+    def environment(self) -> Path:
+        return ROOT / (".venv-vllm" if self.group == "vllm" else f".venv-clients/{self.group}")
+
+    @property
+    def interpreter(self) -> Path | str:
+        """The environment's; node is the machine's, and what drives a node program is in Python."""
+        if self.group == "node":
+            return "node" if self.path.suffix == ".mjs" else sys.executable
+        return self.environment / "bin" / "python"
+
+    def cells(self) -> list[str]:
+        return [f"{by}_{what}" for by, all_ in self.does.items() for what in all_.split()]
+
+
+PROGRAMS = {
+    "openai": Program("openai_sdk.py", "frameworks", {"chat": ALL, "responses": ALL}),
+    "anthropic": Program("anthropic_sdk.py", "frameworks", {"messages": f"{ALL} cache"}),
+    "langchain-openai": Program(
+        "langchain_chat.py", "frameworks", {"chat": ALL, "responses": "answer stream tools"}
+    ),
+    "llama-index": Program("llama_index_chat.py", "llama-index", {"chat": ALL}),
+    "instructor": Program(
+        "instructor_modes.py",
+        "instructor",
+        {"chat": "stream tools structured", "responses": "tools"},
+    ),
+    "pydantic-ai": Program(
+        "pydantic_ai_agents.py",
+        "frameworks",
+        {"chat": ALL, "responses": ALL, "messages": "answer stream tools"},
+    ),
+    "openai-agents": Program(
+        "openai_agents_loop.py", "frameworks", {"chat": ALL, "responses": ALL}
+    ),
+    "smolagents": Program("smolagents_calls.py", "frameworks", {"chat": ALL}),
+    "litellm": Program(
+        "litellm_sdk.py",
+        "litellm",
+        {"chat": ALL, "responses": "answer", "messages": "answer"},
+    ),
+    "litellm proxy": Program(
+        "litellm_proxy.py",
+        "litellm",
+        {"chat": "answer stream tools", "responses": "answer", "messages": "answer"},
+    ),
+    "ai-sdk": Program(
+        "ai_sdk.mjs",
+        "node",
+        {"chat": ALL, "responses": ALL, "messages": "answer stream tools"},
+    ),
+    "codex-cli": Program("codex_cli.py", "node", {"responses": "stream"}),
+    "vllm bench serve": Program("vllm_bench.py", "vllm", {"chat": "load"}),
+}
+
+
+def rows(results: Mapping[str, Any]) -> list[str]:
+    """The README's table: what passed, by client and protocol."""
+    lines = [f"| client | {' | '.join(PROTOCOLS.values())} |", "| --- |" + " --- |" * 3]
+    for name, told in results["clients"].items():
+        passed = [cell for cell, line in told["cells"].items() if "seen" in line]
+        version = next(iter(told["packages"].values()))
+        by = [
+            ", ".join(c.partition("_")[2] for c in passed if c.startswith(f"{protocol}_"))
+            for protocol in PROTOCOLS
+        ]
+        lines.append(f"| `{name}` {version} | {' | '.join(by)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(rows(json.loads(RESULTS.read_text(encoding="utf-8")))))

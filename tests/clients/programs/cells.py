@@ -1,0 +1,40 @@
+"""The frame of a client's program, which runs in the client's own environment.
+
+    python PROGRAM.py URL MODEL [FOLDER]     a line of JSON for each cell: what it saw, or why not
+
+A cell is one thing that the client does against the server. It asserts what it says of itself, and
+returns what it saw. Nothing of the server is imported here.
+"""
+
+import asyncio
+import inspect
+import json
+import sys
+import traceback
+from importlib.metadata import version
+
+CELLS = {}
+URL, MODEL = sys.argv[1:3]  # the server's URL, without /v1
+QUESTION = "What is the capital of France?"
+
+
+def cell(function):
+    CELLS[function.__name__] = function
+    return function
+
+
+def main(*packages, **versions):
+    """Run every cell, also after one has failed; name the packages that are tried."""
+    versions |= {name: version(name) for name in packages}
+    print(json.dumps({"packages": versions}), flush=True)
+    with asyncio.Runner() as runner:
+        for name, function in CELLS.items():
+            print(json.dumps({"cell": name, **_ran(function, runner)}, default=str), flush=True)
+
+
+def _ran(function, runner):
+    try:
+        seen = function()
+        return {"seen": runner.run(seen) if inspect.iscoroutine(seen) else seen}
+    except BaseException:  # noqa: BLE001 - whatever the client raises is the result
+        return {"error": traceback.format_exc()[-3000:]}

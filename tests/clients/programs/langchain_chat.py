@@ -1,0 +1,90 @@
+"""langchain-openai: chat completions and Responses."""
+
+from typing import Literal
+
+from cells import MODEL, QUESTION, URL, cell, main
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+
+class Place(BaseModel):
+    """Where to go."""
+
+    city: Literal["rome", "paris"]
+
+
+def model(**fields):
+    return ChatOpenAI(
+        model=MODEL,
+        base_url=f"{URL}/v1",
+        api_key="any",
+        temperature=0,
+        max_tokens=fields.pop("max_tokens", 60),
+        max_retries=0,
+        timeout=300,
+        **fields,
+    )
+
+
+@cell
+def chat_answer():
+    answer = model(max_tokens=16).invoke(QUESTION)
+    assert "Paris" in answer.content
+    return f"usage {answer.usage_metadata['input_token_details']}"
+
+
+@cell
+def chat_stream():
+    chunks = list(model(max_tokens=16, stream_usage=True).stream(QUESTION))
+    assert "Paris" in "".join(chunk.content for chunk in chunks)
+    return f"{len(chunks)} chunks"
+
+
+def called(chosen):
+    asked = HumanMessage("Which city is warmer?")
+    first, *others = chosen.bind_tools([Place], tool_choice="any").stream([asked])
+    for chunk in others:
+        first = first + chunk
+    [call] = first.tool_calls
+    assert call["name"] == "Place" and call["args"]["city"] in ("rome", "paris")
+    result = ToolMessage("noted", tool_call_id=call["id"])
+    answer = chosen.bind_tools([Place], tool_choice="none").invoke([asked, first, result])
+    assert answer.text
+    return f"{call['name']}({call['args']}), streamed; an answer to its result"
+
+
+@cell
+def chat_tools():
+    return called(model())
+
+
+@cell
+def chat_structured():
+    for method in ("function_calling", "json_schema"):
+        chain = model().with_structured_output(Place, method=method)
+        assert isinstance(chain.invoke("Which city is warmer?"), Place)
+    return "by function_calling and by json_schema"
+
+
+@cell
+def responses_answer():
+    answer = model(max_tokens=16, use_responses_api=True).invoke(QUESTION)
+    assert "Paris" in answer.text
+    return f"usage {answer.usage_metadata['input_token_details']}"
+
+
+@cell
+def responses_stream():
+    chunks = list(model(max_tokens=16, use_responses_api=True).stream(QUESTION))
+    assert "Paris" in "".join(chunk.text for chunk in chunks)
+    return f"{len(chunks)} chunks"
+
+
+@cell
+def responses_tools():
+    return called(model(use_responses_api=True))
+
+
+if __name__ == "__main__":
+    main("langchain-openai", "langchain-core")

@@ -1,0 +1,146 @@
+"""The openai client: chat completions and Responses."""
+
+import json
+from typing import Literal
+
+import openai
+from cells import MODEL, QUESTION, URL, cell, main
+from pydantic import BaseModel, Field
+
+client = openai.OpenAI(base_url=f"{URL}/v1", api_key="any", max_retries=0, timeout=300)
+ASKED = [{"role": "user", "content": QUESTION}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["rome", "paris"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+DESCRIPTION = "The weather in a city."
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": DESCRIPTION, "parameters": SCHEMA},
+}
+FLAT_TOOL = {
+    "type": "function",
+    "name": "weather",
+    "description": DESCRIPTION,
+    "parameters": SCHEMA,
+    "strict": True,
+}
+
+
+class Place(BaseModel):
+    city: Literal["rome", "paris"]
+    nights: int = Field(ge=1, le=9)
+
+
+@cell
+def chat_answer():
+    answer = client.chat.completions.create(
+        model=MODEL, messages=ASKED, temperature=0, max_tokens=16
+    )
+    assert "Paris" in answer.choices[0].message.content
+    again = client.chat.completions.create(
+        model=MODEL, messages=ASKED, temperature=0, max_tokens=16
+    )
+    cached = again.usage.prompt_tokens_details.cached_tokens
+    assert cached == again.usage.prompt_tokens - 1
+    return f"{cached} of {again.usage.prompt_tokens} prompt tokens hit when asked again"
+
+
+@cell
+def chat_stream():
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL,
+            messages=ASKED,
+            temperature=0,
+            max_tokens=16,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert "Paris" in text and chunks[-1].usage.completion_tokens > 0
+    return f"{len(chunks)} chunks"
+
+
+@cell
+def chat_tools():
+    asked = [{"role": "user", "content": "Is it warm in Paris?"}]
+    forced = {"model": MODEL, "tools": [TOOL], "temperature": 0, "max_tokens": 60}
+    with client.chat.completions.stream(messages=asked, tool_choice="required", **forced) as stream:
+        message = stream.get_final_completion().choices[0].message
+    [call] = message.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("rome", "paris")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "20 degrees"}
+    final = client.chat.completions.create(
+        messages=[*asked, message, result], tool_choice="none", **forced
+    )
+    assert final.choices[0].message.content
+    return f"{call.function.name}({call.function.arguments}), streamed; an answer to its result"
+
+
+@cell
+def chat_structured():
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=ASKED, response_format=Place, max_tokens=40
+    )
+    assert isinstance(answer.choices[0].message.parsed, Place)
+    return answer.choices[0].message.content
+
+
+@cell
+def responses_answer():
+    first = client.responses.create(
+        model=MODEL, input=QUESTION, temperature=0, max_output_tokens=16
+    )
+    assert "Paris" in first.output_text
+    second = client.responses.create(
+        model=MODEL,
+        input="And of Italy?",
+        previous_response_id=first.id,
+        temperature=0,
+        max_output_tokens=16,
+    )
+    stood = first.usage.input_tokens + first.usage.output_tokens - 1
+    assert second.usage.input_tokens_details.cached_tokens >= stood
+    return f"previous_response_id: all {stood} tokens of the last turn hit"
+
+
+@cell
+def responses_stream():
+    with client.responses.stream(
+        model=MODEL, input=QUESTION, temperature=0, max_output_tokens=16
+    ) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_response()
+    assert "Paris" in final.output_text and "response.output_text.delta" in kinds
+    return f"{len(kinds)} kinds of events"
+
+
+@cell
+def responses_tools():
+    asked = {"model": MODEL, "tools": [FLAT_TOOL], "temperature": 0, "max_output_tokens": 60}
+    first = client.responses.create(input="Is it warm in Paris?", tool_choice="required", **asked)
+    [call] = [item for item in first.output if item.type == "function_call"]
+    assert json.loads(call.arguments)["city"] in ("rome", "paris")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "20 degrees"}
+    second = client.responses.create(
+        input=[result], previous_response_id=first.id, tool_choice="none", **asked
+    )
+    assert second.output_text
+    return f"{call.name}({call.arguments}); an answer to its result"
+
+
+@cell
+def responses_structured():
+    answer = client.responses.parse(
+        model=MODEL, input=QUESTION, text_format=Place, max_output_tokens=40
+    )
+    assert isinstance(answer.output_parsed, Place)
+    return answer.output_text
+
+
+if __name__ == "__main__":
+    main("openai")
