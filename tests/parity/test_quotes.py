@@ -1,0 +1,67 @@
+"""A quote says of each block the tier where it stands, and the request then hits it there."""
+
+import asyncio
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cachesvc.operator.survey import CacheSurvey
+from engine.testing.models import tiny_model
+from tests.parity.test_engine_tiers import BLOCK, House, prompts_over
+from tiers.blocks.keys import CacheScope
+from tiers.cache import TieredCache
+
+LOADED = tiny_model("llama")
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    running = House(LOADED, tmp_path)
+    yield running
+    running.close()
+
+
+def spread(cache: TieredCache) -> None:
+    """The first block stays on the device, the second goes to the host, the rest to disk."""
+    assert cache.flush() == 0
+    for block in [*cache.index, *cache.index.iter_partials()]:
+        if block.slot is not None and (block.key is None or block.depth >= 1):
+            cache.residency.evict_device(block)
+    for block in [*cache.index]:
+        if block.frame is not None and block.depth >= 2:
+            cache.residency.evict_host(block)
+
+
+def quoted(house: House, prompt: list[int], **fields: Any) -> Any:
+    job = SimpleNamespace(
+        prompts=(array("i", prompt),),
+        scope=CacheScope(layout=house.cache.layout.digest(), adapter=b""),
+        contents=(),
+        **fields,
+    )
+    return asyncio.run(CacheSurvey(house.engine.call, house.cache)(job))  # type: ignore[arg-type]
+
+
+def test_a_quote_finds_a_block_in_each_tier_and_the_request_hits_it_there(house: House) -> None:
+    (prompt,) = prompts_over(LOADED, 1)
+    house.ask([prompt])
+    house.engine.call(spread).result(60)
+    for _ in range(2):  # to quote moves nothing
+        assert [{"device": BLOCK, "host": BLOCK, "disk": 2 * BLOCK}] == quoted(house, prompt)
+    [(_, counts)] = house.ask([prompt])
+    assert (BLOCK, BLOCK, 2 * BLOCK) == (counts.hit_device, counts.hit_host, counts.hit_disk)
+
+
+def test_the_last_token_of_a_prompt_that_stands_whole_is_not_quoted(house: House) -> None:
+    prompt = prompts_over(LOADED, 1)[0][: 3 * BLOCK]
+    house.ask([prompt])
+    house.engine.call(spread).result(60)
+    assert [{"device": BLOCK, "host": BLOCK, "disk": BLOCK - 1}] == quoted(house, prompt)
+
+
+def test_what_never_was_asked_is_quoted_as_a_miss(house: House) -> None:
+    assert [{}] == quoted(house, prompts_over(LOADED, 1)[0])
