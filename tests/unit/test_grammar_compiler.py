@@ -1,19 +1,17 @@
 """The compiler's child: it compiles, it refuses, it is ended when it hangs, and another starts."""
 
-import contextlib
 import gc
-import os
 import random
 import signal
 import string
+import subprocess
+import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from engine.errors import InvalidParameter, QueueFull, StructureUnavailable
 from engine.grammar.compiler import GrammarCompiler
-from engine.grammar.worker import LOOK_S
 from engine.structure import GrammarSource, GrammarState, SourceKind, StructuredOutputs, source_of
 from engine.testing.models import EOS, bytes_tokenizer
 
@@ -107,37 +105,14 @@ def test_a_grammar_that_turns_slow_ends_its_own_sequence(compiler: GrammarCompil
     assert again is not trap and again.begin(0).stuck is None
 
 
-def test_a_machine_that_is_busy_elsewhere_spends_no_grammars_time(
-    compiler: GrammarCompiler,
-) -> None:
-    """Its process stands still for longer than a look may take."""
-    first = compiler.compile(source_of(StructuredOutputs(regex="[ab]")))
-    assert compiler._nursery is not None
-    nursery = compiler._nursery.pid
-    before = children_of(nursery)
-    state = compiler.compile(source_of(StructuredOutputs(regex="[ab]{7}c"))).begin(0)
-    [pid] = children_of(nursery) - before
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        state.accept(ord("a"))
-        assert not state.wait(2 * LOOK_S)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert state.wait(60.0)
-    assert state.stuck is None
-    for token in b"bababa":
-        follow(state, token)
-    assert ord("c") == state.forced[0]
-    assert first.begin(0).stuck is None
-
-
-def children_of(pid: int) -> set[int]:
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.add(int(stat.parent.name))
-    return found
+@pytest.mark.parametrize(
+    ("work", "ends"), [("time.sleep(0.6)", 0), ("while True: pass", -signal.SIGPROF)]
+)
+def test_a_grammars_time_is_its_own_cpu_time(work: str, ends: int) -> None:
+    """What a busy machine takes away is none of it."""
+    code = f"import time\nfrom engine.grammar import worker\nworker._bound_time(0.2)\n{work}"
+    child = subprocess.run([sys.executable, "-c", code], check=False, timeout=100)
+    assert ends == child.returncode
 
 
 def test_a_schema_that_is_only_itself_is_refused(compiler: GrammarCompiler) -> None:
