@@ -125,7 +125,7 @@ class Script:
 
 
 @dataclass(slots=True)
-class _Run:
+class _FakeRun:
     """One request in the fake engine."""
 
     request: Request
@@ -146,7 +146,7 @@ class ScriptedEngine:
         self.aborts: list[tuple[str, FinishReason, int | None]] = []
         self.tokens_made: dict[str, int] = {}
         self._on_outputs = on_outputs
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, _FakeRun] = {}
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._loop, name="scripted-engine", daemon=True)
@@ -162,7 +162,7 @@ class ScriptedEngine:
         answer = request.tokens if text is None else ByteTokenizer().encode(text)
         with self._changed:
             self.requests.append(request)
-            self._runs[request.request_id] = _Run(request, self.script, answer)
+            self._runs[request.request_id] = _FakeRun(request, self.script, answer)
             self._changed.notify()
 
     def abort(
@@ -207,7 +207,7 @@ class ScriptedEngine:
                 self._on_outputs(outputs)
                 time.sleep(self.script.step_s)
 
-    def _step(self, run: _Run) -> Iterable[StepOutput]:
+    def _step(self, run: _FakeRun) -> Iterable[StepOutput]:
         request, script = run.request, run.script
         if run.aborted is not None:
             return [self._end(run, run.aborted)]
@@ -225,7 +225,7 @@ class ScriptedEngine:
         return list(self._outputs(run, tokens, finish))
 
     def _outputs(
-        self, run: _Run, tokens: list[int], finish: FinishReason | None
+        self, run: _FakeRun, tokens: list[int], finish: FinishReason | None
     ) -> Iterable[StepOutput]:
         live = [index for index in range(run.request.params.n) if index not in run.ended]
         for index in live:
@@ -236,13 +236,13 @@ class ScriptedEngine:
         if finish is not None:
             self._runs.pop(run.request.request_id)
 
-    def _end(self, run: _Run, reason: FinishReason, error: str | None = None) -> StepOutput:
+    def _end(self, run: _FakeRun, reason: FinishReason, error: str | None = None) -> StepOutput:
         self._runs.pop(run.request.request_id)
         return self._output(run, 0, [], reason, last=True, error=error)
 
     def _output(
         self,
-        run: _Run,
+        run: _FakeRun,
         index: int,
         tokens: list[int],
         finish: FinishReason | None,

@@ -26,7 +26,7 @@ from api.cache.explorer import Explorer
 from api.cache.feeds import Feeds
 from api.cache.owners import Owners
 from api.collaborators import Collaborators, Readiness, WireSettings
-from api.journal.journal import Journal, JournalSettings, Record
+from api.journal.journal import Journal, JournalSettings, RequestRecord
 from api.requests.bridge import OutputBridge
 from api.requests.encoders import encoder_pool
 from api.requests.grammars import GrammarPool
@@ -296,7 +296,7 @@ class Service:
         self._closing = True
         self._feeds.close()  # they have no end of their own to wait for
 
-    def _on_end(self, record: Record) -> None:
+    def _on_end(self, record: RequestRecord) -> None:
         """A request has ended."""
         self._remembered.keep_record(record)
         if self._tracer is not None:

@@ -77,7 +77,7 @@ class History(Protocol):
         ...
 
 
-class BlockReader(Protocol):
+class MemoryReader(Protocol):
     """Blocks above the disk, those of these scopes (None: all), as `tiers.memory.view` reads them.
 
     Reads in short turns between the engine's steps.
@@ -140,7 +140,7 @@ class AdminParts:
     history: History | None = None
     working_set: "Callable[[], Future[TrafficReport]] | None" = None
     books: OpenBooks | None = None  # accounts and ledger
-    blocks: "BlockReader | None" = None  # of the tiers in memory
+    blocks: "MemoryReader | None" = None  # of the tiers in memory
     cache: "CacheAdmin | None" = None  # to change the tiers
     login_limits: LoginLimits = field(default_factory=LoginLimits)
     login_forms: LoginForms = field(default_factory=LoginForms)

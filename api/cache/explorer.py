@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from api.cache.owners import Owner, Owners
 from api.errors import BlockNotFound
-from api.journal.journal import Record
+from api.journal.journal import RequestRecord
 from api.journal.why import Finding
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import Tree, TreeQuery
@@ -120,7 +120,7 @@ class Explorer:
         )
         return keys[::-1]
 
-    async def finding(self, record: Record, number: int) -> Finding:
+    async def finding(self, record: RequestRecord, number: int) -> Finding:
         """What else is known of why prompt `number` of a request missed; for admins alone."""
         lookup = record.served.lookups[number] if record.served is not None else None
         absence = lookup.absence if lookup is not None else None

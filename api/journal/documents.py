@@ -5,14 +5,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from api.job import Bill, Divergence, DivergenceReason
-from api.journal.journal import Record
+from api.journal.journal import RequestRecord
 from api.journal.why import NOTHING, Finding, Why, why
 from api.shapes.usage import timings_ms, wire_usage
 from billing.money import format_units, rate_per_million
 from engine.request import BlockRun, Lookup
 
 
-def summary(record: Record) -> dict[str, Any]:
+def summary(record: RequestRecord) -> dict[str, Any]:
     """The row of a list: who, when, how much, how it ended."""
     served, bill = record.served, record.bill
     usage = bill.usage if bill is not None else served.usage if served is not None else None
@@ -41,7 +41,7 @@ def summary(record: Record) -> dict[str, Any]:
     }
 
 
-def details(record: Record, findings: Mapping[int, Finding] | None = None) -> dict[str, Any]:
+def details(record: RequestRecord, findings: Mapping[int, Finding] | None = None) -> dict[str, Any]:
     """The whole of a record. `findings` by number of the prompt, for admins."""
     served = record.served
     lookups = served.lookups if served is not None else ()
@@ -65,13 +65,13 @@ def moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
-def _finishes(record: Record) -> list[str | None]:
+def _finishes(record: RequestRecord) -> list[str | None]:
     if record.served is None:
         return []
     return [str(finish) if finish is not None else None for finish in record.served.finishes]
 
 
-def _error(record: Record) -> dict[str, Any] | None:
+def _error(record: RequestRecord) -> dict[str, Any] | None:
     failure = record.failure
     if failure is None:
         return None
@@ -83,7 +83,7 @@ def _error(record: Record) -> dict[str, Any] | None:
     }
 
 
-def _timings(record: Record) -> dict[str, float | None]:
+def _timings(record: RequestRecord) -> dict[str, float | None]:
     """Queue, load, prefill and decode lie end to end; `ttft` and `total` are from arrival."""
     served = record.served
     if served is None:

@@ -67,7 +67,7 @@ NO_TRAIL = Trail()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class RequestRecord:
     """One request. `served` and `bill` are None of a refused one, `bill` of a running one."""
 
     request_id: str
@@ -109,13 +109,13 @@ class Journal:
         settings: JournalSettings | None = None,
         *,
         clock_s: Callable[[], float] = time.time,
-        on_end: Callable[[Record], None] = lambda record: None,
+        on_end: Callable[[RequestRecord], None] = lambda record: None,
     ) -> None:
         self.on_end = on_end  # told of each request that finished or was refused
         self.settings = settings or JournalSettings()
         self._clock_s = clock_s
-        self._running: dict[str, tuple[Record, Generation]] = {}
-        self._ended: dict[str, Record] = {}  # in the order of their ends
+        self._running: dict[str, tuple[RequestRecord, Generation]] = {}
+        self._ended: dict[str, RequestRecord] = {}  # in the order of their ends
         self._nbytes = 0
 
     @property
@@ -126,7 +126,7 @@ class Journal:
     def nbytes(self) -> int:
         return self._nbytes
 
-    def restore(self, records: Iterable[Record]) -> None:
+    def restore(self, records: Iterable[RequestRecord]) -> None:
         """Ended requests of an earlier run, the oldest first; nobody is told of them again."""
         for record in records:
             self._add(record)
@@ -177,7 +177,7 @@ class Journal:
             )
         )
 
-    def find(self, name: str, *, tenant: str | None = None) -> Record | None:
+    def find(self, name: str, *, tenant: str | None = None) -> RequestRecord | None:
         """The request of this id, as the server, the answer or the client itself names it; of one
         tenant or (None) of any."""
         name = bare_id(name)
@@ -190,7 +190,7 @@ class Journal:
                 return record
         return None
 
-    def newest(self) -> Iterator[Record]:
+    def newest(self) -> Iterator[RequestRecord]:
         """Every request, the running ones first, then by their end, the latest first."""
         for record, generation in reversed(list(self._running.values())):
             yield _live(record, generation)
@@ -204,8 +204,8 @@ class Journal:
         stream: bool,
         state: State,
         trail: Trail,
-    ) -> Record:
-        return Record(
+    ) -> RequestRecord:
+        return RequestRecord(
             request_id=job.request_id,
             client_id=client_id,
             tenant=principal.tenant,
@@ -223,11 +223,11 @@ class Journal:
             prompts=job.prompts if self.settings.keep_prompts else (),
         )
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, record: RequestRecord) -> None:
         self._add(record)
         self.on_end(record)
 
-    def _add(self, record: Record) -> None:
+    def _add(self, record: RequestRecord) -> None:
         settings = self.settings
         self._ended[record.request_id] = record
         self._nbytes += record.nbytes
@@ -236,7 +236,7 @@ class Journal:
             self._nbytes -= oldest.nbytes
 
 
-def _live(record: Record, generation: Generation) -> Record:
+def _live(record: RequestRecord, generation: Generation) -> RequestRecord:
     return replace(record, served=_without_content(generation.served()))
 
 

@@ -13,31 +13,33 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import cachesvc
-from cachesvc.cli.lazy import Entry, lazy_group
+from cachesvc.cli.lazy import Command, lazy_group
 from cachesvc.cli.lazy import load as load_entry
 from cachesvc.cli.render import fail
 
 COMMANDS = {
-    "serve": Entry("cachesvc.cli.serve:serve", "Serve a model over HTTP"),
-    "node": Entry("cachesvc.cli.node:node", "Keep KV blocks for the engines of this machine"),
-    "top": Entry("cachesvc.cli.top:top", "Watch the running server on one screen"),
-    "monitor": Entry("cachesvc.cli.monitor:monitor", "Print what happens to blocks as it happens"),
-    "explain": Entry("cachesvc.cli.explain:explain", "Say why a prompt missed, or will"),
-    "doctor": Entry("cachesvc.cli.doctor:doctor", "Check this machine and say what to fix"),
-    "cache": Entry("cachesvc.cli.cache.app:app", "Look into the disk tier and maintain it"),
-    "config": Entry("cachesvc.cli.config:app", "Show every setting, its value and its origin"),
-    "bench": Entry("cachesvc.cli.bench:app", "Measure time to first token from each tier"),
-    "replay": Entry("cachesvc.cli.replay:replay", "Replay a trace of requests through policies"),
-    "usage": Entry(
+    "serve": Command("cachesvc.cli.serve:serve", "Serve a model over HTTP"),
+    "node": Command("cachesvc.cli.node:node", "Keep KV blocks for the engines of this machine"),
+    "top": Command("cachesvc.cli.top:top", "Watch the running server on one screen"),
+    "monitor": Command(
+        "cachesvc.cli.monitor:monitor", "Print what happens to blocks as it happens"
+    ),
+    "explain": Command("cachesvc.cli.explain:explain", "Say why a prompt missed, or will"),
+    "doctor": Command("cachesvc.cli.doctor:doctor", "Check this machine and say what to fix"),
+    "cache": Command("cachesvc.cli.cache.app:app", "Look into the disk tier and maintain it"),
+    "config": Command("cachesvc.cli.config:app", "Show every setting, its value and its origin"),
+    "bench": Command("cachesvc.cli.bench:app", "Measure time to first token from each tier"),
+    "replay": Command("cachesvc.cli.replay:replay", "Replay a trace of requests through policies"),
+    "usage": Command(
         "cachesvc.cli.money.usage:app", "Tokens by class, what they cost and what hits saved"
     ),
-    "tenants": Entry("cachesvc.cli.money.tenants:app", "Create, show and change tenants"),
-    "keys": Entry("cachesvc.cli.money.keys:app", "Create, list and revoke API keys"),
-    "balance": Entry("cachesvc.cli.money.balance:app", "Book money in and out"),
-    "invoice": Entry("cachesvc.cli.money.invoice:app", "Issue invoices that can be sent"),
-    "admin": Entry("cachesvc.cli.admin:app", "Let people into the dashboard"),
-    "prices": Entry("cachesvc.cli.money.prices:app", "Show, check, plan and apply rate cards"),
-    "ledger": Entry("cachesvc.cli.money.ledger:app", "Prove, show and correct the ledger"),
+    "tenants": Command("cachesvc.cli.money.tenants:app", "Create, show and change tenants"),
+    "keys": Command("cachesvc.cli.money.keys:app", "Create, list and revoke API keys"),
+    "balance": Command("cachesvc.cli.money.balance:app", "Book money in and out"),
+    "invoice": Command("cachesvc.cli.money.invoice:app", "Issue invoices that can be sent"),
+    "admin": Command("cachesvc.cli.admin:app", "Let people into the dashboard"),
+    "prices": Command("cachesvc.cli.money.prices:app", "Show, check, plan and apply rate cards"),
+    "ledger": Command("cachesvc.cli.money.ledger:app", "Prove, show and correct the ledger"),
 }
 
 

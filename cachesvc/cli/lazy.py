@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 
-class Entry(NamedTuple):
+class Command(NamedTuple):
     """Where a command lives, as `module:attribute` (a function or a `Typer`), and what it does."""
 
     target: str
@@ -30,7 +30,7 @@ class Group(TyperGroup):
 class LazyGroup(Group):
     """Knows each command by name and help, and imports the one that is called."""
 
-    entries: Mapping[str, Entry] = {}
+    entries: Mapping[str, Command] = {}
 
     def load(self, name: str) -> Any:
         return load(name, self.entries[name])
@@ -46,7 +46,7 @@ def without(removed: Mapping[str, str]) -> type[Group]:
 
 
 def lazy_group(
-    commands: Mapping[str, Entry], *, removed: Mapping[str, str] | None = None, **options: Any
+    commands: Mapping[str, Command], *, removed: Mapping[str, str] | None = None, **options: Any
 ) -> typer.Typer:
     """A group of `commands`; `options` are those of `typer.Typer`.
 
@@ -59,7 +59,7 @@ def lazy_group(
     return group
 
 
-def load(name: str, entry: Entry) -> Any:
+def load(name: str, entry: Command) -> Any:
     """The command itself, imported."""
     module, _, attribute = entry.target.partition(":")
     target = getattr(importlib.import_module(module), attribute)

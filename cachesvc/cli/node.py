@@ -13,7 +13,7 @@ from api.format import size
 from cachesvc.cli.render import fail, note, print_json
 from cachesvc.config.places import default_data_dir
 from cachesvc.config.quantities import parse_size
-from tiers.remote.stacked import RemoteWrites
+from tiers.remote.settings import RemoteWrites
 
 
 def default_socket() -> Path:
@@ -74,7 +74,7 @@ def node(
         return
     from tiers.node.node import NodeServer
     from tiers.node.settings import NodeSettings
-    from tiers.remote.stacked import RemoteSettings
+    from tiers.remote.settings import RemoteSettings
 
     remote = RemoteSettings(remote_url, remote_writes, remote_key_file) if remote_url else None
     settings = NodeSettings(

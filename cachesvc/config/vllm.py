@@ -2,7 +2,7 @@
 
 import os
 
-from tiers.remote.stacked import RemoteSettings
+from tiers.remote.settings import RemoteSettings
 
 _DEFAULTS = {
     # A server with threads must not be forked: a lock that another thread held stays locked.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SECOND = 1e9  # nanoseconds
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """One value of a metric fed by a snapshot; a `Spread` of a histogram."""
 
     name: str
@@ -48,75 +48,77 @@ class Snapshots:
     violations: Callable[[], Mapping[str, int]] = field(default=dict)
 
 
-def samples(snapshots: Snapshots) -> Iterator[Sample]:
-    yield Sample("cachesvc_build_info", (cachesvc.__version__,), 1)
+def samples(snapshots: Snapshots) -> Iterator[MetricSample]:
+    yield MetricSample("cachesvc_build_info", (cachesvc.__version__,), 1)
     yield from _engine_samples(snapshots.engine())
     money = snapshots.money()
-    yield Sample("cachesvc_holds", (), money.num_holds)
-    yield Sample("cachesvc_hold_age_seconds", (), money.oldest_hold_s)
-    yield Sample("cachesvc_ledger_drift_units", (), money.drift_units)
+    yield MetricSample("cachesvc_holds", (), money.num_holds)
+    yield MetricSample("cachesvc_hold_age_seconds", (), money.oldest_hold_s)
+    yield MetricSample("cachesvc_ledger_drift_units", (), money.drift_units)
     yield from _ledger_samples(money.ledger)
     for invariant, count in snapshots.violations().items():
-        yield Sample("cachesvc_invariant_violations_total", (invariant,), count)
+        yield MetricSample("cachesvc_invariant_violations_total", (invariant,), count)
 
 
-def _ledger_samples(ledger: LedgerStats) -> Iterator[Sample]:
+def _ledger_samples(ledger: LedgerStats) -> Iterator[MetricSample]:
     done = ledger.commands - ledger.refused
-    yield Sample("cachesvc_ledger_commands_total", ("done",), done)
-    yield Sample("cachesvc_ledger_commands_total", ("refused",), ledger.refused)
-    yield Sample("cachesvc_ledger_settled_total", (), ledger.settled)
-    yield Sample("cachesvc_ledger_reaped_total", ("lapsed",), ledger.swept)
-    yield Sample("cachesvc_ledger_reaped_total", ("crashed",), ledger.recovered)
-    yield Sample("cachesvc_ledger_commits_total", (), ledger.batches)
-    yield Sample("cachesvc_ledger_failed_commits_total", (), ledger.failed_batches)
-    yield Sample("cachesvc_ledger_commit_seconds_total", (), ledger.commit_ns / _SECOND)
-    yield Sample("cachesvc_ledger_commit_seconds_max", (), ledger.commit_ns_max / _SECOND)
-    yield Sample("cachesvc_ledger_queue", (), ledger.queued)
-    yield Sample("cachesvc_ledger_clock_skew_seconds", (), ledger.clock_skew_s)
+    yield MetricSample("cachesvc_ledger_commands_total", ("done",), done)
+    yield MetricSample("cachesvc_ledger_commands_total", ("refused",), ledger.refused)
+    yield MetricSample("cachesvc_ledger_settled_total", (), ledger.settled)
+    yield MetricSample("cachesvc_ledger_reaped_total", ("lapsed",), ledger.swept)
+    yield MetricSample("cachesvc_ledger_reaped_total", ("crashed",), ledger.recovered)
+    yield MetricSample("cachesvc_ledger_commits_total", (), ledger.batches)
+    yield MetricSample("cachesvc_ledger_failed_commits_total", (), ledger.failed_batches)
+    yield MetricSample("cachesvc_ledger_commit_seconds_total", (), ledger.commit_ns / _SECOND)
+    yield MetricSample("cachesvc_ledger_commit_seconds_max", (), ledger.commit_ns_max / _SECOND)
+    yield MetricSample("cachesvc_ledger_queue", (), ledger.queued)
+    yield MetricSample("cachesvc_ledger_clock_skew_seconds", (), ledger.clock_skew_s)
 
 
-def _engine_samples(stats: "EngineStats") -> Iterator[Sample]:
-    yield Sample("cachesvc_running_requests", (), stats.num_running)
-    yield Sample("cachesvc_waiting_requests", (), stats.num_waiting)
-    yield Sample("cachesvc_loading_requests", (), stats.num_loading)
-    yield Sample("cachesvc_preemptions_total", (), stats.num_preemptions)
-    yield Sample("cachesvc_steps_total", (), stats.num_steps)
-    yield Sample("cachesvc_prefill_tokens_total", (), stats.prompt_tokens_computed)
-    yield Sample("cachesvc_jumped_tokens_total", (), stats.jumped_tokens)
+def _engine_samples(stats: "EngineStats") -> Iterator[MetricSample]:
+    yield MetricSample("cachesvc_running_requests", (), stats.num_running)
+    yield MetricSample("cachesvc_waiting_requests", (), stats.num_waiting)
+    yield MetricSample("cachesvc_loading_requests", (), stats.num_loading)
+    yield MetricSample("cachesvc_preemptions_total", (), stats.num_preemptions)
+    yield MetricSample("cachesvc_steps_total", (), stats.num_steps)
+    yield MetricSample("cachesvc_prefill_tokens_total", (), stats.prompt_tokens_computed)
+    yield MetricSample("cachesvc_jumped_tokens_total", (), stats.jumped_tokens)
     yield from _cache_samples(stats.cache)
 
 
-def _cache_samples(cache: "CacheStats") -> Iterator[Sample]:
+def _cache_samples(cache: "CacheStats") -> Iterator[MetricSample]:
     for tier in (cache.device, cache.host, cache.disk, cache.remote):
         if tier is not None:
             yield from _tier_samples(tier)
     for (name, event), count in cache.events.items():
-        yield Sample("cachesvc_cache_events_total", (name, event), count)
+        yield MetricSample("cachesvc_cache_events_total", (name, event), count)
     if cache.disk is not None:
-        yield Sample("cachesvc_transfer_bytes_total", ("disk", "host"), cache.disk.read_bytes)
-        yield Sample("cachesvc_transfer_bytes_total", ("host", "disk"), cache.disk.written_bytes)
+        yield MetricSample("cachesvc_transfer_bytes_total", ("disk", "host"), cache.disk.read_bytes)
+        yield MetricSample(
+            "cachesvc_transfer_bytes_total", ("host", "disk"), cache.disk.written_bytes
+        )
         yield from _shard_samples(cache.disk.shards)
     if cache.remote is not None:
         read, written = cache.remote.read_bytes, cache.remote.written_bytes
-        yield Sample("cachesvc_transfer_bytes_total", ("remote", "host"), read)
-        yield Sample("cachesvc_transfer_bytes_total", ("disk", "remote"), written)
+        yield MetricSample("cachesvc_transfer_bytes_total", ("remote", "host"), read)
+        yield MetricSample("cachesvc_transfer_bytes_total", ("disk", "remote"), written)
     for lane, moved in cache.transfers.items():
-        yield Sample("cachesvc_transfer_seconds", lane, moved.seconds)
+        yield MetricSample("cachesvc_transfer_seconds", lane, moved.seconds)
         if TierName.DISK not in lane:
-            yield Sample("cachesvc_transfer_bytes_total", lane, moved.nbytes)
-    yield Sample("cachesvc_load_bytes_per_second", (), cache.load_bytes_per_s)
-    yield Sample("cachesvc_prefill_tokens_per_second", (), cache.prefill_tokens_per_s)
-    yield Sample("cachesvc_loads_refused_total", (), cache.loads_refused)
-    yield Sample("cachesvc_collisions_total", (), cache.collisions)
-    yield Sample("cachesvc_pins", (), cache.num_pins)
-    yield Sample("cachesvc_pinned_bytes", (), cache.pinned_blocks * cache.block_bytes)
-    yield Sample("cachesvc_pinnable_bytes", (), cache.pinnable_blocks * cache.block_bytes)
+            yield MetricSample("cachesvc_transfer_bytes_total", lane, moved.nbytes)
+    yield MetricSample("cachesvc_load_bytes_per_second", (), cache.load_bytes_per_s)
+    yield MetricSample("cachesvc_prefill_tokens_per_second", (), cache.prefill_tokens_per_s)
+    yield MetricSample("cachesvc_loads_refused_total", (), cache.loads_refused)
+    yield MetricSample("cachesvc_collisions_total", (), cache.collisions)
+    yield MetricSample("cachesvc_pins", (), cache.num_pins)
+    yield MetricSample("cachesvc_pinned_bytes", (), cache.pinned_blocks * cache.block_bytes)
+    yield MetricSample("cachesvc_pinnable_bytes", (), cache.pinnable_blocks * cache.block_bytes)
     yield from _quota_samples(cache.groups)
-    yield Sample("cachesvc_event_listeners", (), cache.num_listeners)
-    yield Sample("cachesvc_events_missed_total", (), cache.events_missed)
+    yield MetricSample("cachesvc_event_listeners", (), cache.num_listeners)
+    yield MetricSample("cachesvc_events_missed_total", (), cache.events_missed)
 
 
-def _quota_samples(groups: "Sequence[GroupUse]") -> Iterator[Sample]:
+def _quota_samples(groups: "Sequence[GroupUse]") -> Iterator[MetricSample]:
     """By group; scopes that have the default quota are one, for they are many."""
     used: Counter[tuple[str, str]] = Counter()
     share: Counter[tuple[str, str]] = Counter()
@@ -126,34 +128,36 @@ def _quota_samples(groups: "Sequence[GroupUse]") -> Iterator[Sample]:
         used[labels] += use.used_bytes
         share[labels] += use.share_bytes
     for labels in share:
-        yield Sample("cachesvc_quota_used_bytes", labels, used[labels])
-        yield Sample("cachesvc_quota_share_bytes", labels, share[labels])
+        yield MetricSample("cachesvc_quota_used_bytes", labels, used[labels])
+        yield MetricSample("cachesvc_quota_share_bytes", labels, share[labels])
 
 
-def _tier_samples(tier: TierStats) -> Iterator[Sample]:
+def _tier_samples(tier: TierStats) -> Iterator[MetricSample]:
     labels = (str(tier.name),)
-    yield Sample("cachesvc_cache_blocks", labels, tier.num_blocks)
-    yield Sample("cachesvc_cache_bytes", labels, tier.used_bytes)
-    yield Sample("cachesvc_cache_logical_bytes", labels, tier.logical_bytes)
-    yield Sample("cachesvc_cache_capacity_bytes", labels, tier.capacity_bytes)
-    yield Sample("cachesvc_tier_served_blocks_total", labels, tier.hits)
-    yield Sample("cachesvc_tier_missed_blocks_total", labels, tier.misses)
+    yield MetricSample("cachesvc_cache_blocks", labels, tier.num_blocks)
+    yield MetricSample("cachesvc_cache_bytes", labels, tier.used_bytes)
+    yield MetricSample("cachesvc_cache_logical_bytes", labels, tier.logical_bytes)
+    yield MetricSample("cachesvc_cache_capacity_bytes", labels, tier.capacity_bytes)
+    yield MetricSample("cachesvc_tier_served_blocks_total", labels, tier.hits)
+    yield MetricSample("cachesvc_tier_missed_blocks_total", labels, tier.misses)
     for reason, count in tier.faults.items():
-        yield Sample("cachesvc_tier_faults_total", (*labels, reason), count)
+        yield MetricSample("cachesvc_tier_faults_total", (*labels, reason), count)
     for cause, count in tier.lives.causes.items():
-        yield Sample("cachesvc_evictions_total", (*labels, cause), count)
-    yield Sample("cachesvc_block_lifetime_seconds", labels, tier.lives.lifetime)
-    yield Sample("cachesvc_block_idle_seconds", labels, tier.lives.idle)
-    yield Sample("cachesvc_block_reuse_gap_seconds", labels, tier.lives.reuse_gap)
+        yield MetricSample("cachesvc_evictions_total", (*labels, cause), count)
+    yield MetricSample("cachesvc_block_lifetime_seconds", labels, tier.lives.lifetime)
+    yield MetricSample("cachesvc_block_idle_seconds", labels, tier.lives.idle)
+    yield MetricSample("cachesvc_block_reuse_gap_seconds", labels, tier.lives.reuse_gap)
 
 
-def _shard_samples(shards: Sequence[ShardStats]) -> Iterator[Sample]:
+def _shard_samples(shards: Sequence[ShardStats]) -> Iterator[MetricSample]:
     num_ready = sum(shard.ready for shard in shards)
-    yield Sample("cachesvc_disk_shards", ("ready",), num_ready)
+    yield MetricSample("cachesvc_disk_shards", ("ready",), num_ready)
     num_checking = sum(shard.checking for shard in shards)
-    yield Sample("cachesvc_disk_shards", ("checking",), num_checking)
-    yield Sample("cachesvc_disk_shards", ("replacing",), len(shards) - num_ready - num_checking)
+    yield MetricSample("cachesvc_disk_shards", ("checking",), num_checking)
+    yield MetricSample(
+        "cachesvc_disk_shards", ("replacing",), len(shards) - num_ready - num_checking
+    )
     for shard in shards:
         if shard.ready:
-            yield Sample("cachesvc_disk_map_bytes", (shard.name,), shard.map_bytes)
-            yield Sample("cachesvc_disk_map_used_bytes", (shard.name,), shard.used_bytes)
+            yield MetricSample("cachesvc_disk_map_bytes", (shard.name,), shard.map_bytes)
+            yield MetricSample("cachesvc_disk_map_used_bytes", (shard.name,), shard.used_bytes)

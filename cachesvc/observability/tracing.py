@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from api.journal.journal import Record, State
+from api.journal.journal import RequestRecord, State
 from billing.usage import Usage
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import TracingSection
@@ -74,7 +74,7 @@ class RequestTracer:
         self._tracer = self._provider.get_tracer("cachesvc")
         self._offset_ns = offset_ns or _offset_ns
 
-    def trace(self, record: Record) -> None:
+    def trace(self, record: RequestRecord) -> None:
         """Send the spans of a request that has ended."""
         offset_ns = self._offset_ns()
         timeline = record.served.timeline if record.served is not None else Timeline()
@@ -108,11 +108,11 @@ class RequestTracer:
         self._provider.shutdown()
 
 
-def operation(record: Record) -> str:
+def operation(record: RequestRecord) -> str:
     return "chat" if record.trail.route in CHAT_ROUTES else "text_completion"
 
 
-def attributes(record: Record) -> Attributes:
+def attributes(record: RequestRecord) -> Attributes:
     """What the request's own span says."""
     told: Attributes = {
         "gen_ai.operation.name": operation(record),
@@ -145,7 +145,9 @@ def attributes(record: Record) -> Attributes:
     return told
 
 
-def phases(record: Record, timeline: Timeline) -> list[tuple[str, int, int, Mapping[str, Any]]]:
+def phases(
+    record: RequestRecord, timeline: Timeline
+) -> list[tuple[str, int, int, Mapping[str, Any]]]:
     """(name, start, end, attributes) of what was reached, by the monotonic clock in ns."""
     usage = record.served.usage if record.served is not None else None
     load = _hits(usage) if usage is not None else {}

@@ -15,7 +15,7 @@ from api.cache.explorer import Caller
 from billing.reports.receipts import ReceiptSigner
 from cachesvc.operator.purge import Done, Order, keep_receipt, read_receipt, receipt
 from cachesvc.operator.scopes import Kind, roots_of
-from cachesvc.operator.storage_meter import Storage
+from cachesvc.operator.storage_meter import StorageCharges
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
 from tiers.policy.retention import Pin, PinError
@@ -37,7 +37,7 @@ class CacheOperator:
         block_size: int,
         data_dir: Path,
         signer: ReceiptSigner,
-        storage: Storage | None = None,
+        storage: StorageCharges | None = None,
         wall_clock: Callable[[], float] = time.time,
         *,
         forget: Callable[[Kind, str], None] = lambda kind, name: None,

@@ -47,7 +47,7 @@ T = TypeVar("T")
 Payers = Callable[[], Mapping[PrefixKey, Payer]]
 
 
-class Storage(Protocol):
+class StorageCharges(Protocol):
     """What the operator's hands need of it."""
 
     async def settle(self) -> Collection[str]:
@@ -107,7 +107,7 @@ class StorageMeter:
             await asyncio.sleep(self._until_next_s())
 
     async def settle(self) -> Collection[str]:
-        """See `Storage`. Raises BillingError where the ledger fails; what is open stays so."""
+        """See `StorageCharges`. Raises BillingError where the ledger fails; none is lost."""
         async with self._settling:
             pins = await self._look()
             unpaid = [pin for pin in pins if not await self._charge(pin)]

@@ -27,7 +27,8 @@ from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError
 from tiers.policy.admission import WritePolicy, keeps_copies
 from tiers.policy.quota import QuotaShares
-from tiers.remote.stacked import RemoteSettings, RemoteWrites, stack
+from tiers.remote.settings import RemoteSettings, RemoteWrites
+from tiers.remote.stacked import stack
 from tiers.telemetry.events import EventStream
 from tiers.tier import ManagedTier
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from api.admin.login.passwords import Passwords
 from api.admin.login.sessions import Admin, Sessions
-from api.admin.parts import AdminParts, BlockReader, CacheAdmin
+from api.admin.parts import AdminParts, CacheAdmin, MemoryReader
 from api.cache.explorer import Explorer
 from api.journal.journal import Journal
 from billing.money import parse_amount
@@ -66,7 +66,7 @@ class Dashboard:
         explorer: Explorer,
         decode: Callable[[Sequence[int]], str],
         working_set: Callable[[], Future[TrafficReport]] | None = None,
-        blocks: BlockReader | None = None,
+        blocks: MemoryReader | None = None,
         cache: CacheAdmin | None = None,
     ) -> None:
         self._remembered = Remembered(None, max_records=0)

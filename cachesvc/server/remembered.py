@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-from api.journal.journal import Record
+from api.journal.journal import RequestRecord
 from cachesvc.server.side_file import SideFile
 
 FILE_NAME: Final = "dashboard.sqlite3"
@@ -39,7 +39,7 @@ class Remembered:
     def num_dropped(self) -> int:
         return self._file.num_dropped
 
-    def records(self) -> Sequence[Record]:
+    def records(self) -> Sequence[RequestRecord]:
         """Ended requests, the oldest first. What another version wrote may be left out."""
         found = self._file.rows("SELECT body FROM records ORDER BY number")
         return [record for (body,) in found if (record := _record(body)) is not None]
@@ -56,7 +56,7 @@ class Remembered:
         """Write what waits, and stop."""
         self._file.close()
 
-    def keep_record(self, record: Record) -> None:
+    def keep_record(self, record: RequestRecord) -> None:
         def write(db: sqlite3.Connection) -> None:
             body = zlib.compress(pickle.dumps(replace(record, prompts=())))
             added = db.execute("INSERT INTO records (body) VALUES (?)", (body,))
@@ -85,11 +85,11 @@ class _Reader(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is none of ours")
 
 
-def _record(body: bytes) -> Record | None:
+def _record(body: bytes) -> RequestRecord | None:
     """None for what this version cannot read."""
     try:
         record = _Reader(io.BytesIO(zlib.decompress(body))).load()
-        assert isinstance(record, Record) and record.nbytes
+        assert isinstance(record, RequestRecord) and record.nbytes
     except Exception:  # noqa: BLE001  another version's values fail in as many ways as there are
         return None
     return record

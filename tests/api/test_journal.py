@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import httpx
 from fastapi import FastAPI
 
-from api.journal.journal import Journal, JournalSettings, Record, State
+from api.journal.journal import Journal, JournalSettings, RequestRecord, State
 from api.testing import FakeHouse, OpenGate, Script, fake_house
 from billing.gate.work import insufficient_balance
 from billing.keys import Principal, Scope
@@ -50,7 +50,7 @@ async def test_neither_prompt_nor_answer_is_kept(
     assert SECRET not in repr(record) and record.prompts == ()
 
 
-def _has_said(record: Record, words: str) -> bool:
+def _has_said(record: RequestRecord, words: str) -> bool:
     return record.served is not None and record.served.usage.output > len(words)
 
 

@@ -12,7 +12,7 @@ from tiers.errors import ConfigurationError
 from tiers.node.client import NodeClient
 from tiers.node.node import NodeServer
 from tiers.node.settings import NodeSettings
-from tiers.remote.stacked import RemoteSettings, RemoteWrites
+from tiers.remote.settings import RemoteSettings, RemoteWrites
 from tiers.tier import TierName
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]

@@ -17,7 +17,8 @@ from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
 from tiers.errors import MissReason
 from tiers.remote.objects import RemoteError, open_objects
-from tiers.remote.stacked import RemoteWrites, StackedTier
+from tiers.remote.settings import RemoteWrites
+from tiers.remote.stacked import StackedTier
 from tiers.remote.tier import RemoteTier
 from tiers.testing.faulty_storage import SCOPE, chain, fill, holds, take, wipe
 from tiers.tier import Loaded, TierName

@@ -11,7 +11,8 @@ from tests.redis_server import redis_server
 from tiers.disk.tier import DiskTier
 from tiers.remote.objects import open_objects
 from tiers.remote.seal import Seal
-from tiers.remote.stacked import RemoteWrites, StackedTier
+from tiers.remote.settings import RemoteWrites
+from tiers.remote.stacked import StackedTier
 from tiers.remote.tier import RemoteTier
 
 pytestmark = pytest.mark.redis

@@ -12,7 +12,7 @@ import pytest
 
 from api.admin.login.sessions import Admin, Role, Sessions
 from api.job import Bill, Served
-from api.journal.journal import Journal, JournalSettings, Record, State
+from api.journal.journal import Journal, JournalSettings, RequestRecord, State
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from cachesvc.observability.history import pack
@@ -23,7 +23,7 @@ from tiers.blocks.keys import PrefixKey
 from tiers.errors import MissReason
 
 
-def record(number: int) -> Record:
+def record(number: int) -> RequestRecord:
     served = Served(
         Outcome.FINISHED,
         Usage(hit_disk=4, miss=3, output=2),
@@ -31,7 +31,7 @@ def record(number: int) -> Record:
         Timeline(1, 2, 3, 4, 5),
         finishes=(FinishReason.STOP,),
     )
-    return Record(
+    return RequestRecord(
         request_id=f"r{number}",
         client_id="",
         tenant="acme",
@@ -51,7 +51,7 @@ def record(number: int) -> Record:
     )
 
 
-def kept(path: Path, *records: Record, max_records: int = 100) -> list[Record]:
+def kept(path: Path, *records: RequestRecord, max_records: int = 100) -> list[RequestRecord]:
     """What is remembered of these after a restart."""
     first = Remembered(path, max_records=max_records)
     first.start()

@@ -14,7 +14,8 @@ from tiers.errors import ConfigurationError, MissReason
 from tiers.remote.breaker import FAILURES, StoreBreaker
 from tiers.remote.objects import RemoteError, open_objects, shown_url
 from tiers.remote.seal import Seal, read_seal
-from tiers.remote.stacked import RemoteWrites, StackedTier
+from tiers.remote.settings import RemoteWrites
+from tiers.remote.stacked import StackedTier
 from tiers.remote.tier import RemoteTier, object_name
 from tiers.testing.faulty_storage import SCOPE, chain, fill, holds, take, wipe
 from tiers.tier import Loaded, TierName

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
-from tiers.disk.directory import FORMAT, Meta, Spread, disk_id
+from tiers.disk.directory import FORMAT, DiskChoice, Meta, disk_id
 from tiers.disk.inspection.view import DiskView
 from tiers.disk.sampling import merged
 from tiers.disk.tier import DiskTier
@@ -45,7 +45,7 @@ class DiskArray:
     def __init__(self, disks: Mapping[Path, DiskTier | None]) -> None:
         self._disks = dict(disks)
         opened = [root for root, disk in disks.items() if disk is not None]
-        self._spread = Spread({root: _id_of(root) for root in opened})
+        self._spread = DiskChoice({root: _id_of(root) for root in opened})
         self._lock = threading.Lock()
         self._num_faults: Counter[Path] = Counter()  # in a row
         self._readers = {

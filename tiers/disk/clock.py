@@ -8,7 +8,7 @@ nor does a clock that was set meanwhile.
 from typing import NamedTuple
 
 
-class Found(NamedTuple):
+class IdleClock(NamedTuple):
     """What stood in a shard when it was opened."""
 
     end: int = 0  # sequences below this one were there

@@ -161,7 +161,7 @@ def disk_id(root: Path) -> bytes:
         return made
 
 
-class Spread:
+class DiskChoice:
     """Which of several disks a block belongs to: the one that ranks highest for its key.
 
     By the ids of the folders (rendezvous hashing), so that a disk that comes takes its part of the
@@ -174,9 +174,9 @@ class Spread:
     def disk_of(self, key: PrefixKey) -> Path:
         return max(self._seeds, key=lambda root: xxhash.xxh3_64_intdigest(key, self._seeds[root]))
 
-    def without(self, root: Path) -> "Spread":
+    def without(self, root: Path) -> "DiskChoice":
         """The same disks but one."""
-        rest = Spread({})
+        rest = DiskChoice({})
         rest._seeds = {other: seed for other, seed in self._seeds.items() if other != root}
         return rest
 

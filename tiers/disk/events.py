@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tiers.disk.format.record import parent_of, tokens_of, written_s_of
-from tiers.disk.format.rows import Entry
+from tiers.disk.format.rows import IndexEntry
 from tiers.disk.transaction import Writer
 from tiers.telemetry.events import EventKind, EventStream
 from tiers.telemetry.lifetimes import Lives
@@ -40,7 +40,7 @@ class DiskEvents:
         if self._stream.listening:
             self._tell(writer)
 
-    def served(self, entries: Sequence[Entry]) -> None:
+    def served(self, entries: Sequence[IndexEntry]) -> None:
         """Blocks were read for a request; their last use is as of the last write that told it."""
         now_s = self.clock()
         with self._lock:

@@ -18,7 +18,7 @@ from tiers.disk.directory import shard_of
 from tiers.disk.format.codec import Codec, DecodeError
 from tiers.disk.format.payload import check, decode, needed_nbytes
 from tiers.disk.format.record import Header, is_block, unpack_header
-from tiers.disk.format.rows import Entry
+from tiers.disk.format.rows import IndexEntry
 from tiers.disk.shard import ShardDamaged
 from tiers.disk.slot import ShardSlot
 from tiers.disk.storage import PageBuffer, StorageError
@@ -43,7 +43,7 @@ class Found(NamedTuple):
 
     number: int  # of the shard
     key: PrefixKey
-    entry: Entry
+    entry: IndexEntry
     header: Header
 
 
@@ -128,13 +128,13 @@ class BlockReader:
             keys[shard_of(block.key, len(self._slots))].append(block.key)
         return keys
 
-    def _entries(self, ids: Sequence[BlockId]) -> tuple[list[Iterator[Entry]], set[int]]:
+    def _entries(self, ids: Sequence[BlockId]) -> tuple[list[Iterator[IndexEntry]], set[int]]:
         """Each shard's run of entries, and the shards that could not be asked."""
         keys = self._keys(ids)
-        runs: list[Iterator[Entry]] = []
+        runs: list[Iterator[IndexEntry]] = []
         broken: set[int] = set()
         for number, slot in enumerate(self._slots):
-            run: list[Entry] = []
+            run: list[IndexEntry] = []
             try:
                 if keys[number]:
                     with slot.read() as shard:
@@ -145,7 +145,7 @@ class BlockReader:
             runs.append(iter(run))
         return runs, broken
 
-    def _prove(self, entry: Entry, block: BlockId) -> Header | MissReason:
+    def _prove(self, entry: IndexEntry, block: BlockId) -> Header | MissReason:
         header = unpack_header(entry.header)
         if isinstance(header, MissReason):
             return header
@@ -181,7 +181,7 @@ class BlockReader:
         return self._verify(entry, header, record, into, part)
 
     def _verify(
-        self, entry: Entry, header: Header, record: memoryview, into: memoryview, part: Part
+        self, entry: IndexEntry, header: Header, record: memoryview, into: memoryview, part: Part
     ) -> MissReason | None:
         start = len(entry.header)
         nbytes = needed_nbytes(header, part)

@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.clock import Found
+from tiers.disk.clock import IdleClock
 from tiers.disk.format.rows import (
     Account,
     Day,
-    Entry,
+    IndexEntry,
     Totals,
     pack_order,
     pack_sequence,
@@ -148,18 +148,18 @@ class Shard:
                     return number
         return len(keys)
 
-    def find(self, keys: Sequence[PrefixKey]) -> list[Entry]:
+    def find(self, keys: Sequence[PrefixKey]) -> list[IndexEntry]:
         """Index entries of the leading run of keys that are held."""
-        found: list[Entry] = []
+        found: list[IndexEntry] = []
         with self._reading() as txn:
             for key in keys:
                 data = self._storage.get(txn, key, self._dbs.index)
                 if data is None:
                     break
-                found.append(Entry.unpack(data))
+                found.append(IndexEntry.unpack(data))
         return found
 
-    def will_need(self, entries: Sequence[Entry]) -> None:
+    def will_need(self, entries: Sequence[IndexEntry]) -> None:
         """Start reading these records; neighbours on disk become one request."""
         start = end = 0
         for place in (entry.place for entry in entries):
@@ -172,7 +172,7 @@ class Shard:
         if start < end:
             self._storage.will_need(self._data_file, start, end - start)
 
-    def read(self, key: PrefixKey, entry: Entry, into: memoryview) -> memoryview:
+    def read(self, key: PrefixKey, entry: IndexEntry, into: memoryview) -> memoryview:
         """The record of `entry`, as far as it is there, in the room `into`.
 
         `into` begins on a page and has `room_for(entry)` bytes or more.
@@ -187,34 +187,34 @@ class Shard:
         into[: len(data)] = data
         return into[: len(data)]
 
-    def room_for(self, entry: Entry) -> int:
+    def room_for(self, entry: IndexEntry) -> int:
         """Bytes that `read` needs: the whole pages of the record."""
         return -(-(entry.place.nbytes + PAGE_HEADER) // self.page_bytes) * self.page_bytes
 
-    def entries(self, after: PrefixKey | None, limit: int) -> list[tuple[PrefixKey, Entry]]:
+    def entries(self, after: PrefixKey | None, limit: int) -> list[tuple[PrefixKey, IndexEntry]]:
         """Up to `limit` blocks in order of their keys, from the one after `after`."""
         with self._reading() as txn, txn.cursor(db=self._dbs.index) as cursor:
             if not (cursor.first() if after is None else cursor.set_range(after)):
                 return []
-            rows: list[tuple[PrefixKey, Entry]] = []
+            rows: list[tuple[PrefixKey, IndexEntry]] = []
             for key, data in cursor.iternext(keys=True, values=True):
                 if key != after:
-                    rows.append((PrefixKey(key), Entry.unpack(data)))
+                    rows.append((PrefixKey(key), IndexEntry.unpack(data)))
                 if len(rows) == limit:
                     break
             return rows
 
     def by_age(
         self, after: int, limit: int, *, newest_first: bool = False
-    ) -> list[tuple[PrefixKey, Entry]]:
+    ) -> list[tuple[PrefixKey, IndexEntry]]:
         """Up to `limit` blocks in order of eviction, beyond sequence `after` (0: from the end)."""
-        rows: list[tuple[PrefixKey, Entry]] = []
+        rows: list[tuple[PrefixKey, IndexEntry]] = []
         with self._reading() as txn, txn.cursor(db=self._dbs.order) as cursor:
             for data in _orders(cursor, after, newest_first=newest_first):
                 key, _ = unpack_order(data)
                 entry = self._storage.get(txn, key, self._dbs.index)
                 if entry is not None:
-                    rows.append((key, Entry.unpack(entry)))
+                    rows.append((key, IndexEntry.unpack(entry)))
                 if len(rows) == limit:
                     break
         return rows
@@ -232,11 +232,11 @@ class Shard:
         with self._reading() as txn:
             return Totals.unpack(self._storage.get(txn, b"totals", self._dbs.state))
 
-    def _look_around(self) -> Found:
+    def _look_around(self) -> IdleClock:
         with self._reading() as txn, txn.cursor(db=self._dbs.order) as cursor:
             rows = islice(_orders(cursor, 0, newest_first=True), NEWEST_LOOKED_AT)
             newest_s = max((unpack_order(data)[1] for data in rows), default=0)
-        return Found(self.totals.next_sequence, newest_s, int(self._clock()))
+        return IdleClock(self.totals.next_sequence, newest_s, int(self._clock()))
 
     def accounts(self) -> dict[PrefixKey, Account]:
         """Blocks and bytes by scope."""

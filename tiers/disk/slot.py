@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from tiers.disk.recovery.check import CHECK_AT_ONCE_S, Report, ShardCheck, roll_back
+from tiers.disk.recovery.check import CHECK_AT_ONCE_S, ShardCheck, ShardReport, roll_back
 from tiers.disk.recovery.unchecked import UncheckedShard
 from tiers.disk.shard import Shard, ShardBusy, ShardDamaged
 from tiers.disk.storage import Doubtful, Storage
@@ -151,7 +151,7 @@ class ShardSlot:
             logger.error(f"disk cache: {self.path} cannot be read while it is checked: {error}")
         self._check = check
 
-    def _adopt(self, report: Report) -> None:
+    def _adopt(self, report: ShardReport) -> None:
         """Open the shard as the check found it."""
         self._leave()
         if report.problem is not None:
@@ -169,7 +169,7 @@ class ShardSlot:
         except (ShardDamaged, *Doubtful) as error:
             self._replace(str(error))
 
-    def _fix(self, report: Report) -> None:
+    def _fix(self, report: ShardReport) -> None:
         shard = Shard(self.path, self._opening.map_bytes, storage=self._opening.storage)
         try:
             shard.fix(report.fixes)

@@ -23,7 +23,7 @@ from tiers.disk.counts import Counted, DiskCounts
 from tiers.disk.directory import FORMAT, DirectoryLock, Meta, mark, shard_of
 from tiers.disk.events import DiskEvents
 from tiers.disk.format.record import Header, unpack_header
-from tiers.disk.format.rows import Entry
+from tiers.disk.format.rows import IndexEntry
 from tiers.disk.guard import DiskGuard
 from tiers.disk.inspection.export import proven, whole_nbytes
 from tiers.disk.inspection.maintenance import count, purge
@@ -164,7 +164,7 @@ class DiskTier:
             return None
         return None
 
-    def _find(self, key: PrefixKey) -> list[Entry]:
+    def _find(self, key: PrefixKey) -> list[IndexEntry]:
         self._check_open()
         with self._slots[shard_of(key, len(self._slots))].read() as shard:
             return shard.find([key])

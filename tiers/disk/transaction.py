@@ -23,12 +23,12 @@ from itertools import islice
 from typing import NamedTuple
 
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.clock import Found
+from tiers.disk.clock import IdleClock
 from tiers.disk.format.rows import (
     DAY_S,
     Account,
     Day,
-    Entry,
+    IndexEntry,
     Place,
     Totals,
     pack_day,
@@ -81,7 +81,7 @@ class Gone(NamedTuple):
     """A block that this transaction took away."""
 
     key: PrefixKey
-    entry: Entry
+    entry: IndexEntry
     cause: Cause
 
 
@@ -108,12 +108,12 @@ class Writer:
         page_bytes: int,
         room_pages: int,
         now_s: int,
-        found: Found | None = None,
+        found: IdleClock | None = None,
         guard: DiskGuard | None = None,
         before_free: Callable[[int, int], None] = lambda offset, nbytes: None,
     ) -> None:
         self._before_free = before_free
-        self._found = found or Found()
+        self._found = found or IdleClock()
         self._storage = storage
         self._txn = txn
         self._dbs = dbs
@@ -124,7 +124,7 @@ class Writer:
         self._accounts: dict[PrefixKey, Account] = {}
         self._day = Day()
         self.written_bytes = 0
-        self.fresh: list[tuple[PrefixKey, Entry]] = []
+        self.fresh: list[tuple[PrefixKey, IndexEntry]] = []
         self.gone: list[Gone] = []
         self.evicted: list[PrefixKey] = []
         self.now_s = now_s
@@ -140,9 +140,9 @@ class Writer:
     def changed(self) -> bool:
         return self._num_changes > 0
 
-    def find(self, key: PrefixKey) -> Entry | None:
+    def find(self, key: PrefixKey) -> IndexEntry | None:
         data = self._storage.get(self._txn, key, self._dbs.index)
-        return None if data is None else Entry.unpack(data)
+        return None if data is None else IndexEntry.unpack(data)
 
     def take_sequences(self, count: int) -> int:
         """The first of `count` new places at the recent end of the order."""
@@ -160,7 +160,7 @@ class Writer:
         self._num_changes += 1
         self._storage.put(self._txn, record.key, record.data, self._dbs.data)
         place = Place(sequence, self._extent(record), len(record.data), used_s)
-        entry = Entry(place, record.header)
+        entry = IndexEntry(place, record.header)
         self._place(record.key, entry)
         stored = self._pages(len(record.data)) * self._page_bytes
         self._account(record.scope, 1, stored, record.logical_nbytes)
@@ -300,7 +300,7 @@ class Writer:
             day = Day.unpack(self._storage.get(self._txn, key, self._dbs.days)).plus(self._day)
             self._storage.put(self._txn, key, day.pack(), self._dbs.days)
 
-    def _place(self, key: PrefixKey, entry: Entry) -> None:
+    def _place(self, key: PrefixKey, entry: IndexEntry) -> None:
         self._storage.put(self._txn, key, entry.pack(), self._dbs.index)
         order = pack_order(key, entry.place.used_s)
         self._storage.put(self._txn, pack_sequence(entry.place.sequence), order, self._dbs.order)

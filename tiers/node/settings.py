@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiers.errors import ConfigurationError
-from tiers.remote.stacked import RemoteSettings
+from tiers.remote.settings import RemoteSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from enum import StrEnum
-from pathlib import Path
 
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
@@ -20,41 +17,16 @@ from tiers.disk.array import DiskArray
 from tiers.disk.inspection.view import DiskView
 from tiers.disk.tier import DiskTier
 from tiers.errors import MissReason
-from tiers.remote.objects import ObjectStore, open_objects, shown_url
-from tiers.remote.seal import Seal, read_seal
+from tiers.remote.objects import ObjectStore
+from tiers.remote.seal import Seal
+from tiers.remote.settings import RemoteSettings, RemoteWrites
 from tiers.remote.tier import RemoteTier
 from tiers.tier import Age, Loaded, Removed, Sample, TierName, TierStats
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 1.0  # for an answer of the store; later is a miss
 MAX_SEEN = 1 << 17  # keys whose hits are counted: 20 MB
 PUBLISH_HITS = 2
-
-
-class RemoteWrites(StrEnum):
-    """Which blocks are sent to the remote tier."""
-
-    REUSED = "reused"  # what was hit twice, and what is pinned
-    ALL = "all"  # everything that is written to disk
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteSettings:
-    """Where the remote tier is, what is sent to it, and the key that it is sealed with."""
-
-    url: str
-    writes: RemoteWrites = RemoteWrites.REUSED
-    key_file: Path | None = None
-
-    @property
-    def shown_url(self) -> str:
-        return shown_url(self.url)
-
-    def open(self) -> tuple[ObjectStore, Seal | None]:
-        """The store, not asked yet, and the seal. Raises ConfigurationError."""
-        seal = read_seal(self.key_file) if self.key_file is not None else None
-        return open_objects(self.url, TIMEOUT_S), seal
 
 
 class StackedTier:

@@ -15,7 +15,7 @@ from api.admin.pages.forms import Filter
 from api.admin.parts import parts_of
 from api.errors import RequestNotFound, Unsupported
 from api.journal.documents import details, summary
-from api.journal.journal import Journal, Record
+from api.journal.journal import Journal, RequestRecord
 from api.journal.why import Finding, Kind, why
 
 router = APIRouter(tags=["admin: requests"])
@@ -102,7 +102,7 @@ def journal_of(request: Request) -> Journal:
     return journal
 
 
-def _found(request: Request, request_id: str) -> Record:
+def _found(request: Request, request_id: str) -> RequestRecord:
     record = journal_of(request).find(request_id)
     if record is None:
         raise RequestNotFound(
@@ -113,7 +113,7 @@ def _found(request: Request, request_id: str) -> Record:
     return record
 
 
-def _chosen(journal: Journal, tenant: str, state: str, text: str) -> Iterator[Record]:
+def _chosen(journal: Journal, tenant: str, state: str, text: str) -> Iterator[RequestRecord]:
     """Newest first, of a tenant, in a state or with an outcome, with `text` in an id or a name."""
     for record in journal.newest():
         outcome = record.served.outcome if record.served is not None else ""
@@ -126,14 +126,14 @@ def _chosen(journal: Journal, tenant: str, state: str, text: str) -> Iterator[Re
             yield record
 
 
-def _row(record: Record) -> dict[str, Any]:
+def _row(record: RequestRecord) -> dict[str, Any]:
     lookups = record.served.lookups if record.served is not None else ()
     kinds = [why(lookup, record.arrived_s).kind for lookup in lookups]
     missed = [kind for kind in kinds if kind is not Kind.SERVED]
     return summary(record) | {"arrived_s": record.arrived_s, "why": missed[0] if missed else None}
 
 
-async def _findings(request: Request, record: Record) -> dict[int, Finding]:
+async def _findings(request: Request, record: RequestRecord) -> dict[int, Finding]:
     """What a look at all tiers adds to the lookups' own words."""
     explorer = parts_of(request).explorer
     if explorer is None or record.served is None:
@@ -143,7 +143,7 @@ async def _findings(request: Request, record: Record) -> dict[int, Finding]:
 
 
 async def _show(
-    request: Request, admin: Admin, record: Record, texts: list[str] | None = None
+    request: Request, admin: Admin, record: RequestRecord, texts: list[str] | None = None
 ) -> Response:
     told = details(record, await _findings(request, record))
     return render(

@@ -4,20 +4,20 @@
 undisturbed. Those that remove and move blocks are in `change` and `purge`.
 """
 
-from cachesvc.cli.lazy import Entry, lazy_group
+from cachesvc.cli.lazy import Command, lazy_group
 
 COMMANDS = {
-    "stats": Entry("cachesvc.cli.cache.stats:stats", "How full the tiers are"),
-    "tree": Entry("cachesvc.cli.cache.tree:tree", "Blocks as the tree of prefixes that they are"),
-    "verify": Entry("cachesvc.cli.cache.verify:verify", "Read and check every block"),
-    "ls": Entry("cachesvc.cli.cache.blocks:list_blocks", "List blocks of a tier"),
-    "show": Entry("cachesvc.cli.cache.blocks:show", "One block: identity, neighbours, places"),
-    "evict": Entry("cachesvc.cli.cache.change:evict", "Remove blocks by age, scope or amount"),
-    "purge": Entry("cachesvc.cli.cache.purge:purge", "Remove every block of a tenant or group"),
-    "pin": Entry("cachesvc.cli.cache.pins:pin", "Keep a prefix for a while; list and end pins"),
-    "compact": Entry("cachesvc.cli.cache.change:compact", "Give free space in the files back"),
-    "export": Entry("cachesvc.cli.cache.change:export", "Write blocks to a file"),
-    "import": Entry("cachesvc.cli.cache.change:import_", "Store the blocks of an export"),
+    "stats": Command("cachesvc.cli.cache.stats:stats", "How full the tiers are"),
+    "tree": Command("cachesvc.cli.cache.tree:tree", "Blocks as the tree of prefixes that they are"),
+    "verify": Command("cachesvc.cli.cache.verify:verify", "Read and check every block"),
+    "ls": Command("cachesvc.cli.cache.blocks:list_blocks", "List blocks of a tier"),
+    "show": Command("cachesvc.cli.cache.blocks:show", "One block: identity, neighbours, places"),
+    "evict": Command("cachesvc.cli.cache.change:evict", "Remove blocks by age, scope or amount"),
+    "purge": Command("cachesvc.cli.cache.purge:purge", "Remove every block of a tenant or group"),
+    "pin": Command("cachesvc.cli.cache.pins:pin", "Keep a prefix for a while; list and end pins"),
+    "compact": Command("cachesvc.cli.cache.change:compact", "Give free space in the files back"),
+    "export": Command("cachesvc.cli.cache.change:export", "Write blocks to a file"),
+    "import": Command("cachesvc.cli.cache.change:import_", "Store the blocks of an export"),
 }
 
 REMOVED = {

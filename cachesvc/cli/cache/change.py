@@ -25,7 +25,7 @@ from cachesvc.config.sources import load_settings
 from cachesvc.server.listen import make_data_dir
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.directory import disk_folders, prepare, read_meta
-from tiers.disk.format.rows import Entry
+from tiers.disk.format.rows import IndexEntry
 from tiers.disk.inspection import export as disk_transfer
 from tiers.disk.inspection.compact import compact_folder
 from tiers.disk.inspection.export import Moved, Rule, chain_rule, import_blocks
@@ -268,7 +268,7 @@ def _counted(rule: Rule, view: DiskView, what: str) -> Iterator[Rule]:
     """`rule` under a bar that moves with every block it judges."""
     with progress(what, sum(shard.read_totals().num_blocks for shard in view.shards)) as advance:
 
-        def judge(key: PrefixKey, entry: Entry) -> bool:
+        def judge(key: PrefixKey, entry: IndexEntry) -> bool:
             advance(1)
             return rule(key, entry)
 

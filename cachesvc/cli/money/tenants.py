@@ -8,7 +8,7 @@ import typer
 from billing.operations import prices, tenants
 from billing.prices.cards import default_card
 from billing.reports.documents import Document
-from cachesvc.cli.lazy import Entry, lazy_group
+from cachesvc.cli.lazy import Command, lazy_group
 from cachesvc.cli.money.books import (
     NO_REASON,
     DatabaseUrl,
@@ -32,10 +32,10 @@ _REMOVED = {
 _HERE = "cachesvc.cli.money.tenants"
 app = lazy_group(
     {
-        "create": Entry(f"{_HERE}:create", "Create a tenant"),
-        "show": Entry(f"{_HERE}:show", "Show one tenant, or list all"),
-        "set": Entry(f"{_HERE}:set_", "Change a tenant's credit, status or projects"),
-        "budget": Entry(
+        "create": Command(f"{_HERE}:create", "Create a tenant"),
+        "show": Command(f"{_HERE}:show", "Show one tenant, or list all"),
+        "set": Command(f"{_HERE}:set_", "Change a tenant's credit, status or projects"),
+        "budget": Command(
             "cachesvc.cli.money.budgets:budget", "Get told when spending passes an amount"
         ),
     },

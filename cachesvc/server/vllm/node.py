@@ -18,7 +18,7 @@ from typing import Any
 from cachesvc.config.vllm import node_environment
 from tiers.errors import ConfigurationError, MissReason, NodeError
 from tiers.node.client import NodeClient
-from tiers.remote.stacked import RemoteSettings
+from tiers.remote.settings import RemoteSettings
 from tiers.tier import TierName, TierStats
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ class Place(NamedTuple):
     used_s: int
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     """What the index knows of a block: its place, and a copy of the record's header."""
 
     place: Place
@@ -28,7 +28,7 @@ class Entry(NamedTuple):
         return _PLACE.pack(*self.place) + self.header
 
     @classmethod
-    def unpack(cls, data: bytes) -> "Entry":
+    def unpack(cls, data: bytes) -> "IndexEntry":
         return cls(Place(*_PLACE.unpack_from(data)), data[_PLACE.size :])
 
     @property

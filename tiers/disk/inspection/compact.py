@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.directory import DirectoryLock, read_meta, shard_path
-from tiers.disk.format.rows import Entry
+from tiers.disk.format.rows import IndexEntry
 from tiers.disk.inspection.export import make_record, proven, read_record
 from tiers.disk.pin_file import keys_in_force
 from tiers.disk.shard import Shard
@@ -23,7 +23,7 @@ from tiers.errors import ConfigurationError, MissReason
 
 ROWS = 16
 NEW_SUFFIX = ".new"
-Row = tuple[PrefixKey, Entry]
+Row = tuple[PrefixKey, IndexEntry]
 
 
 @dataclass(frozen=True, slots=True)

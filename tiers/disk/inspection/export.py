@@ -17,7 +17,7 @@ import xxhash
 from tiers.blocks.keys import PrefixKey, child_key
 from tiers.disk.format.codec import CodecId
 from tiers.disk.format.record import Header, check_payload, parent_of, unpack_header
-from tiers.disk.format.rows import Entry
+from tiers.disk.format.rows import IndexEntry
 from tiers.disk.inspection.maintenance import pages_by_age
 from tiers.disk.shard import Shard
 from tiers.disk.storage import PageBuffer
@@ -31,7 +31,7 @@ MAX_ROUNDS = 512  # transactions of one batch
 _LENGTH = struct.Struct("<I")
 _END = struct.Struct("<QQ")
 
-Rule = Callable[[PrefixKey, Entry], bool]
+Rule = Callable[[PrefixKey, IndexEntry], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ def _records(shard: Shard, rule: Rule) -> Iterator[tuple[PrefixKey, memoryview]]
             yield key, read_record(shard, key, entry)
 
 
-def read_record(shard: Shard, key: PrefixKey, entry: Entry) -> memoryview:
+def read_record(shard: Shard, key: PrefixKey, entry: IndexEntry) -> memoryview:
     return shard.read(key, entry, PageBuffer().take(shard.room_for(entry)))
 
 

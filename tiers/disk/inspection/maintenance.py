@@ -8,16 +8,16 @@ process of its own, and by `DiskTier` from the server's.
 from collections.abc import Callable, Collection, Iterator
 
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.format.rows import Entry
+from tiers.disk.format.rows import IndexEntry
 from tiers.disk.shard import Shard
 from tiers.tier import Removed
 
 PAGE_BLOCKS = 256
 
-Rule = Callable[[PrefixKey, Entry], bool]
+Rule = Callable[[PrefixKey, IndexEntry], bool]
 
 
-def pages(shard: Shard) -> Iterator[list[tuple[PrefixKey, Entry]]]:
+def pages(shard: Shard) -> Iterator[list[tuple[PrefixKey, IndexEntry]]]:
     """Every block, in order of keys; a block stored meanwhile may be missed, none comes twice."""
     after: PrefixKey | None = None
     while rows := shard.entries(after, PAGE_BLOCKS):
@@ -25,7 +25,7 @@ def pages(shard: Shard) -> Iterator[list[tuple[PrefixKey, Entry]]]:
         after = rows[-1][0]
 
 
-def pages_by_age(shard: Shard) -> Iterator[list[tuple[PrefixKey, Entry]]]:
+def pages_by_age(shard: Shard) -> Iterator[list[tuple[PrefixKey, IndexEntry]]]:
     """Every block, the next to be evicted first."""
     after = 0
     while rows := shard.by_age(after, PAGE_BLOCKS):

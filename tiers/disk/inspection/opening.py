@@ -17,8 +17,8 @@ from tiers.blocks.keys import PrefixKey
 from tiers.disk.directory import (
     FORMAT,
     DirectoryLock,
+    DiskChoice,
     Meta,
-    Spread,
     disk_folders,
     disk_id,
     read_meta,
@@ -173,7 +173,7 @@ def _open_disk(path: Path, guard: DiskGuard, *, readonly: bool) -> Iterator[Open
 
 def placed(disks: Sequence[OpenDisk]) -> Callable[[PrefixKey, int], int]:
     """Which of all the shards of these disks a block goes to, as a server would choose."""
-    spread = Spread({disk.path: disk_id(disk.path) for disk in disks} if disks[1:] else {})
+    spread = DiskChoice({disk.path: disk_id(disk.path) for disk in disks} if disks[1:] else {})
     counts = {disk.path: len(disk.shards) for disk in disks}
     starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
 

@@ -11,7 +11,7 @@ from tiers.blocks.keys import PrefixKey, child_key
 from tiers.disk.format.codec import Codec, DecodeError
 from tiers.disk.format.payload import decode
 from tiers.disk.format.record import Header, check_payload, unpack_header
-from tiers.disk.format.rows import Entry
+from tiers.disk.format.rows import IndexEntry
 from tiers.disk.inspection.maintenance import delete, pages
 from tiers.disk.shard import Shard
 from tiers.disk.storage import PageBuffer, StorageError
@@ -86,7 +86,7 @@ def verify(
     return Verified(num_blocks, logical_bytes, dict(bad), num_repaired, structure)
 
 
-def _still_there(shard: Shard, key: PrefixKey, entry: Entry) -> bool:
+def _still_there(shard: Shard, key: PrefixKey, entry: IndexEntry) -> bool:
     now = shard.find([key])
     return bool(now) and now[0].place.offset == entry.place.offset
 
@@ -100,7 +100,7 @@ class _Checker:
         self._record = PageBuffer()
         self._block = PageBuffer()
 
-    def check(self, key: PrefixKey, entry: Entry) -> MissReason | None:
+    def check(self, key: PrefixKey, entry: IndexEntry) -> MissReason | None:
         header = unpack_header(entry.header)
         if isinstance(header, MissReason):
             return header
@@ -113,7 +113,9 @@ class _Checker:
             return MissReason.IO_ERROR
         return self._check_record(entry, header, record)
 
-    def _check_record(self, entry: Entry, header: Header, record: memoryview) -> MissReason | None:
+    def _check_record(
+        self, entry: IndexEntry, header: Header, record: memoryview
+    ) -> MissReason | None:
         start = len(entry.header)
         end = start + header.payload_nbytes
         if len(record) < end:

@@ -18,7 +18,7 @@ from tiers.disk.directory import (
     read_holder,
 )
 from tiers.disk.format.record import Header, unpack_header
-from tiers.disk.format.rows import Account, Day, Entry
+from tiers.disk.format.rows import Account, Day, IndexEntry
 from tiers.disk.inspection.maintenance import pages, pages_by_age
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.shard import Shard
@@ -200,7 +200,7 @@ def open_view(path: Path) -> Iterator[DiskView]:
         yield DiskView(path, meta, shards)
 
 
-def _info(number: int, key: PrefixKey, entry: Entry) -> BlockInfo:
+def _info(number: int, key: PrefixKey, entry: IndexEntry) -> BlockInfo:
     place = entry.place
     header = unpack_header(entry.header)
     if not isinstance(header, Header):

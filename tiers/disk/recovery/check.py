@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiers.disk.recovery.consistency import Books, Fixes, Repair
+from tiers.disk.recovery.consistency import Fixes, Repair, ShardSums
 from tiers.disk.recovery.pages import (
     DATA_VERSION,
     MAGIC,
@@ -44,7 +44,7 @@ class TooLong(Exception):
 
 
 @dataclass(slots=True)
-class Report:
+class ShardReport:
     """What a check found. `problem` is set where the shard must be given up."""
 
     problem: str | None = None
@@ -54,7 +54,7 @@ class Report:
     fixes: Fixes = field(default_factory=Fixes)
 
 
-def check_shard(path: Path, map_bytes: int, within_s: float = math.inf) -> Report:
+def check_shard(path: Path, map_bytes: int, within_s: float = math.inf) -> ShardReport:
     """Check the shard in `path`, which nobody writes meanwhile. Raises TooLong and OSError."""
     deadline = time.monotonic() + within_s
     fd = os.open(path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
@@ -63,8 +63,8 @@ def check_shard(path: Path, map_bytes: int, within_s: float = math.inf) -> Repor
         heads = file.heads()
         if not heads:
             if _is_another_format(fd):
-                return Report()  # not for this reader to judge
-            return Report(problem="neither of its first two pages can be read")
+                return ShardReport()  # not for this reader to judge
+            return ShardReport(problem="neither of its first two pages can be read")
         why = "" if len(heads) == 2 else "one of its first two pages cannot be read"
         for head in heads:
             try:
@@ -72,8 +72,8 @@ def check_shard(path: Path, map_bytes: int, within_s: float = math.inf) -> Repor
             except Torn as torn:
                 why = str(torn)
                 continue
-            return Report(None, why or None, head.slot, head.transaction, fixes)
-        return Report(problem=why)
+            return ShardReport(None, why or None, head.slot, head.transaction, fixes)
+        return ShardReport(problem=why)
     finally:
         os.close(fd)
 
@@ -132,7 +132,7 @@ class _Check:
         if not trees:
             self._check_pages()
             return Fixes()
-        books = Books(self._file)
+        books = ShardSums(self._file)
         for name in NAMES:
             for node in self._timed(self._file.nodes(trees[name], self._walked)):
                 books.take(name, node)
@@ -199,7 +199,7 @@ class ShardCheck:
         self._child: subprocess.Popen[bytes] | None = None
         self._began = 0
 
-    def begin(self, within_s: float) -> Report | None:
+    def begin(self, within_s: float) -> ShardReport | None:
         """Check here; None where it takes longer, and a child goes on."""
         try:
             return check_shard(self._path, self._map_bytes, within_s)
@@ -207,9 +207,9 @@ class ShardCheck:
             self._start()
             return None
         except OSError as error:
-            return Report(problem=str(error))
+            return ShardReport(problem=str(error))
 
-    def poll(self) -> Report | None:
+    def poll(self) -> ShardReport | None:
         """What the child found, once it has; begun again where somebody wrote meanwhile."""
         child = self._child
         if child is None or child.poll() is None:
@@ -218,11 +218,11 @@ class ShardCheck:
         self._child = None
         if child.returncode:
             said = errors.decode(errors="replace").strip()[-200:]
-            return Report(problem=said or f"the check ended with {child.returncode}")
+            return ShardReport(problem=said or f"the check ended with {child.returncode}")
         if last_transaction(self._path, self._map_bytes) != self._began:
             self._start()
             return None
-        report: Report = pickle.loads(output)  # noqa: S301 - of a child of ours
+        report: ShardReport = pickle.loads(output)  # noqa: S301 - of a child of ours
         return report
 
     def cancel(self) -> None:

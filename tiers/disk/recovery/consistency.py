@@ -12,8 +12,8 @@ import xxhash
 
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.format.record import Header, unpack_header
-from tiers.disk.format.rows import Account, Day, Entry, Totals, unpack_order, unpack_sequence
-from tiers.disk.recovery.pages import HEADER, PAGE, Node, PageFile, Tree, run_pages
+from tiers.disk.format.rows import Account, Day, IndexEntry, Totals, unpack_order, unpack_sequence
+from tiers.disk.recovery.pages import HEADER, PAGE, LmdbTree, Node, PageFile, run_pages
 
 DAMAGED = (ValueError, struct.error)  # what reading a row of the wrong length or content raises
 _MASK = (1 << 128) - 1
@@ -37,7 +37,7 @@ class Fixes:
         return bool(rows) or self.totals is not None or self.accounts is not None
 
 
-class Books:
+class ShardSums:
     """Adds up what the databases say of the same blocks; the sums agree, or something is amiss."""
 
     def __init__(self, file: PageFile) -> None:
@@ -105,7 +105,7 @@ class Books:
 class Repair:
     """Finds, entry by entry, what to change so that the databases agree. Holds every key."""
 
-    def __init__(self, file: PageFile, trees: dict[str, Tree]) -> None:
+    def __init__(self, file: PageFile, trees: dict[str, LmdbTree]) -> None:
         self._file = file
         self._trees = trees
 
@@ -115,7 +115,7 @@ class Repair:
 
     def fixes(self) -> Fixes:
         runs = {node.key: (node.run, node.nbytes) for node, _ in self._rows("data")}
-        good: dict[PrefixKey, tuple[Entry, Header]] = {}
+        good: dict[PrefixKey, tuple[IndexEntry, Header]] = {}
         bad: dict[bytes, None] = dict.fromkeys(runs)
         for node, value in self._rows("index"):
             bad[node.key] = None
@@ -137,7 +137,7 @@ class Repair:
                 fixes.days.append(node.key)
         return fixes
 
-    def _fix_order(self, fixes: Fixes, good: dict[PrefixKey, tuple[Entry, Header]]) -> None:
+    def _fix_order(self, fixes: Fixes, good: dict[PrefixKey, tuple[IndexEntry, Header]]) -> None:
         lacking = {key: entry for key, (entry, _) in good.items()}
         for node, value in self._rows("order"):
             try:
@@ -151,7 +151,7 @@ class Repair:
         for key, entry in lacking.items():
             fixes.places.append((entry.place.sequence, key, entry.place.used_s))
 
-    def _fix_accounts(self, fixes: Fixes, good: dict[PrefixKey, tuple[Entry, Header]]) -> None:
+    def _fix_accounts(self, fixes: Fixes, good: dict[PrefixKey, tuple[IndexEntry, Header]]) -> None:
         stands = Totals()
         for node, value in self._rows("state"):
             try:
@@ -184,9 +184,9 @@ def _plus(totals: Totals, gain: tuple[int, int, int]) -> Totals:
     )
 
 
-def proven_entry(key: bytes, value: bytes) -> tuple[Entry, Header]:
+def proven_entry(key: bytes, value: bytes) -> tuple[IndexEntry, Header]:
     """An index entry whose header is whole and is this key's. ValueError."""
-    entry = Entry.unpack(value)
+    entry = IndexEntry.unpack(value)
     header = unpack_header(entry.header)
     if not isinstance(header, Header) or header.key != key:
         raise ValueError(f"the index entry of {key.hex()} is damaged")

@@ -37,7 +37,7 @@ class Torn(Exception):
     """A page is not what LMDB wrote."""
 
 
-class Tree(NamedTuple):
+class LmdbTree(NamedTuple):
     """`MDB_db`: one B+ tree of the file."""
 
     pad: int
@@ -56,8 +56,8 @@ class Head(NamedTuple):
     slot: int
     transaction: int
     last_page: int
-    free: Tree
-    main: Tree
+    free: LmdbTree
+    main: LmdbTree
 
 
 class Node(NamedTuple):
@@ -120,8 +120,8 @@ class PageFile:
         number, _, flags, _, _ = _PAGE_HEAD.unpack_from(page)
         magic, version, address, _ = _META_HEAD.unpack_from(page, HEADER)
         at = HEADER + _META_HEAD.size
-        free = Tree(*_TREE.unpack_from(page, at))
-        main = Tree(*_TREE.unpack_from(page, at + _TREE.size))
+        free = LmdbTree(*_TREE.unpack_from(page, at))
+        main = LmdbTree(*_TREE.unpack_from(page, at + _TREE.size))
         last_page, transaction = _LAST.unpack_from(page, at + 2 * _TREE.size)
         right = (
             (number, flags, magic, version, address) == (slot, META, MAGIC, DATA_VERSION, 0)
@@ -131,19 +131,19 @@ class PageFile:
         )
         return Head(slot, transaction, last_page, free, main) if right else None
 
-    def trees(self, head: Head) -> dict[str, Tree]:
+    def trees(self, head: Head) -> dict[str, LmdbTree]:
         """The named trees. Raises Torn."""
-        found: dict[str, Tree] = {}
+        found: dict[str, LmdbTree] = {}
         for node in self.nodes(head.main):
             if not node.is_tree or node.nbytes != _TREE.size:
                 raise Torn(f"{node.key!r} is no tree")
-            tree = Tree(*_TREE.unpack(node.value))
+            tree = LmdbTree(*_TREE.unpack(node.value))
             if tree.flags or tree.pad:
                 raise Torn(f"the tree {node.key!r} has flags {tree.flags:#x}")
             found[node.key.decode(errors="replace")] = tree
         return found
 
-    def find(self, tree: Tree, key: bytes) -> Node | None:
+    def find(self, tree: LmdbTree, key: bytes) -> Node | None:
         """The entry of a key. Raises Torn."""
         number = tree.root
         for _ in range(MAX_DEPTH):
@@ -156,7 +156,7 @@ class PageFile:
             number = next((child for start, child in reversed(others) if start <= key), first[1])
         raise Torn("the tree is deeper than any")
 
-    def nodes(self, tree: Tree, walked: Walked | None = None) -> Iterator[Node]:
+    def nodes(self, tree: LmdbTree, walked: Walked | None = None) -> Iterator[Node]:
         """Every entry in order, of a tree in which all that LMDB relies on is right. Raises Torn.
 
         The pages are noted in `walked`; the caller sees to it that no page is in two places.
@@ -191,7 +191,7 @@ class PageFile:
         for number in numbers:
             os.posix_fadvise(self._fd, number * PAGE, PAGE, os.POSIX_FADV_WILLNEED)
 
-    def _walk(self, tree: Tree, walked: Walked) -> Iterator[Node]:
+    def _walk(self, tree: LmdbTree, walked: Walked) -> Iterator[Node]:
         if tree.root == NO_PAGE:
             if tree.depth:
                 raise Torn("a tree without a root has a depth")

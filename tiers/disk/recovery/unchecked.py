@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.format.rows import Entry, Totals
+from tiers.disk.format.rows import IndexEntry, Totals
 from tiers.disk.recovery.consistency import DAMAGED, proven_entry
-from tiers.disk.recovery.pages import HEADER, PAGE, PageFile, Torn, Tree, run_pages
+from tiers.disk.recovery.pages import HEADER, PAGE, LmdbTree, PageFile, Torn, run_pages
 from tiers.disk.storage import Storage
 
 
@@ -24,7 +24,7 @@ class UncheckedShard:
         self._storage = storage
         self._file = storage.open_file(path / "data.mdb")
         self._pages = PageFile(self._file.cached, map_bytes)
-        self._trees: dict[str, Tree] = {}
+        self._trees: dict[str, LmdbTree] = {}
         for head in self._pages.heads():
             try:
                 self._trees = self._pages.trees(head)
@@ -51,9 +51,9 @@ class UncheckedShard:
         """Length of the leading run of keys that are held, as far as can be told."""
         return len(self.find(keys))
 
-    def find(self, keys: Sequence[PrefixKey]) -> list[Entry]:
+    def find(self, keys: Sequence[PrefixKey]) -> list[IndexEntry]:
         """Index entries of the leading run of keys that are held, as far as can be told."""
-        found: list[Entry] = []
+        found: list[IndexEntry] = []
         for key in keys:
             entry = self._entry(key)
             if entry is None:
@@ -61,20 +61,20 @@ class UncheckedShard:
             found.append(entry)
         return found
 
-    def will_need(self, entries: Sequence[Entry]) -> None:
+    def will_need(self, entries: Sequence[IndexEntry]) -> None:
         for place in (entry.place for entry in entries):
             self._storage.will_need(self._file, place.offset - HEADER, place.nbytes + HEADER)
 
-    def room_for(self, entry: Entry) -> int:
+    def room_for(self, entry: IndexEntry) -> int:
         return run_pages(entry.place.nbytes) * PAGE
 
-    def read(self, key: PrefixKey, entry: Entry, into: memoryview) -> memoryview:
+    def read(self, key: PrefixKey, entry: IndexEntry, into: memoryview) -> memoryview:
         """As `Shard.read`."""
         nbytes, offset = entry.place.nbytes, entry.place.offset
         count = self._storage.read(self._file, into[: self.room_for(entry)], offset - HEADER)
         return into[HEADER : max(HEADER, min(count, HEADER + nbytes))]
 
-    def _entry(self, key: PrefixKey) -> Entry | None:
+    def _entry(self, key: PrefixKey) -> IndexEntry | None:
         try:
             node = self._pages.find(self._trees["index"], key)
             if node is None:
