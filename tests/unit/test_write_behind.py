@@ -12,6 +12,7 @@ from tests.unit.test_pins_kept import Bench
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.memory.block import Below
 from tiers.memory.counters import CacheEvent
 from tiers.policy.admission import WritePolicy
 from tiers.tier import Age, TierName
@@ -178,3 +179,19 @@ def test_a_hit_loses_no_more_than_the_frames_that_it_is_read_into(
     before = lost(bench)
     assert bench.compute(hit) == 32
     assert lost(bench) - before <= 32 + BLOCKS_PER_LIFT
+
+
+def test_a_flush_passes_over_what_was_being_written_as_it_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each block stands below once, whether its store was under way or still to come."""
+    bench = Bench(device=45, host=56, disk=400)
+    for chain in prompts(bench, 4):
+        bench.compute(chain)
+    bench.cache.step()
+    under_way = [block for block in bench.cache.index if block.below is Below.WRITING]
+    assert under_way
+    monkeypatch.setattr("tiers.transfer.demotion.time.sleep", lambda s: bench.mover.run(1000))
+    assert bench.cache.flush() == 0
+    assert all(block.held_below for block in bench.cache.index)
+    assert bench.tier.stats().stored == 4 * LENGTH
