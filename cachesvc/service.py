@@ -316,7 +316,7 @@ class Service:
         self.latencies.observe(outputs)
 
     def _publisher(self) -> BlockPublisher | None:
-        if not isinstance(self.core.cache.disk, StackedTier):
+        if not self.core.is_shared:
             return None
         return BlockPublisher(self.core.engine.call, self.core.layout.block_size)
 

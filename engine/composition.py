@@ -47,6 +47,11 @@ class Core:
     runner: ModelRunner
     grammars: GrammarCompiler
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other servers can load what is published here."""
+        return self.cache.is_shared
+
     def start(self, warm_up_tokens: int = 0) -> None:
         """Warm up on the engine's thread, over a prompt of so many tokens, then take requests."""
         engine, runner, cache, layout = self.engine, self.runner, self.cache, self.layout

@@ -362,6 +362,11 @@ class TieredCache:
         """Done once the pins as they are now are on disk; fails where they could not be written."""
         return self._upkeep.saved
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether a store that servers share is beneath the disk."""
+        return self._shared is not None
+
     def publish(self, chain: Chain) -> "Future[int] | None":
         """Send a prefix to the store that servers share; how many of its blocks are there then.
 

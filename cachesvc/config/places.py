@@ -22,6 +22,20 @@ def disk_path(data_dir: Path) -> Path:
     return data_dir / "disk"
 
 
+def found_disk(data_dir: Path) -> Path:
+    """The disk tier that commands look into: the server's own, or else a node's.
+
+    A node keeps a folder for each block layout, in its own folder or in that of the server which
+    started it; the one that was opened last is meant, and any can be named itself.
+    """
+    own = disk_path(data_dir)
+    for folder in (data_dir, own):
+        if (folder / "disk.json").exists():
+            return folder
+    of_nodes = [*data_dir.glob("*/disk.json"), *(own / "node").glob("*/disk.json")]
+    return max(of_nodes, key=lambda file: file.stat().st_mtime).parent if of_nodes else own
+
+
 def models_path(data_dir: Path) -> Path:
     """Where prepared models of a data directory lie."""
     return data_dir / "models"

@@ -1,104 +1,283 @@
-"""Time to first token of vLLM with a node under it: cold, from its own cache, from host, from disk.
+"""Time to first token of vLLM with a node under it, from every tier, beside other connectors.
 
     make test-vllm                              # once: the environment with vLLM
-    .venv/bin/python -m tests.bench.vllm_connector --rounds 3 > result.json
+    .venv/bin/python -m tests.bench.vllm_connector --rounds 2 --beside example > result.json
 
-One engine on the default model (float32). In each round a new prompt of each length is asked four
-times: cold; again (vLLM's own prefix cache); after that cache was emptied (host memory); after the
-node was restarted too (disk, its files in the page cache). The rounds of all lengths alternate.
+One engine for each contestant on the default model (float32), all running throughout. In each round
+a new prompt of each length is asked of each contestant in turn: cold, then from each of its tiers.
+
+    ours      device  vLLM's own prefix cache
+              host    after that was emptied
+              disk    after the node was restarted too; its files are in the page cache
+              remote  after the node was restarted with an empty disk: from a Redis on this machine
+    example   files   vLLM's ExampleConnector, which keeps each prompt's KV in files
+    lmcache   host    LMCache's server in a process of its own, as our node is
+
+At the end the engines are started anew (the node too), and the last round's prompts asked again:
+`restarted`. LMCache comes into an environment of its own, with vLLM's CPU build as in
+`tests/vllm/requirements.txt`: `pip install --no-deps lmcache sortedcontainers nvtx`, and
+`--lmcache-python` names its python. A contestant that answers without a hit ends the run.
 
 Estimate for 2,048 tokens, 94 MB of KV: a device hit computes the last block, up to 128 tokens; a
 host hit copies 94 MB once more, 12 to 20 ms at 5 to 8 GB/s, and waits for one more scheduling step;
-a disk hit reads and expands them, 94 MB at 1 to 3 GB/s, 30 to 90 ms.
+a disk hit reads and expands them, 94 MB at 1 to 3 GB/s, 30 to 90 ms; Redis adds a copy over a
+socket, 94 MB at 1 GB/s.
 """
 
 import argparse
 import json
+import os
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from engine.models.files import DEFAULT_MODEL, find
 from tests.bench.provenance import commit, machine
-from tests.vllm.processes import Engine, RunningNode
+from tests.redis_server import redis_server
+from tests.vllm.processes import PYTHON, Engine, RunningNode
 
-LENGTHS = (1_024, 2_048, 3_968)
-WAYS = ("cold", "device", "host", "disk")
+BLOCK = 128
+START_S = 120
+Times = dict[str, float]
 
 
 def prompt(length: int, seed: int) -> list[int]:
     return [(place * 7919 + seed * 104_729) % 40_000 + 100 for place in range(length)]
 
 
-def ask(engine: Engine, ids: list[int]) -> dict[str, Any]:
-    (answer,) = engine.generate(ids, max_tokens=1)
-    return answer
+class Contestant:
+    """One engine, and what keeps its blocks. `ways` measures one prompt from every tier."""
+
+    name = ""
+
+    def __init__(self, start: Callable[[], Engine], rest_s: float) -> None:
+        self._start = start
+        self._rest_s = rest_s
+        self.engine = start()
+
+    def ask(self, ids: list[int]) -> dict[str, Any]:
+        """Asked at rest: vLLM's workers go on spinning for a while after a request."""
+        time.sleep(self._rest_s)
+        (answer,) = self.engine.generate(ids, max_tokens=1)
+        return answer
+
+    def hit(self, ids: list[int], tier: str | None = None) -> float:
+        """Milliseconds of an answer to which all whole blocks were hits."""
+        answer, whole = self.ask(ids), (len(ids) - 1) // BLOCK * BLOCK
+        right = answer["cached"] >= whole and (tier is None or answer["hits"] == {tier: whole})
+        if not right:
+            raise SystemExit(f"{self.name} did not serve {len(ids)} tokens from {tier}: {answer}")
+        return float(answer["seconds"]) * 1e3
+
+    def cold(self, ids: list[int]) -> float:
+        answer = self.ask(ids)
+        if answer["cached"]:
+            raise SystemExit(f"{self.name} was to compute, and had {answer['cached']} tokens")
+        return float(answer["seconds"]) * 1e3
+
+    def ways(self, ids: list[int]) -> Times:
+        times = {"cold": self.cold(ids)}
+        time.sleep(1)  # it stores
+        self.engine.forget()
+        return times | {"stored": self.hit(ids)}
+
+    def restart(self) -> None:
+        self.engine.kill()
+        self.engine = self._start()
+        self.ask(prompt(256, 77_777))
+
+    def restarted(self, ids: list[int]) -> Times:
+        return {"restarted": self.hit(ids)}
 
 
-def one_round(engine: Engine, node: RunningNode, length: int, seed: int) -> dict[str, float]:
-    """Milliseconds of each way. Raises where a prompt was not served from where it should be."""
-    ids = prompt(length, seed)
-    answers = {"cold": ask(engine, ids)}
-    time.sleep(1)  # the blocks go to the node, and from there to its disk, beside what follows
-    node.until_on_disk()
-    answers["device"] = ask(engine, ids)
-    engine.forget()
-    answers["host"] = ask(engine, ids)
-    engine.forget()
-    node.until_on_disk()
-    node.stop()
-    node.start()
-    for other in range(20):  # the engine leaves a node that went away alone for a second
-        ask(engine, prompt(256, seed * 100 + other))
-        if node.stats()["num_clients"] > 1:
-            break
-    engine.forget()
-    answers["disk"] = ask(engine, ids)
-    whole = (length - 1) // 128 * 128
-    served = {way: answer["hits"] for way, answer in answers.items()}
-    expected = {"cold": {}, "device": {}, "host": {"host": whole}, "disk": {"disk": whole}}
-    if served != expected:
-        raise SystemExit(f"not served as expected: {served}")
-    return {way: answer["seconds"] * 1e3 for way, answer in answers.items()}
+class Ours(Contestant):
+    """A node with a disk, and a Redis beneath it."""
+
+    name = "cachesvc"
+
+    def __init__(self, node: RunningNode, start: Callable[[], Engine], rest_s: float) -> None:
+        super().__init__(start, rest_s)
+        self._node = node
+        self._disks = 0
+
+    def ways(self, ids: list[int]) -> Times:
+        times = {"cold": self.cold(ids)}
+        self._until_sent(len(ids) // BLOCK)
+        times["device"] = self.hit(ids)
+        self.engine.forget()
+        times["host"] = self.hit(ids, "host")
+        times["disk"] = self._after_restart(ids, "disk", self._node.disk)
+        self._disks += 1
+        fresh = self._node.disk.with_name(f"disk-{self._disks}")
+        times["remote"] = self._after_restart(ids, "remote", fresh)
+        return times
+
+    def restart(self) -> None:
+        self._node.until_on_disk()
+        self._node.stop()
+        self._node.start("1GiB")
+        super().restart()
+
+    def restarted(self, ids: list[int]) -> Times:
+        return {"disk, restarted": self.hit(ids, "disk")}
+
+    def _after_restart(self, ids: list[int], tier: str, disk: Path) -> float:
+        self.engine.forget()
+        self._node.until_on_disk()
+        self._node.stop()
+        self._node.disk = disk
+        self._node.start("1GiB")
+        for other in range(20):  # the engine leaves a node that went away alone for a second
+            self.engine.generate(prompt(256, time.monotonic_ns() % 10**6 + other), max_tokens=1)
+            if self._node.stats()["num_clients"] > 1:
+                break
+        self.engine.forget()
+        return self.hit(ids, tier)
+
+    def _until_sent(self, num_blocks: int) -> None:
+        give_up = time.monotonic() + START_S
+        while self._node.stats()["pools"][0]["remote"]["stored"] < num_blocks:
+            if time.monotonic() > give_up:
+                raise SystemExit(f"Redis did not get {num_blocks} blocks: {self._node.stats()}")
+            time.sleep(0.05)
+        self._node.until_on_disk()
+
+
+class Example(Contestant):
+    name = "example"
+
+
+class Lmcache(Contestant):
+    name = "lmcache"
+
+
+@contextmanager
+def lmcache_server(python: Path, log: Path) -> Iterator[int]:
+    """LMCache's server and its port. It counts and reports nothing to anybody."""
+    ports = []
+    for _ in range(2):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            ports.append(int(probe.getsockname()[1]))
+    options = {
+        "host": "127.0.0.1",
+        "port": ports[0],
+        "http-host": "127.0.0.1",
+        "http-port": ports[1],
+        "l1-size-gb": 2,
+        "chunk-size": BLOCK,
+        "eviction-policy": "LRU",
+        "supported-transfer-mode": "auto",  # the default serves CUDA alone
+    }
+    told = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    command = [python.with_name("lmcache"), "server", "--disable-observability", *told]
+    quiet = {**os.environ, "LMCACHE_TRACK_USAGE": "false"}
+    with log.open("wb") as written:
+        server = subprocess.Popen(command, stdout=written, stderr=written, env=quiet)
+    try:
+        give_up = time.monotonic() + START_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", ports[1]), timeout=1).close()
+                break
+            except OSError:
+                if server.poll() is not None or time.monotonic() > give_up:
+                    said = log.read_text()[-2000:]
+                    raise SystemExit(f"LMCache did not start: {said}") from None
+                time.sleep(0.2)
+        yield ports[0]
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def contestants(stack: ExitStack, folder: Path, asked: argparse.Namespace) -> list[Contestant]:
+    model = find(DEFAULT_MODEL, folder / "models", lambda what, part: None)[0]
+    url = stack.enter_context(redis_server(folder)) + "?socket_timeout=60"
+    node = RunningNode(folder, more=("--remote-url", url, "--remote-writes", "all"))
+    node.start("1GiB")
+    stack.callback(node.kill)
+
+    def engine(name: str, node: Path | None, python: Path = PYTHON, **options: Any) -> Engine:
+        started = Engine(model, node, folder / f"{name}-{time.time_ns()}.log", python, **options)
+        stack.callback(started.kill)
+        return started
+
+    found: list[Contestant] = [Ours(node, lambda: engine("ours", node.socket), asked.rest)]
+    if "example" in asked.beside:
+        told = other_connector("ExampleConnector", shared_storage_path=str(folder / "example"))
+        found.append(Example(lambda: engine("example", None, **told), asked.rest))
+    if "lmcache" in asked.beside:
+        python = asked.lmcache_python
+        port = stack.enter_context(lmcache_server(python, folder / "lmcache.log"))
+        where = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+        beside = other_connector("LMCacheMPConnector", **where)
+        found.append(Lmcache(lambda: engine("lmcache", None, python, **beside), asked.rest))
+    return found
+
+
+def other_connector(name: str, **extra: Any) -> dict[str, Any]:
+    told = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return {"kv_transfer_config": told}
+
+
+def measure(asked: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
+    """Milliseconds by length and way, a number a round."""
+    times: dict[int, dict[str, list[float]]] = {
+        length: defaultdict(list) for length in asked.lengths
+    }
+
+    def note(length: int, contestant: Contestant, ways: Times) -> None:
+        for way, ms in ways.items():
+            times[length][f"{contestant.name} {way}"].append(round(ms, 1))
+
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        everybody = contestants(stack, Path(name), asked)
+        for contestant in everybody:  # not counted: everything is touched once
+            contestant.ways(prompt(512, 999))
+        for number in range(asked.rounds):
+            for length in asked.lengths:
+                turn = number % len(everybody)
+                for contestant in everybody[turn:] + everybody[:turn]:
+                    note(length, contestant, contestant.ways(prompt(length, length + number)))
+        for contestant in everybody:
+            contestant.restart()
+        for length in asked.lengths:
+            for contestant in everybody:
+                last = prompt(length, length + asked.rounds - 1)
+                note(length, contestant, contestant.restarted(last))
+    return times
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("--rounds", type=int, default=3)
-    rounds = arguments.parse_args().rounds
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = find(DEFAULT_MODEL, folder / "models", lambda what, part: None)[0]
-        node = RunningNode(folder)
-        node.start()
-        engine = Engine(model, node.socket, folder / "vllm.log")
-        times: dict[int, dict[str, list[float]]] = {
-            length: {way: [] for way in WAYS} for length in LENGTHS
-        }
-        try:
-            one_round(engine, node, LENGTHS[0], 999)  # not counted: everything is touched once
-            for number in range(rounds):
-                for length in LENGTHS:
-                    for way, ms in one_round(engine, node, length, number + 1).items():
-                        times[length][way].append(ms)
-        finally:
-            engine.kill()
-            node.kill()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1_024, 2_048, 3_968])
+    parser.add_argument("--beside", type=lambda text: text.split(","), default=[])
+    parser.add_argument("--lmcache-python", type=Path, help="of an environment with LMCache")
+    parser.add_argument("--rest", type=float, default=1.0, help="seconds before a question")
+    asked = parser.parse_args()
+    if "lmcache" in asked.beside and asked.lmcache_python is None:
+        parser.error("--beside lmcache needs --lmcache-python")
+    times = measure(asked)
+    medians = {
+        length: {way: round(statistics.median(ms), 1) for way, ms in ways.items()}
+        for length, ways in times.items()
+    }
     result = {
         "commit": commit(),
         "machine": machine(),
         "unit": "milliseconds to the first token; median of the rounds",
-        "median": {
-            length: {way: round(statistics.median(ms), 1) for way, ms in ways.items()}
-            for length, ways in times.items()
-        },
-        "rounds": {
-            length: {way: [round(each, 1) for each in ms] for way, ms in ways.items()}
-            for length, ways in times.items()
-        },
+        "median": medians,
+        "rounds": times,
     }
     json.dump(result, sys.stdout, indent=1)
 

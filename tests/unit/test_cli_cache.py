@@ -140,3 +140,18 @@ def test_a_wrong_directory_is_named(tmp_path: Path) -> None:
         failed = call("stats", "--data-dir", str(path))
         assert 0 != failed.exit_code
         assert str(path) in str(failed.exception)
+
+
+@pytest.mark.parametrize("where", ["node", "server's node", "layout"])
+def test_a_nodes_disk_is_looked_into_as_a_servers(
+    tmp_path: Path, ids: list[BlockId], where: str
+) -> None:
+    folder = tmp_path / "disk" / "node" if where == "server's node" else tmp_path
+    mine = folder / LAYOUT.digest().hex()
+    tier = open_disk(mine, LAYOUT, 64 << 20)
+    store(tier, ids)
+    tier.close()
+    told = json.loads(
+        call("ls", "--data-dir", str(mine if where == "layout" else tmp_path), "--json").stdout
+    )
+    assert {block.key.hex() for block in ids} == {block["key"] for block in told}

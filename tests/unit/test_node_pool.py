@@ -13,16 +13,18 @@ from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, block_ids, token_b
 from tiers.disk.open import open_disk
 from tiers.node.arena import create, frame_stride
 from tiers.node.messages import engine_layout
-from tiers.node.pool import Capacity, Lease, Pool
+from tiers.node.pool import Capacity, Lease, NodeBlockState, Pool
 from tiers.tier import TierName
 from tiers.transfer.mover import Mover
 
 LAYOUT = engine_layout(2, 256, 4, "float32")
 ROOT = CacheScope(weights=b"w").root()
+OTHER = CacheScope(weights=b"v").root()
 
 
 def prompt(number: int, num_blocks: int = 3) -> list[BlockId]:
-    return block_ids(ROOT, token_bytes([number] * 4 * num_blocks), 4)
+    """Of two scopes: odd and even numbers are two tenants'."""
+    return block_ids(OTHER if number % 2 else ROOT, token_bytes([number] * 4 * num_blocks), 4)
 
 
 def pool_of(num_frames: int, mover: Mover | None = None) -> Pool:
@@ -183,6 +185,47 @@ def test_a_client_that_goes_while_its_blocks_load_leaves_them_evictable(below: M
     pool.check()
 
 
+def test_a_purged_block_in_use_stays_readable_and_goes_with_its_user() -> None:
+    pool = pool_of(4)
+    ids = prompt(1)
+    write(pool, ids)
+    frames = finished(pool, pool.lease(ids, 2))
+    write(pool, prompt(2, 1))
+    assert (3, 3) == pool.purge(frozenset({OTHER}))
+    assert [] == pool.probe(ids).tiers
+    assert [each.key for each in ids] == [read(pool, frame) for frame in frames]
+    pool.check()
+    pool.release(frames)
+    pool.check()
+    assert (1, 0) == (pool.num_blocks, pool.count(frozenset({OTHER})))
+
+
+def test_what_is_written_for_a_scope_that_was_purged_meanwhile_is_not_kept() -> None:
+    pool = pool_of(4)
+    pairs = pool.reserve(prompt(1), 1)
+    pool.closed = frozenset({OTHER})
+    pool.purge(pool.closed)
+    pool.commit([frame for _, frame in pairs])
+    assert (0, []) == (pool.num_blocks, pool.reserve(prompt(1), 1))
+    pool.closed = frozenset()
+    assert 3 == len(pool.reserve(prompt(1), 1))
+    pool.check()
+
+
+def test_a_pinned_block_leaves_last_and_never_where_it_stands_nowhere_else() -> None:
+    pool = pool_of(3)
+    write(pool, prompt(1, 2))
+    pool.pinned_keys = {each.key for each in prompt(1, 2)}
+    for each in prompt(1, 2):
+        block = pool.ready(each.key)
+        assert block is not None
+        pool.pin(block)
+    write(pool, prompt(2, 1))
+    assert 1 == len(pool.reserve(prompt(4, 3), 1)), "what is not pinned made room"
+    assert 2 == len(pool.probe(prompt(1, 2)).tiers)
+    pool.check()
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Any order of requests of three clients, against what was written."""
 
@@ -223,6 +266,20 @@ class PoolMachine(RuleBasedStateMachine):
         if self.leased:
             at = data.draw(st.integers(0, len(self.leased) - 1))
             self.pool.release(self.leased.pop(at)[1])
+
+    @rule(other=st.booleans())
+    def purge(self, other: bool) -> None:
+        roots = frozenset({OTHER if other else ROOT})
+        self.pool.purge(roots)
+        assert 0 == self.pool.count(roots)
+
+    @rule(number=st.integers(0, 4), size=st.integers(1, 4))
+    def pin(self, number: int, size: int) -> None:
+        self.pinned = {each.key for each in prompt(number, size)}
+        self.pool.pinned_keys = self.pinned
+        for block in list(self.pool._blocks.values()):
+            if block.state is NodeBlockState.HELD:
+                (self.pool.pin if block.key in self.pinned else self.pool.unpin)(block)
 
     @invariant()
     def frames_are_conserved_and_leases_hold_their_bytes(self) -> None:

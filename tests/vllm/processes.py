@@ -92,8 +92,14 @@ class RunningNode:
     """`cachesvc node` as an operator starts it."""
 
     def __init__(
-        self, folder: Path, *, socket: Path | None = None, disk: Path | None = None
+        self,
+        folder: Path,
+        *,
+        socket: Path | None = None,
+        disk: Path | None = None,
+        more: Sequence[str] = (),
     ) -> None:
+        self.more = more
         self.socket = socket or folder / "node.sock"
         self.disk = disk or folder / "disk"
         self._process: subprocess.Popen[bytes] | None = None
@@ -103,6 +109,7 @@ class RunningNode:
             [
                 *(Path(sys.executable).with_name("cachesvc"), "node", "--socket", self.socket),
                 *("--host-cache", host, "--disk-cache-dir", self.disk, "--disk-cache", "2GiB"),
+                *self.more,
             ],
             cwd=ROOT,
         )

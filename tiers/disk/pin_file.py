@@ -20,7 +20,7 @@ FORMAT = 1
 
 def save_pins(folder: Path, pins: Sequence[Pin[PrefixKey]]) -> None:
     """Replace the file, durably: after a crash either the old or the new one stands. OSError."""
-    told = {"format": FORMAT, "pins": [_record(pin) for pin in pins]}
+    told = {"format": FORMAT, "pins": [pin_fields(pin) for pin in pins]}
     path = folder / PINS_NAME
     temporary = path.with_suffix(".new")
     with temporary.open("w", encoding="utf-8") as file:
@@ -42,7 +42,7 @@ def load_pins(folder: Path) -> list[Pin[PrefixKey]]:
         told = json.loads(path.read_text(encoding="utf-8"))
         if told["format"] != FORMAT:
             raise ValueError(f"format {told['format']}, not {FORMAT}")
-        return [_pin(record) for record in told["pins"]]
+        return [pin_of(record) for record in told["pins"]]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -61,7 +61,8 @@ def keys_in_force(folder: Path, now_s: float) -> list[PrefixKey]:
     return list(dict.fromkeys(key for pin in pins for key in pin.keys))
 
 
-def _record(pin: Pin[PrefixKey]) -> dict[str, object]:
+def pin_fields(pin: Pin[PrefixKey]) -> dict[str, object]:
+    """A pin as JSON."""
     return {
         "name": pin.name,
         "scope": pin.scope.hex(),
@@ -75,7 +76,8 @@ def _record(pin: Pin[PrefixKey]) -> dict[str, object]:
     }
 
 
-def _pin(record: dict[str, object]) -> Pin[PrefixKey]:
+def pin_of(record: dict[str, object]) -> Pin[PrefixKey]:
+    """The inverse of `pin_fields`. Raises ValueError, KeyError and TypeError."""
     keys, tokens = record["keys"], record["num_tokens"]
     if not isinstance(keys, list) or not isinstance(tokens, int):
         raise TypeError(f"no pin: {record!r}")

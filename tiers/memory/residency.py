@@ -148,6 +148,11 @@ class Residency:
             self.pin(block)
         return block.pinned
 
+    def ready(self, key: PrefixKey) -> Block | None:
+        """The block under a key, where it is whole."""
+        block = self.index.get(key)
+        return block if block is not None and block.state is BlockState.READY else None
+
     def pin(self, block: Block) -> None:
         """From now on the block leaves after all others, and only to where it stands as well.
 

@@ -36,9 +36,14 @@ class PlaceJob(ProbeJob):
         self.held, self.tiers = 0, ()
 
 
+def disk_folder(root: Path, layout: BlockLayout) -> Path:
+    """Where in a node's folder the blocks of a layout lie."""
+    return root / layout.digest().hex()
+
+
 def open_below(settings: NodeSettings, layout: BlockLayout) -> Below:
     """The tiers of a layout. Raises NodeError."""
-    folders = [root / layout.digest().hex() for root in settings.disk_dirs]
+    folders = [disk_folder(root, layout) for root in settings.disk_dirs]
 
     def open_one(folder: Path) -> DiskTier:
         return open_disk(folder, layout, settings.disk_bytes)

@@ -100,6 +100,21 @@ class NodeClient:
         if frames:
             self._ask(Op.COMMIT, messages.pack_numbers([self._pool, *frames]))
 
+    def operate(self, what: str, **about: Any) -> dict[str, Any]:
+        """Do what an operator asks of this layout's blocks; see `tiers.node.operations`.
+
+        Raises NodeError where the node could not.
+        """
+        asked = messages.pack_json({"pool": self._pool, "do": what, **about})
+        return _told(self._ask(Op.OPERATE, asked)[0])
+
+    def publish(self, ids: Sequence[BlockId]) -> int:
+        """Send these to the store that machines share: how many leading ones it has now.
+
+        Fewer than all while some are still on their way to the node's disk: ask again.
+        """
+        return int(_told(self._run(Op.PUBLISH, ids)).get("published", 0)) if ids else 0
+
     def stats(self) -> dict[str, Any]:
         return messages.unpack_json(self._ask(Op.STATS, b"")[0])
 
@@ -156,3 +171,10 @@ class NodeClient:
             if not data:
                 raise NodeGone(f"the node at {self._path} closed the connection")
             received += data
+
+
+def _told(answer: bytes) -> dict[str, Any]:
+    told = messages.unpack_json(answer)
+    if "failed" in told:
+        raise NodeError(str(told["failed"]))
+    return told

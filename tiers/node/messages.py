@@ -12,6 +12,8 @@ never a client's word.
     COMMIT   frames that were written       -> ()
     RELEASE  frames that were leased        -> ()
     STATS    ()                             -> counters (JSON)
+    OPERATE  a pool, and what to do (JSON)  -> what came of it (JSON): see `operations`
+    PUBLISH  a run of blocks                -> how many are in the store that machines share (JSON)
 """
 
 import json
@@ -46,6 +48,8 @@ class Op(IntEnum):
     RELEASE = 6
     STATS = 7
     REFUSED = 8  # an answer: the reason, as text
+    OPERATE = 9
+    PUBLISH = 10
 
 
 @dataclass(frozen=True, slots=True)

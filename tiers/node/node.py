@@ -27,6 +27,7 @@ from tiers.node import messages
 from tiers.node.arena import create, frame_stride
 from tiers.node.below import Below, open_below, stats_below
 from tiers.node.messages import HEADER, MAX_BODY, VERSION, Op
+from tiers.node.operations import Operated, PoolOperations, operations_on
 from tiers.node.pool import Capacity, Lease, NodeProbe, Pool
 from tiers.node.settings import NodeSettings
 from tiers.remote.stacked import StackedTier
@@ -40,6 +41,7 @@ MAX_CLIENTS = 256
 MAX_UNSENT = 1 << 20  # bytes of answers that a client may leave unread and ask on
 MAX_SHARE = 1 / 2  # of the memory, that one connection may have leased and reserved at once
 DRAIN_S = 30.0  # how long a stopping node writes to its disk what only memory holds
+TICK_S = 1.0  # how often pins are looked at
 _READ_BYTES = 1 << 18
 _TIER_CODES = {TierName.HOST: 0, TierName.DISK: 1, TierName.REMOTE: 2}
 
@@ -54,7 +56,8 @@ class _Client:
     unsent: bytearray = field(default_factory=bytearray)
     leased: Counter[tuple[int, int]] = field(default_factory=Counter)  # (pool, frame)
     filling: set[tuple[int, int]] = field(default_factory=set)
-    waits: "tuple[int, Lease | NodeProbe] | None" = None
+    waits: "tuple[int, Lease | NodeProbe | Operated] | None" = None
+    asked: Op = Op.STATS  # what it waits for
 
 
 class NodeServer:
@@ -65,6 +68,7 @@ class NodeServer:
         self._capacity = Capacity(settings.host_bytes)
         self._layouts: list[BlockLayout] = []
         self._below: list[Below] = []
+        self._operations: list[PoolOperations] = []
         self._clients: dict[int, _Client] = {}
         self._num_clients = 0
         self._stopping = False
@@ -106,7 +110,7 @@ class NodeServer:
     def run(self) -> None:
         """Serve clients until `stop`."""
         while not self._stopping:
-            for key, events in self._selector.select():
+            for key, events in self._selector.select(TICK_S if self._operations else None):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj == self._wake:
@@ -116,6 +120,8 @@ class NodeServer:
                     self._attend(key.data, events)
             for pool in self._capacity.pools:
                 pool.work()
+            for operations in self._operations:
+                operations.keeper.step()
             for client in [each for each in self._clients.values() if each.waits]:
                 self._answer_if_ready(client)
 
@@ -214,26 +220,26 @@ class NodeServer:
             return
         self._selector.unregister(client.socket)
         client.socket.close()
-        if client.waits is not None and isinstance(client.waits[1], Lease):
-            self._give_up(*client.waits)
+        if client.waits is not None and isinstance(lease := client.waits[1], Lease):
+            self._capacity.pools[client.waits[0]].give_up(lease)
         for (pool, frame), count in client.leased.items():
             self._capacity.pools[pool].release([frame] * count)
         for pool, frame in client.filling:
             self._capacity.pools[pool].abandon([frame])
-
-    def _give_up(self, pool: int, lease: "Lease | NodeProbe") -> None:
-        assert isinstance(lease, Lease)
-        self._capacity.pools[pool].give_up(lease)
+        for operations in self._operations:
+            operations.leave(client.number)
 
     # Requests.
 
     def _handle(self, client: _Client, op: int, body: memoryview) -> None:
         if op == Op.HELLO:
             self._hello(client, messages.unpack_json(body))
-        elif op in (Op.PROBE, Op.LEASE, Op.RESERVE):
+        elif op in (Op.PROBE, Op.LEASE, Op.RESERVE, Op.PUBLISH):
             self._handle_run(client, Op(op), body)
         elif op in (Op.COMMIT, Op.RELEASE):
             self._handle_frames(client, Op(op), body)
+        elif op == Op.OPERATE:
+            self._operate(client, messages.unpack_json(body))
         elif op == Op.STATS:
             self._send(client, Op.STATS, messages.pack_json(self.stats()))
         else:
@@ -249,12 +255,27 @@ class NodeServer:
         if client.unsent or socket.send_fds(client.socket, [answer], [memory.file]) < len(answer):
             raise NodeError("a client said HELLO while it left answers unread")
 
+    def _operate(self, client: _Client, asked: dict[str, Any]) -> None:
+        number = asked.get("pool")
+        if type(number) is not int or not 0 <= number < len(self._operations):
+            raise NodeError(f"there is no pool {number!r}; say HELLO first")
+        client.waits = (number, self._operations[number].operate(client.number, asked))
+        client.asked = Op.OPERATE
+        self._answer_if_ready(client)
+
     def _handle_run(self, client: _Client, op: Op, body: memoryview) -> None:
         number, run = messages.unpack_run(body)
         pool = self._pool(number)
         if run.block_size != self._layouts[number].block_size:
             raise NodeError(f"blocks of {run.block_size} tokens were asked for; see HELLO")
-        ids = run.ids()[: self._room_of(client, pool, asks_only=op is Op.PROBE)]
+        ids = run.ids()
+        client.asked = op
+        if op is Op.PUBLISH:
+            keys = [block.key for block in ids]
+            client.waits = (number, self._operations[number].publish(keys))
+            self._answer_if_ready(client)
+            return
+        ids = ids[: self._room_of(client, pool, asks_only=op is Op.PROBE)]
         if op is Op.RESERVE:
             pairs = pool.reserve(ids, client.number)
             client.filling |= {(number, frame) for _, frame in pairs}
@@ -283,6 +304,8 @@ class NodeServer:
             if isinstance(asked, NodeProbe):
                 codes = bytes(_TIER_CODES[tier] for tier in asked.tiers)
                 self._send(client, Op.PROBE, codes)
+            elif isinstance(asked, Operated):
+                self._send(client, client.asked, messages.pack_json(asked.told()))
             else:
                 frames = self._capacity.pools[number].settle(asked)
                 client.leased.update((number, frame) for frame in frames)
@@ -313,11 +336,18 @@ class NodeServer:
                 "layout": messages.describe_layout(layout),
                 "num_blocks": pool.num_blocks,
                 "is_writing": pool.is_writing,
+                "num_pins": len(operations.keeper.pins()),
+                "pinned_blocks": operations.keeper.num_blocks,
+                "pinnable_blocks": operations.keeper.max_blocks,
                 **asdict(pool.counts),
                 **stats_below(below),
             }
-            for layout, pool, below in zip(
-                self._layouts, self._capacity.pools, self._below_by_pool, strict=True
+            for layout, pool, below, operations in zip(
+                self._layouts,
+                self._capacity.pools,
+                self._below_by_pool,
+                self._operations,
+                strict=True,
             )
         ]
         return {
@@ -357,7 +387,9 @@ class NodeServer:
             self._below.append(below)
             pool.mover = Mover(below, on_done=self._wake_up)
             pool.mover.start()
+            pool.wake = self._wake_up
         if isinstance(below, StackedTier):
             pool.used = below.used
+        self._operations.append(operations_on(pool, below, self.settings))
         self._layouts.append(layout)
         return len(self._layouts) - 1

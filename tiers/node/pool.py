@@ -12,7 +12,7 @@ threads of its `Mover`. Invariants, checked by `Pool.check`:
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeVar
@@ -46,6 +46,16 @@ class NodeBlock:
     leases: int = 0
     is_below: bool = False
     tick: int = 0  # when it was last used, against all blocks of the node
+    pinned: bool = False
+    detached: bool = False  # found by nobody any more; it goes with who uses it
+
+    @property
+    def key(self) -> PrefixKey:
+        return self.id.key
+
+    @property
+    def held_below(self) -> bool:
+        return self.is_below
 
 
 @dataclass(slots=True)
@@ -124,10 +134,14 @@ class Pool:
     capacity: Capacity
     mover: Mover | None = None
     used: Callable[[Sequence[PrefixKey]], None] = lambda keys: None  # hits, for the tier below
+    wake: Callable[[], None] = lambda: None  # the node's thread, from any other
+    pinned_keys: Container[PrefixKey] = ()
+    closed: frozenset[PrefixKey] = frozenset()  # scopes that are purged: nothing is served or kept
     counts: PoolCounts = field(default_factory=PoolCounts)
     _blocks: dict[PrefixKey, NodeBlock] = field(default_factory=dict)
     _by_frame: dict[int, NodeBlock] = field(default_factory=dict)
     _evictable: "OrderedDict[PrefixKey, NodeBlock]" = field(default_factory=OrderedDict)
+    _pinned: "OrderedDict[PrefixKey, NodeBlock]" = field(default_factory=OrderedDict)  # and clean
     _unwritten: "OrderedDict[PrefixKey, NodeBlock]" = field(default_factory=OrderedDict)
     _free: list[int] = field(default_factory=list)
     _fresh: int = 0  # frames from here on were never used
@@ -143,7 +157,7 @@ class Pool:
         """How many leading blocks are held, and where. Ready when the tier below has answered."""
         in_memory = len(list(self._run(ids)))
         rest = ids[in_memory:]
-        if not rest or self.mover is None or rest[0].key in self._blocks:
+        if not rest or self._is_closed(rest) or self.mover is None or rest[0].key in self._blocks:
             return NodeProbe(in_memory, None)
         job = PlaceJob(rest)
         return NodeProbe(in_memory, job if self.mover.submit(job) else None)
@@ -179,7 +193,9 @@ class Pool:
 
     def reserve(self, ids: Sequence[BlockId], client: int) -> list[tuple[int, int]]:
         """(position, frame) of the blocks that the client is to write: those not here already."""
-        pairs = []
+        pairs: list[tuple[int, int]] = []
+        if self._is_closed(ids):
+            return pairs
         for position, block_id in enumerate(ids):
             standing = self._blocks.get(block_id.key)
             if standing is not None:
@@ -198,10 +214,8 @@ class Pool:
             block = self._by_frame[frame]
             block.state = NodeBlockState.HELD
             self._rest(block)
-        for frame in frames:
-            block = self._by_frame[frame]
-            if self.mover is not None:
-                self._unwritten[block.id.key] = block
+        for block in [self._by_frame[frame] for frame in frames if frame in self._by_frame]:
+            self.write(block)
         self.counts.stored += len(frames)
         self.work()
 
@@ -220,23 +234,71 @@ class Pool:
             self._stored(*store)
         self._write()
 
+    def write(self, block: NodeBlock) -> bool:
+        """See that the block is written below; whether it has to be."""
+        if self.mover is None or block.is_below or block.detached:
+            return False
+        self._unwritten[block.key] = block
+        return True
+
+    def is_unwritten(self, key: PrefixKey) -> bool:
+        """The block is in memory, and not below yet."""
+        block = self._blocks.get(key)
+        return block is not None and not block.is_below
+
     @property
     def is_writing(self) -> bool:
         """Something is still on its way down."""
         return bool(self._unwritten or self._stores)
 
+    # What operators ask.
+
+    def ready(self, key: PrefixKey) -> NodeBlock | None:
+        block = self._blocks.get(key)
+        return block if block is not None and block.state is NodeBlockState.HELD else None
+
+    def pin(self, block: NodeBlock) -> None:
+        """From now on the block leaves after all others, and only to the tier below."""
+        block.pinned = True
+        self._settle_down(block)
+
+    def unpin(self, block: NodeBlock) -> None:
+        block.pinned = False
+        self._settle_down(block)
+
+    def evict_keys(self, keys: Sequence[PrefixKey]) -> int:
+        """Drop those of these blocks that nobody uses and no pin has; how many."""
+        found = [self.ready(key) for key in keys]
+        idle = [b for b in found if b is not None and not b.leases and not b.pinned]
+        for block in idle:
+            self._forget(block)
+            self.memory.give_back(block.frame)
+        return len(idle)
+
+    def purge(self, roots: frozenset[PrefixKey]) -> tuple[int, int]:
+        """Take every block of these scopes out of memory: how many, and how many are in use, which
+        go with who uses them."""
+        blocks = [block for block in self._blocks.values() if block.id.scope in roots]
+        for block in blocks:
+            self._detach(block)
+        return len(blocks), sum(block.frame in self._by_frame for block in blocks)
+
+    def count(self, roots: frozenset[PrefixKey]) -> int:
+        """Blocks of these scopes that can be found."""
+        return sum(block.id.scope in roots for block in list(self._blocks.values()))
+
     # Room.
 
     @property
     def num_blocks(self) -> int:
-        return len(self._blocks)
+        return len(self._by_frame)
 
     @property
     def num_evictable(self) -> int:
-        return len(self._evictable)
+        return len(self._evictable) + len(self._pinned)
 
     def coldest_tick(self) -> int:
-        return next(iter(self._evictable.values())).tick
+        return next(iter((self._evictable or self._pinned).values())).tick
 
     def evict(self, *, keeps_memory: bool) -> None:
         """Drop the coldest block; one that is held below goes before one that would be lost."""
@@ -249,13 +311,15 @@ class Pool:
 
     def check(self) -> None:
         """Assert the invariants above."""
-        frames = {block.frame for block in self._blocks.values()}
-        assert len(frames) == len(self._blocks) == len(self._by_frame)
+        frames = set(self._by_frame)
+        assert all(block.frame == frame for frame, block in self._by_frame.items())
+        assert len(self._blocks) == sum(not block.detached for block in self._by_frame.values())
         assert frames.isdisjoint(self._free)
         assert len(frames) + len(self._free) == self._fresh
         for key, block in self._blocks.items():
-            evictable = block.state is NodeBlockState.HELD and not block.leases
-            assert evictable == (key in self._evictable), block
+            idle = block.state is NodeBlockState.HELD and not block.leases
+            assert (idle and not block.pinned) == (key in self._evictable), block
+            assert (idle and block.pinned and block.is_below) == (key in self._pinned), block
             assert block.leases == 0 or block.state is not NodeBlockState.FILLING, block
         used = sum(pool.num_blocks * pool.memory.stride for pool in self.capacity.pools)
         assert used == self.capacity.used_bytes <= self.capacity.capacity_bytes
@@ -287,7 +351,12 @@ class Pool:
             self._take(block)
             rising.append(block)
         rest = [each for each in ids[len(rising) :] if each.key not in self._blocks]
-        if self.mover is None or len(rest) != len(ids) - len(rising) or not rest:
+        if (
+            self.mover is None
+            or self._is_closed(rest)
+            or len(rest) != len(ids) - len(rising)
+            or not rest
+        ):
             return rising
         fresh: list[NodeBlock] = []
         for block_id in rest:
@@ -313,7 +382,7 @@ class Pool:
         for block, source in zip(blocks[:num_loaded], sources, strict=True):
             block.state, block.is_below = NodeBlockState.HELD, source is TierName.DISK
             if not block.is_below:  # the next hit comes from this machine's disk
-                self._unwritten[block.id.key] = block
+                self.write(block)
         for block in reversed(blocks[:num_loaded]):
             self._rest(block)
         for block in blocks[num_loaded:]:
@@ -344,14 +413,16 @@ class Pool:
             dropped = self._blocks.get(key)
             if dropped is not None:
                 dropped.is_below = False
+                self._settle_down(dropped)
 
     def _victim(self) -> NodeBlock:
-        for number, block in enumerate(self._evictable.values()):
+        coldest = self._evictable or self._pinned
+        for number, block in enumerate(coldest.values()):
             if block.is_below or self.mover is None:
                 return block
             if number == LOOK_FOR_CLEAN:
                 break
-        return next(iter(self._evictable.values()))
+        return next(iter(coldest.values()))
 
     def _take_frame(self) -> int | None:
         stride = self.memory.stride
@@ -372,7 +443,20 @@ class Pool:
 
     def _take(self, block: NodeBlock) -> None:
         block.leases += 1
-        self._evictable.pop(block.id.key, None)
+        self._settle_down(block)
+
+    def _is_closed(self, ids: Sequence[BlockId]) -> bool:
+        return bool(ids and self.closed) and ids[0].scope in self.closed
+
+    def _detach(self, block: NodeBlock) -> None:
+        """Let nobody find the block; its frame is free once nobody uses it."""
+        if block.leases == 0 and block.state is NodeBlockState.HELD:
+            self._forget(block)
+            self.memory.give_back(block.frame)
+            return
+        block.detached = True
+        for table in (self._blocks, self._evictable, self._pinned, self._unwritten):
+            table.pop(block.key, None)
 
     def _drop(self, block: NodeBlock) -> None:
         if self._by_frame.get(block.frame) is not block:
@@ -382,15 +466,35 @@ class Pool:
 
     def _rest(self, block: NodeBlock) -> None:
         """Becomes the hottest of the evictable blocks, if nobody uses it."""
-        if not block.leases and block.state is NodeBlockState.HELD:
-            block.tick = self.capacity.next_tick()
-            self._evictable[block.id.key] = block
-            self._evictable.move_to_end(block.id.key)
+        if block.leases or block.state is not NodeBlockState.HELD:
+            return
+        if block.detached:
+            self._forget(block)
+            return
+        block.tick = self.capacity.next_tick()
+        if block.key in self.pinned_keys:
+            block.pinned = True
+        for table in (self._evictable, self._pinned):
+            table.pop(block.key, None)
+        self._settle_down(block)
+
+    def _settle_down(self, block: NodeBlock) -> None:
+        """List the block where it may leave from, if it may."""
+        idle = block.state is NodeBlockState.HELD and not block.leases and not block.detached
+        for table, belongs in (
+            (self._evictable, idle and not block.pinned),
+            (self._pinned, idle and block.pinned and block.is_below),
+        ):
+            if not belongs:
+                table.pop(block.key, None)
+            elif block.key not in table:
+                table[block.key] = block
 
     def _forget(self, block: NodeBlock) -> None:
-        del self._blocks[block.id.key], self._by_frame[block.frame]
-        self._evictable.pop(block.id.key, None)
-        self._unwritten.pop(block.id.key, None)
+        if not block.detached:
+            for table in (self._blocks, self._evictable, self._pinned, self._unwritten):
+                table.pop(block.key, None)
+        del self._by_frame[block.frame]
         self._free.append(block.frame)
         self.capacity.used_bytes -= self.memory.stride
         block.state = NodeBlockState.FILLING  # whoever still looks at it is not served

@@ -14,12 +14,11 @@ what their owner pins later; a session is in no file. Engine thread only; times 
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import replace
+from typing import Any, Protocol
 
 from tiers.blocks.keys import PrefixKey
-from tiers.memory.block import Block, BlockState
-from tiers.memory.residency import Residency
 from tiers.policy.retention import Pin, PinError, PinKind, Pins
 
 logger = logging.getLogger(__name__)
@@ -29,16 +28,31 @@ MAX_IN_PASSING = 256  # pins of one owner that were asked for in passing; the so
 MAX_CACHES = 64  # that one owner may name
 
 
+class Resident(Protocol):
+    """Who holds blocks in memory: the embedded engine's residency, or a node's pool. A block has a
+    `key`, and tells whether it is `held_below`."""
+
+    pinned_keys: Container[PrefixKey]
+
+    def ready(self, key: PrefixKey) -> Any | None:
+        """The block under a key, where it stands in memory and is whole."""
+        ...
+
+    def pin(self, block: Any) -> None: ...
+
+    def unpin(self, block: Any) -> None: ...
+
+
 class Keeper:
     """Owns the pins. `changed` is told those to save after each change that must outlive us."""
 
     def __init__(
         self,
-        residency: Residency,
+        residency: Resident,
         *,
         max_blocks: int,
         block_tokens: int,
-        write: Callable[[Block], bool],
+        write: Callable[[Any], bool],
         keep_below: Callable[[Collection[PrefixKey]], None],
         changed: Callable[[Sequence[Pin[PrefixKey]]], None],
         clock: Callable[[], float],
@@ -272,6 +286,6 @@ class Keeper:
         lasting = (pin for pin in self.pins() if pin.kind is not PinKind.SESSION)
         self._keep_below(list({key: None for pin in lasting for key in pin.keys}))
 
-    def _resident(self, keys: Collection[PrefixKey]) -> list[Block]:
-        found = (self._residency.index.get(key) for key in keys)
-        return [b for b in found if b is not None and b.state is BlockState.READY]
+    def _resident(self, keys: Collection[PrefixKey]) -> list[Any]:
+        found = (self._residency.ready(key) for key in keys)
+        return [block for block in found if block is not None]

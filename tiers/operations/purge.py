@@ -93,7 +93,7 @@ class Purger:
             self._finish(purge, Removed(), 0)
             return True
         if purge.task is None:
-            purge.task = WriterTask(lambda tier: _purge_tier(tier, purge.roots))
+            purge.task = WriterTask(lambda tier: purge_tier(tier, purge.roots))
             self._mover.submit(purge.task)
         if not purge.task.result.done():
             return False
@@ -122,6 +122,6 @@ class Purger:
         return [block for block in [*index, *index.iter_partials()] if block.scope in roots]
 
 
-def _purge_tier(tier: ManagedTier, roots: frozenset[PrefixKey]) -> tuple[Removed, int]:
+def purge_tier(tier: ManagedTier, roots: frozenset[PrefixKey]) -> tuple[Removed, int]:
     """The writer thread: what was removed, and how many blocks a second look finds."""
     return tier.purge(roots), tier.count(roots)

@@ -19,7 +19,7 @@ from cachesvc.cli.cache.prefixes import list_by_room
 from cachesvc.cli.cache.select import Tenant, find_block, scope_filter
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import KEY_DIGITS, AsJson, fail, note, print_json, print_pairs, print_table
-from cachesvc.config.places import disk_path
+from cachesvc.config.places import found_disk
 from cachesvc.config.quantities import parse_duration
 from cachesvc.server.server_file import LiveServer, find_server
 from tiers.blocks.keys import PrefixKey, token_ids
@@ -117,7 +117,7 @@ def _list_by_hits(path: Path, tenant: str | None, limit: int, json: bool) -> Non
         return
     note("no server runs: hits are not kept on disk, so these are the blocks that were used last")
     wanted = scope_filter(path, tenant, None)
-    with open_view(disk_path(path)) as view:
+    with open_view(found_disk(path)) as view:
         blocks = sorted(
             (block for block in view.blocks() if wanted(block.scope)),
             key=lambda block: (-block.used_s, -block.sequence),
@@ -158,7 +158,7 @@ def _list_disk(
     json: bool,
 ) -> None:
     now_s = time.time()
-    with open_view(disk_path(path)) as view:
+    with open_view(found_disk(path)) as view:
         found = (
             block
             for block in view.blocks(oldest=oldest)
@@ -208,7 +208,7 @@ def _live_block(server: LiveServer | None, key: str) -> dict[str, Any] | None:
 
 
 def _on_disk(path: Path, key: str, *, missing_ok: bool) -> dict[str, Any]:
-    with open_view(disk_path(path)) as view:
+    with open_view(found_disk(path)) as view:
         if missing_ok and not _starts(view, key):
             return {}
         block = find_block(view, key)

@@ -19,7 +19,7 @@ from api.format import number_of, size
 from cachesvc.cli.cache.select import find_block, find_scope, server_of
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress
-from cachesvc.config.places import default_data_dir, disk_path
+from cachesvc.config.places import default_data_dir, found_disk
 from cachesvc.config.quantities import parse_duration, parse_size
 from cachesvc.config.sources import load_settings
 from cachesvc.server.listen import make_data_dir
@@ -106,7 +106,7 @@ def evict(
 
 def compact(data_dir: DataDir = None, json: AsJson = False) -> None:
     """Rewrite the files to give free space back to the file system. Needs the server stopped."""
-    path = disk_path(existing_data_dir(data_dir))
+    path = found_disk(existing_data_dir(data_dir))
     holder = server_of(path)
     if holder is not None:
         fail(
@@ -182,7 +182,7 @@ def import_(
     disk tier gets one of the size that the settings give it.
     """
     _prepare(data_dir)
-    path = disk_path(existing_data_dir(data_dir))
+    path = found_disk(existing_data_dir(data_dir))
     with open_disks(path, readonly=False) as disks:
         shards = [shard for disk in disks for shard in disk.shards]
         try:
@@ -211,19 +211,19 @@ def import_(
 
 def _prepare(data_dir: Path | None) -> None:
     path = (data_dir or default_data_dir()).expanduser()
-    if read_meta(disk_path(path)) is not None:
+    if read_meta(found_disk(path)) is not None:
         return
     make_data_dir(path)
     num_bytes = load_settings().settings.cache.disk_bytes
     if not num_bytes:
         fail("cache.disk_bytes is 0, which turns the disk tier off; give it a size to import into")
-    prepare(disk_path(path), num_bytes // PAGE_BYTES * PAGE_BYTES)
+    prepare(found_disk(path), num_bytes // PAGE_BYTES * PAGE_BYTES)
     note(f"{path} had no disk tier; one of {size(num_bytes)} was made")
 
 
 @contextmanager
 def _view(data_dir: Path | None, *, readonly: bool) -> Iterator[DiskView]:
-    path = disk_path(existing_data_dir(data_dir))
+    path = found_disk(existing_data_dir(data_dir))
     if readonly:
         with open_view(path) as view:
             yield view

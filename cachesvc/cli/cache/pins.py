@@ -10,7 +10,7 @@ from api.format import number_of, seconds
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, fail, print_json, print_table
-from cachesvc.config.places import disk_path
+from cachesvc.config.places import found_disk
 from cachesvc.config.quantities import parse_duration
 from cachesvc.server.server_file import LiveError, find_server
 from tiers.disk.pin_file import load_pins
@@ -113,7 +113,7 @@ def _list(path: Path, json: bool) -> None:
                 "until_s": each.until_s,
                 "why": each.why,
             }
-            for each in load_pins(disk_path(path))
+            for each in load_pins(found_disk(path))
         ]
     if json:
         print_json(found)

@@ -9,7 +9,7 @@ from typing import Any
 from api.format import ago, size
 from cachesvc.cli.cache.select import scope_filter
 from cachesvc.cli.render import KEY_DIGITS, note, print_json, print_table
-from cachesvc.config.places import disk_path
+from cachesvc.config.places import found_disk
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.inspection.view import BlockInfo, open_view
 
@@ -17,7 +17,7 @@ from tiers.disk.inspection.view import BlockInfo, open_view
 def list_by_room(path: Path, tenant: str | None, limit: int, json: bool) -> None:
     """The prefixes that take the most room on disk: how prompts begin, and all that follows."""
     wanted = scope_filter(path, tenant, None)
-    with open_view(disk_path(path)) as view:
+    with open_view(found_disk(path)) as view:
         children = view.children()
     found = [
         _prefix(block, children)

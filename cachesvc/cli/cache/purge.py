@@ -15,7 +15,7 @@ from cachesvc.cli.cache.select import find_scope, server_of
 from cachesvc.cli.money.books import DatabaseUrl, actor, books
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress
-from cachesvc.config.places import disk_path
+from cachesvc.config.places import found_disk
 from cachesvc.operator.purge import Order, PurgeFailed, keep_receipt, purge_stopped, receipt
 from cachesvc.operator.scopes import Kind, roots_of
 from cachesvc.server.server_file import LiveError, find_server
@@ -72,7 +72,7 @@ def purge(
 def _purge_live(path: Path, kind: Kind, name: str, why: str) -> Mapping[str, Any] | None:
     server = find_server(path)
     if server is None:
-        holder = server_of(disk_path(path))
+        holder = server_of(found_disk(path))
         if holder is not None:
             fail(f"{path} is held by {holder}, which does not answer; stop it and try again")
         return None
@@ -129,7 +129,7 @@ def _tell(signed: Mapping[str, Any], kind: str, name: str) -> None:
 def _purge_scopes(
     path: Path, starts: list[str], why: str, database_url: str | None, *, yes: bool, json: bool
 ) -> None:
-    folder = disk_path(path)
+    folder = found_disk(path)
     roots, total = _chosen(folder, starts)
     names = ", ".join(sorted(root.hex() for root in roots))
     blocks = f"{number_of(total.num_blocks, 'block')} ({size(total.stored_bytes)})"

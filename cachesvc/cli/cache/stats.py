@@ -9,7 +9,7 @@ import typer
 from api.format import number_of, percent, size
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, print_json, print_pairs, print_table
-from cachesvc.config.places import disk_path
+from cachesvc.config.places import found_disk
 from cachesvc.server.server_file import find_server
 from tiers.disk.inspection.view import DiskSummary, open_view
 from tiers.tier import TierName
@@ -21,7 +21,7 @@ def stats(data_dir: DataDir = None, json: AsJson = False) -> None:
     server = find_server(path)
     tiers = server.get("/admin/api/stats")["cache"]["tiers"] if server is not None else {}
     owners = server.get("/admin/api/cache/owners") if server is not None else []
-    with open_view(disk_path(path)) as view:
+    with open_view(found_disk(path)) as view:
         summary = view.summary()
     if json:
         print_json(_summary_json(summary) | ({"tiers": tiers, "owners": owners} if tiers else {}))

@@ -12,7 +12,7 @@ from api.format import number_of, seconds
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, fail, note, print_json
-from cachesvc.config.places import disk_path
+from cachesvc.config.places import found_disk
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import MAX_DEPTH, Tree, TreeNode, TreeQuery, tree_json
 from tiers.disk.inspection.view import open_view
@@ -49,7 +49,7 @@ def tree(
             typer.echo(line)
         return
     query = TreeQuery(depth=depth, max_children=children, max_nodes=SHOWN, max_blocks=sys.maxsize)
-    with open_view(disk_path(existing_data_dir(data_dir))) as view:
+    with open_view(found_disk(existing_data_dir(data_dir))) as view:
         grown = view.tree(query, time.time())
     if json:
         print_json(tree_json(grown))

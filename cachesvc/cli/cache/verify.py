@@ -9,7 +9,7 @@ import typer
 from api.format import number_of, seconds, size
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, fail, print_json, progress
-from cachesvc.config.places import disk_path
+from cachesvc.config.places import found_disk
 from tiers.disk.inspection.opening import open_shards, repair_folder
 from tiers.disk.inspection.verify import verify_all
 
@@ -21,7 +21,7 @@ def verify(
 ) -> None:
     """Read and verify every block, as a hit does. Exits with 1 if a block is damaged."""
     started = time.monotonic()
-    path = disk_path(existing_data_dir(data_dir))
+    path = found_disk(existing_data_dir(data_dir))
     mended = repair_folder(path) if repair else []
     with open_shards(path, readonly=not repair) as (_, shards):
         num_blocks = sum(shard.read_totals().num_blocks for shard in shards)

@@ -20,6 +20,7 @@ from cachesvc.server.vllm.arguments import engine_arguments
 from cachesvc.server.vllm.engine import VllmEngine, VllmSettings
 from cachesvc.server.vllm.grammars import CheckedGrammars
 from cachesvc.server.vllm.node import NodeWatch, ensure_node
+from cachesvc.server.vllm.operations import NodeOperations
 from cachesvc.server.vllm.tiers import TiersElsewhere, cache_stats
 from cachesvc.vllm.reports import Reports
 from engine.bounds import check_params
@@ -79,6 +80,12 @@ class VllmCore:
     engine: VllmEngine
     grammars: CheckedGrammars
     node: NodeWatch | None
+    operations: NodeOperations | None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other machines can load what is published here."""
+        return self.node is not None and self.node.is_shared
 
     def start(self, warm_up_tokens: int = 0) -> None:
         """vLLM has warmed up when it was opened."""
@@ -89,6 +96,8 @@ class VllmCore:
         """End vLLM. The node stays, with the blocks."""
         self.engine.close(drain_s)
         self.grammars.close()
+        if self.operations is not None:
+            self.operations.close()
         if self.node is not None:
             self.node.close()
         self.cache.close(flush=False)
@@ -138,8 +147,19 @@ def build(
     )
     engine.open()
     layout, scope = _blocks(engine, reports, spoken)
-    cache = TiersElsewhere(layout, stream)
-    node = NodeWatch(socket) if socket is not None else None
+    node = operations = None
+    if socket is not None and reports is not None:
+        node = NodeWatch(socket)
+        node.look()
+        num_ranks = reports.engine.num_ranks if reports.engine is not None else 1
+        operations = NodeOperations(
+            socket,
+            layout,
+            num_ranks,
+            forget=engine.forget_prefixes,
+            in_flight=engine.in_flight,
+        )
+    cache = TiersElsewhere(layout, stream, operations)
     num_blocks = int(engine.vllm_config.cache_config.num_gpu_blocks or 0)
     engine.use(cache, partial(cache_stats, cache, engine.counts, node, lambda: num_blocks))
     digests = {name: adapter.digest for name, adapter in adapters.items()}
@@ -151,6 +171,7 @@ def build(
         engine=engine,
         grammars=CheckedGrammars(compiler_for(spoken)),
         node=node,
+        operations=operations,
     )
 
 

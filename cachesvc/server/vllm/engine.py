@@ -171,6 +171,18 @@ class VllmEngine:
         self._post(run)
         return future
 
+    def in_flight(self) -> frozenset[str]:
+        """The requests that were submitted and have not ended."""
+        with self._lock:
+            return frozenset(self._submitted)
+
+    def forget_prefixes(self) -> "Future[bool]":
+        """Let vLLM empty its own prefix cache; running requests compute theirs again."""
+        forgetting: Future[bool] = asyncio.run_coroutine_threadsafe(
+            self._llm.reset_prefix_cache(reset_running_requests=True), self._loop
+        )
+        return forgetting
+
     @property
     def failure(self) -> BaseException | None:
         """What ended the engine, if something did. It serves nothing from then on."""

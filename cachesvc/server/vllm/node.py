@@ -92,6 +92,17 @@ class NodeWatch:
     def start(self) -> None:
         self._thread.start()
 
+    def look(self) -> None:
+        """Read the counters now."""
+        try:
+            if not self._client.is_connected:
+                self._client.open()
+            self._stats = self._client.stats()
+        except NodeError as error:
+            logger.debug(f"the node's counters cannot be read: {error}")
+            self._stats = {}
+            self._client.close()
+
     def close(self) -> None:
         self._ended.set()
         if self._thread.is_alive():
@@ -105,7 +116,16 @@ class NodeWatch:
 
     @property
     def collisions(self) -> int:
-        return sum(pool["collisions"] for pool in self.pools)
+        return self.total("collisions")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a store that machines share is beneath the node."""
+        return any("remote" in pool for pool in self.pools)
+
+    def total(self, counter: str) -> int:
+        """A counter over all layouts."""
+        return sum(pool[counter] for pool in self.pools)
 
     def host(self) -> TierStats:
         """The node's memory: all engines' blocks, since they share it."""
@@ -143,14 +163,7 @@ class NodeWatch:
 
     def _look(self) -> None:
         while not self._ended.wait(LOOK_S):
-            try:
-                if not self._client.is_connected:
-                    self._client.open()
-                self._stats = self._client.stats()
-            except NodeError as error:
-                logger.debug(f"the node's counters cannot be read: {error}")
-                self._stats = {}
-                self._client.close()
+            self.look()
 
 
 _DISK_SUMS = ("num_blocks", "used_bytes", "capacity_bytes", "stored", "evicted")

@@ -1,8 +1,7 @@
 """What stands for the tiers in a server whose blocks are in vLLM and in a node.
 
 Reads like an empty cache, so that every page and command works; its counters are vLLM's and the
-node's. What would change blocks is refused, with what to do instead: a purge that removed nothing
-must not say that it is done.
+node's. What changes blocks goes to the node.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -11,7 +10,7 @@ from dataclasses import replace
 
 from cachesvc.server.vllm.counts import Counts
 from cachesvc.server.vllm.node import NodeWatch
-from engine.errors import EngineError
+from cachesvc.server.vllm.operations import ElsewhereError, NodeOperations
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
@@ -22,16 +21,16 @@ from tiers.telemetry.events import EventStream
 from tiers.tier import TierName, TierStats
 
 
-class ElsewhereError(EngineError):
-    """Blocks are not in this process; the message says where."""
-
-
 class TiersElsewhere(TieredCache):
-    """An empty cache of vLLM's block layout."""
+    """An empty cache of vLLM's block layout. `operations` are the node's; None where there is
+    none."""
 
-    def __init__(self, layout: BlockLayout, stream: EventStream) -> None:
+    def __init__(
+        self, layout: BlockLayout, stream: EventStream, operations: NodeOperations | None
+    ) -> None:
         settings = CacheSettings(device_bytes=2 * layout.nbytes, host_bytes=0)
         super().__init__(layout, settings, stream=stream)
+        self._operations = operations
 
     def pin(
         self,
@@ -43,16 +42,41 @@ class TiersElsewhere(TieredCache):
         scope: PrefixKey | None = None,
         owner: str = "",
     ) -> Pin[PrefixKey]:
-        raise PinError("pins are not kept with vLLM as the engine: its node evicts by use alone")
+        if self._operations is None:
+            raise PinError("pins need a node beneath vLLM; set cache.host_bytes")
+        keys = prefix.keys if isinstance(prefix, Chain) else list(prefix)
+        root = prefix.root if isinstance(prefix, Chain) else scope
+        if root is None:
+            raise PinError(f"the scope of {name!r} is not known here; name its root")
+        return self._operations.pin(name, root, keys, until_s - self.now_s, why, owner)
+
+    def unpin(self, name: str) -> bool:
+        return self._operations.unpin(name) if self._operations is not None else False
+
+    def pins(self) -> list[Pin[PrefixKey]]:
+        return self._operations.pins() if self._operations is not None else []
+
+    def saved(self) -> "Future[None]":
+        return self._operations.saved() if self._operations is not None else super().saved()
+
+    def publish(self, chain: Chain) -> "Future[int] | None":
+        if self._operations is None or chain.private:
+            return super().publish(chain)
+        return self._operations.publish(chain)
 
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
-        raise ElsewhereError("with vLLM as the engine, blocks are evicted for room alone")
+        return self._hands.evict(keys)
 
     def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
-        raise ElsewhereError(
-            "with vLLM as the engine, a purge means all blocks: stop this server, end its node "
-            "with cachesvc node --stop, and remove the node's disk folder"
-        )
+        return self._hands.purge(roots)
+
+    @property
+    def _hands(self) -> NodeOperations:
+        if self._operations is None:
+            raise ElsewhereError(
+                "vLLM alone keeps the blocks, and no node is beneath it: restart this server"
+            )
+        return self._operations
 
 
 def cache_stats(
@@ -80,4 +104,7 @@ def cache_stats(
         disk=node.disk(),
         remote=node.remote(),
         collisions=node.collisions,
+        num_pins=node.total("num_pins"),
+        pinned_blocks=node.total("pinned_blocks"),
+        pinnable_blocks=node.total("pinnable_blocks"),
     )

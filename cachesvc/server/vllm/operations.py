@@ -1,0 +1,209 @@
+"""What operators do to blocks in a node, for a server whose engine is vLLM.
+
+The node does it; here are the ways to it. What may take long has threads of its own, and each
+thread a connection. A purge closes its scopes in the node first, then makes vLLM forget its own
+cache, and keeps the scopes closed until every request that was running has ended and stored.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cachesvc.vllm.identity import rank_roots
+from engine.errors import EngineError
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import BlockId, PrefixKey, child_key
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.pin_file import pin_of
+from tiers.errors import NodeError
+from tiers.node.client import NodeClient
+from tiers.operations.purge import Purged
+from tiers.policy.retention import Pin, PinError
+from tiers.tier import Removed, TierName
+
+logger = logging.getLogger(__name__)
+
+QUICK_S = 2.0  # for an answer that the engine's thread waits for
+SLOW_S = 120.0  # for one that a disk has to give
+FORGET_S = 30.0  # how long vLLM is asked to forget its own cache
+STORE_S = 10.0  # after its end, a request's blocks are stored by then
+PUBLISH_S = 8.0
+LOOK_S = 0.02
+T = TypeVar("T")
+
+
+class ElsewhereError(EngineError):
+    """Blocks are not in this process; the message says where."""
+
+
+class NodeOperations:
+    """Operators' hands on the node at `socket`. `forget` empties vLLM's own cache; `in_flight`
+    names the requests that run."""
+
+    def __init__(
+        self,
+        socket: Path,
+        layout: BlockLayout,
+        num_ranks: int,
+        *,
+        forget: Callable[[], "Future[bool]"],
+        in_flight: Callable[[], frozenset[str]],
+    ) -> None:
+        self._socket = socket
+        self._layout = layout
+        self._num_ranks = num_ranks
+        self._forget = forget
+        self._in_flight = in_flight
+        self._quick = NodeClient(socket, layout, timeout_s=QUICK_S)
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="cachesvc-node-operate")
+        self._pins: list[Pin[PrefixKey]] = []
+        self._ended = threading.Event()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._threads.shutdown(cancel_futures=True)
+        self._quick.close()
+
+    # The engine's thread.
+
+    def pin(
+        self,
+        name: str,
+        scope: PrefixKey,
+        keys: Sequence[PrefixKey],
+        for_s: float,
+        why: str,
+        owner: str,
+    ) -> Pin[PrefixKey]:
+        if self._num_ranks > 1:
+            raise PinError("pins are not kept with tensor parallelism: each rank has its own keys")
+        told = self._ask(
+            "pin",
+            name=name,
+            scope=scope.hex(),
+            keys=[key.hex() for key in keys],
+            for_s=for_s,
+            why=why,
+            owner=owner,
+        )
+        if "refused" in told:
+            raise PinError(told["refused"], told["excess"])
+        return pin_of(told["pin"])
+
+    def unpin(self, name: str) -> bool:
+        return bool(self._ask("unpin", name=name)["found"])
+
+    def pins(self) -> list[Pin[PrefixKey]]:
+        """The node's pins; while it is away, those that it had."""
+        try:
+            self._pins = [pin_of(fields) for fields in self._ask("pins")["pins"]]
+        except PinError as error:
+            logger.warning(f"pins are shown as they were: {error}")
+        return self._pins
+
+    # Whose results come later.
+
+    def saved(self) -> "Future[None]":
+        return self._later(lambda node: (node.operate("saved"), None)[1])
+
+    def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
+        def evict(node: NodeClient) -> dict[TierName, int]:
+            removed = node.operate("evict", keys=[key.hex() for key in keys])
+            return {TierName(tier): count for tier, count in removed.items()}
+
+        return self._later(evict)
+
+    def publish(self, chain: Chain) -> "Future[int]":
+        """How many of the prefix's blocks the store has, once it has all or time is over."""
+        ids = chain.block_ids(0, len(chain.keys))
+        runs = [_under(root, ids) for root in rank_roots(chain.root, self._num_ranks)]
+
+        def publish(node: NodeClient) -> int:
+            give_up = time.monotonic() + PUBLISH_S
+            while True:
+                num_sent = min(node.publish(run) for run in runs)
+                if num_sent == len(ids) or time.monotonic() > give_up:
+                    return num_sent
+                time.sleep(LOOK_S)
+
+        return self._later(publish)
+
+    def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
+        result: Future[Purged] = Future()
+        work = threading.Thread(
+            target=self._purge, args=(roots, result), name="cachesvc-node-purge", daemon=True
+        )
+        work.start()
+        return result
+
+    def _purge(self, roots: Collection[PrefixKey], result: "Future[Purged]") -> None:
+        every = [each.hex() for root in roots for each in rank_roots(root, self._num_ranks)]
+        try:
+            with closing(NodeClient(self._socket, self._layout, timeout_s=SLOW_S)) as node:
+                node.connect()
+                told = node.operate("purge", roots=every)
+                running = self._in_flight()
+                self._empty_device()
+                result.set_result(_purged(roots, told))
+                while running & self._in_flight() and not self._ended.wait(LOOK_S):
+                    pass
+                self._ended.wait(STORE_S)
+        except Exception as error:  # the top of this thread
+            if result.done():
+                logger.exception("the scopes of a purge were opened early")
+            else:
+                result.set_exception(ElsewhereError(f"the purge has failed: {error}"))
+
+    def _empty_device(self) -> None:
+        """Raises ElsewhereError where vLLM goes on keeping its own cache."""
+        give_up = time.monotonic() + FORGET_S
+        while True:
+            try:
+                if self._forget().result(FORGET_S):
+                    return
+                why = "its blocks are in use"
+            except Exception as error:  # noqa: BLE001 - vLLM's errors have no common root
+                why = str(error)
+            if time.monotonic() > give_up:
+                raise ElsewhereError(f"vLLM did not empty its own cache: {why}; purge again")
+            time.sleep(0.1)
+
+    def _ask(self, what: str, **about: Any) -> dict[str, Any]:
+        try:
+            if not self._quick.is_connected:
+                self._quick.connect()
+            return self._quick.operate(what, **about)
+        except NodeError as error:
+            self._quick.close()
+            raise PinError(f"the node keeps the pins, and does not answer: {error}") from error
+
+    def _later(self, work: Callable[[NodeClient], T]) -> "Future[T]":
+        def run() -> T:
+            with closing(NodeClient(self._socket, self._layout, timeout_s=SLOW_S)) as node:
+                node.connect()
+                return work(node)
+
+        return self._threads.submit(run)
+
+
+def _purged(roots: Collection[PrefixKey], told: dict[str, Any]) -> Purged:
+    removed = {TierName(tier): Removed(*counts) for tier, counts in told["removed"].items()}
+    pins, left = tuple(told["pins"]), int(told["num_left"])
+    return Purged(tuple(sorted(roots)), removed, int(told["in_use"]), pins, left)
+
+
+def _under(root: PrefixKey, ids: Sequence[BlockId]) -> list[BlockId]:
+    """The same tokens as another rank's blocks."""
+    if not ids or ids[0].scope == root:
+        return list(ids)
+    found, parent = [], root
+    for block in ids:
+        key = child_key(parent, block.tokens, block.content)
+        found.append(BlockId(root, parent, key, block.tokens, block.content))
+        parent = key
+    return found

@@ -1,0 +1,120 @@
+"""What operators do to a node's blocks over its socket: pins, purges and evictions."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_node_socket import ROOT, joined, prompt, serving, write
+from tiers.blocks.keys import BlockId
+from tiers.errors import NodeError
+from tiers.node.client import NodeClient
+from tiers.tier import TierName
+
+
+def below(folder: Path) -> dict[str, object]:
+    return {"disk_dirs": (folder,), "disk_bytes": 64 << 20}
+
+
+def settled(client: NodeClient) -> None:
+    while client.stats()["pools"][0]["is_writing"]:
+        time.sleep(0.01)
+
+
+def keys(ids: list[BlockId]) -> list[str]:
+    return [each.key.hex() for each in ids]
+
+
+def pinned(
+    client: NodeClient, name: str, ids: list[BlockId], for_s: float = 3600
+) -> dict[str, object]:
+    about = {"scope": ROOT.hex(), "keys": keys(ids), "for_s": for_s, "why": "test", "owner": ""}
+    return client.operate("pin", name=name, **about)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "node.sock"
+
+
+@pytest.fixture
+def client(path: Path, tmp_path: Path) -> Iterator[NodeClient]:
+    with serving(path, **below(tmp_path / "disk")), joined(path) as client:
+        yield client
+
+
+def test_a_purge_removes_a_scope_from_memory_and_disk_and_keeps_it_closed(
+    client: NodeClient, path: Path
+) -> None:
+    ids = prompt(1)
+    write(client, ids)
+    settled(client)
+    pinned(client, "p", ids)
+    done = client.operate("purge", roots=[ROOT.hex()])
+    assert (3, 3) == (done["removed"]["host"][0], done["removed"]["disk"][0])
+    assert (0, ["p"]) == (done["num_left"], done["pins"])
+    with joined(path) as engine:
+        write(engine, ids)
+        assert [] == engine.probe(ids), "what a running request stores late is not kept"
+        client.operate("open")
+        write(engine, ids)
+        assert 3 == len(engine.probe(ids))
+
+
+def test_what_a_client_closed_opens_when_it_goes(client: NodeClient, path: Path) -> None:
+    with joined(path) as operator:
+        operator.operate("purge", roots=[ROOT.hex()])
+        write(client, prompt(1))
+        assert [] == client.probe(prompt(1))
+    while client.stats()["num_clients"] > 1:
+        time.sleep(0.01)
+    write(client, prompt(1))
+    assert 3 == len(client.probe(prompt(1)))
+
+
+def test_pins_outlive_the_node(path: Path, tmp_path: Path) -> None:
+    with serving(path, **below(tmp_path / "disk")), joined(path) as client:
+        write(client, prompt(1))
+        assert "pin" in pinned(client, "system", prompt(1))
+        client.operate("saved")
+    with serving(path, **below(tmp_path / "disk")), joined(path) as client:
+        (pin,) = client.operate("pins")["pins"]
+        assert ("system", 12) == (pin["name"], pin["num_tokens"])
+        assert {"host": 0, "disk": 0} == client.operate("evict", keys=keys(prompt(1)))
+        assert client.operate("unpin", name="system")["found"]
+        assert {"host": 0, "disk": 3} == client.operate("evict", keys=keys(prompt(1)))
+        assert [] == client.probe(prompt(1))
+
+
+def test_a_pin_that_is_too_large_is_refused_and_the_connection_stays(client: NodeClient) -> None:
+    refused = pinned(client, "all", prompt(1, 3000))
+    assert "may be" in refused["refused"] and refused["excess"] > 0
+    write(client, prompt(1))
+    assert [TierName.HOST] * 3 == client.probe(prompt(1))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"what": "dance"},
+        {"what": "purge"},
+        {"what": "purge", "roots": ["zz"]},
+        {"what": "purge", "roots": ["00"]},
+        {"what": "pin", "name": "x"},
+        {"what": "evict", "keys": 7},
+        {"what": "pins", "pool": 99},
+        {"what": "pins", "pool": -1},
+        {"what": "pins", "pool": "0"},
+    ],
+)
+def test_what_is_no_operation_is_refused(client: NodeClient, asked: dict[str, object]) -> None:
+    with pytest.raises(NodeError, match=r"is no operation|there is no pool"):
+        client.operate(**asked)  # type: ignore[arg-type]
+    client.connect()
+    assert [] == client.operate("pins")["pins"]
+
+
+def test_a_node_without_a_remote_tier_publishes_nothing(client: NodeClient) -> None:
+    write(client, prompt(1))
+    assert 0 == client.publish(prompt(1))

@@ -1,0 +1,210 @@
+"""What operators do to the blocks of one layout in a node: pins, purges, evictions, publishing.
+
+Pins are `tiers.operations.pins`, as in the embedded engine, kept in a file beside the disk. A purge
+removes the blocks of some scopes from memory, then, behind the writes under way, from the tiers
+below, and looks at every block once more. Its scopes stay closed until whoever purged opens them
+again, or goes: a request that was running may store its blocks later. Node's thread only.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tiers.blocks.keys import PrefixKey
+from tiers.disk.pin_file import load_pins, pin_fields, save_pins
+from tiers.errors import NodeError
+from tiers.node.below import Below, disk_folder
+from tiers.node.pool import Pool
+from tiers.node.settings import NodeSettings
+from tiers.operations.pins import Keeper
+from tiers.operations.purge import purge_tier
+from tiers.policy.retention import Pin, PinError
+from tiers.remote.stacked import StackedTier
+from tiers.steady_clock import SteadyClock
+from tiers.tier import Removed, TierName
+from tiers.transfer.mover import WriterTask
+
+PINNED_SHARE = 1 / 4  # of the lowest tier, that pins may take
+
+
+@dataclass(slots=True, eq=False)
+class Operated:
+    """What a client waits for: ready once the thread below is done."""
+
+    future: "Future[dict[str, Any]]"
+
+    @property
+    def is_ready(self) -> bool:
+        return self.future.done()
+
+    def told(self) -> dict[str, Any]:
+        """What is answered; a failure is told, and ends no connection."""
+        try:
+            return self.future.result()
+        except Exception as error:  # noqa: BLE001 - the asker's to handle
+            return {"failed": str(error)}
+
+
+@dataclass(slots=True, eq=False)
+class PoolOperations:
+    """Operators' hands on one pool. `below` is what `pool.mover` moves blocks to."""
+
+    pool: Pool
+    below: Below | None
+    folder: Path | None  # of the disk, where pins are kept
+    capacity_blocks: int  # of the lowest tier
+    closed: dict[int, frozenset[PrefixKey]] = field(default_factory=dict)  # scopes, by client
+    saved: "Future[None]" = field(default_factory=Future)
+    keeper: Keeper = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.saved.set_result(None)
+        self.keeper = Keeper(
+            self.pool,
+            max_blocks=int(PINNED_SHARE * self.capacity_blocks),
+            block_tokens=self.pool.memory.layout.block_size,
+            write=self.pool.write,
+            keep_below=self.below.keep if self.below is not None else lambda keys: None,
+            changed=self._save,
+            clock=SteadyClock(),
+        )
+        if self.folder is not None:
+            self.keeper.restore(load_pins(self.folder))
+
+    def operate(self, client: int, asked: Mapping[str, Any]) -> Operated:
+        """Begin what a client asks. Raises NodeError for what is no operation."""
+        operations = {
+            "pin": self._pin,
+            "unpin": self._unpin,
+            "pins": self._pins,
+            "saved": self._saved,
+            "evict": self._evict,
+        }
+        try:
+            what = asked["do"]
+            if what == "purge":
+                return Operated(self._purge(client, _keys(asked["roots"])))
+            if what == "open":
+                self.closed.pop(client, None)
+                self._tell_closed()
+                return Operated(_done({}))
+            return Operated(operations[what](asked))
+        except (KeyError, TypeError, ValueError) as error:
+            raise NodeError(f"{dict(asked)!r} is no operation: {error!r}") from error
+
+    def publish(self, keys: Sequence[PrefixKey]) -> Operated:
+        """Send a prefix to the store that machines share: how many leading blocks are there."""
+        if not isinstance(self.below, StackedTier):
+            return Operated(_done({"published": 0}))
+        if any(self.pool.is_unwritten(key) for key in keys):
+            return Operated(_done({"published": 0}))
+        answer: Future[dict[str, Any]] = Future()
+
+        def tell(sent: "Future[int]") -> None:
+            answer.set_result({"published": sent.result()})
+            self.pool.wake()
+
+        self.below.remote.deliver(keys).add_done_callback(tell)
+        return Operated(answer)
+
+    def leave(self, client: int) -> None:
+        """A client has gone: what it had closed is open."""
+        if self.closed.pop(client, None) is not None:
+            self._tell_closed()
+
+    def _pin(self, asked: Mapping[str, Any]) -> "Future[dict[str, Any]]":
+        now_s = self.keeper.clock()
+        try:
+            pin = self.keeper.pin(
+                str(asked["name"]),
+                PrefixKey(bytes.fromhex(asked["scope"])),
+                _keys(asked["keys"]),
+                now_s + float(asked["for_s"]),
+                str(asked["why"]),
+                owner=str(asked["owner"]),
+            )
+        except PinError as error:
+            return _done({"refused": str(error), "excess": error.excess})
+        return _done({"pin": pin_fields(pin)})
+
+    def _unpin(self, asked: Mapping[str, Any]) -> "Future[dict[str, Any]]":
+        return _done({"found": self.keeper.unpin(str(asked["name"]))})
+
+    def _pins(self, asked: Mapping[str, Any]) -> "Future[dict[str, Any]]":
+        pins = [pin_fields(pin) for pin in self.keeper.pins()]
+        return _done({"pins": pins, "now_s": self.keeper.clock()})
+
+    def _saved(self, asked: Mapping[str, Any]) -> "Future[dict[str, Any]]":
+        answer: Future[dict[str, Any]] = Future()
+
+        def tell(saved: "Future[None]") -> None:
+            error = saved.exception()
+            answer.set_exception(error) if error else answer.set_result({})
+            self.pool.wake()
+
+        self.saved.add_done_callback(tell)
+        return answer
+
+    def _save(self, pins: Sequence[Pin[PrefixKey]]) -> None:
+        folder, mover = self.folder, self.pool.mover
+        if folder is not None and mover is not None:
+            task = WriterTask(lambda tier: save_pins(folder, pins))
+            mover.submit(task)
+            self.saved = task.result
+
+    def _evict(self, asked: Mapping[str, Any]) -> "Future[dict[str, Any]]":
+        keys = _keys(asked["keys"])
+        removed = Counter({"host": self.pool.evict_keys(keys)})
+        if self.pool.mover is None:
+            return _done(dict(removed))
+        task = WriterTask(lambda tier: {**removed, "disk": tier.discard(keys)})
+        self.pool.mover.submit(task)
+        return task.result
+
+    def _purge(self, client: int, roots: Sequence[PrefixKey]) -> "Future[dict[str, Any]]":
+        wanted = frozenset(roots)
+        pins = self.keeper.unpin_scopes(wanted)
+        self.closed[client] = self.closed.get(client, frozenset()) | wanted
+        self._tell_closed()
+        removed, in_use = self.pool.purge(wanted)
+        nbytes = self.pool.memory.layout.nbytes
+        host = {str(TierName.HOST): Removed(removed, removed * nbytes, removed * nbytes)}
+
+        def told(below: Removed | None, num_left: int) -> dict[str, Any]:
+            tiers = host if below is None else {**host, str(TierName.DISK): below}
+            left = num_left + self.pool.count(wanted)
+            return {"removed": tiers, "in_use": in_use, "pins": pins, "num_left": left}
+
+        if self.pool.mover is None:
+            return _done(told(None, 0))
+        task = WriterTask(lambda tier: told(*purge_tier(tier, wanted)))
+        self.pool.mover.submit(task)
+        return task.result
+
+    def _tell_closed(self) -> None:
+        self.pool.closed = frozenset(root for roots in self.closed.values() for root in roots)
+
+
+def operations_on(pool: Pool, below: Below | None, settings: NodeSettings) -> PoolOperations:
+    """The operations of a pool, whose lowest tier on this machine bounds what may be pinned."""
+    layout, folders = pool.memory.layout, settings.disk_dirs
+    if below is None:
+        return PoolOperations(pool, None, None, pool.memory.num_frames)
+    num_blocks = settings.disk_bytes * len(folders) // layout.nbytes
+    return PoolOperations(pool, below, disk_folder(folders[0], layout), num_blocks)
+
+
+def _keys(told: Collection[str]) -> list[PrefixKey]:
+    keys = [PrefixKey(bytes.fromhex(key)) for key in told]
+    if any(len(key) != 16 for key in keys):
+        raise ValueError("a key has 16 bytes")
+    return keys
+
+
+def _done(value: dict[str, Any]) -> "Future[dict[str, Any]]":
+    future: Future[dict[str, Any]] = Future()
+    future.set_result(value)
+    return future
