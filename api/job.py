@@ -163,6 +163,11 @@ class Job:
         return max((keep.num_tokens for keep in self.keeps if keep.for_s >= HOUR_S), default=0)
 
     @property
+    def tokens_marked(self) -> int:
+        """Leading tokens that the request asked to keep."""
+        return max((keep.num_tokens for keep in self.keeps), default=0)
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 

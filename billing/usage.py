@@ -32,10 +32,11 @@ class Counts(Protocol):
 class Usage:
     """Tokens by class. `hit_* + miss` is the prompt, each token in exactly one of them.
 
-    `cache_write` counts computed tokens of the prompt whose blocks were kept for reuse, and
-    `cache_write_1h` those that a request asked to keep for an hour or longer. They are surcharges,
-    not part of the prompt sum. `storage_token_hours` counts started hours of each token of a pinned
-    prefix.
+    `cache_write` counts computed tokens of the prompt whose blocks were kept for reuse,
+    `explicit_write` those that a request marked to be kept, `cache_write_1h` those marked for an
+    hour or longer. `explicit_hit` says how many of the hits lie in what the request marked. They
+    change a price and are not part of the prompt sum. `storage_token_hours` and
+    `storage_token_minutes` count started hours, or minutes, of each token of a pinned prefix.
     """
 
     hit_device: int = 0
@@ -47,29 +48,49 @@ class Usage:
     cache_write: int = 0
     cache_write_1h: int = 0
     storage_token_hours: int = 0
+    storage_token_minutes: int = 0
+    explicit_hit: int = 0
+    explicit_write: int = 0
 
     def __post_init__(self) -> None:
         for name in CLASSES:
             count = getattr(self, name)
             if type(count) is not int or count < 0:
                 raise InvalidUsage(f"{name} is {count!r}; a count is a whole number, zero or more")
-        if self.cache_write + self.cache_write_1h > self.miss:
+        if self.written > self.miss:
             raise InvalidUsage(
-                f"cache_write {self.cache_write} + {self.cache_write_1h} exceeds the computed "
-                f"prompt tokens {self.miss}"
+                f"cache_write {self.cache_write} + {self.explicit_write} + {self.cache_write_1h} "
+                f"exceeds the computed prompt tokens {self.miss}"
             )
+        if self.explicit_hit > self.hit:
+            raise InvalidUsage(f"explicit_hit {self.explicit_hit} exceeds the hits {self.hit}")
 
     @property
     def hit(self) -> int:
         return self.hit_device + self.hit_host + self.hit_disk + self.hit_remote
 
     @property
+    def written(self) -> int:
+        return self.cache_write + self.explicit_write + self.cache_write_1h
+
+    @property
     def prompt(self) -> int:
         return self.hit + self.miss
 
     @classmethod
-    def from_counts(cls, counts: Counts, *, written: int = 0, written_1h: int = 0) -> Self:
-        """Usage of the engine's counts; refuses counts whose hits exceed the prompt."""
+    def from_counts(
+        cls,
+        counts: Counts,
+        *,
+        written: int = 0,
+        written_marked: int = 0,
+        written_1h: int = 0,
+        marked: int = 0,
+    ) -> Self:
+        """Usage of the engine's counts; refuses counts whose hits exceed the prompt.
+
+        `marked` are the leading tokens that the request marked to be kept; hits are leading too.
+        """
         hit = counts.hit_device + counts.hit_host + counts.hit_disk + counts.hit_remote
         if hit > counts.prompt:
             raise InvalidUsage(f"{hit} hits in a prompt of {counts.prompt} tokens")
@@ -81,7 +102,9 @@ class Usage:
             miss=counts.prompt - hit,
             output=counts.output,
             cache_write=written,
+            explicit_write=written_marked,
             cache_write_1h=written_1h,
+            explicit_hit=min(hit, marked),
         )
 
     @classmethod

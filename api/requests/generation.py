@@ -175,8 +175,15 @@ class Generation:
                 output = sum(choice.num_tokens for choice in part.choices)
                 counts = replace(part.counts, output=output)
                 written = self._written(part, counts.prompt)
+                marked = self._written(part, min(counts.prompt, self.job.tokens_marked))
                 for_1h = self._written(part, min(counts.prompt, self.job.tokens_for_1h))
-                usage += Usage.from_counts(counts, written=written - for_1h, written_1h=for_1h)
+                usage += Usage.from_counts(
+                    counts,
+                    written=written - marked,
+                    written_marked=marked - for_1h,
+                    written_1h=for_1h,
+                    marked=self.job.tokens_marked,
+                )
         return usage
 
     def _written(self, part: _Part, num_tokens: int) -> int:

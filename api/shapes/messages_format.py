@@ -41,13 +41,13 @@ def anthropic_error(answer: Answer) -> dict[str, Any]:
 
 def anthropic_usage(usage: Usage) -> dict[str, Any]:
     """The same record in Anthropic's classes: read, written and other input make up the prompt."""
-    written = usage.cache_write + usage.cache_write_1h
+    written = usage.written
     return {
         "input_tokens": usage.miss - written,
         "cache_read_input_tokens": usage.hit,
         "cache_creation_input_tokens": written,
         "cache_creation": {
-            "ephemeral_5m_input_tokens": usage.cache_write,
+            "ephemeral_5m_input_tokens": usage.cache_write + usage.explicit_write,
             "ephemeral_1h_input_tokens": usage.cache_write_1h,
         },
         "output_tokens": usage.output,

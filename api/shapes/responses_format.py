@@ -187,7 +187,7 @@ def _head(job: Job, body: ResponsesBody) -> dict[str, Any]:
 
 def _usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
     """The billed record in the classes of Responses."""
-    written = usage.cache_write + usage.cache_write_1h
+    written = usage.written
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.hit, "cache_write_tokens": written},

@@ -16,7 +16,7 @@ SPLIT = 10**9  # amounts are stored as hi * SPLIT + lo, so that SQL adds them wi
 DAY_NS = 86_400 * 10**9
 DAILY_KEY = ("tenant", "day", "project", "key_id", "model", "card", "version", "window_name")
 SESSION_KEY = ("tenant", "session")
-STORED = {"storage_token_hours"}
+STORED = ({"storage_token_hours"}, {"storage_token_minutes"})
 AMOUNTS = ("amount", "saved", "fees", "granted", "owed", "included")
 COUNTERS = (
     "requests",
@@ -94,7 +94,7 @@ def _sorted(rows: dict[tuple[Any, ...], Row]) -> list[Row]:
 
 def _add(row: Row, taken: dict[str, int], details: dict[str, Any]) -> None:
     usage = details.get("usage", {})
-    is_request = usage.keys() != STORED and "commitment" not in details
+    is_request = set(usage) not in STORED and "commitment" not in details
     row["requests"] += is_request  # an hour of a pin is none, nor is a month's minimum
     for name, count in usage.items():
         row[name] += count

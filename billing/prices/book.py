@@ -25,8 +25,10 @@ DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Units per token of each usage class; storage per token and started hour, None if not sold.
+    """Units per token of each usage class; storage per token and started hour or minute, None if
+    not sold.
 
+    `explicit_hit` is what an explicit hit costs more than another, and mostly less than nothing.
     `request` is the fee of each request, and `minimum` the least that one costs.
     """
 
@@ -39,6 +41,9 @@ class Rates:
     cache_write: int = 0
     cache_write_1h: int = 0
     storage: int | None = None
+    storage_minute: int | None = None
+    explicit_hit: int = 0
+    explicit_write: int = 0
     request: int = 0
     minimum: int = 0
 
@@ -53,7 +58,14 @@ class Rates:
             scaled[name] = None if product is None else int(product)
         return Rates(**scaled)  # type: ignore[arg-type]
 
+    def of(self, usage_class: str) -> int:
+        """What one token of a class costs."""
+        found: int | None = getattr(self, RATE_OF.get(usage_class, usage_class))
+        return found or 0
 
+
+# Where a class and its rate have two names.
+RATE_OF = {"storage_token_hours": "storage", "storage_token_minutes": "storage_minute"}
 RATE_NAMES = tuple(field.name for field in fields(Rates))
 
 

@@ -42,12 +42,15 @@ _CARD_FIELDS = {
     *("name", "version", "valid_from", "currency", "time_zone", "holidays"),
     *("minimum_cached_tokens", "note", "tenants", "valid_until", "monthly_minimum"),
 }
-_PER_TOKEN = {*HIT_CLASSES, "miss", "output", "cache_write", "cache_write_1h", "storage"}
+_PER_TOKEN = {
+    *(*HIT_CLASSES, "explicit_hit", "miss", "output"),
+    *("cache_write", "explicit_write", "cache_write_1h", "storage", "storage_minute"),
+}
 _PER_REQUEST = {"request", "minimum"}  # amounts, and not per million tokens
 _RATE_FIELDS = {"hit", *_PER_TOKEN, *_PER_REQUEST}
 _MOST_FEE = 10**6
 _MOST_INCLUDED = 10**15
-_INCLUDABLE = (*HIT_CLASSES, "miss", "output", "cache_write", "cache_write_1h")
+_INCLUDABLE = (*HIT_CLASSES, "miss", "output", "cache_write", "explicit_write", "cache_write_1h")
 _MOST_FACTOR = 1000
 _WINDOW_FIELDS = {"name", "start", "end", "days", "holidays"}
 _INSTANTS_NS = range(-(2**63), 2**63)  # what the ledger can store
@@ -191,6 +194,13 @@ class _Reader:
             self.fail("valid_until is not after valid_from", "card.valid_until")
         if len({item.name for item in card.included}) != len(card.included):
             self.fail("two [[included]] tables have the same name", "included")
+        is_explicit = any(
+            rates.explicit_hit
+            for model in card.models
+            for rates in (*model.rates.values(), *model.above.values())
+        )
+        if is_explicit and any(set(HIT_CLASSES) & set(each.classes) for each in card.included):
+            self.fail("a card that includes hits prices no explicit_hit", "included")
         self.check_factors(card)
         return card
 
@@ -431,7 +441,14 @@ class _Reader:
             if name not in priced and hit is None:
                 self.fail(f"a price for 'hit', or for each tier, is needed ({name!r} has none)", at)
             priced.setdefault(name, hit or 0)
-        priced.setdefault("cache_write_1h", priced.get("cache_write", 0))
+        if "explicit_hit" in priced:
+            if hit is None or any(name in table for name in HIT_CLASSES):
+                self.fail("explicit_hit needs one price of other hits, 'hit', for all tiers", at)
+            priced["explicit_hit"] -= hit
+        if "storage" in priced and "storage_minute" in priced:
+            self.fail("storage is sold by the hour or by the minute ('storage_minute')", at)
+        priced.setdefault("explicit_write", priced.get("cache_write", 0))
+        priced.setdefault("cache_write_1h", priced["explicit_write"])
         for name in ("miss", "output"):
             if name not in priced:
                 self.fail(f"a price for {name!r} is needed", at)

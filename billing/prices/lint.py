@@ -32,6 +32,7 @@ class CardFinding:
         return f"{self.level}: {self.where}: {self.message} [{self.rule}]"
 
 
+WRITES = ("cache_write", "explicit_write", "cache_write_1h")
 MOST_MINIMUM = 4096  # tokens; the public price lists ask for 64 to 4,096
 
 
@@ -65,6 +66,10 @@ def _hits(where: str, rates: Rates) -> Iterator[CardFinding]:
                 f"{name} costs {_rate(price)} and a miss {_rate(rates.miss)}: clients would avoid "
                 "the cache",
             )
+    if hits[0][1] + rates.explicit_hit > rates.miss:
+        explicit = hits[0][1] + rates.explicit_hit
+        message = f"explicit_hit costs {_rate(explicit)} and a miss {_rate(rates.miss)}"
+        yield CardFinding(Severity.ERROR, "hit-above-miss", where, message)
     for (hotter, price), (colder, less) in pairwise(hits):
         if less < price:
             yield CardFinding(
@@ -81,7 +86,8 @@ def _free(where: str, rates: Rates) -> Iterator[CardFinding]:
         yield CardFinding(
             Severity.WARNING, "free-hits", where, "hits are free: only rate limits bound them"
         )
-    free = {"computed prompts": rates.miss, "output": rates.output, "pins": rates.storage}
+    pins = rates.storage if rates.storage_minute is None else rates.storage_minute
+    free = {"computed prompts": rates.miss, "output": rates.output, "pins": pins}
     names = " and ".join(name for name, price in free.items() if price == 0)
     if names:
         yield CardFinding(
@@ -97,22 +103,36 @@ def _write(where: str, rates: Rates) -> Iterator[CardFinding]:
             where,
             "with its write price, a prefix used twice costs more cached than not",
         )
+    if rates.explicit_hit < 0 and rates.explicit_write > rates.cache_write:
+        yield CardFinding(
+            Severity.WARNING,
+            "write-then-mark",
+            where,
+            "explicit hits cost less, and explicit writes more: clients gain by marking a prefix "
+            "only once it is written",
+        )
+
+
+def _hour(rates: Rates) -> int | None:
+    """What a token costs that is pinned for an hour; None where pins are not sold."""
+    return rates.storage if rates.storage_minute is None else 60 * rates.storage_minute
 
 
 def _pins(where: str, window: str, price: ModelPrice) -> Iterator[CardFinding]:
     rates = price.rates[window]
-    hit = _cheapest_hit(rates)
-    if rates.storage is None and any(r.storage is not None for r in price.rates.values()):
+    hit, mine = _cheapest_hit(rates), _hour(rates)
+    if mine is None and any(_hour(r) is not None for r in price.rates.values()):
         message = "storage has a price in other windows only: clients gain by pinning in this one"
         yield CardFinding(Severity.WARNING, "pin-across-windows", where, message)
     for begun, other in price.rates.items():
-        if other.storage is None or other.storage + hit >= rates.miss:
+        hour = _hour(other)
+        if hour is None or hour + hit >= rates.miss:
             continue
-        sums = f"({_rate(other.storage)}) and a hit ({_rate(hit)}) cost less than one miss"
+        sums = f"({_rate(hour)}) and a hit ({_rate(hit)}) cost less than one miss"
         if begun == window:
             message = f"an hour of storage {sums} ({_rate(rates.miss)}): pinning all would pay"
             yield CardFinding(Severity.ERROR, "pin-below-miss", where, message)
-        elif other.storage < (rates.storage or 0):
+        elif hour < (mine or 0):
             message = (
                 f"an hour of storage that begins in window {begun} {sums} ({_rate(rates.miss)}) "
                 "here: clients gain by pinning just before the windows change"
@@ -135,7 +155,7 @@ def _costs(card: RateCard) -> Iterator[CardFinding]:
 
 
 def _below(where: str, rates: Rates, cost: Rates) -> Iterator[CardFinding]:
-    for name in (*HIT_CLASSES, "miss", "output", "cache_write", "cache_write_1h", "storage"):
+    for name in (*HIT_CLASSES, "miss", "output", *WRITES, "storage", "storage_minute"):
         asked, paid = getattr(rates, name), getattr(cost, name)
         if asked is not None and paid is not None and asked < paid:
             yield CardFinding(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from billing.prices.book import PinnedRate, Rates
-from billing.usage import HIT_CLASSES, Usage
+from billing.usage import CLASSES, HIT_CLASSES, Usage
 
 INCLUDED = "included_"  # before a class: its tokens that cost nothing, below zero
 
@@ -48,14 +48,11 @@ def rate(usage: Usage, pinned: PinnedRate, left: Mapping[str, int] | None = None
     rates = pinned.rates
     counts_as_hit = usage.hit >= pinned.minimum_cached_tokens
     lines: list[Line] = []
-    for name in HIT_CLASSES:
-        per_token = getattr(rates, name) if counts_as_hit else rates.miss
-        _add(lines, name, getattr(usage, name), per_token)
-    _add(lines, "miss", usage.miss, rates.miss)
-    _add(lines, "output", usage.output, rates.output)
-    _add(lines, "cache_write", usage.cache_write, rates.cache_write)
-    _add(lines, "cache_write_1h", usage.cache_write_1h, rates.cache_write_1h)
-    _add(lines, "storage_token_hours", usage.storage_token_hours, rates.storage or 0)
+    for name in CLASSES:
+        if name == "explicit_hit" and not (counts_as_hit and rates.explicit_hit):
+            continue  # it costs what other hits cost
+        is_short = name in HIT_CLASSES and not counts_as_hit
+        _add(lines, name, getattr(usage, name), rates.miss if is_short else rates.of(name))
     of_tokens = sum(line.amount for line in lines)
     is_request = bool(usage.prompt or usage.output)
     fees = _fees(lines, of_tokens, rates) if is_request else 0
@@ -108,7 +105,8 @@ def hold_amount(pinned: PinnedRate, *, prompt_tokens: int, output_tokens: int) -
     fee and the minimum of a request. Without a prompt it is a further slice of output.
     """
     rates = pinned.rates
-    hits = (rates.hit_device, rates.hit_host, rates.hit_disk, rates.hit_remote)
-    dearest = max(rates.miss + max(rates.cache_write, rates.cache_write_1h), *hits)
+    hit = max(rates.hit_device, rates.hit_host, rates.hit_disk, rates.hit_remote)
+    write = max(rates.cache_write, rates.explicit_write, rates.cache_write_1h)
+    dearest = max(rates.miss + write, hit + max(0, rates.explicit_hit))
     amount = prompt_tokens * dearest + output_tokens * rates.output
     return max(amount + rates.request, rates.minimum) if prompt_tokens else amount

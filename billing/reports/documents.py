@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from billing.proof.rerate import Difference, Plan
 
 RATES = ("hit_device", "hit_host", "hit_disk", "hit_remote", "miss", "output")
-EXTRAS = ("cache_write", "cache_write_1h", "storage")
+EXTRAS = (
+    "explicit_hit",
+    "cache_write",
+    "explicit_write",
+    "cache_write_1h",
+    "storage",
+    "storage_minute",
+)
 FEES = ("request", "minimum")  # amounts of each request
 
 Document = dict[str, Any]
@@ -140,6 +147,8 @@ def _decimal(factor: Fraction) -> str:
 
 def price_text(rates: Rates, name: str) -> str:
     units = getattr(rates, name)
+    if name == "explicit_hit":  # said as on the card, and kept as the difference
+        units = rates.hit_device + units if units else None
     return "-" if units is None else rate_per_million(units)
 
 

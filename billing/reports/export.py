@@ -147,7 +147,7 @@ def cloud_event_lines(entries: Iterable[Entry], source: str = "cachesvc") -> byt
 
 
 PER_REQUEST = ("request", "minimum", "monthly_minimum")
-RATE_OF = {"storage_token_hours": "storage"}  # where a class and its rate have two names
+UNITS_OF = {"storage_token_hours": "Token-Hours", "storage_token_minutes": "Token-Minutes"}
 FOCUS_COLUMNS = (
     *("BilledCost", "BillingAccountId", "BillingAccountName", "BillingCurrency"),
     *("BillingPeriodEnd", "BillingPeriodStart", "ChargeCategory", "ChargeClass"),
@@ -195,8 +195,11 @@ def focus_rows(
             price_id = f"{ref.card}/{ref.version}/{ref.window}"
             for line in charge_in(entry.details, pinned).lines:
                 name = line.name.removeprefix(INCLUDED)
-                per_token = getattr(pinned.rates, RATE_OF.get(name, name), line.per_token)
+                is_fee = name in PER_REQUEST
+                per_token = line.per_token if is_fee else pinned.rates.of(name)
                 uncached = pinned.rates.miss if name.startswith("hit_") else line.per_token
+                if name == "explicit_hit":  # without a cache there is no such line
+                    uncached = 0
                 sku = f"{ref.model}:{line.name}"
                 yield _focus_base(entry) | _focus_line(line, uncached, sku, price_id, per_token)
         elif entry.kind is Kind.CORRECTION:
@@ -264,7 +267,7 @@ def _focus_line(
     short = "" if line.per_token == per_token else ":below_minimum"
     if line.name in PER_REQUEST:
         short = ""
-    unit = "Token-Hours" if line.name == "storage_token_hours" else "Tokens"
+    unit = UNITS_OF.get(line.name, "Tokens")
     unit = "Requests" if line.name in PER_REQUEST else unit
     return {
         "BilledCost": cost,

@@ -41,8 +41,7 @@ class Revenue:
         self.amounts[INCLUDED] -= row["included"]
         left = row["amount"] - row["fees"] + row["included"]
         for name in CLASSES:
-            rate = rates.storage if name == "storage_token_hours" else getattr(rates, name)
-            amount = row[name] * (rate or 0)
+            amount = row[name] * rates.of(name)
             self.amounts[name] += amount
             left -= amount
         self.amounts[BELOW_MINIMUM] += left

@@ -44,6 +44,9 @@ _LABELS = {
     "cache_write": "Written to the cache",
     "cache_write_1h": "Written to the cache for an hour",
     "storage_token_hours": "Pinned, token-hours",
+    "storage_token_minutes": "Pinned, token-minutes",
+    "explicit_hit": "Of the hits, explicit ones: difference",
+    "explicit_write": "Written to the cache as marked",
 }
 
 
@@ -215,11 +218,10 @@ def _group_lines(
     rates = book.pinned(ref).rates
     left = sums.amount - sums.fees + sums.included
     for name, tokens in sums.tokens.items():
-        field_name = "storage" if name == "storage_token_hours" else name
-        per_token = getattr(rates, field_name) or 0
+        per_token = rates.of(name)
         amount = tokens * per_token
         left -= amount
-        if tokens:
+        if tokens and (amount or name != "explicit_hit"):
             rate, rounded = rate_per_million(per_token), round_half_even(amount, places)
             yield _line(ref, name, _LABELS[name], tokens, rate, amount, rounded)
     if sums.fees:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # a command that asks a server does without the database
     from billing.store.store import Connection, LedgerStore
 
 FIRST_DAY, LAST_DAY = date(1970, 1, 1), date(2261, 12, 31)  # of instants that the ledger can store
-_TOKENS = {*HIT_CLASSES, "miss", "output", "cache_write", "cache_write_1h"}
+_COUNTED = {"storage_token_hours", "storage_token_minutes"}  # which are no tokens
 
 
 class Unit(StrEnum):
@@ -88,7 +88,10 @@ class Period:
             "requests": self.requests,
             "prompt_tokens": self.prompt,
             "hit_tokens": self.hit,
-            **{f"{name}_tokens" if name in _TOKENS else name: n for name, n in self.tokens.items()},
+            **{
+                f"{name}_tokens" if name not in _COUNTED else name: n
+                for name, n in self.tokens.items()
+            },
             "amount": format_units(self.amount),
             "saved": format_units(self.saved),
             "fees": format_units(self.fees),

@@ -71,7 +71,7 @@ __all__ = ["Connection", "LedgerStore", "database_url", "open_store"]
 
 T = TypeVar("T")
 
-REVISION = "0010"
+REVISION = "0011"
 MIGRATIONS = Path(__file__).parent / "migrations"
 RETRIES = 8  # of a transaction that another process made fail
 BUSY_TIMEOUT_S = 10

@@ -1,15 +1,17 @@
-"""Charges for pinned prefixes: each started hour of a pin, once, where the rate card sells storage.
+"""Charges for pinned prefixes: each started hour of a pin, once, where the rate card sells storage;
+or each started minute, where it sells that.
 
 An hour is charged when it begins, at the card and window of that instant, under a request id made
 of the pin's name, its beginning and the hour's number: the ledger takes one charge for each, so
-that a restart finds what was charged and charges what was missed. Event loop only; the operator's
-hands settle before and after they change a pin, `run` settles in between.
+that a restart finds what was charged and charges what was missed. The card at the beginning of an
+hour says whether its minutes are charged instead, each as it begins. Event loop only; the
+operator's hands settle before and after they change a pin, `run` settles in between.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, floor
 from typing import Protocol, TypeVar
@@ -28,7 +30,7 @@ from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import PRESUMED, Outcome
 from billing.gate.work import SYSTEM
 from billing.ledger import Ledger
-from billing.prices.book import NS, Terms
+from billing.prices.book import NS, PinnedRate, Terms
 from billing.prices.rating import rate
 from billing.store.reports import find_request
 from billing.usage import Usage
@@ -39,7 +41,8 @@ from tiers.policy.retention import Pin
 
 logger = logging.getLogger(__name__)
 
-HOUR_S = 3600
+HOUR_S, MINUTE_S = 3600, 60
+MINUTES = HOUR_S // MINUTE_S
 LOOK_S = 60.0  # the longest between two looks: clocks jump, and a ledger may be away
 T = TypeVar("T")
 
@@ -60,12 +63,13 @@ class StorageCharges(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Hour:
-    """One hour of one pin, to be charged to a tenant."""
+class Span:
+    """One hour, or one minute, of one pin, to be charged to a tenant."""
 
     hold: Hold
     usage: Usage
     begins_s: float
+    length_s: int
 
     @property
     def amount(self) -> int:
@@ -93,7 +97,7 @@ class StorageMeter:
         self._record = record
         self._clock = clock
         self._known = _sold(pins)
-        self._next: dict[str, int] = {}  # by pin: the first hour that is not settled
+        self._next: dict[str, int] = {}  # by pin: the first minute that is not settled
         self._of_scope: Mapping[PrefixKey, Payer] = {}
         self._settling = asyncio.Lock()
 
@@ -132,75 +136,92 @@ class StorageMeter:
         return pins
 
     async def _charge(self, pin: Pin[PrefixKey]) -> bool:
-        """Settle the hours of a pin that have begun; whether the one that runs is paid for."""
+        """Settle what has begun of a pin; whether what runs is paid for."""
         known, now_s = pin_id(pin), self._clock()
         payer = self._of_scope.get(pin.scope)
-        begun = hours_begun(pin, now_s)
+        begun = spans_begun(pin, now_s, MINUTE_S)
         if payer is not None and begun > self._next.get(known, 0):
             first = self._next.get(known, 0)
             due = await asyncio.to_thread(self._due, pin, payer, range(first, begun))
-            for hour in due:
-                runs = now_s < min(hour.begins_s + HOUR_S, pin.until_s)
-                if not await self._post(hour, prepaid=runs):
+            for span in due:
+                runs = now_s < min(span.begins_s + span.length_s, pin.until_s)
+                if not await self._post(span, prepaid=runs):
                     return False
         self._next[known] = begun
         if pin.until_s <= now_s:
             self._drop(known)
         return True
 
-    def _due(self, pin: Pin[PrefixKey], payer: Payer, numbers: range) -> list[Hour]:
-        """The hours of `numbers` that are sold and not charged, in order; looks from the last
-        back to one that was charged, as they are charged in order. A worker thread."""
+    def _due(self, pin: Pin[PrefixKey], payer: Payer, minutes: range) -> list[Span]:
+        """What is sold and not charged of `minutes`, in order; looks from the last back to one
+        that was charged, as they are charged in order. A worker thread."""
         tenant = self._ledger.accounts.find_tenant(payer.tenant)
         if tenant is None:
             return []
-        due: list[Hour] = []
+        due: list[Span] = []
+        begun = list(self._spans(pin, payer, tenant.currency, minutes))
+        if not begun:
+            return due
         with self._ledger.store.reading() as connection:
-            for number in reversed(numbers):
-                hour = self._hour(pin, payer, tenant.currency, number)
-                if hour is None:
-                    continue
-                charged = find_request(connection, *hour.hold.key)
+            for span in begun:
+                charged = find_request(connection, *span.hold.key)
                 if charged is not None and charged.details["outcome"] not in PRESUMED:
                     break
-                due.append(hour)
+                due.append(span)
         return due[::-1]
 
-    def _hour(self, pin: Pin[PrefixKey], payer: Payer, currency: str, number: int) -> Hour | None:
-        """An hour of a pin; None where its card sells no storage."""
-        begins_s = pin.since_s + number * HOUR_S
-        admitted_ns = int(begins_s * NS)
+    def _spans(
+        self, pin: Pin[PrefixKey], payer: Payer, currency: str, minutes: range
+    ) -> Iterator[Span]:
+        """What is sold of `minutes`, the last first."""
+        for hour in reversed(range(minutes.start // MINUTES, -(-minutes.stop // MINUTES))):
+            first = hour * MINUTES
+            pinned = self._pinned(pin, payer, currency, first)
+            if pinned is None:
+                continue
+            if pinned.rates.storage_minute is None:
+                if pinned.rates.storage and first in minutes:
+                    usage = Usage(storage_token_hours=pin.num_tokens)
+                    yield _span(pin, payer, pinned, first, f"{hour}", usage, HOUR_S)
+                continue
+            usage = Usage(storage_token_minutes=pin.num_tokens)
+            mine = range(max(first, minutes.start), min(first + MINUTES, minutes.stop))
+            for minute in reversed(mine):
+                now = self._pinned(pin, payer, currency, minute)
+                if now is not None and now.rates.storage_minute:
+                    number = f"{hour}.{minute % MINUTES:02}"
+                    yield _span(pin, payer, now, minute, number, usage, MINUTE_S)
+
+    def _pinned(
+        self, pin: Pin[PrefixKey], payer: Payer, currency: str, minute: int
+    ) -> PinnedRate | None:
+        """The price as a minute of a pin begins."""
         try:
-            pinned = self._ledger.book.at(
-                payer.model, admitted_ns, currency, Terms(tenant=payer.tenant)
+            return self._ledger.book.at(
+                payer.model, _begins_ns(pin, minute), currency, Terms(tenant=payer.tenant)
             )
         except NoPrice:
             return None
-        if not pinned.rates.storage:
-            return None
-        context = RequestContext(admitted_ns=admitted_ns)
-        hold = Hold(payer.tenant, f"{pin_id(pin)}:{number}", pinned, context)
-        return Hour(hold, Usage(storage_token_hours=pin.num_tokens), begins_s)
 
-    async def _post(self, hour: Hour, *, prepaid: bool) -> bool:
-        """Charge an hour; False where the balance does not cover one that runs.
+    async def _post(self, span: Span, *, prepaid: bool) -> bool:
+        """Charge a span; False where the balance does not cover one that runs.
 
         One that is over was kept already: what the balance lacks for it is owed.
         """
-        hold = hour.hold
+        hold = span.hold
         if prepaid:
             try:
                 await durable(
                     self._ledger.reserve(
-                        hold.tenant, hold.request_id, hour.amount, hold.pinned, context=hold.context
+                        hold.tenant, hold.request_id, span.amount, hold.pinned, context=hold.context
                     )
                 )
             except DuplicateRequest:
                 pass  # reserved before a crash; to be settled all the same
             except (InsufficientBalance, TenantSuspended) as error:
-                logger.warning(f"an hour of a pin is not paid for: {error}")
+                logger.warning(f"time of a pin is not paid for: {error}")
                 return False
-        await durable(self._ledger.settle(hold, hour.usage, Outcome.FINISHED))
+        await durable(self._ledger.settle(hold, span.usage, Outcome.FINISHED))
         return True
 
     async def _release(self, pin: Pin[PrefixKey]) -> None:
@@ -220,9 +241,12 @@ class StorageMeter:
         self._next.pop(known, None)
 
     def _until_next_s(self) -> float:
-        """Until the next hour of a pin begins, at most LOOK_S."""
+        """Until the next minute of a pin begins, at most LOOK_S."""
         now_s = self._clock()
-        begin = (pin.since_s + hours_begun(pin, now_s) * HOUR_S for pin in self._known.values())
+        begin = (
+            pin.since_s + spans_begun(pin, now_s, MINUTE_S) * MINUTE_S
+            for pin in self._known.values()
+        )
         return max(0.0, min([LOOK_S, *(at_s - now_s for at_s in begin)]))
 
     async def _on_engine(self, function: Callable[[TieredCache], T]) -> T:
@@ -240,6 +264,29 @@ def pin_id(pin: Pin[PrefixKey]) -> str:
 
 
 def hours_begun(pin: Pin[PrefixKey], now_s: float) -> int:
-    """How many hours of a pin have begun; one that would begin as it ends does not."""
-    until_now = floor((now_s - pin.since_s) / HOUR_S) + 1
-    return max(0, min(until_now, ceil((pin.until_s - pin.since_s) / HOUR_S)))
+    return spans_begun(pin, now_s, HOUR_S)
+
+
+def spans_begun(pin: Pin[PrefixKey], now_s: float, length_s: int) -> int:
+    """How many hours or minutes of a pin have begun; one that would begin as it ends does not."""
+    until_now = floor((now_s - pin.since_s) / length_s) + 1
+    return max(0, min(until_now, ceil((pin.until_s - pin.since_s) / length_s)))
+
+
+def _begins_ns(pin: Pin[PrefixKey], minute: int) -> int:
+    return int((pin.since_s + minute * MINUTE_S) * NS)
+
+
+def _span(
+    pin: Pin[PrefixKey],
+    payer: Payer,
+    pinned: PinnedRate,
+    minute: int,
+    number: str,
+    usage: Usage,
+    length_s: int,
+) -> Span:
+    begins_ns = _begins_ns(pin, minute)
+    context = RequestContext(admitted_ns=begins_ns)
+    hold = Hold(payer.tenant, f"{pin_id(pin)}:{number}", pinned, context)
+    return Span(hold, usage, pin.since_s + minute * MINUTE_S, length_s)

@@ -54,6 +54,29 @@ async def test_computed_tokens_of_kept_blocks_are_a_write(
     assert audit.verify(bank.store).problems == []
 
 
+async def test_what_a_request_marks_is_hit_and_written_at_its_own_price(bank: Bank) -> None:
+    explicit = CARD.replace('cache_write = "4"', 'explicit_hit = "0.5"\nexplicit_write = "3"')
+    marked = {"type": "text", "text": "hello there", "cache_control": {"type": "ephemeral"}}
+    async with serving(bank) as (_, client, house):
+        headers = bank.customer(UNITS)
+        bank.accounts.apply_card(parse_card(explicit), by="test")
+        house.engine.script = Script(hits={"hit_disk": 4}, lookup=LOOKUP)
+        asked = {
+            "model": "bytes",
+            "max_tokens": 4,
+            "messages": [{"role": "user", "content": [marked]}],
+        }
+        answer = await client.post("/v1/messages", json=asked, headers=headers)
+    assert 200 == answer.status_code, answer.text
+    usage, told = bank.entries[-1].details["usage"], answer.json()["usage"]
+    assert (4, 4) == (usage["hit_disk"], usage["explicit_hit"])
+    assert 0 < usage["explicit_write"] <= usage["miss"]
+    assert usage["explicit_write"] == told["cache_creation"]["ephemeral_5m_input_tokens"]
+    price = 4 * 500_000 + usage["miss"] * 2_000_000 + usage["explicit_write"] * 3_000_000
+    assert price == -bank.entries[-1].amount
+    assert audit.verify(bank.store).problems == []
+
+
 async def test_who_asked_and_the_service_tier_are_kept_with_the_charge(bank: Bank) -> None:
     async with serving(bank) as (_, client, _):
         headers = bank.customer(UNITS)

@@ -9,6 +9,7 @@ import random
 import sqlite3
 import tomllib
 from contextlib import closing
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -116,11 +117,18 @@ def cost(
     )
     total += used.get("miss", 0) * rate("miss") + used.get("output", 0) * rate("output")
     total += used.get("cache_write", 0) * rate("cache_write")
-    total += used.get("cache_write_1h", 0) * rate("cache_write_1h", "cache_write")
+    marked = "explicit_write" if "explicit_write" in rates else "cache_write"
+    total += used.get("explicit_write", 0) * rate(marked)
+    total += used.get("cache_write_1h", 0) * rate("cache_write_1h", marked)
+    if "explicit_hit" in rates and not is_short:  # instead of what other hits cost
+        total += used.get("explicit_hit", 0) * (rate("explicit_hit") - rate("hit"))
+    total += used.get("storage_token_minutes", 0) * rate("storage_minute")
     free = included(card, tenant, model, at, used, spent)
     off = Decimal(0)
     for name, tokens in free.items():
-        price_of = rate(name, "cache_write" if name == "cache_write_1h" else "")
+        price_of = rate(name, marked if name == "cache_write_1h" else "")
+        if name == "explicit_write":
+            price_of = rate(marked)
         if name in HITS:
             price_of = rate("miss") if is_short else rate(name, "hit")
         off += tokens * price_of * factor / 10**6
@@ -178,7 +186,10 @@ def card_text(draw: random.Random, number: int, valid_from: str, tenant: str | N
     if draw.random() < 0.5:
         lines.append("until = 2025-01-15T12:00:00Z")
     lines += ["[[service]]", 'name = "flex"', 'factor = "0.5"']
+    explicit = draw.random() < 0.5  # then no hits are included
     for item in draw.sample([["miss", "hit"], ["output"], ["cache_write", "hit", "miss"]], 2):
+        if explicit:
+            item = ["explicit_write" if name == "hit" else name for name in item]
         lines += ["[[included]]", f'name = "{item[0]}"', f"classes = {item}"]
         lines += [f"match = '{draw.choice(['*', 'big-*', 'big-1'])}'"]
         lines += [f"tokens = {draw.choice([1, 2000, 40000])}"]
@@ -186,7 +197,11 @@ def card_text(draw: random.Random, number: int, valid_from: str, tenant: str | N
         lines += ["[[model]]", f'match = "{match}"', f"hit = {price(2)}", f"miss = {price(9)}"]
         lines += [f"output = {price(40)}"]
         if draw.random() < 0.5:
-            lines += [f"hit_disk = {price(2)}", f"cache_write = {price(3)}"]
+            lines += [f"cache_write = {price(3)}", f"storage_minute = {price(2)}"]
+        if explicit:
+            lines += [f"explicit_hit = {price(2)}", f"explicit_write = {price(3)}"]
+        else:
+            lines += [f"hit_disk = {price(2)}"]
         if draw.random() < 0.5:
             lines += [f"cache_write_1h = {price(3)}", 'request = "0.0001"', 'minimum = "0.002"']
         if windows:
@@ -223,9 +238,13 @@ def test_an_independent_rater_agrees_with_every_charge(tmp_path: Path, seed: int
                 **{name: draw.choice([0, 0, 17, 640]) for name in HITS},
                 miss=miss,
                 output=draw.randrange(400),
-                cache_write=draw.choice([0, miss // 2]),
+                cache_write=draw.choice([0, miss // 4]),
+                explicit_write=draw.choice([0, miss // 4]),
                 cache_write_1h=draw.choice([0, miss // 2]),
             )
+            used = replace(used, explicit_hit=draw.choice([0, used.hit // 2, used.hit]))
+            if draw.random() < 0.1:
+                used = Usage(storage_token_minutes=draw.randrange(1, 9000))
             service = draw.choice(["", "auto", "flex"])
             terms = Terms(tenant=tenant, prompt_tokens=used.prompt, service=service)
             pinned = house.ledger.book.at(model, house.clock(), "CNY", terms)

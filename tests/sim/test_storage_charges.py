@@ -146,6 +146,67 @@ async def test_each_started_hour_is_charged_when_it_begins(tmp_path: Path, url: 
         assert first == f"pin:system:{round(pin.since_s * 1000)}:0"
 
 
+BY_MINUTE = PRICED.replace('storage = "1"', 'storage_minute = "1"')
+
+
+async def test_each_started_minute_is_charged_where_the_card_says_so(
+    tmp_path: Path, url: str
+) -> None:
+    with running_ledger(url) as money:
+        apply(money, BY_MINUTE)
+        money.fund(10**12)
+        life = Life(tmp_path, money)
+        pin = await life.pin("system", 3, hours=2)
+        await life.wait(59)
+        assert [12 * RATE] == list(charges(money).values())
+        await life.wait(1)
+        name = f"pin:system:{round(pin.since_s * 1000)}"
+        assert [f"{name}:0.00", f"{name}:0.01"] == list(charges(money))
+        await life.wait(61 * 60)  # nobody looked for an hour
+        assert [12 * RATE] * 63 == list(charges(money).values())
+        assert f"{name}:1.02" in charges(money)
+        again = Life(tmp_path, money)  # after a restart
+        await again.wait(30)
+        assert 63 == len(charges(money))
+        await again.hands.unpin("system")
+        await again.wait(3600)
+        assert 63 == len(charges(money))
+        with money.ledger.store.reading() as connection:
+            (day,) = daily(connection, "acme")
+        assert (0, 63 * 12) == (day["requests"], day["storage_token_minutes"])
+
+
+async def test_minutes_end_with_the_balance(tmp_path: Path, url: str) -> None:
+    with running_ledger(url) as money:
+        apply(money, BY_MINUTE)
+        money.fund(5 * 12 * RATE)
+        life = Life(tmp_path, money)
+        await life.pin("system", 3, hours=2)
+        for _ in range(8):
+            await life.wait(60)
+        assert [] == life.names()
+        assert [12 * RATE] * 5 == list(charges(money).values())
+
+
+@pytest.mark.parametrize(("first", "then"), [(PRICED, BY_MINUTE), (BY_MINUTE, PRICED)])
+async def test_a_pin_changes_between_hours_and_minutes_as_an_hour_begins(
+    tmp_path: Path, url: str, first: str, then: str
+) -> None:
+    """The new card begins within the first hour; what it sells begins with the second."""
+    with running_ledger(url) as money:
+        apply(money, first)
+        money.fund(10**12)
+        life = Life(tmp_path, money)
+        await life.pin("system", 3, hours=3)
+        new = then.replace('"1"', '"2"', 1).replace("2024-12-31T00:00:00Z", "2025-01-01T00:10:00Z")
+        apply(money, new)
+        for _ in range(70):
+            await life.wait(60)
+        spans = 1 + 11 if first is PRICED else 10 + 1
+        assert spans == len(charges(money))
+        assert {12 * RATE} == set(charges(money).values())
+
+
 async def test_a_card_without_storage_charges_nothing(tmp_path: Path, url: str) -> None:
     with running_ledger(url) as money:
         life = Life(tmp_path, money)

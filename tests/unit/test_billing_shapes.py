@@ -65,6 +65,23 @@ MILLION = 10**6
         ("write-by-ttl", Usage(hit_device=MILLION), {}, "0.3202"),
         ("write-by-ttl", Usage(miss=10, output=1), {}, "0.001"),  # the least that one costs
         ("write-by-ttl", EMPTY, {}, "0.00"),  # nothing was served
+        # What is marked is written for less there too: as any write where the list knows no other.
+        ("write-by-ttl", Usage(miss=MILLION, explicit_write=MILLION), {}, "4.0002"),
+        # Implicit hits cost a fifth of a miss, explicit ones a tenth; to mark costs a quarter more.
+        ("explicit-cache", Usage(hit_disk=MILLION), {}, "0.16"),
+        ("explicit-cache", Usage(hit_disk=MILLION, explicit_hit=MILLION), {}, "0.08"),
+        (
+            "explicit-cache",
+            Usage(hit_device=3_000, hit_disk=1_000, explicit_hit=2_500, miss=100, output=10),
+            {},
+            "0.000568",  # 1,500 x 0.16 + 2,500 x 0.08 + 100 x 0.80 + 10 x 4.80, a million
+        ),
+        ("explicit-cache", Usage(miss=MILLION, cache_write=MILLION), {}, "0.80"),
+        ("explicit-cache", Usage(miss=MILLION, explicit_write=MILLION), {}, "1.00"),
+        ("explicit-cache", Usage(miss=MILLION, cache_write_1h=MILLION), {}, "1.00"),
+        # Below the least cached size every hit is a miss, marked or not.
+        ("explicit-cache", Usage(hit_disk=255, explicit_hit=255), {}, "0.000204"),
+        ("explicit-cache", Usage(storage_token_minutes=90 * MILLION), {}, "1.80"),
     ],
 )
 def test_a_shipped_card_charges_what_was_computed_by_hand(
@@ -85,6 +102,56 @@ def test_a_shipped_card_charges_what_was_computed_by_hand(
 def test_nights_cost_what_the_window_says(at: str, model: str, expected: str) -> None:
     used = Usage(hit_disk=MILLION, miss=MILLION, output=MILLION)
     assert expected == cost("peak-off-peak", used, at, model)
+
+
+def test_an_explicit_hit_is_a_line_of_its_own() -> None:
+    used = Usage(hit_device=3_000, hit_disk=1_000, explicit_hit=2_500)
+    lines = rate(used, card("explicit-cache").at("m", ns(NOON))).lines
+    assert [("hit_device", 3_000, 160_000), ("hit_disk", 1_000, 160_000)] == [
+        (line.name, line.tokens, line.per_token) for line in lines[:2]
+    ]
+    assert ("explicit_hit", 2_500, -80_000) == (lines[2].name, lines[2].tokens, lines[2].per_token)
+    dearer = rate(used, card("explicit-cache").at("small-1", ns(NOON)))
+    assert "0.000525" == format_units(dearer.amount)  # 1,500 x 0.10 + 2,500 x 0.15, a million
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        (
+            "hit_device = 1\nhit_host = 1\nhit_disk = 2\nhit_remote = 2\nexplicit_hit = 1",
+            "one price",
+        ),
+        ("hit = 1\nhit_disk = 2\nexplicit_hit = 1", "for all tiers"),
+        ("hit = 1\nstorage = 9\nstorage_minute = 1", "by the hour or by the minute"),
+        (
+            (
+                'hit = 1\nexplicit_hit = 2\nmiss = 3\noutput = 4\n[[included]]\nname = "i"\n'
+                'classes = ["hit"]\ntokens = 1\n[[model]]\nmatch = "x"\nhit = 1'
+            ),
+            "includes hits prices no explicit_hit",
+        ),
+    ],
+)
+def test_prices_that_say_two_things_are_refused(rates: str, said: str) -> None:
+    head = "[card]\n" + HEAD.format(name="c", begins="2025-01-01T00:00:00Z")
+    with pytest.raises(PriceError, match=said):
+        parse_card(f'{head}[[model]]\nmatch = "*"\n{rates}\nmiss = 3\noutput = 4\n')
+
+
+@pytest.mark.parametrize(
+    ("rates", "rule"),
+    [
+        ("hit = 1\nexplicit_hit = 4", "hit-above-miss"),
+        ("hit = 1\nstorage_minute = 0.03", "pin-below-miss"),
+        ("hit = 1\nexplicit_hit = 0.5\nexplicit_write = 1", "write-then-mark"),
+        ("hit = 1\nstorage_minute = 0", "free"),
+    ],
+)
+def test_explicit_prices_and_minutes_are_linted(rates: str, rule: str) -> None:
+    head = "[card]\n" + HEAD.format(name="c", begins="2025-01-01T00:00:00Z")
+    found = lint(parse_card(f'{head}[[model]]\nmatch = "*"\n{rates}\nmiss = 3\noutput = 4\n'))
+    assert rule in [each.rule for each in found]
 
 
 def test_every_shipped_card_passes_its_lint() -> None:
