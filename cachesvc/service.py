@@ -66,10 +66,7 @@ from cachesvc.server.server_file import announced
 from engine.errors import EngineFailed
 from engine.request import StepOutput
 from tiers.cache import TieredCache
-from tiers.disk.array import DiskArray
 from tiers.disk.pin_file import load_pins
-from tiers.disk.tier import DiskTier
-from tiers.remote.stacked import StackedTier
 from tiers.telemetry.events import EventStream
 from tiers.tier import TierStats
 
@@ -321,11 +318,10 @@ class Service:
         return BlockPublisher(self.core.engine.call, self.core.layout.block_size)
 
     def _explorer(self) -> Explorer:
-        disk = self.core.cache.disk
         return Explorer(
             self.core.engine.call,
             self._owners(),
-            disk.view if isinstance(disk, DiskTier | DiskArray | StackedTier) else None,
+            self.core.disk_view,
             block_bytes=self.core.layout.nbytes,
         )
 

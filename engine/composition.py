@@ -5,6 +5,7 @@ Nothing starts before `start`; `close` undoes it.
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from engine.vision.encoder import PictureEncoder
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
+from tiers.disk.inspection.view import DiskView
 from tiers.policy.quota import QuotaShares
 from tiers.telemetry.events import EventStream
 from tiers.tier import ManagedTier
@@ -46,6 +48,7 @@ class Core:
     engine: Engine
     runner: ModelRunner
     grammars: GrammarCompiler
+    disk_view: Callable[[], AbstractContextManager[DiskView]] | None = None  # None: no disk here
 
     @property
     def is_shared(self) -> bool:

@@ -112,7 +112,7 @@ class TierForest:
                 key=block.key,
                 place=TierName.DISK,
                 tokens=block.tokens,
-                pinned=False,
+                in_use=False,
                 hits=0,
                 idle_s=max(0.0, self._unix_s - block.used_s),
                 clean=False,

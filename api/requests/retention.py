@@ -123,9 +123,6 @@ class Retention:
         if job.session is not None:
             self._keep_session(job, job.session, served)
 
-    def usual_pause_s(self, tenant: str) -> float:
-        return self._pauses(tenant).usual_s()
-
     def _keep_session(self, job: Job, session: Session, served: Served) -> None:
         pauses, name = self._pauses(job.tenant), _pin_name(job, session.name)
         usual_s = pauses.usual_s() if session.pause_s is None else session.pause_s

@@ -5,7 +5,6 @@ import time
 from billing.money import parse_amount
 from billing.operations.books import Books
 from billing.reports.documents import Document, tenant_document
-from billing.reports.plans import standing
 
 
 def list_tenants(books: Books) -> list[Document]:
@@ -15,6 +14,8 @@ def list_tenants(books: Books) -> list[Document]:
 
 def show_tenant(books: Books, *, tenant: str) -> Document:
     """One tenant, with its projects, what is left of its grants, and its plan."""
+    from billing.reports.plans import standing  # it reads the database
+
     found = tenant_document(books.accounts.tenant(tenant))
     more = standing(books.store, tenant, time.time_ns())
     return found | {"projects": books.accounts.projects(tenant)} | more

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 from api.requests.grammars import Compiler
@@ -15,6 +16,7 @@ from engine.text.tokenizer import Tokenizer
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import TieredCache
+from tiers.disk.inspection.view import DiskView
 from tiers.policy.quota import QuotaShares
 from tiers.telemetry.events import EventStream
 
@@ -77,6 +79,10 @@ class Backend(Protocol):
 
     @property
     def cache(self) -> TieredCache: ...
+
+    @property
+    def disk_view(self) -> Callable[[], AbstractContextManager[DiskView]] | None:
+        """Opens the disk tier for an inspector; None where this process has none."""
 
     @property
     def engine(self) -> ServedEngine: ...

@@ -5,6 +5,7 @@ Used by the server and by `cachesvc bench`. What joins them is `engine.compositi
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cachesvc.config.places import disk_path, models_path
@@ -19,7 +20,7 @@ from engine.scheduling.scheduler import SchedulerSettings
 from engine.settings import EngineSettings
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings
-from tiers.disk.array import open_array
+from tiers.disk.array import DiskArray, open_array
 from tiers.disk.directory import note_elsewhere
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
@@ -28,9 +29,8 @@ from tiers.errors import ConfigurationError
 from tiers.policy.admission import WritePolicy, keeps_copies
 from tiers.policy.quota import QuotaShares
 from tiers.remote.settings import RemoteSettings, RemoteWrites
-from tiers.remote.stacked import stack
+from tiers.remote.stacked import StackedTier, stack
 from tiers.telemetry.events import EventStream
-from tiers.tier import ManagedTier
 
 Progress = Callable[[str, float], None]
 
@@ -117,17 +117,19 @@ def build(
     """
     layout = loaded.layout(cache.block_size, None if kv_dtype == "auto" else kv_dtype)
     stream = stream or EventStream()
-    return compose(
+    disk = _open_disk(layout, cache, data_dir, stream, shares)
+    core = compose(
         loaded,
         layout,
         on_outputs,
         cache=_cache_settings(cache, weigh_loads=weigh_loads),
-        disk=_open_disk(layout, cache, data_dir, stream, shares),
+        disk=disk,
         pin_folder=disk_path(data_dir),
         engine=_engine_settings(engine),
         stream=stream,
         shares=shares,
     )
+    return core if disk is None else replace(core, disk_view=disk.view)
 
 
 def _open_disk(
@@ -136,7 +138,7 @@ def _open_disk(
     data_dir: Path,
     stream: EventStream,
     shares: QuotaShares | None,
-) -> ManagedTier | None:
+) -> DiskTier | DiskArray | StackedTier | None:
     if not cache.disk_bytes or not cache.host_bytes:
         if cache.remote_url:
             raise ConfigurationError(

@@ -10,7 +10,6 @@ that a graph cannot be are computed launch by launch. Engine thread only.
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,18 +24,6 @@ _COLUMNS = 5  # before the table: token, position, length, block, row
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Work = Callable[[], torch.Tensor]
-
-
-class DecodeAttention(PagedAttention, Protocol):
-    """An attention whose decode step can be told by tensors alone."""
-
-    def begin_decode(
-        self,
-        tables: torch.Tensor,
-        lengths: torch.Tensor,
-        blocks: torch.Tensor,
-        rows: torch.Tensor,
-    ) -> None: ...
 
 
 def cuda_graphs(device: torch.device, attention: PagedAttention) -> bool:

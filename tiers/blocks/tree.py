@@ -50,7 +50,7 @@ class Seen(NamedTuple):
     key: PrefixKey | None  # None: partly filled, so that nothing can continue it
     place: str
     tokens: bytes
-    pinned: bool
+    in_use: bool
     hits: int
     idle_s: float
     clean: bool  # a lower tier holds it too: evicting it costs nothing
@@ -69,7 +69,7 @@ class TreeNode:
     num_blocks: int = 0
     num_tokens: int = 0
     places: list[str] = field(default_factory=list)  # one for each block, in order
-    num_pinned: int = 0
+    num_in_use: int = 0
     num_clean: int = 0
     hits: int = 0  # of its most hit block
     hit_tokens: int = 0  # over all its blocks: tokens times hits
@@ -168,7 +168,7 @@ def _take(node: TreeNode, seen: Seen, num_tokens: int) -> None:
     node.num_blocks += 1
     node.num_tokens += len(seen.tokens) // TOKEN_BYTES
     node.places.append(seen.place)
-    node.num_pinned += seen.pinned
+    node.num_in_use += seen.in_use
     node.num_clean += seen.clean
     node.hits = max(node.hits, seen.hits)
     node.hit_tokens += seen.hits * (len(seen.tokens) // TOKEN_BYTES)
@@ -202,7 +202,7 @@ def _node_json(node: TreeNode) -> dict[str, Any]:
         "num_blocks": node.num_blocks,
         "num_tokens": node.num_tokens,
         "runs": [{"place": str(place), "num_blocks": count} for place, count in node.runs],
-        "num_pinned": node.num_pinned,
+        "num_in_use": node.num_in_use,
         "num_clean": node.num_clean,
         "hits": node.hits,
         "hit_tokens": node.hit_tokens,

@@ -77,7 +77,7 @@ def seen(block: Block, now_s: float) -> Seen:
         key=block.key,
         place=place_of(block),
         tokens=block.tokens,
-        pinned=block.ref_count > 0,
+        in_use=block.ref_count > 0,
         hits=block.hits,
         idle_s=block.idle_s(now_s),
         clean=block.held_below or (block.slot is not None and block.frame is not None),

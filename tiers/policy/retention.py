@@ -90,10 +90,6 @@ class Pins(Generic[K]):
     def of_owner(self, owner: str) -> list[Pin[K]]:
         return [pin for pin in self._pins.values() if pin.owner == owner]
 
-    def num_owned(self, owner: str) -> int:
-        """Blocks under this owner's pins."""
-        return len(self._owned.get(owner, ()))
-
     def put(self, pin: Pin[K], most_owned: int | None = None) -> tuple[list[K], list[K]]:
         """Pin a prefix, or replace the pin of that name: (keys to hold, keys to release).
 

@@ -118,11 +118,6 @@ class EventStream:
     def num_subscribers(self) -> int:
         return len(self._subscriptions)
 
-    @property
-    def last_number(self) -> int:
-        """The number of the newest event; a subscription `after` it gets all that follow."""
-        return self._next - 1
-
     def subscribe(
         self,
         wake: Callable[[], None] = lambda: None,

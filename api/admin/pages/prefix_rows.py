@@ -62,7 +62,7 @@ class Row:
     num_tokens: int
     nbytes: int
     runs: list[tuple[str, int]]
-    num_pinned: int
+    num_in_use: int
     hits: int
     idle_s: float
     age_s: float
@@ -134,7 +134,7 @@ def _walk(node: TreeNode, owner: Owner | None, costs: Costs, level: int) -> Iter
         num_tokens=node.num_tokens,
         nbytes=node.num_blocks * costs.block_bytes,
         runs=node.runs,
-        num_pinned=node.num_pinned,
+        num_in_use=node.num_in_use,
         hits=node.hits,
         idle_s=node.idle_s,
         age_s=node.age_s,

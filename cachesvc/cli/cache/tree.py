@@ -83,7 +83,7 @@ def _node(told: Mapping[str, Any]) -> TreeNode:
         num_blocks=told["num_blocks"],
         num_tokens=told["num_tokens"],
         places=[run["place"] for run in told["runs"] for _ in range(run["num_blocks"])],
-        num_pinned=told["num_pinned"],
+        num_in_use=told["num_in_use"],
         num_clean=told["num_clean"],
         hits=told["hits"],
         idle_s=told["idle_s"],
@@ -135,8 +135,8 @@ def told(node: TreeNode) -> str:
         parts.append(" ".join(f"{place} {count}" for place, count in node.runs))
     if node.hits:
         parts.append(number_of(node.hits, "hit"))
-    if node.num_pinned:
-        parts.append(f"{node.num_pinned} in use")
+    if node.num_in_use:
+        parts.append(f"{node.num_in_use} in use")
     if node.idle_s >= 1:
         parts.append(f"idle {seconds(node.idle_s)}")
     return ", ".join(parts)

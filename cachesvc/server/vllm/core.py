@@ -81,6 +81,7 @@ class VllmCore:
     grammars: CheckedGrammars
     node: NodeWatch | None
     operations: NodeOperations | None
+    disk_view: None = None  # the node has the disk
 
     @property
     def is_shared(self) -> bool:
