@@ -29,6 +29,7 @@ from tiers.tier import TierName
 from tiers.transfer.promotion import Progress, Ticket
 
 SPAN_WORK = 16.0  # what a sequence costs in a step beside its tokens, as tokens of a prompt
+AHEAD = 2  # waiting requests whose prefix is brought up while all places are taken
 RESERVED = 8  # one in so many places is for shares of which nothing runs
 
 
@@ -68,6 +69,7 @@ class Scheduler:
             settings.order, max_passed_s=settings.max_passed_s, served=self._served
         )
         self.running: list[Sequence] = []
+        self._ahead: list[Sequence] = []  # brought up while all places are taken
         self.left: list[int] = []  # sequence ids that stopped running, for the runner to forget
         self.num_preemptions = 0
         self.prompt_tokens_computed = 0
@@ -127,6 +129,8 @@ class Scheduler:
                 budget -= self._add_span(batch, sequence, budget)
         if budget > 0:
             self._admit_spans(batch, budget, most)
+        if len(self.running) >= settings.max_running and len(self.waiting):
+            self._bring_up()
         return batch
 
     def _mixed_budget(self) -> int:
@@ -275,16 +279,13 @@ class Scheduler:
                 ):
                     continue  # a share that holds none may always have one
                 sequence.ticket = self._cache.open(sequence.chain, reads=sequence.reads_cache)
-                sequence.admitted_ns = sequence.admitted_ns or now_ns
-            progress = self._cache.advance(sequence.ticket)
-            loading = progress is Progress.LOADING
-            sequence.state = SequenceState.LOADING if loading else SequenceState.WAITING
-            sequence.follows = progress is Progress.WAITING
+            sequence.admitted_ns = sequence.admitted_ns or now_ns
+            progress = self._advance(sequence, sequence.ticket)
             if sequence.follows:
                 holders.discard(sequence)
                 continue
             holders.add(sequence)
-            if loading:
+            if progress is Progress.LOADING:
                 continue
             if progress is Progress.NO_ROOM or not self._has_room(sequence):
                 if not self.running and self._revoke_ticket(but=sequence):
@@ -304,6 +305,37 @@ class Scheduler:
                 continue
             self._begin(sequence, tail)
             yield sequence
+
+    def _advance(self, sequence: Sequence, ticket: Ticket) -> Progress:
+        progress = self._cache.advance(ticket)
+        loading = progress is Progress.LOADING
+        sequence.state = SequenceState.LOADING if loading else SequenceState.WAITING
+        sequence.follows = progress is Progress.WAITING
+        return progress
+
+    def _bring_up(self) -> None:
+        """While all places are taken: bring up the prefixes of those who come next, so that their
+        turn begins with the KV where it is read. Never where those who run may need the room."""
+        self._ahead = [s for s in self._ahead if s.ticket is not None]
+        for sequence in self._ahead:
+            if sequence.ticket is not None and sequence.state is SequenceState.LOADING:
+                self._advance(sequence, sequence.ticket)
+        if len(self._ahead) >= min(AHEAD, len(self.waiting)):
+            return
+        for sequence in self.waiting.candidates(self._clock_ns(), self._num_cached):
+            if sequence in self._ahead or not sequence.reads_cache or not self._is_spare(sequence):
+                continue
+            if sequence.ticket is None:
+                sequence.ticket = self._cache.open(sequence.chain)
+                self._advance(sequence, sequence.ticket)
+            self._ahead.append(sequence)
+            if len(self._ahead) == AHEAD:
+                return
+
+    def _is_spare(self, sequence: Sequence) -> bool:
+        """Its whole prompt fits on the device, when all who run have taken one more block each."""
+        growth = sum(len(s.blocks) - len(s.block_table) + 1 for s in self.running)
+        return sequence.num_tokens // self._block_size + growth < self._cache.num_allocatable
 
     def _images_stand(self, sequence: Sequence) -> bool:
         """Whether all images are computed that the cache has not spared; asks for them."""

@@ -1,0 +1,89 @@
+"""Under load a waiting request's blocks rise from disk before its turn, and wait on the device."""
+
+from array import array
+
+from engine.scheduling.sequence import SequenceState
+from tests.sim.watched import BLOCK
+from tests.sim.world import World
+from tiers.blocks.keys import CacheScope, prefix_keys, token_bytes
+from tiers.policy.admission import WritePolicy
+
+OLD = [*range(4 * BLOCK), 7]
+PLACES = 2
+
+
+def loaded(device_blocks: int = 60) -> World:
+    """All places are taken for long, and OLD stands on disk alone."""
+    world = World(
+        max_running=PLACES,
+        device_blocks=device_blocks,
+        write_policy=WritePolicy.WRITE_THROUGH,
+    )
+    world.submit("old", OLD, max_tokens=1)
+    world.run()
+    sink(world)
+    for number in range(PLACES):
+        world.submit(f"long{number}", [40, number, 3], max_tokens=60)
+    while any(world.phase(f"long{number}") != SequenceState.DECODE for number in range(PLACES)):
+        world.step()
+    return world
+
+
+def sink(world: World) -> None:
+    world.settle()
+    for block in [*world.cache.index, *world.cache.index.iter_partials()]:
+        if block.slot is not None:
+            world.cache.residency.evict_device(block)
+    world.settle()
+    for block in [*world.cache.index]:
+        if block.frame is not None:
+            world.cache.residency.evict_host(block)
+
+
+def on_device(world: World, prompt: list[int]) -> int:
+    keys = prefix_keys(CacheScope().root(), token_bytes(array("i", prompt)), BLOCK)
+    blocks = [world.cache.index.get(key) for key in keys]
+    return sum(block is not None and block.slot is not None for block in blocks)
+
+
+def test_a_waiting_request_s_blocks_rise_while_all_places_are_taken() -> None:
+    world = loaded()
+    world.submit("again", OLD, max_tokens=2)
+    assert 0 == on_device(world, OLD)
+    for _ in range(8):
+        world.step()
+    assert 4 == on_device(world, OLD)
+    assert {"long0", "long1", "again"} == set(world.live())
+    world.run()
+    world.check()
+    assert (4 * BLOCK, 1) == (world.counts("again").hit_disk, world.counts("again").miss)
+    world.check_idle()
+
+
+def test_only_those_who_come_next_are_brought_up() -> None:
+    """The others' turn is far, and room on the device is for who runs."""
+    world = loaded()
+    for number in range(6):
+        world.submit(f"waits{number}", [*OLD[:-1], number], max_tokens=1)
+    for _ in range(8):
+        world.step()
+    tickets = [s for s in world.engine._scheduler.waiting if s.ticket is not None]
+    assert 2 == len(tickets)
+    world.run()
+    world.check()
+    world.check_idle()
+
+
+def test_who_runs_needs_the_room_more_than_who_waits() -> None:
+    """Two that run are about to fill the device: nothing is brought up beside them."""
+    world = loaded(device_blocks=PLACES * 64 // BLOCK)
+    while len(world.tokens("long0")) < 50:
+        world.step()
+    world.submit("again", OLD, max_tokens=2)
+    for _ in range(3):
+        world.step()
+        assert [None] == [s.ticket for s in world.engine._scheduler.waiting]
+    world.run()
+    world.check()
+    assert 0 == world.engine.stats().num_preemptions
+    world.check_idle()
