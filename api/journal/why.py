@@ -7,6 +7,7 @@ speaks of other tenants). Its first sentence is the reason, the rest is what hel
 from dataclasses import dataclass
 from enum import StrEnum
 
+from api.format import seconds
 from engine.request import BlockRun, Lookup
 from tiers.errors import MissReason
 from tiers.telemetry.misses import MAX_DEPARTURES, Absence, Departure
@@ -134,7 +135,7 @@ def _absent(
 
 
 def _left(block: str, departure: Departure, arrived_s: float) -> str:
-    ago = format_seconds(max(0.0, arrived_s - departure.at_s))
+    ago = seconds(max(0.0, arrived_s - departure.at_s))
     tier = departure.tier
     match departure.cause:
         case Cause.ROOM:
@@ -166,14 +167,3 @@ def _parted(divergence: int, start: int) -> str:
     if divergence < 256:
         text += " Is there a date, an id or a name near the beginning of the prompt?"
     return text
-
-
-def format_seconds(seconds: float) -> str:
-    """A span of time for people: "40 ms", "3.2 s", "5 min", "2 h", "3 days"."""
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    for limit, divisor, unit in ((100, 1, "s"), (6000, 60, "min"), (172_800, 3600, "h")):
-        if seconds < limit:
-            value = seconds / divisor
-            return f"{value:.1f} {unit}" if value < 10 else f"{value:.0f} {unit}"
-    return f"{seconds / 86_400:.0f} days"

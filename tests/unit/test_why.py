@@ -2,7 +2,7 @@
 
 import pytest
 
-from api.journal.why import NOTHING, Finding, Kind, format_seconds, why
+from api.journal.why import NOTHING, Finding, Kind, why
 from engine.request import BlockRun, Lookup
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import MissReason
@@ -39,13 +39,13 @@ def missing(**known: object) -> Absence:
             lookup(64, 200, missing(departure=Departure(TierName.DISK, Cause.ROOM, NOW - 180))),
             NOTHING,
             Kind.LEFT,
-            "evicted from the disk tier for room 3.0 min before this request",
+            "evicted from the disk tier for room 3 min before this request",
         ),
         (
             lookup(64, 200, missing(departure=Departure(TierName.HOST, Cause.REQUEST, NOW - 4))),
             NOTHING,
             Kind.LEFT,
-            "purged from the host tier 4.0 s before",
+            "purged from the host tier 4 s before",
         ),
         (
             lookup(75, 200, missing(rows=11, parted=True, sibling=OTHER)),
@@ -97,11 +97,3 @@ def test_every_cause_of_leaving_has_words() -> None:
 def test_every_stop_of_a_lookup_has_words() -> None:
     for stop in MissReason:
         assert why(lookup(64, 200, missing(), stop), NOW).text.endswith((".", "?"))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.04, "40 ms"), (3.21, "3.2 s"), (99, "99 s"), (300, "5.0 min"), (7200, "2.0 h")],
-)
-def test_spans_of_time_are_for_people(seconds: float, text: str) -> None:
-    assert text == format_seconds(seconds)

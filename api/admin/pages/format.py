@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from markupsafe import Markup
 
+from api.format import seconds as duration
 from api.format import size
-from api.journal.why import format_seconds
 from billing.money import format_units
 
 
@@ -18,11 +18,11 @@ def count(number: float) -> str:
 
 def milliseconds(value: float | None) -> str:
     """A span given in milliseconds; "–" where it was not reached."""
-    return "–" if value is None else format_seconds(value / 1000)
+    return "–" if value is None else duration(value / 1000)
 
 
 def span(seconds: float | None) -> str:
-    return "–" if seconds is None else format_seconds(seconds)
+    return "–" if seconds is None else duration(seconds)
 
 
 def share(part: float, whole: float) -> str:
