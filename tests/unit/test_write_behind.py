@@ -98,6 +98,9 @@ def test_what_the_policy_does_not_write_is_not_written_behind() -> None:
     for chain in prompts(bench, 8):
         bench.serve(chain)
     assert bench.tier.stats().stored == 0
+    events = bench.cache.stats().events
+    assert events[TierName.HOST, CacheEvent.SKIPPED] > 0
+    assert lost(bench) == 0, "what is not to be written is not lost"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -179,6 +182,23 @@ def test_a_hit_loses_no_more_than_the_frames_that_it_is_read_into(
     before = lost(bench)
     assert bench.compute(hit) == 32
     assert lost(bench) - before <= 32 + BLOCKS_PER_LIFT
+
+
+def test_what_the_disk_refuses_is_lost_once_memory_gives_it_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(device=20, host=30, disk=400)
+
+    def refuse(
+        ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age]
+    ) -> list[PrefixKey]:
+        return [block.key for block in ids]
+
+    monkeypatch.setattr(bench.tier, "store", refuse)
+    for chain in prompts(bench, 8):
+        bench.serve(chain)
+    in_memory = len({block.key for block in bench.cache.index})
+    assert lost(bench) == 8 * LENGTH - in_memory
 
 
 def test_a_flush_passes_over_what_was_being_written_as_it_began(

@@ -62,6 +62,7 @@ class Residency:
         self.departures = Departures()
         self.pinned_keys: Container[PrefixKey] = ()
         self.demote: Callable[[Block], bool] = lambda block: False  # to a frame, if it gets one
+        self.skips: Callable[[Block], bool] = lambda block: False  # the write policy: not to disk
         self.on_left_host: Callable[[Block], None] | None = None  # of clean ones that left
         self.num_slots_taken = self.num_frames_taken = 0  # count up, from blocks that had to leave
         self.host_moves = host_moves
@@ -276,7 +277,8 @@ class Residency:
     def _leave_memory(self, block: Block, tier: TierName, cause: Cause) -> None:
         """The block's last copy in memory was in `tier`."""
         if block.key is not None and not block.held_below:
-            self.count(tier, CacheEvent.LOST)
+            skipped = self.skips(block) and not block.pinned
+            self.count(tier, CacheEvent.SKIPPED if skipped else CacheEvent.LOST)
             self.departures.note(block.key, tier, cause)
         self._forget(block)
 

@@ -77,6 +77,7 @@ class Demoter:
         residency.demote = self.copy_down
         if mover is not None:
             residency.queue.worth = self._worth_waiting
+            residency.skips = self._skips
 
     def committed(self, block: Block) -> None:
         """A block has just filled: for one that was seen and evicted this is a second use."""
@@ -248,9 +249,11 @@ class Demoter:
         return block.is_dirty and self._worth_writing(block)
 
     def _worth_writing(self, block: Block) -> bool:
-        if block.below not in (Below.ABSENT, WAITING):
-            return False
-        return self._settings.write_policy is not WritePolicy.ON_SECOND_HIT or block.hits > 0
+        return block.below in (Below.ABSENT, WAITING) and not self._skips(block)
+
+    def _skips(self, block: Block) -> bool:
+        """Whether the write policy keeps a block from the disk that nobody used again."""
+        return self._settings.write_policy is WritePolicy.ON_SECOND_HIT and block.hits == 0
 
     def _write_eager(self) -> None:
         while self._eager and self._mover is not None and self._mover.store_room:
