@@ -6,14 +6,14 @@ once, at the hottest of them.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import Seen, Tree, TreeQuery, grow
 from tiers.disk.inspection.view import BlockInfo, DiskView
-from tiers.memory.block import Block, BlockState
+from tiers.memory.block import Block
 from tiers.memory.index import BlockIndex
 from tiers.memory.view import seen
 from tiers.telemetry.misses import Absence, marks_of
@@ -117,8 +117,12 @@ class TierForest:
                 idle_s=max(0.0, self._unix_s - block.used_s),
                 clean=False,
                 age_s=max(0.0, self._unix_s - block.computed_s),
+                tiers=(TierName.DISK,),
             )
-        return seen(block, self._now_s)
+        told = seen(block, self._now_s)
+        if block.key in self._disk.by_key and TierName.DISK not in told.tiers:
+            return told._replace(tiers=(*told.tiers, TierName.DISK))
+        return told
 
     def tree(self, query: TreeQuery) -> Tree:
         on_disk = sum(self._index.get(key) is None for key in self._disk.by_key)
@@ -146,7 +150,7 @@ class TierForest:
             parent=block.parent,
             scope=block.scope,
             tokens=block.tokens,
-            tiers=tuple(_tiers(live, record)),
+            tiers=seen.tiers,
             state=live.state.name.lower() if live is not None else "ready",
             hits=seen.hits,
             num_pins=live.ref_count if live is not None else 0,
@@ -197,13 +201,3 @@ class TierForest:
             if parent is None or parent == scope or self._parent(parent) is None:
                 return trail[::-1]
             trail.append(parent)
-
-
-def _tiers(live: Block | None, record: BlockInfo | None) -> Iterator[TierName]:
-    if live is not None and live.state is BlockState.READY:
-        if live.slot is not None:
-            yield TierName.DEVICE
-        if live.frame is not None:
-            yield TierName.HOST
-    if record is not None or (live is not None and live.held_below):
-        yield TierName.DISK

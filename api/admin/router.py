@@ -13,6 +13,7 @@ from api.admin.pages import keys as pages_keys
 from api.admin.pages import money as pages_money
 from api.admin.pages import overview as pages_overview
 from api.admin.pages import pins as pages_keeping
+from api.admin.pages import prefix_csv as pages_prefix_csv
 from api.admin.pages import requests as pages_requests
 from api.admin.pages import tenant_forms as pages_tenant_forms
 from api.admin.pages import tenants as pages_tenants
@@ -45,6 +46,7 @@ AREAS = (
     pages_keys.router,
     pages_money.router,
     pages_overview.router,
+    pages_prefix_csv.router,
     pages_requests.router,
     pages_tenant_forms.router,
     pages_tenants.router,

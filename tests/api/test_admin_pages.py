@@ -3,6 +3,7 @@
 import re
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from api.access.auth import Salts
 from api.admin.testing import OPERATOR_TOKEN, RecordingTrail
 from api.cache.explorer import Explorer
 from api.cache.owners import Owners
-from api.journal.journal import Journal
+from api.format import size
+from api.journal.journal import Journal, JournalSettings
 from api.testing import ByteTokenizer, byte_model
 from billing.invoices.register import InvoiceRegister
 from billing.money import UNITS
 from billing.reports.receipts import ReceiptSigner
+from cachesvc.operator.block_reader import read_blocks
 from cachesvc.operator.operator import CacheOperator
 from engine.testing.chain_runner import chain_layout
 from tests.api import test_money_routes
@@ -78,6 +81,7 @@ async def client(
         books=books_of_acme.books,
         journal=Journal(),
         explorer=cache.explorer,
+        blocks=partial(read_blocks, cache.call),
         cache=CacheOperator(cache.call, BLOCK, tmp_path, ReceiptSigner.open(tmp_path)),
         decode=ByteTokenizer().decode,
         record=trail,
@@ -137,6 +141,69 @@ async def test_the_explorer_shows_whose_a_prefix_is(
     assert (303, f"/admin/explorer/{key}") == (found.status_code, found.headers["location"])
     told = (await client.get("api/cache/tree")).json()
     assert ("acme", "bytes") == (told["scopes"][0]["owner"], told["scopes"][0]["model"])
+
+
+async def test_a_short_end_is_counted_in_the_row_that_it_continues(
+    client: httpx.AsyncClient, cache: Cache
+) -> None:
+    (root,) = cache.owners.roots_of("acme")
+    long, short = list(range(8 * BLOCK)), list(range(2 * BLOCK))
+    add(cache.tiers.index, [*long, *[1] * BLOCK], root)
+    add(cache.tiers.index, [*long, *[2] * BLOCK], root)
+    add(cache.tiers.index, [9, *short], root)
+    page = await text(client, "explorer")
+    assert 2 == page.count('<th scope="row" class="l'), "one row each, the ends are within"
+    assert ">+2</a>" in page
+    table = (await client.get("explorer.csv?sort=tokens")).text.splitlines()
+    header, first, second = (line.split(",") for line in table)
+    told = dict(zip(header, first, strict=True))
+    assert ("acme", "8", str(10 * BLOCK), "2") == tuple(
+        told[name] for name in ("owner", "blocks", "tokens", "short_ends")
+    )
+    assert str(8) == told["device_blocks"]
+    assert ("3", "0") == (second[header.index("blocks")], second[header.index("short_ends")])
+
+
+@pytest.mark.parametrize(("sort", "first"), [("tokens", 0), ("used", 1), ("hits", 1)])
+async def test_prefixes_are_sorted_by_a_column(
+    client: httpx.AsyncClient, cache: Cache, sort: str, first: int
+) -> None:
+    (root,) = cache.owners.roots_of("acme")
+    blocks = [add(cache.tiers.index, [n] * n * BLOCK, root) for n in (5, 3)]
+    blocks[1][0].hits = 7
+    for block in blocks[0]:
+        block.created_s -= 60
+    page = await text(client, f"explorer?sort={sort}")
+    keys = [found[0].key.hex()[:12] for found in blocks if found[0].key is not None]
+    shown = re.findall(r'<th scope="row".*?<code>(\w+)</code>', page, re.DOTALL)
+    assert keys == (shown if first == 0 else shown[::-1])
+    assert 1 == page.count("aria-sort")
+
+
+async def test_first_words_are_shown_where_prompts_are_kept(
+    books_of_acme: House, cache: Cache
+) -> None:
+    cache.fill()
+    for keeps in (False, True):
+        journal = Journal(JournalSettings(keep_prompts=keeps))
+        async with serving(
+            books=books_of_acme.books,
+            journal=journal,
+            explorer=cache.explorer,
+            decode=ByteTokenizer().decode,
+        ) as client:
+            page = (await client.get("http://t/admin/explorer", headers=HTML)).text
+        assert keeps == ("Hello, you</small>" in page)
+
+
+async def test_the_tenants_page_tells_bytes_by_tier(
+    client: httpx.AsyncClient, cache: Cache
+) -> None:
+    assert ">Device</th>" not in await text(client, "tenants")
+    cache.fill()
+    page = await text(client, "tenants")
+    assert ">Device</th>" in page
+    assert size(len(HELLO) // BLOCK * cache.explorer.block_bytes) in page
 
 
 async def test_a_page_of_many_prefixes_stays_small(client: httpx.AsyncClient, cache: Cache) -> None:

@@ -85,6 +85,8 @@ def test_a_node_tells_tiers_pins_hits_and_what_costs_nothing_to_evict() -> None:
     blocks[3].state = BlockState.COMPUTING
     ((node,),) = [root.children for root in live_tree(index, TreeQuery(num_tokens=3)).roots]
     assert [("device", 2), ("host", 1), ("computing", 1)] == node.runs
+    assert [("device",), ("device", "disk")] == node.tiers[:2]
+    assert {"device": 2, "disk": 1} == node.num_in
     assert (1, 1, 5) == (node.num_in_use, node.num_clean, node.hits)
     (told,) = tree_json(live_tree(index, TreeQuery(num_tokens=3)))["scopes"][0]["nodes"]
     assert [0, 1, 2] == told["token_ids"]

@@ -7,11 +7,11 @@ microseconds (100,000 in the index, one core of a virtual machine), so the defau
 """
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
@@ -55,6 +55,7 @@ class Seen(NamedTuple):
     idle_s: float
     clean: bool  # a lower tier holds it too: evicting it costs nothing
     age_s: float = 0.0  # since it came into the cache, as far as the tier knows
+    tiers: tuple[str, ...] = ()  # every tier that holds it, the hottest first
 
 
 @dataclass(slots=True)
@@ -69,6 +70,7 @@ class TreeNode:
     num_blocks: int = 0
     num_tokens: int = 0
     places: list[str] = field(default_factory=list)  # one for each block, in order
+    tiers: list[tuple[str, ...]] = field(default_factory=list)  # likewise: all that hold it
     num_in_use: int = 0
     num_clean: int = 0
     hits: int = 0  # of its most hit block
@@ -83,6 +85,11 @@ class TreeNode:
     def runs(self) -> list[tuple[str, int]]:
         """(place, number of blocks in a row there), first block first."""
         return [(place, len(list(blocks))) for place, blocks in groupby(self.places)]
+
+    @property
+    def num_in(self) -> dict[str, int]:
+        """How many of the blocks each tier holds; one that several hold counts in each."""
+        return dict(Counter(chain.from_iterable(self.tiers)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +175,7 @@ def _take(node: TreeNode, seen: Seen, num_tokens: int) -> None:
     node.num_blocks += 1
     node.num_tokens += len(seen.tokens) // TOKEN_BYTES
     node.places.append(seen.place)
+    node.tiers.append(seen.tiers)
     node.num_in_use += seen.in_use
     node.num_clean += seen.clean
     node.hits = max(node.hits, seen.hits)
@@ -202,6 +210,7 @@ def _node_json(node: TreeNode) -> dict[str, Any]:
         "num_blocks": node.num_blocks,
         "num_tokens": node.num_tokens,
         "runs": [{"place": str(place), "num_blocks": count} for place, count in node.runs],
+        "blocks_in": {str(tier): count for tier, count in node.num_in.items()},
         "num_in_use": node.num_in_use,
         "num_clean": node.num_clean,
         "hits": node.hits,

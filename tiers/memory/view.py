@@ -34,7 +34,7 @@ def live_blocks(blocks: Iterable[Block]) -> list[LiveBlock]:
             block.key,
             block.parent,
             block.scope,
-            _tiers(block),
+            tiers_of(block),
             block.tokens,
             block.depth,
             block.hits,
@@ -50,15 +50,6 @@ def live_blocks(blocks: Iterable[Block]) -> list[LiveBlock]:
     ]
 
 
-def _tiers(block: Block) -> tuple[TierName, ...]:
-    where = (
-        (TierName.DEVICE, block.slot is not None),
-        (TierName.HOST, block.frame is not None),
-        (TierName.DISK, block.held_below),
-    )
-    return tuple(name for name, held in where if held)
-
-
 def live_tree(index: BlockIndex, query: TreeQuery) -> Tree:
     """As much of the index as the query bounds, as it stands now."""
     return grow(_IndexForest(index, time.monotonic()), query, len(index) + index.num_partials)
@@ -69,6 +60,17 @@ def place_of(block: Block) -> str:
     if block.state is BlockState.READY:
         return TierName.DEVICE if block.slot is not None else TierName.HOST
     return LOADING if block.state is BlockState.LOADING else COMPUTING
+
+
+def tiers_of(block: Block) -> tuple[TierName, ...]:
+    """Every tier that holds the block, the hottest first; none while it is computed or loaded."""
+    ready = block.state is BlockState.READY
+    held = (
+        (TierName.DEVICE, ready and block.slot is not None),
+        (TierName.HOST, ready and block.frame is not None),
+        (TierName.DISK, block.held_below),
+    )
+    return tuple(tier for tier, holds in held if holds)
 
 
 def seen(block: Block, now_s: float) -> Seen:
@@ -82,6 +84,7 @@ def seen(block: Block, now_s: float) -> Seen:
         idle_s=block.idle_s(now_s),
         clean=block.held_below or (block.slot is not None and block.frame is not None),
         age_s=now_s - block.created_s,
+        tiers=tiers_of(block),
     )
 
 

@@ -15,10 +15,10 @@ from starlette.responses import RedirectResponse, Response
 
 from api.admin.access import MayChange, MayRead
 from api.admin.cache_changes import must_be_known
-from api.admin.login.sessions import Admin
+from api.admin.login.sessions import Admin, Role
 from api.admin.pages.base import render
 from api.admin.pages.forms import Filter
-from api.admin.pages.prefix_rows import Costs, rows_of
+from api.admin.pages.prefix_rows import LABEL_TOKENS, Costs, Decode, rows_of
 from api.admin.parts import parts_of
 from api.cache.explorer import Explorer, Room
 from api.errors import InvalidRequest, Unsupported
@@ -68,11 +68,12 @@ async def owners(request: Request, _: MayRead) -> list[dict[str, Any]]:
     """Bytes that each tenant and sharing group takes of each tier, the most first."""
     return [
         {"owner": each.owner, "model": each.model, "bytes": dict(each.num_bytes)}
-        for each in await _room(request)
+        for each in await room_of(request)
     ]
 
 
-async def _room(request: Request) -> list[Room]:
+async def room_of(request: Request) -> list[Room]:
+    """Who takes how much of which tier. Raises Unsupported where there is no cache."""
     read = parts_of(request).blocks
     return await explorer_of(request).room(await read(None) if read is not None else ())
 
@@ -85,6 +86,7 @@ async def page(
     tenant: Filter = "",
     below: Filter = "",
     idle: Filter = "",
+    sort: Filter = "",
     done: Filter = "",
     receipt: Annotated[int | None, Query(ge=0)] = None,
 ) -> Response:
@@ -96,14 +98,16 @@ async def page(
         if len(found) == 1:
             return RedirectResponse(f"/admin/explorer/{found[0].hex()}", 303)
     roots = (key_of(below),) if below else ()
-    query = TreeQuery(roots=roots, depth=DEPTH, max_nodes=MAX_ROWS)
+    query = TreeQuery(roots=roots, depth=DEPTH, max_nodes=MAX_ROWS, num_tokens=LABEL_TOKENS)
     grown = await explorer.tree(query, tenant)
     costs = Costs.of(parts_of(request), explorer.block_bytes)
     return render(
         request,
         "explorer.html",
         admin,
-        scopes=rows_of(grown, costs, min_idle_s=IDLE.get(idle, 0)),
+        scopes=rows_of(
+            grown, costs, min_idle_s=IDLE.get(idle, 0), sort=sort, decode=labels_for(request, admin)
+        ),
         left_off=any(map(_leaves_off, grown.tree.roots)) or bool(tenant or below),
         names=sorted({owner.name for owner in grown.owners.values()}),
         owners=sorted({(owner.is_group, owner.name) for owner in grown.owners.values()}),
@@ -111,7 +115,7 @@ async def page(
         num_seen=grown.tree.num_seen,
         cut=grown.cut,
         pins=await _pins(request),
-        room=[] if q or below else await _room(request),
+        room=[] if q or below else await room_of(request),
         tiers=TierName,
         now_s=time.time(),
         can_keep=parts_of(request).cache is not None,
@@ -120,6 +124,7 @@ async def page(
         tenant=tenant,
         below=below,
         idle=idle,
+        sort=sort,
         choices=IDLE,
         done=DONE.get(done, ""),
         receipt=receipt,
@@ -191,6 +196,13 @@ async def show_block(
         wrong=wrong,
         done=done,
     )
+
+
+def labels_for(request: Request, admin: Admin) -> Decode | None:
+    """What reads the first words of prefixes: where prompts are kept, and for admins alone."""
+    parts = parts_of(request)
+    kept = parts.journal is not None and parts.journal.settings.keep_prompts
+    return parts.decode if kept and admin.role is Role.ADMIN else None
 
 
 def _hex(text: str) -> str:

@@ -1,22 +1,32 @@
-"""The tree of prefixes as the rows of a table, with what each has saved and costs to keep. Pure."""
+"""The tree of prefixes as the rows of a table, with what each has saved and costs to keep. Pure.
+
+Ends of one block and partly filled blocks are folded into the row that they continue: they are what
+a question left behind its document, and would hide it.
+"""
 
 import time
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
 
 from api.cache.explorer import Grown
 from api.cache.owners import Owner
 from billing.errors import BillingError
 from billing.prices.book import PriceBook
 from tiers.blocks.keys import PrefixKey
-from tiers.blocks.tree import TreeNode
+from tiers.blocks.tree import COMPUTING, LOADING, TreeNode
 from tiers.tier import TierName
 
 if TYPE_CHECKING:
     from api.admin.parts import AdminParts
 
 GIB = 1 << 30
+LABEL_TOKENS = 12  # of a row, read as its label
+TIERS: Final = (TierName.DEVICE, TierName.HOST, TierName.DISK)
+Decode = Callable[[Sequence[int]], str]
+Strip = tuple[str, int, int, int]  # class of its colour, lane, first block, number of blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,9 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One node. `level` counts from 0 below the scope; `left_off` continue it and are not shown."""
+    """One node, and the `num_folded` short ends that continue it. `level` counts from 0 below the
+    scope; `left_off` blocks continue it and are not shown; `strips` and `num_in` tell where its own
+    blocks stand. `label` is its first words, where they may be shown."""
 
     level: int
     key: str | None
@@ -61,7 +73,8 @@ class Row:
     num_blocks: int
     num_tokens: int
     nbytes: int
-    runs: list[tuple[str, int]]
+    strips: list[Strip]
+    num_in: dict[str, int]
     num_in_use: int
     hits: int
     idle_s: float
@@ -69,6 +82,20 @@ class Row:
     saved: int | None
     keeping: int | None
     left_off: int
+    num_folded: int
+    label: str
+
+
+SORTS: Final[Mapping[str, Callable[[Row], float]]] = {
+    "tokens": lambda row: -row.num_tokens,
+    "size": lambda row: -row.nbytes,
+    "hits": lambda row: -row.hits,
+    "used": lambda row: row.idle_s,
+    "age": lambda row: -row.age_s,
+    "saved": lambda row: -(row.saved or 0),
+    "keeping": lambda row: -(row.keeping or 0),
+    **{tier: lambda row, tier=tier: -row.num_in.get(tier, 0) for tier in TIERS},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,18 +125,24 @@ class ScopeRows:
         return sum(row.saved or 0 for row in self.rows)
 
 
-def rows_of(grown: Grown, costs: Costs, *, min_idle_s: float = 0.0) -> list[ScopeRows]:
-    """Every scope with its rows; with `min_idle_s` only what nobody used for so long."""
+def rows_of(
+    grown: Grown,
+    costs: Costs,
+    *,
+    min_idle_s: float = 0.0,
+    sort: str = "",
+    decode: Decode | None = None,
+) -> list[ScopeRows]:
+    """Every scope with its rows; with `min_idle_s` only what nobody used for so long.
+
+    Among those that continue the same prefix, rows are in the order of SORTS[sort].
+    """
     scopes = []
     for root in grown.tree.roots:
         key = root.last or PrefixKey(b"")
         owner = grown.owners.get(key)
-        rows = [
-            row
-            for child in root.children
-            for row in _walk(child, owner, costs, 0)
-            if row.idle_s >= min_idle_s
-        ]
+        walk = _Walk(owner, costs, SORTS.get(sort), decode)
+        rows = [row for row in walk.below(root.children, 0) if row.idle_s >= min_idle_s]
         if rows or root.left_off:
             value = costs.saved(owner, TierName.DEVICE, 0)
             scopes.append(
@@ -124,23 +157,74 @@ def rows_of(grown: Grown, costs: Costs, *, min_idle_s: float = 0.0) -> list[Scop
     return scopes
 
 
-def _walk(node: TreeNode, owner: Owner | None, costs: Costs, level: int) -> Iterator[Row]:
-    saved = costs.saved(owner, node.places[0], node.hit_tokens)
-    yield Row(
-        level=level,
-        key=node.key.hex() if node.key else None,
-        last=node.last.hex() if node.last else None,
-        num_blocks=node.num_blocks,
-        num_tokens=node.num_tokens,
-        nbytes=node.num_blocks * costs.block_bytes,
-        runs=node.runs,
-        num_in_use=node.num_in_use,
-        hits=node.hits,
-        idle_s=node.idle_s,
-        age_s=node.age_s,
-        saved=saved[0] if saved is not None else None,
-        keeping=costs.keeping(node.places),
-        left_off=node.left_off,
-    )
-    for child in node.children:
-        yield from _walk(child, owner, costs, level + 1)
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    owner: Owner | None
+    costs: Costs
+    order: Callable[[Row], float] | None
+    decode: Decode | None
+
+    def below(self, nodes: Sequence[TreeNode], level: int) -> Iterator[Row]:
+        """These nodes, each followed by what continues it."""
+        rows = [(self._row(node, level), node) for node in nodes]
+        if (order := self.order) is not None:
+            rows.sort(key=lambda each: order(each[0]))
+        for row, node in rows:
+            yield row
+            yield from self.below([each for each in node.children if not _is_end(each)], level + 1)
+
+    def _row(self, node: TreeNode, level: int) -> Row:
+        ends = [each for each in node.children if _is_end(each)]
+        nodes = [node, *ends]
+        num_blocks = sum(each.num_blocks for each in nodes)
+        values = [self._saved(each) for each in nodes]
+        keeping = [self.costs.keeping(each.places) for each in nodes]
+        return Row(
+            level=level,
+            key=node.key.hex() if node.key else None,
+            last=node.last.hex() if node.last else None,
+            num_blocks=node.num_blocks,
+            num_tokens=sum(each.num_tokens for each in nodes),
+            nbytes=num_blocks * self.costs.block_bytes,
+            strips=_strips(node),
+            num_in=node.num_in,
+            num_in_use=sum(each.num_in_use for each in nodes),
+            hits=node.hits,
+            idle_s=min(each.idle_s for each in nodes),
+            age_s=node.age_s,
+            saved=None if None in values else sum(value or 0 for value in values),
+            keeping=None if None in keeping else sum(units or 0 for units in keeping),
+            left_off=node.left_off,
+            num_folded=len(ends),
+            label=self._label(node.tokens),
+        )
+
+    def _saved(self, node: TreeNode) -> int | None:
+        value = self.costs.saved(self.owner, node.places[0], node.hit_tokens)
+        return value[0] if value is not None else None
+
+    def _label(self, tokens: bytes) -> str:
+        if self.decode is None:
+            return ""
+        return " ".join(self.decode(array("i", tokens)).split())
+
+
+def _is_end(node: TreeNode) -> bool:
+    """Whether it is one block, or a partly filled one, that nothing continues."""
+    return node.num_blocks == 1 and not node.children and not node.left_off
+
+
+def _strips(node: TreeNode) -> list[Strip]:
+    """Where the blocks stand, a lane for each tier: a block may stand in several."""
+    strips: list[Strip] = []
+    for lane, tier in enumerate(TIERS):
+        at = 0
+        for held, blocks in groupby(tier in tiers for tiers in node.tiers):
+            count = len(list(blocks))
+            if held:
+                strips.append((tier, lane, at, count))
+            at += count
+    for at, place in enumerate(node.places):
+        if place in (COMPUTING, LOADING):
+            strips.append((place, 0, at, 1))
+    return strips

@@ -6,15 +6,18 @@ they read and write the ledger's database.
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from anyio import from_thread
 from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
 from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
+from api.admin.pages.explorer import room_of
 from api.admin.pages.forms import Before, Filter, Text, limit_in, reason_in, tried
 from api.admin.parts import books_of, found, parts_of
 from billing.operations import tenants as operations
@@ -27,6 +30,7 @@ from billing.reports.plans import standing
 from billing.reports.usage import Unit, parse_query, report
 from billing.store import reports as store_reports
 from billing.tenants import Tenant
+from tiers.tier import TierName
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 
@@ -98,16 +102,26 @@ def _tenants(
     books = books_of(request)
     used = {period.tenant: period for period in usage_report.total(books.store)}
     tenants = [each for each in books.accounts.tenants() if q.strip() in each.tenant]
+    room = from_thread.run(_room_of, request)
     return render(
         request,
         "tenants.html",
         admin,
-        tenants=[(each, used.get(each.tenant)) for each in tenants],
+        tenants=[(each, used.get(each.tenant), room.get(each.tenant, {})) for each in tenants],
+        tiers=[tier for tier in TierName if any(tier in each for each in room.values())],
         currency=books.accounts.usual_currency,
         q=q,
         wrong=wrong,
         done=DONE.get(done, ""),
     )
+
+
+async def _room_of(request: Request) -> dict[str, Counter[TierName]]:
+    """Bytes of each tenant in each tier, over all models; nothing where there is no cache."""
+    room: dict[str, Counter[TierName]] = {}
+    for each in await room_of(request) if parts_of(request).explorer is not None else ():
+        room.setdefault(each.owner, Counter()).update(each.num_bytes)
+    return room
 
 
 def _tenant(

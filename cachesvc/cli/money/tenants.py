@@ -1,10 +1,13 @@
 """`cachesvc tenants`: who is billed."""
 
 import time
+from collections import Counter
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from api.format import size
 from billing.operations import prices, tenants
 from billing.prices.cards import default_card
 from billing.reports.documents import Document
@@ -20,6 +23,9 @@ from cachesvc.cli.money.books import (
 )
 from cachesvc.cli.money.operations import operations
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_pairs, print_table
+from cachesvc.config.places import default_data_dir
+from cachesvc.server.server_file import find_server
+from tiers.tier import TierName
 
 _REMOVED = {
     "list": "`cachesvc tenants show`, without a name",
@@ -85,13 +91,27 @@ def show(
             print_tenant(call(tenants.show_tenant, tenant=tenant), json)
             return
         found = call(tenants.list_tenants)
+    for each, room in zip(found, _room(found, data_dir, database), strict=True):
+        each["cache_bytes"] = room
     print_json(found) if json else _print_tenants(found)
+
+
+def _room(
+    found: list[Document], data_dir: Path | None, database: str | None
+) -> list[dict[str, int]]:
+    """Bytes in each tier, of each tenant in turn; nothing where no server runs here."""
+    server = find_server((data_dir or default_data_dir()).expanduser()) if not database else None
+    taken: dict[str, Counter[str]] = {}
+    for owner in server.get("/admin/api/cache/owners") if server is not None else ():
+        taken.setdefault(owner["owner"], Counter()).update(owner["bytes"])
+    return [dict(taken.get(each["tenant"], {})) for each in found]
 
 
 def _print_tenants(found: list[Document]) -> None:
     columns = ("tenant", "kind", "currency", "granted", "topped up", "owed", "held", "available")
+    tiers = [tier for tier in TierName if any(tier in each["cache_bytes"] for each in found)]
     print_table(
-        columns,
+        (*columns, *tiers),
         [
             (
                 each["tenant"] + (" (suspended)" if each["suspended"] else ""),
@@ -102,10 +122,11 @@ def _print_tenants(found: list[Document]) -> None:
                 each["owed"],
                 each["held"],
                 limit_text(each["available"]),
+                *(size(each["cache_bytes"].get(tier, 0)) for tier in tiers),
             )
             for each in found
         ],
-        right=columns[3:],
+        right=(*columns[3:], *tiers),
         spare=("held", "granted", "topped up"),
     )
 

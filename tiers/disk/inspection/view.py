@@ -190,7 +190,16 @@ class _DiskForest:
 
     def look(self, block: BlockInfo) -> Seen:
         idle_s = self._now_s - block.used_s
-        return Seen(block.key, TierName.DISK, block.tokens, False, 0, idle_s, False)
+        return Seen(
+            key=block.key,
+            place=TierName.DISK,
+            tokens=block.tokens,
+            in_use=False,
+            hits=0,
+            idle_s=idle_s,
+            clean=False,
+            tiers=(TierName.DISK,),
+        )
 
 
 @contextmanager

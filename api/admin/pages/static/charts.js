@@ -4,6 +4,8 @@
 (() => {
   const sync = uPlot.sync("page");
   const CODES = { 2: "good", 3: "p95", 4: "warn", 5: "bad" };
+  // Errors of a class are told apart: a wrong request, no key, no money, nothing there, too much.
+  const CODE = { 400: "warn", 401: "remote", 402: "p99", 403: "disk", 404: "device", 429: "computed" };
   const BINARY = Array.from({ length: 50 }, (_, power) => 2 ** power); // bytes are marked in these
   const probe = document.createElement("i");
 
@@ -55,7 +57,7 @@
         for (const name of names) {
           if (known.has(name) || !name.startsWith(before) || !name.endsWith(after)) continue;
           const found = name.slice(before.length, name.length - after.length);
-          this.lines.push([found, kind === "code" ? CODES[found[0]] || "computed" : found, name]);
+          this.lines.push([found, kind === "code" ? CODE[found] || CODES[found[0]] || "computed" : found, name]);
           known.add(name);
           grown = true;
         }
@@ -99,11 +101,19 @@
       const told = this.lines.map(([label], line) => {
         const values = this.raw[line] || [];
         const value = index === null || index === undefined ? values.findLast((v) => v !== null) : values[index];
-        const text = cachesvc.format(value, this.plan.unit);
+        const text = cachesvc.format(value, this.plan.unit) + (index === null || index === undefined ? this.share(line) : "");
         if (outputs[line] && outputs[line].textContent !== text) outputs[line].textContent = text;
         return `${label} ${text}`;
       });
       this.box.setAttribute("aria-label", `${this.plan.title}: ${told.join(", ")}`);
+    }
+
+    // Of what a stacked chart shows of the whole window, a line's part.
+    share(line) {
+      if (!this.plan.stack || !this.raw.length) return "";
+      const sum = (values) => values.reduce((total, value) => total + (value || 0), 0);
+      const whole = sum(this.raw.map(sum));
+      return whole ? `, ${Math.round((100 * sum(this.raw[line])) / whole)} %` : "";
     }
 
     build() {
