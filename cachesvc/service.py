@@ -137,7 +137,7 @@ class Service:
             decode=loaded.tokenizer.decode,
             cache=self._operator,
         )
-        self.dashboard.remember(self._remembered)
+        self.dashboard.remember(self._remembered, self.core.cache.index)
         self._remembered.start()
         self._turns.start()
         self._encoders = encoder_pool()
@@ -220,6 +220,7 @@ class Service:
         self._closing = True
         started = time.monotonic()
         unsaved = self.core.close()
+        self.dashboard.keep_hits(self.core.cache.index.dump_hits())  # its thread has ended
         self._encoders.close()
         self._grammars.close()
         if self._tracer is not None:
@@ -271,6 +272,8 @@ class Service:
             try:
                 checked = self.core.engine.call(lambda cache: cache.residency.check())
                 await asyncio.wrap_future(checked)
+                hits = self.core.engine.call(lambda cache: cache.index.dump_hits())
+                self.dashboard.keep_hits(await asyncio.wrap_future(hits))
             except AssertionError as error:
                 self._violations["blocks"] += 1
                 logger.error(f"an invariant of the tiers is broken: {error}")

@@ -3,7 +3,6 @@
 Nothing starts before `start`; `close` undoes it.
 """
 
-import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from engine.batch import Batch, Span
 from engine.bounds import check_params
 from engine.engine import Engine
 from engine.execution.runner import ModelRunner
+from engine.garbage import freeze_loaded
 from engine.grammar.compiler import GrammarCompiler, compiler_for
 from engine.hardware import run_apart
 from engine.models.load import LoadedModel
@@ -66,8 +66,7 @@ class Core:
                 _first_steps(runner, num_tokens, layout.block_size)
             runner.warm_up()
             cache.warm_up()
-            gc.collect()
-            gc.freeze()  # what is loaded lives as long as the process: look at it no more
+            freeze_loaded()
 
         engine.start(warm_up)
 

@@ -104,7 +104,8 @@ class TierForest:
         return [*live, *(b for b in self._disk.by_parent.get(key, ()) if get(b.key) is None)]
 
     def rank(self, block: AnyBlock) -> int:
-        return block.hits if isinstance(block, Block) else 0
+        hits = block.hits if isinstance(block, Block) else 0
+        return hits + self._index.past_hits.of(block.key)
 
     def look(self, block: AnyBlock) -> Seen:
         if isinstance(block, BlockInfo):
@@ -113,13 +114,15 @@ class TierForest:
                 place=TierName.DISK,
                 tokens=block.tokens,
                 in_use=False,
-                hits=0,
+                hits=self._index.past_hits.of(block.key),
                 idle_s=max(0.0, self._unix_s - block.used_s),
                 clean=False,
                 age_s=max(0.0, self._unix_s - block.computed_s),
                 tiers=(TierName.DISK,),
             )
         told = seen(block, self._now_s)
+        if past := self._index.past_hits.of(block.key):
+            told = told._replace(hits=told.hits + past)
         if block.key in self._disk.by_key and TierName.DISK not in told.tiers:
             return told._replace(tiers=(*told.tiers, TierName.DISK))
         return told
@@ -150,7 +153,7 @@ class TierForest:
             parent=block.parent,
             scope=block.scope,
             tokens=block.tokens,
-            tiers=seen.tiers,
+            tiers=tuple(map(TierName, seen.tiers)),
             state=live.state.name.lower() if live is not None else "ready",
             hits=seen.hits,
             num_pins=live.ref_count if live is not None else 0,

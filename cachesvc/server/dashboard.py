@@ -27,6 +27,7 @@ from cachesvc.server.money import limit_settings
 from cachesvc.server.remembered import Remembered
 from cachesvc.server.server_file import new_token, reachable
 from tiers.histogram import Spread
+from tiers.memory.index import BlockIndex
 from tiers.telemetry.working_set import TrafficReport
 
 logger = logging.getLogger(__name__)
@@ -105,13 +106,14 @@ class Dashboard:
         token = self.parts.sessions.make_link(Admin("operator"), FIRST_LINK_S)
         return f"{reachable(url)}/admin/login?token={token}"
 
-    def remember(self, remembered: Remembered) -> None:
+    def remember(self, remembered: Remembered, index: BlockIndex) -> None:
         """Go on where the last run ended; what cannot be read is left out."""
         self._remembered = remembered
         sessions = self.parts.sessions
         for name, restore in (
             ("sessions", lambda body: sessions.restore(body, time.time())),
             ("history", self.history.restore),
+            ("hits", index.past_hits.restore),
         ):
             body = remembered.read(name)
             try:
@@ -130,6 +132,10 @@ class Dashboard:
             if turn % KEEP_HISTORY_EVERY == 0:
                 self._remembered.keep("history", await asyncio.to_thread(self._packed))
             await asyncio.sleep(SAMPLE_S)
+
+    def keep_hits(self, packed: bytes) -> None:
+        """Hits by prefix, as `BlockIndex.dump_hits` packs them."""
+        self._remembered.keep("hits", packed)
 
     def close(self) -> None:
         """Keep what is known now. After the last request."""

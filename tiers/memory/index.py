@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.memory.block import Block, Following
+from tiers.memory.past_hits import PastHits
 
 
 class BlockIndex:
@@ -23,6 +24,7 @@ class BlockIndex:
         self._partials: dict[PrefixKey, list[Block]] = {}
         self._scopes: dict[PrefixKey, None] = {}
         self.collisions = 0
+        self.past_hits = PastHits()  # of blocks that were here before
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -82,6 +84,8 @@ class BlockIndex:
         key, above = block.key, block.parent
         assert key is not None and above is not None
         del self._blocks[key]
+        if block.hits:
+            self.past_hits.note(key, block.hits)
         if block.following is not None:
             self._first[key], block.following = block.following, None
         parent = self._blocks.get(above)
@@ -96,6 +100,10 @@ class BlockIndex:
                 self._left(above)
         block.key = None
         block.parent = None
+
+    def dump_hits(self) -> bytes:
+        """Hits by key, of now and before; see `PastHits.restore`."""
+        return self.past_hits.dump((key, b.hits) for key, b in self._blocks.items() if b.hits)
 
     def children(self, key: PrefixKey) -> list[Block]:
         """Full blocks that continue the prefix `key` (a scope's root counts as one)."""

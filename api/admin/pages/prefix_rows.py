@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
@@ -86,6 +87,10 @@ class Row:
     label: str
 
 
+def _less_in(tier: str, row: Row) -> float:
+    return -row.num_in.get(tier, 0)
+
+
 SORTS: Final[Mapping[str, Callable[[Row], float]]] = {
     "tokens": lambda row: -row.num_tokens,
     "size": lambda row: -row.nbytes,
@@ -94,7 +99,7 @@ SORTS: Final[Mapping[str, Callable[[Row], float]]] = {
     "age": lambda row: -row.age_s,
     "saved": lambda row: -(row.saved or 0),
     "keeping": lambda row: -(row.keeping or 0),
-    **{tier: lambda row, tier=tier: -row.num_in.get(tier, 0) for tier in TIERS},
+    **{tier: partial(_less_in, tier) for tier in TIERS},
 }
 
 

@@ -127,7 +127,7 @@ def _print_tenants(found: list[Document]) -> None:
             for each in found
         ],
         right=(*columns[3:], *tiers),
-        spare=("held", "granted", "topped up"),
+        spare=("held", "granted", "topped up", *tiers),
     )
 
 

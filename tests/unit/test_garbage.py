@@ -1,0 +1,29 @@
+"""What is frozen for speed is still taken apart when the process ends."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "engine"
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import garbage
+
+class Watched:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        print("freed")
+
+Watched()
+kept = Watched()
+garbage.freeze_loaded()
+print("frozen")
+"""
+
+
+def test_a_cycle_is_freed_before_the_freeze_or_at_the_end() -> None:
+    command = [sys.executable, "-c", PROGRAM, str(FOLDER)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ["freed", "frozen", "freed"] == done.stdout.split()

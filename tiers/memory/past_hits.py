@@ -1,0 +1,43 @@
+"""Hits of prefixes over longer than their blocks stay in memory: for people, not for policies.
+
+`BlockIndex` notes a block's hits when it leaves; the server keeps them over a restart.
+"""
+
+import struct
+from collections.abc import Iterable
+
+from tiers.blocks.keys import KEY_BYTES, PrefixKey
+
+MAX_KEYS = 1 << 16  # some 10 MB
+_PAIR = struct.Struct(f"<{KEY_BYTES}sQ")
+
+
+class PastHits:
+    """Hits by key. Bounded: the key that was noted longest ago is forgotten first."""
+
+    def __init__(self) -> None:
+        self._hits: dict[PrefixKey, int] = {}
+
+    def of(self, key: PrefixKey | None) -> int:
+        return self._hits.get(key, 0) if key is not None else 0
+
+    def note(self, key: PrefixKey, hits: int) -> None:
+        """So many more hits."""
+        known = self._hits
+        known[key] = known.pop(key, 0) + hits
+        if len(known) > MAX_KEYS:
+            del known[next(iter(known))]
+
+    def dump(self, current: Iterable[tuple[PrefixKey, int]]) -> bytes:
+        """All that is known, and the `current` hits of blocks in memory."""
+        whole = PastHits()
+        for key, hits in (*self._hits.items(), *current):
+            whole.note(key, hits)
+        return b"".join(_PAIR.pack(*pair) for pair in whole._hits.items())
+
+    def restore(self, body: bytes) -> None:
+        """Raises ValueError for what `dump` did not write."""
+        if len(body) % _PAIR.size:
+            raise ValueError(f"{len(body)} bytes are no whole number of pairs of {_PAIR.size}")
+        for key, hits in _PAIR.iter_unpack(body):
+            self.note(PrefixKey(key), hits)
