@@ -46,7 +46,7 @@ class _Ring:
         self.step = step
         self.capacity = capacity
         self.count = 0  # samples ever written
-        self.began = 0  # of these, those of earlier runs: counters begin anew with each
+        self.starts = [0]  # the number of each run's first sample: counters begin anew with each
         self.times: Floats = np.zeros(capacity)
         self.values: Floats = np.zeros((capacity, 64))
         self.spreads = np.zeros((capacity, len(NAMES), len(BOUNDS_S) + 1), np.uint32)
@@ -67,6 +67,7 @@ class _Ring:
         times: Floats,
         values: Floats,
         spreads: npt.NDArray[np.uint32],
+        starts: npt.NDArray[np.int64],
         *,
         width: int,
         before_s: float,
@@ -78,7 +79,9 @@ class _Ring:
             raise ValueError("the samples have another shape")
         if width > self.values.shape[1]:
             self.values = np.zeros((self.capacity, 2 * width))
-        self.count = self.began = num - first
+        self.count = num - first
+        known = {max(0, start - first) for start in starts.tolist() if start < num}
+        self.starts = [*sorted(known), self.count]
         self.times[: self.count] = times[first:num]
         self.values[: self.count, : values.shape[1]] = values[first:num]
         self.spreads[: self.count] = spreads[first:num]
@@ -96,14 +99,28 @@ class _Ring:
         wanted = int(np.searchsorted(times, max(now_s - window_s, since_s), "right"))
         return picked[max(0, wanted - 1) :] % self.capacity
 
-    def ends(self, window_s: float) -> npt.NDArray[np.int64]:
-        """Places of the first and the latest sample of the window."""
-        held = np.arange(max(self.began, self.count - self.capacity), self.count)
+    def whole(self, window_s: float) -> "tuple[Floats, Floats, npt.NDArray[np.int64]]":
+        """The window as two samples: the latest, and one before it by all that counters grew, in
+        this run and in earlier ones. Times, values, spreads; nothing of an empty ring."""
+        held = np.arange(max(0, self.count - self.capacity), self.count)
+        places = held % self.capacity
+        times, spreads = self.times[places], self.spreads[places].astype(np.int64)
         if not len(held):
-            return held
-        times = self.times[held % self.capacity]
+            return times, self.values[places], spreads
+        values = self.values[places]
         first = int(np.searchsorted(times, times[-1] - window_s, "left"))
-        return held[[first, -1]] % self.capacity
+        grown, spread = np.zeros(values.shape[1]), np.zeros(spreads.shape[1:], np.int64)
+        ends = [*self.starts[1:], self.count]
+        for start, end in zip(self.starts, ends, strict=True):
+            begin, last = max(first, start - int(held[0])), end - 1 - int(held[0])
+            if begin < last:
+                grown += values[last] - values[begin]
+                spread += spreads[last] - spreads[begin]
+        return (
+            times[[first, -1]],
+            np.array([values[-1] - grown, values[-1]]),
+            np.array([spreads[-1] - spread, spreads[-1]]),
+        )
 
 
 class History:
@@ -145,6 +162,8 @@ class History:
             told[f"times{ring.step}"] = ring.times[places]
             told[f"values{ring.step}"] = ring.values[places, : len(self._columns)]
             told[f"spreads{ring.step}"] = ring.spreads[places]
+            starts = np.array(ring.starts, np.int64) - (ring.count - len(places))
+            told[f"starts{ring.step}"] = np.unique(np.maximum(0, starts))
         return told
 
     def restore(self, body: bytes) -> None:
@@ -153,7 +172,8 @@ class History:
             with np.load(io.BytesIO(body), allow_pickle=False) as told:
                 columns = [str(name) for name in told["columns"]]
                 for ring in self._rings:
-                    parts = (told[f"{part}{ring.step}"] for part in ("times", "values", "spreads"))
+                    names = ("times", "values", "spreads", "starts")
+                    parts = (told[f"{part}{ring.step}"] for part in names)
                     ring.fill(*parts, width=len(columns), before_s=self._clock_s())
         except (KeyError, OSError, zipfile.BadZipFile) as error:
             raise ValueError(f"no samples: {error}") from error
@@ -167,7 +187,8 @@ class History:
         With `since_s`, only what is newer. Raises InvalidRequest for an expression it cannot read.
         """
         ring = next((r for r in self._rings if r.step * r.capacity >= window_s), self._rings[-1])
-        view = _View(ring, self._columns, ring.pick(window_s, since_s))
+        picked = ring.pick(window_s, since_s)
+        view = _View(self._columns, ring.times[picked], ring.values[picked], ring.spreads[picked])
         values = {name: each for text in series for name, each in view.evaluate(text)}
         stride = max(1, -(-int(window_s / ring.step) // MAX_POINTS))
         return {
@@ -177,14 +198,15 @@ class History:
         }
 
     def over(self, series: Sequence[str], *, window_s: float) -> dict[str, float | None]:
-        """Each series as one number: over the whole window, or for `value:` as it is now."""
+        """Each series as one number: over the whole window, restarts within it too, or for
+        `value:` as it is now."""
         rings = (
             r
             for r in self._rings
-            if r.step * r.capacity >= window_s or r.count - r.began < r.capacity
+            if r.step * r.capacity >= window_s or r.count < r.capacity - 2  # nothing left it yet
         )
         ring = next(rings, self._rings[-1])
-        view = _View(ring, self._columns, ring.ends(window_s))
+        view = _View(self._columns, *ring.whole(window_s))
         values = {name: _told(each) for text in series for name, each in view.evaluate(text)}
         return {name: each[-1] if each else None for name, each in values.items()}
 
@@ -209,13 +231,17 @@ class _View:
     """Some samples of a ring, and the series over them. The first only starts the growth."""
 
     def __init__(
-        self, ring: _Ring, columns: Mapping[str, int], picked: npt.NDArray[np.int64]
+        self,
+        columns: Mapping[str, int],
+        times: Floats,
+        values: Floats,
+        spreads: npt.NDArray[Any],
     ) -> None:
         self._columns = columns
-        self._values = ring.values[picked]
-        self._spreads = ring.spreads[picked]
-        self._times = ring.times[picked]
-        self.times = self._times[1:]
+        self._values = values
+        self._spreads = spreads
+        self._times = times
+        self.times = times[1:]
 
     def evaluate(self, text: str) -> Iterator[tuple[str, Floats]]:
         parsed = _SERIES.fullmatch(text)

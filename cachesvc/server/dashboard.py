@@ -139,6 +139,7 @@ class Dashboard:
 
     def close(self) -> None:
         """Keep what is known now. After the last request."""
+        self.history.sample()
         self._keep_sessions()
         self._remembered.keep("history", self._packed())
 

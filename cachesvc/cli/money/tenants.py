@@ -24,7 +24,7 @@ from cachesvc.cli.money.books import (
 from cachesvc.cli.money.operations import operations
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_pairs, print_table
 from cachesvc.config.places import default_data_dir
-from cachesvc.server.server_file import find_server
+from cachesvc.server.server_file import LiveError, find_server
 from tiers.tier import TierName
 
 _REMOVED = {
@@ -102,7 +102,11 @@ def _room(
     """Bytes in each tier, of each tenant in turn; nothing where no server runs here."""
     server = find_server((data_dir or default_data_dir()).expanduser()) if not database else None
     taken: dict[str, Counter[str]] = {}
-    for owner in server.get("/admin/api/cache/owners") if server is not None else ():
+    try:
+        owners = server.get("/admin/api/cache/owners") if server is not None else ()
+    except LiveError:  # it has no cache to look into
+        owners = ()
+    for owner in owners:
         taken.setdefault(owner["owner"], Counter()).update(owner["bytes"])
     return [dict(taken.get(each["tenant"], {})) for each in found]
 
