@@ -66,17 +66,25 @@ def _post(url: str, data: bytes) -> None:
 
 
 def read_heads(path: Path, public_key: Callable[[str], bytes | None]) -> list[dict[str, Head]]:
-    """The heads in a file: of `ledger verify --print-heads`, or lines that a server wrote.
+    """The heads in a file, see `parse_heads`."""
+    try:
+        return parse_heads(path.read_bytes(), str(path), public_key)
+    except OSError as error:
+        raise BillingError(f"{path} holds no heads of a ledger: {error}") from error
 
-    `public_key` finds a published key by its id. Raises `BillingError` for a file that is none, and
-    for a line that was not signed so.
+
+def parse_heads(
+    text: bytes, where: str, public_key: Callable[[str], bytes | None]
+) -> list[dict[str, Head]]:
+    """The heads of `ledger verify --print-heads`, or lines that a server wrote.
+
+    `public_key` finds a published key by its id. Raises `BillingError` for what is none, and for a
+    line that was not signed so.
     """
     try:
-        text = path.read_bytes()
-        documents = _documents(text)
-        return [_read(document, public_key, path) for document in documents]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BillingError(f"{path} holds no heads of a ledger: {error}") from error
+        return [_read(document, public_key, where) for document in _documents(text)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BillingError(f"{where} holds no heads of a ledger: {error}") from error
 
 
 def read_receipt_head(path: Path, public_key: Callable[[str], bytes | None]) -> dict[str, Head]:
@@ -93,12 +101,13 @@ def read_receipt_head(path: Path, public_key: Callable[[str], bytes | None]) -> 
 
 def _documents(text: bytes) -> list[Line]:
     try:
-        return [orjson.loads(text)]
+        found = orjson.loads(text)
+        return found if isinstance(found, list) else [found]
     except orjson.JSONDecodeError:
         return [orjson.loads(line) for line in text.splitlines() if line.strip()]
 
 
-def _read(document: Line, public_key: Callable[[str], bytes | None], path: Path) -> dict[str, Head]:
+def _read(document: Line, public_key: Callable[[str], bytes | None], path: str) -> dict[str, Head]:
     if "signature" in document:
         key_id = str(document["key_id"])
         key = public_key(key_id)

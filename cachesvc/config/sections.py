@@ -205,7 +205,7 @@ class BillingSection(Section):
         "",
         description=(
             "Where to send signed heads of the ledger every hour: a file on another machine's "
-            "disk, or an http(s) URL; empty sends none"
+            "disk, an http(s) URL, or s3://BUCKET/PREFIX; empty sends none"
         ),
     )
 

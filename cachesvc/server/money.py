@@ -35,7 +35,7 @@ from billing.prices.book import RateCard
 from billing.prices.cards import default_card, find_card
 from billing.prices.lint import Severity, lint
 from billing.proof.prover import Prover
-from billing.reports.heads import send_heads, signed_heads
+from billing.reports.heads import signed_heads
 from billing.reports.receipts import ReceiptSigner, describe
 from billing.secret_file import read_or_make
 from billing.store import reports as store_reports
@@ -45,6 +45,7 @@ from cachesvc.config.sections import LimitsSection, QuotaTable
 from cachesvc.config.settings import Settings
 from cachesvc.observability.samples import MoneyStats
 from cachesvc.operator.secret import read_secret
+from cachesvc.server.kept_heads import keep_heads
 
 WEBHOOK_SECRET = "webhook_secret"  # noqa: S105  the file's name, not the secret
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ class Money:
             return
         try:
             line = signed_heads(self.books.store, self.books.signer, time.time_ns())
-            send_heads(line, self.heads_to)
+            keep_heads(line, self.heads_to)
         except BillingError as error:
             logger.error(f"{error}; until it can, nothing proves that no tail was cut off")
 

@@ -18,7 +18,7 @@ from billing.operations.balance import adjust_deposit
 from billing.prices.book import NS
 from billing.proof import audit
 from billing.reports.documents import Document, proof_document
-from billing.reports.heads import read_heads, read_receipt_head, signed_heads
+from billing.reports.heads import parse_heads, read_receipt_head, signed_heads
 from billing.reports.published import published_keys
 from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import (
@@ -48,8 +48,11 @@ app = typer.Typer(cls=without(_REMOVED), no_args_is_help=True, help="Prove and c
 @app.command()
 def verify(
     heads: Annotated[
-        Path | None,
-        typer.Option(help="Heads kept elsewhere: nothing was cut off or written anew since"),
+        str | None,
+        typer.Option(
+            help="Heads kept elsewhere, in a file, at a URL or in s3://: nothing was cut off or "
+            "written anew since"
+        ),
     ] = None,
     receipt: Annotated[
         list[Path] | None,
@@ -74,13 +77,15 @@ def verify(
 
     Reads the database itself, not the server's word for it.
     """
+    from cachesvc.server.kept_heads import read_kept
+
     with books(data_dir, database) as open_books:
         if rebuild:
             rebuilt = audit.rebuild(open_books.store)
             note(f"rebuilt from {number_of(rebuilt.num_entries, 'entry', 'entries')}")
         began = time.monotonic()
         key_of = partial(_public_key, public_key, open_books.data_dir)
-        known = read_heads(heads, key_of) if heads else []
+        known = parse_heads(read_kept(heads), heads, key_of) if heads else []
         known += [read_receipt_head(path, key_of) for path in receipt or ()]
         proof = audit.verify(open_books.store, heads=known, progress=_progress)
         took_s = time.monotonic() - began

@@ -1,0 +1,97 @@
+"""Heads of the ledger are kept in a file, at a receiver or in a bucket, and prove from each."""
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from billing.errors import ExportError
+from billing.money import UNITS
+from billing.proof import audit
+from billing.reports.heads import signed_heads
+from billing.reports.receipts import ReceiptSigner
+from billing.store.store import open_store
+from billing.testing import running_ledger
+from billing.usage import Usage
+from cachesvc.cli import app
+from cachesvc.server.kept_heads import keep_heads, read_kept
+from tests.contract.test_remote_objects import s3_server
+
+
+def receiver() -> Iterator[str]:
+    kept: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            kept.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(204)
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps([json.loads(line) for line in kept]).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/heads"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(params=["file", "receiver", "bucket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "file":
+        yield str(tmp_path / "heads.jsonl")
+    elif request.param == "receiver":
+        yield from receiver()
+    else:
+        pytest.importorskip("obstore")
+        yield from s3_server()
+
+
+def test_a_cut_tail_is_found_with_heads_from_each_place(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    signer = ReceiptSigner.open(tmp_path)
+    with running_ledger(f"sqlite:///{path}") as house:
+        house.fund(UNITS)
+        for number in range(3):
+            house.charge(f"r{number}", Usage(miss=10))
+            keep_heads(signed_heads(house.ledger.store, signer, house.clock() + number), place)
+    assert 3 == len(read_kept(place).splitlines()) or place.startswith("http")
+    verify = ["ledger", "verify", "--heads", place, "--data-dir", str(tmp_path)]
+    proved = CliRunner().invoke(app, verify)
+    assert 0 == proved.exit_code, proved.output
+    with closing(sqlite3.connect(path, isolation_level=None)) as plain:
+        plain.execute("DROP TRIGGER entries_no_delete")
+        assert 1 == plain.execute("DELETE FROM entries WHERE seq = 4").rowcount
+    store = open_store(f"sqlite:///{path}")
+    audit.rebuild(store)
+    store.close()
+    unseen = CliRunner().invoke(app, ["ledger", "verify", "--data-dir", str(tmp_path)])
+    assert 0 == unseen.exit_code, unseen.output  # the tail was cut well
+    cut = CliRunner().invoke(app, [*verify, "--json"])
+    assert 1 == cut.exit_code, cut.output
+
+
+def test_a_place_that_is_not_there_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    line = {"at_ns": 1, "key_id": "k" * 16}
+    nowhere = "s3://b/p?endpoint=http://127.0.0.1:9&access_key_id=a&secret_access_key=very-secret"
+    for wrong in (nowhere, str(tmp_path / "no" / "heads")):
+        with pytest.raises(ExportError, match="could not be written") as told:
+            keep_heads(line, wrong)
+        assert "very-secret" not in str(told.value)
+        with pytest.raises(ExportError, match="cannot be read"):
+            read_kept(wrong)
