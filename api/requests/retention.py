@@ -93,10 +93,21 @@ class Pauses:
 
 
 class Retention:
-    """Hears of requests as they begin and end. `pins` are also the explicit caches' hands."""
+    """Hears of requests as they begin and end. `pins` are also the explicit caches' hands.
 
-    def __init__(self, pins: TenantPins, clock: Callable[[], float] = time.monotonic) -> None:
+    `guesses`: a session is kept for as long as its tenant usually pauses. Otherwise it is kept
+    where its request says for how long, and the policy, which learns by itself, has the rest.
+    """
+
+    def __init__(
+        self,
+        pins: TenantPins,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        guesses: bool = True,
+    ) -> None:
         self.pins = pins
+        self.guesses = guesses
         self._clock = clock
         self._tenants: OrderedDict[str, Pauses] = OrderedDict()
 
@@ -131,6 +142,8 @@ class Retention:
         if session.pause_s == 0:
             pauses.ended.pop(session.name, None)
             self.pins.release(name)
+            return
+        if session.pause_s is None and not self.guesses:
             return
         pauses.ended[session.name] = self._clock()
         pauses.ended.move_to_end(session.name)
