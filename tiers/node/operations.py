@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +117,15 @@ class PoolOperations:
             self._tell_closed()
 
     def _pin(self, asked: Mapping[str, Any]) -> "Future[dict[str, Any]]":
-        now_s = self.keeper.clock()
+        now_s, for_s = self.keeper.clock(), float(asked["for_s"])
+        if not isfinite(for_s):
+            raise ValueError(f"a pin for {for_s} seconds")
         try:
             pin = self.keeper.pin(
                 str(asked["name"]),
                 PrefixKey(bytes.fromhex(asked["scope"])),
                 _keys(asked["keys"]),
-                now_s + float(asked["for_s"]),
+                now_s + for_s,
                 str(asked["why"]),
                 owner=str(asked["owner"]),
             )

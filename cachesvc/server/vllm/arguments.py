@@ -3,7 +3,9 @@
 vLLM's own parser reads them, so that they mean what they mean to `vllm serve`.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from cachesvc.config.errors import ConfigError
@@ -77,3 +79,21 @@ def read_options(rest: Sequence[str]) -> dict[str, Any]:
         else:
             found[name] = True
     return found
+
+
+def has_windows(folder: Path) -> bool:
+    """Whether a model's layers are of two kinds that one group of blocks can hold: attention over a
+    window, and over everything. vLLM otherwise keeps a group for each, and frees what has left the
+    window; a prefix's blocks are then incomplete. A model with states is not meant."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    text = config.get("text_config") or config
+    kinds = set(text.get("layer_types") or ())
+    if not kinds:
+        return bool(text.get("sliding_window") and text.get("sliding_window_pattern"))
+    return len(kinds) > 1 and kinds <= _ATTENTION
+
+
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}

@@ -16,7 +16,7 @@ from cachesvc.config.settings import Settings
 from cachesvc.config.vllm import prepare_vllm_environment
 from cachesvc.server.compute import remote_settings
 from cachesvc.server.vllm.adapters import VllmAdapter, max_rank, read_adapters
-from cachesvc.server.vllm.arguments import engine_arguments
+from cachesvc.server.vllm.arguments import engine_arguments, has_windows
 from cachesvc.server.vllm.engine import VllmEngine, VllmSettings
 from cachesvc.server.vllm.grammars import CheckedGrammars
 from cachesvc.server.vllm.node import NodeWatch, ensure_node
@@ -128,6 +128,8 @@ def build(
     ours = _ours(settings, spoken, adapters)
     if socket is not None and reports is not None:
         ours["kv_transfer_config"] = _transfer(socket, reports)
+        if has_windows(spoken.folder) and not _chooses_groups(settings.engine.vllm):
+            ours["disable_hybrid_kv_cache_manager"] = True
     arguments = engine_arguments(settings.engine.vllm, ours)
 
     def open_llm(stat_logger: Any) -> Any:
@@ -236,6 +238,11 @@ def _ours(
         if "max-lora-rank" not in given:
             ours["max_lora_rank"] = max_rank(adapters)
     return ours
+
+
+def _chooses_groups(given: Mapping[str, Any]) -> bool:
+    """The user has said how vLLM is to group layers."""
+    return any("hybrid-kv-cache-manager" in name.replace("_", "-") for name in given)
 
 
 def _transfer(node: Path, reports: Reports) -> Any:
