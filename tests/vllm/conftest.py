@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,8 +30,11 @@ def node(tmp_path: Path) -> Iterator[RunningNode]:
 
 
 @contextmanager
-def started(model: Path, node: RunningNode | None, folder: Path) -> Iterator[Engine]:
-    engine = Engine(model, node.socket if node else None, folder / f"vllm-{time.time_ns()}.log")
+def started(
+    model: Path, node: RunningNode | None, folder: Path, **options: Any
+) -> Iterator[Engine]:
+    log = folder / f"vllm-{time.time_ns()}.log"
+    engine = Engine(model, node.socket if node else None, log, **options)
     try:
         yield engine
     finally:
