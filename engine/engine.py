@@ -133,6 +133,8 @@ class Engine:
         self._post(self._stop)
         if self._thread.is_alive():
             self._thread.join()
+        if self._encoder is not None:
+            self._encoder.close()
 
     @property
     def failure(self) -> BaseException | None:

@@ -98,6 +98,17 @@ class PictureEncoder:
             failed, self._failed = self._failed, []
         return failed
 
+    def close(self) -> None:
+        """Compute nothing more. Waits for the tile that is computed now."""
+        with self._lock:
+            self._queues.clear()
+            for entry in self._entries.values():
+                entry.owners.clear()
+            self._entries.clear()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
     def _has_room(self, share: str, num_new: int) -> bool:
         held = [entry for entry in self._entries.values() if entry.share == share]
         own = len(held) + num_new <= MAX_HELD // 2

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
+from engine.batch import Batch
 from engine.errors import InvalidImage, InvalidParameter
 from engine.models.load import LoadedModel, load_model
 from engine.offline.llm import LLM
@@ -188,6 +189,52 @@ def test_a_hit_that_ends_within_an_image_computes_the_image_again(
         house.close()
     assert cold == again
     assert middle * BLOCK == counts.hit
+
+
+def test_a_preempted_answer_computes_its_image_again_where_its_blocks_have_gone(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = prompt(loaded, drawing(1))
+    house = House(loaded, tmp_path)
+    scheduler = house.engine._scheduler
+    schedule = scheduler.schedule
+
+    def interrupted() -> Batch:
+        for sequence in [*scheduler.running]:
+            if sequence.num_generated == 3 and not scheduler.num_preemptions:
+                scheduler._preempt(sequence)
+                house.cache.evict(sequence.chain.keys)
+        return schedule()
+
+    try:
+        [(expected, _)] = ask(house, shown, cache=False)
+        before = house.num_encoded
+        monkeypatch.setattr(scheduler, "schedule", interrupted)
+        [(answer, counts)] = ask(house, shown)
+        assert 1 == scheduler.num_preemptions
+        assert 2 * shown[2][0].num_tiles == house.num_encoded - before
+    finally:
+        house.close()
+    assert expected == answer
+    assert (0, len(shown[0])) == (counts.hit, counts.prompt)
+
+
+def test_samples_and_prompt_logprobs_of_a_prompt_with_an_image(folder: Path) -> None:
+    shown = {
+        "prompt": "<|im_start|>user\nSee <image> here<|im_end|>\n<|im_start|>assistant\n",
+        "multi_modal_data": {"image": drawing(1)},
+    }
+    params = SamplingParams(n=2, temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=1)
+    with LLM(str(folder), cache_dir=folder / "cache", block_size=BLOCK, **SMALL) as llm:
+        [told] = llm.generate(shown, params)
+        [again] = llm.generate(shown, replace(params, prompt_logprobs=None))
+        [other] = llm.generate({**shown, "multi_modal_data": {"image": drawing(2)}}, params)
+    assert told.outputs[0].token_ids == told.outputs[1].token_ids == again.outputs[0].token_ids
+    assert told.prompt_logprobs is not None and other.prompt_logprobs is not None
+    assert len(told.prompt_token_ids) == len(told.prompt_logprobs)
+    before = told.prompt_token_ids.index(IMAGE)
+    assert told.prompt_logprobs[:before] == other.prompt_logprobs[:before]
+    assert told.prompt_logprobs[-1] != other.prompt_logprobs[-1]
 
 
 def test_what_the_tower_cannot_compute_fails_its_request_alone(

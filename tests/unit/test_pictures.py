@@ -169,3 +169,12 @@ def test_images_that_nobody_waits_for_are_not_computed(tower: SlowTower) -> None
     assert 1 >= tower.order.count(1) and 1 == tower.order.count(2)
     encoder.drop(3)
     assert not encoder._entries
+
+
+def test_a_closed_encoder_computes_no_further_tile(tower: SlowTower) -> None:
+    encoder = PictureEncoder(tower)  # type: ignore[arg-type]
+    encoder.want(1, "a", [picture(1), picture(2)])
+    tower.may.release(5)
+    encoder.close()
+    assert encoder._thread is None and not encoder._entries
+    assert 2 not in tower.order or len(tower.order) == 2
