@@ -23,6 +23,7 @@ from billing.gate.commands import (
     Command,
     Correct,
     Deposit,
+    MoveWallet,
     Reserve,
     Settle,
     TopUp,
@@ -30,6 +31,7 @@ from billing.gate.commands import (
 from billing.gate.entries import Entry, Kind
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import Outcome
+from billing.gate.wallets import check_rate
 from billing.gate.work import Settled
 from billing.group_commit import GroupCommit, LedgerStats
 from billing.names import check_text
@@ -226,7 +228,31 @@ class Ledger:
         check_text(deposit, "reference of the deposit")
         return self._deposit(Adjust(tenant, deposit, reference, amount, by, reason))
 
-    def _deposit(self, command: Deposit | Adjust) -> "Future[Entry]":
+    def pay_into_wallet(
+        self, tenant: str, amount: int, currency: str, *, reference: str, by: str, reason: str = ""
+    ) -> "Future[Entry]":
+        """Book money that was paid in another currency than the tenant's; below zero, paid out."""
+        return self._deposit(MoveWallet(tenant, reference, currency, amount, by, reason))
+
+    def convert(
+        self,
+        tenant: str,
+        amount: int,
+        currency: str,
+        *,
+        rate: str,
+        rate_date: str,
+        rate_source: str,
+        reference: str,
+        by: str,
+        reason: str = "",
+    ) -> "Future[Entry]":
+        """Convert `amount` of a wallet into the balance, at a rate that the entry keeps."""
+        rate = check_rate(rate, rate_date, rate_source)
+        at = (rate, rate_date, rate_source)
+        return self._deposit(MoveWallet(tenant, reference, currency, -amount, by, reason, *at))
+
+    def _deposit(self, command: Deposit | Adjust | MoveWallet) -> "Future[Entry]":
         check_text(command.reference, "reference")
         check_text(command.reason, "reason")
         return self._jumped() or self._commits.submit(command)

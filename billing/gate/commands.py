@@ -97,6 +97,21 @@ class CloseMonth:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveWallet:
+    """Moves `amount`, below zero out, of a wallet; with a rate, out of it and into the balance."""
+
+    tenant: str
+    reference: str
+    currency: str
+    amount: int
+    by: str
+    reason: str
+    rate: str = ""
+    rate_date: str = ""
+    rate_source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Adjust:
     """Makes the deposit of reference `deposit` what it should have been: `amount`."""
 
@@ -120,7 +135,19 @@ class Correct:
     reason: str
 
 
-Command = Reserve | Allot | TopUp | Settle | Reap | Deposit | Expire | CloseMonth | Adjust | Correct
+Command = (
+    Reserve
+    | Allot
+    | TopUp
+    | Settle
+    | Reap
+    | Deposit
+    | Expire
+    | CloseMonth
+    | MoveWallet
+    | Adjust
+    | Correct
+)
 
 
 def moves_money(command: Command) -> bool:
@@ -142,6 +169,8 @@ def keys_of(command: Command) -> list[Key]:
         case Deposit(tenant, _, reference):
             return [(tenant, reference)]
         case Expire(tenant, reference):
+            return [(tenant, reference)]
+        case MoveWallet(tenant, reference):
             return [(tenant, reference)]
         case CloseMonth(tenant, month):
             return [(tenant, f"minimum:{month}")]

@@ -35,6 +35,8 @@ class Kind(StrEnum):
     WITHDRAWAL = "withdrawal"  # paid money paid out again
     CHARGEBACK = "chargeback"  # a payment that the payer's bank took back
     ADJUSTMENT = "adjustment"  # puts right a deposit, which it names
+    WALLET = "wallet"  # money in another currency, in or out; moves nothing of the balance
+    CONVERSION = "conversion"  # money of a wallet, converted into the balance
     EXPIRY = "expiry"  # takes back what is left of a grant, which it names, when its time is over
 
 

@@ -26,6 +26,7 @@ from billing.gate.commands import (
     Deposit,
     Expire,
     Key,
+    MoveWallet,
     Reap,
     Reserve,
     Settle,
@@ -50,6 +51,7 @@ from billing.gate.holds import (
 from billing.gate.outcomes import PRESUMED
 from billing.gate.plans import close_month, included_body, includes, month_of
 from billing.gate.postings import refund, spend
+from billing.gate.wallets import move
 from billing.gate.work import SYSTEM, Settled, TenantAccount, Work, insufficient_balance
 from billing.prices.rating import rate
 from billing.usage import Usage
@@ -72,6 +74,8 @@ def apply(work: Work, command: Command) -> object:
             return deposit(work, command)
         case Expire():
             return expire(work, command)
+        case MoveWallet():
+            return move(work, command)
         case CloseMonth():
             return close_month(work, command)
         case Adjust():

@@ -81,6 +81,8 @@ class Work:
     grants: dict[str, list[Entry]] = field(default_factory=dict)  # of tenants where one may expire
     used: dict[Used, int] = field(default_factory=dict)  # included tokens that were spent
     put_used: dict[Used, int] = field(default_factory=dict)
+    wallets: dict[Key, int] = field(default_factory=dict)  # by tenant and currency
+    put_wallets: dict[Key, int] = field(default_factory=dict)
     spent: dict[Key, int] = field(default_factory=dict)  # by tenant and month
     new_entries: list[Entry] = field(default_factory=list)
     put_holds: dict[Key, StoredHold] = field(default_factory=dict)

@@ -5,7 +5,7 @@ import time
 from enum import StrEnum
 from typing import Any
 
-from billing.errors import InvalidSpan
+from billing.errors import InvalidName, InvalidSpan
 from billing.ledger import Ledger
 from billing.money import parse_not_negative, parse_positive
 from billing.operations.books import Books
@@ -45,18 +45,38 @@ def book_deposit(
     amount: str,
     reference: str | None = None,
     expires: str | None = None,
+    currency: str | None = None,
+    rate: str | None = None,
+    rate_date: str | None = None,
+    rate_source: str | None = None,
     by: str,
     why: str,
 ) -> Document:
     """Book an amount; gives the tenant afterwards. What is left of a grant after its last day,
     `expires`, is taken back.
+
+    In another `currency` it goes into or out of the tenant's wallet; with a `rate`, a top-up
+    converts so much of the wallet into the balance.
     """
     units = parse_positive(amount)
     name = reference or f"{kind}_{secrets.token_hex(8)}"
     if expires and kind is not Booking.GRANT:
         raise InvalidSpan(f"a {kind} does not expire, only a grant does")
+    about: dict[str, Any] = {"reference": name, "by": by, "reason": why}
+    if (rate or rate_date or rate_source) and (not currency or kind is not Booking.TOPUP):
+        raise InvalidName("a rate converts a wallet: say its currency, in a top-up")
+    if currency and rate:
+        at = {"rate": rate, "rate_date": rate_date or "", "rate_source": rate_source or ""}
+        books.ledger.convert(tenant, units, currency, **at, **about).result()
+        return show_balance(books, tenant=tenant)
+    if currency and currency != books.accounts.tenant(tenant).currency:
+        if kind not in (Booking.TOPUP, Booking.WITHDRAW):
+            raise InvalidName(f"a {kind} is in the tenant's own currency")
+        moved = units if kind is Booking.TOPUP else -units
+        books.ledger.pay_into_wallet(tenant, moved, currency, **about).result()
+        return show_balance(books, tenant=tenant)
     more = {"expires_ns": end_of(expires, time.time_ns())} if expires else {}
-    _BOOK[kind](books.ledger, tenant, units, reference=name, by=by, reason=why, **more).result()
+    _BOOK[kind](books.ledger, tenant, units, **about, **more).result()
     return tenant_document(books.accounts.tenant(tenant))
 
 

@@ -35,6 +35,7 @@ from billing.proof.projections import (
     compare_expiring,
     compare_rollups,
     compare_used,
+    compare_wallets,
 )
 from billing.proof.replay import KeptHeads, ProofRun
 from billing.proof.result import Head, Problem, Proof, readable
@@ -43,6 +44,7 @@ from billing.store import accounts as store_accounts
 from billing.store import expiring as store_expiring
 from billing.store import plans as store_plans
 from billing.store import reports as store_reports
+from billing.store import wallets as store_wallets
 from billing.store.store import Connection, LedgerStore
 
 Heads = dict[str, Head]  # by tenant, and of the admin trail
@@ -77,6 +79,7 @@ def verify(
             rollups = replay.rollups
             proof.problems += readable("usage", lambda: compare_rollups(rollups, connection))
             proof.problems += readable("expiring", lambda: compare_expiring(replay, connection))
+            proof.problems += readable("wallets", lambda: compare_wallets(replay, connection))
             proof.problems += readable("included", lambda: compare_used(replay, connection))
         known = kept.get(TRAIL, {})
         proof.problems += readable(TRAIL, lambda: check_trail(connection, known))
@@ -116,6 +119,7 @@ def rebuild(store: LedgerStore) -> Proof:
         daily, sessions = replay.rollups.stored()
         store_expiring.write_expiring(connection, replay.expiring())
         store_plans.rewrite_used(connection, replay.used())
+        store_wallets.rewrite_wallets(connection, replay.wallets())
         store_reports.replace_projections(connection, replay.accounts.values(), daily, sessions)
 
     store.retrying(operation)

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from billing.gate.entries import Entry, Kind
+from billing.gate.wallets import told
 from billing.gate.work import SYSTEM
 from billing.money import parse_units
 from billing.proof.result import Problem
@@ -16,7 +17,7 @@ from billing.store.store import Connection
 
 _PREFIX = "balance."
 
-_Decision = tuple[str, str, str, int, int]  # action, who, why, when, what the tenant gained
+_Decision = tuple[str, str, str, int, int, str]  # action, who, why, when, gain, and of a wallet
 
 
 class Decisions:
@@ -32,7 +33,8 @@ class Decisions:
             what = f"{_PREFIX}{entry.kind}"
             why = details.get("reason", "")
             subject = f"{entry.tenant}/{entry.seq}"
-            self.booked[subject] = what, decided_by, why, entry.at_ns, entry.amount
+            gain = (entry.amount, told(details))
+            self.booked[subject] = what, decided_by, why, entry.at_ns, *gain
 
 
 def check_decisions(connection: Connection, decisions: Decisions) -> Iterator[Problem]:
@@ -47,7 +49,7 @@ def check_decisions(connection: Connection, decisions: Decisions) -> Iterator[Pr
             message = f"{row['action']} of {row['subject']} was decided, and no entry books it"
             yield Problem(f"trail entry {seq}", 0, "decided", message)
         elif booked != (decided := _decision(row)):
-            names = ("kind", "who", "why", "when", "amount")
+            names = ("kind", "who", "why", "when", "amount", "wallet")
             pairs = zip(names, booked, decided, strict=True)
             differing = next(name for name, found, said in pairs if found != said)
             message = f"trail entry {seq} says otherwise of its {differing}"
@@ -60,7 +62,8 @@ def _decision(row: Any) -> _Decision:
     before, after = (
         parse_units(orjson.loads(row[name])["balance"]) for name in ("before", "after")
     )
-    return row["action"], row["actor"], row["reason"], row["at_ns"], after - before
+    wallet = orjson.loads(row["after"]).get("wallet", "")
+    return row["action"], row["actor"], row["reason"], row["at_ns"], after - before, wallet
 
 
 def _problem(subject: str, message: str) -> Problem:

@@ -6,10 +6,12 @@ Used by `billing.proof.replay`, in the order of the entries.
 from billing.gate.deposits import INCOMING
 from billing.gate.entries import Kind
 from billing.gate.grants import NEVER, Grant, expires_ns_of, remaining
-from billing.gate.postings import deposited
+from billing.gate.postings import deposited, pay_in
+from billing.gate.wallets import check_rate, converted
 from billing.money import format_units
 from billing.proof.booked import Booked, Differs, same
 
+RATE = ("rate", "rate_date", "rate_source")
 DEPOSITS = (*INCOMING, Kind.WITHDRAWAL, Kind.CHARGEBACK)
 
 
@@ -20,6 +22,7 @@ class DepositChecks:
         self._corrected = corrected
         self._deposits: dict[tuple[str, int], tuple[Kind, int]] = {}  # of those put right
         self._grants: dict[str, dict[int, Grant]] = {}  # by tenant and number
+        self.wallets: dict[tuple[str, str], int] = {}  # by tenant and currency
 
     def check_deposit(self, booked: Booked) -> None:
         entry, account, postings = booked.entry, booked.account, booked.postings
@@ -71,6 +74,24 @@ class DepositChecks:
         left = remaining(grants.values(), account.balances["granted"])[grant.seq]
         same("corrected", postings, {"granted": -left, "promotion": left})
         grant.is_over = True
+
+    def check_wallet(self, booked: Booked) -> None:
+        """A wallet never goes below zero, and a conversion is its amount times its rate."""
+        entry, account, details = booked.entry, booked.account, booked.details
+        key, moves = (entry.tenant, details["wallet"]), int(details["moves"])
+        left = self.wallets.get(key, 0) + moves
+        if left < 0 or details["wallet"] == account.currency:
+            raise Differs("balanced", f"its wallet in {details['wallet']} has not so much")
+        expected: dict[str, int] = {}
+        if entry.kind == Kind.CONVERSION:
+            gain = converted(-moves, check_rate(*(details[name] for name in RATE)))
+            expected = {**pay_in(account, gain), "cash": -gain}
+        elif any(name in details for name in RATE):
+            raise Differs("balanced", "it converts nothing, and has a rate")
+        if moves == 0 or (entry.kind == Kind.CONVERSION and moves > 0):
+            raise Differs("balanced", f"a {entry.kind} cannot move {moves} units")
+        same("balanced", booked.postings, expected)
+        self.wallets[key] = left
 
     def expiring(self) -> set[tuple[str, int, str, int]]:
         """The grants that expire and have not."""

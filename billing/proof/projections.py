@@ -16,6 +16,7 @@ from billing.proof.result import Problem, readable
 from billing.store import expiring as store_expiring
 from billing.store import plans as store_plans
 from billing.store import reports as store_reports
+from billing.store import wallets as store_wallets
 from billing.store.store import Connection
 
 
@@ -70,6 +71,14 @@ def compare_used(replay: ProofRun, connection: Connection) -> Iterator[Problem]:
     for key, _ in sorted(found.items() ^ replay.used().items())[:1]:
         where = "/".join(key)
         yield Problem(f"included_used {where}", 0, "projected", "it is not what its charges spent")
+
+
+def compare_wallets(replay: ProofRun, connection: Connection) -> Iterator[Problem]:
+    rows = store_wallets.wallet_rows(connection)
+    found = {key: amount for key, amount in rows.items() if amount}
+    for key, _ in sorted(found.items() ^ replay.wallets().items())[:1]:
+        where = "/".join(key)
+        yield Problem(f"wallet {where}", 0, "projected", "it is not what its entries moved")
 
 
 def compare_expiring(replay: ProofRun, connection: Connection) -> Iterator[Problem]:

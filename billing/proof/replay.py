@@ -113,6 +113,8 @@ class ProofRun:
             self._deposits.check_adjustment(booked)
         elif entry.kind == Kind.EXPIRY:
             self._deposits.check_expiry(booked)
+        elif entry.kind in (Kind.WALLET, Kind.CONVERSION):
+            self._deposits.check_wallet(booked)
         elif entry.kind in DEPOSITS:
             self._deposits.check_deposit(booked)
         else:
@@ -131,6 +133,10 @@ class ProofRun:
     def used(self) -> dict[Used, int]:
         """The included tokens that were spent."""
         return {key: tokens for key, tokens in self._charges.used.items() if tokens}
+
+    def wallets(self) -> dict[tuple[str, str], int]:
+        """What is in tenants' wallets, by tenant and currency."""
+        return {key: amount for key, amount in self._deposits.wallets.items() if amount}
 
     def expiring(self) -> set[tuple[str, int, str, int]]:
         """The grants that expire and have not."""

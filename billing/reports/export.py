@@ -36,6 +36,8 @@ EVENT_TYPES = {
     Kind.CHARGEBACK: "cachesvc.balance.charged_back.v1",
     Kind.ADJUSTMENT: "cachesvc.balance.adjusted.v1",
     Kind.EXPIRY: "cachesvc.balance.expired.v1",
+    Kind.WALLET: "cachesvc.wallet.moved.v1",
+    Kind.CONVERSION: "cachesvc.wallet.converted.v1",
 }
 CHUNK = 1_000
 

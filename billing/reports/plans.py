@@ -9,12 +9,19 @@ from billing.reports.grants import grant_documents
 from billing.store import accounts as store_accounts
 from billing.store import plans as store_plans
 from billing.store import reports as store_reports
+from billing.store import wallets as store_wallets
 from billing.store.store import LedgerStore
 
 
 def standing(store: LedgerStore, tenant: str, now_ns: int) -> Document:
-    """What a tenant has beside its balance: what is left of its grants, and its plan."""
-    return {"grants": grant_documents(store, tenant), "plan": plan_document(store, tenant, now_ns)}
+    """What a tenant has beside its balance: what is left of grants, its plan, its wallets."""
+    with store.reading() as connection:
+        wallets = store_wallets.wallet_rows(connection, [tenant])
+    return {
+        "grants": grant_documents(store, tenant),
+        "plan": plan_document(store, tenant, now_ns),
+        "wallets": {code: format_units(n) for (_, code), n in sorted(wallets.items()) if n},
+    }
 
 
 def plan_document(store: LedgerStore, tenant: str, now_ns: int) -> Document:

@@ -138,6 +138,15 @@ included_used = Table(
     Column("tokens", BigInteger, nullable=False),
 )
 
+# What tenants have in other currencies than their own.
+wallets = Table(
+    "wallets",
+    metadata,
+    Column("tenant", String, primary_key=True),
+    Column("currency", String(3), primary_key=True),
+    Column("amount", Wide, nullable=False),
+)
+
 # What servers hold of a tenant's balance in advance.
 advances = Table(
     "advances",

@@ -33,6 +33,7 @@ from billing.gate.commands import (
     CloseMonth,
     Command,
     Expire,
+    MoveWallet,
     Reap,
     Settle,
     advance_of,
@@ -44,6 +45,7 @@ from billing.gate.entries import CORRECTABLE, Entry
 from billing.gate.gate import apply_all
 from billing.gate.holds import Advance, StoredHold
 from billing.gate.rollups import rollups
+from billing.gate.wallets import told
 from billing.gate.work import Work
 from billing.money import format_units
 from billing.prices.book import PriceBook
@@ -51,6 +53,7 @@ from billing.store import claim as store_claim
 from billing.store import expiring as store_expiring
 from billing.store import plans as store_plans
 from billing.store import undelivered as store_undelivered
+from billing.store import wallets as store_wallets
 from billing.store.dialects import insert_into
 from billing.store.prepared import HotStatements
 from billing.store.rows import (
@@ -71,7 +74,7 @@ __all__ = ["Connection", "LedgerStore", "database_url", "open_store"]
 
 T = TypeVar("T")
 
-REVISION = "0011"
+REVISION = "0012"
 MIGRATIONS = Path(__file__).parent / "migrations"
 RETRIES = 8  # of a transaction that another process made fail
 BUSY_TIMEOUT_S = 10
@@ -421,6 +424,8 @@ class LedgerStore:
         planned = [tenant for tenant in tenants if book.includes(tenant)]
         if planned and any(isinstance(each, Settle | Reap) for each in commands):
             work.used = store_plans.used_by(connection, planned)
+        if any(isinstance(each, MoveWallet) for each in commands):
+            work.wallets = store_wallets.wallet_rows(connection, tenants)
         closing = [(each.tenant, each.month) for each in commands if isinstance(each, CloseMonth)]
         work.spent = store_plans.spent_in(connection, closing)
         for tenant in {each.tenant for each in commands if isinstance(each, Expire)}:
@@ -458,6 +463,8 @@ class LedgerStore:
             self._hot.put_holds.run(connection, map(hold_row, work.put_holds.values()))
         if work.dropped_holds:
             self._hot.drop_holds.run(connection, map(_key_row, work.dropped_holds))
+        if work.put_wallets:
+            store_wallets.write_wallets(connection, work.put_wallets)
         if work.put_used:
             store_plans.write_used(connection, work.put_used)
         if work.put_advances:
@@ -487,6 +494,7 @@ def find_corrections(connection: Connection, charged: Entry) -> list[Entry]:
 def _write_decision(connection: Connection, entry: Entry, worth: int) -> None:
     """The trail of a deposit, grant or correction that a person decided."""
     details = entry.details
+    wallet = {"wallet": told(details)} if told(details) else {}
     add_trail(
         connection,
         at_ns=entry.at_ns,
@@ -494,7 +502,7 @@ def _write_decision(connection: Connection, entry: Entry, worth: int) -> None:
         action=f"balance.{entry.kind}",
         subject=f"{entry.tenant}/{entry.seq}",
         before={"balance": format_units(worth)},
-        after={"balance": format_units(worth + entry.amount)},
+        after={"balance": format_units(worth + entry.amount)} | wallet,
         reason=details.get("reason", ""),
     )
 

@@ -90,6 +90,7 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
         house.ledger.settle(lost, USAGE, Outcome.CLIENT_GONE, delivered=False).result()
         Idempotency(house.ledger.store).begin("acme", "k", b"body", "r3")
         house.reserve("open", 10)
+        house.ledger.pay_into_wallet("acme", 9, "USD", reference="w", by="ops").result()
         advance = Allot("acme", "other", "run", 10, 2**62)
         house.ledger.store.apply([advance], house.ledger.book, house.clock)
         grant = {"reference": "g", "by": "ops", "expires_ns": 2**62}

@@ -64,6 +64,14 @@ class NewDeposit(AdminBody):
     expires: Annotated[str, Field(max_length=10)] | None = Field(
         None, description="Of a grant: its last day (UTC), such as 2027-01-31 or 90d"
     )
+    currency: Annotated[str, Field(max_length=3)] | None = Field(
+        None, description="Another than the tenant's: into its wallet, or out of it"
+    )
+    rate: Annotated[str, Field(max_length=40)] | None = Field(
+        None, description="With a top-up: converts so much of the wallet into the balance"
+    )
+    rate_date: Annotated[str, Field(max_length=10)] | None = None
+    rate_source: Annotated[str, Field(max_length=200)] | None = None
 
 
 class Adjustment(AdminBody):

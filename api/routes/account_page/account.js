@@ -102,6 +102,7 @@ async function show() {
     ["On hold", account.held], ["Credit limit", limit], ["Available", account.available ?? "unlimited"],
   ];
   for (const each of account.grants) facts.push([`Left of grant ${each.reference}`, each.left]);
+  for (const [code, left] of Object.entries(account.wallets)) facts.push([`Wallet in ${code}`, left]);
   const plan = account.plan;
   for (const each of plan.included ?? []) {
     facts.push([`Included ${each.name} left in ${plan.month}, tokens`, each.left]);

@@ -28,6 +28,10 @@ Reference = Annotated[
     typer.Option(help="Your own id of the payment; the same id is booked once"),
 ]
 
+Currency = Annotated[
+    str | None, typer.Option(help="Of the wallet, where it is not the tenant's own")
+]
+
 
 @app.command()
 def grant(
@@ -50,14 +54,27 @@ def grant(
 def topup(
     tenant: TenantName,
     amount: Amount,
+    currency: Currency = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Convert from the wallet: what one unit of it is worth")
+    ] = None,
+    rate_date: Annotated[
+        str | None, typer.Option(help="The rate's day, such as 2026-11-20")
+    ] = None,
+    rate_source: Annotated[str | None, typer.Option(help="Who publishes it, such as ECB")] = None,
     reference: Reference = None,
     reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Book a payment. It settles what the tenant owes first."""
-    _book(Booking.TOPUP, tenant, amount, reference, reason, data_dir, database, json)
+    """Book a payment. It settles what the tenant owes first.
+
+    In another currency it waits in a wallet; with a rate, so much of the wallet is converted.
+    """
+    wallet = {"currency": currency, "rate": rate}
+    wallet |= {"rate_date": rate_date, "rate_source": rate_source}
+    _book(Booking.TOPUP, tenant, amount, reference, reason, data_dir, database, json, **wallet)
 
 
 @app.command()
@@ -69,6 +86,7 @@ def withdraw(
         bool,
         typer.Option("--chargeback", help="The payer's bank took it back"),
     ] = False,
+    currency: Currency = None,
     reference: Reference = None,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -76,7 +94,7 @@ def withdraw(
 ) -> None:
     """Book money that you paid back: at most what is neither spent nor on hold."""
     kind = Booking.CHARGEBACK if chargeback else Booking.WITHDRAW
-    _book(kind, tenant, amount, reference, reason, data_dir, database, json)
+    _book(kind, tenant, amount, reference, reason, data_dir, database, json, currency=currency)
 
 
 def _book(
@@ -89,6 +107,7 @@ def _book(
     database: str | None,
     json: bool,
     expires: str | None = None,
+    **wallet: str | None,
 ) -> None:
     with operations(data_dir, database) as call:
         booked = call(
@@ -98,6 +117,7 @@ def _book(
             amount=amount,
             reference=reference,
             expires=expires,
+            **wallet,
             by=actor(),
             why=reason,
         )

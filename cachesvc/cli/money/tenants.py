@@ -193,6 +193,8 @@ def print_tenant(values: Document, json: bool) -> None:
         items = [f"{each['name']} {each['left']:,} tokens" for each in plan.get("included", ())]
         if "minimum" in plan:
             items.append(f"charged {plan['charged']} of at least {plan['minimum']}")
+        wallets = values["wallets"].items()
+        shown["wallets"] = ", ".join(f"{code} {left}" for code, left in wallets) or None
         shown["plan"] = f"{plan['month']}: {', '.join(items)}" if plan else None
     print_pairs(shown)
 

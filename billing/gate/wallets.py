@@ -1,0 +1,101 @@
+"""Wallets: money that a tenant paid in other currencies than it is charged in. Pure.
+
+A wallet pays for nothing by itself. What is in it goes out again, or is converted into the balance
+at a rate that the entry keeps, with its date and its source. Postings are all in the tenant's own
+currency, so nothing of a wallet is in them; the entry's body says what it moves.
+"""
+
+from collections.abc import Mapping
+from datetime import date
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from typing import Any
+
+from billing.errors import AlreadyExists, InvalidAmount, InvalidName, InvalidSpan
+from billing.gate.commands import MoveWallet
+from billing.gate.entries import Entry, Kind
+from billing.gate.postings import pay_in
+from billing.gate.work import SYSTEM, Work, insufficient_balance
+from billing.money import check_currency, format_units
+from billing.names import check_text
+
+_MOST_RATE = 10**9
+_PLACES = 12
+
+
+def check_rate(rate: str, on: str, source: str) -> str:
+    """The rate as a plain decimal. Raises `InvalidAmount`, `InvalidSpan` or `InvalidName`."""
+    try:
+        value = Decimal(rate)
+    except InvalidOperation:
+        raise InvalidAmount(f"rate {rate!r} is not a decimal such as 7.1") from None
+    exponent = value.as_tuple().exponent
+    if not value.is_finite() or not 0 < value <= _MOST_RATE or int(exponent) < -_PLACES:
+        raise InvalidAmount(f"rate {rate}: above zero, with at most {_PLACES} decimal places")
+    try:
+        date.fromisoformat(on)
+    except ValueError:
+        raise InvalidSpan(f"the rate's date {on!r} is no day such as 2026-11-20") from None
+    if not source.strip():
+        raise InvalidName("say where the rate is from, such as ECB")
+    check_text(source, "source of the rate")
+    return format(value, "f")
+
+
+def converted(amount: int, rate: str) -> int:
+    """`amount` times the rate, in whole units; what is less than one is dropped."""
+    return int(amount * Fraction(Decimal(rate)))
+
+
+def told(details: Mapping[str, Any]) -> str:
+    """What an entry does to a wallet, as the admin trail has it; empty where it does nothing."""
+    if "wallet" not in details:
+        return ""
+    text = f"{details['wallet']} {format_units(int(details['moves']))}"
+    if "rate" in details:
+        text += f" at {details['rate']} of {details['rate_date']} by {details['rate_source']}"
+    return text
+
+
+def move(work: Work, command: MoveWallet) -> Entry:
+    """Pay into a wallet, out of it, or convert some of it into the balance; once by reference."""
+    account = work.account(command.tenant)
+    check_currency(command.currency)
+    if command.by == SYSTEM:
+        raise InvalidName(f"{SYSTEM!r} is the server's own name; say who decides")
+    if command.currency == account.currency:
+        raise InvalidAmount(
+            f"tenant {command.tenant!r} is charged in {command.currency}: that is its balance, and "
+            "no wallet; leave the currency out"
+        )
+    kind = Kind.CONVERSION if command.rate else Kind.WALLET
+    body: dict[str, Any] = {
+        "wallet": command.currency,
+        "moves": str(command.amount),
+        "by": command.by,
+        "reason": command.reason,
+    }
+    postings: dict[str, int] = {}
+    if command.rate:
+        gain = converted(-command.amount, command.rate)
+        body |= {"rate": command.rate, "rate_date": command.rate_date}
+        body |= {"rate_source": command.rate_source}
+        postings = {**pay_in(account, gain), "cash": -gain}
+    standing = work.entry(command.tenant, command.reference, kind)
+    if standing is not None:
+        if told(standing.details) != told(body):
+            raise AlreadyExists(
+                f"reference {command.reference!r} was used for another amount; use a new one"
+            )
+        return standing
+    key = (command.tenant, command.currency)
+    left = work.wallets.get(key, 0) + command.amount
+    if left < 0:
+        raise insufficient_balance(
+            command.tenant,
+            needed=-command.amount,
+            available=left - command.amount,
+            currency=command.currency,
+        )
+    work.wallets[key] = work.put_wallets[key] = left
+    return work.post(account, kind, command.reference, postings, body)
