@@ -80,7 +80,7 @@ def _options(
 
 
 def main() -> None:
-    """The console script. What a user can act on is told in a sentence, without a traceback.
+    """The console script. An error that a user can act on is one sentence, without a traceback.
 
     What it writes is its user's alone, in a data directory that others may enter too: the ledger,
     the tokens and the KV of prompts.

@@ -31,13 +31,13 @@ def note(message: str) -> None:
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask on standard error before what cannot be undone; end the command unless told to go on."""
+    """Ask on standard error before what cannot be undone; end the command without a yes."""
     if yes:
         return
     try:
         agreed = typer.confirm(question, err=True)
     except typer.Abort:
-        fail("nothing was changed: there is nobody to ask; --yes goes on without asking")
+        fail("nothing was changed: standard input is no terminal to ask at; add --yes")
     if not agreed:
         fail("nothing was changed")
 

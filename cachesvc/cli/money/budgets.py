@@ -1,4 +1,4 @@
-"""`cachesvc tenants budget`: amounts of spending that somebody is told of."""
+"""`cachesvc tenants budget`: alerts when spending passes an amount."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`cachesvc invoice`: invoices to send, their state, and whom they are from and to."""
+"""`cachesvc invoice`: issue invoices, track their state, and set seller and buyers."""
 
 import sys
 from pathlib import Path
@@ -33,7 +33,7 @@ _REMOVED = {
 app = typer.Typer(
     cls=without(_REMOVED),
     no_args_is_help=True,
-    help="Issue invoices, and say what became of them",
+    help="Issue invoices and track their state",
 )
 
 Number = Annotated[str, typer.Argument(help="Such as INV-000012", show_default=False)]
@@ -132,7 +132,7 @@ def mark(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Say that an invoice was paid, or that it was wrong and is void. Books no money."""
+    """Mark an invoice as paid, or as void because it was wrong. Books no money."""
     with operations(data_dir, database) as call:
         marked = call(invoices.mark_invoice, number=number, state=state, by=actor(), why=reason)
     _one(marked, json)
@@ -145,7 +145,7 @@ def parties(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Say whom invoices are from and to, or without a file print what was said."""
+    """Set the seller and the buyers of invoices; without a file, print them."""
     with operations(data_dir, database) as call:
         if file is None:
             typer.echo(call(invoices.show_parties)["toml"], nl=False)

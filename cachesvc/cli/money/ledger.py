@@ -225,7 +225,7 @@ def _print_holds(rows: list[Document], json: bool) -> None:
 
 
 def print_trail(row: Document) -> None:
-    """One change: when (UTC), who, what and whom; below it what was and is, and why."""
+    """One change: when (UTC), who and what; below it the values before and after, and why."""
     at = datetime.fromtimestamp(row["at_ns"] // NS, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     typer.echo(f"{row['seq']:>5}  {at}  {row['actor']}  {row['action']}  {row['subject']}")
     before, after = (row[name] or {} for name in ("before", "after"))

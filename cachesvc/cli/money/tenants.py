@@ -42,7 +42,7 @@ app = lazy_group(
         "show": Command(f"{_HERE}:show", "Show one tenant, or list all"),
         "set": Command(f"{_HERE}:set_", "Change a tenant's credit, status or projects"),
         "budget": Command(
-            "cachesvc.cli.money.budgets:budget", "Get told when spending passes an amount"
+            "cachesvc.cli.money.budgets:budget", "Alert when spending passes an amount"
         ),
     },
     removed=_REMOVED,
