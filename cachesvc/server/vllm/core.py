@@ -153,15 +153,16 @@ def build(
     node = operations = None
     if socket is not None and reports is not None:
         node = NodeWatch(socket)
+        if reports.engine is not None:
+            operations = NodeOperations(
+                socket,
+                layout,
+                reports.engine.num_ranks,
+                forget=engine.forget_prefixes,
+                in_flight=engine.in_flight,
+            )
+            operations.pins()  # the node opens this layout's tiers when it is first asked for them
         node.look()
-        num_ranks = reports.engine.num_ranks if reports.engine is not None else 1
-        operations = NodeOperations(
-            socket,
-            layout,
-            num_ranks,
-            forget=engine.forget_prefixes,
-            in_flight=engine.in_flight,
-        )
     cache = TiersElsewhere(layout, stream, operations)
     num_blocks = int(engine.vllm_config.cache_config.num_gpu_blocks or 0)
     engine.use(cache, partial(cache_stats, cache, engine.counts, node, lambda: num_blocks))
