@@ -1,6 +1,7 @@
 """One server for all tests of the dashboard, a browser for each module, a visit for each test."""
 
 import asyncio
+import os
 import re
 import socket
 import subprocess
@@ -81,9 +82,10 @@ def default_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             [SCRIPT, "serve", "--port", "0", "--data-dir", folder, "--disk-cache", "64MiB"],
             stdout=out,
             stderr=out,
+            env={**os.environ, "CACHESVC_SERVER__REPLAY_TURNS": "true"},
         )
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 220
         while not (found := READY.search(log.read_text())):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)

@@ -1,11 +1,16 @@
-"""The default model, which knows no tools, gives valid calls where they are forced."""
+"""The default model, which knows no tools, gives valid calls where they are forced, and the turns
+of an agent's conversation hit what the turns before left, by each protocol."""
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
+import anthropic
 import openai
 import pytest
+
+from tests.bench.agent import converse
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -85,3 +90,40 @@ def test_the_result_goes_back_and_the_history_hits(client: openai.OpenAI) -> Non
     assert second.usage is not None
     assert second.usage.prompt_tokens_details is not None
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 64
+
+
+def test_the_turns_of_an_agent_hit_all_that_was_asked_before(default_server: str) -> None:
+    """Calls and answers take turns; the tools stay in the prompt of both."""
+    told = converse(default_server, "smollm2-135m", 4, session="agent of a test")
+    assert [True, False, True, False] == [turn.called for turn in told]
+    assert [None] * 4 == [turn.diverged_at for turn in told]
+    for before, turn in pairwise(told):
+        assert before.prompt <= turn.hit < turn.prompt
+
+
+def test_responses_go_on_from_the_tokens_that_the_last_one_left(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "smollm2-135m", "temperature": 0, "max_output_tokens": 12}
+    first = client.responses.create(input="What is the capital of France?", **asked)
+    assert "Paris" in first.output_text
+    second = client.responses.create(
+        input="And of Italy?", previous_response_id=first.id, stream=True, **asked
+    )
+    *_, last = second
+    assert ("response.completed", "response.incomplete").count(last.type) == 1
+    assert first.usage is not None
+    stood = first.usage.input_tokens + first.usage.output_tokens - 1
+    assert stood <= last.response.usage.input_tokens_details.cached_tokens
+
+
+def test_messages_tell_what_was_read_from_the_cache(default_server: str) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is the capital of Peru?"}]
+    with anthropic.Anthropic(base_url=default_server, api_key="any", max_retries=0) as client:
+        first = client.messages.create(model="smollm2-135m", max_tokens=12, messages=messages)
+        messages += [
+            {"role": "assistant", "content": first.content},
+            {"role": "user", "content": "And of Chile?"},
+        ]
+        second = client.messages.create(model="smollm2-135m", max_tokens=4, messages=messages)
+    asked = first.usage.input_tokens + (first.usage.cache_read_input_tokens or 0)
+    asked += first.usage.cache_creation_input_tokens or 0
+    assert asked <= (second.usage.cache_read_input_tokens or 0)
