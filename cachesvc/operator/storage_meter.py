@@ -63,7 +63,7 @@ class StorageCharges(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StoredTime:
     """One hour, or one minute, of one pin, to be charged to a tenant."""
 
     hold: Hold
@@ -152,13 +152,13 @@ class StorageMeter:
             self._drop(known)
         return True
 
-    def _due(self, pin: Pin[PrefixKey], payer: Payer, minutes: range) -> list[Span]:
+    def _due(self, pin: Pin[PrefixKey], payer: Payer, minutes: range) -> list[StoredTime]:
         """What is sold and not charged of `minutes`, in order; looks from the last back to one
         that was charged, as they are charged in order. A worker thread."""
         tenant = self._ledger.accounts.find_tenant(payer.tenant)
         if tenant is None:
             return []
-        due: list[Span] = []
+        due: list[StoredTime] = []
         begun = list(self._spans(pin, payer, tenant.currency, minutes))
         if not begun:
             return due
@@ -172,7 +172,7 @@ class StorageMeter:
 
     def _spans(
         self, pin: Pin[PrefixKey], payer: Payer, currency: str, minutes: range
-    ) -> Iterator[Span]:
+    ) -> Iterator[StoredTime]:
         """What is sold of `minutes`, the last first."""
         for hour in reversed(range(minutes.start // MINUTES, -(-minutes.stop // MINUTES))):
             first = hour * MINUTES
@@ -203,7 +203,7 @@ class StorageMeter:
         except NoPrice:
             return None
 
-    async def _post(self, span: Span, *, prepaid: bool) -> bool:
+    async def _post(self, span: StoredTime, *, prepaid: bool) -> bool:
         """Charge a span; False where the balance does not cover one that runs.
 
         One that is over was kept already: what the balance lacks for it is owed.
@@ -285,8 +285,8 @@ def _span(
     number: str,
     usage: Usage,
     length_s: int,
-) -> Span:
+) -> StoredTime:
     begins_ns = _begins_ns(pin, minute)
     context = RequestContext(admitted_ns=begins_ns)
     hold = Hold(payer.tenant, f"{pin_id(pin)}:{number}", pinned, context)
-    return Span(hold, usage, pin.since_s + minute * MINUTE_S, length_s)
+    return StoredTime(hold, usage, pin.since_s + minute * MINUTE_S, length_s)
