@@ -318,7 +318,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(server=st.integers(0, 1))
     def crash_and_restart(self, server: int) -> None:
         left = [request for request in self.model.open.values() if request.server == server]
-        self.ledgers[server]._recover()
+        self.ledgers[server]._sweeper.recover()
         self.model.ahead[server] = 0
         self._presumed(left, Outcome.CRASHED)
 
