@@ -48,7 +48,7 @@ def test_numbers_change_while_requests_run(visitor: Visitor) -> None:
         visitor.served.ask(f"Where does person {number} live?")
     expect(saved).not_to_have_text(before)
     assert float(saved.inner_text()) > (0 if before == "–" else float(before))
-    expect(legend).to_have_text(re.compile(r"/s$"))
+    expect(legend).to_have_text(re.compile(r"/s, \d+ %$"))  # and its share of the window
     assert page.locator("section.empty").is_hidden()
 
 
