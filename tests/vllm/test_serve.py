@@ -20,6 +20,7 @@ import pytest
 from billing.gate.entries import Kind
 from billing.store import reports as store_reports
 from tests.live_server import LiveServer
+from tests.redis_server import redis_server
 from tests.vllm.processes import PYTHON, ROOT, RunningNode
 from tiers.node.client import NodeClient
 
@@ -30,6 +31,8 @@ PATIENCE_S = 600.0
 CLASSES = ("hit_device", "hit_host", "hit_disk", "hit_remote", "miss", "output")
 RUN = "import sys; sys.argv[0] = 'cachesvc'; from cachesvc.cli import main; main()"
 STORY = " ".join(f"Person {n} lives in town {n * 7 % 97}." for n in range(60))
+SHARED = " ".join(f"Letter {n} goes to house {n * 13 % 83}." for n in range(60))
+PATIENT = "?socket_timeout=60&socket_connect_timeout=60"  # a busy machine is no store that is down
 OTHER = " ".join(f"Badge {n} opens door {n * 31 % 89}." for n in range(60))
 
 
@@ -47,6 +50,10 @@ class VllmServer(LiveServer):
 
     def body(self, prompt: str) -> dict[str, Any]:
         return {"model": self._model.name, "prompt": prompt, "temperature": 0, "max_tokens": 6}
+
+    @property
+    def remote_url(self) -> str:
+        return self._environment["CACHESVC_CACHE__REMOTE_URL"]
 
     @property
     def socket(self) -> Path:
@@ -86,6 +93,7 @@ class Client:
         answer = httpx.post(url, json=body, headers=self._key, timeout=PATIENCE_S)
         assert 200 == answer.status_code, answer.text
         self.last: dict[str, Any] = answer.json()
+        self.headers = answer.headers
         return self.last["choices"][0]["text"], self._note(self.last["usage"])
 
     def stream(self, prompt: str, *, leave_after: int | None = None, **more: Any) -> Any:
@@ -119,12 +127,19 @@ class Client:
 
 @pytest.fixture
 def server(model: Path, tmp_path: Path) -> Iterator[VllmServer]:
-    running = VllmServer(tmp_path, model, PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1")
-    try:
-        yield running
-    finally:
-        running.kill()
-        stop_node(running)
+    with redis_server(tmp_path) as url:
+        running = VllmServer(
+            tmp_path,
+            model,
+            PYTHONPATH=str(ROOT),
+            HF_HUB_OFFLINE="1",
+            CACHESVC_CACHE__REMOTE_URL=url + PATIENT,
+        )
+        try:
+            yield running
+        finally:
+            running.kill()
+            stop_node(running)
 
 
 def stop_node(server: VllmServer) -> None:
@@ -177,6 +192,10 @@ def test_a_server_over_vllm_bills_by_tier_what_it_served(
     )
     assert (400, "temperature") == (refused.status_code, refused.json()["error"]["param"])
 
+    # A prompt is computed for whoever shares the store: its blocks are there with the answer.
+    shared, _ = a.ask(SHARED, cachesvc={"publish": True})
+    assert int(a.headers["X-Cachesvc-Published-Tokens"]) >= 5 * BLOCK
+
     # A client leaves in the middle: what it was given is charged.
     assert b.stream(OTHER, leave_after=2, max_tokens=1200) is None
     until(lambda: any(e.details["outcome"] == "client_gone" for e in server.entries()))
@@ -195,12 +214,36 @@ def test_a_server_over_vllm_bills_by_tier_what_it_served(
     # The node is restarted: from its disk.
     until(lambda: not server.pool()["is_writing"])
     stop_node(server)
-    node = RunningNode(tmp_path, socket=server.socket, disk=server.data_dir / "disk" / "node")
+    node = RunningNode(
+        tmp_path,
+        socket=server.socket,
+        disk=server.data_dir / "disk" / "node",
+        more=("--remote-url", server.remote_url),
+    )
     node.start("256MiB")
     try:
         again, used = b.ask(STORY)
         assert cold == again
         assert used["hit_disk"] >= 5 * BLOCK and not used["hit_device"]
+
+        # A node on another machine, whose disk has nothing: from the store that they share.
+        node.stop()
+        node.disk = tmp_path / "empty"
+        node.start("256MiB")
+        again, used = a.ask(SHARED)
+        assert shared == again
+        assert used["hit_remote"] >= 5 * BLOCK and not used["hit_device"]
+
+        # A tenant's blocks are purged from everywhere, and the other's stay.
+        b.ask(STORY)
+        until(lambda: not server.pool()["is_writing"])
+        receipt = server.told("cache", "purge", "--tenant", "a", "--reason", "asked for", "--yes")
+        assert 0 == receipt["blocks_left"] < receipt["tiers"]["host"]["blocks"]
+        assert receipt["tiers"]["disk"]["blocks"] >= 5
+        again, used = a.ask(SHARED)
+        assert shared == again
+        assert used["miss"] > 5 * BLOCK, "neither vLLM's own cache nor the store has them"
+        assert 0 < server.pool()["num_blocks"]
 
         # The bill is what the answers said, and the ledger adds up.
         billed: Counter[str] = Counter()
