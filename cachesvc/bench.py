@@ -125,6 +125,7 @@ class Scenario:
             device_bytes=2 * blocks * self.layout.nbytes,
             host_bytes=2 * blocks * self.layout.nbytes,
             disk_bytes=max(1 << 28, 8 * blocks * self.layout.nbytes),
+            weigh_loads=False,
         )
 
     def run(self, sizes: Sequence[int], report: Callable[[str], None]) -> list[Measured]:
@@ -200,7 +201,6 @@ class Scenario:
             engine=self._engine,
             data_dir=self._data_dir,
             on_outputs=self._probe.on_outputs,
-            weigh_loads=False,
         )
         running.start(self._engine.chunk_tokens)
         try:

@@ -124,6 +124,10 @@ class CacheSection(Section):
     perceptual_digests: bool = Field(
         False, description="Allow hits by perceptual content digest, labelled approximate"
     )
+    weigh_loads: bool = Field(
+        True,
+        description="Load a block only where that is faster than computing it; false always loads",
+    )
     remote_url: str = Field(
         "",
         description="Tier shared between servers: redis://, redis+cluster:// or s3://bucket/prefix",

@@ -89,7 +89,6 @@ REMOVED = {
     "admin.session": "a login ends after 12h; take it out",
     "server.turn_tokens": "a million tokens of recent turns are kept; take it out",
     "model.threads": "set OMP_NUM_THREADS instead",
-    "cache.weigh_loads": "only what loads faster than it computes is loaded; take it out",
     "billing.slice_tokens": "a hold covers 256 output tokens at a time; take it out",
     "metrics.vllm_aliases": "vLLM's names are always exposed; take it out",
     "events.zmq_replay": 'write events.zmq = {endpoint = "...", replay_endpoint = "..."} instead',

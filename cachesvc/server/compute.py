@@ -109,12 +109,8 @@ def build(
     on_outputs: Callable[[Sequence[StepOutput]], None],
     stream: EventStream | None = None,
     shares: QuotaShares | None = None,
-    weigh_loads: bool = True,
 ) -> Core:
-    """Tiers and engine for a loaded model. Raises what the tiers say of sizes and directories.
-
-    `weigh_loads=False` loads blocks that would be computed faster: a bench measures loading.
-    """
+    """Tiers and engine for a loaded model. Raises what the tiers say of sizes and directories."""
     layout = loaded.layout(cache.block_size, None if kv_dtype == "auto" else kv_dtype)
     stream = stream or EventStream()
     disk = _open_disk(layout, cache, data_dir, stream, shares)
@@ -122,7 +118,7 @@ def build(
         loaded,
         layout,
         on_outputs,
-        cache=_cache_settings(cache, weigh_loads=weigh_loads),
+        cache=_cache_settings(cache),
         disk=disk,
         pin_folder=disk_path(data_dir),
         engine=_engine_settings(engine),
@@ -185,13 +181,13 @@ def remote_settings(cache: CacheSection) -> RemoteSettings | None:
     return RemoteSettings(cache.remote_url, writes, cache.remote_key_file)
 
 
-def _cache_settings(cache: CacheSection, *, weigh_loads: bool) -> CacheSettings:
+def _cache_settings(cache: CacheSection) -> CacheSettings:
     return CacheSettings(
         device_bytes=cache.device_bytes,
         host_bytes=cache.host_bytes,
         policy=cache.policy,
         write_policy=WritePolicy(cache.write_policy),
-        weigh_loads=weigh_loads,
+        weigh_loads=cache.weigh_loads,
     )
 
 

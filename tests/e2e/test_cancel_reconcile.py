@@ -39,7 +39,7 @@ Served = tuple[LiveServer, Mapping[str, str]]  # and its customer's key
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     save_tiny_model(folder / "tiny")
-    server = LiveServer(folder, folder / "tiny", CACHESVC_BILLING__SLICE_TOKENS="16")
+    server = LiveServer(folder, folder / "tiny")
     headers = server.customer("acme", 1000 * UNITS)
     server.start()
     try:

@@ -98,8 +98,12 @@ def server(folder: Path) -> Iterator[str]:
             env={
                 **os.environ,
                 "CACHESVC_CACHE__WEIGH_LOADS": "false",
-                "CACHESVC_EVENTS__ZMQ": f"ipc://{folder}/events",
-                "CACHESVC_EVENTS__ZMQ_REPLAY": f"ipc://{folder}/replay",
+                "CACHESVC_EVENTS__ZMQ": json.dumps(
+                    {
+                        "endpoint": f"ipc://{folder}/events",
+                        "replay_endpoint": f"ipc://{folder}/replay",
+                    }
+                ),
             },
         )
     try:
