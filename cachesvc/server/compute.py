@@ -12,6 +12,7 @@ from cachesvc.config.places import disk_path, models_path
 from cachesvc.config.sections import CacheSection, EngineSection, ModelSection
 from cachesvc.config.settings import Settings
 from cachesvc.server.backend import MakeBackend
+from cachesvc.server.remote import remote_settings
 from engine.composition import Core, compose
 from engine.hardware import pick_device, run_apart, spare_bytes
 from engine.models.load import LoadedModel, load_adapter, load_model
@@ -28,7 +29,6 @@ from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError
 from tiers.policy.admission import WritePolicy, keeps_copies
 from tiers.policy.quota import QuotaShares
-from tiers.remote.settings import RemoteSettings, RemoteWrites
 from tiers.remote.stacked import StackedTier, stack
 from tiers.telemetry.events import EventStream
 
@@ -171,14 +171,6 @@ def _open_disk(
     if remote is None or opened is None:
         return disk
     return stack(disk, layout, opened, remote)
-
-
-def remote_settings(cache: CacheSection) -> RemoteSettings | None:
-    """What the tier beneath the disk is to be; None where there is none."""
-    if not cache.remote_url:
-        return None
-    writes = RemoteWrites(cache.remote_writes)
-    return RemoteSettings(cache.remote_url, writes, cache.remote_key_file)
 
 
 def _cache_settings(cache: CacheSection) -> CacheSettings:

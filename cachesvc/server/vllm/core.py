@@ -14,7 +14,7 @@ from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import disk_path, models_path
 from cachesvc.config.settings import Settings
 from cachesvc.config.vllm import prepare_vllm_environment
-from cachesvc.server.compute import remote_settings
+from cachesvc.server.remote import remote_settings
 from cachesvc.server.vllm.adapters import VllmAdapter, max_rank, read_adapters
 from cachesvc.server.vllm.arguments import engine_arguments, has_windows
 from cachesvc.server.vllm.engine import VllmEngine, VllmSettings
