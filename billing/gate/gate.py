@@ -117,7 +117,10 @@ def _reserve(work: Work, command: Reserve) -> Hold:
     )
     if work.holds.get(hold.key) == held:  # committed by a try that did not hear of it
         return hold
-    if hold.key in work.holds or work.entry(*hold.key, Kind.CHARGE):
+    known = hold.key in work.holds or work.entry(*hold.key, Kind.CHARGE) is not None
+    if known and command.drawn:  # answered before: a try that did not hear of it went further
+        return hold
+    if known:
         raise DuplicateRequest(f"request {hold.request_id!r} was reserved already")
     if account.suspended:
         raise TenantSuspended(f"tenant {hold.tenant!r} is suspended; ask the operator why")

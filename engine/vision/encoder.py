@@ -49,6 +49,7 @@ class PictureEncoder:
         self._lock = threading.Lock()
         self._entries: dict[bytes, _EncodedPicture] = {}
         self._queues: OrderedDict[str, list[_EncodedPicture]] = OrderedDict()  # by share, in turns
+        self._served: str | None = None  # the share whose turn was last
         self._failed: list[int] = []
         self._thread: threading.Thread | None = None
 
@@ -130,12 +131,15 @@ class PictureEncoder:
     def _next(self) -> _EncodedPicture | None:
         """The next image of the share whose turn it is; None ends the thread."""
         with self._lock:
+            if self._served is not None and self._served in self._queues:
+                self._queues.move_to_end(self._served)
             while self._queues:
-                share, entries = self._queues.popitem(last=False)
+                share, entries = next(iter(self._queues.items()))
                 entry = entries.pop(0)
-                if entries:
-                    self._queues[share] = entries  # the others' turn first
+                if not entries:
+                    del self._queues[share]
                 if entry.owners:
+                    self._served = share
                     return entry
             self._thread = None
             return None

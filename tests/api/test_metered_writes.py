@@ -47,7 +47,7 @@ async def test_computed_tokens_of_kept_blocks_are_a_write(
         house.engine.script = Script(hits={"hit_disk": hits}, lookup=LOOKUP)
         body = HELLO | {"cachesvc": {"cache": cache}}
         assert 200 == (await client.post(CHAT, json=body, headers=headers)).status_code
-    charge = bank.entries[-1]
+    charge = bank.charges()[-1]
     assert written == charge.details["usage"].get("cache_write", 0)
     computed = PROMPT_TOKENS - hits
     assert -charge.amount == (hits * 1 + computed * 2 + written * 4) * 10**6
@@ -68,12 +68,13 @@ async def test_what_a_request_marks_is_hit_and_written_at_its_own_price(bank: Ba
         }
         answer = await client.post("/v1/messages", json=asked, headers=headers)
     assert 200 == answer.status_code, answer.text
-    usage, told = bank.entries[-1].details["usage"], answer.json()["usage"]
+    charge = bank.charges()[-1]
+    usage, told = charge.details["usage"], answer.json()["usage"]
     assert (4, 4) == (usage["hit_disk"], usage["explicit_hit"])
     assert 0 < usage["explicit_write"] <= usage["miss"]
     assert usage["explicit_write"] == told["cache_creation"]["ephemeral_5m_input_tokens"]
     price = 4 * 500_000 + usage["miss"] * 2_000_000 + usage["explicit_write"] * 3_000_000
-    assert price == -bank.entries[-1].amount
+    assert price == -charge.amount
     assert audit.verify(bank.store).problems == []
 
 
@@ -84,8 +85,9 @@ async def test_who_asked_and_the_service_tier_are_kept_with_the_charge(bank: Ban
         labels = {"team": "search", "n": 1, "x" * 65: "long", "bad": "a\u0000b"}
         body = HELLO | {"user": "ann", "metadata": labels, "service_tier": "flex"}
         assert 200 == (await client.post(CHAT, json=body, headers=headers)).status_code
-    details = bank.entries[-1].details
+    charge = bank.charges()[-1]
+    details = charge.details
     assert ("ann", {"team": "search"}) == (details["user"], details["tags"])
     assert "standard | flex" == details["window"]
-    assert -bank.entries[-1].amount == PROMPT_TOKENS * 10**6
+    assert -charge.amount == PROMPT_TOKENS * 10**6
     assert audit.verify(bank.store).problems == []

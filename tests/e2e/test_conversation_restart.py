@@ -100,16 +100,16 @@ def test_explain_quotes_a_request_from_a_file_and_a_cache_warms_its_prefix(
     tale = "There once was a town where nobody slept, for the bells rang. " * 4
     body = tmp_path / "request.json"
     body.write_text(json.dumps({"model": "tiny", "prompt": tale + "And then?", "max_tokens": 1}))
-    quote = server.told("explain", "-f", str(body))
+    quote = server.told("explain", str(body))
     assert (0, quote["prompt_tokens"]) == (quote["hit_tokens"], quote["miss_tokens"])
     assert 0 < float(quote["price"]["prompt"]) <= float(quote["price"]["at_most"])
     cold = post(server, "/v1/completions", prompt=tale, max_tokens=1)["usage"]["prompt_tokens"]
     server.stop()
     server.start()
-    below = server.told("explain", "-f", str(body))["hit_tokens_by_tier"]
+    below = server.told("explain", str(body))["hit_tokens_by_tier"]
     assert (0, 0) == (below["device"], below["host"])
     assert below["disk"] >= cold - BLOCK
     post(server, "/v1/caches", name="tale", ttl="1h", prompt=tale)
-    above = server.told("explain", "-f", str(body))["hit_tokens_by_tier"]
+    above = server.told("explain", str(body))["hit_tokens_by_tier"]
     assert {"device": below["disk"], "host": 0, "disk": 0} == above
     assert asked(server, "/v1/caches/tale", "DELETE")["deleted"]

@@ -195,7 +195,15 @@ def test_the_disk_tier_outlives_the_object(model: Path, tmp_path: Path) -> None:
         ([{"prompt": 1}], r"prompts\[0\]\['prompt'\] is int"),
         ([{"prompt_token_ids": "1"}], r"prompts\[0\]\['prompt_token_ids'\] is str"),
         ([{"prompt_token_ids": 1}], r"prompts\[0\] is int"),
-        ([{"prompt": "x", "multi_modal_data": {}}], r"prompts\[0\] has multi_modal_data"),
+        ([{"prompt": "x", "lora": 1}], r"prompts\[0\] has lora; a prompt dictionary has prompt,"),
+        (
+            [{"prompt": "x", "multi_modal_data": {"audio": b""}}],
+            r"\['multi_modal_data'\] must be a dictionary with image alone",
+        ),
+        (
+            [{"prompt": "x", "multi_modal_data": {"image": b""}}],
+            r"prompts\[0\] has images, and this model sees none",
+        ),
         ("", "the prompt has no tokens"),
         ("x" * 2000, "2000 tokens"),
     ],

@@ -91,7 +91,7 @@ def show(
             print_tenant(call(tenants.show_tenant, tenant=tenant), json)
             return
         found = call(tenants.list_tenants)
-    for each, room in zip(found, _room(found, data_dir, database), strict=True):
+    for each, room in zip(found, _room(found, data_dir, database), strict=False):
         each["cache_bytes"] = room
     print_json(found) if json else _print_tenants(found)
 
@@ -99,13 +99,15 @@ def show(
 def _room(
     found: list[Document], data_dir: Path | None, database: str | None
 ) -> list[dict[str, int]]:
-    """Bytes in each tier, of each tenant in turn; nothing where no server runs here."""
+    """Bytes in each tier, of each tenant in turn; empty where no server with a cache runs here."""
     server = find_server((data_dir or default_data_dir()).expanduser()) if not database else None
-    taken: dict[str, Counter[str]] = {}
+    if server is None:
+        return []
     try:
-        owners = server.get("/admin/api/cache/owners") if server is not None else ()
+        owners = server.get("/admin/api/cache/owners")
     except LiveError:  # it has no cache to look into
-        owners = ()
+        return []
+    taken: dict[str, Counter[str]] = {}
     for owner in owners:
         taken.setdefault(owner["owner"], Counter()).update(owner["bytes"])
     return [dict(taken.get(each["tenant"], {})) for each in found]
@@ -113,7 +115,9 @@ def _room(
 
 def _print_tenants(found: list[Document]) -> None:
     columns = ("tenant", "kind", "currency", "granted", "topped up", "owed", "held", "available")
-    tiers = [tier for tier in TierName if any(tier in each["cache_bytes"] for each in found)]
+    tiers = [
+        tier for tier in TierName if any(tier in each.get("cache_bytes", ()) for each in found)
+    ]
     print_table(
         (*columns, *tiers),
         [
