@@ -14,6 +14,7 @@ from tiers.memory.write_queue import WriteQueue
 from tiers.policy.policy import Policy
 
 MIN_LOOKAHEAD = 8  # the coldest host blocks looked at, at least, for one that costs nothing
+MAX_LIFTED = 4096  # blocks remembered as second copies; until forgotten, one stays in memory
 
 ABSENT, IN_USE, EVICTABLE, DUPLICATED, PINNED = HostState
 
@@ -36,7 +37,7 @@ class HostTier:
         self._index = index
         self._queue = queue
         # Lifted to the device, longest ago first. Some have left it, or the host, since.
-        self._lifted: deque[Block] = deque(maxlen=frames.num_frames if frames else 0)
+        self._lifted: deque[Block] = deque(maxlen=MAX_LIFTED)
         self._pinned: OrderedDict[Block, None] = OrderedDict()  # PINNED
         self._duplicated: OrderedDict[Block, None] = OrderedDict()  # DUPLICATED, oldest first
 
