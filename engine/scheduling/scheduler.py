@@ -129,7 +129,7 @@ class Scheduler:
                 budget -= self._add_span(batch, sequence, budget)
         if budget > 0:
             self._admit_spans(batch, budget, most)
-        if len(self.running) >= settings.max_running and len(self.waiting):
+        if len(self.running) >= self._num_places and len(self.waiting):
             self._bring_up()
         return batch
 
@@ -322,20 +322,29 @@ class Scheduler:
                 self._advance(sequence, sequence.ticket)
         if len(self._ahead) >= min(AHEAD, len(self.waiting)):
             return
-        for sequence in self.waiting.candidates(self._clock_ns(), self._num_cached):
-            if sequence in self._ahead or not sequence.reads_cache or not self._is_spare(sequence):
+        spare = self._num_spare()
+        if spare <= 0:
+            return  # before anybody is looked up
+        for sequence in self.waiting.candidates(self._clock_ns(), self._num_cached)[:AHEAD]:
+            fits = sequence.num_tokens // self._block_size < spare
+            if sequence in self._ahead or not sequence.reads_cache or not fits:
                 continue
             if sequence.ticket is None:
                 sequence.ticket = self._cache.open(sequence.chain)
                 self._advance(sequence, sequence.ticket)
+                spare = self._num_spare()
             self._ahead.append(sequence)
-            if len(self._ahead) == AHEAD:
-                return
 
-    def _is_spare(self, sequence: Sequence) -> bool:
-        """Its whole prompt fits on the device, when all who run have taken one more block each."""
+    def _num_spare(self) -> int:
+        """Blocks of the device that are left when all who run have taken one more each."""
         growth = sum(len(s.blocks) - len(s.block_table) + 1 for s in self.running)
-        return sequence.num_tokens // self._block_size + growth < self._cache.num_allocatable
+        return self._cache.num_allocatable - growth
+
+    @property
+    def _num_places(self) -> int:
+        """How many may run of shares that have some running: other places wait for other shares."""
+        limit = self._settings.max_running
+        return limit - limit // RESERVED if self._served.several else limit
 
     def _images_stand(self, sequence: Sequence) -> bool:
         """Whether all images are computed that the cache has not spared; asks for them."""
@@ -359,8 +368,7 @@ class Scheduler:
 
     def _has_place(self, sequence: Sequence) -> bool:
         """Whether it may run beside those who do: some places wait for shares that have none."""
-        limit = self._settings.max_running
-        if not self._served.several or len(self.running) < limit - limit // RESERVED:
+        if len(self.running) < self._num_places:
             return True
         return all(running.share != sequence.share for running in self.running)
 

@@ -2,7 +2,7 @@
 
 from array import array
 
-from engine.scheduling.sequence import SequenceState
+from engine.scheduling.sequence import Sequence, SequenceState
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tiers.blocks.keys import CacheScope, prefix_keys, token_bytes
@@ -57,6 +57,45 @@ def test_a_waiting_request_s_blocks_rise_while_all_places_are_taken() -> None:
     world.run()
     world.check()
     assert (4 * BLOCK, 1) == (world.counts("again").hit_disk, world.counts("again").miss)
+    world.check_idle()
+
+
+def test_a_share_whose_places_are_taken_is_brought_up_though_places_wait_for_others() -> None:
+    """One place in eight is for shares of which nothing runs: it is open, and not to these two."""
+    world = World(max_running=8, device_blocks=90, write_policy=WritePolicy.WRITE_THROUGH)
+    world.submit("old", OLD, max_tokens=1)
+    world.run()
+    sink(world)
+    for number in range(7):
+        world.submit(f"long{number}", [40, number, 3], max_tokens=60, share="ab"[number % 2])
+    while any(world.phase(f"long{number}") != SequenceState.DECODE for number in range(7)):
+        world.step()
+    world.submit("again", OLD, max_tokens=2, share="a")
+    for _ in range(8):
+        world.step()
+    assert 4 == on_device(world, OLD)
+    assert 7 == world.engine.stats().num_running
+    world.run()
+    world.check()
+    assert 4 * BLOCK == world.counts("again").hit_disk
+    world.check_idle()
+
+
+def test_nobody_is_looked_up_while_the_device_has_nothing_to_spare() -> None:
+    world = loaded(device_blocks=PLACES * 64 // BLOCK)
+    while len(world.tokens("long0")) < 58:
+        world.step()
+    scheduler = world.engine._scheduler
+    assert scheduler._num_spare() <= 0
+    world.submit("again", OLD, max_tokens=2)
+
+    def looked_up(*_: object) -> list[Sequence]:
+        raise AssertionError
+
+    candidates, scheduler.waiting.candidates = scheduler.waiting.candidates, looked_up
+    scheduler._bring_up()
+    scheduler.waiting.candidates = candidates
+    world.run()
     world.check_idle()
 
 
