@@ -103,6 +103,7 @@ def test_a_pin_that_is_too_large_is_refused_and_the_connection_stays(client: Nod
         {"what": "purge", "roots": ["00"]},
         {"what": "pin", "name": "x"},
         {"what": "pin", "name": "x", "for_s": float("nan")},
+        {"what": "pin", "name": "x", "for_s": 10**400},
         {"what": "evict", "keys": 7},
         {"what": "pins", "pool": 99},
         {"what": "pins", "pool": -1},

@@ -133,12 +133,14 @@ def test_frames_of_others_are_neither_committed_nor_released(node: NodeServer, p
         refused(path, lambda client: client.release([999_999]), "had not leased")
         owner.release(frames)
         refused(path, lambda client: client.release([frames[0]]), "had not leased")
+        assert owner.lease(prompt(1)) == frames, "what others tried left the block as it was"
 
 
 @pytest.mark.parametrize(
     ("op", "body", "reason"),
     [
         (Op.HELLO, b"{", "not JSON"),
+        (Op.HELLO, b"[" * 100_000, "not JSON"),
         (Op.HELLO, b'{"version": 99}', "version 2"),
         (Op.HELLO, b'{"version": 2, "layout": {"num_layers": 1}}', "has the fields"),
         (Op.HELLO, HUGE, "does not fit"),

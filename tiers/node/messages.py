@@ -188,7 +188,7 @@ def unpack_json(body: bytes | memoryview) -> dict[str, Any]:
     """Raises NodeError for what is not a JSON object."""
     try:
         document = json.loads(bytes(body))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise NodeError(f"a message that is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise NodeError("a message that is not a JSON object")

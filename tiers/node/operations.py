@@ -29,6 +29,7 @@ from tiers.tier import Removed, TierName
 from tiers.transfer.mover import WriterTask
 
 PINNED_SHARE = 1 / 4  # of the lowest tier, that pins may take
+LONGEST_TOLD = 500  # characters of what was asked, in the error that refuses it
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +94,9 @@ class PoolOperations:
                 self._tell_closed()
                 return Operated(_done({}))
             return Operated(operations[what](asked))
-        except (KeyError, TypeError, ValueError) as error:
-            raise NodeError(f"{dict(asked)!r} is no operation: {error!r}") from error
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            told = f"{dict(asked)!r}"[:LONGEST_TOLD]
+            raise NodeError(f"{told} is no operation: {error!r}") from error
 
     def publish(self, keys: Sequence[PrefixKey]) -> Operated:
         """Send a prefix to the store that machines share: how many leading blocks are there."""
