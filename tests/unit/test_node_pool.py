@@ -13,7 +13,8 @@ from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, block_ids, token_b
 from tiers.disk.open import open_disk
 from tiers.node.arena import create, frame_stride
 from tiers.node.messages import engine_layout
-from tiers.node.pool import Capacity, Lease, NodeBlockState, Pool
+from tiers.node.pool import Lease, Pool
+from tiers.node.residency import Capacity, NodeBlockState
 from tiers.tier import TierName
 from tiers.transfer.mover import Mover
 
@@ -64,7 +65,7 @@ def test_a_committed_run_is_leased_with_its_bytes() -> None:
     frames = finished(pool, pool.lease(ids, 2))
     assert [each.key for each in ids] == [read(pool, frame) for frame in frames]
     pool.release(frames)
-    pool.check()
+    pool.residency.check()
 
 
 def test_what_is_being_written_is_served_to_nobody() -> None:
@@ -75,8 +76,8 @@ def test_what_is_being_written_is_served_to_nobody() -> None:
     assert [] == finished(pool, pool.lease(ids, 2))
     assert [] == pool.reserve(ids, 2), "another client need not write it too"
     pool.abandon([frame for _, frame in pairs])
-    assert 0 == pool.num_blocks
-    pool.check()
+    assert 0 == pool.residency.num_blocks
+    pool.residency.check()
 
 
 def test_an_equal_key_of_another_block_is_a_miss() -> None:
@@ -89,7 +90,7 @@ def test_an_equal_key_of_another_block_is_a_miss() -> None:
     assert [] == pool.settle(pool.lease(forged, 2))
     assert [] == pool.reserve(forged, 2)
     assert 0 < pool.counts.collisions
-    pool.check()
+    pool.residency.check()
 
 
 def test_the_end_of_a_prompt_leaves_before_its_beginning() -> None:
@@ -97,8 +98,8 @@ def test_the_end_of_a_prompt_leaves_before_its_beginning() -> None:
     write(pool, prompt(1, 4))
     write(pool, prompt(2, 2))
     assert [TierName.HOST] * 2 == pool.probe(prompt(1, 4)).tiers
-    assert (2, 0) == (pool.counts.evicted, pool.counts.lost)
-    pool.check()
+    assert (2, 0) == (pool.residency.evicted, pool.residency.lost)
+    pool.residency.check()
 
 
 def test_a_leased_block_stays_when_room_is_needed() -> None:
@@ -109,7 +110,7 @@ def test_a_leased_block_stays_when_room_is_needed() -> None:
     assert [] == pool.reserve(prompt(2), 1)
     pool.release(frames)
     assert 3 == len(pool.reserve(prompt(2), 1))
-    pool.check()
+    pool.residency.check()
 
 
 def test_pools_of_two_layouts_share_one_capacity() -> None:
@@ -119,9 +120,9 @@ def test_pools_of_two_layouts_share_one_capacity() -> None:
     large = Pool(create(other, 4), capacity)
     write(small, prompt(1, 3))
     write(large, prompt(2, 4))
-    assert 0 == small.num_blocks
-    small.check()
-    large.check()
+    assert 0 == small.residency.num_blocks
+    small.residency.check()
+    large.residency.check()
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def test_what_left_memory_rises_from_the_disk(below: Mover) -> None:
     settle_writes(pool)
     write(pool, prompt(2, 4))
     settle_writes(pool)
-    assert 0 == pool.counts.lost
+    assert 0 == pool.residency.lost
     probe = pool.probe(ids)
     while not probe.is_ready:
         pool.work()
@@ -154,7 +155,7 @@ def test_what_left_memory_rises_from_the_disk(below: Mover) -> None:
     assert [each.key for each in ids] == [read(pool, frame) for frame in frames]
     assert 4 == pool.counts.disk_hits
     pool.release(frames)
-    pool.check()
+    pool.residency.check()
 
 
 def test_two_clients_wait_for_one_load(below: Mover) -> None:
@@ -167,7 +168,7 @@ def test_two_clients_wait_for_one_load(below: Mover) -> None:
     first, second = pool.lease(ids, 2), pool.lease(ids, 3)
     assert finished(pool, first) == finished(pool, second)
     assert 4 == pool.counts.disk_hits
-    pool.check()
+    pool.residency.check()
 
 
 def test_a_client_that_goes_while_its_blocks_load_leaves_them_evictable(below: Mover) -> None:
@@ -181,8 +182,8 @@ def test_a_client_that_goes_while_its_blocks_load_leaves_them_evictable(below: M
     pool.give_up(lease)
     while not lease.is_ready:
         pool.work()
-    assert 4 == pool.num_evictable
-    pool.check()
+    assert 4 == pool.residency.num_evictable
+    pool.residency.check()
 
 
 def test_a_purged_block_in_use_stays_readable_and_goes_with_its_user() -> None:
@@ -194,10 +195,10 @@ def test_a_purged_block_in_use_stays_readable_and_goes_with_its_user() -> None:
     assert (3, 3) == pool.purge(frozenset({OTHER}))
     assert [] == pool.probe(ids).tiers
     assert [each.key for each in ids] == [read(pool, frame) for frame in frames]
-    pool.check()
+    pool.residency.check()
     pool.release(frames)
-    pool.check()
-    assert (1, 0) == (pool.num_blocks, pool.count(frozenset({OTHER})))
+    pool.residency.check()
+    assert (1, 0) == (pool.residency.num_blocks, pool.count(frozenset({OTHER})))
 
 
 def test_what_is_written_for_a_scope_that_was_purged_meanwhile_is_not_kept() -> None:
@@ -206,24 +207,24 @@ def test_what_is_written_for_a_scope_that_was_purged_meanwhile_is_not_kept() -> 
     pool.closed = frozenset({OTHER})
     pool.purge(pool.closed)
     pool.commit([frame for _, frame in pairs])
-    assert (0, []) == (pool.num_blocks, pool.reserve(prompt(1), 1))
+    assert (0, []) == (pool.residency.num_blocks, pool.reserve(prompt(1), 1))
     pool.closed = frozenset()
     assert 3 == len(pool.reserve(prompt(1), 1))
-    pool.check()
+    pool.residency.check()
 
 
 def test_a_pinned_block_leaves_last_and_never_where_it_stands_nowhere_else() -> None:
     pool = pool_of(3)
     write(pool, prompt(1, 2))
-    pool.pinned_keys = {each.key for each in prompt(1, 2)}
+    pool.residency.pinned_keys = {each.key for each in prompt(1, 2)}
     for each in prompt(1, 2):
-        block = pool.ready(each.key)
+        block = pool.residency.ready(each.key)
         assert block is not None
-        pool.pin(block)
+        pool.residency.pin(block)
     write(pool, prompt(2, 1))
     assert 1 == len(pool.reserve(prompt(4, 3), 1)), "what is not pinned made room"
     assert 2 == len(pool.probe(prompt(1, 2)).tiers)
-    pool.check()
+    pool.residency.check()
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -276,14 +277,15 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 4), size=st.integers(1, 4))
     def pin(self, number: int, size: int) -> None:
         self.pinned = {each.key for each in prompt(number, size)}
-        self.pool.pinned_keys = self.pinned
-        for block in list(self.pool._blocks.values()):
+        self.pool.residency.pinned_keys = self.pinned
+        for block in self.pool.residency.of_scopes(frozenset({ROOT, OTHER})):
             if block.state is NodeBlockState.HELD:
-                (self.pool.pin if block.key in self.pinned else self.pool.unpin)(block)
+                residency = self.pool.residency
+                (residency.pin if block.key in self.pinned else residency.unpin)(block)
 
     @invariant()
     def frames_are_conserved_and_leases_hold_their_bytes(self) -> None:
-        self.pool.check()
+        self.pool.residency.check()
         for ids, frames in self.leased:
             for block, frame in zip(ids, frames, strict=False):
                 assert block.key == read(self.pool, frame)

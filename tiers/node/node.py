@@ -28,7 +28,8 @@ from tiers.node.arena import create, frame_stride
 from tiers.node.below import Below, open_below, stats_below
 from tiers.node.messages import HEADER, MAX_BODY, VERSION, Op
 from tiers.node.operations import Operated, PoolOperations, operations_on
-from tiers.node.pool import Capacity, Lease, NodeProbe, Pool
+from tiers.node.pool import Lease, NodeProbe, Pool
+from tiers.node.residency import Capacity
 from tiers.node.settings import NodeSettings
 from tiers.remote.stacked import StackedTier
 from tiers.tier import TierName
@@ -66,6 +67,7 @@ class NodeServer:
     def __init__(self, settings: NodeSettings) -> None:
         self.settings = settings
         self._capacity = Capacity(settings.host_bytes)
+        self._pools: list[Pool] = []
         self._layouts: list[BlockLayout] = []
         self._below: list[Below] = []
         self._operations: list[PoolOperations] = []
@@ -118,7 +120,7 @@ class NodeServer:
                         os.eventfd_read(self._wake)
                 else:
                     self._attend(key.data, events)
-            for pool in self._capacity.pools:
+            for pool in self._pools:
                 pool.work()
             for operations in self._operations:
                 operations.keeper.step()
@@ -131,7 +133,7 @@ class NodeServer:
             self._end(client)
         self.settings.socket.unlink(missing_ok=True)
         until = time.monotonic() + DRAIN_S
-        pools = self._capacity.pools
+        pools = self._pools
         while any(pool.is_writing for pool in pools) and time.monotonic() < until:
             for pool in pools:
                 pool.work()
@@ -221,11 +223,11 @@ class NodeServer:
         self._selector.unregister(client.socket)
         client.socket.close()
         if client.waits is not None and isinstance(lease := client.waits[1], Lease):
-            self._capacity.pools[client.waits[0]].give_up(lease)
+            self._pools[client.waits[0]].give_up(lease)
         for (pool, frame), count in client.leased.items():
-            self._capacity.pools[pool].release([frame] * count)
+            self._pools[pool].release([frame] * count)
         for pool, frame in client.filling:
-            self._capacity.pools[pool].abandon([frame])
+            self._pools[pool].abandon([frame])
         for operations in self._operations:
             operations.leave(client.number)
 
@@ -249,7 +251,7 @@ class NodeServer:
         if hello.get("version") != VERSION:
             raise NodeError(f"the node speaks version {VERSION}, not {hello.get('version')!r}")
         number = self._pool_for(messages.described_layout(hello.get("layout")))
-        memory = self._capacity.pools[number].memory
+        memory = self._pools[number].memory
         body = messages.pack_json({"pool": number, "num_frames": memory.num_frames})
         answer = messages.pack(Op.HELLO, body)
         if client.unsent or socket.send_fds(client.socket, [answer], [memory.file]) < len(answer):
@@ -289,7 +291,7 @@ class NodeServer:
         """How many more frames of a pool the client may hold: what one engine uses, no other can
         evict. A probe finds no more than may be leased."""
         most_bytes = int(self._capacity.capacity_bytes * MAX_SHARE)
-        pools = self._capacity.pools
+        pools = self._pools
         held = [] if asks_only else [*client.leased.elements(), *client.filling]
         held_bytes = sum(pools[number].memory.stride for number, _ in held)
         return max(0 if held else 1, (most_bytes - held_bytes) // pool.memory.stride)
@@ -307,7 +309,7 @@ class NodeServer:
             elif isinstance(asked, Operated):
                 self._send(client, client.asked, messages.pack_json(asked.told()))
             else:
-                frames = self._capacity.pools[number].settle(asked)
+                frames = self._pools[number].settle(asked)
                 client.leased.update((number, frame) for frame in frames)
                 self._send(client, Op.LEASE, messages.pack_numbers(frames))
         except OSError:
@@ -334,7 +336,9 @@ class NodeServer:
         pools = [
             {
                 "layout": messages.describe_layout(layout),
-                "num_blocks": pool.num_blocks,
+                "num_blocks": pool.residency.num_blocks,
+                "evicted": pool.residency.evicted,
+                "lost": pool.residency.lost,
                 "is_writing": pool.is_writing,
                 "num_pins": len(operations.keeper.pins()),
                 "pinned_blocks": operations.keeper.num_blocks,
@@ -344,7 +348,7 @@ class NodeServer:
             }
             for layout, pool, below, operations in zip(
                 self._layouts,
-                self._capacity.pools,
+                self._pools,
                 self._below_by_pool,
                 self._operations,
                 strict=True,
@@ -365,9 +369,9 @@ class NodeServer:
         return self._below or [None] * len(self._layouts)
 
     def _pool(self, number: int) -> Pool:
-        if number >= len(self._capacity.pools):
+        if number >= len(self._pools):
             raise NodeError(f"there is no pool {number}; say HELLO first")
-        return self._capacity.pools[number]
+        return self._pools[number]
 
     def _pool_for(self, layout: BlockLayout) -> int:
         """The pool of a layout, made when it is first asked for."""
@@ -382,14 +386,15 @@ class NodeServer:
                 f"{self.settings.host_bytes} bytes of host memory"
             )
         below = open_below(self.settings, layout) if self.settings.disk_dirs else None
-        pool = Pool(create(layout, num_frames), self._capacity)
+        mover = None
         if below is not None:
             self._below.append(below)
-            pool.mover = Mover(below, on_done=self._wake_up)
-            pool.mover.start()
-            pool.wake = self._wake_up
+            mover = Mover(below, on_done=self._wake_up)
+            mover.start()
+        pool = Pool(create(layout, num_frames), self._capacity, mover, wake=self._wake_up)
         if isinstance(below, StackedTier):
             pool.used = below.used
+        self._pools.append(pool)
         self._operations.append(operations_on(pool, below, self.settings))
         self._layouts.append(layout)
         return len(self._layouts) - 1

@@ -65,7 +65,7 @@ class PoolOperations:
     def __post_init__(self) -> None:
         self.saved.set_result(None)
         self.keeper = Keeper(
-            self.pool,
+            self.pool.residency,
             max_blocks=int(PINNED_SHARE * self.capacity_blocks),
             block_tokens=self.pool.memory.layout.block_size,
             write=self.pool.write,
