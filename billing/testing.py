@@ -11,7 +11,7 @@ from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
 from billing.prices.book import NS
 from billing.prices.cards import default_card
-from billing.store.store import open_store
+from billing.store.opening import open_store
 from billing.usage import Usage
 
 START_NS = 1_735_689_600 * NS  # 2025-01-01T00:00:00Z, a Wednesday

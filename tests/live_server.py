@@ -14,7 +14,8 @@ from typing import Any
 from billing.accounts import Accounts
 from billing.ledger import Ledger
 from billing.prices.cards import default_card
-from billing.store.store import LedgerStore, database_url, open_store
+from billing.store.opening import database_url, open_store
+from billing.store.store import LedgerStore
 
 SCRIPT = Path(sys.executable).with_name("cachesvc")
 READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")

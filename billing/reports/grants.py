@@ -18,7 +18,7 @@ def grant_documents(store: "LedgerStore", tenant: str) -> list[Document]:
     """The grants of which something is left, in the order in which they are spent."""
     from billing.store import expiring as store_expiring
     from billing.store import reports as store_reports
-    from billing.store.store import find_corrections
+    from billing.store.batch import find_corrections
 
     with store.reading() as connection:
         account = store_reports.all_accounts(connection)[tenant]

@@ -10,6 +10,7 @@ from billing.gate.holds import StoredHold, decode_request
 from billing.gate.rollups import Row, joined
 from billing.gate.work import TenantAccount
 from billing.names import bare_id
+from billing.store.batch import find_corrections
 from billing.store.rows import read_account, read_advance, read_entry, read_hold
 from billing.store.schema import (
     accounts,
@@ -21,7 +22,7 @@ from billing.store.schema import (
     usage_daily,
     usage_sessions,
 )
-from billing.store.store import LedgerStore, find_corrections
+from billing.store.store import LedgerStore
 
 CHUNK = 10_000
 _IN_ORDER = (entries.c.tenant, entries.c.seq)

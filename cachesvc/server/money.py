@@ -39,7 +39,8 @@ from billing.reports.heads import signed_heads
 from billing.reports.receipts import ReceiptSigner, describe
 from billing.secret_file import read_or_make
 from billing.store import reports as store_reports
-from billing.store.store import LedgerStore, database_url, open_store
+from billing.store.opening import database_url, open_store
+from billing.store.store import LedgerStore
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import LimitsSection, QuotaTable
 from cachesvc.config.settings import Settings

@@ -12,7 +12,7 @@ from billing.idempotency import Idempotency
 from billing.ledger import Ledger
 from billing.prices.cards import default_card
 from billing.reports.receipts import ReceiptSigner, describe
-from billing.store.store import database_url, open_store
+from billing.store.opening import database_url, open_store
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}

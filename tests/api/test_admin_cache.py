@@ -22,7 +22,7 @@ from api.testing import FakeHouse, fake_house
 from billing.operations.books import OpenBooks
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner, verify_receipt
-from billing.store.store import database_url
+from billing.store.opening import database_url
 from billing.testing import running_ledger
 from cachesvc.config.places import disk_path
 from cachesvc.operator.operator import CacheOperator

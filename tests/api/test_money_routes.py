@@ -32,7 +32,7 @@ from billing.operations.books import OpenBooks
 from billing.prices.cards import default_card, shipped_cards
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner, verify_receipt
-from billing.store.store import database_url, open_store
+from billing.store.opening import database_url, open_store
 from billing.usage import Usage
 from cachesvc.cli import app as command_line
 

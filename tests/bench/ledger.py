@@ -40,7 +40,7 @@ from billing.prices.cards import default_card
 from billing.prices.rating import hold_amount
 from billing.proof import audit
 from billing.reports import statement as statements
-from billing.store.store import database_url, open_store
+from billing.store.opening import database_url, open_store
 from billing.usage import Usage
 from tests.bench import provenance
 

@@ -12,7 +12,7 @@ from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
 from billing.money import UNITS
 from billing.proof import audit
-from billing.store.store import open_store
+from billing.store.opening import open_store
 from billing.testing import TestLedger, running_ledger
 from billing.usage import EMPTY, Usage
 

@@ -12,7 +12,7 @@ from billing.money import UNITS
 from billing.prices.cards import parse_card
 from billing.proof import audit
 from billing.proof.result import Problem
-from billing.store.store import open_store
+from billing.store.opening import open_store
 from billing.testing import running_ledger
 from billing.usage import Usage
 from tests.contract.test_audit_forgery import forge

@@ -9,7 +9,7 @@ import pytest
 from billing.gate.entries import digest, genesis
 from billing.money import UNITS
 from billing.proof import audit
-from billing.store.store import open_store
+from billing.store.opening import open_store
 from billing.testing import running_ledger
 from billing.usage import Usage
 

@@ -19,7 +19,7 @@ from billing.prices.cards import parse_card
 from billing.proof import audit
 from billing.proof.result import Head, Proof
 from billing.proof.trail import TRAIL
-from billing.store.store import open_store
+from billing.store.opening import open_store
 from billing.testing import running_ledger
 from billing.usage import Usage
 from tests.contract.test_invoices import BY, PARTIES

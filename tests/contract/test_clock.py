@@ -15,7 +15,7 @@ from billing.prices.cards import default_card
 from billing.proof import audit
 from billing.reports import usage as usage_report
 from billing.reports.statement import statement
-from billing.store.store import database_url, open_store
+from billing.store.opening import database_url, open_store
 from billing.testing import ManualClock, TestLedger
 from billing.usage import Usage
 

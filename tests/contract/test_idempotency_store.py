@@ -6,7 +6,7 @@ from sqlalchemy import text
 from billing.errors import IdempotencyBusy, IdempotencyConflict
 from billing.idempotency import Claimed, Idempotency, Replay
 from billing.money import UNITS
-from billing.store.store import open_store
+from billing.store.opening import open_store
 from billing.testing import TestLedger
 from billing.usage import Usage
 from tests.contract.conftest import entries

@@ -16,7 +16,7 @@ from billing.money import UNITS
 from billing.proof import audit
 from billing.reports.heads import signed_heads
 from billing.reports.receipts import ReceiptSigner
-from billing.store.store import open_store
+from billing.store.opening import open_store
 from billing.testing import running_ledger
 from billing.usage import Usage
 from cachesvc.cli import app

@@ -19,7 +19,7 @@ from billing.gate.outcomes import Outcome
 from billing.gate.work import Settled
 from billing.money import UNITS
 from billing.prices.book import NS
-from billing.store.store import open_store
+from billing.store.opening import open_store
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 

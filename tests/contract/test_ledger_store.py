@@ -31,8 +31,9 @@ from billing.reports import export
 from billing.reports import statement as statements
 from billing.reports import usage as usage_report
 from billing.reports.revenue import revenue
+from billing.store.opening import open_store
 from billing.store.prepared import HotStatements
-from billing.store.store import LedgerStore, open_store
+from billing.store.store import LedgerStore
 from billing.testing import ManualClock, TestLedger, running_ledger
 from billing.usage import EMPTY, Usage
 from tests.contract.conftest import entries

@@ -20,7 +20,7 @@ from billing.reports.export import focus_rows
 from billing.reports.plans import plan_document
 from billing.reports.statement import Statement, statement
 from billing.reports.usage import total
-from billing.store.store import open_store
+from billing.store.opening import open_store
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 from tests.contract.conftest import entries

@@ -16,7 +16,7 @@ from billing.proof.result import Head
 from billing.reports.heads import read_heads, read_receipt_head, send_heads, signed_heads
 from billing.reports.receipts import ReceiptSigner, published_keys, receipt_for
 from billing.store import trail as store_trail
-from billing.store.store import open_store
+from billing.store.opening import open_store
 from billing.testing import running_ledger
 from billing.usage import Usage
 

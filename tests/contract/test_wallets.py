@@ -25,7 +25,7 @@ from billing.proof.prover import Prover
 from billing.reports.plans import standing
 from billing.reports.receipts import ReceiptSigner
 from billing.reports.statement import statement
-from billing.store.store import open_store
+from billing.store.opening import open_store
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 from tests.contract.conftest import entries

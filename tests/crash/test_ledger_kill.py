@@ -16,7 +16,7 @@ from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.proof import audit
 from billing.store import reports as store_reports
-from billing.store.store import open_store
+from billing.store.opening import open_store
 from billing.testing import running_ledger
 
 KILLS = int(os.environ.get("LEDGER_KILLS", "8"))  # 50 by hand

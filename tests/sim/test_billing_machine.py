@@ -40,9 +40,10 @@ from billing.prices.book import NS
 from billing.prices.cards import default_card, parse_card
 from billing.prices.rating import rate
 from billing.proof import audit
+from billing.store.opening import open_store
 from billing.store.prepared import Prepared
 from billing.store.schema import metadata
-from billing.store.store import LedgerStore, open_store
+from billing.store.store import LedgerStore
 from billing.testing import ManualClock
 from billing.usage import EMPTY, Usage
 from tests.postgres_server import fresh_database

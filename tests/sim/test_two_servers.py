@@ -16,7 +16,8 @@ from billing.gate.entries import Kind
 from billing.gate.outcomes import PRESUMED
 from billing.proof import audit
 from billing.store import reports as store_reports
-from billing.store.store import LedgerStore, open_store
+from billing.store.opening import open_store
+from billing.store.store import LedgerStore
 from billing.testing import running_ledger
 
 HOLD = 5_000_000  # three misses and one output under the launch card
@@ -30,7 +31,7 @@ from billing.errors import InsufficientBalance
 from billing.ledger import Ledger
 from billing.gate.outcomes import Outcome
 from billing.prices.cards import default_card
-from billing.store.store import open_store
+from billing.store.opening import open_store
 from billing.usage import Usage
 url, owner, run, turns = sys.argv[1:]
 store = open_store(url)

@@ -28,7 +28,7 @@ from billing.ledger import Ledger
 from billing.operations.books import OpenBooks
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner
-from billing.store.store import database_url, open_store
+from billing.store.opening import database_url, open_store
 from billing.testing import ManualClock, running_ledger
 from billing.usage import Usage
 from cachesvc.cli import app, render

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 from api.admin.login.passwords import Passwords
 from api.admin.login.sessions import Admin, Role
 from billing.accounts import Accounts
-from billing.store.store import database_url, open_store
+from billing.store.opening import database_url, open_store
 from cachesvc.cli import app
 
 SECRET = "five words that no one says"

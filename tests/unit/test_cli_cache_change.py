@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from api.access.auth import Salts
 from api.testing import fake_house
 from billing.reports.receipts import ReceiptSigner, verify_receipt
-from billing.store.store import database_url
+from billing.store.opening import database_url
 from billing.testing import running_ledger
 from cachesvc.cli import app
 from cachesvc.config.places import disk_path

@@ -21,7 +21,7 @@ from api.testing import fake_house
 from billing.operations.books import OpenBooks
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner
-from billing.store.store import database_url
+from billing.store.opening import database_url
 from billing.testing import running_ledger
 from cachesvc.cli import app
 from cachesvc.cli.cache.tree import owners_in, tree_from_json, tree_lines

@@ -14,7 +14,7 @@ from billing.gate.entries import Entry
 from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.proof import audit
-from billing.store.store import open_store
+from billing.store.opening import open_store
 from billing.store.wal import WAL_BYTES
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
@@ -107,7 +107,7 @@ def test_a_sync_of_sqlites_own_that_fails_closes_the_ledger_too(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(house.ledger.store, "write", fail)
+        patch.setattr("billing.store.store.write_work", fail)
         with pytest.raises(LedgerUnavailable, match="failed to write"):
             house.reserve("r1", 1)
     with pytest.raises(LedgerUnavailable, match="restart the server"):

@@ -24,7 +24,8 @@ from billing.reports.usage import (
     report,
 )
 from billing.store import reports as store_reports
-from billing.store.store import LedgerStore, open_store
+from billing.store.opening import open_store
+from billing.store.store import LedgerStore
 from billing.testing import START_NS, ManualClock, running_ledger
 from billing.usage import Usage
 from cachesvc.cli import app

@@ -1,4 +1,4 @@
-"""Runs migrations on the connection that `billing.store.store` hands over, in its transaction."""
+"""Runs migrations on the connection that `billing.store.opening` hands over, in its transaction."""
 
 from alembic import context
 

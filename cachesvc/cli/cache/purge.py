@@ -10,7 +10,7 @@ import typer
 
 from api.format import number_of, size
 from billing.reports.receipts import ReceiptSigner
-from billing.store.store import database_url as ledger_url
+from billing.store.opening import database_url as ledger_url
 from cachesvc.cli.cache.select import find_scope, server_of
 from cachesvc.cli.money.books import DatabaseUrl, actor, books
 from cachesvc.cli.options import DataDir, existing_data_dir

@@ -71,7 +71,7 @@ def open_books(path: Path, database: str | None, *, create: bool) -> "Iterator[F
     """The ledger of a data directory or URL. Raises `BillingError`."""
     # Here, since the database takes longer to import than a running server to answer.
     from billing.operations.books import FolderBooks
-    from billing.store.store import database_url, open_store
+    from billing.store.opening import database_url, open_store
 
     found = FolderBooks(open_store(database or database_url(path), create=create), path)
     try:

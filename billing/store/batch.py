@@ -1,0 +1,152 @@
+"""What a batch of ledger commands reads before it is applied, and what it writes afterwards.
+
+Both run inside the one transaction of `LedgerStore.apply`. A batch reads as much as its commands
+can change: what none of them touches is neither locked nor read.
+"""
+
+from collections.abc import Callable, Sequence
+
+from sqlalchemy import Connection, select
+
+from billing.gate.commands import (
+    CloseMonth,
+    Command,
+    Expire,
+    MoveWallet,
+    Reap,
+    Settle,
+    advance_of,
+    fingerprint_of,
+    keys_of,
+)
+from billing.gate.entries import CORRECTABLE, Entry
+from billing.gate.rollups import rollups
+from billing.gate.wallets import told
+from billing.gate.work import Work
+from billing.money import format_units
+from billing.prices.book import PriceBook
+from billing.store import expiring as store_expiring
+from billing.store import plans as store_plans
+from billing.store import undelivered as store_undelivered
+from billing.store import wallets as store_wallets
+from billing.store.prepared import HotStatements
+from billing.store.rows import (
+    account_row,
+    advance_row,
+    entry_row,
+    hold_row,
+    read_account,
+    read_advance,
+    read_entry,
+    read_hold,
+)
+from billing.store.schema import entries
+from billing.store.trail import add_trail
+
+
+def load_work(
+    hot: HotStatements,
+    connection: Connection,
+    commands: Sequence[Command],
+    book: PriceBook,
+    clock_ns: Callable[[], int],
+) -> Work:
+    """Lock the accounts that the commands touch and read what they need."""
+    keys = sorted({key for command in commands for key in keys_of(command)})
+    tenants = sorted({tenant for tenant, _ in keys})
+    locked = map(read_account, hot.find_accounts(connection, tenants))
+    work = Work(book, clock_ns(), {account.tenant: account for account in locked})
+    held = map(read_hold, hot.find_holds.by_tenant(connection, keys))
+    work.holds = {hold.key: hold for hold in held}
+    unheld = [key for key in keys if key not in work.holds]  # what is held was not charged
+    for entry in map(read_entry, hot.find_entries.by_tenant(connection, unheld)):
+        work.entries.setdefault((entry.tenant, entry.request_id), []).append(entry)
+    drawing = sorted({tenant for each in commands if (tenant := advance_of(each))})
+    if drawing:
+        ahead = map(read_advance, hot.find_advances(connection, drawing))
+        work.advances = {advance.key: advance for advance in ahead}
+    retried = {key for command in commands if (key := fingerprint_of(command))}
+    for fingerprint in retried:
+        lost = store_undelivered.charges(connection, fingerprint, work.now_ns)
+        work.undelivered[fingerprint] = lost
+        for hold in store_undelivered.running(connection, fingerprint):
+            work.holds.setdefault(hold.key, hold)
+    planned = [tenant for tenant in tenants if book.includes(tenant)]
+    if planned and any(isinstance(each, Settle | Reap) for each in commands):
+        work.used = store_plans.used_by(connection, planned)
+    if any(isinstance(each, MoveWallet) for each in commands):
+        work.wallets = store_wallets.wallet_rows(connection, tenants)
+    closing = [(each.tenant, each.month) for each in commands if isinstance(each, CloseMonth)]
+    work.spent = store_plans.spent_in(connection, closing)
+    for tenant in {each.tenant for each in commands if isinstance(each, Expire)}:
+        work.grants[tenant] = store_expiring.grants_of(connection, tenant)
+    standing = [entry for found in work.entries.values() for entry in found]
+    standing += [entry for found in work.grants.values() for entry in found]
+    forgiven = [entry for found in work.undelivered.values() for entry in found]
+    for entry in (*standing, *forgiven):
+        if entry.kind in CORRECTABLE:
+            found = find_corrections(connection, entry)
+            work.corrections[entry.tenant, entry.seq] = found
+    return work
+
+
+def write_work(hot: HotStatements, connection: Connection, work: Work) -> None:
+    """Write what a batch changed."""
+    if work.new_entries:
+        hot.add_entries.run(connection, map(entry_row, work.new_entries))
+        store_expiring.note_grants(connection, work.new_entries)
+        daily, sessions = rollups(work.new_entries).stored()
+        if daily:
+            hot.add_daily.run(connection, daily)
+        if sessions:
+            hot.add_sessions.run(connection, sessions)
+    if work.put_holds:
+        hot.put_holds.run(connection, map(hold_row, work.put_holds.values()))
+    if work.dropped_holds:
+        hot.drop_holds.run(connection, map(_key_row, work.dropped_holds))
+    if work.put_wallets:
+        store_wallets.write_wallets(connection, work.put_wallets)
+    if work.put_used:
+        store_plans.write_used(connection, work.put_used)
+    if work.put_advances:
+        changed = work.put_advances.values()
+        hot.put_advances.run(connection, [advance_row(a) for a in changed if a.amount])
+        gone = [{"of_tenant": a.tenant, "of_owner": a.owner} for a in changed if not a.amount]
+        hot.drop_advances.run(connection, gone)
+    if work.touched:
+        moved = [account_row(work.accounts[tenant]) for tenant in sorted(work.touched)]
+        hot.move_accounts.run(connection, moved)
+    for fingerprint in work.dropped_undelivered:
+        store_undelivered.forget(connection, fingerprint)
+    for fingerprint, request_id in work.put_undelivered:
+        store_undelivered.note(connection, fingerprint, request_id, work.now_ns)
+    for entry, before in work.decisions:
+        _write_decision(connection, entry, before)
+
+
+def find_corrections(connection: Connection, charged: Entry) -> list[Entry]:
+    """The entries that correct a charge or put a deposit right."""
+    query = select(entries).where(
+        (entries.c.tenant == charged.tenant) & (entries.c.corrects == charged.seq)
+    )
+    return [read_entry(row) for row in connection.execute(query).mappings()]
+
+
+def _write_decision(connection: Connection, entry: Entry, worth: int) -> None:
+    """The trail of a deposit, grant or correction that a person decided."""
+    details = entry.details
+    wallet = {"wallet": told(details)} if told(details) else {}
+    add_trail(
+        connection,
+        at_ns=entry.at_ns,
+        actor=details["by"],
+        action=f"balance.{entry.kind}",
+        subject=f"{entry.tenant}/{entry.seq}",
+        before={"balance": format_units(worth)},
+        after={"balance": format_units(worth + entry.amount)} | wallet,
+        reason=details.get("reason", ""),
+    )
+
+
+def _key_row(key: tuple[str, str]) -> dict[str, str]:
+    return {"old_tenant": key[0], "old_request_id": key[1]}

@@ -1,0 +1,135 @@
+"""Opening the ledger's database by its URL: its dialect, its pragmas, its schema.
+
+Called once by a server or a command. A schema that is older than `REVISION` is migrated under a
+lock; a newer one is refused.
+"""
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+from billing.errors import StoreError
+from billing.store.schema import use_postgresql
+from billing.store.store import LedgerStore, cause_of
+
+REVISION = "0012"
+MIGRATIONS = Path(__file__).parent / "migrations"
+BUSY_TIMEOUT_S = 10
+
+
+def database_url(data_dir: Path) -> str:
+    """The default database of a data directory."""
+    return f"sqlite:///{data_dir / 'ledger.sqlite3'}"
+
+
+def open_store(url: str, *, create: bool = True) -> LedgerStore:
+    """Open a database and bring its schema up to date. Raises `StoreError`.
+
+    `create=False` refuses a SQLite file that does not exist, as reading commands want.
+    """
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise StoreError(
+            f"{url!r} is not a database URL such as sqlite:///ledger.sqlite3"
+        ) from error
+    if parsed.drivername in ("postgresql", "postgres"):
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    if parsed.get_backend_name() not in ("sqlite", "postgresql"):
+        raise StoreError(f"{parsed.get_backend_name()} is not supported; use SQLite or PostgreSQL")
+    if parsed.get_backend_name() == "sqlite":
+        _check_sqlite_path(parsed.database, create)
+    try:
+        engine = _engine(parsed)
+        try:
+            _migrate(engine)
+        except BaseException:
+            engine.dispose()
+            raise
+    except ModuleNotFoundError as error:
+        raise StoreError('PostgreSQL needs a driver: pip install "cachesvc[postgres]"') from error
+    except SQLAlchemyError as error:
+        where = parsed.render_as_string(hide_password=True)
+        raise StoreError(f"cannot open the ledger at {where}: {cause_of(error)}") from error
+    return LedgerStore(engine)
+
+
+def _check_sqlite_path(path: str | None, create: bool) -> None:
+    if not path or path == ":memory:":
+        raise StoreError("a ledger needs a file: sqlite:////path/to/ledger.sqlite3")
+    if not create and not Path(path).exists():
+        raise StoreError(f"there is no ledger at {path}; start the server or create a tenant first")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+
+
+def _engine(url: Any) -> Engine:
+    if url.get_backend_name() == "postgresql":
+        use_postgresql()
+        return create_engine(url, pool_size=4, max_overflow=8, pool_pre_ping=True)
+    engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S})
+    event.listen(engine, "connect", _configure_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _configure_sqlite(connection: sqlite3.Connection, _: object) -> None:
+    connection.isolation_level = None  # we say BEGIN ourselves
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA foreign_keys=ON")
+    connection.execute("PRAGMA cache_size=-65536")
+    connection.execute("PRAGMA wal_autocheckpoint=4000")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    """Straight to the driver: this runs for every batch, and Core would take longer than the
+    batch.
+    """
+    driver: Any = connection.connection.driver_connection
+    durable = connection.get_execution_options().get("durable", connection.info.get("durable"))
+    if durable is None:
+        driver.execute("BEGIN")
+        return
+    # Entries survive a power cut. Holds need not: neither do the requests they belong to.
+    level = "FULL" if durable else "NORMAL"
+    if connection.info.get("synchronous") != level:
+        driver.execute(f"PRAGMA synchronous={level}")
+        connection.info["synchronous"] = level
+    driver.execute("BEGIN IMMEDIATE")
+
+
+def _migrate(engine: Engine) -> None:
+    """Bring the schema to `REVISION`; a newer one is refused, an older one upgraded under a
+    lock.
+    """
+    with engine.connect() as connection:
+        current = _revision(connection)
+    if current == REVISION:
+        return
+    from alembic import command
+    from alembic.config import Config
+    from alembic.util import CommandError
+
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    with engine.connect().execution_options(durable=True) as connection, connection.begin():
+        if engine.dialect.name == "postgresql":
+            connection.execute(text("SELECT pg_advisory_xact_lock(4715013)"))
+        config.attributes["connection"] = connection
+        try:
+            command.upgrade(config, REVISION)
+        except CommandError as error:
+            raise StoreError(
+                f"the ledger has schema {current!r}, which this version does not know; "
+                "run the version that wrote it, or a newer one"
+            ) from error
+
+
+def _revision(connection: Connection) -> str | None:
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    found: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
+    return found
