@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-CREDIT = 512.0  # tokens of work that a share may be behind when it becomes active: a prompt
+CREDIT = 2048.0  # tokens of work that a share may be behind when it becomes active: a few prompts
 MIN_WINDOW_S = 0.5  # of one measurement
 MAX_WINDOW_S = 10.0
 MIN_BEGUN = 4  # requests in one measurement, so that one long one is not the rate

@@ -56,7 +56,7 @@ def test_idle_shares_are_forgotten_when_nothing_is_owed() -> None:
         served.enter(str(number))
         served.charge(str(number), 1)
         served.leave(str(number))
-        served.charge("always", 1)
+        served.charge("always", CREDIT)
     assert len(served._served) < 5
 
 
