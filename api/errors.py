@@ -209,6 +209,7 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     billing_errors.UnknownTenant: Row(403, "permission_error", "unknown_tenant"),
     billing_errors.NoPrice: Row(403, "permission_error", "no_price"),
     billing_errors.InvalidAmount: Row(400, "invalid_request_error", "invalid_value"),
+    billing_errors.InvalidLimit: Row(400, "invalid_request_error", "invalid_value"),
     billing_errors.PriceError: Row(400, "invalid_request_error", "invalid_rate_card"),
     billing_errors.UnknownCard: Row(404, "invalid_request_error", "not_found"),
     billing_errors.CardConflict: Row(409, "invalid_request_error", "rate_card_conflict"),

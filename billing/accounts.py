@@ -8,7 +8,7 @@ are rare single transactions and may block.
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from billing.errors import (
     AlreadyExists,
     CardConflict,
     InvalidAmount,
+    InvalidLimit,
     KeyExpired,
     KeyRevoked,
     UnknownKey,
@@ -42,7 +43,7 @@ from billing.store import accounts as rows
 from billing.store import reports as store_reports
 from billing.store import trail as store_trail
 from billing.store.store import Connection, LedgerStore
-from billing.tenants import Tenant, tenant_of
+from billing.tenants import MAX_RATE_LIMIT, RATE_LIMITS, Tenant, tenant_of
 
 OPEN_TENANT = "default"  # whom requests belong to while no keys are configured
 REFRESH_S = 0.5  # how soon a change made by another process is seen
@@ -61,6 +62,7 @@ class _Snapshot:
     version: int
     keys: dict[bytes, _Known]
     book: PriceBook
+    rate_limits: Mapping[str, Mapping[str, int]]  # by tenant and name
 
 
 class Accounts:
@@ -148,6 +150,7 @@ class Accounts:
             version = rows.version(connection)
             found = rows.live_keys(connection)
             cards = [parse_card(row["text"]) for row in rows.card_rows(connection)]
+            rate_limits = rows.rate_limits_of(connection)
         known = {
             row.digest: _Known(
                 Principal(
@@ -158,7 +161,7 @@ class Accounts:
             )
             for row in found
         }
-        return _Snapshot(version, known, PriceBook(tuple(cards)))
+        return _Snapshot(version, known, PriceBook(tuple(cards)), rate_limits)
 
     # -- open mode ---------------------------------------------------------------------------------
 
@@ -223,6 +226,28 @@ class Accounts:
     def set_suspended(self, tenant: str, suspended: bool, *, by: str, reason: str = "") -> Tenant:
         """Stop or allow new requests of a tenant; running ones end as they would."""
         return self._alter(tenant, by, reason, "tenant.suspend", suspended=suspended)
+
+    def rate_limits(self, tenant: str) -> Mapping[str, int]:
+        """The limits that admins set for a tenant, by name; 0 is no limit. As of the last look."""
+        return self._snapshot.rate_limits.get(tenant, {})
+
+    def set_rate_limits(
+        self, tenant: str, limits: Mapping[str, int | None], *, by: str, reason: str = ""
+    ) -> Mapping[str, int]:
+        """Change the limits that are named: 0 is no limit, None is as the settings say."""
+        for name, value in limits.items():
+            _check_rate_limit(name, value)
+        self.tenant(tenant)
+
+        def write(connection: Connection) -> None:
+            before = rows.rate_limits_of(connection, tenant).get(tenant, {})
+            wanted = {**before, **limits}
+            after = {name: value for name, value in wanted.items() if value is not None}
+            rows.replace_rate_limits(connection, tenant, after)
+            self._trail(connection, by, "tenant.rates", tenant, before, after, reason)
+
+        self._change(write)
+        return self.rate_limits(tenant)
 
     def _alter(self, tenant: str, by: str, reason: str, action: str, **values: Any) -> Tenant:
         def write(connection: Connection) -> None:
@@ -441,6 +466,13 @@ def _check_limit(credit_limit: int | None) -> None:
         raise InvalidAmount(
             f"a credit limit of {format_units(credit_limit)} is below zero; 0 is prepaid"
         )
+
+
+def _check_rate_limit(name: str, value: int | None) -> None:
+    if name not in RATE_LIMITS:
+        raise InvalidLimit(f"there is no limit {name!r}; there are {', '.join(RATE_LIMITS)}")
+    if value is not None and not 0 <= value <= MAX_RATE_LIMIT:
+        raise InvalidLimit(f"{name} is 0, for no limit, to {MAX_RATE_LIMIT:,}; it was {value:,}")
 
 
 def _unknown(tenant: str) -> UnknownTenant:

@@ -12,6 +12,7 @@ BillingError
 │   ├── InvalidName        a tenant or project name that is not safe everywhere
 │   ├── UnknownTenant
 │   ├── UnknownBudget
+│   ├── InvalidLimit       a limit of no known name, or not a whole number in range
 │   ├── AlreadyExists      a tenant, project or reference of that name stands already
 │   ├── UnknownKey         no such API key
 │   ├── KeyExpired / KeyRevoked / TenantSuspended
@@ -83,6 +84,10 @@ class UnknownTenant(AccountError):
 
 class UnknownBudget(AccountError):
     """No budget of that name."""
+
+
+class InvalidLimit(AccountError):
+    """A limit that has another name than those there are, or is no whole number in range."""
 
 
 class AlreadyExists(AccountError):

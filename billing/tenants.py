@@ -2,7 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+# What an admin may limit of a tenant: three counts a minute, and requests running at once.
+RATE_LIMITS: Final = ("requests", "miss_tokens", "output_tokens", "concurrency")
+MAX_RATE_LIMIT: Final = 10**12
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ protects the money.
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from limits import RateLimitItem, RateLimitItemPerMinute
@@ -44,6 +44,9 @@ class Quota:
     concurrency: int | None = None
 
 
+NO_LIMIT = Quota()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitSettings:
     """Quotas of each tenant and each key; `tenants` and `keys` name the exceptions."""
@@ -52,6 +55,16 @@ class LimitSettings:
     key: Quota = field(default_factory=Quota)
     tenants: Mapping[str, Quota] = field(default_factory=dict)
     keys: Mapping[str, Quota] = field(default_factory=dict)
+
+    def of_tenant(self, tenant: str, overrides: Mapping[str, int]) -> Quota:
+        """A tenant's quota; `overrides` are what an admin set, by field, with 0 for no limit."""
+        quota = self.tenants.get(tenant, self.tenant)
+        if not overrides:
+            return quota
+        return replace(quota, **{name: value or None for name, value in overrides.items()})
+
+
+Overrides = Callable[[str], Mapping[str, int]]
 
 
 class Permit(Protocol):
@@ -113,7 +126,8 @@ class _Reading(NamedTuple):
 class WindowLimits:
     """`RateLimits` over a store of the `limits` library. Event loop only.
 
-    `pool` holds the connections to Redis where that is the store.
+    `pool` holds the connections to Redis where that is the store. `overrides` tells the limits that
+    an admin set for a tenant, and blocks on nothing.
     """
 
     def __init__(
@@ -123,15 +137,19 @@ class WindowLimits:
         places: Places | None = None,
         pool: "ConnectionPool | None" = None,
         breaker: CircuitBreaker | None = None,
+        overrides: Overrides = lambda tenant: {},
     ) -> None:
         self._settings = settings
+        self._overrides = overrides
         self._limiter = FixedWindowRateLimiter(storage)
         self._places = places or LocalPlaces()
         self._pool = pool
         self._breaker = breaker or CircuitBreaker()
 
     async def admit(self, principal: Principal) -> Permit:
-        quotas = list(self._quotas(principal))
+        quotas = [each for each in self._quotas(principal) if each[1] != NO_LIMIT]
+        if not quotas:
+            return FreePass()
         member = secrets.token_hex(8)
         await self._take_place(member, quotas)
         windows = [window for holder, quota in quotas for window in _windows(holder, quota)]
@@ -194,7 +212,7 @@ class WindowLimits:
 
     def _quotas(self, principal: Principal) -> Iterator[tuple[Holder, Quota]]:
         settings = self._settings
-        tenant = settings.tenants.get(principal.tenant, settings.tenant)
+        tenant = settings.of_tenant(principal.tenant, self._overrides(principal.tenant))
         yield Holder("tenant", principal.tenant), tenant
         if principal.key_id:
             yield Holder("key", principal.key_id), settings.keys.get(principal.key_id, settings.key)
@@ -226,17 +244,20 @@ class _Place:
         await self.limits.book(self.windows, usage)
 
 
-def open_limits(settings: LimitSettings, url: str) -> WindowLimits:
+def open_limits(
+    settings: LimitSettings, url: str, overrides: Overrides = lambda tenant: {}
+) -> WindowLimits:
     """Limits counted at `memory://` or a `redis://` URL. Raises ConfigurationError of `limits`."""
     if url.startswith("memory"):
-        return WindowLimits(settings, open_storage(url))
+        return WindowLimits(settings, open_storage(url), overrides=overrides)
     from redis.asyncio import ConnectionPool
 
     timeouts = {"socket_timeout": STORE_TIMEOUT_S, "socket_connect_timeout": STORE_TIMEOUT_S}
     pool = ConnectionPool.from_url(url, **timeouts)
     storage = open_storage(url, connection_pool=pool)
     breaker = CircuitBreaker()
-    return WindowLimits(settings, storage, RedisPlaces(pool, breaker=breaker), pool, breaker)
+    places = RedisPlaces(pool, breaker=breaker)
+    return WindowLimits(settings, storage, places, pool, breaker, overrides)
 
 
 def open_storage(url: str, **options: Any) -> Storage:

@@ -1,6 +1,7 @@
 """Tenants and their projects."""
 
 import time
+from collections.abc import Mapping
 
 from billing.money import parse_amount
 from billing.operations.books import Books
@@ -17,6 +18,7 @@ def show_tenant(books: Books, *, tenant: str) -> Document:
     from billing.reports.plans import standing  # it reads the database
 
     found = tenant_document(books.accounts.tenant(tenant))
+    found["rate_limits"] = dict(books.accounts.rate_limits(tenant))
     more = standing(books.store, tenant, time.time_ns())
     return found | {"projects": books.accounts.projects(tenant)} | more
 
@@ -51,6 +53,16 @@ def set_credit_limit(
     """Set how far below zero a tenant may go; None is unlimited."""
     limit = _units(credit_limit)
     return tenant_document(books.accounts.set_credit_limit(tenant, limit, by=by, reason=why))
+
+
+def set_rate_limits(
+    books: Books, *, tenant: str, limits: Mapping[str, int | None], by: str, why: str
+) -> Document:
+    """Change limits of a tenant: requests, miss_tokens or output_tokens a minute, concurrency.
+
+    0 is no limit, None is again as the settings say; those that are not named stay.
+    """
+    return dict(books.accounts.set_rate_limits(tenant, limits, by=by, reason=why))
 
 
 def suspend_tenant(books: Books, *, tenant: str, by: str, why: str) -> Document:

@@ -5,14 +5,15 @@ all.
 """
 
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Connection, Row, select, update
+from sqlalchemy import Connection, Row, delete, select, update
 from sqlalchemy.engine import RowMapping
 from sqlalchemy.exc import IntegrityError
 
 from billing.gate.entries import ACCOUNTS, genesis
-from billing.store.schema import accounts, keys, meta, projects, rate_cards
+from billing.store.schema import accounts, keys, meta, projects, rate_cards, rate_limits
 from billing.store.store import LedgerStore
 
 
@@ -90,6 +91,23 @@ def tenant_row(connection: Connection, tenant: str, *, lock: bool = False) -> Ro
 
 def change_tenant(connection: Connection, tenant: str, **values: Any) -> None:
     connection.execute(update(accounts).where(accounts.c.tenant == tenant).values(values))
+
+
+def rate_limits_of(connection: Connection, tenant: str | None = None) -> dict[str, dict[str, int]]:
+    """The limits that admins set, by tenant and name."""
+    query = select(rate_limits)
+    if tenant is not None:
+        query = query.where(rate_limits.c.tenant == tenant)
+    found: dict[str, dict[str, int]] = {}
+    for row in connection.execute(query):
+        found.setdefault(row.tenant, {})[row.name] = row.value
+    return found
+
+
+def replace_rate_limits(connection: Connection, tenant: str, limits: Mapping[str, int]) -> None:
+    connection.execute(delete(rate_limits).where(rate_limits.c.tenant == tenant))
+    for name, value in limits.items():
+        connection.execute(rate_limits.insert().values(tenant=tenant, name=name, value=value))
 
 
 def insert_project(connection: Connection, tenant: str, project: str, now_ns: int) -> bool:

@@ -147,6 +147,14 @@ wallets = Table(
     Column("amount", Wide, nullable=False),
 )
 
+# Limits of a tenant that an admin set; those that are not here are as the settings say. 0 is none.
+rate_limits = Table(
+    "rate_limits",
+    metadata,
+    *(Column(name, String, primary_key=True) for name in ("tenant", "name")),
+    Column("value", BigInteger, nullable=False),
+)
+
 # What servers hold of a tenant's balance in advance.
 advances = Table(
     "advances",

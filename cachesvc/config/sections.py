@@ -232,7 +232,8 @@ class LimitsSection(Section):
     tenants: dict[str, QuotaTable] = Field(
         default_factory=dict,
         description="Limits a minute by tenant, * for all others: requests, miss_tokens (computed "
-        "prompt tokens), output_tokens; and concurrency, requests running at once",
+        "prompt tokens), output_tokens; and concurrency, requests running at once. Those that an "
+        "admin set for a tenant (`tenants set --limit`, or its page) come first",
     )
     keys: dict[str, QuotaTable] = Field(
         default_factory=dict, description="The same by id of a key, * for all others"

@@ -17,7 +17,7 @@ from typing import Any
 from limits.errors import ConfigurationError
 
 from api.access.auth import KeyGate, Salts
-from api.access.limits import LimitSettings, NoLimits, Quota, RateLimits, open_limits
+from api.access.limits import LimitSettings, Overrides, Quota, RateLimits, open_limits
 from api.requests.metering import LedgerMeter
 from billing.accounts import Accounts
 from billing.alerts.budgets import BudgetWatch
@@ -167,7 +167,6 @@ def open_money(settings: Settings) -> Money:
     """
     data_dir = settings.server.data_dir
     first_card = _first_card(settings.billing.first_card)
-    limits = _limits(settings.limits)
     with ExitStack() as opened:
         store = open_store(settings.billing.database_url or database_url(data_dir))
         opened.callback(store.close)
@@ -193,7 +192,7 @@ def open_money(settings: Settings) -> Money:
                 read_secret(data_dir),
                 {name: frozenset(tenants) for name, tenants in settings.server.groups.items()},
             ),
-            limits=limits,
+            limits=_limits(settings.limits, accounts.rate_limits),
             replays=Idempotency(store, owner=settings.billing.server_name),
             required=required,
             lease_s=LEASE_S,
@@ -254,13 +253,9 @@ def limit_settings(section: LimitsSection) -> LimitSettings:
     )
 
 
-def _limits(section: LimitsSection) -> RateLimits:
-    limits = limit_settings(section)
-    quotas = {limits.tenant, limits.key, *limits.tenants.values(), *limits.keys.values()}
-    if quotas == {Quota()}:
-        return NoLimits()
+def _limits(section: LimitsSection, overrides: Overrides) -> RateLimits:
     try:
-        return open_limits(limits, section.url)
+        return open_limits(limit_settings(section), section.url, overrides)
     except (ConfigurationError, ImportError, ValueError) as error:
         said = f"limits.url {section.url!r} cannot be used: {error}"
         raise ConfigError(

@@ -9,15 +9,19 @@ from typing import Any
 
 import httpx
 import pytest
+from limits.aio.storage import MemoryStorage
 
 from api.access.auth import Salts
+from api.access.limits import LimitSettings, Quota, WindowLimits
 from api.admin.testing import OPERATOR_TOKEN, RecordingTrail
 from api.cache.explorer import Explorer
 from api.cache.owners import Owners
+from api.errors import RateLimited
 from api.format import size
 from api.journal.journal import Journal, JournalSettings
 from api.testing import ByteTokenizer, byte_model
 from billing.invoices.register import InvoiceRegister
+from billing.keys import Principal
 from billing.money import UNITS
 from billing.reports.receipts import ReceiptSigner
 from cachesvc.operator.block_reader import read_blocks
@@ -399,9 +403,38 @@ async def test_limits_and_states_change(client: httpx.AsyncClient, books_of_acme
     assert accounts.tenant("beta").prepaid
 
 
+async def test_rate_limits_are_set_and_hold_at_once(
+    client: httpx.AsyncClient, books_of_acme: House
+) -> None:
+    accounts = books_of_acme.books.accounts
+    limits = WindowLimits(
+        LimitSettings(tenant=Quota(requests=9)), MemoryStorage(), overrides=accounts.rate_limits
+    )
+    acme = Principal("acme", key_id="key_1")
+    form = {"requests": "1", "miss_tokens": "20,000", "output_tokens": "0", "why": "a storm"}
+    assert 303 == (await client.post("tenants/acme/rates", data=form)).status_code
+    assert {"requests": 1, "miss_tokens": 20_000, "output_tokens": 0} == accounts.rate_limits(
+        "acme"
+    )
+    await limits.admit(acme)
+    with pytest.raises(RateLimited, match="1 requests of this minute"):
+        await limits.admit(acme)
+    page = await text(client, "tenants/acme")
+    assert re.search(r"Requests a minute</dt><dd>1 <small>set here", page)
+    assert 'name="miss_tokens"' in page and 'value="20000"' in page
+    wrong = await client.post("tenants/acme/rates", data={"requests": "-3", "why": "x"})
+    assert "is not a whole number" in wrong.text
+    huge = await client.post("tenants/acme/rates", data={"requests": "9" * 13, "why": "x"})
+    assert "requests is 0, for no limit, to 1,000,000,000,000" in huge.text
+    assert 1 == accounts.rate_limits("acme")["requests"]
+    assert 303 == (await client.post("tenants/acme/rates", data={"why": "over"})).status_code
+    assert {} == accounts.rate_limits("acme")
+    assert 9 == int((await limits.admit(acme)).headers["x-ratelimit-limit-requests"])
+
+
 async def test_the_money_page_proves_and_sums(client: httpx.AsyncClient) -> None:
     page = await text(client, "money")
-    assert "It was not proved since the server started" in page
+    assert "Not proved since the server started" in page
     assert "<b>0.0002 CNY</b> charged for 1 requests" in page
     assert "in force" in page and "standard" in page
     assert 303 == (await client.post("money/verify")).status_code

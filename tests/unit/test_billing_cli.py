@@ -314,6 +314,23 @@ def test_the_fields_of_json_stay(shell: Shell) -> None:
         assert set() == set(fields.split()) - found, command
 
 
+def test_limits_of_a_tenant_are_set_and_given_back(shell: Shell) -> None:
+    shell("tenants", "create", "acme")
+    shell("tenants", "set", "acme", "--limit", "requests=60", "--limit", "concurrency=0")
+    assert {"requests": 60, "concurrency": 0} == shell.json("tenants", "show", "acme")[
+        "rate_limits"
+    ]
+    assert "requests=60 concurrency=none" in shell("tenants", "show", "acme")
+    shell("tenants", "set", "acme", "--limit", "requests=default")
+    assert {"concurrency": 0} == shell.json("tenants", "show", "acme")["rate_limits"]
+    assert "write NAME=N" in shell("tenants", "set", "acme", "--limit", "request=6", code=2)
+    assert "write NAME=N" in shell("tenants", "set", "acme", "--limit", "requests=-6", code=2)
+    assert "there is no limit" in shell("tenants", "set", "acme", "--limit", "x=default", code=1)
+    assert "does not exist" in shell("tenants", "set", "bolt", "--limit", "requests=6", code=1)
+    (newest, *_) = shell.json("ledger", "show", "--trail")
+    assert ("tenant.rates", "acme") == (newest["action"], newest["subject"])
+
+
 def test_reading_where_nothing_is_says_so(closed: Shell) -> None:
     assert "there is no ledger" in closed("usage", code=1)
     assert not closed.data_dir.exists()

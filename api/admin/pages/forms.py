@@ -36,3 +36,13 @@ def tried(request: Request, change: Callable[[Books], object]) -> str:
 def limit_in(text: str) -> str | None:
     """A credit limit; None is unlimited."""
     return None if text.strip().lower() in ("", "unlimited") else text.strip()
+
+
+def count_in(text: str) -> int | None:
+    """A whole number; None for an empty field. Raises InvalidRequest for other texts."""
+    typed = text.strip().replace(",", "").replace("\u202f", "").replace(" ", "")
+    if not typed:
+        return None
+    if not (typed.isascii() and typed.isdigit()):
+        raise InvalidRequest(f"{text.strip()!r} is not a whole number. Nothing was changed.")
+    return int(typed)

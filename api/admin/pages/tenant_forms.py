@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.admin.access import MayChange
-from api.admin.pages.forms import Text, limit_in, reason_in
+from api.admin.pages.forms import Text, count_in, limit_in, reason_in
 from api.admin.pages.tenants import after
 from api.errors import InvalidRequest
 from billing.alerts.budgets import BudgetSpan, Of
@@ -18,6 +18,7 @@ from billing.invoices.register import InvoiceState
 from billing.operations import balance, budgets, invoices, tenants
 from billing.operations.balance import Booking
 from billing.operations.books import Books
+from billing.tenants import RATE_LIMITS
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 
@@ -94,6 +95,32 @@ def limit(
         )
 
     return after(request, admin, tenant, change, "limit")
+
+
+@router.post("/tenants/{tenant}/rates")
+def rates(
+    request: Request,
+    tenant: str,
+    admin: MayChange,
+    requests: Text = "",
+    miss_tokens: Text = "",
+    output_tokens: Text = "",
+    concurrency: Text = "",
+    why: Text = "",
+) -> Response:
+    """Limit requests and tokens a minute; an empty field is as the settings say."""
+    typed = (requests, miss_tokens, output_tokens, concurrency)
+
+    def change(books: Books) -> None:
+        tenants.set_rate_limits(
+            books,
+            tenant=tenant,
+            limits={name: count_in(text) for name, text in zip(RATE_LIMITS, typed, strict=True)},
+            by=admin.name,
+            why=reason_in(why),
+        )
+
+    return after(request, admin, tenant, change, "rates")
 
 
 @router.post("/tenants/{tenant}/state")

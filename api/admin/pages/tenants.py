@@ -8,12 +8,12 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 from anyio import from_thread
 from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
+from api.access.limits import LimitSettings
 from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
@@ -36,6 +36,12 @@ router = APIRouter(prefix="/admin", include_in_schema=False)
 
 ENTRIES = 25  # of a tenant's ledger on one page
 DAYS = 31
+LIMITS = {
+    "requests": "Requests a minute",
+    "miss_tokens": "Computed tokens a minute",
+    "output_tokens": "Output tokens a minute",
+    "concurrency": "Requests at once",
+}
 DONE = {
     "created": "The tenant was created.",
     "topup": "The top-up is booked.",
@@ -44,6 +50,7 @@ DONE = {
     "chargeback": "The chargeback is booked.",
     "adjust": "The difference is booked.",
     "limit": "The credit limit is changed.",
+    "rates": "The limits are changed.",
     "suspend": "The tenant is suspended: new requests are refused.",
     "resume": "The tenant is served again.",
     "budget": "The budget is set.",
@@ -154,7 +161,7 @@ def _tenant(
         months=report(books.store, parse_query(tenant=name), Unit.MONTH),
         invoices=list_invoices(books, tenant=name),
         budgets=[budget for budget in list_budgets(books) if budget["tenant"] == name],
-        quota=_quota(request, name),
+        limits=_limits(request, name),
         once=secrets.token_hex(8),
         wrong=wrong,
         done=DONE.get(done, ""),
@@ -177,7 +184,10 @@ def _state(tenant: Tenant) -> str:
     return "out of money" if tenant.available is not None and tenant.available <= 0 else "served"
 
 
-def _quota(request: Request, tenant: str) -> Any:
-    """The limits per minute that hold for a tenant; None where there are none."""
-    limits = parts_of(request).limits
-    return None if limits is None else limits.tenants.get(tenant, limits.tenant)
+def _limits(request: Request, tenant: str) -> list[tuple[str, str, int | None, int | None]]:
+    """Each limit: its name, its words, what holds now, and what an admin set for this tenant."""
+    limits, overrides = parts_of(request).limits, books_of(request).accounts.rate_limits(tenant)
+    quota = (limits or LimitSettings()).of_tenant(tenant, overrides)
+    return [
+        (name, words, getattr(quota, name), overrides.get(name)) for name, words in LIMITS.items()
+    ]

@@ -19,6 +19,7 @@ from api.admin.routes.bodies import (
     NewDeposit,
     NewKey,
     NewProject,
+    NewRateLimits,
     NewTenant,
 )
 from billing.operations import balance, budgets, keys, tenants
@@ -54,6 +55,17 @@ def set_credit_limit(request: Request, tenant: str, body: CreditLimit, by: MayCh
     """Set how far below zero a tenant may go."""
     with found():
         return tenants.set_credit_limit(
+            books_of(request), tenant=tenant, **body.model_dump(), by=by.name
+        )
+
+
+@router.post("/tenants/{tenant}/rates")
+def set_rate_limits(
+    request: Request, tenant: str, body: NewRateLimits, by: MayChange
+) -> dict[str, int]:
+    """Limit a tenant's requests and tokens a minute; gives all limits that were set for it."""
+    with found():
+        return tenants.set_rate_limits(
             books_of(request), tenant=tenant, **body.model_dump(), by=by.name
         )
 

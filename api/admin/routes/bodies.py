@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from billing.alerts.budgets import BudgetSpan, Of
 from billing.keys import DEFAULT_SCOPES, Scope
+from billing.tenants import MAX_RATE_LIMIT, RATE_LIMITS
 
 Why = Annotated[str, Field(min_length=1, max_length=500, description="Kept in the audit log")]
 Name = Annotated[str, Field(min_length=1, max_length=64)]
@@ -39,6 +40,18 @@ class NewTenant(AdminBody):
 
 class CreditLimit(AdminBody):
     credit_limit: Amount | None = Field(description="0 is prepaid, null is unlimited")
+
+
+class NewRateLimits(AdminBody):
+    limits: dict[
+        Annotated[str, Field(max_length=32)],
+        Annotated[int, Field(ge=0, le=MAX_RATE_LIMIT)] | None,
+    ] = Field(
+        min_length=1,
+        max_length=len(RATE_LIMITS),
+        description="requests, miss_tokens and output_tokens a minute, and concurrency; "
+        "0 is no limit, null is as the settings say, what is not named stays",
+    )
 
 
 class NewProject(AdminBody):

@@ -22,6 +22,7 @@ PATHS: Mapping[str, Path] = {
     "tenants.show_tenant": Path("GET", "/tenants/{tenant}"),
     "tenants.create_tenant": Path("POST", "/tenants"),
     "tenants.set_credit_limit": Path("POST", "/tenants/{tenant}/limit"),
+    "tenants.set_rate_limits": Path("POST", "/tenants/{tenant}/rates"),
     "tenants.suspend_tenant": Path("POST", "/tenants/{tenant}/suspend"),
     "tenants.resume_tenant": Path("POST", "/tenants/{tenant}/resume"),
     "tenants.create_project": Path("POST", "/tenants/{tenant}/projects"),

@@ -11,6 +11,7 @@ from api.format import size
 from billing.operations import prices, tenants
 from billing.prices.cards import default_card
 from billing.reports.documents import Document
+from billing.tenants import RATE_LIMITS
 from cachesvc.cli.lazy import Command, lazy_group
 from cachesvc.cli.money.books import (
     NO_REASON,
@@ -40,7 +41,7 @@ app = lazy_group(
     {
         "create": Command(f"{_HERE}:create", "Create a tenant"),
         "show": Command(f"{_HERE}:show", "Show one tenant, or list all"),
-        "set": Command(f"{_HERE}:set_", "Change a tenant's credit, status or projects"),
+        "set": Command(f"{_HERE}:set_", "Change a tenant's credit, limits, status or projects"),
         "budget": Command(
             "cachesvc.cli.money.budgets:budget", "Alert when spending passes an amount"
         ),
@@ -155,19 +156,30 @@ def set_(
     project: Annotated[
         str | None, typer.Option("--add-project", help="Add a project, to split usage by")
     ] = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=N",
+            help="requests, miss_tokens, output_tokens (a minute) or concurrency; "
+            "0 for no limit, `default` for what the settings say. Repeatable",
+        ),
+    ] = None,
     reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Change a tenant's credit, status or projects."""
-    if postpaid is None and suspended is None and project is None:
-        fail("say what to change: --postpaid, --suspend, --resume or --add-project", 2)
+    """Change a tenant's credit, limits, status or projects."""
+    if postpaid is None and suspended is None and project is None and not limit:
+        fail("say what to change: --postpaid, --limit, --suspend, --resume or --add-project", 2)
     by = actor()
+    limits = dict(map(rate_limit, limit or ()))
     with operations(data_dir, database) as call:
         if postpaid is not None:
-            limit = credit_limit(postpaid)
-            call(tenants.set_credit_limit, tenant=tenant, credit_limit=limit, by=by, why=reason)
+            credit = credit_limit(postpaid)
+            call(tenants.set_credit_limit, tenant=tenant, credit_limit=credit, by=by, why=reason)
+        if limits:
+            call(tenants.set_rate_limits, tenant=tenant, limits=limits, by=by, why=reason)
         if suspended is not None:
             change = tenants.suspend_tenant if suspended else tenants.resume_tenant
             call(change, tenant=tenant, by=by, why=reason)
@@ -181,6 +193,20 @@ def credit_limit(text: str) -> str | None:
     return None if text == "unlimited" else text
 
 
+def rate_limit(text: str) -> tuple[str, int | None]:
+    """A limit as operations take it; None is as the settings say."""
+    name, _, value = text.partition("=")
+    if value == "default":
+        return name, None
+    if name not in RATE_LIMITS or not (value.isascii() and value.isdigit()):
+        fail(
+            f"--limit {text!r}: write NAME=N or NAME=default, with NAME one of "
+            f"{', '.join(RATE_LIMITS)}",
+            2,
+        )
+    return name, int(value)
+
+
 def print_tenant(values: Document, json: bool) -> None:
     """Print a tenant as JSON or as pairs."""
     if json:
@@ -190,6 +216,9 @@ def print_tenant(values: Document, json: bool) -> None:
     shown = {k: "unlimited" if v is None and k in unlimited else v for k, v in values.items()}
     if "projects" in shown:
         shown["projects"] = " ".join(values["projects"]) or None
+    if "rate_limits" in shown:
+        set_here = [f"{name}={n or 'none'}" for name, n in values["rate_limits"].items()]
+        shown["rate_limits"] = " ".join(set_here) or None
     if "grants" in shown:
         left = [f"{each['reference']} {each['left']}" for each in values["grants"]]
         shown["grants"] = ", ".join(left) or None

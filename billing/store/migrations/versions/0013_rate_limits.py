@@ -1,0 +1,14 @@
+"""Limits of a tenant that an admin set, over those of the settings."""
+
+from alembic import op
+
+from billing.store.schema import rate_limits
+
+revision = "0013"
+down_revision = "0012"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    rate_limits.create(op.get_bind(), checkfirst=True)
