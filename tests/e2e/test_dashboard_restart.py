@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.e2e, pytest.mark.timeout(240)]
 
 WIDTHS = {"laptop": (1280, 800), "phone": (390, 844)}
 DOCUMENTS = 4
+LONG_NAME = "northwind-logistics-of-the-north-west"
 # By page, what must be the same after a restart.
 TABLES = {
     "/admin/requests": "#rows tr",
@@ -54,7 +55,8 @@ def fill(served: Served) -> None:
         served.ask("Who is that?", system=f"{number} {TEXT}")
     for question in ("Where is he?", "How old is she?", "Why?"):
         served.ask(question, system=f"0 {TEXT}")
-    served.live.post("/admin/api/tenants", {"tenant": "acme", "why": "a test"})
+    served.live.post("/admin/api/tenants", {"tenant": LONG_NAME, "why": "a test"})
+    served.live.post("/admin/api/keys", {"tenant": LONG_NAME, "name": LONG_NAME, "why": "a test"})
 
 
 def told(page: Page) -> dict[str, list[str]]:
@@ -130,3 +132,5 @@ def test_pages_fit_after_a_restart(
         assert [] == page.evaluate(OVERLAPS), path
         if width == "laptop":
             assert [] == page.evaluate(OFF_SCREEN), path
+        if path == "/admin/keys":
+            expect(page.locator("summary", has_text="Revoke").first).to_be_in_viewport()

@@ -49,10 +49,13 @@ def amount(units: int, places: int | None = None) -> str:
 
 
 def rounded(text: str | None, places: int = 4) -> str:
-    """A decimal text cut to what fits a column; the exact one belongs into a title."""
+    """A decimal text cut to `places`, or to three digits where it begins with more zeros; the
+    exact one belongs into a title."""
     if text is None:
         return "–"
     whole, _, fraction = text.partition(".")
+    if whole.lstrip("-") == "0":
+        places = max(places, len(fraction) - len(fraction.lstrip("0")) + 3)
     return f"{whole}.{fraction[:places].ljust(2, '0')}" if fraction else whole
 
 
