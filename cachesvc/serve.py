@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from cachesvc.config.settings import Settings
+from cachesvc.importing import importing
 from cachesvc.observability.kv_events import published
 from cachesvc.server.listen import bind, check_address, make_data_dir, url_of
 from cachesvc.server.money import open_money
@@ -71,11 +72,9 @@ def serve(
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    """No collection of garbage while modules are imported, nor of what they made ever after: there
-    is none among it, and looking for it takes a quarter of the time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
+    """Imports whose modules no later collection looks at either."""
+    with importing():
+        try:
+            yield
+        finally:
+            gc.freeze()

@@ -8,6 +8,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from cachesvc.importing import importing
+
 
 class Command(NamedTuple):
     """Where a command lives, as `module:attribute` (a function or a `Typer`), and what it does."""
@@ -62,7 +64,8 @@ def lazy_group(
 def load(name: str, entry: Command) -> Any:
     """The command itself, imported."""
     module, _, attribute = entry.target.partition(":")
-    target = getattr(importlib.import_module(module), attribute)
+    with importing():
+        target = getattr(importlib.import_module(module), attribute)
     if isinstance(target, typer.Typer):
         outer = typer.Typer(add_completion=False)
         outer.add_typer(target, name=name)

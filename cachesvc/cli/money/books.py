@@ -13,6 +13,7 @@ from billing.errors import BillingError
 from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import fail
 from cachesvc.config.places import default_data_dir
+from cachesvc.importing import importing
 from cachesvc.server.server_file import actor
 
 if TYPE_CHECKING:
@@ -70,10 +71,11 @@ def books(
 def open_books(path: Path, database: str | None, *, create: bool) -> "Iterator[FolderBooks]":
     """The ledger of a data directory or URL. Raises `BillingError`."""
     # Here, since the database takes longer to import than a running server to answer.
-    from billing.operations.books import FolderBooks
-    from billing.store.opening import database_url, open_store
+    with importing():
+        from billing.operations.books import FolderBooks
+        from billing.store.opening import database_url, open_store
 
-    found = FolderBooks(open_store(database or database_url(path), create=create), path)
+        found = FolderBooks(open_store(database or database_url(path), create=create), path)
     try:
         yield found
     finally:
