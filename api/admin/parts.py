@@ -138,6 +138,7 @@ class AdminParts:
     gib_month: Mapping[str, int] = field(default_factory=dict)  # a tier's price, in units
     currency: Callable[[], str] = lambda: ""  # of the rate card in force
     history: History | None = None
+    alerts: Callable[[], Sequence[Mapping[str, str]]] = tuple  # what fires now
     working_set: "Callable[[], Future[TrafficReport]] | None" = None
     books: OpenBooks | None = None  # accounts and ledger
     blocks: "MemoryReader | None" = None  # of the tiers in memory

@@ -149,14 +149,18 @@ def _tier_samples(tier: TierStats) -> Iterator[MetricSample]:
     yield MetricSample("cachesvc_block_reuse_gap_seconds", labels, tier.lives.reuse_gap)
 
 
-def _shard_samples(shards: Sequence[ShardStats]) -> Iterator[MetricSample]:
+def shard_states(shards: Sequence[ShardStats]) -> Iterator[tuple[str, int]]:
+    """How many shards take blocks, are read while they are checked, or are being replaced."""
     num_ready = sum(shard.ready for shard in shards)
-    yield MetricSample("cachesvc_disk_shards", ("ready",), num_ready)
     num_checking = sum(shard.checking for shard in shards)
-    yield MetricSample("cachesvc_disk_shards", ("checking",), num_checking)
-    yield MetricSample(
-        "cachesvc_disk_shards", ("replacing",), len(shards) - num_ready - num_checking
-    )
+    yield "ready", num_ready
+    yield "checking", num_checking
+    yield "replacing", len(shards) - num_ready - num_checking
+
+
+def _shard_samples(shards: Sequence[ShardStats]) -> Iterator[MetricSample]:
+    for state, count in shard_states(shards):
+        yield MetricSample("cachesvc_disk_shards", (state,), count)
     for shard in shards:
         if shard.ready:
             yield MetricSample("cachesvc_disk_map_bytes", (shard.name,), shard.map_bytes)

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 import cachesvc
-from cachesvc.observability.samples import MoneyStats
+from cachesvc.observability.samples import MoneyStats, shard_states
 from engine.engine import EngineStats
 from tiers.cache import CacheStats
 
@@ -71,7 +71,11 @@ def traffic(counters: Counters) -> dict[str, Any]:
 def _cache(stats: CacheStats) -> dict[str, Any]:
     told: dict[str, Any] = plain(stats)
     tiers = {name: told.pop(name) for name in ("device", "host", "disk")}
-    return told | {"tiers": {name: tier for name, tier in tiers.items() if tier is not None}}
+    shards = stats.disk.shards if stats.disk is not None else ()
+    return told | {
+        "tiers": {name: tier for name, tier in tiers.items() if tier is not None},
+        "shards": dict(shard_states(shards)),
+    }
 
 
 def plain(value: Any) -> Any:

@@ -21,6 +21,7 @@ from billing.money import parse_amount
 from billing.operations.books import OpenBooks
 from cachesvc.config.sections import CostsSection
 from cachesvc.config.settings import Settings
+from cachesvc.observability.alerts import firing_alerts
 from cachesvc.observability.history import History, pack
 from cachesvc.observability.snapshot import Sources, snapshot
 from cachesvc.server.money import limit_settings
@@ -84,6 +85,7 @@ class Dashboard:
             record=books.accounts.record,
             stats=self.stats,
             history=self.history,
+            alerts=partial(firing_alerts, self.history),
             working_set=working_set,
             books=books,
             journal=journal,

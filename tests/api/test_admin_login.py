@@ -67,6 +67,25 @@ async def csrf_of(client: httpx.AsyncClient) -> str:
     return found[1]
 
 
+async def test_the_overview_tells_what_fires() -> None:
+    firing = {
+        "alert": "TierFaults",
+        "severity": "ticket",
+        "summary": "A tier faults: disk <checksum>",
+        "runbook": "ops/runbooks/tier-faults.md",
+    }
+    headers = {**PERSON, "authorization": f"Bearer {OPERATOR_TOKEN}"}
+    told: list[dict[str, str]] = []
+    async with admin_client(fake_parts(stats=lambda: STATS, alerts=lambda: told)) as client:
+        quiet = await client.get("/admin", headers=headers)
+        assert re.search(r"data-alerts [^>]*hidden>", quiet.text)
+        told.append(firing)
+        page = await client.get("/admin", headers=headers)
+        assert not re.search(r"data-alerts [^>]*hidden>", page.text)
+        assert "A tier faults: disk &lt;checksum&gt;" in page.text
+        assert [firing] == (await client.get("/admin/api/alerts", headers=headers)).json()
+
+
 async def test_a_person_is_sent_to_the_login_page_and_back(
     parts: AdminParts, client: httpx.AsyncClient
 ) -> None:

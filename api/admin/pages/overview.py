@@ -20,6 +20,7 @@ async def overview(request: Request, found: MayRead) -> Response:
         "overview.html",
         found,
         stats=stats,
+        alerts=parts.alerts(),
         currency=parts.currency(),
         base_url=str(request.base_url).rstrip("/"),
     )

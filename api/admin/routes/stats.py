@@ -1,4 +1,4 @@
-"""GET /admin/api/stats and /admin/api/history: what the server does now, and did of late."""
+"""GET /admin/api/stats, history and alerts: what the server does now, and did of late."""
 
 from typing import Annotated
 
@@ -26,6 +26,12 @@ async def whoami(found: MayRead) -> dict[str, str]:
 async def stats(request: Request, _: MayRead) -> Response:
     """One snapshot of engine, tiers, traffic and money. Sizes in bytes, times in seconds."""
     return json_answer(request, parts_of(request).stats())
+
+
+@router.get("/alerts")
+async def alerts(request: Request, _: MayRead) -> Response:
+    """The alerts of `ops/prometheus/rules.yml` that fire now, by this server's own history."""
+    return json_answer(request, list(parts_of(request).alerts()))
 
 
 @router.get("/history")

@@ -12,6 +12,9 @@
   const series = [...new Set(charts.flatMap((chart) => chart.queries))];
   const over = [...new Set([...outputs.flatMap((o) => (o.dataset.per ? [o.dataset.over, o.dataset.per] : [o.dataset.over])), ...fills.flatMap((f) => [f.dataset.fill, f.dataset.of]), ...empties.map((e) => e.dataset.empty)])];
 
+  const alerts = document.querySelector("[data-alerts]");
+  const ALERTS_S = 15;
+
   const POLL_S = 2; // no oftener than this, and twice for each new point
   let window_s = 900;
   let held = null; // what is drawn: {step_s, times, series}
@@ -94,6 +97,25 @@
     if (!paused() && !document.hidden) timer = setTimeout(poll, wait_s * 1000);
   }
 
+  // What fires, as the page's template writes it.
+  function showAlerts(firing) {
+    alerts.hidden = firing.length === 0;
+    alerts.querySelector("ul").replaceChildren(...firing.map((each) => {
+      const item = document.createElement("li");
+      const [name, note, runbook] = ["b", "small", "code"].map((tag) => document.createElement(tag));
+      [name.textContent, name.className, runbook.textContent] = [each.alert, each.severity, each.runbook];
+      note.append(`${each.severity} · `, runbook);
+      item.append(name, ` ${each.summary} `, note);
+      return item;
+    }));
+  }
+
+  async function watchAlerts() {
+    if (document.hidden || paused()) return;
+    const response = await fetch("/admin/api/alerts", { headers: { Accept: "application/json" } }).catch(() => null);
+    if (response?.ok) showAlerts(await response.json());
+  }
+
   function paused() {
     return pause.getAttribute("aria-pressed") === "true";
   }
@@ -116,6 +138,7 @@
   document.addEventListener("themechange", () => charts.forEach((chart) => chart.redraw()));
 
   const wanted = choices.find((choice) => choice.value === new URL(location).searchParams.get("window"));
+  if (alerts) setInterval(watchAlerts, ALERTS_S * 1000);
   if (wanted) { wanted.checked = true; window_s = Number(wanted.value); }
   poll();
 })();
