@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from tiers.blocks.keys import PrefixKey
-from tiers.blocks.tree import Seen, Tree, TreeQuery, grow
+from tiers.blocks.tree import Tree, TreeQuery, grow
+from tiers.blocks.view import BlockView
 from tiers.disk.inspection.view import BlockInfo, DiskView
 from tiers.memory.block import Block
 from tiers.memory.index import BlockIndex
-from tiers.memory.view import seen
+from tiers.memory.view import block_view
 from tiers.telemetry.misses import Absence, marks_of
 from tiers.tier import TierName
 
@@ -60,20 +61,11 @@ def same_start(disk: DiskBlocks, absence: Absence, seed: int) -> tuple[int, Pref
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockDetail:
-    """One block with all that is known of it. `trail` are the keys that lead to it, the first of
+    """One block and its place in its prompt. `trail` are the keys that lead to it, the first of
     the prompt first; `complete` says that they reach back to the scope's root. The last `run` of
     them, this block included, only continue each other: nothing parts from the prefix there."""
 
-    key: PrefixKey
-    parent: PrefixKey
-    scope: PrefixKey
-    tokens: bytes
-    tiers: tuple[TierName, ...]
-    state: str
-    hits: int
-    num_pins: int
-    age_s: float
-    idle_s: float
+    block: BlockView
     stored_bytes: int  # on disk; 0 where it is not there
     trail: tuple[PrefixKey, ...]
     complete: bool
@@ -107,25 +99,16 @@ class TierForest:
         hits = block.hits if isinstance(block, Block) else 0
         return hits + self._index.past_hits.of(block.key)
 
-    def look(self, block: AnyBlock) -> Seen:
+    def look(self, block: AnyBlock) -> BlockView:
+        past = self._index.past_hits.of(block.key)
         if isinstance(block, BlockInfo):
-            return Seen(
-                key=block.key,
-                place=TierName.DISK,
-                tokens=block.tokens,
-                in_use=False,
-                hits=self._index.past_hits.of(block.key),
-                idle_s=max(0.0, self._unix_s - block.used_s),
-                clean=False,
-                age_s=max(0.0, self._unix_s - block.computed_s),
-                tiers=(TierName.DISK,),
-            )
-        told = seen(block, self._now_s)
-        if past := self._index.past_hits.of(block.key):
-            told = told._replace(hits=told.hits + past)
-        if block.key in self._disk.by_key and TierName.DISK not in told.tiers:
-            return told._replace(tiers=(*told.tiers, TierName.DISK))
-        return told
+            return block.view(self._unix_s, hits=past)
+        view = block_view(block, self._now_s)
+        if past:
+            view = view._replace(hits=view.hits + past)
+        if block.key in self._disk.by_key and TierName.DISK not in view.tiers:
+            return view._replace(tiers=(*view.tiers, TierName.DISK))
+        return view
 
     def tree(self, query: TreeQuery) -> Tree:
         on_disk = sum(self._index.get(key) is None for key in self._disk.by_key)
@@ -146,19 +129,9 @@ class TierForest:
         block: AnyBlock | None = live or record
         if block is None or block.scope is None or block.parent is None:
             return None
-        seen = self.look(block)
         trail = self._trail(key, block.scope)
         return BlockDetail(
-            key=key,
-            parent=block.parent,
-            scope=block.scope,
-            tokens=block.tokens,
-            tiers=tuple(map(TierName, seen.tiers)),
-            state=live.state.name.lower() if live is not None else "ready",
-            hits=seen.hits,
-            num_pins=live.ref_count if live is not None else 0,
-            age_s=seen.age_s,
-            idle_s=seen.idle_s,
+            block=self.look(block),
             stored_bytes=record.stored_bytes if record is not None else 0,
             trail=tuple(trail),
             complete=self._parent(trail[0]) == block.scope,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from api.access.limits import LimitSettings
     from api.cache.explorer import Explorer
     from api.journal.journal import Journal
-    from tiers.memory.view import LiveBlock
+    from tiers.blocks.view import BlockView
     from tiers.telemetry.working_set import TrafficReport
 
 
@@ -83,7 +83,7 @@ class MemoryReader(Protocol):
     Reads in short turns between the engine's steps.
     """
 
-    async def __call__(self, scopes: frozenset[PrefixKey] | None) -> "Sequence[LiveBlock]": ...
+    async def __call__(self, scopes: frozenset[PrefixKey] | None) -> "Sequence[BlockView]": ...
 
 
 class CacheAdmin(Protocol):

@@ -20,10 +20,10 @@ from api.journal.journal import RequestRecord
 from api.journal.why import Finding
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import Tree, TreeQuery
+from tiers.blocks.view import BlockView
 from tiers.cache import TieredCache
 from tiers.disk.inspection.view import DiskView
 from tiers.explore import BlockDetail, DiskBlocks, TierForest, read_disk, same_start
-from tiers.memory.view import LiveBlock
 from tiers.tier import TierName
 
 DISK_FRESH_S = 5.0  # how long a picture of the disk is good enough
@@ -105,7 +105,7 @@ class Explorer:
                 f"No tier holds the block {key.hex()}; it was evicted or purged meanwhile."
             )
         owners = await asyncio.to_thread(self._owners.by_root)
-        return found, owners.get(found.scope)
+        return found, owners.get(found.block.scope) if found.block.scope else None
 
     async def below(self, key: PrefixKey, *, whole_run: bool = False) -> list[PrefixKey]:
         """A block and all that continues it, the last first: the order to remove them in.
@@ -139,13 +139,14 @@ class Explorer:
         strangers = ["a scope of no tenant here"] if len(named) < len(roots) else []
         return Finding(rows, sibling.hex() if sibling else None, (*named, *strangers))
 
-    async def room(self, blocks: Iterable[LiveBlock]) -> list[Room]:
+    async def room(self, blocks: Iterable[BlockView]) -> list[Room]:
         """Who takes how much of which tier, the most first; `blocks` are those above the disk."""
         owners = await asyncio.to_thread(self._owners.by_root)
         taken: Counter[tuple[PrefixKey, TierName]] = Counter()
         for block in blocks:
             for tier in set(block.tiers) - {TierName.DISK}:
-                taken[block.scope, tier] += self.block_bytes
+                if block.scope is not None:
+                    taken[block.scope, TierName(tier)] += self.block_bytes
         if self._disk_view is not None:
             for root, stored in (await asyncio.to_thread(_stored, self._disk_view)).items():
                 taken[root, TierName.DISK] = stored

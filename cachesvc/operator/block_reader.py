@@ -7,22 +7,23 @@ from functools import partial
 from typing import Any
 
 from tiers.blocks.keys import PrefixKey
+from tiers.blocks.view import BlockView
 from tiers.cache import TieredCache
 from tiers.memory.block import Block
-from tiers.memory.view import LiveBlock, live_blocks
+from tiers.memory.view import live_blocks
 
 AT_ONCE = 2_000  # blocks in one turn: about 2 ms
 
 Call = Callable[[Callable[[TieredCache], Any]], "Future[Any]"]
 
 
-async def read_blocks(call: Call, scopes: frozenset[PrefixKey] | None) -> list[LiveBlock]:
+async def read_blocks(call: Call, scopes: frozenset[PrefixKey] | None) -> list[BlockView]:
     """Every block above the disk, or those of these scopes.
 
     Blocks that come or go meanwhile are seen or not.
     """
     blocks: list[Block] = await asyncio.wrap_future(call(lambda cache: list(cache.index)))
-    found: list[LiveBlock] = []
+    found: list[BlockView] = []
     for start in range(0, len(blocks), AT_ONCE):
         some = [
             block
@@ -33,5 +34,5 @@ async def read_blocks(call: Call, scopes: frozenset[PrefixKey] | None) -> list[L
     return found
 
 
-def _read(blocks: list[Block], _: TieredCache) -> list[LiveBlock]:
+def _read(blocks: list[Block], _: TieredCache) -> list[BlockView]:
     return live_blocks(blocks)

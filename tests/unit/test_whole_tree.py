@@ -105,7 +105,7 @@ def test_a_block_is_found_by_how_its_key_begins_and_told_whole() -> None:
     detail = forest.detail(second)
     assert detail is not None
     assert ((first, second), True) == (detail.trail, detail.complete)
-    assert ((TierName.DISK,), 100) == (detail.tiers, detail.stored_bytes)
+    assert ((TierName.DISK,), 100) == (detail.block.tiers, detail.stored_bytes)
     assert 2 == detail.run
     assert [first, second] == forest.below(first, 10) and [first] == forest.below(first, 1)
     assert forest.detail(PrefixKey(b"\0" * 16)) is None

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import chain, groupby, islice
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
+from tiers.blocks.view import BlockView
 from tiers.errors import ConfigurationError
 
-COMPUTING, LOADING = "computing", "loading"  # where a block is whose KV does not stand yet
 MAX_DEPTH = 64
 B = TypeVar("B")
 
@@ -42,20 +42,6 @@ class TreeQuery:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; use 1 or more")
         if self.num_tokens < 0:
             raise ConfigurationError(f"num_tokens is {self.num_tokens}; use 0 or more")
-
-
-class Seen(NamedTuple):
-    """One block as a forest tells of it. `place` is the hottest tier that holds it, or a state."""
-
-    key: PrefixKey | None  # None: partly filled, so that nothing can continue it
-    place: str
-    tokens: bytes
-    in_use: bool
-    hits: int
-    idle_s: float
-    clean: bool  # a lower tier holds it too: evicting it costs nothing
-    age_s: float = 0.0  # since it came into the cache, as far as the tier knows
-    tiers: tuple[str, ...] = ()  # every tier that holds it, the hottest first
 
 
 @dataclass(slots=True)
@@ -119,7 +105,7 @@ class Forest(Protocol[B]):
         """The higher, the sooner it is shown where not all are."""
         ...
 
-    def look(self, block: B) -> Seen: ...
+    def look(self, block: B) -> BlockView: ...
 
 
 def grow(forest: Forest[B], query: TreeQuery, num_blocks: int) -> Tree:
@@ -158,33 +144,33 @@ def _foremost(forest: Forest[B], found: Sequence[B], room: int, max_looked: int)
 
 def _run(forest: Forest[B], block: B, query: TreeQuery, room: int) -> TreeNode:
     """The node that begins with `block`: at most `room` blocks, up to where prefixes part."""
-    seen = forest.look(block)
-    node = TreeNode(seen.key, seen.key, idle_s=seen.idle_s)
+    view = forest.look(block)
+    node = TreeNode(view.key, view.key, idle_s=view.idle_s)
     while True:
-        _take(node, seen, query.num_tokens)
-        if seen.key is None or node.num_blocks == room:
+        _take(node, view, query.num_tokens)
+        if view.key is None or node.num_blocks == room:
             return node
-        found = forest.following(seen.key)
+        found = forest.following(view.key)
         if len(found) != 1:
             return node
-        seen = forest.look(found[0])
+        view = forest.look(found[0])
 
 
-def _take(node: TreeNode, seen: Seen, num_tokens: int) -> None:
-    node.last = seen.key
+def _take(node: TreeNode, view: BlockView, num_tokens: int) -> None:
+    node.last = view.key
     node.num_blocks += 1
-    node.num_tokens += len(seen.tokens) // TOKEN_BYTES
-    node.places.append(seen.place)
-    node.tiers.append(seen.tiers)
-    node.num_in_use += seen.in_use
-    node.num_clean += seen.clean
-    node.hits = max(node.hits, seen.hits)
-    node.hit_tokens += seen.hits * (len(seen.tokens) // TOKEN_BYTES)
-    node.age_s = max(node.age_s, seen.age_s)
-    node.idle_s = min(node.idle_s, seen.idle_s)
+    node.num_tokens += len(view.tokens) // TOKEN_BYTES
+    node.places.append(view.place)
+    node.tiers.append(view.tiers)
+    node.num_in_use += view.pins > 0
+    node.num_clean += view.is_clean
+    node.hits = max(node.hits, view.hits)
+    node.hit_tokens += view.hits * (len(view.tokens) // TOKEN_BYTES)
+    node.age_s = max(node.age_s, view.age_s)
+    node.idle_s = min(node.idle_s, view.idle_s)
     missing = num_tokens * TOKEN_BYTES - len(node.tokens)
     if missing > 0:
-        node.tokens += seen.tokens[:missing]
+        node.tokens += view.tokens[:missing]
 
 
 def tree_json(tree: Tree) -> dict[str, Any]:

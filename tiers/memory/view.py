@@ -2,51 +2,22 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from tiers.blocks.keys import PrefixKey
-from tiers.blocks.tree import COMPUTING, LOADING, Seen, Tree, TreeQuery, grow
+from tiers.blocks.tree import Tree, TreeQuery, grow
+from tiers.blocks.view import COMPUTING, LOADING, BlockView
 from tiers.memory.block import Block, BlockState
 from tiers.memory.index import BlockIndex
 from tiers.tier import TierName
 
 
-class LiveBlock(NamedTuple):
-    """One full block whose KV stands in memory. Ages are seconds of now."""
-
-    key: PrefixKey
-    parent: PrefixKey
-    scope: PrefixKey
-    tiers: tuple[TierName, ...]  # where it stands, hottest first
-    tokens: bytes  # int32 ids
-    depth: int  # of the blocks of its prefix, its number from 0
-    hits: int  # since it came into memory
-    pins: int  # requests that use it now
-    idle_s: float
-    age_s: float
-
-
-def live_blocks(blocks: Iterable[Block]) -> list[LiveBlock]:
-    """The values of these blocks, without those that are being computed. Engine thread."""
+def live_blocks(blocks: Iterable[Block]) -> list[BlockView]:
+    """Those of these blocks that are full and whose KV stands. Engine thread."""
     now_s = time.monotonic()
     return [
-        LiveBlock(
-            block.key,
-            block.parent,
-            block.scope,
-            tiers_of(block),
-            block.tokens,
-            block.depth,
-            block.hits,
-            block.ref_count,
-            block.idle_s(now_s),
-            now_s - block.created_s,
-        )
+        block_view(block, now_s)
         for block in blocks
-        if block.state is BlockState.READY
-        and block.key is not None
-        and block.parent is not None
-        and block.scope is not None
+        if block.state is BlockState.READY and block.key is not None
     ]
 
 
@@ -73,18 +44,21 @@ def tiers_of(block: Block) -> tuple[TierName, ...]:
     return tuple(tier for tier, holds in held if holds)
 
 
-def seen(block: Block, now_s: float) -> Seen:
-    """The block as `tiers.blocks.tree` counts it. `now_s` is monotonic."""
-    return Seen(
+def block_view(block: Block, now_s: float) -> BlockView:
+    """The block as it is now; `now_s` is monotonic. Engine thread."""
+    return BlockView(
         key=block.key,
+        parent=block.parent,
+        scope=block.scope,
         place=place_of(block),
+        tiers=tiers_of(block),
         tokens=block.tokens,
-        in_use=block.ref_count > 0,
         hits=block.hits,
         idle_s=block.idle_s(now_s),
-        clean=block.held_below or (block.slot is not None and block.frame is not None),
         age_s=now_s - block.created_s,
-        tiers=tiers_of(block),
+        pins=block.ref_count,
+        is_clean=block.held_below or (block.slot is not None and block.frame is not None),
+        depth=block.depth,
     )
 
 
@@ -103,5 +77,5 @@ class _IndexForest:
     def rank(self, block: Block) -> int:
         return block.hits
 
-    def look(self, block: Block) -> Seen:
-        return seen(block, self._now_s)
+    def look(self, block: Block) -> BlockView:
+        return block_view(block, self._now_s)

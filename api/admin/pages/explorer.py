@@ -144,7 +144,8 @@ async def text_page(request: Request, key: str, admin: MayChange) -> Response:
         raise Unsupported("This server has no tokenizer to read blocks with.")
     detail, _ = await explorer_of(request).block(key_of(key))
     await _audit(request, admin, "block.read", key, "")
-    return await show_block(request, admin, detail.key, text=decode(array("i", detail.tokens)))
+    text = decode(array("i", detail.block.tokens))
+    return await show_block(request, admin, key_of(key), text=text)
 
 
 def explorer_of(request: Request) -> Explorer:

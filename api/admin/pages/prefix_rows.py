@@ -17,7 +17,8 @@ from api.cache.owners import Owner
 from billing.errors import BillingError
 from billing.prices.book import PriceBook
 from tiers.blocks.keys import PrefixKey
-from tiers.blocks.tree import COMPUTING, LOADING, TreeNode
+from tiers.blocks.tree import TreeNode
+from tiers.blocks.view import COMPUTING, LOADING
 from tiers.tier import TierName
 
 if TYPE_CHECKING:

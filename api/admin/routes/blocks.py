@@ -14,7 +14,7 @@ from api.collaborators import Collaborators
 from api.context import wire_of
 from api.errors import InvalidRequest, Unsupported
 from tiers.blocks.keys import PrefixKey, token_ids
-from tiers.memory.view import LiveBlock
+from tiers.blocks.view import BlockView
 from tiers.tier import TierName
 
 router = APIRouter(prefix="/admin/api", tags=["admin"])
@@ -49,7 +49,7 @@ async def blocks(
         for block in found
         if (tier is None or tier in block.tiers)
         and block.idle_s >= idle_s
-        and block.key.hex().startswith(key)
+        and _hex(block.key).startswith(key)
     ]
     shown = nlargest(limit, wanted, key=lambda block: (block.hits, -block.idle_s))
     return {
@@ -83,11 +83,11 @@ async def detokenize(request: Request, body: Tokens, _: MayRead) -> dict[str, st
     return {"text": tokenizer.decode(body.token_ids)}
 
 
-def block_json(block: LiveBlock, *, tokens: bool) -> dict[str, Any]:
+def block_json(block: BlockView, *, tokens: bool) -> dict[str, Any]:
     told: dict[str, Any] = {
-        "key": block.key.hex(),
-        "parent": block.parent.hex(),
-        "scope": block.scope.hex(),
+        "key": _hex(block.key),
+        "parent": _hex(block.parent),
+        "scope": _hex(block.scope),
         "tiers": list(block.tiers),
         "num_tokens": len(block.tokens) // 4,
         "depth": block.depth,
@@ -97,3 +97,7 @@ def block_json(block: LiveBlock, *, tokens: bool) -> dict[str, Any]:
         "age_s": round(block.age_s, 3),
     }
     return told | ({"token_ids": token_ids(block.tokens)} if tokens else {})
+
+
+def _hex(key: PrefixKey | None) -> str:
+    return key.hex() if key is not None else ""

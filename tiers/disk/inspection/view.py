@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
-from tiers.blocks.tree import Seen, Tree, TreeQuery, grow
+from tiers.blocks.tree import Tree, TreeQuery, grow
+from tiers.blocks.view import BlockView
 from tiers.disk.directory import (
     Meta,
     is_locked,
@@ -30,7 +31,7 @@ _NO_KEY = PrefixKey(b"")
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
-    """One block as `ls` and `show` print it. `why` is set where the header cannot be read."""
+    """One block's record. `why` is set where its header cannot be read."""
 
     key: PrefixKey
     shard: int
@@ -49,6 +50,20 @@ class BlockInfo:
     checksum: int = 0  # xxh3_64 of the payload
     tokens: bytes = b""
     why: MissReason | None = None
+
+    def view(self, unix_s: float, *, hits: int = 0) -> BlockView:
+        """The block as operators see it. A record keeps no count of its hits."""
+        return BlockView(
+            key=self.key,
+            parent=self.parent,
+            scope=self.scope,
+            place=TierName.DISK,
+            tiers=(TierName.DISK,),
+            tokens=self.tokens,
+            hits=hits,
+            idle_s=max(0.0, unix_s - self.used_s),
+            age_s=max(0.0, unix_s - self.computed_s),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +187,7 @@ class DiskView:
 
 
 class _DiskForest:
-    """Records as a forest for `tiers.blocks.tree`. A record keeps no count of its hits: the order
-    among equals is by last use."""
+    """Records as a forest for `tiers.blocks.tree`, ordered by last use."""
 
     def __init__(self, children: Mapping[PrefixKey, list[BlockInfo]], now_s: float) -> None:
         self._children = children
@@ -188,18 +202,8 @@ class _DiskForest:
     def rank(self, block: BlockInfo) -> int:
         return block.used_s
 
-    def look(self, block: BlockInfo) -> Seen:
-        idle_s = self._now_s - block.used_s
-        return Seen(
-            key=block.key,
-            place=TierName.DISK,
-            tokens=block.tokens,
-            in_use=False,
-            hits=0,
-            idle_s=idle_s,
-            clean=False,
-            tiers=(TierName.DISK,),
-        )
+    def look(self, block: BlockInfo) -> BlockView:
+        return block.view(self._now_s)
 
 
 @contextmanager
