@@ -205,7 +205,10 @@ class GroupCommit:
             for item in batch:
                 self._commit([item])
             return
-        log.error("a batch of %d ledger commands failed", len(batch), exc_info=error)
+        if passing:  # it says why, and would say so for each request until the store is back
+            log.error("a batch of %d ledger commands was not written: %s", len(batch), error)
+        else:
+            log.error("a batch of %d ledger commands failed", len(batch), exc_info=error)
         self.count(failed_batches=1)
         self._fail(batch, error)
 

@@ -17,7 +17,7 @@ from typing import Any
 from billing.accounts import Accounts
 from billing.advances import Advances
 from billing.clock import ClockWatch
-from billing.errors import BillingError, ClockJumped, DuplicateRequest
+from billing.errors import BillingError, ClockJumped, DuplicateRequest, LedgerUnavailable
 from billing.gate.commands import (
     Adjust,
     Command,
@@ -310,7 +310,9 @@ class Ledger:
             if self._jumped() is None:  # a wrong clock would end grants early, for good
                 self.expire()
                 self._sweeper.close_months()
-        except Exception:  # the store may be away; commands say so to their callers
+        except LedgerUnavailable as error:  # commands say so to their callers
+            log.error("the ledger was not swept: %s", error)
+        except Exception:
             log.exception("the ledger's sweep failed")
 
     def _note_skew(self) -> None:

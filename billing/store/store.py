@@ -82,7 +82,7 @@ class LedgerStore:
                     )
                 yield connection
         except self._passing as error:
-            raise LedgerUnavailable(f"the ledger cannot be read: {cause_of(error)}") from error
+            raise LedgerUnavailable(f"the ledger cannot be read: {self._why(error)}") from error
 
     @contextmanager
     def writing(self, *, durable: bool = True) -> Iterator[Connection]:
@@ -144,12 +144,17 @@ class LedgerStore:
                     self._log.note(error)
                 if attempt == RETRIES - 1:
                     raise LedgerUnavailable(
-                        f"the ledger cannot be written now: {cause_of(error)}"
+                        f"the ledger cannot be written now: {self._why(error)}"
                     ) from error
                 time.sleep(0.002 * 2**attempt)
             except self._failures as error:
                 raise Unwritable(f"the ledger cannot be written: {cause_of(error)}") from error
         raise AssertionError("unreachable")
+
+    def _why(self, error: Exception) -> str:
+        """What the driver said, and what it did not: a full disk is an I/O error to SQLite."""
+        said = cause_of(error)
+        return f"{said} ({self._log.full_disk})" if self._log and self._log.full_disk else said
 
     def clock_ns(self) -> int | None:
         """The time of the database's own host; None where it is this one."""

@@ -6,13 +6,17 @@ a power cut. So the first failure is the last word: nothing is written from then
 starts anew and writes the log again (`renew`). One thread syncs; any thread may tell a failure.
 """
 
+import errno
 import os
+import shutil
 import sqlite3
 from pathlib import Path
 
 from billing.errors import LedgerUnavailable
 
 WAL_BYTES = 32 << 20
+ROOM_BYTES = 256 << 10  # a disk with less has none for the ledger
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _SYNC_FAILED = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
 
 
@@ -33,6 +37,16 @@ class WriteAheadLog:
             raise LedgerUnavailable(
                 f"the ledger is closed: {self.failed}; mend it, then restart the server"
             )
+
+    @property
+    def full_disk(self) -> str:
+        """That the disk is full, in words; empty while a write of a few pages finds room."""
+        folder = self._database.parent
+        try:
+            free = shutil.disk_usage(folder).free
+        except OSError:
+            return ""
+        return f"the disk of {folder} is full: free some" if free < ROOM_BYTES else ""
 
     def note(self, error: Exception) -> None:
         """Take in what SQLite says: a sync of its own that failed is as final as one of ours."""
@@ -65,13 +79,24 @@ class WriteAheadLog:
         still be in memory, and is written now. A sync within a file's length waits for its data
         alone; one that lengthens it waits for the file system's journal, and so for whoever else
         writes there: 0.14 against 0.37 ms (ext4), and many times that where others write.
+
+        Raises `LedgerUnavailable` where there is no room for it.
         """
-        with self._path.open("r+b") as file:
-            frames = file.read()
-            file.seek(0)
-            file.write(frames.ljust(WAL_BYTES, b"\0"))
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with self._path.open("r+b") as file:
+                frames = file.read()
+                file.seek(0)
+                file.write(frames.ljust(WAL_BYTES, b"\0"))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            raise LedgerUnavailable(
+                f"there is no room for the ledger's log {self._path}, which takes "
+                f"{WAL_BYTES >> 20} MiB ({os.strerror(error.errno)}); free some on that disk, or "
+                f"move the data directory to another"
+            ) from error
 
     def close(self) -> None:
         if self._handle is not None:

@@ -5,7 +5,9 @@ Exit codes: 0 done, 1 it could not be done, 2 the command line was wrong, 130 in
 143 terminated before it served.
 """
 
+import errno
 import gc
+import logging
 import os
 import signal
 import sys
@@ -98,9 +100,11 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(0)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _refuse(f"no room is left on a disk that is needed: {error}; free some, then try again")
         if not isinstance(error, _user_errors()):
             raise
-        fail(str(error))
+        _refuse(str(error))
     finally:
         _skip_last_collection()
 
@@ -112,6 +116,18 @@ def _skip_last_collection() -> None:
     """
     if "torch" not in sys.modules:
         gc.freeze()
+
+
+def _refuse(message: str) -> NoReturn:
+    """Say it as the last word: Python taking torch apart would add pages about what it leaks."""
+    try:
+        fail(message)
+    finally:
+        if "torch" in sys.modules:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
 
 def _end(number: int, _: object) -> NoReturn:

@@ -1,7 +1,7 @@
 """A SQLite file beside the data that a server would rather not forget: a convenience, no record.
 
 One thread writes it, in small transactions. A file that cannot be read begins anew, a write that
-fails is logged once and costs what it held. What must not be lost is in the ledger.
+fails costs what it held, and the first such is logged. What must not be lost is in the ledger.
 """
 
 import logging
@@ -117,6 +117,9 @@ class SideFile:
                     with connection:
                         for write in batch:
                             write(connection)
+                    if self._failed:
+                        self._failed = False
+                        logger.info(f"{self._what} are remembered again")
                 except (sqlite3.Error, OSError) as error:
                     self._give_up(error)
         finally:

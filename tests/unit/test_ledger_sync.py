@@ -1,11 +1,13 @@
 """When the ledger waits for the disk: what moved money is told once durable, holds at once."""
 
+import errno
 import os
 import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -179,6 +181,38 @@ def test_a_lengthened_log_is_read_like_any_other(tmp_path: Path) -> None:
     proof = audit.verify(store)
     assert (2, []) == (proof.num_entries, proof.problems)
     store.close()
+
+
+def test_a_log_that_finds_no_room_says_how_much_it_needs(
+    house: TestLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("billing.store.wal.os.fsync", full)
+        with pytest.raises(LedgerUnavailable, match=r"-wal, which takes 32 MiB \(No space left"):
+            house.ledger.store.renew_log()
+    house.ledger.store.renew_log()
+    house.reserve("r1", 1)
+
+
+def test_a_full_disk_is_called_one_and_costs_nothing_once_there_is_room(
+    house: TestLedger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SQLite says "disk I/O error" for it."""
+
+    def fail(*_: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("billing.store.store.write_work", fail)
+        patch.setattr("billing.store.wal.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+        with pytest.raises(LedgerUnavailable, match=r"disk I/O error \(the disk of .* is full"):
+            house.reserve("r1", 1)
+    assert "Traceback" not in caplog.text
+    house.charge("r1", USED)
+    assert audit.verify(house.ledger.store).problems == []
 
 
 def test_a_store_without_its_log_is_durable_already(tmp_path: Path) -> None:

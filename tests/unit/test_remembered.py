@@ -3,6 +3,7 @@
 import os
 import pickle
 import sqlite3
+import threading
 import zlib
 from array import array
 from pathlib import Path
@@ -17,6 +18,7 @@ from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from cachesvc.observability.history import pack
 from cachesvc.server.remembered import FILE_NAME, Remembered
+from cachesvc.server.side_file import SideFile
 from engine.request import FinishReason, Timeline
 from tests.unit.test_history import Clocked
 from tiers.blocks.keys import PrefixKey
@@ -196,3 +198,21 @@ def test_samples_of_another_shape_or_of_the_future_are_left_out() -> None:
     fresh.history.restore(pack(before.history.dump()))
     fresh.tick(traffic={"requests": 2.0})
     assert [] == fresh.read("value:traffic.requests")["value:traffic.requests"][1:]
+
+
+def test_a_full_disk_costs_what_was_written_meanwhile(tmp_path: Path) -> None:
+    file = SideFile(tmp_path / "f.sqlite3", schema=1, tables="CREATE TABLE t (n)", what="numbers")
+    file.start()
+    full, freed = threading.Event(), threading.Event()
+
+    def fail(connection: sqlite3.Connection) -> None:
+        full.set()
+        freed.wait(60)
+        raise sqlite3.OperationalError("database or disk is full")
+
+    file.hand_over(fail)
+    assert full.wait(60)
+    file.hand_over(lambda connection: connection.execute("INSERT INTO t VALUES (7)"))
+    freed.set()
+    file.close()
+    assert [(7,)] == file.rows("SELECT n FROM t")
