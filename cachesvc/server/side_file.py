@@ -9,6 +9,7 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -80,14 +81,13 @@ class SideFile:
         """Make the file fit, anew where it is damaged or another version's."""
         for attempt in range(2):
             try:
-                with self._connect(path) as connection:
+                with closing(self._connect(path)) as connection:
                     version = connection.execute("PRAGMA user_version").fetchone()[0]
                     if version not in (0, self._schema):
                         raise sqlite3.DatabaseError(f"its schema is {version}")
                     connection.executescript(
                         f"{self._tables}; PRAGMA user_version = {self._schema}"
                     )
-                connection.close()
                 return
             except (sqlite3.Error, OSError) as error:
                 if attempt:
@@ -100,8 +100,12 @@ class SideFile:
     def _connect(self, path: Path) -> sqlite3.Connection:
         path.touch(mode=0o600)
         connection = sqlite3.connect(path, timeout=5.0)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+        except sqlite3.Error:
+            connection.close()
+            raise
         return connection
 
     def _write_all(self) -> None:
