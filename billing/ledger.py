@@ -196,10 +196,12 @@ class Ledger:
         by: str,
         reason: str = "",
         expires_ns: int = 0,
+        scope: Sequence[str] = (),
     ) -> "Future[Entry]":
         """Give promotional money, once for each reference; what is left of it at `expires_ns` is
-        taken back (0: never)."""
-        command = Deposit(tenant, Kind.GRANT, reference, amount, by, reason, expires_ns)
+        taken back (0: never). With a `scope` only requests at these prices spend it."""
+        kept = tuple(scope)
+        command = Deposit(tenant, Kind.GRANT, reference, amount, by, reason, expires_ns, kept)
         return self._deposit(command)
 
     def deposit(

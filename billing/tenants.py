@@ -11,7 +11,8 @@ MAX_RATE_LIMIT: Final = 10**12
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An account as admins see it. Amounts in units; `available` None is unlimited."""
+    """An account as admins see it. Amounts in units; `available` is what any request may take, None
+    is unlimited."""
 
     tenant: str
     currency: str
@@ -23,6 +24,7 @@ class Tenant:
     owed: int
     held: int
     seq: int
+    scoped: int = 0  # granted for some prices only
 
     @property
     def prepaid(self) -> bool:
@@ -30,13 +32,13 @@ class Tenant:
 
     @property
     def balance(self) -> int:
-        return self.granted + self.topup - self.owed
+        return self.granted + self.scoped + self.topup - self.owed
 
     @property
     def available(self) -> int | None:
         if self.credit_limit is None:
             return None
-        return self.balance + self.credit_limit - self.held
+        return self.balance - self.scoped + self.credit_limit - self.held
 
 
 def tenant_of(row: Mapping[Any, Any]) -> Tenant:
@@ -52,4 +54,5 @@ def tenant_of(row: Mapping[Any, Any]) -> Tenant:
         owed=-row["receivable"],
         held=row["held"],
         seq=row["seq"],
+        scoped=row["scoped"],
     )

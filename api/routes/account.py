@@ -21,14 +21,15 @@ async def user_balance(request: Request) -> dict[str, Any]:
     principal = await authorised(request, Scope.USAGE)
     account = await asyncio.to_thread(wire_of(request).balances, principal.tenant)
     available = account.available
+    has_money = available is None or available > 0 or account.scoped > 0
     balance = {
         "currency": account.currency,
         "total_balance": format_units(account.balance),
-        "granted_balance": format_units(account.granted),
+        "granted_balance": format_units(account.granted + account.scoped),
         "topped_up_balance": format_units(account.topup - account.owed),
     }
     return {
-        "is_available": not account.suspended and (available is None or available > 0),
+        "is_available": not account.suspended and has_money,
         "balance_infos": [balance],
     }
 

@@ -203,7 +203,7 @@ class BudgetWatch:
             for budget in budgets:
                 account = accounts[budget.tenant]
                 if budget.span is BudgetSpan.BALANCE:
-                    found += self._low(connection, budget, account.worth, account.currency)
+                    found += self._low(connection, budget, account.free, account.currency)
                 elif budget.span is BudgetSpan.SPIKE:
                     found += self._spiked(budget, account.currency)
                 else:

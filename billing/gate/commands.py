@@ -78,6 +78,7 @@ class Deposit:
     by: str
     reason: str
     expires_ns: int = 0  # of a grant that does
+    scope: tuple[str, ...] = ()  # of a grant for some prices only
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from billing.gate.commands import Adjust, Deposit
 from billing.gate.entries import Entry, Kind
 from billing.gate.grants import check_not_over, grant_of
 from billing.gate.postings import deposited
+from billing.gate.scoped import ScopedGrant, check_scope, scope_of, scoped_body
 from billing.gate.work import SYSTEM, TenantAccount, Work, insufficient_balance
 from billing.money import format_units
 
@@ -22,19 +23,18 @@ def deposit(work: Work, command: Deposit) -> Entry:
     gain = command.amount if command.kind in INCOMING else -command.amount
     standing = work.entry(command.tenant, command.reference, command.kind)
     if standing is not None:
-        expires_ns = standing.details.get("expires_ns", 0)
-        if (standing.amount, expires_ns) != (gain, command.expires_ns):
-            what = "amount" if standing.amount != gain else "expiry"
-            raise AlreadyExists(
-                f"reference {command.reference!r} was used for another {what}; use a new one"
-            )
+        _check_repeat(standing, command, gain)
         return standing
     if command.kind is Kind.WITHDRAWAL:
         _check_withdrawal(account, command.amount)
     body: dict[str, object] = {"by": command.by, "reason": command.reason}
     if command.expires_ns:
         body["expires_ns"] = command.expires_ns
-    postings = deposited(account, command.kind, gain)
+    scoped = None
+    if command.scope:
+        body["scope"] = check_scope(command.scope, work.book, account.currency)
+        scoped = ScopedGrant(0, command.reference, command.scope, command.expires_ns)
+    postings = deposited(account, command.kind, gain, scoped)
     return work.post(account, command.kind, command.reference, postings, body)
 
 
@@ -64,8 +64,25 @@ def adjust(work: Work, command: Adjust) -> Entry:
         amount = format_units(command.amount)
         raise InvalidAmount(f"deposit {command.deposit!r} is {amount} {account.currency} already")
     body = {"corrects": mistyped.seq, "by": command.by, "reason": command.reason}
-    postings = deposited(account, mistyped.kind, difference)
+    scoped = account.grants.get(mistyped.seq)
+    postings = deposited(account, mistyped.kind, difference, scoped)
+    body |= scoped_body({mistyped.seq: postings.get("scoped", 0)})
     return work.post(account, Kind.ADJUSTMENT, command.reference, postings, body)
+
+
+def _check_repeat(standing: Entry, command: Deposit, gain: int) -> None:
+    """The same reference again is the same deposit."""
+    details = standing.details
+    same = {
+        "amount": standing.amount == gain,
+        "expiry": details.get("expires_ns", 0) == command.expires_ns,
+        "scope": scope_of(details) == tuple(dict.fromkeys(command.scope)),
+    }
+    for what, is_same in same.items():
+        if not is_same:
+            raise AlreadyExists(
+                f"reference {command.reference!r} was used for another {what}; use a new one"
+            )
 
 
 def _decided(by: str) -> None:

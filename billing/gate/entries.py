@@ -3,11 +3,12 @@ proves.
 
 An entry moves money between the accounts of one tenant. Each posting says what is added to an
 account, credits positive, and the postings of an entry sum to zero: that is double entry. What the
-tenant has is `granted + topup + receivable`; the other three are the operator's side.
+tenant has is `granted + topup + receivable + scoped`; the other three are the operator's side.
 
-    granted     promotional money, spent first            cash       where top-ups came from
-    topup       money paid in advance                     promotion  where grants came from
-    receivable  zero or less: what the tenant owes         revenue    what was earned
+    granted     promotional money, spent before paid money  cash       where top-ups came from
+    topup       money paid in advance                       promotion  where grants came from
+    receivable  zero or less: what the tenant owes           revenue    what was earned
+    scoped      promotional money for some prices only, spent first
 
 The hash of an entry is `sha256(hash before + json([tenant, seq, kind, request_id, at_ns, currency,
 postings, body]))`; the first follows `genesis(tenant)`. Every number of money in JSON is a text.
@@ -21,8 +22,9 @@ from typing import Any
 
 import orjson
 
-ACCOUNTS = ("granted", "topup", "receivable", "revenue", "cash", "promotion")
-TENANT_ACCOUNTS = ACCOUNTS[:3]
+TENANT_ACCOUNTS = ("granted", "topup", "receivable", "scoped")
+ACCOUNTS = (*TENANT_ACCOUNTS, "revenue", "cash", "promotion")
+GRANTED = ("granted", "scoped")
 
 
 class Kind(StrEnum):

@@ -32,7 +32,13 @@ from billing.gate.commands import (
     Settle,
     TopUp,
 )
-from billing.gate.corrections import correct, cost_of, give_back, taken_by
+from billing.gate.corrections import (
+    correct,
+    cost_of,
+    give_back,
+    scoped_taken_by,
+    taken_by,
+)
 from billing.gate.deposits import adjust, deposit
 from billing.gate.entries import (
     Entry,
@@ -51,8 +57,10 @@ from billing.gate.holds import (
 from billing.gate.outcomes import PRESUMED
 from billing.gate.plans import close_month, included_body, includes, month_of
 from billing.gate.postings import refund, spend
+from billing.gate.scoped import given_back, reach, scoped_body, taken_from
 from billing.gate.wallets import move
 from billing.gate.work import SYSTEM, Settled, TenantAccount, Work, insufficient_balance
+from billing.prices.book import RateRef
 from billing.prices.rating import rate
 from billing.usage import Usage
 
@@ -95,12 +103,26 @@ def apply_all(work: Work, commands: Iterable[Command]) -> list[object]:
     return results
 
 
-def _take(account: TenantAccount, amount: int) -> None:
+def _take(work: Work, account: TenantAccount, amount: int, ref: RateRef) -> None:
     available = account.available
-    if available is not None and amount > 0 and amount > available:
+    if available is None or amount <= max(0, available):
+        return
+    available += _within_reach(work, account, ref)
+    if amount > available:
         raise insufficient_balance(
             account.tenant, needed=amount, available=available, currency=account.currency
         )
+
+
+def _within_reach(work: Work, account: TenantAccount, ref: RateRef) -> int:
+    """What scoped grants add for a request at this price, beside all that is held now."""
+    if not any(grant.left for grant in account.grants.values()):
+        return 0
+    held = [hold for hold in work.holds.values() if hold.tenant == account.tenant]
+    if sum(hold.amount for hold in held) < account.held:
+        return 0  # advances, of which nobody knows the price
+    refs = {decode_request(hold.body)[0] for hold in held if hold.amount}
+    return min(reach(account.grants, each) for each in {ref, *refs})
 
 
 def _reserve(work: Work, command: Reserve) -> Hold:
@@ -130,7 +152,7 @@ def _reserve(work: Work, command: Reserve) -> Hold:
             f"{account.currency}; apply a rate card in {account.currency}"
         )
     covered = draw(work, command)
-    _take(account, command.amount - covered)
+    _take(work, account, command.amount - covered, hold.pinned.ref)
     work.put_hold(held)
     if covered:
         drawn(work, command, covered)
@@ -141,7 +163,7 @@ def _top_up(work: Work, command: TopUp) -> int:
     stored = work.holds.get(command.hold.key)
     if stored is None:
         raise UnknownHold(f"request {command.hold.request_id!r} holds nothing; it was settled")
-    _take(work.account(stored.tenant), command.amount)
+    _take(work, work.account(stored.tenant), command.amount, command.hold.pinned.ref)
     held = StoredHold(
         tenant=stored.tenant,
         request_id=stored.request_id,
@@ -163,18 +185,21 @@ def _settle(work: Work, command: Settle) -> Settled:
     if charged is not None:
         return _settle_again(work, command, charged)
     charge = rate(usage, hold.pinned, _left(work, hold))
+    scoped = taken_from(account.grants, hold.pinned.ref, charge.amount)
     body = request_body(hold.pinned.ref, hold.context) | {
         "usage": usage.record(),
         "outcome": command.outcome,
         "saved": str(charge.saved),
         "fees": str(charge.fees) if charge.fees else "",
         **included_body(charge),
+        **scoped_body(scoped, -1),
     }
     if usage != command.usage:
         body["unbilled"] = command.usage.record()
     stored = work.holds.get(hold.key)
     work.drop_hold(hold.key)
-    postings, admitted_ns = spend(account, charge.amount), hold.context.admitted_ns
+    postings = spend(account, charge.amount, sum(scoped.values()))
+    admitted_ns = hold.context.admitted_ns
     entry = work.post(account, Kind.CHARGE, hold.request_id, postings, body, billed_ns=admitted_ns)
     _use(work, hold, charge.taken)
     _note_delivery(work, command, entry, answered=stored is not None and is_answered(stored))
@@ -215,15 +240,21 @@ def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
         left = {name: n + took.get(name, 0) for name, n in _left(work, hold).items()}
         charge = rate(usage, hold.pinned, left)
         difference = charge.amount - rate(was, hold.pinned, took).amount
-        postings = spend(account, difference) if difference > 0 else None
+        if difference > 0:
+            scoped = taken_from(account.grants, hold.pinned.ref, difference)
+            postings, sign = spend(account, difference, sum(scoped.values())), -1
+        else:
+            postings, sign = refund(account, taken_by(work, charged), -difference), 1
+            back = postings["scoped"]
+            scoped = given_back(account.grants, scoped_taken_by(work, charged), back)
         body = request_body(hold.pinned.ref, hold.context) | {
             "corrects": charged.seq,
             "usage": usage.record(),
             "outcome": command.outcome,
             "reason": "settled after its hold had been ended",
             **included_body(charge),
+            **scoped_body(scoped, sign),
         }
-        postings = postings or refund(account, taken_by(work, charged), -difference)
         work.post(account, Kind.CORRECTION, f"late:{hold.request_id}", postings, body)
         names = {*charge.taken, *took}
         _use(work, hold, {n: charge.taken.get(n, 0) - took.get(n, 0) for n in names})

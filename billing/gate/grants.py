@@ -1,8 +1,9 @@
 """Grants that expire, and what is left of each. Pure; the gate and the audit both go by it.
 
-Granted money is one balance. Whatever of it is not spent is deemed to be of the grants that expire
-last, so spending always counts against the grant that expires first, whichever came first. A grant
-that expires takes with it what the grants that expire later do not account for.
+A grant with a scope keeps count of itself (`scoped`). The rest of granted money is one balance.
+Whatever of it is not spent is deemed to be of the grants that expire last, so spending always
+counts against the grant that expires first, whichever came first. A grant that expires takes with
+it what the grants that expire later do not account for.
 """
 
 from collections.abc import Iterable
@@ -11,9 +12,8 @@ from dataclasses import dataclass
 from billing.errors import InvalidAmount, UnknownDeposit
 from billing.gate.commands import Expire
 from billing.gate.entries import Entry, Kind
-from billing.gate.work import SYSTEM, Work
-
-NEVER = 2**63 - 1
+from billing.gate.scoped import scope_of, scoped_body
+from billing.gate.work import NEVER, SYSTEM, Work
 
 
 @dataclass(slots=True)
@@ -24,6 +24,7 @@ class Grant:
     reference: str
     amount: int
     expires_ns: int = NEVER
+    is_scoped: bool = False
     is_over: bool = False
 
     @property
@@ -43,7 +44,8 @@ def remaining(grants: Iterable[Grant], balance: int) -> dict[int, int]:
 
 def grant_of(entry: Entry, corrections: Iterable[Entry]) -> Grant:
     """A grant as its own entry and those that name it make it."""
-    grant = Grant(entry.seq, entry.request_id, entry.amount, expires_ns_of(entry))
+    scoped = bool(scope_of(entry.details))
+    grant = Grant(entry.seq, entry.request_id, entry.amount, expires_ns_of(entry), scoped)
     for correction in corrections:
         if correction.kind is Kind.EXPIRY:
             grant.is_over = True
@@ -65,13 +67,19 @@ def expire(work: Work, command: Expire) -> Entry | None:
     if standing is not None or expires_ns_of(made) > work.now_ns:
         return standing
     account = work.account(command.tenant)
-    grants = [
-        grant_of(entry, work.corrections.get((entry.tenant, entry.seq), ()))
-        for entry in work.grants.get(command.tenant, ())
-    ]
-    left = remaining(grants, account.balances["granted"])[made.seq]
-    body = {"corrects": made.seq, "by": SYSTEM, "reason": "its time is over"}
-    postings = {"granted": -left, "promotion": left}
+    body: dict[str, object] = {"corrects": made.seq, "by": SYSTEM, "reason": "its time is over"}
+    if scope_of(made.details):
+        left = account.grants[made.seq].left
+        postings = {"scoped": -left, "promotion": left}
+        body |= scoped_body({made.seq: -left})
+    else:
+        grants = [
+            grant_of(entry, work.corrections.get((entry.tenant, entry.seq), ()))
+            for entry in work.grants.get(command.tenant, ())
+            if not scope_of(entry.details)
+        ]
+        left = remaining(grants, account.balances["granted"])[made.seq]
+        postings = {"granted": -left, "promotion": left}
     return work.post(account, Kind.EXPIRY, command.reference, postings, body)
 
 

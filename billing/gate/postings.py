@@ -3,6 +3,7 @@ rules and the audit checks by them.
 """
 
 from billing.gate.entries import Kind, Postings
+from billing.gate.scoped import ScopedGrant
 from billing.gate.work import TenantAccount
 
 
@@ -12,21 +13,26 @@ def pay_in(account: TenantAccount, amount: int) -> dict[str, int]:
     return {"receivable": owed, "topup": amount - owed}
 
 
-def spend(account: TenantAccount, amount: int) -> dict[str, int]:
-    """Postings of a charge: granted money first, then paid money, the rest is owed."""
-    granted = min(amount, max(0, account.balances["granted"]))
-    topup = min(amount - granted, max(0, account.balances["topup"]))
-    owed = amount - granted - topup
-    return {"granted": -granted, "topup": -topup, "receivable": -owed, "revenue": amount}
+def spend(account: TenantAccount, amount: int, scoped: int = 0) -> dict[str, int]:
+    """Postings of a charge: what scoped grants pay of it, then granted money, then paid money; the
+    rest is owed."""
+    granted = min(amount - scoped, max(0, account.balances["granted"]))
+    topup = min(amount - scoped - granted, max(0, account.balances["topup"]))
+    owed = amount - scoped - granted - topup
+    moved = {"granted": -granted, "topup": -topup, "receivable": -owed, "scoped": -scoped}
+    return {**moved, "revenue": amount}
 
 
 def refund(account: TenantAccount, taken: Postings, amount: int) -> dict[str, int]:
-    """Postings that give back `amount` of what was `taken`: paid money first, granted money last.
+    """Postings that give back `amount` of what was `taken`: paid money first, then granted money,
+    and what scoped grants paid last.
 
     Money that goes back settles what is owed before it can be spent again.
     """
-    paid = min(amount, sum(taken.values()) - taken["granted"])
-    return {**pay_in(account, paid), "granted": amount - paid, "revenue": -amount}
+    paid = min(amount, taken["topup"] + taken["receivable"])
+    granted = min(amount - paid, taken["granted"])
+    given = {"granted": granted, "scoped": amount - paid - granted}
+    return {**pay_in(account, paid), **given, "revenue": -amount}
 
 
 def take_back(account: TenantAccount, source: str, amount: int) -> dict[str, int]:
@@ -35,8 +41,16 @@ def take_back(account: TenantAccount, source: str, amount: int) -> dict[str, int
     return {source: -left, "receivable": left - amount}
 
 
-def deposited(account: TenantAccount, kind: Kind, gain: int) -> dict[str, int]:
-    """Postings of a deposit, withdrawal or chargeback, or of the difference that puts one right."""
+def deposited(
+    account: TenantAccount, kind: Kind, gain: int, scoped: ScopedGrant | None = None
+) -> dict[str, int]:
+    """Postings of a deposit, withdrawal or chargeback, or of the difference that puts one right.
+
+    `scoped` is the grant with a scope that it makes or puts right.
+    """
+    if scoped is not None:
+        moved = max(gain, -scoped.left)
+        return {"scoped": moved, "receivable": gain - moved, "promotion": -gain}
     if kind is Kind.GRANT:
         given = {"granted": gain} if gain > 0 else take_back(account, "granted", -gain)
         return {**given, "promotion": -gain}

@@ -9,7 +9,7 @@ what included tokens would have cost.
 from collections.abc import Iterable
 from typing import Any
 
-from billing.gate.entries import Entry, Kind
+from billing.gate.entries import GRANTED, Entry, Kind
 from billing.usage import CLASSES
 
 SPLIT = 10**9  # amounts are stored as hi * SPLIT + lo, so that SQL adds them without overflow
@@ -99,7 +99,7 @@ def _add(row: Row, taken: dict[str, int], details: dict[str, Any]) -> None:
     for name, count in usage.items():
         row[name] += count
     row["amount"] += taken.get("revenue", 0)
-    row["granted"] -= taken.get("granted", 0)
+    row["granted"] -= sum(taken.get(name, 0) for name in GRANTED)
     row["owed"] -= taken.get("receivable", 0)
     row["saved"] += int(details["saved"])
     row["fees"] += int(details.get("fees", 0))

@@ -19,12 +19,14 @@ from billing.gate.entries import (
     format_postings,
 )
 from billing.gate.holds import Advance, StoredHold
+from billing.gate.scoped import ScopedGrant, moved_by, scope_of
 from billing.money import format_units
 from billing.prices.book import PriceBook
 from billing.prices.rating import Charge
 from billing.usage import Usage
 
 SYSTEM = "system"  # who posts what no person decided
+NEVER = 2**63 - 1  # when what does not expire does
 
 
 @dataclass(slots=True)
@@ -40,15 +42,32 @@ class TenantAccount:
     at_ns: int = 0
     held: int = 0
     balances: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTS, 0))
+    grants: dict[int, ScopedGrant] = field(default_factory=dict)  # scoped ones, by number
 
     @property
     def worth(self) -> int:
         return sum(self.balances[name] for name in TENANT_ACCOUNTS)
 
     @property
+    def free(self) -> int:
+        """What may be spent on everything, held or not."""
+        return self.worth - self.balances["scoped"]
+
+    @property
     def available(self) -> int | None:
-        """What a new hold may take; None is unlimited."""
-        return None if self.credit_limit is None else self.worth + self.credit_limit - self.held
+        """What a hold of any price may take; None is unlimited."""
+        return None if self.credit_limit is None else self.free + self.credit_limit - self.held
+
+    def take(self, entry: Entry, details: dict[str, Any]) -> None:
+        """Move the balances, and what is left of scoped grants, as an entry says."""
+        for name, units in entry.amounts.items():
+            self.balances[name] += units
+        if entry.kind is Kind.GRANT and (scope := scope_of(details)):
+            expires_ns = int(details.get("expires_ns", NEVER))
+            grant = ScopedGrant(entry.seq, entry.request_id, scope, expires_ns, entry.amount)
+            self.grants[entry.seq] = grant
+        for seq, units in moved_by(details).items():
+            self.grants[seq].left += units
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +103,7 @@ class Work:
     wallets: dict[Key, int] = field(default_factory=dict)  # by tenant and currency
     put_wallets: dict[Key, int] = field(default_factory=dict)
     spent: dict[Key, int] = field(default_factory=dict)  # by tenant and month
+    put_scoped: set[str] = field(default_factory=set)  # tenants whose scoped grants change
     new_entries: list[Entry] = field(default_factory=list)
     put_holds: dict[Key, StoredHold] = field(default_factory=dict)
     dropped_holds: set[Key] = field(default_factory=set)
@@ -159,8 +179,9 @@ class Work:
         entry = Entry(*fields, hash=account.head, billed_ns=body.get("billed_ns"))
         if body.get("by", SYSTEM) != SYSTEM:
             self.decisions.append((entry, account.worth))
-        for name, units in postings.items():
-            account.balances[name] += units
+        account.take(entry, body)
+        if body.get("scope") or body.get("scoped"):
+            self.put_scoped.add(account.tenant)
         self.new_entries.append(entry)
         self.entries.setdefault((account.tenant, request_id), []).append(entry)
         if "corrects" in body:

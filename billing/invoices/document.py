@@ -16,7 +16,7 @@ from datetime import date, datetime, timedelta
 from typing import Any
 
 from billing.errors import UnknownTenant
-from billing.gate.entries import Entry, Kind
+from billing.gate.entries import GRANTED, Entry, Kind
 from billing.invoices.parties import Buyer, Parties, Tax
 from billing.money import format_units, minor_places, parse_units, round_half_even
 from billing.prices.book import NS
@@ -149,7 +149,8 @@ def corrected_sums(corrections: Iterable[Entry]) -> Sums:
     total = Sums()
     for entry in corrections:
         moved = entry.amounts
-        total += Sums(-entry.amount, -moved.get("granted", 0), -moved.get("receivable", 0))
+        granted = sum(moved.get(name, 0) for name in GRANTED)
+        total += Sums(-entry.amount, -granted, -moved.get("receivable", 0))
     return total
 
 

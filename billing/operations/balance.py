@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -45,6 +46,7 @@ def book_deposit(
     amount: str,
     reference: str | None = None,
     expires: str | None = None,
+    scope: Sequence[str] | None = None,
     currency: str | None = None,
     rate: str | None = None,
     rate_date: str | None = None,
@@ -53,7 +55,7 @@ def book_deposit(
     why: str,
 ) -> Document:
     """Book an amount; gives the tenant afterwards. What is left of a grant after its last day,
-    `expires`, is taken back.
+    `expires`, is taken back; with a `scope` only requests at these prices spend it.
 
     In another `currency` it goes into or out of the tenant's wallet; with a `rate`, a top-up
     converts so much of the wallet into the balance.
@@ -62,6 +64,8 @@ def book_deposit(
     name = reference or f"{kind}_{secrets.token_hex(8)}"
     if expires and kind is not Booking.GRANT:
         raise InvalidSpan(f"a {kind} does not expire, only a grant does")
+    if scope and kind is not Booking.GRANT:
+        raise InvalidName(f"a {kind} has no scope, only a grant does")
     about: dict[str, Any] = {"reference": name, "by": by, "reason": why}
     if (rate or rate_date or rate_source) and (not currency or kind is not Booking.TOPUP):
         raise InvalidName("a rate converts a wallet: say its currency, in a top-up")
@@ -75,7 +79,9 @@ def book_deposit(
         moved = units if kind is Booking.TOPUP else -units
         books.ledger.pay_into_wallet(tenant, moved, currency, **about).result()
         return show_balance(books, tenant=tenant)
-    more = {"expires_ns": end_of(expires, time.time_ns())} if expires else {}
+    more: dict[str, Any] = {"expires_ns": end_of(expires, time.time_ns())} if expires else {}
+    if scope:
+        more["scope"] = scope
     _BOOK[kind](books.ledger, tenant, units, **about, **more).result()
     return tenant_document(books.accounts.tenant(tenant))
 

@@ -34,6 +34,7 @@ from billing.proof.projections import (
     compare_accounts,
     compare_expiring,
     compare_rollups,
+    compare_scoped,
     compare_used,
     compare_wallets,
 )
@@ -44,6 +45,7 @@ from billing.store import accounts as store_accounts
 from billing.store import expiring as store_expiring
 from billing.store import plans as store_plans
 from billing.store import reports as store_reports
+from billing.store import scoped as store_scoped
 from billing.store import wallets as store_wallets
 from billing.store.store import Connection, LedgerStore
 
@@ -80,6 +82,7 @@ def verify(
             proof.problems += readable("usage", lambda: compare_rollups(rollups, connection))
             proof.problems += readable("expiring", lambda: compare_expiring(replay, connection))
             proof.problems += readable("wallets", lambda: compare_wallets(replay, connection))
+            proof.problems += readable("grants", lambda: compare_scoped(replay, connection))
             proof.problems += readable("included", lambda: compare_used(replay, connection))
         known = kept.get(TRAIL, {})
         proof.problems += readable(TRAIL, lambda: check_trail(connection, known))
@@ -120,6 +123,7 @@ def rebuild(store: LedgerStore) -> Proof:
         store_expiring.write_expiring(connection, replay.expiring())
         store_plans.rewrite_used(connection, replay.used())
         store_wallets.rewrite_wallets(connection, replay.wallets())
+        store_scoped.rewrite_scoped(connection, replay.accounts.values())
         store_reports.replace_projections(connection, replay.accounts.values(), daily, sessions)
 
     store.retrying(operation)

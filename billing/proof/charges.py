@@ -20,6 +20,7 @@ from billing.gate.plans import (
     month_of,
 )
 from billing.gate.postings import refund, spend
+from billing.gate.scoped import given_back, moved_by, taken_from
 from billing.gate.work import SYSTEM, Used
 from billing.money import format_units
 from billing.prices.book import ABOVE, AND, PinnedRate, PriceBook, RateRef, Terms
@@ -40,6 +41,7 @@ class ChargeChecks:
         self._corrected = corrected
         self._charges: dict[tuple[str, int], dict[str, int]] = {}  # what is left of corrected ones
         self._amounts: dict[tuple[str, int], int] = {}
+        self._scoped: dict[tuple[str, int], dict[int, int]] = {}  # by the grant's number
         self._taken: dict[
             tuple[str, int], tuple[str, dict[str, int]]
         ] = {}  # month, included tokens
@@ -65,7 +67,9 @@ class ChargeChecks:
         self._check_included(details, charge)
         if pinned.currency != entry.currency:
             raise Differs("rated", f"its card is in {pinned.currency}")
-        same("rated", postings, spend(account, charge.amount))
+        scoped = taken_from(account.grants, pinned.ref, charge.amount)
+        _check_scoped("rated", details, scoped, -1)
+        same("rated", postings, spend(account, charge.amount, sum(scoped.values())))
         if int(details["saved"]) != charge.saved:
             raise Differs("rated", f"it saved {charge.saved} units, not {details['saved']}")
         if int(details.get("fees", 0)) != charge.fees:
@@ -86,6 +90,7 @@ class ChargeChecks:
             self._taken[key] = month, dict(charge.taken)
             self._charges[key] = {name: -postings.get(name, 0) for name in TENANT_ACCOUNTS}
             self._amounts[key] = charge.amount
+            self._scoped[key] = scoped
 
     def check_correction(self, booked: Booked) -> None:
         entry, account, postings, details = (
@@ -118,8 +123,17 @@ class ChargeChecks:
                 raise Differs("corrected", "the server gives back a charge whole, or not at all")
         if amount < 0 and -amount > sum(taken.values()):
             raise Differs("corrected", f"it gives back more than the {sum(taken.values())} left")
-        due = spend(account, amount) if amount > 0 else refund(account, taken, -amount)
+        if amount > 0:
+            ref = self._pinned(rate_ref(details)).ref
+            scoped, sign = taken_from(account.grants, ref, amount), -1
+            due = spend(account, amount, sum(scoped.values()))
+        else:
+            due, sign = refund(account, taken, -amount), 1
+            scoped = given_back(account.grants, self._scoped[key], due["scoped"])
+        _check_scoped("corrected", details, scoped, sign)
         same("corrected", postings, due)
+        for seq, units in scoped.items():
+            self._scoped[key][seq] = self._scoped[key].get(seq, 0) - sign * units
         for name in TENANT_ACCOUNTS:
             taken[name] -= postings.get(name, 0)
 
@@ -182,3 +196,11 @@ class ChargeChecks:
         if found is None:
             found = self._rates[ref] = self._book.pinned(ref)
         return found
+
+
+def _check_scoped(
+    invariant: str, details: dict[str, Any], scoped: Mapping[int, int], sign: int
+) -> None:
+    expected = {seq: sign * units for seq, units in scoped.items() if units}
+    if moved_by(details) != expected:
+        raise Differs(invariant, f"of scoped grants it moves {expected}, by their numbers")

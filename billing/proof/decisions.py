@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from billing.gate.entries import Entry, Kind
+from billing.gate.scoped import scope_of
 from billing.gate.wallets import told
 from billing.gate.work import SYSTEM
 from billing.money import parse_units
@@ -17,7 +18,8 @@ from billing.store.store import Connection
 
 _PREFIX = "balance."
 
-_Decision = tuple[str, str, str, int, int, str]  # action, who, why, when, gain, and of a wallet
+# action, who, why, when, gain, of a wallet, and the scope
+_Decision = tuple[str, str, str, int, int, str, tuple[str, ...]]
 
 
 class Decisions:
@@ -33,7 +35,7 @@ class Decisions:
             what = f"{_PREFIX}{entry.kind}"
             why = details.get("reason", "")
             subject = f"{entry.tenant}/{entry.seq}"
-            gain = (entry.amount, told(details))
+            gain = (entry.amount, told(details), scope_of(details))
             self.booked[subject] = what, decided_by, why, entry.at_ns, *gain
 
 
@@ -49,7 +51,7 @@ def check_decisions(connection: Connection, decisions: Decisions) -> Iterator[Pr
             message = f"{row['action']} of {row['subject']} was decided, and no entry books it"
             yield Problem(f"trail entry {seq}", 0, "decided", message)
         elif booked != (decided := _decision(row)):
-            names = ("kind", "who", "why", "when", "amount", "wallet")
+            names = ("kind", "who", "why", "when", "amount", "wallet", "scope")
             pairs = zip(names, booked, decided, strict=True)
             differing = next(name for name, found, said in pairs if found != said)
             message = f"trail entry {seq} says otherwise of its {differing}"
@@ -62,8 +64,9 @@ def _decision(row: Any) -> _Decision:
     before, after = (
         parse_units(orjson.loads(row[name])["balance"]) for name in ("before", "after")
     )
-    wallet = orjson.loads(row["after"]).get("wallet", "")
-    return row["action"], row["actor"], row["reason"], row["at_ns"], after - before, wallet
+    told_after = orjson.loads(row["after"])
+    of = told_after.get("wallet", ""), tuple(told_after.get("scope", ()))
+    return row["action"], row["actor"], row["reason"], row["at_ns"], after - before, *of
 
 
 def _problem(subject: str, message: str) -> Problem:

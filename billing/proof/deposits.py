@@ -5,9 +5,11 @@ Used by `billing.proof.replay`, in the order of the entries.
 
 from billing.gate.deposits import INCOMING
 from billing.gate.entries import Kind
-from billing.gate.grants import NEVER, Grant, expires_ns_of, remaining
+from billing.gate.grants import Grant, expires_ns_of, remaining
 from billing.gate.postings import deposited, pay_in
+from billing.gate.scoped import ScopedGrant, moved_by, scope_of
 from billing.gate.wallets import check_rate, converted
+from billing.gate.work import NEVER
 from billing.money import format_units
 from billing.proof.booked import Booked, Differs, same
 
@@ -31,9 +33,15 @@ class DepositChecks:
             raise Differs("balanced", f"a {entry.kind} cannot be {format_units(entry.amount)}")
         if entry.kind == Kind.WITHDRAWAL and account.balances["topup"] + entry.amount < 0:
             raise Differs("balanced", "it pays out more than was paid in and is left")
-        same("balanced", postings, deposited(account, Kind(entry.kind), entry.amount))
+        scope, scoped = scope_of(entry.details), None
+        if scope:
+            scoped = ScopedGrant(entry.seq, entry.request_id, scope, NEVER)
+        if (scope and entry.kind != Kind.GRANT) or moved_by(entry.details):
+            raise Differs("balanced", f"a {entry.kind} has no scope")
+        same("balanced", postings, deposited(account, Kind(entry.kind), entry.amount, scoped))
         if entry.kind == Kind.GRANT:
-            grant = Grant(entry.seq, entry.request_id, entry.amount, expires_ns_of(entry))
+            expires_ns = expires_ns_of(entry)
+            grant = Grant(entry.seq, entry.request_id, entry.amount, expires_ns, bool(scope))
             self._grants.setdefault(entry.tenant, {})[entry.seq] = grant
         elif "expires_ns" in entry.details:
             raise Differs("balanced", f"a {entry.kind} does not expire")
@@ -53,7 +61,9 @@ class DepositChecks:
             raise Differs("corrected", f"entry {details['corrects']} is no deposit before it")
         if stands + entry.amount < 0:
             raise Differs("corrected", "it takes more from a deposit than there was")
-        same("corrected", postings, deposited(account, kind, entry.amount))
+        scoped = account.grants.get(details["corrects"])
+        same("corrected", postings, deposited(account, kind, entry.amount, scoped))
+        _check_moves(booked, details["corrects"])
         self._deposits[key] = kind, stands + entry.amount
         if kind is Kind.GRANT:
             self._grants[entry.tenant][details["corrects"]].amount += entry.amount
@@ -71,8 +81,14 @@ class DepositChecks:
             raise Differs("corrected", f"entry {details['corrects']} is no grant that stands")
         if entry.request_id != grant.reference or entry.at_ns < grant.expires_ns:
             raise Differs("corrected", f"grant {grant.reference!r} had not expired")
-        left = remaining(grants.values(), account.balances["granted"])[grant.seq]
-        same("corrected", postings, {"granted": -left, "promotion": left})
+        if grant.is_scoped:
+            left, source = account.grants[grant.seq].left, "scoped"
+        else:
+            free = [each for each in grants.values() if not each.is_scoped]
+            left = remaining(free, account.balances["granted"])[grant.seq]
+            source = "granted"
+        same("corrected", postings, {source: -left, "promotion": left})
+        _check_moves(booked, grant.seq)
         grant.is_over = True
 
     def check_wallet(self, booked: Booked) -> None:
@@ -101,3 +117,10 @@ class DepositChecks:
             for grant in grants.values()
             if grant.expires_ns != NEVER and not grant.is_over
         }
+
+
+def _check_moves(booked: Booked, seq: int) -> None:
+    """What an entry moves on scoped grants is what it moves on the one that it names."""
+    units = booked.postings.get("scoped", 0)
+    if moved_by(booked.details) != ({seq: units} if units else {}):
+        raise Differs("corrected", f"it moves {units} units of grant {seq}, and says otherwise")

@@ -16,6 +16,7 @@ from billing.proof.result import Problem, readable
 from billing.store import expiring as store_expiring
 from billing.store import plans as store_plans
 from billing.store import reports as store_reports
+from billing.store import scoped as store_scoped
 from billing.store import wallets as store_wallets
 from billing.store.store import Connection
 
@@ -79,6 +80,14 @@ def compare_wallets(replay: ProofRun, connection: Connection) -> Iterator[Proble
     for key, _ in sorted(found.items() ^ replay.wallets().items())[:1]:
         where = "/".join(key)
         yield Problem(f"wallet {where}", 0, "projected", "it is not what its entries moved")
+
+
+def compare_scoped(replay: ProofRun, connection: Connection) -> Iterator[Problem]:
+    found = {row[:2]: row for row in store_scoped.scoped_rows(connection)}
+    made = (row for account in replay.accounts.values() for row in store_scoped.rows_of(account))
+    expected = {row[:2]: row for row in made}
+    for (tenant, seq), _ in sorted(found.items() ^ expected.items())[:1]:
+        yield Problem(f"grant {tenant}/{seq}", 0, "projected", "it is not what its entries left")
 
 
 def compare_expiring(replay: ProofRun, connection: Connection) -> Iterator[Problem]:

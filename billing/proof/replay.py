@@ -74,8 +74,7 @@ class ProofRun:
         self._check_found_by(entry, booked.details)
         self.decisions.take(entry, booked.details)
         account.head, account.seq, account.at_ns = head, entry.seq, entry.at_ns
-        for name, units in booked.postings.items():
-            account.balances[name] += units
+        account.take(entry, booked.details)
 
     def _chained(self, entry: Entry, account: TenantAccount) -> bytes:
         """The entry's hash, once it follows the entry before it and what was written down."""

@@ -47,6 +47,7 @@ def tenant_document(tenant: Tenant) -> Document:
         "credit_limit": None if limit is None else format_units(limit),
         "suspended": tenant.suspended,
         "granted": format_units(tenant.granted),
+        "scoped": format_units(tenant.scoped),
         "topped_up": format_units(tenant.topup),
         "owed": format_units(tenant.owed),
         "balance": format_units(tenant.balance),

@@ -14,19 +14,23 @@ from billing.gate.commands import (
     Expire,
     MoveWallet,
     Reap,
+    Reserve,
     Settle,
+    TopUp,
     advance_of,
     fingerprint_of,
     keys_of,
 )
 from billing.gate.entries import CORRECTABLE, Entry
 from billing.gate.rollups import rollups
+from billing.gate.scoped import scope_of
 from billing.gate.wallets import told
 from billing.gate.work import Work
 from billing.money import format_units
 from billing.prices.book import PriceBook
 from billing.store import expiring as store_expiring
 from billing.store import plans as store_plans
+from billing.store import scoped as store_scoped
 from billing.store import undelivered as store_undelivered
 from billing.store import wallets as store_wallets
 from billing.store.prepared import HotStatements
@@ -40,7 +44,7 @@ from billing.store.rows import (
     read_entry,
     read_hold,
 )
-from billing.store.schema import entries
+from billing.store.schema import entries, holds
 from billing.store.trail import add_trail
 
 
@@ -87,7 +91,24 @@ def load_work(
         if entry.kind in CORRECTABLE:
             found = find_corrections(connection, entry)
             work.corrections[entry.tenant, entry.seq] = found
+    _load_scoped(connection, commands, work)
     return work
+
+
+def _load_scoped(connection: Connection, commands: Sequence[Command], work: Work) -> None:
+    """Of tenants that have scoped grants, or that may get some back, each grant; and all that they
+    hold, since holds of several prices may wait for one grant."""
+    having = [a for a in work.accounts.values() if a.balances["scoped"]]
+    spent = {tenant for tenant, _ in work.corrections}
+    more = [a for a in work.accounts.values() if a.tenant in spent and a not in having]
+    if having or more:
+        store_scoped.read_scoped(connection, [*having, *more])
+    asking = {c.hold.tenant for c in commands if isinstance(c, Reserve | TopUp)}
+    for account in having:
+        if account.tenant in asking:
+            query = select(holds).where(holds.c.tenant == account.tenant)
+            for hold in map(read_hold, connection.execute(query).mappings()):
+                work.holds.setdefault(hold.key, hold)
 
 
 def write_work(hot: HotStatements, connection: Connection, work: Work) -> None:
@@ -106,6 +127,8 @@ def write_work(hot: HotStatements, connection: Connection, work: Work) -> None:
         hot.drop_holds.run(connection, map(_key_row, work.dropped_holds))
     if work.put_wallets:
         store_wallets.write_wallets(connection, work.put_wallets)
+    for tenant in sorted(work.put_scoped):
+        store_scoped.write_scoped(connection, work.accounts[tenant])
     if work.put_used:
         store_plans.write_used(connection, work.put_used)
     if work.put_advances:
@@ -136,6 +159,7 @@ def _write_decision(connection: Connection, entry: Entry, worth: int) -> None:
     """The trail of a deposit, grant or correction that a person decided."""
     details = entry.details
     wallet = {"wallet": told(details)} if told(details) else {}
+    scope = {"scope": list(scope_of(details))} if scope_of(details) else {}
     add_trail(
         connection,
         at_ns=entry.at_ns,
@@ -143,7 +167,7 @@ def _write_decision(connection: Connection, entry: Entry, worth: int) -> None:
         action=f"balance.{entry.kind}",
         subject=f"{entry.tenant}/{entry.seq}",
         before={"balance": format_units(worth)},
-        after={"balance": format_units(worth + entry.amount)} | wallet,
+        after={"balance": format_units(worth + entry.amount)} | wallet | scope,
         reason=details.get("reason", ""),
     )
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from sqlalchemy import Connection, delete, select
 
 from billing.gate.entries import Entry, Kind
-from billing.gate.grants import NEVER, expires_ns_of
+from billing.gate.grants import expires_ns_of
+from billing.gate.work import NEVER
 from billing.store.rows import read_entry
 from billing.store.schema import entries, expiring
 

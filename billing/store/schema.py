@@ -68,6 +68,7 @@ accounts = Table(
     Column("granted", Wide, nullable=False),
     Column("topup", Wide, nullable=False),
     Column("receivable", Wide, nullable=False),
+    Column("scoped", Wide, nullable=False, server_default="0"),
     Column("revenue", Wide, nullable=False),
     Column("cash", Wide, nullable=False),
     Column("promotion", Wide, nullable=False),
@@ -299,6 +300,18 @@ expiring = Table(
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     Column("reference", String, nullable=False),
     Column("expires_ns", BigInteger, nullable=False, index=True),
+)
+
+# What is left of grants for some prices only.
+scoped_grants = Table(
+    "scoped_grants",
+    metadata,
+    Column("tenant", String, primary_key=True),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("reference", String, nullable=False),
+    Column("scope", Text, nullable=False),
+    Column("expires_ns", BigInteger, nullable=False),
+    Column("remains", Wide, nullable=False),
 )
 
 # What the seller and the buyers are called on invoices; the last row is in force.

@@ -295,6 +295,27 @@ async def test_money_is_booked_and_the_page_says_so(
     assert "paid by bank" in await text(client, "audit?q=acme")
 
 
+async def test_a_grant_with_a_scope_and_a_wallet_are_booked_and_shown(
+    client: httpx.AsyncClient, books_of_acme: House
+) -> None:
+    form = {"kind": "grant", "amount": "3", "reference": "promo", "why": "launch"}
+    form |= {"scope": "chat-*, *@standard", "expires": "90d"}
+    booked = await client.post("tenants/acme/deposit", data=form)
+    assert "done=grant" in booked.headers["location"]
+    assert 3 * UNITS == books_of_acme.books.accounts.tenant("acme").scoped
+    paid = {"kind": "topup", "currency": "usd", "amount": "10", "why": "paid by card"}
+    moves = [("topup", {}), ("withdraw", {"amount": "1"})]
+    rate = {"rate": "7.1", "rate_date": "2026-11-20", "rate_source": "ECB", "amount": "2"}
+    before = books_of_acme.books.accounts.tenant("acme").balance
+    for kind, more in [*moves, ("convert", rate)]:
+        moved = await client.post("tenants/acme/wallet", data=paid | {"kind": kind} | more)
+        assert "done=wallet" in moved.headers["location"], moved.text
+    assert before + int(14.2 * UNITS) == books_of_acme.books.accounts.tenant("acme").balance
+    page = await text(client, "tenants/acme?done=wallet")
+    assert "The wallet is changed." in page and "for chat-*, *@standard" in page
+    assert re.search(r"Wallet in USD</dt><dd>7\.00", page)
+
+
 async def test_a_double_click_without_a_reference_books_once(
     client: httpx.AsyncClient, books_of_acme: House
 ) -> None:
@@ -314,6 +335,19 @@ async def test_a_double_click_without_a_reference_books_once(
         ("tenants/acme/deposit", {"amount": "ten", "why": "x"}, "not an amount of money"),
         ("tenants/acme/deposit", {"amount": "-3", "why": "x"}, "not above zero"),
         ("tenants/acme/deposit", {"amount": "3", "why": ""}, "Say why"),
+        ("tenants/acme/deposit", {"amount": "3", "scope": "x", "why": "x"}, "has no scope"),
+        ("tenants/acme/wallet", {"amount": "3", "why": "x"}, "say the currency"),
+        ("tenants/acme/wallet", {"kind": "gift", "amount": "3", "why": "x"}, "kind is none of"),
+        (
+            "tenants/acme/wallet",
+            {"kind": "convert", "amount": "3", "currency": "USD", "why": "x"},
+            "say the rate",
+        ),
+        (
+            "tenants/acme/wallet",
+            {"kind": "withdraw", "amount": "3", "currency": "USD", "why": "x"},
+            "insufficient balance",
+        ),
         ("tenants/acme/limit", {"credit_limit": "lots", "why": "x"}, "not an amount of money"),
         ("tenants", {"tenant": "a b", "why": "x"}, "is not a name"),
         ("tenants", {"tenant": "acme", "why": "x"}, "exists"),

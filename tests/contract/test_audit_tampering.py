@@ -95,6 +95,8 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
         house.ledger.store.apply([advance], house.ledger.book, house.clock)
         grant = {"reference": "g", "by": "ops", "expires_ns": 2**62}
         house.ledger.grant("acme", 5, **grant).result()
+        grant |= {"reference": "only", "scope": ["*@standard"]}
+        house.ledger.grant("acme", 5, **grant).result()
         house.clock.advance(40 * 86_400)
         register = InvoiceRegister(house.ledger.store, clock_ns=house.clock)
         register.apply_parties(PARTIES.format(zone="UTC"), **BY)

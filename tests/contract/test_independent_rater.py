@@ -30,6 +30,8 @@ from billing.usage import Usage
 DAYS = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 HITS = ("hit_device", "hit_host", "hit_disk", "hit_remote")
 Card = dict[str, Any]
+SCOPES = [["big-*"], ["small"], ["*@flex"], ["big-1@night", "big-2"], ["*@friends"], ["*"]]
+SCOPES += [["*@standard"], ["small@noon"]]
 
 
 def in_force(cards: list[Card], tenant: str, model: str, at: datetime) -> Card:
@@ -161,6 +163,41 @@ def included(
     return free
 
 
+def terms_of(card: Card, tenant: str, at: datetime, asked: tuple[int, str], model: str) -> set[str]:
+    """What a scope can name of a price: its window, the tenant's groups, the service tier."""
+    price = priced(card, model)
+    assert price is not None
+    is_long = any(asked[0] > longer["prompt_tokens"] for longer in price.get("above", []))
+    found = set() if is_long else {window(card, at) or "standard"}
+    for group in card.get("group", []):
+        if tenant in group["tenants"] and ("until" not in group or at < group["until"]):
+            found.add(group["name"])
+    return found | {tier["name"] for tier in card.get("service", []) if tier["name"] == asked[1]}
+
+
+Grants = dict[int, tuple[float, list[str], Decimal]]  # by entry: when it ends, scope, left
+
+
+def from_grants(grants: Grants, model: str, said: set[str], amount: Decimal) -> dict[int, Decimal]:
+    """What of a charge is paid by grants for its price, those first that end first."""
+    taken = {}
+    for seq, (ends, scope, left) in sorted(grants.items(), key=lambda each: (each[1][0], each[0])):
+        for each in scope:
+            name, _, term = each.partition("@")
+            same = model.startswith(name[:-1]) if name.endswith("*") else model == name
+            if same and (not term or term in said) and min(left, amount):
+                taken[seq] = min(left, amount)
+                grants[seq] = (ends, scope, left - taken[seq])
+                amount -= taken[seq]
+                break
+    return taken
+
+
+def moved(postings: str) -> dict[str, Decimal]:
+    pairs = (part.split(":") for part in postings.split())
+    return {name: Decimal(units) for name, units in pairs}
+
+
 def card_text(draw: random.Random, number: int, valid_from: str, tenant: str | None) -> str:
     def price(most: int) -> str:
         return f'"{draw.randrange(most)}.{draw.randrange(100):02}"'
@@ -225,6 +262,8 @@ def test_an_independent_rater_agrees_with_every_charge(tmp_path: Path, seed: int
     texts.append(card_text(draw, 1, "2025-01-10T08:00:00Z", None))
     texts.append(card_text(draw, 2, "2025-01-05T00:00:00Z", "acme"))
     asked: dict[str, tuple[int, str]] = {}
+    named = [f'"{name}"' for name in ("night", "noon") if f'"{name}"' not in "".join(texts)]
+    scopes = [each for each in SCOPES if not any(n.strip('"') in str(each) for n in named)]
     with running_ledger(f"sqlite:///{path}") as house:
         house.accounts.create_tenant("bolt", "CNY", credit_limit=None, by="test")
         house.fund(10**9 * UNITS)
@@ -232,6 +271,14 @@ def test_an_independent_rater_agrees_with_every_charge(tmp_path: Path, seed: int
             house.accounts.apply_card(parse_card(text), by="test")
         for number in range(250):
             house.clock.advance(draw.randrange(2 * 30 * 86_400 // 250))
+            if draw.random() < 0.1:
+                tenant, scope = draw.choice(["acme", "bolt"]), draw.choice(scopes)
+                ends = house.clock() + draw.randrange(1, 40 * 86_400) * 10**9
+                about = {"reference": f"g{number}", "by": "eve", "scope": scope}
+                amount = draw.randrange(1, 10**11)
+                house.ledger.grant(tenant, amount, expires_ns=ends, **about).result()
+            if draw.random() < 0.1:
+                house.ledger.expire()
             tenant, model = draw.choice(["acme", "bolt"]), draw.choice(["small", "big-1", "big-2"])
             miss = draw.choice([1, 50, 900, 1000, 1001, 5000])
             used = Usage(
@@ -257,16 +304,31 @@ def test_an_independent_rater_agrees_with_every_charge(tmp_path: Path, seed: int
     cards = [tomllib.loads(text, parse_float=Decimal) for text in (launch, *texts)]
     with closing(sqlite3.connect(path)) as plain:
         rows = plain.execute(
-            "SELECT tenant, request_id, postings, body FROM entries WHERE kind = 'charge' "
-            "ORDER BY tenant, seq"
+            "SELECT tenant, seq, kind, request_id, postings, body FROM entries ORDER BY tenant, seq"
         ).fetchall()
-    assert len(rows) == 250
+    assert sum(row[2] == "charge" for row in rows) == 250
+    grants: dict[str, Grants] = {"acme": {}, "bolt": {}}
+    paid = 0
     spent: dict[tuple[str, str, str, str], int] = {}
-    for tenant, request_id, postings, body in rows:
-        said = json.loads(body)
+    for tenant, seq, kind, request_id, postings, body in rows:
+        said, units = json.loads(body), moved(postings)
+        if kind == "grant":
+            ends = said.get("expires_ns", float("inf"))
+            grants[tenant][seq] = ends, said["scope"], units["scoped"]
+        if kind == "expiry":
+            _, _, left = grants[tenant].pop(said["corrects"])
+            assert units == ({"scoped": -left, "promotion": left} if left else {})
+        if kind != "charge":
+            continue
         at = datetime.fromtimestamp(said["admitted_ns"] // 10**9, UTC)
-        revenue = dict(part.split(":") for part in postings.split()).get("revenue", "0")
         expected = cost(
             cards, tenant, said["model"], at, said.get("usage", {}), asked[request_id], spent
         )
-        assert expected * 10**12 == Decimal(revenue), (tenant, request_id, said)
+        assert expected * 10**12 == units.get("revenue", 0), (tenant, request_id, said)
+        card = in_force(cards, tenant, said["model"], at)
+        fit = terms_of(card, tenant, at, asked[request_id], said["model"])
+        taken = from_grants(grants[tenant], said["model"], fit, expected * 10**12)
+        assert {int(n): -Decimal(u) for n, u in said.get("scoped", {}).items()} == taken
+        assert sum(taken.values()) == -units.get("scoped", Decimal(0))
+        paid += bool(taken)
+    assert paid > 20

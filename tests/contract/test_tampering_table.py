@@ -35,6 +35,8 @@ class House:
         self.keys = published_keys(folder)
         self.heads_file, self.receipt_file = folder / "heads.jsonl", folder / "receipt.json"
         with running_ledger(f"sqlite:///{self.path}") as house:
+            grant = {"reference": "g", "by": "ops", "scope": ["other"]}
+            house.ledger.grant("acme", 7, **grant).result()
             house.fund(UNITS)
             house.charge("r1", USAGE)
             copy(self.path, self.older)
@@ -86,7 +88,7 @@ def rehash(plain: Sql) -> None:
 
 def edit(plain: Sql) -> None:
     change(
-        plain, "UPDATE entries SET body = replace(body, 'output\":9', 'output\":8') WHERE seq = 3"
+        plain, "UPDATE entries SET body = replace(body, 'output\":9', 'output\":8') WHERE seq = 4"
     )
 
 
@@ -94,20 +96,20 @@ def cheaper(plain: Sql) -> None:
     """100 computed and 8 of output, not 9: 116,000,000 units, not 118,000,000."""
     edit(plain)
     change(
-        plain, "UPDATE entries SET postings = 'topup:-116000000 revenue:116000000' WHERE seq = 3"
+        plain, "UPDATE entries SET postings = 'topup:-116000000 revenue:116000000' WHERE seq = 4"
     )
 
 
 def swap(plain: Sql) -> None:
-    for old, new in ((3, -3), (4, 3), (-3, 4)):
+    for old, new in ((4, -4), (5, 4), (-4, 5)):
         change(plain, f"UPDATE entries SET seq = {new} WHERE seq = {old}")
 
 
 def cut(plain: Sql) -> None:
-    change(plain, "DELETE FROM entries WHERE seq = 4")
+    change(plain, "DELETE FROM entries WHERE seq = 5")
 
 
-LARGER = "UPDATE entries SET postings = 'topup:9000000000000 cash:-9000000000000' WHERE seq = 1"
+LARGER = "UPDATE entries SET postings = 'topup:9000000000000 cash:-9000000000000' WHERE seq = 2"
 
 
 def top_up(plain: Sql) -> None:
@@ -116,8 +118,15 @@ def top_up(plain: Sql) -> None:
 
 def top_up_and_trail(plain: Sql) -> None:
     change(plain, LARGER)
-    after = "UPDATE trail SET after = '{\"balance\":\"9.00\"}' WHERE action = 'balance.topup'"
-    change(plain, after)
+    after = 'UPDATE trail SET after = \'{"balance":"9.000000000007"}\''
+    change(plain, f"{after} WHERE action = 'balance.topup'")
+
+
+RENAMED = """UPDATE entries SET body = replace(body, '["other"]', '["another"]') WHERE seq = 1"""
+
+
+def rescope(plain: Sql) -> None:
+    change(plain, RENAMED)
 
 
 FORGERIES: dict[str, Callable[[Sql], None]] = {
@@ -127,6 +136,7 @@ FORGERIES: dict[str, Callable[[Sql], None]] = {
     "cuts off the tail": cut,
     "makes a top-up larger": top_up,
     "makes a top-up larger, and its decision in the trail": top_up_and_trail,
+    "changes the scope of a grant": rescope,
 }
 
 
@@ -192,7 +202,7 @@ def test_every_line_of_kept_heads_counts(house: House, tmp_path: Path) -> None:
 
 def test_heads_that_nobody_signed_so_are_refused(house: House, tmp_path: Path) -> None:
     kept = tmp_path / "heads.jsonl"
-    kept.write_bytes(house.heads_file.read_bytes().replace(b'"entry":4', b'"entry":3'))
+    kept.write_bytes(house.heads_file.read_bytes().replace(b'"entry":5', b'"entry":4'))
     with pytest.raises(BillingError, match="a line was changed"):
         read_heads(kept, house.key)
     kept.write_text(house.receipt_file.read_text())

@@ -24,6 +24,11 @@ def reason_in(why: str) -> str:
     return why.strip()
 
 
+def names_in(text: str) -> list[str]:
+    """Names with commas between."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def tried(request: Request, change: Callable[[Books], object]) -> str:
     """Changes the books; returns what was wrong, or an empty text. Blocks."""
     try:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.admin.access import MayChange
-from api.admin.pages.forms import Text, count_in, limit_in, reason_in
+from api.admin.pages.forms import Text, count_in, limit_in, names_in, reason_in
 from api.admin.pages.tenants import after
 from api.errors import InvalidRequest
 from billing.alerts.budgets import BudgetSpan, Of
@@ -31,6 +31,8 @@ def deposit(
     kind: Text = "topup",
     amount: Text = "",
     reference: Text = "",
+    expires: Text = "",
+    scope: Text = "",
     once: Text = "",
     why: Text = "",
 ) -> Response:
@@ -48,11 +50,52 @@ def deposit(
             kind=Booking(kind),
             amount=amount,
             reference=reference.strip() or f"{kind}_{once or secrets.token_hex(8)}",
+            expires=expires.strip() or None,
+            scope=names_in(scope),
             by=admin.name,
             why=reason_in(why),
         )
 
     return after(request, admin, tenant, book, kind)
+
+
+@router.post("/tenants/{tenant}/wallet")
+def wallet(
+    request: Request,
+    tenant: str,
+    admin: MayChange,
+    kind: Text = "topup",
+    currency: Text = "",
+    amount: Text = "",
+    rate: Text = "",
+    rate_date: Text = "",
+    rate_source: Text = "",
+    once: Text = "",
+    why: Text = "",
+) -> Response:
+    """Book money into or out of a wallet, or convert some of one into the balance."""
+
+    def book(books: Books) -> None:
+        if kind not in ("topup", "withdraw", "convert"):
+            raise InvalidRequest("kind is none of topup, withdraw, convert")
+        if not currency.strip():
+            raise InvalidRequest("say the currency of the wallet, such as USD")
+        if kind == "convert" and not rate.strip():
+            raise InvalidRequest("say the rate: what one unit of the wallet's currency is worth")
+        at = {"rate": rate, "rate_date": rate_date, "rate_source": rate_source}
+        balance.book_deposit(
+            books,
+            tenant=tenant,
+            kind=Booking.WITHDRAW if kind == "withdraw" else Booking.TOPUP,
+            amount=amount,
+            reference=f"{kind}_{once or secrets.token_hex(8)}",
+            currency=currency.strip().upper(),
+            **({name: value.strip() for name, value in at.items()} if kind == "convert" else {}),
+            by=admin.name,
+            why=reason_in(why),
+        )
+
+    return after(request, admin, tenant, book, "wallet")
 
 
 @router.post("/tenants/{tenant}/adjust")

@@ -49,6 +49,7 @@ DONE = {
     "withdraw": "The withdrawal is booked.",
     "chargeback": "The chargeback is booked.",
     "adjust": "The difference is booked.",
+    "wallet": "The wallet is changed.",
     "limit": "The credit limit is changed.",
     "rates": "The limits are changed.",
     "suspend": "The tenant is suspended: new requests are refused.",

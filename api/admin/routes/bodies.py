@@ -77,6 +77,11 @@ class NewDeposit(AdminBody):
     expires: Annotated[str, Field(max_length=10)] | None = Field(
         None, description="Of a grant: its last day (UTC), such as 2027-01-31 or 90d"
     )
+    scope: list[Text] | None = Field(
+        None,
+        max_length=20,
+        description="Of a grant: the prices that spend it, each MODEL or MODEL@TERM",
+    )
     currency: Annotated[str, Field(max_length=3)] | None = Field(
         None, description="Another than the tenant's: into its wallet, or out of it"
     )

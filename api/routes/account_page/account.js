@@ -98,19 +98,26 @@ async function show() {
   at("tenant").textContent = account.tenant;
   const limit = account.credit_limit === null ? "unlimited" : account.credit_limit;
   const facts = [
-    ["Balance", account.balance], ["Granted of it", account.granted], ["Owed", account.owed],
+    ["Balance", account.balance], ["Granted of it, for everything", account.granted],
+    ["Granted of it, for some requests", account.scoped], ["Owed", account.owed],
     ["On hold", account.held], ["Credit limit", limit], ["Available", account.available ?? "unlimited"],
-  ];
-  for (const each of account.grants) facts.push([`Left of grant ${each.reference}`, each.left]);
-  for (const [code, left] of Object.entries(account.wallets)) facts.push([`Wallet in ${code}`, left]);
+  ].map(([name, value]) => [`${name}, ${account.currency}`, value]);
+  for (const each of account.grants) {
+    const pays = each.scope.length ? ` for ${each.scope.join(", ")}` : "";
+    const until = each.expires_ns ? ` until ${new Date(each.expires_ns / 1e6).toISOString().slice(0, 16).replace("T", " ")} UTC` : "";
+    facts.push([`Left of grant ${each.reference}${pays}${until}, ${account.currency}`, each.left]);
+  }
+  for (const [code, left] of Object.entries(account.wallets)) facts.push([`Wallet, ${code}`, left]);
   const plan = account.plan;
   for (const each of plan.included ?? []) {
     facts.push([`Included ${each.name} left in ${plan.month}, tokens`, each.left]);
   }
-  if (plan.minimum) facts.push([`Charged in ${plan.month}, of at least ${plan.minimum}`, plan.charged]);
+  if (plan.minimum) {
+    facts.push([`Charged in ${plan.month}, of at least ${plan.minimum}, ${account.currency}`, plan.charged]);
+  }
   at("balance").replaceChildren(...facts.map(([name, value]) => {
     const pair = document.createElement("div");
-    pair.append(cell("dt", `${name}, ${account.currency}`), cell("dd", value));
+    pair.append(cell("dt", name), cell("dd", value));
     return pair;
   }));
   fill("daily", (await (await ask("/v1/usage?unit=day")).json()).reverse());

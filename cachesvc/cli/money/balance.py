@@ -1,7 +1,7 @@
 """`cachesvc balance`: money in and out of a tenant's balance."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,13 +41,24 @@ def grant(
     expires: Annotated[
         str | None, typer.Option(help="Its last day (UTC): 2027-01-31, or 90d from now  [never]")
     ] = None,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--for",
+            help="Only for a model, or MODEL@TERM: a window, group or service tier; repeatable",
+        ),
+    ] = None,
     reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Give promotional money. It is spent before paid money, and what expires first goes first."""
-    _book(Booking.GRANT, tenant, amount, reference, reason, data_dir, database, json, expires)
+    """Give promotional money. It is spent before paid money, and what expires first goes first.
+
+    With --for it pays these requests only, and before all other money.
+    """
+    about = {"expires": expires, "scope": scope}
+    _book(Booking.GRANT, tenant, amount, reference, reason, data_dir, database, json, **about)
 
 
 @app.command()
@@ -106,8 +117,7 @@ def _book(
     data_dir: Path | None,
     database: str | None,
     json: bool,
-    expires: str | None = None,
-    **wallet: str | None,
+    **about: Any,
 ) -> None:
     with operations(data_dir, database) as call:
         booked = call(
@@ -116,8 +126,7 @@ def _book(
             kind=kind,
             amount=amount,
             reference=reference,
-            expires=expires,
-            **wallet,
+            **about,
             by=actor(),
             why=reason,
         )

@@ -1,0 +1,125 @@
+"""Grants for some prices only: what fits a request, and what is left of each. Pure.
+
+The scope of a grant lists prices. `MODEL` is a model, or with a final `*` all that begin so;
+`MODEL@TERM` is that model only where the price has this term: a window, a group of tenants, a
+service tier. What is left of these grants is the account `scoped`, and each grant has its part.
+
+A hold counts the grants that fit its own price. Requests of several prices may wait for the same
+grant, so a hold is given only if, for each price that holds money, the balance and what fits that
+price cover everything that is held. However the requests are then settled, each is paid.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from billing.errors import InvalidName
+from billing.names import check_text
+from billing.prices.book import AND, MONTHLY, STANDARD, PriceBook, RateCard, RateRef, fits
+
+MOST = 20  # prices in one scope
+_AT = "@"
+
+
+@dataclass(slots=True)
+class ScopedGrant:
+    """`seq` is the number of the grant's entry."""
+
+    seq: int
+    reference: str
+    scope: tuple[str, ...]
+    expires_ns: int
+    left: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.expires_ns, self.seq
+
+
+ScopedGrants = Mapping[int, ScopedGrant]  # by number
+
+
+def covers(scope: Iterable[str], ref: RateRef) -> bool:
+    """Whether a request at this price may spend the grant. A month's minimum is no request."""
+    terms = ref.window.split(AND)
+    for each in scope:
+        model, _, term = each.partition(_AT)
+        if fits(model, ref.model) and (not term or term in terms):
+            return ref.window != MONTHLY
+    return False
+
+
+def fitting(grants: ScopedGrants, ref: RateRef) -> list[ScopedGrant]:
+    """The grants that a request may spend, those first that are spent first."""
+    found = (grant for grant in grants.values() if grant.left > 0 and covers(grant.scope, ref))
+    return sorted(found, key=lambda grant: grant.order)
+
+
+def reach(grants: ScopedGrants, ref: RateRef) -> int:
+    """How much of scoped grants a request may spend."""
+    return sum(grant.left for grant in fitting(grants, ref))
+
+
+def taken_from(grants: ScopedGrants, ref: RateRef, amount: int) -> dict[int, int]:
+    """What a charge takes of each grant: of those that fit, the one that expires first first."""
+    taken: dict[int, int] = {}
+    for grant in fitting(grants, ref):
+        part = min(amount, grant.left)
+        if part:
+            taken[grant.seq] = part
+            amount -= part
+    return taken
+
+
+def given_back(grants: ScopedGrants, taken: Mapping[int, int], amount: int) -> dict[int, int]:
+    """What of `amount` goes back to each grant that a charge took from: the last one first."""
+    back: dict[int, int] = {}
+    for grant in sorted((grants[seq] for seq in taken), key=lambda g: g.order, reverse=True):
+        part = min(amount, taken[grant.seq])
+        if part:
+            back[grant.seq] = part
+            amount -= part
+    return back
+
+
+def scoped_body(moved: Mapping[int, int], sign: int = 1) -> dict[str, object]:
+    """What an entry says of the grants that it moves."""
+    return {"scoped": {str(seq): str(sign * units) for seq, units in moved.items() if units}}
+
+
+def moved_by(details: Mapping[str, object]) -> dict[int, int]:
+    """What an entry's body says that it moves on each grant; the inverse of `scoped_body`."""
+    moved = details.get("scoped", {})
+    assert isinstance(moved, dict), moved
+    return {int(seq): int(units) for seq, units in moved.items()}
+
+
+def check_scope(scope: Sequence[str], book: PriceBook, currency: str) -> tuple[str, ...]:
+    """The scope without repeats. Raises `InvalidName` where it names what no card prices."""
+    if len(scope) > MOST:
+        raise InvalidName(f"a grant's scope lists at most {MOST} prices, and this one {len(scope)}")
+    cards = [card for card in book.cards if card.currency == currency]
+    for each in scope:
+        model, at, term = each.partition(_AT)
+        check_text(each, "scope")
+        if not model or (at and not term):
+            raise InvalidName(f"scope {each!r}: write MODEL or MODEL@TERM; * is every model")
+        if not model.endswith("*") and not any(card.price_of(model) for card in cards):
+            raise InvalidName(f"scope {each!r}: no rate card in {currency} prices model {model!r}")
+        if term and not any(term in _terms(card) for card in cards):
+            raise InvalidName(
+                f"scope {each!r}: no rate card in {currency} has a window, group or service tier "
+                f"{term!r}"
+            )
+    return tuple(dict.fromkeys(scope))
+
+
+def _terms(card: RateCard) -> set[str]:
+    named = {each.name for each in (*card.windows, *card.groups)}
+    return {STANDARD, *named, *card.services}
+
+
+def scope_of(details: Mapping[str, object]) -> tuple[str, ...]:
+    """The scope in the body of a grant; empty: it may be spent on everything."""
+    scope = details.get("scope", ())
+    assert isinstance(scope, list | tuple), scope
+    return tuple(scope)
