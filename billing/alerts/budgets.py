@@ -1,5 +1,5 @@
 """Budgets: an amount that a tenant, key, user or tag may spend in a day or month, and a least
-balance. They stop nothing; they tell.
+balance. They stop nothing; they tell, or ask for a top-up.
 
 Admins set them, with a row in the admin trail. `BudgetWatch` is called every few seconds, off the
 event loop, and reads what was posted since its last look.
@@ -13,9 +13,11 @@ from typing import Any
 
 from billing.accounts import Accounts
 from billing.alerts.spikes import HourlySpending, Whose, whose
-from billing.errors import InvalidName, UnknownBudget
+from billing.alerts.topups import TopUpRequests
+from billing.errors import InvalidAmount, InvalidName, UnknownBudget
 from billing.gate.deposits import INCOMING
 from billing.gate.entries import Entry, Kind
+from billing.gate.work import TenantAccount
 from billing.money import format_units
 from billing.names import check_name, check_text
 from billing.prices.book import NS
@@ -25,6 +27,7 @@ from billing.store.store import Connection, LedgerStore
 from billing.store.trail import add_trail
 
 ALERT_AT = (80, 100)  # percent of a budget
+MOST_A_DAY = 100  # top-ups that one budget may ask for
 
 
 class Of(StrEnum):
@@ -37,12 +40,13 @@ class Of(StrEnum):
 
 
 class BudgetSpan(StrEnum):
-    """What a budget bounds: a day's or month's charges (UTC), the balance from below, or an hour
-    that costs far more than usual."""
+    """What a budget bounds: a day's or month's charges (UTC), the balance from below, with or
+    without asking for a top-up, or an hour that costs far more than usual."""
 
     DAY = "day"
     MONTH = "month"
     BALANCE = "balance"
+    TOPUP = "topup"
     SPIKE = "spike"
 
 
@@ -51,7 +55,10 @@ PERIODS = (BudgetSpan.DAY, BudgetSpan.MONTH)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """`value` is the key's id, the user, or the tag as `name=value`; empty for the tenant."""
+    """`value` is the key's id, the user, or the tag as `name=value`; empty for the tenant.
+
+    `ask` is the top-up to ask for, at most `most` times a day (UTC).
+    """
 
     name: str
     tenant: str
@@ -59,6 +66,8 @@ class Budget:
     span: BudgetSpan = BudgetSpan.MONTH
     of: Of = Of.TENANT
     value: str = ""
+    ask: int = 0
+    most: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +87,12 @@ def set_budget(accounts: Accounts, budget: Budget, *, by: str, now_ns: int, reas
     accounts.tenant(budget.tenant)
     if (budget.of is Of.TENANT) != (not budget.value):
         raise InvalidName(f"a budget of a {budget.of} says whose it is, one of a tenant does not")
-    if budget.span is BudgetSpan.BALANCE and budget.of is not Of.TENANT:
+    if budget.span in (BudgetSpan.BALANCE, BudgetSpan.TOPUP) and budget.of is not Of.TENANT:
         raise InvalidName("only a tenant has a balance")
+    if (budget.span is BudgetSpan.TOPUP) != (budget.ask > 0):
+        raise InvalidAmount("a budget per topup says what to ask for, and no other does")
+    if budget.ask and not 1 <= budget.most <= MOST_A_DAY:
+        raise InvalidAmount(f"ask for a top-up 1 to {MOST_A_DAY} times a day, not {budget.most}")
     store = accounts.store
 
     def write(connection: Connection) -> None:
@@ -135,7 +148,10 @@ def _note(
 
 
 def _payload(row: Any) -> dict[str, str]:
-    return {**{str(k): str(v) for k, v in row.items()}, "amount": format_units(row["amount"])}
+    told = {**{str(k): str(v) for k, v in row.items()}, "amount": format_units(row["amount"])}
+    if row["ask"]:
+        return told | {"ask": format_units(row["ask"])}
+    return {name: value for name, value in told.items() if name not in ("ask", "most")}
 
 
 def _budget(row: Any) -> Budget:
@@ -187,6 +203,7 @@ class BudgetWatch:
         self._store = store
         self._spending: dict[str, _Spending] = {}
         self._hourly: dict[str, HourlySpending] = {}
+        self._topups = TopUpRequests()
 
     def look(self, now_ns: int) -> list[Alert]:
         """What is to be told as of now; the same again until the period is over."""
@@ -204,6 +221,8 @@ class BudgetWatch:
                 account = accounts[budget.tenant]
                 if budget.span is BudgetSpan.BALANCE:
                     found += self._low(connection, budget, account.free, account.currency)
+                elif budget.span is BudgetSpan.TOPUP:
+                    found += self._to_top_up(connection, budget, account, now_ns)
                 elif budget.span is BudgetSpan.SPIKE:
                     found += self._spiked(budget, account.currency)
                 else:
@@ -260,6 +279,23 @@ class BudgetWatch:
             "cachesvc.balance.low.v1",
             {**_payload(asdict(budget)), "currency": currency, "balance": format_units(worth)},
         )
+
+    def _to_top_up(
+        self, connection: Connection, budget: Budget, account: TenantAccount, now_ns: int
+    ) -> Iterator[Alert]:
+        """Once for each time that the balance falls below; the id is the deposit's reference."""
+        wanted = self._topups.wanted(
+            connection,
+            account,
+            name=budget.name,
+            threshold=budget.amount,
+            most=budget.most,
+            now_ns=now_ns,
+        )
+        if wanted is not None:
+            payload = _payload(asdict(budget)) | {"currency": account.currency}
+            more = {"balance": format_units(account.free), "reference": wanted}
+            yield Alert(wanted, "cachesvc.topup.wanted.v1", payload | more)
 
 
 def _wanted(

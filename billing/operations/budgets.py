@@ -8,6 +8,8 @@ from billing.money import format_units, parse_positive
 from billing.operations.books import Books
 from billing.reports.documents import Document
 
+USUAL_A_DAY = 3  # top-ups
+
 
 def list_budgets(books: Books) -> list[Document]:
     """Every budget, by name."""
@@ -23,12 +25,24 @@ def set_budget(
     per: BudgetSpan = BudgetSpan.MONTH,
     of: Of = Of.TENANT,
     value: str = "",
+    ask: str = "",
+    most: int = 0,
     by: str,
     why: str,
 ) -> Document:
-    """Make a budget, or change the one of that name."""
+    """Make a budget, or change the one of that name.
+
+    One per top-up asks for `ask` when the balance falls below, `most` times a day (3).
+    """
     budget = Budget(
-        name=name, tenant=tenant, amount=parse_positive(amount), span=per, of=of, value=value
+        name=name,
+        tenant=tenant,
+        amount=parse_positive(amount),
+        span=per,
+        of=of,
+        value=value,
+        ask=parse_positive(ask) if ask else 0,
+        most=(most or USUAL_A_DAY) if ask else most,
     )
     alerts.set_budget(books.accounts, budget, by=by, now_ns=time.time_ns(), reason=why)
     return _document(budget)
@@ -48,4 +62,6 @@ def _document(budget: Budget) -> Document:
         "per": budget.span.value,
         "of": budget.of.value,
         "value": budget.value,
+        "ask": format_units(budget.ask) if budget.ask else "",
+        "most": budget.most,
     }

@@ -46,6 +46,13 @@ def change_message(connection: Connection, name: str, **values: Any) -> None:
     connection.execute(update(outbox).where(outbox.c.id == name).values(values))
 
 
+def message_ids(connection: Connection, prefix: str, *, since_ns: int) -> set[str]:
+    """Of messages that were kept since, those whose ids begin so."""
+    begins = outbox.c.id.startswith(prefix, autoescape=True)
+    query = select(outbox.c.id).where(begins & (outbox.c.at_ns >= since_ns))
+    return set(connection.scalars(query))
+
+
 def forget_messages(connection: Connection, before_ns: int) -> None:
     """Those that were delivered long ago; what they told of is told by then."""
     old = outbox.c.delivered_ns.is_not(None) & (outbox.c.at_ns < before_ns)

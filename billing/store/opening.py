@@ -16,7 +16,7 @@ from billing.errors import StoreError
 from billing.store.schema import use_postgresql
 from billing.store.store import LedgerStore, cause_of
 
-REVISION = "0014"
+REVISION = "0015"
 MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_TIMEOUT_S = 10
 

@@ -290,6 +290,8 @@ budgets = Table(
     Column("span", String, nullable=False),
     Column("of", String, nullable=False),
     Column("value", String, nullable=False),
+    Column("ask", Wide, nullable=False, server_default="0"),
+    Column("most", Integer, nullable=False, server_default="0"),
 )
 
 # Grants that expire and have not: what the sweeper looks for.

@@ -190,6 +190,7 @@ def budget(
     per: Text = "month",
     of: Text = "tenant",
     value: Text = "",
+    ask: Text = "",
     why: Text = "",
 ) -> Response:
     """Set a budget of this tenant, or with an empty amount remove it."""
@@ -204,7 +205,7 @@ def budget(
             return
         if per not in list(BudgetSpan) or of not in list(Of):
             raise InvalidRequest(
-                "a budget is per day, month, balance or spike, of a tenant, key, user or tag"
+                "a budget is per day, month, balance, topup or spike, of a tenant, key, user or tag"
             )
         budgets.set_budget(
             books,
@@ -214,6 +215,7 @@ def budget(
             per=BudgetSpan(per),
             of=Of(of),
             value=value.strip(),
+            ask=ask.strip(),
             by=admin.name,
             why=reason,
         )

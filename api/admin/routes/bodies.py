@@ -126,6 +126,8 @@ class NewBudget(AdminBody):
     per: BudgetSpan = Field(BudgetSpan.MONTH, strict=False)
     of: Of = Field(Of.TENANT, strict=False)
     value: Text = Field("", description="The key's id, the user, or NAME=VALUE of a tag")
+    ask: Amount | Literal[""] = Field("", description="Per topup: the top-up to ask for")
+    most: int = Field(0, ge=0, le=100, description="Per topup: how often a day; 0 is 3")
 
 
 class NewInvoice(AdminBody):

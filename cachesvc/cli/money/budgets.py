@@ -20,10 +20,15 @@ def budget(
     ] = "",
     per: Annotated[
         BudgetSpan,
-        typer.Option(help="Charges of a day or month (UTC), the least balance, or an unusual hour"),
+        typer.Option(
+            help="Charges of a day or month (UTC), the least balance, with a top-up or not, or an "
+            "unusual hour"
+        ),
     ] = BudgetSpan.MONTH,
     of: Annotated[Of, typer.Option(help="Whose charges")] = Of.TENANT,
     value: Annotated[str, typer.Option(help="The key's id, the user, or NAME=VALUE of a tag")] = "",
+    ask: Annotated[str, typer.Option(help="With --per topup: the top-up to ask for")] = "",
+    most: Annotated[int, typer.Option(help="With --per topup: at most so often a day  [3]")] = 0,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the budget")] = False,
     reason: Reason = NO_REASON,
     data_dir: DataDir = None,
@@ -32,7 +37,7 @@ def budget(
 ) -> None:
     """Create, change or remove a budget; or list them.
 
-    The server alerts at 80 and 100 percent; it stops nothing.
+    The server alerts at 80 and 100 percent, or asks for a top-up; it stops nothing.
     """
     if name is None:
         _list(data_dir, database, json)
@@ -52,6 +57,8 @@ def budget(
             per=per,
             of=of,
             value=value,
+            ask=ask,
+            most=most,
             by=actor(),
             why=reason,
         )
@@ -64,5 +71,5 @@ def _list(data_dir: Path | None, database: str | None, json: bool) -> None:
     if json:
         print_json(found)
         return
-    columns = ("name", "tenant", "amount", "per", "of", "value")
+    columns = ("name", "tenant", "amount", "per", "of", "value", "ask")
     print_table(columns, [[row[c] for c in columns] for row in found], right=("amount",))

@@ -1,0 +1,67 @@
+"""When to ask the seller's system for a top-up: once for each time that a balance falls too low.
+
+What is asked has an id made from the ledger alone: the tenant, the budget, and the last entry after
+which the balance was high enough. So every look, every server of a database and every restart ask
+for the same. Only a top-up that was booked with that id as its reference, and was too small, makes
+the next id. Nothing is booked here: a receiver's answer is a promise, money comes by a deposit.
+"""
+
+from dataclasses import dataclass, field
+
+from billing.gate.entries import Entry, Kind
+from billing.gate.rollups import DAY_NS
+from billing.gate.work import TenantAccount
+from billing.store import alerts as rows
+from billing.store import reports as store_reports
+from billing.store.store import Connection
+
+
+@dataclass(slots=True)
+class TopUpRequests:
+    """`_after` keeps the balance after entries that raised it. One thread."""
+
+    _after: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def wanted(
+        self,
+        connection: Connection,
+        account: TenantAccount,
+        *,
+        name: str,
+        threshold: int,
+        most: int,
+        now_ns: int,
+    ) -> str | None:
+        """The id of what to ask for; None while there is enough, or the day's are used up."""
+        if account.free >= threshold or account.suspended:
+            return None
+        rare = store_reports.rare_entries(connection, account.tenant)
+        prefix = f"topup/{account.tenant}/{name}/"
+        crossing = f"{prefix}{self._last_above(connection, account, threshold, rare)}/"
+        answered = [e for e in rare if e.kind is Kind.TOPUP and e.request_id.startswith(crossing)]
+        wanted = f"{crossing}{len(answered) + 1}"
+        asked = rows.message_ids(connection, prefix, since_ns=now_ns // DAY_NS * DAY_NS)
+        known = rows.message_ids(connection, wanted, since_ns=0)
+        return wanted if wanted in known or len(asked) < most else None
+
+    def _last_above(
+        self, connection: Connection, account: TenantAccount, threshold: int, rare: list[Entry]
+    ) -> int:
+        """The number of the last entry after which there was enough; 0: there never was."""
+        balance, last = account.free, account.seq
+        for entry in reversed([entry for entry in rare if _moves(entry) > 0]):
+            key = (account.tenant, entry.seq)
+            if key not in self._after:
+                between = store_reports.stream_entries(
+                    connection, account.tenant, after=entry.seq, until=last
+                )
+                self._after[key] = balance - sum(map(_moves, between))
+            balance, last = self._after[key], entry.seq
+            if balance >= threshold:
+                return entry.seq
+        return 0
+
+
+def _moves(entry: Entry) -> int:
+    """What an entry moves of what may be spent on everything."""
+    return entry.amount - entry.amounts.get("scoped", 0)

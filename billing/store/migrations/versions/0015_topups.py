@@ -1,0 +1,18 @@
+"""What a budget asks for when a balance falls too low, and how often a day."""
+
+import sqlalchemy as sa
+from alembic import op
+
+from billing.store.schema import Wide
+
+revision = "0015"
+down_revision = "0014"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    standing = {column["name"] for column in sa.inspect(op.get_bind()).get_columns("budgets")}
+    if "ask" not in standing:  # 0001 makes the tables of a new database as they are today
+        op.add_column("budgets", sa.Column("ask", Wide, nullable=False, server_default="0"))
+        op.add_column("budgets", sa.Column("most", sa.Integer, nullable=False, server_default="0"))
