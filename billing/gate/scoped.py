@@ -114,8 +114,8 @@ def check_scope(scope: Sequence[str], book: PriceBook, currency: str) -> tuple[s
 
 
 def _terms(card: RateCard) -> set[str]:
-    named = {each.name for each in (*card.windows, *card.groups)}
-    return {STANDARD, *named, *card.services}
+    windows, groups = (window.name for window in card.windows), (g.name for g in card.groups)
+    return {STANDARD, *windows, *groups, *card.services}
 
 
 def scope_of(details: Mapping[str, object]) -> tuple[str, ...]:
