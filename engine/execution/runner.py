@@ -21,6 +21,7 @@ from engine.attention.states import StatefulAttention
 from engine.batch import Batch, Sampled, Span
 from engine.execution.cuda_graphs import DecodeGraphs, cuda_graphs
 from engine.execution.sampler import Sampler, target_logprobs
+from engine.execution.team import ThreadTeam
 from engine.hardware import upload
 from engine.models.load import LoadedModel
 from engine.models.packing import MIN_ROWS
@@ -71,6 +72,7 @@ class ModelRunner:
         if kv.states:
             self._attention = StatefulAttention(self._attention, pool, loaded.layers)
         self._sampler = Sampler(loaded.eos_token_ids)
+        self._team = ThreadTeam() if self._device.type == "cpu" else None
         self._graphs: DecodeGraphs | None = None
         in_place = kv.paired or (kv.latent and pool.ndim == 6)
         if scratch is not None and in_place and cuda_graphs(self._device, self._attention):
@@ -86,7 +88,15 @@ class ModelRunner:
     @torch.inference_mode()
     def step(self, batch: Batch) -> list[Sampled]:
         """Compute the batch's spans; returns one `Sampled` for each, in order."""
-        spans = batch.spans
+        if self._team is None or not batch.spans:
+            return self._step(batch.spans)
+        self._team.begin()
+        try:
+            return self._step(batch.spans)
+        finally:
+            self._team.end()
+
+    def _step(self, spans: Sequence[Span]) -> list[Sampled]:
         if not spans:
             return []
         logits, told = self._forward(spans)
