@@ -32,7 +32,7 @@ PARAMS = SamplingParams(temperature=0)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
-    from engine.attention import triton as kernels
+    from engine.attention import triton as paged
 
 # Triton 3.6's interpreter turns one-element arrays into the bounds of a range. NumPy warned of that
 # until 2.3 and refuses it from 2.4 on; the compiler, and later interpreters, are not concerned.
@@ -43,7 +43,7 @@ in_child = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_nothing_that_varies_in_service_makes_the_kernel_compile_anew() -> None:
-    from engine.attention.triton import _latent_kernel, _paged_kernel
+    from engine.attention.kernels import _latent_kernel, _paged_kernel
 
     strides = {f"query_{of}_stride" for of in ("sequence", "row", "head")}
     for kernel in (_paged_kernel, _latent_kernel):
@@ -128,7 +128,7 @@ def test_decode_and_prefill_agree_with_the_reference(
         span(7, 0, 65, [25, 26, 27, 28, 29]),  # too long for the kernel
     ]
     expected = run(ReferenceAttention(pools[0]), spans, groups, dim, options)
-    actual = run(kernels.TritonAttention(pools[1]), spans, groups, dim, options)
+    actual = run(paged.TritonAttention(pools[1]), spans, groups, dim, options)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(pools[0], pools[1]), "both paths write the same KV"
 
@@ -187,7 +187,7 @@ def test_latents_are_read_in_place_as_the_reference_reads_them(
         span(7, 600, 1, [*range(5, 43)]),  # split
     ]
     expected = run_latents(ReferenceAttention(pools[0], layers), spans, shape, options)
-    actual = run_latents(kernels.TritonAttention(pools[1], layers), spans, shape, options)
+    actual = run_latents(paged.TritonAttention(pools[1], layers), spans, shape, options)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(pools[0], pools[1]), "both paths write the same latents"
 
@@ -196,7 +196,7 @@ def test_latents_are_read_in_place_as_the_reference_reads_them(
 def test_long_spans_of_latents_are_gathered_a_few_queries_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernels, "_TILE_SCORES", 8 * 40)
+    monkeypatch.setattr(paged, "_TILE_SCORES", 8 * 40)
     layers = (LayerLayout(1, 24, 16, shared=True),) * LAYERS
     pool = torch.randn(12, LAYERS, 1, BLOCK, 1, 24, generator=torch.Generator().manual_seed(1))
     pools = pool.clone(), pool.clone()
@@ -205,7 +205,7 @@ def test_long_spans_of_latents_are_gathered_a_few_queries_at_a_time(
         run_latents(path, spans, (8, 16, 8), AttentionOptions(scaling=0.2))
         for path in (
             ReferenceAttention(pools[0], layers),
-            kernels.TritonAttention(pools[1], layers),
+            paged.TritonAttention(pools[1], layers),
         )
     ]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-5)
@@ -219,19 +219,18 @@ def test_a_model_of_latents_decodes_by_graphs_as_by_launches(
     from tests.parity.architectures import served
 
     launched = set()
-    attend_latents = kernels.attend_latents
+    attend_latents = paged.attend_latents
 
     def counted(query: torch.Tensor, *others: Any) -> torch.Tensor:
         launched.add(query.shape[1])
         return attend_latents(query, *others)
 
-    monkeypatch.setattr(kernels, "attend_latents", counted)
+    monkeypatch.setattr(paged, "attend_latents", counted)
     loaded = served("deepseek_v3")
     pools = [new_pool(loaded, 12) for _ in range(3)]
     reference = ReferenceAttention(pools[0], loaded.layers)
     runners = [ModelRunner(loaded, pools[0], reference)] + [
-        ModelRunner(loaded, pool, kernels.TritonAttention(pool, loaded.layers))
-        for pool in pools[1:]
+        ModelRunner(loaded, pool, paged.TritonAttention(pool, loaded.layers)) for pool in pools[1:]
     ]
     graphs = DecodeGraphs(
         runners[2]._decode_logits,
@@ -251,7 +250,7 @@ def test_a_model_of_latents_decodes_by_graphs_as_by_launches(
         answers += [runner.step(Batch(spans)) for runner in runners]
     tokens = [sampled.token for (sampled,) in answers]
     assert tokens[0::3] == tokens[1::3] == tokens[2::3]
-    assert {1, kernels._QUERIES} == launched
+    assert {1, paged._QUERIES} == launched
 
 
 @in_child
@@ -265,7 +264,7 @@ def test_a_sequence_split_over_programs_is_the_whole(window: int | None) -> None
     lengths = torch.tensor([250, 7], dtype=torch.int32)
     options = AttentionOptions(scaling=0.25, window=window)
     whole, split = (
-        kernels.attend_paged(query[:, None], pool, tables, lengths, lengths, options, splits)
+        paged.attend_paged(query[:, None], pool, tables, lengths, lengths, options, splits)
         for splits in (1, 4)
     )
     torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-6)
@@ -274,8 +273,8 @@ def test_a_sequence_split_over_programs_is_the_whole(window: int | None) -> None
 @in_child
 @pytest.mark.parametrize("longest", [1, 511, 513, 8192])
 def test_few_sequences_are_split_to_fill_the_device_and_many_are_not(longest: int) -> None:
-    assert -(-longest // 512) == kernels._splits(2, longest)
-    assert 1 == kernels._splits(600, longest)
+    assert -(-longest // 512) == paged._splits(2, longest)
+    assert 1 == paged._splits(600, longest)
 
 
 @in_child
@@ -286,7 +285,7 @@ def test_a_long_span_attends_like_the_reference_whatever_part_of_it_is_cached(st
     key, value = torch.randn(2, 50, KV_HEADS, 16, generator=generator)
     options = AttentionOptions(scaling=0.3)
     expected = attend_dense(query, key, value, start, options)
-    actual = kernels._attend_causal(query, key, value, 0.3)
+    actual = paged._attend_causal(query, key, value, 0.3)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -295,7 +294,7 @@ def test_decode_steps_told_by_tensors_are_those_told_by_spans() -> None:
     """The graphs' way in, recorded by calling the work again; batches are filled up to a size."""
     loaded = tiny_model("qwen3")
     pools = [new_pool(loaded, 24) for _ in range(2)]
-    runners = [ModelRunner(loaded, pool, kernels.TritonAttention(pool)) for pool in pools]
+    runners = [ModelRunner(loaded, pool, paged.TritonAttention(pool)) for pool in pools]
     graphs = DecodeGraphs(
         runners[1]._decode_logits,
         runners[1]._attention,
@@ -335,15 +334,15 @@ def test_the_warm_up_launches_the_kernel_in_both_of_its_forms(
     loaded = tiny_model()
     pool = new_pool(loaded, 4)
     launched = set()
-    attend_paged = kernels.attend_paged
+    attend_paged = paged.attend_paged
 
     def counted(query: torch.Tensor, *others: Any) -> torch.Tensor:
         launched.add(query.shape[1])
         return attend_paged(query, *others)
 
-    monkeypatch.setattr(kernels, "attend_paged", counted)
-    ModelRunner(loaded, pool, kernels.TritonAttention(pool)).warm_up()
-    assert launched == {1, kernels._QUERIES}
+    monkeypatch.setattr(paged, "attend_paged", counted)
+    ModelRunner(loaded, pool, paged.TritonAttention(pool)).warm_up()
+    assert launched == {1, paged._QUERIES}
 
 
 @in_child

@@ -161,7 +161,7 @@ def _gaps(service: Service, streams: Sequence[str], begun: float, ended: float) 
 def _num_compiled() -> int:
     """Forms of the paged kernel that stand compiled; 0 where there is no such kernel."""
     try:
-        from engine.attention.triton import _paged_kernel
+        from engine.attention.kernels import _paged_kernel
     except ImportError:
         return 0
     kernel: Any = _paged_kernel
