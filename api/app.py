@@ -38,8 +38,8 @@ from api.routes import (
     tokenize,
     usage,
 )
+from api.shapes.body import refusal
 from api.shapes.messages_format import anthropic_error
-from api.shapes.schemas import refusal
 from billing.errors import BillingError
 from engine.errors import EngineError
 

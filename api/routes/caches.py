@@ -18,8 +18,9 @@ from api.job import Job, Kept
 from api.requests.retention import Retention
 from api.routes.completions import completion_job
 from api.routes.conversation import chat_of
+from api.shapes.body import parse
 from api.shapes.caches import CacheChange, CacheFormat, NewCache, told
-from api.shapes.schemas import ChatBody, parse
+from api.shapes.schemas import ChatBody
 from billing.keys import Principal
 from tiers.blocks.chain import Chain
 from tiers.blocks.contents import block_contents

@@ -6,8 +6,9 @@ from starlette.responses import Response
 from api.admission import deliver
 from api.context import authorised, read_body, wire_of
 from api.routes.conversation import chat_of
+from api.shapes.body import parse
 from api.shapes.chat import ChatFormat
-from api.shapes.schemas import ChatBody, parse
+from api.shapes.schemas import ChatBody
 
 router = APIRouter(tags=["chat"])
 

@@ -17,9 +17,10 @@ from api.job import Asked, Bill, Delta, Job, Served
 from api.routes.models import find_model
 from api.routes.prompts import encode_prompt, room_for_answer
 from api.served_model import ServedModel
+from api.shapes.body import parse
 from api.shapes.contents import contents_of
 from api.shapes.logprobs import prompt_logprobs, text_logprobs
-from api.shapes.schemas import CompletionBody, parse, sampling_params
+from api.shapes.schemas import CompletionBody, sampling_params
 from api.shapes.structured import source_asked
 from api.shapes.usage import closing
 from billing.gate.outcomes import Outcome

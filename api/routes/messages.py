@@ -10,9 +10,9 @@ from api.context import authorised, read_body, wire_of
 from api.routes.conversation import Mark, chat_of, chat_prompt
 from api.routes.models import find_model
 from api.routes.prompts import encode_chat
+from api.shapes.body import parse
 from api.shapes.messages import TTL_S, Breakpoint, CountBody, MessagesBody
 from api.shapes.messages_format import MessagesFormat
-from api.shapes.schemas import parse
 from api.shapes.template_arguments import fitting_thinking
 
 router = APIRouter(tags=["messages"])

@@ -9,7 +9,8 @@ from api.job import Job
 from api.requests.quote import quote_of
 from api.routes.completions import completion_job
 from api.routes.conversation import chat_of
-from api.shapes.schemas import ChatBody, CompletionBody, QuoteBody, parse
+from api.shapes.body import parse
+from api.shapes.schemas import ChatBody, CompletionBody, QuoteBody
 from billing.keys import Principal
 
 router = APIRouter(tags=["caches"])

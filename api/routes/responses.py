@@ -14,9 +14,9 @@ from api.requests.responses import Kept
 from api.routes.conversation import chat_of, chat_prompt
 from api.routes.models import find_model
 from api.routes.prompts import encode_chat
+from api.shapes.body import parse
 from api.shapes.responses import InputBody, ResponsesBody
 from api.shapes.responses_format import ResponsesFormat
-from api.shapes.schemas import parse
 
 router = APIRouter(tags=["responses"])
 

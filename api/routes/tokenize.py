@@ -11,7 +11,8 @@ from api.routes.conversation import chat_prompt
 from api.routes.models import find_model
 from api.routes.prompts import encode_chat, encode_text
 from api.served_model import ServedModel
-from api.shapes.schemas import DetokenizeBody, TokenizeBody, parse
+from api.shapes.body import parse
+from api.shapes.schemas import DetokenizeBody, TokenizeBody
 
 router = APIRouter(tags=["tokens"])
 

@@ -8,15 +8,9 @@ from pydantic import BeforeValidator, Field
 from api.errors import Answer, InvalidRequest
 from api.headers import FIT_NAME
 from api.job import Asked, Bill, Delta, Kept, Served
-from api.shapes.schemas import (
-    MESSAGES_MAX,
-    Body,
-    ChatBody,
-    CompletionBody,
-    Extension,
-    Items,
-    Message,
-)
+from api.shapes.body import MESSAGES_MAX, Body, Items
+from api.shapes.message import Message
+from api.shapes.schemas import ChatBody, CompletionBody, Extension
 from api.shapes.usage import closing
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage

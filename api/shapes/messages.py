@@ -8,7 +8,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import ConfigDict, Field
 
 from api.errors import InvalidRequest, Unsupported
-from api.shapes.schemas import MESSAGES_MAX, Body, ChatBody, Extension, Items
+from api.shapes.body import MESSAGES_MAX, Body, Items
+from api.shapes.schemas import ChatBody, Extension
 from api.shapes.translation import (
     Plain,
     call_message,

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from api.errors import InvalidRequest, Unsupported
-from api.shapes.schemas import ITEMS_MAX, MESSAGES_MAX, Body, ChatBody, Extension, Items
+from api.shapes.body import ITEMS_MAX, MESSAGES_MAX, Body, Items
+from api.shapes.schemas import ChatBody, Extension
 from api.shapes.translation import (
     Plain,
     call_message,

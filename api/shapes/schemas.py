@@ -2,26 +2,16 @@
 
 Unknown fields are ignored, wrong types and values out of range are refused with the field's name.
 Known fields that would change the answer and are not served are refused, never dropped silently.
-
-The body is a stranger's and is checked on the event loop, so no list is looked through further than
-its bound or its first wrong item: pydantic's report on eight million of them took two minutes.
 """
 
-import gc
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-import orjson
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-)
+from pydantic import ConfigDict, Field, field_validator
 
-from api.errors import InvalidRequest, NotJson, Unsupported
-from api.shapes.images import ImageAsked
+from api.errors import InvalidRequest, Unsupported
+from api.shapes.body import MESSAGES_MAX, Body, Items
+from api.shapes.message import Message
 from api.shapes.unserved import CHAT, COMPLETIONS, GENERATION, Unserved, refuse_unserved
 from engine.bounds import (
     MAX_COUNT,
@@ -35,22 +25,12 @@ from engine.request import SamplingParams
 TOP_LOGPROBS_MAX = 20  # OpenAI's bound for chat; served for completions too
 STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 512  # of one stop string; looking for it takes time in its length, each token
-MESSAGES_MAX = 10_000
-ITEMS_MAX = 1_024  # of tools, calls, parts, contents, token ids that stop
 BIASES_MAX = 10_000
 IDS_MAX = 1 << 20  # token ids in a body
 
-Item = TypeVar("Item")
-Items = Annotated[list[Item], Field(max_length=ITEMS_MAX, fail_fast=True)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-
-
-class Body(BaseModel):
-    """Strict types, unknown fields accepted."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
 class StreamOptions(Body):
@@ -93,77 +73,6 @@ class Extension(Body):
     max_price: Annotated[str, Field(max_length=40)] | None = None  # a decimal, else the same
     pause_s: Annotated[float, Field(ge=0, le=MAX_PAUSE_S)] | None = None  # of the session; 0 ends
     publish: bool | None = None  # answer when the prompt's blocks are in the shared tier
-
-
-class ImageUrl(Body):
-    url: str
-    detail: str | None = None  # the model's own processor decides
-
-
-class ContentPart(Body):
-    type: str
-    text: str | None = None
-    image_url: ImageUrl | None = None
-
-
-class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Items[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: Items[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-    def text(self, number: int) -> str:
-        """The content as one string; parts other than text are refused, by position."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "".join(
-            self._part_text(part, number, place) for place, part in enumerate(self.content)
-        )
-
-    def images(self, number: int) -> list[ImageAsked]:
-        """The images that a message of the user shows, in order; of others none are read."""
-        if self.role != "user" or not isinstance(self.content, list):
-            return []
-        where = f"messages[{number}].content[{{}}].image_url.url"
-        return [
-            ImageAsked(part.image_url.url, where.format(place))
-            for place, part in enumerate(self.content)
-            if part.type == "image_url" and part.image_url is not None
-        ]
-
-    def _parts(self, number: int) -> list[dict[str, Any]]:
-        """The content as templates of models that see read it."""
-        assert isinstance(self.content, list)
-        return [
-            {"type": "image"}
-            if part.type == "image_url" and part.image_url is not None
-            else {"type": "text", "text": self._part_text(part, number, place)}
-            for place, part in enumerate(self.content)
-        ]
-
-    def _part_text(self, part: ContentPart, number: int, place: int) -> str:
-        if part.type != "text" or part.text is None:
-            where = f"messages[{number}].content[{place}]"
-            advice = ", and image_url in messages of the user" if part.type == "image_url" else ""
-            raise Unsupported(
-                f"{where} has type '{part.type[:40]}'; this server reads text parts, as "
-                f'{{"type": "text", "text": "..."}}{advice}.',
-                param=where,
-            )
-        return part.text
-
-    def for_template(self, number: int) -> dict[str, Any]:
-        """The message as chat templates know it: `developer` is their `system`."""
-        plain: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self._parts(number) if self.images(number) else self.text(number),
-        }
-        for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
-                plain[name] = value
-        return plain
 
 
 class GenerationBody(Body):
@@ -399,38 +308,6 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=IDS_MAX, fail_fast=True)]
 
 
-BodyType = TypeVar("BodyType", bound=Body)
-
-
-def parse(raw: bytes, kind: type[BodyType]) -> BodyType:
-    """`raw` as a `kind`. Raises NotJson or InvalidRequest; quotes no text of the request."""
-    try:
-        document = _loaded(raw)
-    except orjson.JSONDecodeError as error:
-        raise NotJson(
-            f"The body is not valid JSON ({error.msg} at line {error.lineno}, column "
-            f"{error.colno}); send one JSON object in UTF-8."
-        ) from None
-    if not isinstance(document, dict):
-        raise NotJson(f"The body is a JSON {_json_name(document)}; send one JSON object.")
-    try:
-        return kind.model_validate(document)
-    except ValidationError as error:
-        raise refusal(error.errors(include_url=False, include_context=False)) from None
-
-
-def _loaded(raw: bytes) -> object:
-    """The JSON, without collections in between: every new object of a large body would be walked
-    again and again, for 4 s instead of 1 where 16 MiB are all brackets."""
-    paused = gc.isenabled()
-    gc.disable()
-    try:
-        return orjson.loads(raw)
-    finally:
-        if paused:
-            gc.enable()
-
-
 def sampling_params(
     body: GenerationBody,
     *,
@@ -461,61 +338,9 @@ def sampling_params(
     )
 
 
-def refusal(found: Sequence[Mapping[str, Any]]) -> InvalidRequest:
-    """The first thing wrong, in OpenAI's words: the path of the field and what it should be.
-
-    `found` are pydantic's errors.
-    """
-    first = _deepest(found)
-    path = _path(first["loc"])
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if first["type"] == "missing":
-        return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
-    if first["type"] == "extra_forbidden":
-        return InvalidRequest(f"Unknown parameter: '{path}'.", param=path)
-    got = _shown(first["input"])
-    return InvalidRequest(f"Invalid '{path}': {message}; got {got}.", param=path)
-
-
-def _deepest(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The most telling error: of a union's branches, the one that got furthest into the value."""
-    field = found[0]["loc"][0]
-    return max(
-        (one for one in found if one["loc"][0] == field),
-        key=lambda one: (len(one["loc"]), one["type"] == "too_long"),
-    )
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """('messages', 0, 'role') as messages[0].role, without pydantic's names of union branches."""
-    path = ""
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif part.isidentifier() and part not in {"str", "int"}:
-            path += f".{part}" if path else part
-    return path
-
-
-def _shown(value: object) -> str:
-    """A value as it may stand in an error and a log: numbers and words, never a text."""
-    if value is None or isinstance(value, bool | float):
-        return orjson.dumps(value).decode()
-    if isinstance(value, int) and abs(value) < 1 << 64:
-        return str(value)
-    if isinstance(value, str) and len(value) <= 24 and value.isidentifier():
-        return f"'{value}'"
-    return f"a JSON {_json_name(value)}"
-
-
 def _is_list_of(value: object, kind: type) -> bool:
     return isinstance(value, list) and all(type(one) is kind for one in value)
 
 
 def _is_ids(value: object) -> bool:
     return _is_list_of(value, int)
-
-
-def _json_name(value: object) -> str:
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")

@@ -6,7 +6,8 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from api.shapes.schemas import ChatBody, refusal
+from api.shapes.body import refusal
+from api.shapes.schemas import ChatBody
 
 Plain = dict[str, Any]
 

@@ -8,16 +8,14 @@ import pytest
 from pydantic import ValidationError
 
 from api.errors import NotJson
+from api.shapes.body import ITEMS_MAX, MESSAGES_MAX, parse
 from api.shapes.schemas import (
     BIASES_MAX,
     IDS_MAX,
-    ITEMS_MAX,
-    MESSAGES_MAX,
     STOP_CHARS_MAX,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    parse,
 )
 from api.testing import byte_model
 from engine.structure import MAX_DEPTH, MAX_VALUES

@@ -22,7 +22,8 @@ from api.errors import InvalidRequest
 from api.routes.conversation import chat_prompt
 from api.routes.models import find_model
 from api.routes.prompts import Encoded, encode_chat, encode_prompt
-from api.shapes.schemas import ChatBody, Message
+from api.shapes.message import Message
+from api.shapes.schemas import ChatBody
 from tiers.blocks.chain import Chain
 from tiers.blocks.contents import block_contents
 from tiers.blocks.keys import KEY_BYTES, PrefixKey

@@ -1,0 +1,78 @@
+"""One message of a chat, as OpenAI's clients send it."""
+
+from typing import Any, Literal
+
+from api.errors import Unsupported
+from api.shapes.body import Body, Items
+from api.shapes.images import ImageAsked
+
+
+class ImageUrl(Body):
+    url: str
+    detail: str | None = None  # the model's own processor decides
+
+
+class ContentPart(Body):
+    type: str
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Items[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: Items[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def text(self, number: int) -> str:
+        """The content as one string; parts other than text are refused, by position."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(
+            self._part_text(part, number, place) for place, part in enumerate(self.content)
+        )
+
+    def images(self, number: int) -> list[ImageAsked]:
+        """The images that a message of the user shows, in order; of others none are read."""
+        if self.role != "user" or not isinstance(self.content, list):
+            return []
+        where = f"messages[{number}].content[{{}}].image_url.url"
+        return [
+            ImageAsked(part.image_url.url, where.format(place))
+            for place, part in enumerate(self.content)
+            if part.type == "image_url" and part.image_url is not None
+        ]
+
+    def _parts(self, number: int) -> list[dict[str, Any]]:
+        """The content as templates of models that see read it."""
+        assert isinstance(self.content, list)
+        return [
+            {"type": "image"}
+            if part.type == "image_url" and part.image_url is not None
+            else {"type": "text", "text": self._part_text(part, number, place)}
+            for place, part in enumerate(self.content)
+        ]
+
+    def _part_text(self, part: ContentPart, number: int, place: int) -> str:
+        if part.type != "text" or part.text is None:
+            where = f"messages[{number}].content[{place}]"
+            advice = ", and image_url in messages of the user" if part.type == "image_url" else ""
+            raise Unsupported(
+                f"{where} has type '{part.type[:40]}'; this server reads text parts, as "
+                f'{{"type": "text", "text": "..."}}{advice}.',
+                param=where,
+            )
+        return part.text
+
+    def for_template(self, number: int) -> dict[str, Any]:
+        """The message as chat templates know it: `developer` is their `system`."""
+        plain: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self._parts(number) if self.images(number) else self.text(number),
+        }
+        for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                plain[name] = value
+        return plain
