@@ -33,6 +33,7 @@ from billing.keys import Principal
 from engine.errors import RequestError
 from engine.request import FinishReason
 from engine.structure import GrammarSource
+from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
 
 SESSION_CHARS = 256  # of a client's name for its conversation
@@ -74,29 +75,18 @@ async def chat_of(
     model = find_model(wire.models, body.model)
     check_size(wire, body, 1)
     prompt = chat_prompt(wire, model, body)
+    _refuse_named_images(prompt, body)
     scope = scope_for(wire.salts, model, principal, body.extension.share)
     turn = _turn(wire, body, scope, prompt)
-    replays = (replays or wire.settings.replay_turns) and not body.extension.contents
-    if prompt.images and body.extension.contents:
-        raise InvalidRequest(
-            "The chat shows images, whose contents the server names itself; leave out "
-            "cachesvc.contents.",
-            param="cachesvc.contents",
-        )
     if turn is not None and wire.conversations is not None:
         await wire.conversations.recall(turn)
+    replays = (replays or wire.settings.replay_turns) and not body.extension.contents
     replay = _replay(wire, prompt, turn) if replays else None
     encoded = await encode_chat(wire, model, prompt, tenant=principal.tenant, replay=replay)
-    tokens = encoded.tokens
-    limit = room_for_answer(
-        model,
-        len(tokens),
-        body.completion_limit,
-        prompt="messages",
-        limit="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
-    )
+    tokens, seen = encoded.tokens, bool(encoded.pictures)
     opened = _ends_thinking(model, tokens)
     source = tools_source(prompt.tooling, prompt.style, source_asked(body), thinking=opened)
+    limit = _room(model, body, len(tokens))
     job = Job(
         request_id=log.request_id,
         model=model,
@@ -110,39 +100,61 @@ async def chat_of(
         stream=bool(body.stream),
         arrival_ns=log.arrival_ns,
         context=request_context(request, principal, raw, body),
-        contents=(encoded.contents,)
-        if encoded.pictures
-        else contents_of(
-            body.extension, (tokens,), allow_perceptual=wire.settings.perceptual_digests
-        ),
+        contents=(encoded.contents,) if seen else _named_contents(wire, body, tokens),
         pictures=encoded.pictures,
         markers=_markers(prompt, model),
         # What is pinned in passing is found by its tokens alone.
         keeps=()
-        if encoded.pictures
+        if seen
         else await _keeps(wire, model, body, tokens, marks, tenant=principal.tenant),
-        session=None if encoded.pictures else session_of(request, body),
+        session=None if seen else session_of(request, body),
         dropped_lines=prompt.dropped_lines,
     )
-    new_reply = partial(
-        _new_reply,
-        prompt,
-        model,
-        opened=opened,
-        forced=_is_bare(prompt, source),
-    )
-    if turn is not None and wire.conversations is not None:
-        same = _num_same(replay, tokens)
-        job = replace(
-            job,
-            turn=turn,
-            message_of=partial(_answered, new_reply),
-            replayed_tokens=same,
-            divergence=None
-            if same
-            else wire.conversations.divergence(turn, tokens, model.tokenizer),
-        )
+    forced = _is_bare(prompt, source)
+    new_reply = partial(_new_reply, prompt, model, opened=opened, forced=forced)
+    if turn is not None:
+        job = _remembered(wire, job, turn, _num_same(replay, tokens), new_reply)
     return Chat(job, new_reply)
+
+
+def _refuse_named_images(prompt: ChatPrompt, body: ChatBody) -> None:
+    if prompt.images and body.extension.contents:
+        raise InvalidRequest(
+            "The chat shows images, whose contents the server names itself; leave out "
+            "cachesvc.contents.",
+            param="cachesvc.contents",
+        )
+
+
+def _room(model: ServedModel, body: ChatBody, num_tokens: int) -> int:
+    """The most tokens of the answer. Raises where the prompt leaves too few."""
+    limit = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+    return room_for_answer(model, num_tokens, body.completion_limit, prompt="messages", limit=limit)
+
+
+def _named_contents(
+    wire: Collaborators, body: ChatBody, tokens: "array[int]"
+) -> tuple[tuple[Content, ...], ...]:
+    """What placeholder tokens stand for, as the request says."""
+    perceptual = wire.settings.perceptual_digests
+    return contents_of(body.extension, (tokens,), allow_perceptual=perceptual)
+
+
+def _remembered(
+    wire: Collaborators, job: Job, turn: Turn, num_same: int, new_reply: Callable[[], Reply]
+) -> Job:
+    """The job as one turn of a conversation that goes on from its last turn's tokens."""
+    if wire.conversations is None:
+        return job
+    return replace(
+        job,
+        turn=turn,
+        message_of=partial(_answered, new_reply),
+        replayed_tokens=num_same,
+        divergence=None
+        if num_same
+        else wire.conversations.divergence(turn, job.prompts[0], job.model.tokenizer),
+    )
 
 
 def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> ChatPrompt:
