@@ -1,11 +1,48 @@
-"""What became of a prompt in the cache, told in runs of tokens. Pure; engine thread."""
+"""What a prompt hit in the cache and what it missed: counts, reasons and runs. Pure."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from engine.request import BlockRun
+from engine.request import BlockRun, TokenCounts
 from tiers.blocks.keys import PrefixKey
+from tiers.errors import MissReason
 from tiers.tier import TierName
+
+
+def count_hits(
+    sources: Sequence[TierName],
+    tail_source: TierName | None,
+    tail_rows: int,
+    num_prompt: int,
+    block_size: int,
+) -> TokenCounts:
+    """Which prompt tokens are hits, by tier. The last one is always computed, so never a hit.
+
+    Counted once in a request's life: tokens that are recomputed after a preemption are neither
+    billed again nor sold as hits.
+    """
+    hits = dict.fromkeys(TierName, 0)
+    for source in sources:
+        hits[source] += block_size
+    last = tail_source or (sources[-1] if sources else None)
+    if tail_source is not None:
+        hits[tail_source] += tail_rows
+    if last is not None and sum(hits.values()) >= num_prompt:
+        hits[last] -= 1
+    return TokenCounts(
+        prompt=num_prompt,
+        hit_device=hits[TierName.DEVICE],
+        hit_host=hits[TierName.HOST],
+        hit_disk=hits[TierName.DISK],
+        hit_remote=hits[TierName.REMOTE],
+    )
+
+
+def miss_reasons(counts: TokenCounts, stop: MissReason, block_size: int) -> dict[MissReason, int]:
+    """Missed tokens by reason: those of full blocks missed for `stop`, the rest are the tail."""
+    missed_full = max(0, (counts.prompt - 1) // block_size * block_size - counts.hit)
+    reasons = {stop: missed_full, MissReason.TAIL: counts.miss - missed_full}
+    return {reason: tokens for reason, tokens in reasons.items() if tokens}
 
 
 def runs_of(

@@ -11,21 +11,19 @@ within the step's budget), then new ones as long as there is room. Chunks end on
 import math
 import time
 from collections.abc import Callable, Collection, Iterator
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.batch import Batch, Embedded, Span
-from engine.request import FinishReason, Lookup, TokenCounts
+from engine.request import FinishReason, Lookup
 from engine.scheduling.embeddings import Embeddings, embedded, unread
-from engine.scheduling.lookup import runs_of
+from engine.scheduling.lookup import count_hits, miss_reasons, runs_of
 from engine.scheduling.queue import QueueOrder, WaitingQueue
 from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.shares import Backlog, BeginRate, ServedShares
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
-from tiers.errors import MissReason, OutOfBlocks
+from tiers.errors import OutOfBlocks
 from tiers.memory.tails import Tail, TailCase
-from tiers.tier import TierName
 from tiers.transfer.promotion import Progress, Ticket
 
 SPAN_WORK = 16.0  # what a sequence costs in a step beside its tokens, as tokens of a prompt
@@ -402,7 +400,11 @@ class Scheduler:
         sequence.block_table = [b.slot for b in sequence.blocks if b.slot is not None]
         if sequence.counts is None:
             source = tail.source if tail is not None and num_rows else None
-            self._count_hits(sequence, ticket.sources, source, num_rows, ticket.stop)
+            counts = count_hits(
+                ticket.sources, source, num_rows, sequence.num_prompt, self._block_size
+            )
+            sequence.counts = counts
+            sequence.miss_reasons = miss_reasons(counts, ticket.stop, self._block_size)
             sequence.lookup = self._look_back(sequence, ticket, tail, num_rows)
         sequence.blocks += self._tables.plan(sequence.chain, len(sequence.blocks))
         now_ns = self._clock_ns()
@@ -411,39 +413,6 @@ class Scheduler:
         self.waiting.admit(sequence, now_ns)
         self._begin_rate.begun(sequence.work)
         self.running.append(sequence)
-
-    def _count_hits(
-        self,
-        sequence: Sequence,
-        sources: Seq[TierName],
-        tail_source: TierName | None,
-        num_rows: int,
-        stop: MissReason,
-    ) -> None:
-        """Fix which prompt tokens are hits, and why the others are not. Done once in a request's
-        life: what is recomputed after a preemption is neither billed again nor sold as a hit.
-
-        The last prompt token is always computed, so it is never a hit.
-        """
-        size, num_prompt = self._block_size, sequence.num_prompt
-        hits = dict.fromkeys(TierName, 0)
-        for source in sources:
-            hits[source] += size
-        last = tail_source or (sources[-1] if sources else None)
-        if tail_source is not None:
-            hits[tail_source] += num_rows
-        if last is not None and sum(hits.values()) >= num_prompt:
-            hits[last] -= 1
-        sequence.counts = TokenCounts(
-            prompt=num_prompt,
-            hit_device=hits[TierName.DEVICE],
-            hit_host=hits[TierName.HOST],
-            hit_disk=hits[TierName.DISK],
-            hit_remote=hits[TierName.REMOTE],
-        )
-        missed_full = max(0, (num_prompt - 1) // size * size - sequence.counts.hit)
-        reasons = {stop: missed_full, MissReason.TAIL: sequence.counts.miss - missed_full}
-        sequence.miss_reasons = {reason: tokens for reason, tokens in reasons.items() if tokens}
 
     def _look_back(
         self, sequence: Sequence, ticket: Ticket, tail: Tail | None, num_rows: int
