@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from cachesvc.server.vllm.engine import VllmEngine, VllmSettings
+from cachesvc.server.vllm.engine import VllmEngine
+from cachesvc.server.vllm.generate import VllmSettings
 from engine.errors import EngineFailed, InvalidParameter, PromptTooLong, UnknownAdapter
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from tiers.blocks.contents import Content
@@ -41,12 +42,10 @@ class Llm:
         self.errored = False
 
 
-class Fake(VllmEngine):
+def generate(llm: Llm, request: Request, index: int, name: str, priority: int) -> Any:
     """Asks the stand-in without vLLM's classes."""
-
-    def _generated(self, request: Request, index: int, name: str) -> Any:
-        self._llm.asked.append((name, self._priority(request), request))
-        return self._llm.script(name)
+    llm.asked.append((name, priority, request))
+    return llm.script(name)
 
 
 def made(tokens: list[int], finish: str | None = None, cached: int = 0) -> Any:
@@ -86,7 +85,9 @@ class House:
             check_params=lambda params: None,
             adapters={},
         )
-        self.engine = Fake(lambda logger: self.llm, settings, self._hear, reports=None)
+        self.engine = VllmEngine(
+            lambda logger: self.llm, settings, self._hear, reports=None, generate=generate
+        )
         self.engine.open()
 
     def _hear(self, outputs: Any) -> None:

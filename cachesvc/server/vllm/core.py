@@ -17,7 +17,8 @@ from cachesvc.config.vllm import prepare_vllm_environment
 from cachesvc.server.remote import remote_settings
 from cachesvc.server.vllm.adapters import VllmAdapter, max_rank, read_adapters
 from cachesvc.server.vllm.arguments import engine_arguments, has_windows
-from cachesvc.server.vllm.engine import VllmEngine, VllmSettings
+from cachesvc.server.vllm.engine import VllmEngine
+from cachesvc.server.vllm.generate import VllmSettings
 from cachesvc.server.vllm.grammars import CheckedGrammars
 from cachesvc.server.vllm.node import NodeWatch, ensure_node
 from cachesvc.server.vllm.operations import NodeOperations
