@@ -1,41 +1,33 @@
-"""Group commit: one thread that applies all commands that wait in one transaction.
+"""Group commit: all commands that wait are applied in one transaction.
 
-It takes up to `BATCH_LIMIT` at a time. What moved money is answered once it is durable, by
-`billing.syncer` where the disk is waited for apart; the thread goes on with the next batch
-meanwhile. Between batches it calls the ledger's `tick`.
+Two threads take turns. One takes a batch out of the `inbox`, applies it, and lets the other take
+the next while it waits for the disk itself (`billing.syncer`): what moved money is answered once it
+is durable, with no further hand-off. One batch is applied at a time. Between batches the ledger's
+`tick` is called.
 
-The queue is bounded; when it is full a command fails at once with `LedgerUnavailable`. A command
-whose future was cancelled before the thread took it is not applied.
+The inbox is bounded; when it is full a command fails at once with `LedgerUnavailable`.
 """
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from billing.errors import (
-    BillingError,
-    LedgerClosed,
-    LedgerUnavailable,
-    Unwritable,
-)
+from billing.errors import BillingError, LedgerClosed, LedgerUnavailable, Unwritable
 from billing.gate.commands import Command, moves_money
 from billing.gate.entries import Entry
 from billing.gate.work import Settled
+from billing.inbox import Inbox, Item
 from billing.prices.book import PriceBook
 from billing.store.store import LedgerStore
-from billing.sweeper import BATCH_LIMIT
 from billing.syncer import Syncer
 
 log = logging.getLogger(__name__)
 
-QUEUE_LIMIT = 65_536
 TICK_S = 1.0
 
 
@@ -56,12 +48,11 @@ class LedgerStats:
     commit_ns_max: int = 0
 
 
-_Item = tuple[Command, "Future[Any]"]
 _Answer = tuple["Future[Any]", object]  # a result, or the exception that it is
 
 
 class GroupCommit:
-    """The ledger's queue and thread. `start` before `submit`, `close` after.
+    """The ledger's inbox and threads. `start` before `submit`, `close` after.
 
     `applied` is told each command and its result; `observe`, the entries once they are durable.
     """
@@ -82,8 +73,12 @@ class GroupCommit:
         self._applied = applied
         self._observe = observe
         self._tick = tick
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+        self._inbox = Inbox()
+        self._turn = threading.Lock()  # whose it is takes a batch and applies it
+        self._ticked_s = 0.0
+        self._threads = [
+            threading.Thread(target=self._run, name=f"ledger-{n}", daemon=True) for n in range(2)
+        ]
         self._syncer = Syncer(store)
         self._counting = threading.Lock()  # of the counters: both threads count
         self._stats = LedgerStats()
@@ -91,20 +86,23 @@ class GroupCommit:
 
     def start(self) -> None:
         self._syncer.start()
-        self._thread.start()
+        self._ticked_s = time.monotonic()
+        for thread in self._threads:
+            thread.start()
         self.is_open = True
 
     def close(self) -> None:
         """Finish what is queued, then stop. Later commands fail with `LedgerClosed`."""
         if self.is_open:
             self.is_open = False
-            self._queue.put(None)
-            self._thread.join()
-            self._refuse_rest()
+            self._inbox.end()
+            for thread in self._threads:
+                thread.join()
+            self._inbox.refuse_rest()
             self._syncer.close()
 
     def stats(self) -> LedgerStats:
-        return replace(self._stats, queued=self._queue.qsize())
+        return replace(self._stats, queued=len(self._inbox))
 
     def count(self, **more: int) -> None:
         """Add to the counters. Any thread."""
@@ -118,63 +116,46 @@ class GroupCommit:
 
     def submit(self, command: Command) -> "Future[Any]":
         """Queue a command; its future is done once the change is durable, or has failed."""
-        future: Future[Any] = Future()
         if not self.is_open:
-            future.set_exception(LedgerClosed("the ledger is not running"))
-            return future
-        if self._queue.qsize() < QUEUE_LIMIT:
-            self._queue.put((command, future))
-        else:
-            future.set_exception(LedgerUnavailable("too many ledger commands wait; try later"))
-        if not self._thread.is_alive():  # it was closed meanwhile
-            self._refuse_rest()
+            closed: Future[Any] = Future()
+            closed.set_exception(LedgerClosed("the ledger is not running"))
+            return closed
+        future = self._inbox.put(command)
+        if self._inbox.is_over:  # it was closed meanwhile
+            self._inbox.refuse_rest()
         return future
 
-    def _refuse_rest(self) -> None:
-        """Answer what came too late for the thread to take."""
-        with suppress(queue.Empty):
-            while True:
-                item = self._queue.get_nowait()
-                if item is not None and item[1].set_running_or_notify_cancel():
-                    item[1].set_exception(LedgerClosed("the ledger was closed"))
-
-    # -- the thread --------------------------------------------------------------------------------
+    # -- the threads -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        ticked = time.monotonic()
-        running = True
-        while running:
-            batch, running = self._next_batch()
-            if batch:
-                self._commit(batch)
-            if time.monotonic() - ticked >= TICK_S:
-                ticked = time.monotonic()
-                self._tick()
+        while not self._inbox.is_over:
+            with self._turn:
+                self._take_turn()
+            self._syncer.sync_waiting()
 
-    def _next_batch(self) -> tuple[list[_Item], bool]:
-        """All that waits, up to the limit; False when the ledger is closing."""
-        batch: list[_Item] = []
-        try:
-            item = self._queue.get(timeout=TICK_S)
-            while item is not None:
-                if item[1].set_running_or_notify_cancel():
-                    batch.append(item)
-                if len(batch) == BATCH_LIMIT:
-                    return batch, True
-                item = self._queue.get_nowait()
-        except queue.Empty:
-            return batch, True
-        return batch, False
+    def _take_turn(self) -> None:
+        """Apply batches until there is something to sync, or the end came."""
+        while not self._inbox.is_over:
+            if self._take_batch():
+                return
 
-    def _commit(self, batch: list[_Item]) -> None:
-        """Apply a batch. What holds wait for is done then; what moved money, once it is durable."""
+    def _take_batch(self) -> bool:
+        """Whether there is something to sync then."""
+        if time.monotonic() - self._ticked_s >= TICK_S:
+            self._ticked_s = time.monotonic()
+            self._tick()
+        batch = self._inbox.take()
+        return bool(batch) and self._commit(batch)
+
+    def _commit(self, batch: list[Item]) -> bool:
+        """Apply a batch. What holds wait for is done then; what moved money, once it is durable:
+        whether there is any such."""
         began_ns = time.monotonic_ns()
         commands = [command for command, _ in batch]
         try:
             results, entries = self._store.apply(commands, self._book(), self._clock_ns, sync=False)
         except Exception as error:  # noqa: BLE001  the top of the thread: nothing was written
-            self._not_written(batch, error)
-            return
+            return self._not_written(batch, error)
         self._note(commands, results, time.monotonic_ns() - began_ns)
         held: list[_Answer] = []
         moved: list[_Answer] = []
@@ -186,9 +167,10 @@ class GroupCommit:
             self._syncer.later(partial(self._durable, moved, entries))
         else:
             self._observe(entries)
+        return bool(moved)
 
     def _durable(self, moved: list[_Answer], entries: list[Entry], error: Exception | None) -> None:
-        """Sync thread: a batch has reached the disk, or has not."""
+        """A batch has reached the disk, or has not; told of one after the other, in order."""
         if error is not None:
             names = [f"{entry.tenant}/{entry.request_id}" for entry in entries]
             log.error("not known to be on the disk, correct what stands: %s", ", ".join(names))
@@ -198,21 +180,20 @@ class GroupCommit:
         _answer(moved)
         self._observe(entries)
 
-    def _not_written(self, batch: list[_Item], error: Exception) -> None:
+    def _not_written(self, batch: list[Item], error: Exception) -> bool:
         """Say so to all; or, where it is the fault of one of them, to that one alone."""
         passing = isinstance(error, LedgerUnavailable) and not isinstance(error, Unwritable)
         if len(batch) > 1 and not passing:
-            for item in batch:
-                self._commit([item])
-            return
+            return sum(self._commit([item]) for item in batch) > 0
         if passing:  # it says why, and would say so for each request until the store is back
             log.error("a batch of %d ledger commands was not written: %s", len(batch), error)
         else:
             log.error("a batch of %d ledger commands failed", len(batch), exc_info=error)
         self.count(failed_batches=1)
         self._fail(batch, error)
+        return False
 
-    def _fail(self, batch: list[_Item], error: Exception) -> None:
+    def _fail(self, batch: list[Item], error: Exception) -> None:
         if not isinstance(error, BillingError):
             cause, error = error, LedgerUnavailable(f"the ledger failed: {error}")
             error.__cause__ = cause

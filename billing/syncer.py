@@ -1,16 +1,17 @@
-"""Makes what the ledger thread wrote durable, on a thread of its own, and keeps the WAL short.
+"""Makes what the ledger's threads wrote durable, and keeps the WAL short.
 
-The ledger thread commits without waiting for the disk and hands over what moved money; this thread
-syncs the log and then says `done`, in order, one sync for all that waits. So holds never wait for
-the disk, nor does the next batch; they reach it with the next sync, within a second. Where the
-store's own commit is durable nothing comes here.
+A thread of the ledger commits without waiting for the disk, leaves word `later` of what moved
+money, and then syncs the log itself: `sync_waiting`. One sync serves all that waits; who comes
+while another thread syncs leaves it to that one. So holds never wait for the disk, nor does the
+next batch; they reach it with the next sync, within a second. Where the store's own commit is
+durable nothing comes here.
 
-Copying the log into the database (a checkpoint) is slow and happens on a second thread.
+Copying the log into the database (a checkpoint) is slow and happens on a thread of its own.
 """
 
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 
 from billing.errors import LedgerUnavailable
@@ -25,14 +26,15 @@ Done = Callable[[Exception | None], None]  # told None once durable, else what w
 
 
 class Syncer:
-    """`start` before use, `close` after. `later` is called by the ledger thread alone."""
+    """`start` before use, `close` after, when nobody calls the others any more."""
 
     def __init__(self, store: LedgerStore) -> None:
         self._store = store
-        self._waiting: queue.SimpleQueue[Done | None] = queue.SimpleQueue()
+        self._waiting: deque[Done] = deque()
+        self._syncing = threading.Lock()
         self._closing = threading.Event()
         self._threads = [
-            threading.Thread(target=self._sync, name="ledger-sync", daemon=True),
+            threading.Thread(target=self._sync_rest, name="ledger-sync", daemon=True),
             threading.Thread(target=self._keep_short, name="ledger-checkpoint", daemon=True),
         ]
 
@@ -43,42 +45,48 @@ class Syncer:
     def close(self) -> None:
         """After what waits has been made durable."""
         self._closing.set()
-        self._waiting.put(None)
         for thread in self._threads:
             thread.join()
+        self._sync()
 
     def later(self, done: Done) -> None:
-        self._waiting.put(done)
+        """Tell `done` after the next sync; they are told in order. `sync_waiting` is to follow."""
+        self._waiting.append(done)
+
+    def sync_waiting(self) -> None:
+        """Sync what waits and tell it, where no other thread is about it. That one looks again
+        when it is done, so nothing stays behind."""
+        while self._waiting and self._syncing.acquire(blocking=False):
+            try:
+                self._sync()
+            finally:
+                self._syncing.release()
 
     def _sync(self) -> None:
-        running = True
-        while running:
-            batch = self._next_batch()
-            waiting = [done for done in batch if done is not None]
-            running = len(waiting) == len(batch)
-            error = self._sync_once() if waiting or self._store.unsynced else None
-            for done in waiting:
-                done(error)
-
-    def _next_batch(self) -> list[Done | None]:
-        """All that waits; nothing, where nothing came for a while."""
-        batch: list[Done | None] = []
-        try:
-            batch.append(self._waiting.get(timeout=UNSYNCED_S))
-            while True:
-                batch.append(self._waiting.get_nowait())
-        except queue.Empty:
-            return batch
+        waiting: list[Done] = []
+        while self._waiting:
+            waiting.append(self._waiting.popleft())
+        error = self._sync_once() if waiting or self._store.unsynced else None
+        for done in waiting:
+            done(error)
 
     def _sync_once(self) -> Exception | None:
         try:
             self._store.sync()
-        except Exception as error:  # the top of the thread: told to all that wait
+        except Exception as error:  # told to all that wait
             log.exception("the ledger's log cannot be synced")
             if isinstance(error, LedgerUnavailable):
                 return error
             return LedgerUnavailable(f"the ledger cannot be written: {error}")
         return None
+
+    def _sync_rest(self) -> None:
+        """What no settlement brought to the disk."""
+        while not self._closing.wait(UNSYNCED_S):
+            if self._store.unsynced:
+                with self._syncing:
+                    self._sync()
+                self.sync_waiting()
 
     def _keep_short(self) -> None:
         while not self._closing.wait(CHECKPOINT_S):

@@ -257,4 +257,6 @@ class LedgerCharge:
 
 async def durable(future: "Future[Made]") -> Made:
     """The ledger's answer. A waiter that is cancelled does not cancel the ledger's work."""
+    if future.done():  # a hold out of an advance: no turn of the loop for it
+        return future.result()
     return await asyncio.shield(asyncio.wrap_future(future))

@@ -208,11 +208,15 @@ def _settle(work: Work, command: Settle) -> Settled:
 
 def _left(work: Work, hold: Hold) -> dict[str, int]:
     """The included tokens that are left for a request, in the month of its admission."""
+    if not hold.pinned.included:
+        return {}
     month = month_of(hold.context.admitted_ns or work.now_ns)
-    return includes(hold.pinned, month, work.used, hold.tenant) if hold.pinned.included else {}
+    return includes(hold.pinned, month, work.used, hold.tenant)
 
 
 def _use(work: Work, hold: Hold, more: Mapping[str, int]) -> None:
+    if not more:
+        return
     month = month_of(hold.context.admitted_ns or work.now_ns)
     for item, tokens in more.items():
         work.use((hold.tenant, month, hold.pinned.ref.card, item), tokens)

@@ -49,14 +49,16 @@ def rate(usage: Usage, pinned: PinnedRate, left: Mapping[str, int] | None = None
     counts_as_hit = usage.hit >= pinned.minimum_cached_tokens
     lines: list[Line] = []
     for name in CLASSES:
+        if not (tokens := getattr(usage, name)):
+            continue
         if name == "explicit_hit" and not (counts_as_hit and rates.explicit_hit):
             continue  # it costs what other hits cost
         is_short = name in HIT_CLASSES and not counts_as_hit
-        _add(lines, name, getattr(usage, name), rates.miss if is_short else rates.of(name))
+        _add(lines, name, tokens, rates.miss if is_short else rates.of(name))
     of_tokens = sum(line.amount for line in lines)
-    is_request = bool(usage.prompt or usage.output)
-    fees = _fees(lines, of_tokens, rates) if is_request else 0
-    uncached = usage.prompt * rates.miss + usage.output * rates.output
+    prompt = usage.prompt
+    fees = _fees(lines, of_tokens, rates) if prompt or usage.output else 0
+    uncached = prompt * rates.miss + usage.output * rates.output
     saved = uncached - of_tokens
     taken = _include(lines, pinned, left) if left else {}
     included = -sum(line.amount for line in lines if line.name.startswith(INCLUDED))

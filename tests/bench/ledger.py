@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import uvloop
 
+from api.requests.metering import durable
 from billing.accounts import Accounts
 from billing.gate.holds import RequestContext
 from billing.gate.outcomes import Outcome
@@ -107,11 +108,11 @@ async def latency(
         for turn in range(rounds):
             began = time.perf_counter()
             name = f"{load}{number}-{turn}"
-            hold = await asyncio.wrap_future(ledger.reserve("acme", name, amount, pinned))
+            hold = await durable(ledger.reserve("acme", name, amount, pinned))
             held = time.perf_counter()
             await asyncio.sleep(request_s * (0.5 + (number * 7 + turn * 13) % 32 / 32))
             working = time.perf_counter()
-            await asyncio.wrap_future(ledger.settle(hold, USAGE, Outcome.FINISHED))
+            await durable(ledger.settle(hold, USAGE, Outcome.FINISHED))
             holds.append(held - began)
             settles.append(time.perf_counter() - working)
 

@@ -125,7 +125,7 @@ def test_a_queue_that_is_full_refuses_at_once(
     house: TestLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pinned = house.ledger.book.at("model", house.clock(), "CNY")
-    monkeypatch.setattr("billing.group_commit.QUEUE_LIMIT", 0)
+    monkeypatch.setattr("billing.inbox.QUEUE_LIMIT", 0)
     with pytest.raises(LedgerUnavailable, match="too many"):
         house.ledger.reserve("acme", "r1", 0, pinned).result(10)
 
