@@ -77,7 +77,7 @@ class LiveServer:
         """SIGTERM, and the exit code that a clean end has."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
-        assert self._process.wait(60) == 0, self.log
+        assert self._process.wait(self.start_s) == 0, self.log
 
     def wait(self) -> int:
         """The exit code of a server that ends by itself."""
@@ -110,7 +110,7 @@ class LiveServer:
             [SCRIPT, *arguments, "--json", "--data-dir", self.data_dir],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=self.start_s,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
