@@ -3,14 +3,14 @@
 Amounts are exact to the ledger. What is asked for is rounded half-even to the currency's places
 (`money.minor_places`), and what rounding left is carried to the tenant's next invoice:
 
-    net = round(everything in the months invoiced so far and this one - net of the standing invoices
-                + net of their credit notes)
+    net = round(everything in the months invoiced so far and this one, and what credit notes told of
+                in other months - net of the standing invoices + net of their credit notes)
 
 so the nets of a tenant's invoices and what is carried always add up to its ledger, also when a
 charge of an earlier month comes late, or an invoice is void and made again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from typing import Any
@@ -55,6 +55,8 @@ class Standing:
     months: Sequence[Span]
     net: int
     owed: int
+    told: Collection[int] = ()  # numbers of the corrections that credit notes told of
+    told_from_ns: int = 0  # when the first of those could be
 
 
 def invoice_document(
@@ -69,6 +71,7 @@ def invoice_document(
     shown = statement_of(connection, account, span, zone)
     own = month_sums(connection, tenant, [span], parties)
     others = month_sums(connection, tenant, standing.months, parties)
+    others += _told_elsewhere(connection, tenant, [span, *standing.months], parties, standing)
     asked = own.net + others.net - standing.net
     net = round_half_even(asked, places)
     owed = round_half_even(own.owed + others.owed - standing.owed, places)
@@ -142,6 +145,28 @@ def month_sums(
         rare = store_reports.rare_entries(connection, tenant, *query.bounds_ns())
         total += corrected_sums(entry for entry in rare if entry.kind is Kind.CORRECTION)
     return total
+
+
+def _told_elsewhere(
+    connection: Connection,
+    tenant: str,
+    months: Iterable[Span],
+    parties: Parties,
+    standing: Standing,
+) -> Sums:
+    """What credit notes told of that lies in none of these months: in one that is invoiced later,
+    and then once."""
+    if not standing.told:
+        return Sums()
+    zone = parties.seller.zone
+    spans = [Query(since=first, until=last, zone=zone).bounds_ns() for first, last in months]
+    rare = store_reports.rare_entries(connection, tenant, standing.told_from_ns)
+    return corrected_sums(
+        entry
+        for entry in rare
+        if entry.seq in standing.told
+        and not any(from_ns <= entry.moment_ns < to_ns for from_ns, to_ns in spans)
+    )
 
 
 def corrected_sums(corrections: Iterable[Entry]) -> Sums:

@@ -328,7 +328,9 @@ def _standing(connection: Connection, tenant: str) -> Standing:
         asked = sum(parse_units(document[name]) for document in invoices)
         return asked - sum(parse_units(document[name]) for document in notes)
 
-    return Standing(months, total("net"), total("owed"))
+    told = {seq for document in notes for seq in document["corrections"]}
+    told_from_ns = min((document["period"]["from_ns"] for document in notes), default=0)
+    return Standing(months, total("net"), total("owed"), told, told_from_ns)
 
 
 def _span(document: Document) -> Span:
