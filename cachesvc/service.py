@@ -65,6 +65,7 @@ from cachesvc.server.remembered import FILE_NAME, Remembered
 from cachesvc.server.server_file import announced
 from engine.errors import EngineFailed
 from engine.request import StepOutput
+from engine.text.outline import Outline
 from tiers.cache import TieredCache
 from tiers.disk.pin_file import load_pins
 from tiers.telemetry.events import EventStream
@@ -135,6 +136,7 @@ class Service:
             journal=self.journal,
             explorer=self._explorer(),
             decode=loaded.tokenizer.decode,
+            outline=Outline(loaded.tokenizer),
             cache=self._operator,
         )
         self.dashboard.remember(self._remembered, self.core.cache.index)

@@ -134,6 +134,8 @@ class AdminParts:
     journal: "Journal | None" = None  # of the latest requests
     explorer: "Explorer | None" = None  # looks into all tiers
     decode: Callable[[Sequence[int]], str] | None = None  # token ids to text
+    # Role and size of each message that token ids are of.
+    outline: Callable[[Sequence[int]], Sequence[tuple[str, int]]] | None = None
     limits: "LimitSettings | None" = None  # of requests and tokens a minute
     gib_month: Mapping[str, int] = field(default_factory=dict)  # a tier's price, in units
     currency: Callable[[], str] = lambda: ""  # of the rate card in force

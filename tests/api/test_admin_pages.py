@@ -1,7 +1,7 @@
 """The pages of data over a real ledger and a real index: empty, filled, changed, refused."""
 
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -198,6 +198,33 @@ async def test_first_words_are_shown_where_prompts_are_kept(
         ) as client:
             page = (await client.get("http://t/admin/explorer", headers=HTML)).text
         assert keeps == ("Hello, you</small>" in page)
+
+
+async def test_messages_are_named_by_role_and_size_where_prompts_are_not_kept(
+    books_of_acme: House, cache: Cache
+) -> None:
+    """A row that begins within a message continues its role."""
+    (root,) = cache.owners.roots_of("acme")
+    for ends in ([7] * 6, [8] * 6):
+        add(cache.tiers.index, [1, 0, 0, 0, *ends], root)
+
+    def outline(tokens: Sequence[int]) -> list[tuple[str, int]]:
+        if tokens[0] == 1:
+            return [("system", len(tokens))]
+        return [("", 2), ("user", len(tokens) - 2)]
+
+    async with serving(
+        books=books_of_acme.books,
+        journal=Journal(),
+        explorer=cache.explorer,
+        decode=ByteTokenizer().decode,
+        outline=outline,
+    ) as client:
+        page = (await client.get("http://t/admin/explorer", headers=HTML)).text
+        table = (await client.get("http://t/admin/explorer.csv", headers=HTML)).text
+    assert ">system 4</small>" in page
+    assert 2 == page.count(">… system 2, user 4</small>")
+    assert "system 4" in table and '"… system 2, user 4"' in table
 
 
 async def test_the_tenants_page_tells_bytes_by_tier(

@@ -63,7 +63,7 @@ class TreeNode:
     hit_tokens: int = 0  # over all its blocks: tokens times hits
     age_s: float = 0.0  # of its oldest block
     idle_s: float = 0.0  # since its last use
-    tokens: bytes = b""  # the first ones, int32
+    tokens: bytearray = field(default_factory=bytearray)  # the first ones, int32
     children: list["TreeNode"] = field(default_factory=list)
     left_off: int = 0  # blocks that continue it and are not shown
 

@@ -18,7 +18,7 @@ from api.admin.cache_changes import must_be_known
 from api.admin.login.sessions import Admin, Role
 from api.admin.pages.base import render
 from api.admin.pages.forms import Filter
-from api.admin.pages.prefix_rows import LABEL_TOKENS, Costs, Decode, rows_of
+from api.admin.pages.prefix_rows import OUTLINE_TOKENS, Costs, Decode, rows_of
 from api.admin.parts import parts_of
 from api.cache.explorer import Explorer, Room
 from api.errors import InvalidRequest, Unsupported
@@ -98,7 +98,7 @@ async def page(
         if len(found) == 1:
             return RedirectResponse(f"/admin/explorer/{found[0].hex()}", 303)
     roots = (key_of(below),) if below else ()
-    query = TreeQuery(roots=roots, depth=DEPTH, max_nodes=MAX_ROWS, num_tokens=LABEL_TOKENS)
+    query = TreeQuery(roots=roots, depth=DEPTH, max_nodes=MAX_ROWS, num_tokens=OUTLINE_TOKENS)
     grown = await explorer.tree(query, tenant)
     costs = Costs.of(parts_of(request), explorer.block_bytes)
     return render(
@@ -106,7 +106,12 @@ async def page(
         "explorer.html",
         admin,
         scopes=rows_of(
-            grown, costs, min_idle_s=IDLE.get(idle, 0), sort=sort, decode=labels_for(request, admin)
+            grown,
+            costs,
+            min_idle_s=IDLE.get(idle, 0),
+            sort=sort,
+            decode=labels_for(request, admin),
+            outline=parts_of(request).outline,
         ),
         left_off=any(map(_leaves_off, grown.tree.roots)) or bool(tenant or below),
         names=sorted({owner.name for owner in grown.owners.values()}),
@@ -178,7 +183,8 @@ async def show_block(
 ) -> Response:
     explorer, parts = explorer_of(request), parts_of(request)
     detail, owner = await explorer.block(key)
-    below = await explorer.tree(TreeQuery(roots=(key,), depth=DEPTH, max_nodes=MAX_ROWS))
+    query = TreeQuery(roots=(key,), depth=DEPTH, max_nodes=MAX_ROWS, num_tokens=OUTLINE_TOKENS)
+    below = await explorer.tree(query)
     costs = Costs.of(parts, explorer.block_bytes)
     return render(
         request,
@@ -187,7 +193,7 @@ async def show_block(
         detail=detail,
         owner=owner,
         block_bytes=explorer.block_bytes,
-        scopes=rows_of(below, costs),
+        scopes=rows_of(below, costs, decode=labels_for(request, admin), outline=parts.outline),
         num_below=below.tree.num_seen,
         pins=[pin for pin in await _pins(request) if key in pin.keys],
         now_s=time.time(),

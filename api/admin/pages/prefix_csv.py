@@ -8,7 +8,7 @@ from starlette.responses import Response
 from api.admin.access import MayRead
 from api.admin.pages.explorer import IDLE, explorer_of, labels_for
 from api.admin.pages.forms import Filter
-from api.admin.pages.prefix_rows import LABEL_TOKENS, TIERS, Costs, Row, ScopeRows, rows_of
+from api.admin.pages.prefix_rows import OUTLINE_TOKENS, TIERS, Costs, Row, ScopeRows, rows_of
 from api.admin.parts import parts_of
 from billing.reports.csv import safe_writer
 from tiers.blocks.tree import TreeQuery
@@ -29,7 +29,9 @@ async def table(
 ) -> Response:
     """More rows than the page shows, by the same filters and in the same order."""
     explorer = explorer_of(request)
-    query = TreeQuery(depth=64, max_nodes=MAX_ROWS, max_children=MAX_ROWS, num_tokens=LABEL_TOKENS)
+    query = TreeQuery(
+        depth=64, max_nodes=MAX_ROWS, max_children=MAX_ROWS, num_tokens=OUTLINE_TOKENS
+    )
     grown = await explorer.tree(query, tenant)
     scopes = rows_of(
         grown,
@@ -37,6 +39,7 @@ async def table(
         min_idle_s=IDLE.get(idle, 0),
         sort=sort,
         decode=labels_for(request, admin),
+        outline=parts_of(request).outline,
     )
     out = io.StringIO()
     write = safe_writer(out)

@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from api.admin.parts import AdminParts
 
 GIB = 1 << 30
-LABEL_TOKENS = 12  # of a row, read as its label
+LABEL_TOKENS = 12  # of a row, read as its first words
+OUTLINE_TOKENS = 1 << 20  # of a row, looked through for messages: all of any prompt
+LABEL_MESSAGES = 3
 TIERS: Final = (TierName.DEVICE, TierName.HOST, TierName.DISK)
 Decode = Callable[[Sequence[int]], str]
+Outline = Callable[[Sequence[int]], Sequence[tuple[str, int]]]
 Strip = tuple[str, int, int, int]  # class of its colour, lane, first block, number of blocks
 
 
@@ -67,7 +70,8 @@ class Costs:
 class Row:
     """One node, and the `num_folded` short ends that continue it. `level` counts from 0 below the
     scope; `left_off` blocks continue it and are not shown; `strips` and `num_in` tell where its own
-    blocks stand. `label` is its first words, where they may be shown."""
+    blocks stand. `label` is its first words where they may be shown, else its messages' roles and
+    sizes."""
 
     level: int
     key: str | None
@@ -138,6 +142,7 @@ def rows_of(
     min_idle_s: float = 0.0,
     sort: str = "",
     decode: Decode | None = None,
+    outline: Outline | None = None,
 ) -> list[ScopeRows]:
     """Every scope with its rows; with `min_idle_s` only what nobody used for so long.
 
@@ -147,8 +152,8 @@ def rows_of(
     for root in grown.tree.roots:
         key = root.last or PrefixKey(b"")
         owner = grown.owners.get(key)
-        walk = _Walk(owner, costs, SORTS.get(sort), decode)
-        rows = [row for row in walk.below(root.children, 0) if row.idle_s >= min_idle_s]
+        walk = _Walk(owner, costs, SORTS.get(sort), decode, outline)
+        rows = [row for row in walk.below(root.children, 0, "") if row.idle_s >= min_idle_s]
         if rows or root.left_off:
             value = costs.saved(owner, TierName.DEVICE, 0)
             scopes.append(
@@ -163,23 +168,31 @@ def rows_of(
     return scopes
 
 
+Messages = list[tuple[str, int, bool]]  # role, tokens, and whether it began before
+
+
 @dataclass(frozen=True, slots=True)
 class _Walk:
     owner: Owner | None
     costs: Costs
     order: Callable[[Row], float] | None
     decode: Decode | None
+    outline: Outline | None
 
-    def below(self, nodes: Sequence[TreeNode], level: int) -> Iterator[Row]:
-        """These nodes, each followed by what continues it."""
-        rows = [(self._row(node, level), node) for node in nodes]
+    def below(self, nodes: Sequence[TreeNode], level: int, role: str) -> Iterator[Row]:
+        """These nodes, each followed by what continues it. `role` is of the message before."""
+        rows = []
+        for node in nodes:
+            messages = self._messages(node, role)
+            rows.append((self._row(node, level, messages), node, messages))
         if (order := self.order) is not None:
             rows.sort(key=lambda each: order(each[0]))
-        for row, node in rows:
+        for row, node, messages in rows:
             yield row
-            yield from self.below([each for each in node.children if not _is_end(each)], level + 1)
+            longer = [each for each in node.children if not _is_end(each)]
+            yield from self.below(longer, level + 1, messages[-1][0] if messages else "")
 
-    def _row(self, node: TreeNode, level: int) -> Row:
+    def _row(self, node: TreeNode, level: int, messages: Messages) -> Row:
         ends = [each for each in node.children if _is_end(each)]
         nodes = [node, *ends]
         num_blocks = sum(each.num_blocks for each in nodes)
@@ -202,17 +215,31 @@ class _Walk:
             keeping=None if None in keeping else sum(units or 0 for units in keeping),
             left_off=node.left_off,
             num_folded=len(ends),
-            label=self._label(node.tokens),
+            label=self._label(node, messages),
         )
 
     def _saved(self, node: TreeNode) -> int | None:
         value = self.costs.saved(self.owner, node.places[0], node.hit_tokens)
         return value[0] if value is not None else None
 
-    def _label(self, tokens: bytes) -> str:
-        if self.decode is None:
+    def _messages(self, node: TreeNode, role: str) -> Messages:
+        """The messages of a node. The first continues one of this `role` where it has no mark."""
+        if self.outline is None:
+            return []
+        messages = self.outline(array("i", node.tokens))
+        return [(name or role, size, not name) for name, size in messages]
+
+    def _label(self, node: TreeNode, messages: Messages) -> str:
+        if self.decode is not None:
+            return " ".join(self.decode(array("i", node.tokens)[:LABEL_TOKENS]).split())
+        if not any(role for role, _, _ in messages):
             return ""
-        return " ".join(self.decode(array("i", tokens)).split())
+        told = [
+            " ".join(filter(None, ("…" if begun else "", role, f"{size:,}")))
+            for role, size, begun in messages[:LABEL_MESSAGES]
+        ]
+        rest = len(messages) - LABEL_MESSAGES
+        return ", ".join([*told, f"{rest} more"] if rest > 0 else told)
 
 
 def _is_end(node: TreeNode) -> bool:
