@@ -51,8 +51,8 @@ class WireSettings:
 
     max_body_bytes: int = 4 << 20
     max_choices: int = 64  # prompts times n of one request
-    write_timeout_s: float = 60.0  # a client that reads nothing for so long has gone
-    keepalive_s: float = 15.0  # an SSE comment after so long without an output
+    write_timeout_s: float = 60.0  # disconnect a client that reads nothing for this long
+    keepalive_s: float = 15.0  # send an SSE comment after this long without output
     inline_encode_chars: int = 2_000  # longer texts are tokenised in the thread pool
     replay_turns: bool = False  # chats go on from the tokens of their last turn
     drop_lines: tuple[str, ...] = ("claude-code-billing",)  # see api.shapes.volatile
@@ -77,7 +77,7 @@ class Collaborators:
     replays: "AnswerStore | None" = None  # None: Idempotency-Key is ignored
     grammars: "GrammarPool | None" = None  # None: structured output is refused
     publisher: "Publisher | None" = None  # None: no store is shared with other servers
-    conversations: "Conversations | None" = None  # None: nobody is told where turns part
+    conversations: "Conversations | None" = None  # None: divergences of turns are not reported
     retention: "Retention | None" = None  # None: nothing is kept longer than it is used
     encoders: "FairPool"  # tokenise long texts
     balances: Callable[[str], Tenant]  # of a tenant; may read a store, called off the loop

@@ -291,7 +291,7 @@ def answer_to(error: BaseException) -> Answer:
 
 
 def log_untold(request_id: str, error: BaseException) -> None:
-    """Logs what clients are not told: a bug whole, else the words that `told` stands for."""
+    """Logs what clients do not see: a bug's traceback, else the text behind `told`."""
     row = _row(error)
     if row is None and not isinstance(error, HTTPException):
         logger.error("request %s failed", request_id, exc_info=error)

@@ -68,7 +68,7 @@ HOUR_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Asked for with a prompt: its first `num_tokens` are to be kept for so long."""
+    """Requested with a prompt: keep its first `num_tokens` for this long."""
 
     num_tokens: int
     for_s: float

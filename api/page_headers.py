@@ -1,4 +1,4 @@
-"""What browsers are told about a page of ours: run our files only, show it nowhere else."""
+"""Headers of our pages: browsers run our files only and show the page nowhere else."""
 
 import base64
 import hashlib

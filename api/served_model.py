@@ -23,7 +23,7 @@ class EngineClient(Protocol):
     ) -> None: ...
 
     def predicted_wait_s(self, share: str, num_tokens: int) -> float:
-        """How long a prompt of so many tokens would wait to begin; `share` is who asks."""
+        """How long a prompt of this many tokens from `share` would wait to begin."""
         ...
 
 

@@ -262,7 +262,7 @@ class Service:
                 task.cancel()
 
     async def _watch_engine(self, http: "HttpServer") -> None:
-        """End the server when its engine is dead, for whoever supervises it to start it again."""
+        """End the server when its engine is dead, so that its supervisor restarts it."""
         while self.core.engine.failure is None:  # noqa: ASYNC110 - its thread knows no loop
             await asyncio.sleep(WATCH_S)
         http.should_exit = True
@@ -308,7 +308,7 @@ class Service:
             self._tracer.trace(record)
 
     def _forget_owner(self, kind: Kind, name: str) -> None:
-        """A purge: what was said is forgotten with the blocks that it was computed in."""
+        """A purge: forget the conversations together with their blocks."""
         salts = self._money.salts
         salt = salts.of_tenant(name) if kind is Kind.TENANT else salts.group_salt(name)
         self._responses.forget(owner_of(salt))

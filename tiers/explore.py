@@ -74,7 +74,7 @@ class BlockDetail:
 
 
 class TierForest:
-    """The blocks of all tiers. Made anew for each look; reads the index, so engine thread only."""
+    """The blocks of all tiers. Made for each look. Reads the index, so engine thread only."""
 
     def __init__(self, index: BlockIndex, disk: DiskBlocks) -> None:
         self._index = index

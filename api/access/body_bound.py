@@ -1,6 +1,6 @@
 """The bounds on request bodies: of each, and of all that are in memory at once.
 
-They hold for every route and whoever reads the body: ours, or the framework, which reads the body
+They hold for every route and every reader: ours, or the framework, which reads the body
 of an admin route before any dependency asks who sent it. Pure ASGI; a body passes through without a
 copy.
 """

@@ -1,4 +1,4 @@
-"""Threads that tenants share: whoever waits is served tenant by tenant, and not in one line.
+"""Threads that tenants share. They are served in turn, not in one queue.
 
 A plain pool serves in the order of arrival, so thirty slow grammars of one tenant would stand
 before the first one of every other. The work releases the interpreter lock, or runs in a child

@@ -1,9 +1,9 @@
 """Which web pages may ask a server that needs no keys: those of this machine alone.
 
-Such a server trusts whoever reaches it. A page from anywhere does, by its visitor's browser: with a
-request across origins, or under a name of its own that it has pointed at this machine (DNS
-rebinding), and then it reads the answers too, other clients' tokens at /v1/cache/events among them.
-Programs send no Origin, and say an address or localhost. Event loop only.
+Such a server trusts everyone who reaches it. Any web page can reach it through its visitor's
+browser, by a request across origins or under a name that it has pointed at this machine (DNS
+rebinding). It then reads the answers too, other clients' tokens at /v1/cache/events among them.
+Programs send no Origin, and name an address or localhost. Event loop only.
 """
 
 import ipaddress

@@ -1,8 +1,8 @@
-"""Refusal before the work: whoever would wait too long is told at once when to come back.
+"""Early refusal: a request that would wait too long gets a 429 at once, with when to retry.
 
 A server that queues without end answers everybody late. Past what it can serve, each answer comes
 after its client has given up, and the work is lost. The engine predicts the wait of a tenant's next
-request from what that tenant has waiting, its fair share and the rate of late. Event loop only.
+request from what that tenant has waiting, its fair share and the recent rate. Event loop only.
 """
 
 import math

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Final
 
-OPERATOR: Final = ""  # whoever acts for no tenant, as the dashboard does
+OPERATOR: Final = ""  # acts for no tenant, as the dashboard does
 _ALPHA = 3  # a tenant alone may hold 3/4, two tenants 3/7 each, three 3/10 each
 
 

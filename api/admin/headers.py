@@ -1,4 +1,4 @@
-"""What browsers are told about everything under `/admin`: run our files only, show them nowhere
+"""Headers of everything under `/admin`: browsers run our files only and show them nowhere
 else, keep nothing.
 
 Pure ASGI, so that refusals carry the headers too. No inline script or style is allowed, and no

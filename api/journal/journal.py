@@ -127,7 +127,7 @@ class Journal:
         return self._nbytes
 
     def restore(self, records: Iterable[RequestRecord]) -> None:
-        """Ended requests of an earlier run, the oldest first; nobody is told of them again."""
+        """Requests that ended in an earlier run, the oldest first; observers saw them then."""
         for record in records:
             self._add(record)
 

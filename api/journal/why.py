@@ -51,11 +51,11 @@ class Finding:
 NOTHING = Finding()
 
 REFUSALS = {
-    MissReason.UNECONOMIC: "It stands on disk, but at the rates measured then loading it would "
+    MissReason.UNECONOMIC: "It is on disk, but at the rates measured then loading it would "
     "have taken longer than computing it.",
-    MissReason.OVERLOADED: "It stands on disk, but the queue of loads was full, so it was computed "
+    MissReason.OVERLOADED: "It is on disk, but the queue of loads was full, so it was computed "
     "instead. A faster disk helps.",
-    MissReason.NO_ROOM: "It stands on disk, but no host frame was free to load it into. A larger "
+    MissReason.NO_ROOM: "It is on disk, but no host frame was free to load it into. A larger "
     "`cache.host_bytes` helps.",
 }
 FAULTS = {
@@ -92,7 +92,7 @@ def _reason(
         return Kind.REFUSED, f"{block} was not loaded. {REFUSALS[stop]}"
     if stop in FAULTS:
         return Kind.FAULT, (
-            f"{block} could not be served: {FAULTS[stop]}. It was computed anew, and the fault is "
+            f"{block} could not be served: {FAULTS[stop]}. It was computed again, and the fault is "
             "counted."
         )
     return _absent(lookup, absence, arrived_s, finding)

@@ -12,7 +12,7 @@ from billing.gate.outcomes import Outcome
 
 MAX_SAMPLES = 64  # of each power of two; the latest
 MIN_SAMPLES = 3
-LOW, HIGH = 0.1, 0.9  # the quantiles that are told
+LOW, HIGH = 0.1, 0.9  # the quantiles that are shown
 
 
 class Forecast:

@@ -28,7 +28,7 @@ from engine.request import (
 from tiers.blocks.contents import first_perceptual
 from tiers.errors import MissReason
 
-ANSWERED = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # the ends that a client is told
+ANSWERED = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # the reasons that a client sees
 
 
 class Coverage(Protocol):

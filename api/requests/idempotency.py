@@ -1,8 +1,8 @@
 """`Idempotency-Key`: the same key and body get the first answer again, and pay once.
 
 A claim is taken before any work. The answer is kept after it was settled and before its last bytes
-leave, so that whoever asks again finds either the answer or a request that still runs. A request
-that ends without an answer gives its claim back, and the next one with the key begins anew.
+leave, so that a retry finds either the answer or a request that still runs. A request
+that ends without an answer gives its claim back, and the next one with the key starts again.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""An answer that waits until its prompt's blocks stand in the store that servers share.
+"""An answer that waits until the shared store has its prompt's blocks.
 
 For prefill apart from decode: one server computes a prompt and answers with one token, another
 finds the blocks. What cannot be sent in time is computed there. Event loop only.

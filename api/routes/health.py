@@ -1,4 +1,4 @@
-"""Routes for whoever watches the server: alive, ready, metrics. None of them needs a key."""
+"""Routes for monitoring: alive, ready, metrics. None of them needs a key."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response

@@ -124,7 +124,7 @@ async def statement(
     breakdown: Breakdown = None,
     form: Annotated[Literal["json", "csv", "html"], Query(alias="format")] = "json",
 ) -> Row | Response:
-    """Your month, as JSON, CSV or a page to print; with a breakdown also by who asked."""
+    """Your month, as JSON, CSV or a page to print; with a breakdown also by user and key."""
     zone = find_zone(timezone)
     made = await _read(
         request, lambda store, tenant: statements.statement(store, tenant, month, zone, breakdown)

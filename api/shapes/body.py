@@ -95,7 +95,7 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as it may stand in an error and a log: numbers and words, never a text."""
+    """A value as errors and logs may show it: numbers and words, never a text."""
     if value is None or isinstance(value, bool | float):
         return orjson.dumps(value).decode()
     if isinstance(value, int) and abs(value) < 1 << 64:

@@ -1,4 +1,4 @@
-"""Caches that clients keep by name: the bodies of `/v1/caches`, and how a cache is told."""
+"""Caches that clients keep by name: the bodies of `/v1/caches`, and a cache as JSON."""
 
 import re
 from typing import Annotated, Any
@@ -46,7 +46,7 @@ class NewCache(Body):
     cachesvc: Extension | None = None
 
     def checked_name(self) -> str | None:
-        """Raises InvalidRequest for a name that cannot stand in a path."""
+        """Raises InvalidRequest for a name that a path cannot contain."""
         if self.name is not None and not FIT_NAME.fullmatch(self.name):
             raise InvalidRequest(
                 "name must be up to 128 letters, digits and . _ : @ -", param="name"

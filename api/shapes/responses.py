@@ -68,7 +68,7 @@ class InputBody(Body):
 
     @property
     def namespaces(self) -> dict[str, str]:
-        """The namespace of each function that stands in one; calls of it name it too."""
+        """The namespace of each function that has one; calls to it name it too."""
         return {
             function.get("name", ""): str(tool.get("name", ""))
             for tool in self.tools or []
@@ -269,7 +269,7 @@ def _chosen(choice: str | Plain | None) -> object:
 
 
 def _format(given: Plain | None) -> Plain | None:
-    """Its fields are flat, where those of a chat stand in an object of their own."""
+    """Its fields are flat; those of a chat are in an object of their own."""
     if given is None or given.get("type") != "json_schema":
         return given
     names = ("name", "schema", "strict")

@@ -155,7 +155,7 @@ class ResponsesFormat:
 
 
 def _head(job: Job, body: ResponsesBody) -> dict[str, Any]:
-    """What of a response says what was asked for."""
+    """The fields of a response that repeat the request."""
     reasoning, text = body.reasoning, body.text
     return {
         "id": f"resp_{job.request_id}",

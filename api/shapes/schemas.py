@@ -58,7 +58,7 @@ class ContentSpan(Body):
     prompt: Annotated[int, Field(ge=0)] = 0  # which one, where a request has several
 
 
-MAX_PAUSE_S = 3600  # a session's blocks are kept so long at most; a cache is kept longer
+MAX_PAUSE_S = 3600  # the longest that a session keeps its blocks; a cache can keep them longer
 
 
 class Extension(Body):

@@ -17,9 +17,9 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Tooling:
-    """The tools that the model is told of, and whether it may call them.
+    """The tools that the model sees, and whether it may call them.
 
-    It is told of them where `tool_choice` is none too: a prompt that named them in one turn and not
+    It also sees them if `tool_choice` is none: a prompt that named them in one turn and not
     in the next would part at its head, and the whole conversation would miss.
     """
 

@@ -42,7 +42,7 @@ def closing(
 
 
 def vendor_block(served: Served, bill: Bill, asked: Asked) -> dict[str, Any] | None:
-    """The `cachesvc` object of an answer: what was asked for, and always why it ended early."""
+    """The `cachesvc` object of an answer: the requested details, and always why it ended early."""
     block: dict[str, Any] = {}
     if served.outcome is Outcome.BUDGET:
         block["ended_by"] = "insufficient_balance"

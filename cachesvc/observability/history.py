@@ -1,4 +1,4 @@
-"""What the server did of late: every number of its snapshot, each second, in bounded memory.
+"""What the server did recently: every number of its snapshot, each second, in bounded memory.
 
 Rings of growing coarseness keep fifteen minutes by the second, three hours by ten seconds, a day by
 the minute and a week by ten minutes. A series is asked for by an expression over the snapshot's
@@ -283,7 +283,7 @@ class _View:
                 f"there are no percentiles of {path!r}; there are of {known}", param="series"
             )
         counts = np.diff(self._spreads[:, NAMES.index(name)].astype(np.int64), axis=0)
-        counts = np.maximum(0, counts)  # a restart begins them anew
+        counts = np.maximum(0, counts)  # a restart resets them
         return np.array([percentile(row.tolist(), share) for row in counts])
 
     def _sum(self, expression: str) -> Floats:

@@ -56,7 +56,7 @@ class Latencies:
 def percentile(counts: Sequence[int], share: float, bounds: Sequence[float] = BOUNDS_S) -> float:
     """The value below which `share` of the values lie, interpolated within its bucket.
 
-    Not a number where there are none. Values above the last bound are said to be at it.
+    Not a number where there are none. Values above the last bound count as equal to it.
     """
     total = sum(counts)
     if not total:

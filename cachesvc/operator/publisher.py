@@ -12,7 +12,7 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.contents import block_contents
 
 LOOK_S = 0.01  # between two looks whether the disk has the blocks
-PUBLISH_S = 10.0  # what is not there by then is computed by whoever wants it
+PUBLISH_S = 10.0  # whoever needs the rest computes it
 
 
 class BlockPublisher:

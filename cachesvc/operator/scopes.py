@@ -78,7 +78,7 @@ def roots_of(data_dir: Path, name: str, *kinds: Kind) -> Mapping[PrefixKey, str]
 
 
 def payers(data_dir: Path, tenants: Iterable[str]) -> dict[PrefixKey, Payer]:
-    """Who pays for what is kept in a scope; a sharing group's scopes are nobody's."""
+    """Who pays for storage in a scope; a sharing group's scopes belong to no tenant."""
     return {
         root: Payer(tenant, model)
         for tenant in tenants

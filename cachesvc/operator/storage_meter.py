@@ -259,7 +259,7 @@ def _sold(pins: Iterable[Pin[PrefixKey]]) -> dict[str, Pin[PrefixKey]]:
 
 
 def pin_id(pin: Pin[PrefixKey]) -> str:
-    """Names this pinning for ever: a prefix that is pinned anew under a name begins anew."""
+    """Identifies this pin for good: pinning a prefix again under the same name is a new pin."""
     return f"pin:{pin.name}:{round(pin.since_s * 1000)}"
 
 

@@ -2,7 +2,7 @@
 
 uvicorn keeps headers and trailers of any length, queues any number of pipelined requests, waits for
 the rest of a request for ever, and accepts until the process has no descriptors left. All of this
-happens before anybody checks a key, so whoever reaches the port could fill the memory or hold every
+happens before a key is checked, so anyone who reaches the port could fill the memory or hold every
 connection. Event loop only.
 """
 
@@ -176,7 +176,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._wait_for(min(self.body_s, max(0.0, left_s)))
 
     def _wait_for(self, seconds: float | None) -> None:
-        """End the connection after so long; None waits without end, as for an answer."""
+        """End the connection after this long; None waits forever, as for an answer."""
         if self._patience is not None:
             self._patience.cancel()
         self._patience = None

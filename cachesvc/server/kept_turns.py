@@ -61,7 +61,7 @@ class KeptTurns:
         return name in self._owners
 
     async def read(self, name: bytes) -> bytes | None:
-        """What was kept under a name; None where that cannot be read any more."""
+        """The value kept under a name; None if it can no longer be read."""
         if name not in self._owners:
             return None
         found = await asyncio.to_thread(

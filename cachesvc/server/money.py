@@ -51,7 +51,7 @@ from cachesvc.server.kept_heads import keep_heads
 WEBHOOK_SECRET = "webhook_secret"  # noqa: S105  the file's name, not the secret
 logger = logging.getLogger(__name__)
 
-PASSWORD = re.compile(r"://[^/\s]*@")  # with its user's name, in a URL that is told to people
+PASSWORD = re.compile(r"://[^/\s]*@")  # with its user's name, in a URL that is shown
 LEASE_S = 120  # of a hold: twice the longest silence of a live request, of a client that stalls
 OTHERS = "*"  # every tenant or key without limits of its own
 ObserveBill = Callable[[str, Mapping[str, int], int], None]
@@ -70,7 +70,7 @@ class Money:
     required: bool
     lease_s: int
     heads_to: str = ""
-    outbox: Outbox | None = None  # None: nobody is told of budgets
+    outbox: Outbox | None = None  # None: budgets send no alerts
     watch: BudgetWatch | None = None
     _stats: MoneyStats = field(default_factory=MoneyStats)
 
@@ -129,7 +129,7 @@ class Money:
             self.outbox.deliver(now_ns)
 
     def keep_heads(self) -> None:
-        """Send the signed heads to where they are kept; what fails is said in the log."""
+        """Send the signed heads to their store; failures are logged."""
         if not self.heads_to:
             return
         try:
@@ -230,7 +230,7 @@ def _outbox(settings: Settings, store: LedgerStore) -> Outbox | None:
 
 
 def _say_if_ignored(setting: str, card: RateCard, accounts: Accounts) -> None:
-    """A first card has no effect once another was applied, and whoever set it should know."""
+    """Warn that a first card has no effect once another was applied."""
     cards = accounts.book.cards
     if cards and all(other.text != card.text for other in cards):
         first = cards[0]

@@ -17,7 +17,7 @@ from api.journal.journal import RequestRecord
 from cachesvc.server.side_file import SideFile
 
 FILE_NAME: Final = "dashboard.sqlite3"
-SCHEMA: Final = 1  # of the file; one of another is begun anew
+SCHEMA: Final = 1  # of the file; a file of another version is replaced
 TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY, body BLOB NOT NULL);"
     "CREATE TABLE IF NOT EXISTS states (name TEXT PRIMARY KEY, body BLOB)"
@@ -45,7 +45,7 @@ class Remembered:
         return [record for (body,) in found if (record := _record(body)) is not None]
 
     def read(self, name: str) -> bytes | None:
-        """What was kept under a name."""
+        """The value kept under a name."""
         found = self._file.rows("SELECT body FROM states WHERE name = ?", name)
         return zlib.decompress(found[0][0]) if found else None
 

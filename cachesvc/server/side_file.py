@@ -78,7 +78,7 @@ class SideFile:
             self._thread = None
 
     def _begin(self, path: Path) -> None:
-        """Make the file fit, anew where it is damaged or another version's."""
+        """Make the file usable; replace one that is damaged or of another version."""
         for attempt in range(2):
             try:
                 with closing(self._connect(path)) as connection:
@@ -93,7 +93,7 @@ class SideFile:
                 if attempt:
                     self._give_up(error)
                     return
-                logger.warning(f"{path} is begun anew, as it cannot be read: {error}")
+                logger.warning(f"{path} cannot be read and is replaced: {error}")
                 for each in path.parent.glob(f"{path.name}*"):
                     each.unlink(missing_ok=True)
 

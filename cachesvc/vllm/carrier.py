@@ -67,7 +67,7 @@ class Carrier:
         self._done = _Done()
 
     def start(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
-        """Begin to serve these tensors. Raises Unsupported where a block is not what was said."""
+        """Begin to serve these tensors. Raises Unsupported if their blocks have another shape."""
         self._slabs = [slab for name in kv_caches for slab in slabs_of(kv_caches[name], num_blocks)]
         block_bytes = sum(slab.shape[1] for slab in self._slabs)
         if block_bytes != self._identity.block_bytes:

@@ -42,7 +42,7 @@ class NodeLink:
     def attempt(self, use: Callable[[NodeClient], T]) -> T | None:
         """What `use` makes of the connected node; None where the node is away or fails.
 
-        A connection of old may lead to a node that has been restarted since: it is made anew.
+        An old connection may lead to a node that has restarted, so a new one is opened.
         """
         try:
             if self._client.is_connected:

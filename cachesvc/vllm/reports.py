@@ -84,7 +84,7 @@ class Reporter:
             self._local[request.request_id] = num_local
 
     def admitted(self, request: Any, hits: Mapping[str, int]) -> None:
-        """The request has its blocks. Only the first admission is told."""
+        """The request has its blocks. Only the first admission is reported."""
         local = self._local.pop(request.request_id, None)
         if local is not None:
             self._told.add(request.request_id)
@@ -130,7 +130,7 @@ class Reports:
         self.engine: Ready | None = None
 
     def expect(self, name: str) -> None:
-        """Keep what is told of this request until `forget`; of others nothing is kept."""
+        """Keep the reports of this request until `forget`. Others are dropped."""
         self._expected.add(name)
 
     def take(self) -> None:

@@ -2,7 +2,7 @@
 
 The model's attention layers call `paged_attention` through transformers' attention interface. It
 hands the step's queries, keys and values to the `PagedAttention` that the runner passed along,
-which writes KV to the pool's blocks and attends over what stands there. Engine thread only.
+which writes KV to the pool's blocks and attends over it. Engine thread only.
 
 Everything a query attends to is what the pool holds, in the pool's dtype: a prompt computed cold
 and one served from the cache read the same numbers. Fast paths (`attention_cpu`,

@@ -70,7 +70,7 @@ def _weights(scores, maximum):  # type: ignore[no-untyped-def]
     return tl.exp(scores - base[:, None]), tl.exp(maximum - base), new_maximum
 
 
-# What varies between steps of one model: a kernel compiled anew for a table of 16 blocks, say,
+# What varies between steps of one model: recompiling a kernel for a table of 16 blocks, say,
 # would stop everybody in service. Strides of the pool never vary, and say how they are aligned.
 _VARYING = (
     "window",

@@ -349,7 +349,7 @@ class Scheduler:
         if not sequence.request.pictures:
             return True
         assert self._embeddings is not None, "a request with images for a model without"
-        # The last token is computed anew in any case.
+        # The last token is always computed.
         pictures = unread(sequence.request, min(sequence.first_unread, sequence.num_prompt - 1))
         stand = self._embeddings.want(sequence.sequence_id, sequence.share, pictures)
         sequence.awaits_images = not stand
@@ -472,7 +472,7 @@ class Scheduler:
         """Let `twin` run on from the tokens of `sequence`, sharing the blocks of its KV."""
         standing = sequence.num_standing
         if self._cache.layout.has_states:
-            # The last block's state goes on with who fills it: the twin computes that block anew.
+            # Only one sequence can continue the last block's state: the twin computes it again.
             standing -= standing % self._block_size
         num_blocks = -(-standing // self._block_size)
         twin.blocks = self._tables.share(sequence.blocks[:num_blocks])

@@ -65,7 +65,7 @@ class IncrementalDetokenizer:
         return "".join(sent)
 
     def flush(self) -> str:
-        """The end of the text: what was held back, unfinished bytes as U+FFFD."""
+        """The end of the text: held-back text, with unfinished bytes as U+FFFD."""
         if self.stopped:
             return ""
         text = self._take(self._decoder.decode(b"", final=True))

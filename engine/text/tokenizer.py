@@ -96,7 +96,7 @@ class Tokenizer:
         return joined.decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 bytes that a token stands for; empty for an id that has no token."""
+        """The UTF-8 bytes of a token; empty for an id that has no token."""
         return self._bytes[token] if 0 <= token < len(self._bytes) else b""
 
     def chat(

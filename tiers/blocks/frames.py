@@ -34,7 +34,7 @@ class FrameMemory(Protocol):
 
 
 class Frame:
-    """One block's worth of host memory. Whoever holds the frame owns its bytes.
+    """One block's worth of host memory. The holder of the frame owns its bytes.
 
     A number and where it counts: a view takes 700 bytes and a microsecond, and there are millions
     of frames, of which a few at a time are looked into. `part` is what it has of its block, and

@@ -48,7 +48,7 @@ class TreeQuery:
 class TreeNode:
     """Blocks of which each only continues the one before it. Not changed once the tree is grown.
 
-    A root stands for a scope, or the prefix that was asked for, and has no blocks of its own.
+    A root stands for a scope, or the requested prefix, and has no blocks of its own.
     """
 
     key: PrefixKey | None  # of the first block; None: it is partly filled

@@ -111,7 +111,7 @@ def make_root(root: Path) -> None:
 
 
 def read_meta(root: Path) -> Meta | None:
-    """What stands in the folder; None where nothing does, or nothing that can be read."""
+    """The folder's description; None if there is none, or none that can be read."""
     try:
         stands = json.loads((root / META_NAME).read_text())
         return Meta(**{name: stands[name] for name in Meta.__slots__})

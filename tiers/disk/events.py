@@ -1,6 +1,6 @@
 """What happened to blocks on disk: how long they lived, and the events for who listens.
 
-Told by every write transaction that stands, whoever opened it in this process, and by every load.
+Every committed write transaction of this process reports here, and every load.
 Any thread.
 """
 

@@ -36,7 +36,7 @@ def save_pins(folder: Path, pins: Sequence[Pin[PrefixKey]]) -> None:
 
 
 def load_pins(folder: Path) -> list[Pin[PrefixKey]]:
-    """What stands in the file; a file that cannot be read has no pins, and is said in the log."""
+    """The pins in the file. A file that cannot be read has none, and is logged."""
     path = folder / PINS_NAME
     try:
         told = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""How a disk tier behaves; where it is and how large, `open_disk` is told."""
+"""How a disk tier behaves. Its folder and size are arguments of `open_disk`."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,6 +17,6 @@ class DiskOrder(StrEnum):
 class DiskSettings:
     order: DiskOrder = DiskOrder.LRU
     moves: bool = False  # what is read leaves first, until the tiers above give it up again
-    idle_ttl_s: int | None = None  # forget blocks nobody used for so long
+    idle_ttl_s: int | None = None  # forget blocks unused for this long
     write_budget_bytes: int | None = None  # a day (UTC); past it, blocks are not written
     batch_bytes: int = BATCH_BYTES  # logical bytes in one transaction, at most; a block at least

@@ -307,7 +307,7 @@ class Shard:
             self.sync()
 
     def mend_run(self, offset: int, nbytes: int) -> None:
-        """Write what stands before the record at `offset` anew, where it is damaged.
+        """Repair the page header before the record at `offset`, if it is damaged.
 
         LMDB frees as many pages as it says there, and dies where that is more than there are.
         """

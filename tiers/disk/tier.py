@@ -77,7 +77,7 @@ class DiskTier:
         self._closed = False
 
     def probe(self, ids: Sequence[BlockId]) -> int:
-        """Length of the leading run held, by key; `load` proves that it is what was asked for."""
+        """Length of the leading run held, by key alone; `load` verifies identities."""
         self._check_open()
         return self._reader.num_held(ids)
 

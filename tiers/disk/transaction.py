@@ -13,7 +13,7 @@ and LMDB copies what it changes, so the pages in use must stay below the map's b
 
 Each block that is put, moved or deleted changes pages of the indexes as well. On a small disk of
 small blocks these would be more than the reserve, so there one transaction changes few blocks
-(`change_limit`), and who has more to do goes on in the next.
+(`change_limit`), and larger work continues in the next.
 """
 
 import ctypes

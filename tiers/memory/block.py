@@ -1,4 +1,4 @@
-"""A block in memory: who it is, and how it stands in each tier.
+"""A block in memory: its identity, and its state in each tier.
 
 Each tier has one state for a block, and one owner of that state which makes its transitions:
 
@@ -33,7 +33,7 @@ class BlockState(IntEnum):
 
 
 class DeviceState(IntEnum):
-    """How a block stands on the device."""
+    """A block's state on the device."""
 
     ABSENT = 0  # it has no slot
     FILLING = 1  # a slot that the policy has not heard of: one sequence has it
@@ -43,7 +43,7 @@ class DeviceState(IntEnum):
 
 
 class HostState(IntEnum):
-    """How a block stands on the host."""
+    """A block's state on the host."""
 
     ABSENT = 0  # it has no frame
     IN_USE = 1  # a copy uses its frame, or somebody needs the block and it is nowhere else above
@@ -155,12 +155,12 @@ class Block:
 
     @property
     def held_below(self) -> bool:
-        """Whether the block stands in a tier under memory, so that memory may drop it."""
+        """Whether a tier below memory holds the block, so that memory may drop it."""
         return self.below >= Below.HELD
 
     @property
     def is_dirty(self) -> bool:
-        """Whether it is a full block whose KV stands in memory alone, and may be written."""
+        """Whether it is a full block that only memory holds, and may be written."""
         stands = self.key is not None and self.state is BlockState.READY
         if not stands or self.below >= Below.HELD:
             return False

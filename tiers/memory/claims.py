@@ -1,7 +1,7 @@
 """Quotas where memory changes hands: what is in use and no policy has counted, and who pays.
 
 A policy counts a block once it was released for the first time. Until then a claim does, made
-before the slot is taken, so that where shares are even the one who asks is over and gives way.
+before the slot is taken, so that between even shares the asker is over its share and gives way.
 Engine thread only; without quotas every call returns at once.
 """
 
@@ -39,7 +39,7 @@ class Claims:
             self._slots[to] = self._slots.pop(block)
 
     def weigh_frame(self, tenant: Hashable, num_blocks: int) -> None:
-        """While a victim is chosen on the host, whoever it is for counts as having the frame."""
+        """While a victim is chosen on the host, the frame already counts for its future owner."""
         quotas = self._quotas.get(TierName.HOST)
         if quotas is not None:
             quotas.charge(quotas.group(tenant), num_blocks * self._block_bytes)

@@ -19,7 +19,7 @@ from tiers.tier import Cause, TierName
 class CacheEvent(StrEnum):
     """What can happen to a block in a tier; the label of `cachesvc_cache_events_total`."""
 
-    STORED = "stored"  # its KV came to stand in the tier
+    STORED = "stored"  # its KV is now in the tier
     PROMOTED = "promoted"  # copied up out of the tier
     DEMOTED = "demoted"  # copied down out of the tier
     EVICTED = "evicted"  # left the tier for room
@@ -46,7 +46,7 @@ class Chronicle:
         self.events[tier, event] += blocks
 
     def came(self, block: Block, tier: TierName, source: TierName | None = None) -> None:
-        """The block's KV stands in a memory tier now; `source` is the tier it was copied from."""
+        """The block's KV is now in a memory tier; `source` is the tier it was copied from."""
         self.count(tier, CacheEvent.STORED)
         if tier is TierName.DEVICE:
             assert block.slot is not None, f"{block} came to no slot"

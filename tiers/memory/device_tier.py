@@ -1,4 +1,4 @@
-"""The device as a tier: who has which slot, how each block stands there, and which leaves next.
+"""The device as a tier: which block has which slot, its state there, and which leaves next.
 
 The one place that changes `Block.device`. Engine thread only.
 """

@@ -1,4 +1,4 @@
-"""The host as a tier: who has which frame, how each block stands there, and which leaves next.
+"""The host as a tier: which block has which frame, its state there, and which leaves next.
 
 The one place that changes `Block.host`. Engine thread only.
 """

@@ -1,4 +1,4 @@
-"""The one truth about which blocks stand in memory: by key, and by the prefix they continue.
+"""The one truth about which blocks are in memory: by key, and by the prefix they continue.
 
 Used by the engine thread alone, so it has no locks. Blocks that are only on disk are not here:
 the disk tier's own B-tree is their index, asked by a reader thread.

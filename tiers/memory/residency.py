@@ -312,7 +312,7 @@ class Residency:
     def discard(self, block: Block) -> bool:
         """Free what a detached block has and nobody uses; False where its frame is busy.
 
-        A slot in use goes with its last reference.
+        A slot in use is freed with its last reference.
         """
         if block.busy:
             return False

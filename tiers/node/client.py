@@ -2,7 +2,7 @@
 
 Not thread-safe: each thread that talks to a node has a client of its own. Every failure is a
 NodeGone or a NodeError; after one the connection is closed, every lease is over, and `connect`
-begins anew. Frames stay readable after the node has died, since the memory is shared.
+starts again. Frames stay readable after the node has died, since the memory is shared.
 """
 
 import contextlib

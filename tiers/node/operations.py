@@ -2,8 +2,8 @@
 
 Pins are `tiers.operations.pins`, as in the embedded engine, kept in a file beside the disk. A purge
 removes the blocks of some scopes from memory, then, behind the writes under way, from the tiers
-below, and looks at every block once more. Its scopes stay closed until whoever purged opens them
-again, or goes: a request that was running may store its blocks later. Node's thread only.
+below, and looks at every block once more. Its scopes stay closed until the purging client opens
+them again or leaves: a request that was running may store its blocks later. Node's thread only.
 """
 
 from collections import Counter
@@ -43,7 +43,7 @@ class Operated:
         return self.future.done()
 
     def told(self) -> dict[str, Any]:
-        """What is answered; a failure is told, and ends no connection."""
+        """The answer. A failure is part of it and ends no connection."""
         try:
             return self.future.result()
         except Exception as error:  # noqa: BLE001 - the asker's to handle

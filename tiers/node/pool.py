@@ -115,7 +115,7 @@ class Pool:
         return [block.frame for block in lease.blocks[:held]]
 
     def give_up(self, lease: Lease) -> None:
-        """Whoever asked for these has gone before they were ready."""
+        """The client left before these were ready."""
         for block in reversed(lease.blocks):
             self.residency.drop(block)
 

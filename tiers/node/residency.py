@@ -7,7 +7,7 @@ Called by `node.pool`, on the node's thread only, so there are no locks. Invaria
 
 1. Every frame in use is one block's. `Capacity.used_bytes` is what the frames of all layouts take.
 2. A block is evictable exactly while it is HELD and nobody leases it.
-3. A detached block is found by nobody, and keeps its frame until its last user releases it.
+3. A detached block cannot be found. It keeps its frame until its last user releases it.
 """
 
 from collections import OrderedDict
@@ -41,7 +41,7 @@ class NodeBlock:
     is_below: bool = False
     tick: int = 0  # when it was last used, against all blocks of the node
     pinned: bool = False
-    detached: bool = False  # found by nobody any more; it goes with who uses it
+    detached: bool = False  # no longer found; freed when its last user releases it
 
     @property
     def key(self) -> PrefixKey:
@@ -186,7 +186,7 @@ class NodeResidency:
         block.state = NodeBlockState.FILLING  # a lease that still names it does not serve it
 
     def detach(self, block: NodeBlock) -> None:
-        """Let nobody find the block; its frame is free once nobody uses it."""
+        """Remove the block from the index. Its frame is freed when its last user releases it."""
         if block.leases == 0 and block.state is NodeBlockState.HELD:
             self.remove(block)
             return

@@ -35,7 +35,7 @@ class Resident(Protocol):
     pinned_keys: Container[PrefixKey]
 
     def ready(self, key: PrefixKey) -> Any | None:
-        """The block under a key, where it stands in memory and is whole."""
+        """The block under a key, if it is in memory and whole."""
         ...
 
     def pin(self, block: Any) -> None: ...
@@ -44,7 +44,7 @@ class Resident(Protocol):
 
 
 class Keeper:
-    """Owns the pins. `changed` is told those to save after each change that must outlive us."""
+    """Owns the pins. `changed` gets the pins to save when a change must survive a restart."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class Keeper:
         return names
 
     def step(self) -> None:
-        """Let pins expire, and write what is kept and still stands in memory alone."""
+        """Let pins expire, and write pinned blocks that only memory holds."""
         now_s = self.clock()
         if now_s < self._next_tick_s or not (self._pins.num_blocks or self._untold):
             return
@@ -281,7 +281,7 @@ class Keeper:
         self._changed([pin for pin in self.pins() if pin.kind is not PinKind.SESSION])
 
     def _tell_below(self) -> None:
-        """The disk keeps what it is told; sessions leave it in their turn."""
+        """The disk keeps these keys; sessions leave it in eviction order."""
         self._untold = False
         lasting = (pin for pin in self.pins() if pin.kind is not PinKind.SESSION)
         self._keep_below(list({key: None for pin in lasting for key in pin.keys}))

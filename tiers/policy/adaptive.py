@@ -39,7 +39,7 @@ _MIN_GHOSTS = 16_384
 # have 20 nodes a request and 60 outcomes; after a pause thousands of nodes enter another age.
 _MAX_LEARNED = 64  # outcomes; what a wait has not taught by then, it teaches at its next age or end
 _MAX_AGED = 384  # nodes moved on to their present age; the next request moves the others
-_MAX_JUDGED = 32  # nodes judged anew, the deepest; those above were used often and change slowly
+_MAX_JUDGED = 32  # the deepest nodes, judged again; those above are used often and change slowly
 
 _Pending = tuple[K, K | None, int]  # key, parent, depth (-1: not told)
 _Aging = tuple[float, PrefixRun[K], int]  # when it enters its next age, the node, its serial then
@@ -137,7 +137,7 @@ class Adaptive(Generic[K]):
         return None
 
     def _oldest(self) -> PrefixRun[K] | None:
-        """The least recently used node; it is a leaf, for whoever uses a child uses its parent."""
+        """The least recently used node; it is a leaf, because using a child uses its parent."""
         for _ in range(len(self._recency)):
             node = next(iter(self._recency))
             if node.blocks[-1] not in self._held and not node.num_children:

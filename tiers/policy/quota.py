@@ -93,7 +93,7 @@ class Quotas:
         assert self._used[group] >= 0, f"{group!r} gave back more bytes than it had"
 
     def reset(self, used: Mapping[Hashable, int]) -> None:
-        """Take over counts that were made anew."""
+        """Take over counts that were computed again."""
         self._used = dict(used)
 
     def share(self, group: Hashable) -> int:

@@ -1,9 +1,9 @@
 """How long blocks stay for reasons other than use: pins that operators and tenants set.
 
-    operator    by whoever runs the server; bounded by what all pins together may hold
+    operator    by the server's operator; limited by the share that all pins may take
     cache       by a tenant, and paid for by the hour where the card sells storage
     breakpoint  asked for with a request, and paid for with what the request wrote
-    session     a conversation that pauses; goes with it
+    session     a conversation that pauses; ends with it
 
 Pure; the engine thread calls with its own clock, in seconds, and does what the answers say.
 """
@@ -111,7 +111,7 @@ class Pins(Generic[K]):
         return [key for key in held if key not in before], [k for k in before if k not in self]
 
     def restore(self, pin: Pin[K]) -> None:
-        """Put back what was unpinned a moment ago; nothing of it was told to a tier."""
+        """Put back what was unpinned a moment ago; no tier has heard of it."""
         self._add(pin)
 
     def unpin(self, name: str) -> list[K]:

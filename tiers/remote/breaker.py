@@ -25,7 +25,7 @@ class StoreBreaker:
         return self._clock() < self._until_s
 
     def allows(self) -> bool:
-        """Whether to make a call now. After a pause, one caller is told yes until it is known."""
+        """Whether to make a call now. After a pause, one caller may try first."""
         with self._lock:
             now = self._clock()
             if now < self._until_s:

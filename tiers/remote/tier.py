@@ -176,7 +176,7 @@ class RemoteTier:
                     self._counts["dropped"] += 1
 
     def deliver(self, keys: Sequence[PrefixKey]) -> "Future[int]":
-        """As `publish`, for who waits: how many of the leading blocks the store has then."""
+        """As `publish`, but waits: how many of the leading blocks the store then has."""
         delivery = AwaitedBlocks(keys)
         try:
             self._waiting.put_nowait(delivery)

@@ -19,7 +19,7 @@ from tiers.replay.trace import Trace, TraceRequest
 MIN = "min"  # Belady's, for a single tier
 GHOSTS_PER_BLOCK = 4  # ghosts of ON_SECOND_HIT for each block of the tier above
 
-Progress = Callable[[int], None]  # told how many requests were done since it was last told
+Progress = Callable[[int], None]  # called with the number of requests done since its last call
 _PROGRESS_STEP = 256
 
 

@@ -23,11 +23,11 @@ LINGER_S = 120.0  # how long events are kept for a subscriber that may come back
 
 
 class EventKind(StrEnum):
-    """What happened. After `stored` and `moved` the block stands in the tier."""
+    """What happened. After `stored` and `moved` the tier holds the block."""
 
     STORED = "stored"  # computed, written or imported into the tier
     MOVED = "moved"  # copied into the tier from `source`, which may hold it still
-    REMOVED = "removed"  # stands in the tier no more, for `cause`
+    REMOVED = "removed"  # the tier no longer holds it; `cause` says why
     CLEARED = "cleared"  # the tier holds nothing any more
 
 

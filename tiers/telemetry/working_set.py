@@ -132,7 +132,7 @@ class WorkingSet:
         return MissRatioCurve(tuple(capacities), tuple(rates), working_set)
 
     def _stamp(self, key: Hashable) -> None:
-        """Give `key` the newest time slot; when slots run out, number the live ones anew."""
+        """Give `key` the newest time slot; when slots run out, renumber the live ones."""
         if self._next_slot == self._tree.size:
             order = sorted(self._slots, key=self._slots.__getitem__)
             self._tree = _Fenwick(self._tree.size)
@@ -244,7 +244,7 @@ class Traffic:
             self._working_set.made(key)
 
     def step(self) -> None:
-        """Follow what was asked since the last step."""
+        """Follow the lookups since the last step."""
         while self._waiting and self._recalled():
             self._working_set.use_all(self._waiting.popleft())
 

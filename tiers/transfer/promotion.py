@@ -34,7 +34,7 @@ class Progress(Enum):
     LOADING = auto()  # a probe, a load or a copy to the device is under way
     WAITING = auto()  # the next block is being computed or loaded for another request
     NO_ROOM = auto()  # its blocks stand, but not all have a slot
-    READY = auto()  # every block it will get stands on the device
+    READY = auto()  # every block it will get is on the device
 
 
 class TicketState(Enum):
@@ -341,7 +341,7 @@ class Promoter:
         return ticket.num_on_device == len(ticket.blocks)
 
     def _arrived(self, ticket: Ticket) -> bool:
-        """Whether all its blocks' rows stand on the device: a step that read one before would hold
+        """Whether all its blocks' rows are on the device: a step that read one before would hold
         up everybody in it."""
         pool = self._residency.pool
         return not pool.is_arriving or all(

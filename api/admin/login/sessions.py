@@ -110,7 +110,7 @@ class Sessions:
     def dump(self, wall_s: float) -> bytes:
         """Every session, for `restore` after a restart; what is in it opens none.
 
-        Spans are of this process' clock, which begins anew with the next: ends are told as times of
+        Spans are of this process' clock, which restarts with the next: ends are given as times of
         the day.
         """
         now = self._clock_s()

@@ -50,7 +50,7 @@ def _routes(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _marked(text: str) -> Markup:
-    """What stands in backticks, as code."""
+    """Text in backticks, as code."""
     parts = text.split("`")
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if number % 2 else escape(part)

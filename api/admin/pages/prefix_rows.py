@@ -144,7 +144,7 @@ def rows_of(
     decode: Decode | None = None,
     outline: Outline | None = None,
 ) -> list[ScopeRows]:
-    """Every scope with its rows; with `min_idle_s` only what nobody used for so long.
+    """Every scope with its rows; with `min_idle_s` only rows unused for that long.
 
     Among those that continue the same prefix, rows are in the order of SORTS[sort].
     """
@@ -248,7 +248,7 @@ def _is_end(node: TreeNode) -> bool:
 
 
 def _strips(node: TreeNode) -> list[Strip]:
-    """Where the blocks stand, a lane for each tier: a block may stand in several."""
+    """Where the blocks are: one lane for each tier, since several tiers may hold a block."""
     strips: list[Strip] = []
     for lane, tier in enumerate(TIERS):
         at = 0

@@ -143,7 +143,7 @@ def book_deposit(
 
 @router.get("/budgets")
 def list_budgets(request: Request, _: MayRead) -> list[Document]:
-    """What tenants, keys, users and tags may spend before somebody is told."""
+    """What tenants, keys, users and tags may spend before an alert."""
     return budgets.list_budgets(books_of(request))
 
 

@@ -72,7 +72,7 @@ class NewKey(AdminBody):
 class NewDeposit(AdminBody):
     amount: Amount
     reference: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
-        None, description="Your own id of the payment: booked once, however often it is said"
+        None, description="Your own id of the payment. It is booked once, however often you send it"
     )
     expires: Annotated[str, Field(max_length=10)] | None = Field(
         None, description="Of a grant: its last day (UTC), such as 2027-01-31 or 90d"

@@ -1,4 +1,4 @@
-"""GET /admin/api/stats, history and alerts: what the server does now, and did of late."""
+"""GET /admin/api/stats, history and alerts: what the server does now, and did recently."""
 
 from typing import Annotated
 

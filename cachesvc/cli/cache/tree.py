@@ -125,7 +125,7 @@ def _below(node: TreeNode, label: Label, indent: str) -> Iterator[str]:
 
 
 def told(node: TreeNode) -> str:
-    """`34 blocks, 2176 tokens`, and of the live index where they are and who uses them."""
+    """`34 blocks, 2176 tokens`, and for the live index also where and how many in use."""
     parts = [number_of(node.num_blocks, "block"), number_of(node.num_tokens, "token")]
     if node.runs == [(TierName.DISK, node.num_blocks)]:
         return ", ".join(parts)

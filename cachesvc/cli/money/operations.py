@@ -46,7 +46,7 @@ class LocalOperations:
 
 
 class ServerOperations:
-    """Operations that a running server carries out. It knows from the headers who asks."""
+    """Operations that a running server carries out. Headers tell it who the user is."""
 
     def __init__(self, server: LiveServer) -> None:
         self._server = server

@@ -122,13 +122,13 @@ class VllmEngine:
         self._post(lambda: self._requests.abort(request_id, reason, index))
 
     def predicted_wait_s(self, share: str, num_tokens: int) -> float:
-        """How long a prompt of `share` would wait to begin, at the rate of late."""
+        """How long a prompt of `share` would wait to begin, at the recent rate."""
         with self._lock:
             waiting = Counter(self._arriving)
         return Backlog(waiting, self.counts.begin_rate.tokens_per_s).wait_s(share, num_tokens)
 
     def call(self, function: Callable[[TieredCache], T]) -> "Future[T]":
-        """Run `function` on the engine's thread, on what stands for the tiers here."""
+        """Run `function` on the engine's thread, on the stand-in for the tiers."""
         future: Future[T] = Future()
         if self._failed is not None:
             future.set_exception(EngineFailed(f"the engine has failed: {self._failed}"))

@@ -44,7 +44,7 @@ def generate(
     if request.adapter is not None:
         adapter = settings.adapters[request.adapter]
         lora = LoRARequest(request.adapter, adapter.number, adapter.folder)
-    # What is not to be cached stands under a salt that nobody else has.
+    # A request that must not be cached gets a salt of its own.
     tenant = request.scope.tenant if request.cache else name.encode()
     prompt = tokens_input(list(request.tokens), cache_salt=salt_of(tenant) if tenant else None)
     return llm.generate(prompt, sampling, request_id=name, lora_request=lora, priority=priority)

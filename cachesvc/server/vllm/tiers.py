@@ -85,7 +85,7 @@ def cache_stats(
     node: NodeWatch | None,
     num_device_blocks: Callable[[], int],
 ) -> CacheStats:
-    """The device is vLLM's own cache; host and disk are the node's, whoever uses it."""
+    """The device is vLLM's own cache; host and disk are the node's, with all its users."""
     nbytes, capacity = empty.layout.nbytes, num_device_blocks()
     used = round(counts.kv_usage * capacity)
     device = TierStats(

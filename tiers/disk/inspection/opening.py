@@ -1,4 +1,4 @@
-"""Opening the folders of a disk tier beside whoever serves them, and mending those nobody serves.
+"""Opening the folders of a disk tier beside their server, and repairing those without one.
 
 The command line calls; a server opens its own by `tiers.disk.open`.
 """
@@ -162,7 +162,7 @@ def _open_disk(path: Path, guard: DiskGuard, *, readonly: bool) -> Iterator[Open
                 Shard(folder, meta.map_bytes, storage=Storage(), readonly=readonly, guard=guard)
             )
         yield OpenDisk(path, meta, shards)
-    except BrokenPipeError:  # whoever read what we print has gone; the shards are sound
+    except BrokenPipeError:  # the reader of our output has gone; the shards are sound
         raise
     except (*StorageError, ShardDamaged) as error:
         raise ConfigurationError(f"the disk cache in {path} cannot be read: {error}") from error

@@ -60,7 +60,7 @@ def verify(
 ) -> Verified:
     """Read every block as a hit would, and recompute its key; `repair` deletes what is bad.
 
-    `advance` is told how many blocks were looked at since it was told last.
+    `advance` is called with the number of blocks checked since its last call.
 
     A block evicted meanwhile is neither good nor bad.
     """
