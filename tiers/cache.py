@@ -26,7 +26,7 @@ from tiers.memory.index import BlockIndex
 from tiers.memory.ranking import rank
 from tiers.memory.residency import Residency
 from tiers.memory.tails import Tail, TailCase, TailSharing
-from tiers.operations.operations import GroupUse, Upkeep
+from tiers.operations.operations import CacheOperations, GroupUse
 from tiers.operations.purge import Purged
 from tiers.policy.admission import WritePolicy, keeps_copies
 from tiers.policy.policy import Policy, Use
@@ -164,7 +164,7 @@ class TieredCache:
         share_tails = settings.share_tails and not layout.has_states
         self._tails = TailSharing(self.residency, enabled=share_tails)
         self.mark_seed = secrets.randbits(64)
-        self._upkeep = Upkeep(
+        self._cache_operations = CacheOperations(
             self.residency,
             self._demoter,
             self._mover,
@@ -175,7 +175,9 @@ class TieredCache:
             pin_folder=pin_folder,
             wall_clock=wall_clock or SteadyClock(),
         )
-        self.tables = BlockTables(self.residency, self._tails, self._demoter, self._upkeep.traffic)
+        self.tables = BlockTables(
+            self.residency, self._tails, self._demoter, self._cache_operations.traffic
+        )
 
     def _rank(
         self, tier: TierName, num_blocks: int, quotas: Mapping[TierName, Quotas]
@@ -190,14 +192,14 @@ class TieredCache:
     @property
     def stream(self) -> EventStream:
         """What happens to blocks, for who subscribes."""
-        return self.residency.chronicle.stream
+        return self.residency.counters.stream
 
     def start(self, on_load: Callable[[], None] = lambda: None) -> None:
         """Start the disk threads; `on_load` wakes an idle engine when one of their jobs is done."""
         if self._mover is not None:
             self._mover.set_on_done(on_load)
             self._mover.start()
-            self._upkeep.start()
+            self._cache_operations.start()
 
     def warm_up(self, max_bytes: int = WARM_BYTES) -> None:
         """Touch memory before the first request does.
@@ -228,7 +230,7 @@ class TieredCache:
     def sources(self, chain: Chain) -> list[TierName]:
         """Where its leading blocks stand above the disk; those being computed are as good as on
         the device. Pins nothing."""
-        if chain.root in self._upkeep.blocked:
+        if chain.root in self._cache_operations.blocked:
             return []
         host, device = TierName.HOST, TierName.DEVICE
         return [
@@ -241,11 +243,11 @@ class TieredCache:
 
         What is private, or is not to be read, gets a ticket for nothing.
         """
-        if chain.root in self._upkeep.blocked:
+        if chain.root in self._cache_operations.blocked:
             chain.private = True
         if chain.private or not reads:
             return Ticket(chain, TicketState.BYPASSED, stop=MissReason.DISABLED)
-        self._upkeep.traffic.asked(chain.keys)
+        self._cache_operations.traffic.asked(chain.keys)
         ticket = self._promoter.open(chain)
         if self._shared is not None:
             few = [block for block in ticket.blocks if block.hits <= PUBLISH_HITS]
@@ -287,7 +289,7 @@ class TieredCache:
         return Absence(
             parent=chain.parent(number),
             key=key,
-            departure=self.residency.departures.find(key) if key is not None else None,
+            departure=self.residency.evicted_keys.find(key) if key is not None else None,
             rows=tail.num_rows if tail is not None else 0,
             parted=parted,
             sibling=tail.block.key if tail is not None and parted else None,
@@ -300,7 +302,7 @@ class TieredCache:
         """Take in finished loads and do one step's share of copying down and clearing away."""
         self._promoter.collect()
         self._demoter.step()
-        self._upkeep.step()
+        self._cache_operations.step()
         if self._shared is not None:
             rate = self.economy.prefill_tokens_per_s if self.economy.enabled else 0.0
             self._shared.remote.economy.prefill_tokens_per_s = rate
@@ -316,7 +318,7 @@ class TieredCache:
             self._promoter.num_loads > 0
             or self.pool.is_arriving
             or self._demoter.num_stores > 0
-            or self._upkeep.purger.is_active
+            or self._cache_operations.purger.is_active
         )
 
     # What operators do, through `Engine.call`; see `tiers.operations.operations`.
@@ -332,35 +334,35 @@ class TieredCache:
         owner: str = "",
     ) -> Pin[PrefixKey]:
         """Keep a prefix in at least one tier until `until_s` (Unix seconds). Raises PinError."""
-        return self._upkeep.pin(name, prefix, until_s, why, scope=scope, owner=owner)
+        return self._cache_operations.pin(name, prefix, until_s, why, scope=scope, owner=owner)
 
     def retain(self, name: str, chain: Chain, until_s: float, *, owner: str, kind: PinKind) -> int:
         """Pin a prefix in passing, as much of it as its owner may: how many blocks."""
-        if chain.private or chain.root in self._upkeep.blocked:
+        if chain.private or chain.root in self._cache_operations.blocked:
             return 0
-        return self._upkeep.keeper.retain(
+        return self._cache_operations.keeper.retain(
             name, chain.root, chain.keys, until_s, owner=owner, kind=kind
         )
 
     def renew(self, name: str, until_s: float) -> None:
         """Let a pin last until `until_s` at least, if there is one of that name."""
-        self._upkeep.keeper.renew(name, until_s)
+        self._cache_operations.keeper.renew(name, until_s)
 
     @property
     def now_s(self) -> float:
         """The clock that pins end by: Unix seconds that run on when a wall clock is set."""
-        return self._upkeep.keeper.clock()
+        return self._cache_operations.keeper.clock()
 
     def unpin(self, name: str) -> bool:
         """End a pin; whether there was one of that name."""
-        return self._upkeep.keeper.unpin(name)
+        return self._cache_operations.keeper.unpin(name)
 
     def pins(self) -> list[Pin[PrefixKey]]:
-        return self._upkeep.keeper.pins()
+        return self._cache_operations.keeper.pins()
 
     def saved(self) -> "Future[None]":
         """Done once the pins as they are now are on disk; fails where they could not be written."""
-        return self._upkeep.saved
+        return self._cache_operations.saved
 
     @property
     def is_shared(self) -> bool:
@@ -383,36 +385,36 @@ class TieredCache:
 
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
         """Remove blocks from every tier but where they are in use or pinned; how many were."""
-        return self._upkeep.evict(keys)
+        return self._cache_operations.evict(keys)
 
     def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
         """Remove every block of these scopes from every tier; see `tiers.operations.purge`."""
-        return self._upkeep.purger.start(roots)
+        return self._cache_operations.purger.start(roots)
 
     def on_purge(self, detach: Callable[[Collection[PrefixKey]], None]) -> None:
         """Who makes the requests that run on some scopes private; for the engine to set."""
-        self._upkeep.purger.detach = detach
+        self._cache_operations.purger.detach = detach
 
     def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
         """The scope's root and the keys of the prefix that ends with block `key`."""
-        return self._upkeep.prefix_of(key)
+        return self._cache_operations.prefix_of(key)
 
     def working_set(self) -> TrafficReport:
         """Hit rate against capacity for the live traffic, and where the tiers are on that curve."""
-        return self._upkeep.working_set()
+        return self._cache_operations.working_set()
 
     def quotas(self) -> list[GroupUse]:
         """What each group has of each tier; empty without quotas."""
-        return self._upkeep.quotas()
+        return self._cache_operations.quotas()
 
     def stats(self) -> CacheStats:
         layout, residency = self.layout, self.residency
-        chronicle, events = residency.chronicle, residency.chronicle.events
+        counters, events = residency.counters, residency.counters.events
         num_device = self.pool.num_blocks - self.pool.num_free
         num_frames = residency.frames.num_frames if residency.frames else 0
 
         def tier(name: TierName, blocks: int, capacity: int) -> TierStats:
-            lives = chronicle.lives[name].stats()
+            lives = counters.lives[name].stats()
             return TierStats(
                 name=name,
                 num_blocks=blocks,
@@ -431,7 +433,7 @@ class TieredCache:
             disk=self._disk.stats() if self._disk is not None else None,
             remote=self._shared.remote.stats() if self._shared is not None else None,
             events=dict(events),
-            transfers=chronicle.transfers.stats(),
+            transfers=counters.transfers.stats(),
             num_loads=self._promoter.num_loads,
             num_stores=self._demoter.num_stores,
             loads_refused=self.economy.refused,
@@ -441,9 +443,9 @@ class TieredCache:
             num_listeners=self.stream.num_subscribers,
             events_missed=self.stream.num_missed,
             block_bytes=layout.nbytes,
-            num_pins=len(self._upkeep.keeper.pins()),
-            pinned_blocks=self._upkeep.keeper.num_blocks,
-            pinnable_blocks=self._upkeep.keeper.max_blocks,
+            num_pins=len(self._cache_operations.keeper.pins()),
+            pinned_blocks=self._cache_operations.keeper.num_blocks,
+            pinnable_blocks=self._cache_operations.keeper.max_blocks,
             groups=self.quotas(),
         )
 

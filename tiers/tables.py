@@ -101,7 +101,7 @@ class BlockTables:
                 self._traffic.made(identity.key)
             block.writer = None
             block.state = BlockState.READY
-            self._residency.chronicle.came(block, TierName.DEVICE)
+            self._residency.counters.came(block, TierName.DEVICE)
             self._demoter.committed(block)
             if self._residency.entered(block):
                 self._demoter.write(block)
@@ -117,7 +117,7 @@ class BlockTables:
         block.writer = None
         if held.slot is None:
             self._residency.hand_over(block, held)
-            self._residency.chronicle.came(held, TierName.DEVICE)
+            self._residency.counters.came(held, TierName.DEVICE)
         else:
             self._residency.pool.settle(held.slot)
             if not held.slot_whole:

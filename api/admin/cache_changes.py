@@ -1,6 +1,6 @@
 """What an admin changes in the cache, by page or by JSON: one path, so that both do the same.
 
-The hands do it, durably; then the audit entry is written. Event loop only.
+`CacheAdmin` makes the change durable; then the audit entry is written. Event loop only.
 """
 
 import asyncio
@@ -20,17 +20,19 @@ from tiers.policy.retention import Pin
 OwnerKind = Literal["tenant", "group"]
 
 
-def hands_of(request: Request) -> CacheAdmin:
+def cache_admin_of(request: Request) -> CacheAdmin:
     """Raises Unsupported where the server has no cache that can be changed."""
-    hands = parts_of(request).cache
-    if hands is None:
+    cache_admin = parts_of(request).cache
+    if cache_admin is None:
         raise Unsupported("this server has no cache to change")
-    return hands
+    return cache_admin
 
 
-async def whole_prefix(hands: CacheAdmin, key: PrefixKey) -> tuple[PrefixKey, Sequence[PrefixKey]]:
+async def whole_prefix(
+    cache_admin: CacheAdmin, key: PrefixKey
+) -> tuple[PrefixKey, Sequence[PrefixKey]]:
     """Scope and keys of the prefix that ends with block `key`. Raises RecordNotFound."""
-    scope, keys = await hands.prefix_of(key)
+    scope, keys = await cache_admin.prefix_of(key)
     if not keys:
         raise RecordNotFound(
             f"no whole prefix ends with block {key.hex()}; see `cachesvc cache ls`"
@@ -79,7 +81,7 @@ async def pin(
     """
     scope, keys = prefix
     try:
-        made = await hands_of(request).pin(name, scope, keys, until_s, why)
+        made = await cache_admin_of(request).pin(name, scope, keys, until_s, why)
     except TierError as error:
         raise InvalidRequest(str(error)) from None
     after = {"scope": scope.hex(), "num_tokens": made.num_tokens, "until_s": made.until_s}
@@ -89,7 +91,7 @@ async def pin(
 
 async def unpin(request: Request, by: Admin, name: str, why: str) -> None:
     """End a pin. Raises RecordNotFound where there is none of that name."""
-    if not await hands_of(request).unpin(name):
+    if not await cache_admin_of(request).unpin(name):
         raise RecordNotFound(
             f"there is no pin {name[:64]!r}, or it has ended; `cachesvc cache pin` lists them"
         )
@@ -103,7 +105,7 @@ async def evict(
 
     `subject` is what the audit entry calls them.
     """
-    removed = await hands_of(request).evict(keys)
+    removed = await cache_admin_of(request).evict(keys)
     _look_again(parts_of(request))
     told = subject or (keys[0].hex() if len(keys) == 1 else f"{len(keys)} blocks")
     await _record(request, by, "cache.evict", told, why, removed)
@@ -119,7 +121,7 @@ async def purge(
     """
     if kind == "tenant":
         await must_exist(request, name)
-    signed = await hands_of(request).purge(kind, name, by=by.name, why=why)
+    signed = await cache_admin_of(request).purge(kind, name, by=by.name, why=why)
     _look_again(parts_of(request))
     await _record(request, by, "cache.purge", name, why, signed)
     return signed

@@ -10,7 +10,7 @@ from enum import StrEnum
 from api.format import seconds
 from engine.request import BlockRun, Lookup
 from tiers.errors import MissReason
-from tiers.telemetry.misses import MAX_DEPARTURES, Absence, Departure
+from tiers.telemetry.misses import MAX_EVICTED_KEYS, Absence, Departure
 from tiers.tier import Cause
 
 
@@ -129,7 +129,7 @@ def _absent(
         )
     what = "The prompt begins as none before it" if not first else f"{block} was never seen"
     return Kind.NEVER_SEEN, (
-        f"{what}: no tier holds it, and it is not among the last {MAX_DEPARTURES:,} blocks that "
+        f"{what}: no tier holds it, and it is not among the last {MAX_EVICTED_KEYS:,} blocks that "
         "left the cache since the server started."
     )
 

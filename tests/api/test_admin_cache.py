@@ -55,7 +55,7 @@ class Running:
     house: FakeHouse
     engine: Engine
     cache: TieredCache
-    hands: CacheOperator
+    cache_admin: CacheOperator
     signer: ReceiptSigner
     ended: set[str]
 
@@ -103,9 +103,9 @@ def running(tmp_path: Path) -> Iterator[Running]:
     engine = Engine(ChainRunner(cache.pool.tensor), cache, EngineSettings(), take)
     engine.start()
     signer = ReceiptSigner.open(tmp_path)
-    hands = CacheOperator(engine.call, BLOCK, tmp_path, signer)
+    cache_admin = CacheOperator(engine.call, BLOCK, tmp_path, signer)
     try:
-        yield Running(tmp_path, house, engine, cache, hands, signer, ended)
+        yield Running(tmp_path, house, engine, cache, cache_admin, signer, ended)
     finally:
         engine.close()
         cache.close()
@@ -124,7 +124,7 @@ async def client(running: Running, trail: RecordingTrail) -> AsyncIterator[httpx
     disk = running.cache.disk
     assert isinstance(disk, DiskTier)
     explorer = Explorer(running.engine.call, owners, disk.view, block_bytes=LAYOUT.nbytes)
-    parts: AdminParts = fake_parts(cache=running.hands, record=trail, explorer=explorer)
+    parts: AdminParts = fake_parts(cache=running.cache_admin, record=trail, explorer=explorer)
     app = create_app(running.house.wire, routers=(admin_router(parts),))
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(app.router.lifespan_context(app))
@@ -270,7 +270,7 @@ async def test_a_tenant_that_does_not_exist_is_neither_purged_nor_pinned_for(
     with running_ledger(database_url(running.data_dir)) as ledger:
         store = ledger.accounts.store
         books = OpenBooks(store, ledger.accounts, ledger.ledger, Prover(store), running.signer)
-        parts = fake_parts(cache=running.hands, record=trail, books=books)
+        parts = fake_parts(cache=running.cache_admin, record=trail, books=books)
         transport = httpx.ASGITransport(
             create_app(running.house.wire, routers=(admin_router(parts),))
         )

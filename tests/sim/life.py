@@ -229,7 +229,7 @@ class Life:
         """
         pinned = {key for pin in self.world.cache.pins() for key in pin.keys}
         self.stood &= pinned
-        events = self.world.cache.residency.chronicle.events
+        events = self.world.cache.residency.counters.events
         before = self.num_lost
         self.num_lost = sum(n for (_, event), n in events.items() if event is CacheEvent.LOST)
         if not pinned or not all(purge.done() for purge in self.purges):

@@ -7,7 +7,7 @@ from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tiers.blocks.keys import PrefixKey, token_bytes
 from tiers.errors import MissReason
-from tiers.telemetry.misses import MARK_BYTES, Departures, marks_of
+from tiers.telemetry.misses import MARK_BYTES, EvictedKeys, marks_of
 from tiers.tier import Cause, TierName
 
 FIRST = [*range(1, 3 * BLOCK + 2)]  # three full blocks and a token
@@ -89,12 +89,12 @@ def test_marks_tell_where_two_blocks_part_under_one_seed_only() -> None:
 
 
 def test_departures_are_bounded_and_keep_the_latest() -> None:
-    departures = Departures(2)
+    evicted_keys = EvictedKeys(2)
     keys = [PrefixKey(bytes([number]) * 16) for number in range(3)]
-    departures.note(keys[0], TierName.HOST, Cause.ROOM)
-    departures.note(keys[1], TierName.HOST, Cause.ROOM)
-    departures.note(keys[0], TierName.DISK, Cause.REQUEST)
-    departures.note(keys[2], TierName.HOST, Cause.ROOM)
-    assert departures.find(keys[1]) is None and len(departures) == 2
-    kept = departures.find(keys[0])
+    evicted_keys.note(keys[0], TierName.HOST, Cause.ROOM)
+    evicted_keys.note(keys[1], TierName.HOST, Cause.ROOM)
+    evicted_keys.note(keys[0], TierName.DISK, Cause.REQUEST)
+    evicted_keys.note(keys[2], TierName.HOST, Cause.ROOM)
+    assert evicted_keys.find(keys[1]) is None and len(evicted_keys) == 2
+    kept = evicted_keys.find(keys[0])
     assert kept is not None and (kept.tier, kept.cause) == (TierName.DISK, Cause.REQUEST)

@@ -155,7 +155,9 @@ class Walk:
             assert block.ref_count == refs[block], block
         private = [b for b in refs if b not in blocks]
         slots = sum(block.slot is not None for block in private)
-        if not self.cache._upkeep.purger.is_active:  # which has blocks that are in no index
+        if (
+            not self.cache._cache_operations.purger.is_active
+        ):  # which has blocks that are in no index
             self.cache.residency.check(slots)
 
     def finish(self) -> None:

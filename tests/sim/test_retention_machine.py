@@ -187,7 +187,7 @@ def test_a_purge_waits_for_loads_and_stores_under_way() -> None:
     world.settle()
     assert done.result(0).num_left == 0
     assert world.counts("loading").hit == 0
-    assert world.cache.residency.chronicle.events[TierName.DISK, CacheEvent.PURGED] == num_on_disk
+    assert world.cache.residency.counters.events[TierName.DISK, CacheEvent.PURGED] == num_on_disk
     assert num_on_disk > 4
     world.check()
     world.check_idle()

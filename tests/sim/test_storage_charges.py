@@ -47,7 +47,7 @@ storage = "1"
 
 
 class Life:
-    """One life of a server over a folder: a cache with pins, a meter, and the hands on both."""
+    """One life of a server over a folder: a cache with pins, a meter, and the operator of both."""
 
     def __init__(self, folder: Path, money: TestLedger) -> None:
         self.clock, self.trail = money.clock, RecordingTrail()

@@ -149,7 +149,7 @@ def test_a_router_knows_what_a_real_cache_holds(
         world.submit(f"r{number}", [*trunk[: chance.randrange(1, 20)], number % 50], max_tokens=6)
         world.run()
     world.check_idle()
-    assert world.cache.residency.chronicle.lives[TierName.HOST].stats().causes
+    assert world.cache.residency.counters.lives[TierName.HOST].stats().causes
     index = list(world.cache.index)
     device = {block_hash(b.key) for b in index if b.key and b.slot is not None}
     host = {block_hash(b.key) for b in index if b.key and b.frame is not None}

@@ -42,13 +42,13 @@ class Pending:
 
     # When they were used, least recent first; those lent are to be the first to leave.
     used: dict[PrefixKey, int] = field(default_factory=dict)
-    lent: dict[PrefixKey, int] = field(default_factory=dict)
+    duplicated: dict[PrefixKey, int] = field(default_factory=dict)
     condemned: set[PrefixKey] = field(default_factory=set)
     num_hits: int = 0
     hit_bytes: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.used or self.lent or self.condemned or self.num_hits)
+        return bool(self.used or self.duplicated or self.condemned or self.num_hits)
 
     def split(self, num_blocks: int) -> "Pending":
         """Take out what changes `num_blocks` at most: the least recent uses, and of those lent the
@@ -61,8 +61,8 @@ class Pending:
         for key in list(islice(self.used, num_blocks)):
             part.used[key] = self.used.pop(key)
             num_blocks -= 1
-        while self.lent and num_blocks > 0:
-            part.lent.update((self.lent.popitem(),))
+        while self.duplicated and num_blocks > 0:
+            part.duplicated.update((self.duplicated.popitem(),))
             num_blocks -= 1
         return part
 
@@ -138,13 +138,17 @@ class DiskCounts:
             pending.num_hits += len(keys)
             pending.hit_bytes += len(keys) * nbytes
 
-    def use(self, number: int, uses: Iterable[tuple[PrefixKey, int]], *, lent: bool) -> None:
+    def use(self, number: int, uses: Iterable[tuple[PrefixKey, int]], *, duplicated: bool) -> None:
         """Blocks of shard `number`, and when they were used, move in the order of eviction; the
-        last is the most recent. Where `lent`, they move to its old end.
+        last is the most recent. Where `duplicated`, they move to its old end.
         """
         with self._lock:
             pending = self._pending[number]
-            to, other = (pending.lent, pending.used) if lent else (pending.used, pending.lent)
+            to, other = (
+                (pending.duplicated, pending.used)
+                if duplicated
+                else (pending.used, pending.duplicated)
+            )
             for key, used_s in uses:
                 used_s = max(used_s, other.pop(key, 0), to.get(key, 0))
                 if key in to or len(to) < MAX_USED:

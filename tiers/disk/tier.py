@@ -104,7 +104,7 @@ class DiskTier:
             self._counts.hit(number, keys, self.layout.nbytes)
             if self.settings.moves or self.settings.order is DiskOrder.LRU:
                 uses = [(key, int(now_s)) for key in keys]
-                self._counts.use(number, uses, lent=self.settings.moves)
+                self._counts.use(number, uses, duplicated=self.settings.moves)
         ages = tuple(max(0.0, now_s - place.header.computed_s) for place in served)
         return Loaded(len(served), loaded.reason or reason, ages=ages)
 
@@ -137,7 +137,7 @@ class DiskTier:
             ]
             for number in range(len(self._slots)):
                 mine = [use for use in uses if shard_of(use[0], len(self._slots)) == number]
-                self._counts.use(number, mine, lent=False)
+                self._counts.use(number, mine, duplicated=False)
 
     def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
         """Which of these are held, each for itself. Raises what storage raises."""

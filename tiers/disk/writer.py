@@ -131,9 +131,9 @@ class BlockWriter:
     def discard(self, keys: Sequence[PrefixKey]) -> int:
         """Forget these blocks, but those to keep; returns how many were held."""
         num_held = 0
-        doomed = [key for key in keys if not self._guard.keeps(key)]
+        to_delete = [key for key in keys if not self._guard.keeps(key)]
         for number in range(len(self._slots)):
-            mine = [key for key in doomed if shard_of(key, len(self._slots)) == number]
+            mine = [key for key in to_delete if shard_of(key, len(self._slots)) == number]
             if not mine or not self._can_write(number):
                 continue
             with self._guarded(number, "discarding from"):
@@ -195,7 +195,7 @@ class BlockWriter:
             writer.delete(key, Cause.FAULT)
         for key, used_s in part.used.items():
             writer.touch(key, writer.take_sequences(1), used_s)
-        writer.lend(list(part.lent.items()))
+        writer.lend(list(part.duplicated.items()))
         writer.count_hits(part.num_hits, part.hit_bytes)
         if self._settings.idle_ttl_s is not None and not writer.spent:
             writer.expire(self._settings.idle_ttl_s, min(EXPIRE_AT_ONCE, writer.limit))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiers.memory.block import Block
-from tiers.memory.counters import Chronicle
+from tiers.memory.counters import MemoryCounters
 from tiers.memory.device import Copy
 from tiers.memory.host_tier import HostTier
 from tiers.tier import TierName
@@ -27,9 +27,9 @@ class _Copying(NamedTuple):
 class Copies:
     """Invariant: a block's `busy` counts its copies here, and the writer's reading."""
 
-    def __init__(self, host: HostTier, chronicle: Chronicle) -> None:
+    def __init__(self, host: HostTier, counters: MemoryCounters) -> None:
         self._host = host
-        self._chronicle = chronicle
+        self._counters = counters
         self._under_way: list[_Copying] = []
 
     def __len__(self) -> int:
@@ -73,6 +73,6 @@ class Copies:
 
     def _arrived(self, copying: _Copying) -> None:
         elapsed_s = time.perf_counter() - copying.started
-        self._chronicle.transfers.observe(
+        self._counters.transfers.observe(
             copying.source, copying.target, len(copying.blocks), elapsed_s, copying.nbytes
         )

@@ -28,7 +28,7 @@ class CacheEvent(StrEnum):
     PURGED = "purged"  # removed on request
 
 
-class Chronicle:
+class MemoryCounters:
     """Counters by tier and event, lives by tier, transfers by lane, and the stream of events."""
 
     def __init__(

@@ -14,7 +14,7 @@ from tiers.blocks.part import Part
 from tiers.memory.block import AFTER_USE, NEVER_USED, Block, BlockState, DeviceState, HostState
 from tiers.memory.claims import Claims
 from tiers.memory.copies import Copies
-from tiers.memory.counters import CacheEvent, Chronicle
+from tiers.memory.counters import CacheEvent, MemoryCounters
 from tiers.memory.device import DevicePool
 from tiers.memory.device_tier import DeviceTier
 from tiers.memory.host_tier import HostTier
@@ -23,7 +23,7 @@ from tiers.memory.write_queue import WriteQueue
 from tiers.policy.policy import Policy, Use
 from tiers.policy.quota import Quotas
 from tiers.telemetry.events import EventStream
-from tiers.telemetry.misses import Departures
+from tiers.telemetry.misses import EvictedKeys
 from tiers.tier import Cause, TierName
 
 _, FILLING, IN_USE, EVICTABLE, _ = DeviceState
@@ -52,14 +52,14 @@ class Residency:
         self.queue = WriteQueue()
         self.device = DeviceTier(pool, device_policy)
         self.host = HostTier(index, frames, host_policy, self.queue)
-        self.chronicle = Chronicle(
+        self.counters = MemoryCounters(
             pool.layout.nbytes,
             stream or EventStream(),
             num_slots=pool.num_blocks,
             num_frames=num_frames,
         )
-        self.copies = Copies(self.host, self.chronicle)
-        self.departures = Departures()
+        self.copies = Copies(self.host, self.counters)
+        self.evicted_keys = EvictedKeys()
         self.pinned_keys: Container[PrefixKey] = ()
         self.demote: Callable[[Block], bool] = lambda block: False  # to a frame, if it gets one
         self.skips: Callable[[Block], bool] = lambda block: False  # the write policy: not to disk
@@ -69,7 +69,7 @@ class Residency:
         self._claims = Claims(quotas or {}, pool.layout.nbytes)
 
     def count(self, tier: TierName, event: CacheEvent, blocks: int = 1) -> None:
-        self.chronicle.count(tier, event, blocks)
+        self.counters.count(tier, event, blocks)
 
     # Who needs a block.
 
@@ -84,7 +84,7 @@ class Residency:
 
     def acquire_run(self, blocks: Sequence[Block]) -> None:
         """Acquire blocks that were hit; the hot path of a lookup."""
-        self.chronicle.reused(blocks)
+        self.counters.reused(blocks)
         evictable: list[Block] = []
         for block in blocks:
             block.hits += 1
@@ -224,7 +224,7 @@ class Residency:
         """The slot of a block that the device's policy has forgotten."""
         if block.key is not None and block.frame is None:
             self.demote(block)
-        self.chronicle.left(block, TierName.DEVICE, cause)
+        self.counters.left(block, TierName.DEVICE, cause)
         slot = self.device.leave(block)
         self.num_slots_taken += 1
         if block.frame is not None:
@@ -263,7 +263,7 @@ class Residency:
 
     def _leave_host(self, block: Block, cause: Cause) -> Frame:
         """The frame of a block that the host's policy has forgotten."""
-        self.chronicle.left(block, TierName.HOST, cause)
+        self.counters.left(block, TierName.HOST, cause)
         frame = self.host.leave(block)
         self.num_frames_taken += 1
         if block.slot is None:
@@ -279,7 +279,7 @@ class Residency:
         if block.key is not None and not block.held_below:
             skipped = self.skips(block) and not block.pinned
             self.count(tier, CacheEvent.SKIPPED if skipped else CacheEvent.LOST)
-            self.departures.note(block.key, tier, cause)
+            self.evicted_keys.note(block.key, tier, cause)
         self._forget(block)
 
     def _forget(self, block: Block) -> None:
@@ -294,7 +294,7 @@ class Residency:
         assert block.ref_count == 0 and block.busy == 0, f"{block} is in use"
         if block.key is not None and not block.held_below:
             tier = TierName.HOST if block.slot is None else TierName.DEVICE
-            self.departures.note(block.key, tier, cause)
+            self.evicted_keys.note(block.key, tier, cause)
         self.detach(block, cause)
         self.discard(block)
 
@@ -303,9 +303,9 @@ class Residency:
         self.unpin(block)
         if block.state is BlockState.READY:
             if block.slot is not None:
-                self.chronicle.left(block, TierName.DEVICE, cause)
+                self.counters.left(block, TierName.DEVICE, cause)
             if block.frame is not None:
-                self.chronicle.left(block, TierName.HOST, cause)
+                self.counters.left(block, TierName.HOST, cause)
         self._forget(block)
         self.host.sync(block)
 

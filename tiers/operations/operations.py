@@ -40,7 +40,7 @@ class GroupUse:
     share_bytes: int
 
 
-class Upkeep:
+class CacheOperations:
     """The parts, made for one cache. `blocked` are scopes that are being purged."""
 
     def __init__(

@@ -16,7 +16,7 @@ import xxhash
 from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
 from tiers.tier import Cause, TierName
 
-MAX_DEPARTURES = 65_536  # about 200 bytes each: 13 MB when full
+MAX_EVICTED_KEYS = 65_536  # about 200 bytes each: 13 MB when full
 
 
 class Departure(NamedTuple):
@@ -27,18 +27,18 @@ class Departure(NamedTuple):
     at_s: float
 
 
-class Departures:
-    """The latest departures by key."""
+class EvictedKeys:
+    """The blocks that left the cache last, by key."""
 
-    def __init__(self, max_departures: int = MAX_DEPARTURES) -> None:
-        self._max = max_departures
+    def __init__(self, max_keys: int = MAX_EVICTED_KEYS) -> None:
+        self._max = max_keys
         self._left: OrderedDict[PrefixKey, Departure] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._left)
 
     def note(self, key: PrefixKey, tier: TierName, cause: Cause) -> None:
-        """The last copy of `key` left `tier`; a later departure replaces an earlier one."""
+        """The last copy of `key` left `tier`; a later eviction replaces an earlier one."""
         self._left[key] = Departure(tier, cause, time.time())
         self._left.move_to_end(key)
         if len(self._left) > self._max:

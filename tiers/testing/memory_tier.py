@@ -165,9 +165,9 @@ class MemoryTier:
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
         with self._opened():
-            doomed = [key for key, (block, _) in self._blocks.items() if block.scope in roots]
-            nbytes = len(self._take_out(doomed)) * self._block_bytes
-            return Removed(len(doomed), nbytes, nbytes)
+            to_delete = [key for key, (block, _) in self._blocks.items() if block.scope in roots]
+            nbytes = len(self._take_out(to_delete)) * self._block_bytes
+            return Removed(len(to_delete), nbytes, nbytes)
 
     def count(self, roots: Collection[PrefixKey]) -> int:
         with self._opened():

@@ -135,7 +135,7 @@ class Demoter:
         residency.settle_frame(block, frame)
         residency.copies.watch(copy, (block,), TierName.DEVICE, TierName.HOST, started, nbytes)
         residency.count(TierName.DEVICE, CacheEvent.DEMOTED)
-        residency.chronicle.came(block, TierName.HOST, TierName.DEVICE)
+        residency.counters.came(block, TierName.HOST, TierName.DEVICE)
         return True
 
     def flush(self, deadline_s: float = 60.0) -> int:
@@ -309,7 +309,7 @@ class Demoter:
         residency = self._residency
         if not store.job.failed:
             num_blocks, seconds = len(store.blocks), store.job.seconds
-            residency.chronicle.transfers.observe(TierName.HOST, TierName.DISK, num_blocks, seconds)
+            residency.counters.transfers.observe(TierName.HOST, TierName.DISK, num_blocks, seconds)
         self._num_busy -= len(store.blocks)
         dropped = set(store.job.dropped)
         for block in store.blocks:
@@ -324,7 +324,7 @@ class Demoter:
                 residency.queue.dropped(held)
                 residency.host.sync(held)
             else:
-                residency.departures.note(key, TierName.DISK, Cause.ROOM)
+                residency.evicted_keys.note(key, TierName.DISK, Cause.ROOM)
         mine = {block.key for block in store.blocks}
         residency.count(TierName.DISK, CacheEvent.EVICTED, len(dropped - mine))
         full = bool(dropped - mine)

@@ -272,7 +272,7 @@ class Promoter:
         else:
             _tell_sources(ticket, blocks[0], sources)
         if num_loaded:
-            transfers = self._residency.chronicle.transfers
+            transfers = self._residency.counters.transfers
             transfers.observe(slowest, TierName.HOST, num_loaded, job.seconds, nbytes)
         now_s = time.monotonic()
         for block, age_s in zip(blocks, job.loaded.ages, strict=False):
@@ -289,7 +289,7 @@ class Promoter:
                     continue  # a purge took it out while it loaded
                 self._residency.entered(block)
                 self._residency.count(sources[number], CacheEvent.PROMOTED)
-                self._residency.chronicle.came(block, TierName.HOST, sources[number])
+                self._residency.counters.came(block, TierName.HOST, sources[number])
             else:
                 self._lose(block, reason if number == num_loaded and reason else MissReason.ABSENT)
         return True
@@ -362,7 +362,7 @@ class Promoter:
             residency.host.sync(block)
             residency.host.lifted(block)
             if part is not Part.WINDOW:
-                residency.chronicle.came(block, TierName.DEVICE, TierName.HOST)
+                residency.counters.came(block, TierName.DEVICE, TierName.HOST)
                 num_came += 1
         nbytes = sum(map(self._layout.part_nbytes, parts))
         residency.copies.watch(copy, blocks, TierName.HOST, TierName.DEVICE, started, nbytes)
@@ -421,7 +421,7 @@ class Promoter:
             self._residency.host.sync(block)
         if num_loaded:
             nbytes = num_loaded * self._layout.part_nbytes(Part.WINDOW)
-            transfers = self._residency.chronicle.transfers
+            transfers = self._residency.counters.transfers
             transfers.observe(TierName.DISK, TierName.HOST, num_loaded, job.seconds, nbytes)
         if num_loaded < len(blocks):
             blocks[num_loaded].fault = reason

@@ -225,8 +225,8 @@ def _leaves_off(node: TreeNode) -> bool:
 
 
 async def _pins(request: Request) -> Sequence[Pin[PrefixKey]]:
-    hands = parts_of(request).cache
-    return await hands.pins() if hands is not None else []
+    cache_admin = parts_of(request).cache
+    return await cache_admin.pins() if cache_admin is not None else []
 
 
 async def _audit(

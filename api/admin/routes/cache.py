@@ -14,7 +14,7 @@ from pydantic import Field
 from api.access.shares import OPERATOR
 from api.admin import cache_changes
 from api.admin.access import MayChange, MayRead
-from api.admin.cache_changes import OwnerKind, hands_of, must_exist, whole_prefix
+from api.admin.cache_changes import OwnerKind, cache_admin_of, must_exist, whole_prefix
 from api.admin.parts import CacheAdmin
 from api.admin.routes.bodies import AdminBody, Name
 from api.context import wire_of
@@ -64,13 +64,13 @@ class Purging(AdminBody):
 @router.get("/pins")
 async def pins(request: Request, _: MayRead) -> list[dict[str, Any]]:
     """Every pin in force."""
-    return [_told(pin) for pin in await hands_of(request).pins()]
+    return [_told(pin) for pin in await cache_admin_of(request).pins()]
 
 
 @router.get("/working-set")
 async def working_set(request: Request, _: MayRead) -> dict[str, Any]:
     """Hit rate against capacity, estimated from what requests asked for."""
-    report = await hands_of(request).working_set()
+    report = await cache_admin_of(request).working_set()
     return {
         "capacity_blocks": report.curve.capacities,
         "hit_rate": report.curve.hit_rates,
@@ -94,7 +94,7 @@ async def working_set(request: Request, _: MayRead) -> dict[str, Any]:
 @router.post("/pin")
 async def pin(request: Request, body: NewPin, by: MayChange) -> dict[str, Any]:
     """Keep a prefix in at least one tier; a pin of that name is replaced."""
-    prefix = await _prefix(request, body, hands_of(request))
+    prefix = await _prefix(request, body, cache_admin_of(request))
     until_s = time.time() + body.for_s
     return _told(
         await cache_changes.pin(request, by, body.name, prefix, until_s=until_s, why=body.why)
@@ -122,14 +122,14 @@ async def purge(request: Request, body: Purging, by: MayChange) -> dict[str, Any
 
 
 async def _prefix(
-    request: Request, body: NewPin, hands: CacheAdmin
+    request: Request, body: NewPin, cache_admin: CacheAdmin
 ) -> tuple[PrefixKey, Sequence[PrefixKey]]:
     """The scope's root and the keys of the full blocks of the prefix."""
     ways = [way for way in (body.key, body.prompt, body.messages) if way is not None]
     if len(ways) != 1:
         raise InvalidRequest("Say what to pin by one of `key`, `prompt` and `messages`.")
     if body.key is not None:
-        return await whole_prefix(hands, PrefixKey(bytes.fromhex(body.key)))
+        return await whole_prefix(cache_admin, PrefixKey(bytes.fromhex(body.key)))
     if (body.tenant is None) == (body.group is None):
         raise InvalidRequest("Say whose prompt it is: `tenant` or `group`.")
     if body.tenant is not None:
@@ -151,8 +151,8 @@ async def _prefix(
         else wire.salts.group_salt(body.group or "")
     )
     root = replace(model.scope, tenant=salt).root()
-    contents = block_contents(encoded.contents, hands.block_size)
-    return root, Chain(root, encoded.tokens, hands.block_size, contents).keys
+    contents = block_contents(encoded.contents, cache_admin.block_size)
+    return root, Chain(root, encoded.tokens, cache_admin.block_size, contents).keys
 
 
 def _told(pin: Pin[PrefixKey]) -> dict[str, Any]:

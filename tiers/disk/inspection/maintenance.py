@@ -37,14 +37,14 @@ def remove(shard: Shard, rule: Rule, *, at_most_bytes: int | None = None) -> Rem
     """Delete the blocks that `rule` names, oldest first, until `at_most_bytes` have gone."""
     total = Removed()
     for rows in pages_by_age(shard):
-        doomed = []
+        to_delete = []
         for key, entry in rows:
             if at_most_bytes is not None and total.stored_bytes >= at_most_bytes:
                 break
             if rule(key, entry):
-                doomed.append(key)
+                to_delete.append(key)
                 total = total.plus(Removed(1, entry.place.nbytes, entry.logical_nbytes))
-        delete(shard, doomed)
+        delete(shard, to_delete)
     return total
 
 

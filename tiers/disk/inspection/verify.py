@@ -69,7 +69,7 @@ def verify(
     num_blocks = logical_bytes = num_repaired = 0
     for rows in pages(shard):
         shard.will_need([entry for _, entry in rows])
-        doomed = []
+        to_delete = []
         for key, entry in rows:
             why = checker.check(key, entry)
             if why is None:
@@ -77,10 +77,10 @@ def verify(
                 logical_bytes += entry.logical_nbytes
             elif _still_there(shard, key, entry):
                 bad[why] += 1
-                doomed.append(key)
+                to_delete.append(key)
         advance(len(rows))
         if repair:
-            num_repaired += delete(shard, doomed)
+            num_repaired += delete(shard, to_delete)
     problem = shard.walk()
     structure = (f"{shard.path.name}: {problem}",) if problem else ()
     return Verified(num_blocks, logical_bytes, dict(bad), num_repaired, structure)
