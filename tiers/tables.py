@@ -68,7 +68,7 @@ class BlockTables:
         if number >= len(chain.keys):
             self._tails.announce(chain, number, block)
         elif self._index.get(chain.keys[number]) is None:
-            self._index.add(block, chain.block_id(number), number)
+            self._index.add(block, chain, number)
 
     def new_block(self, chain: Chain) -> Block:
         """A block to be computed into, acquired, known to its sequence alone."""
@@ -97,7 +97,7 @@ class BlockTables:
         held = self._index.get(identity.key)
         if held is block or held is None:
             if held is None:
-                self._index.add(block, identity, number)
+                self._index.add(block, chain, number)
                 self._traffic.made(identity.key)
             block.writer = None
             block.state = BlockState.READY

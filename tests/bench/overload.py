@@ -1,12 +1,15 @@
 """What a server answers when more is asked of it than it can serve: goodput, p99, a polite tenant.
 
     python -m tests.bench.overload [--seconds 30] [--json FILE] [--svg FILE]
+    python -m tests.bench.overload --modes model --seconds 50 --json FILE --svg FILE    # 6 minutes
 
 The HTTP server, the wire and the engine with its scheduler and cache are the real ones; the model
 is a runner that takes a declared time for each step, so that the load is a multiple of a known
 capacity and the sweep does not depend on what else the machine does. Two tenants ask, each at
 random moments: the storm at a multiple of the capacity, the polite one at a tenth of it. Nobody
 asks again when refused. `unbounded` is the same server without refusal and with one share for all.
+`model` is `cachesvc serve` with the default model and its bill; what it can serve is measured
+first, with as many clients as it runs at once.
 
 Expected: a request is 256 prompt tokens at 4,000/s, that is 64 ms, and 8 steps of 4 ms that all
 running sequences share, so about 13 requests a second. Bounded, goodput stays there and the storm
@@ -21,11 +24,11 @@ import math
 import random
 import subprocess
 import sys
+import tempfile
 import time
-from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ from api.app import create_app
 from api.requests.bridge import OutputBridge
 from api.testing import byte_model, fake_house
 from billing.keys import Principal, Scope
+from billing.money import UNITS
 from cachesvc.server.connection import BoundedConnection
 from engine.batch import Batch, Sampled
 from engine.engine import Engine
@@ -44,6 +48,7 @@ from engine.scheduling.scheduler import SchedulerSettings
 from engine.settings import EngineSettings
 from engine.testing.chain_runner import ChainRunner, chain_layout
 from tests.bench.provenance import commit, machine
+from tests.live_server import SCRIPT, LiveServer
 from tiers.cache import CacheSettings, TieredCache
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 256, 8
@@ -51,7 +56,13 @@ PREFILL_TOKENS_PER_S, STEP_S = 4_000, 0.004
 MAX_RUNNING, CHUNK_TOKENS, MIXED_TOKENS = 8, 256, 64
 CAPACITY = 12.0  # requests a second, a little below what the sweep finds
 POLITE = 0.1  # of the capacity
-FACTORS = {"bounded": (0.0, 0.5, 1, 2, 3, 5, 7, 10), "unbounded": (0.0, 1, 2, 5, 10)}
+FACTORS = {
+    "bounded": (0.0, 0.5, 1, 2, 3, 5, 7, 10),
+    "unbounded": (0.0, 1, 2, 5, 10),
+    "model": (0.0, 1, 2, 5, 10),
+}
+TENANTS = ("storm", "polite")
+MODEL_CAPACITY_S = 15.0  # of measuring what the default model can serve
 MAX_WAIT_S = 2.0
 PATIENCE_S = 20.0  # a client gives up, and its answer is no goodput
 
@@ -108,8 +119,21 @@ def serve(port: int, *, bounded: bool) -> None:
     uvicorn.run(app, port=port, loop="uvloop", http=BoundedConnection, log_config=None)
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server, how each tenant shows who it is, and what it can serve."""
+
+    url: str
+    model: str = "bytes"
+    vocabulary: int = 256
+    capacity: float = CAPACITY
+    keys: Mapping[str, str] = field(
+        default_factory=lambda: {tenant: f"Bearer {tenant}" for tenant in TENANTS}
+    )
+
+
 @contextmanager
-def served(port: int, *, bounded: bool) -> Iterator[str]:
+def served(port: int, *, bounded: bool) -> Iterator[Served]:
     """A server in a process of its own."""
     mode = "bounded" if bounded else "unbounded"
     command = [sys.executable, "-m", "tests.bench.overload", "--serve", mode, "--port", str(port)]
@@ -123,10 +147,54 @@ def served(port: int, *, bounded: bool) -> Iterator[str]:
             except httpx.HTTPError:
                 assert child.poll() is None, "the server did not start"
                 time.sleep(0.1)
-        yield url
+        yield Served(url)
     finally:
         child.kill()
         child.wait()
+
+
+class DefaultServer(LiveServer):
+    """The default model, whose prompts do not fit the cache for long."""
+
+    def command(self) -> list[Any]:
+        sizes = ("--device-cache", "512MiB", "--host-cache", "64MiB", "--disk-cache", "0")
+        return [SCRIPT, "serve", "--port", "0", "--data-dir", self.data_dir, *sizes]
+
+
+@contextmanager
+def served_model() -> Iterator[Served]:
+    with tempfile.TemporaryDirectory() as name:
+        server = DefaultServer(
+            Path(name), Path(name) / "unused", CACHESVC_ENGINE__MAX_WAIT=f"{MAX_WAIT_S}s"
+        )
+        keys = {
+            tenant: server.customer(tenant, 10**6 * UNITS)["Authorization"] for tenant in TENANTS
+        }
+        url = server.start()
+        try:
+            models = httpx.get(f"{url}/v1/models", headers={"Authorization": keys["storm"]}).json()
+            found = Served(url, models["data"][0]["id"], 40_000, keys=keys)
+            rate = asyncio.run(capacity_of(found))
+            print(f"{found.model} serves {rate:.2f} requests a second", flush=True)
+            yield replace(found, capacity=rate)
+        finally:
+            server.kill()
+
+
+async def capacity_of(server: Served) -> float:
+    """Requests a second with `MAX_RUNNING` clients that ask again at once."""
+    got = Answers(0, [], [], 0)
+    ends = time.perf_counter() + MODEL_CAPACITY_S
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
+
+        async def keep_asking(number: int) -> None:
+            dice = random.Random(f"capacity {number}")
+            while time.perf_counter() < ends:
+                await ask(client, server, "storm", dice, got)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(keep_asking(number) for number in range(MAX_RUNNING)))
+    return len(got.seconds) / (time.perf_counter() - began)
 
 
 @dataclass(slots=True)
@@ -155,10 +223,12 @@ def quantile(values: list[float], share: float) -> float | None:
     return round(ordered[int(share * (len(ordered) - 1))], 3) if ordered else None
 
 
-async def ask(client: httpx.AsyncClient, tenant: str, dice: random.Random, into: Answers) -> None:
-    tokens = array("i", [dice.randrange(256) for _ in range(PROMPT_TOKENS)])
-    body = {"model": "bytes", "prompt": list(tokens), "max_tokens": OUTPUT_TOKENS}
-    headers = {"Authorization": f"Bearer {tenant}"}
+async def ask(
+    client: httpx.AsyncClient, server: Served, tenant: str, dice: random.Random, into: Answers
+) -> None:
+    tokens = [dice.randrange(server.vocabulary) for _ in range(PROMPT_TOKENS)]
+    body = {"model": server.model, "prompt": tokens, "max_tokens": OUTPUT_TOKENS}
+    headers = {"Authorization": server.keys[tenant]}
     began = time.perf_counter()
     try:
         answer = await client.post("/v1/completions", json=body, headers=headers)
@@ -171,18 +241,18 @@ async def ask(client: httpx.AsyncClient, tenant: str, dice: random.Random, into:
 
 
 async def offer(
-    url: str, rates: Mapping[str, float], seconds: float, *, seed: str
+    server: Served, rates: Mapping[str, float], seconds: float, *, seed: str
 ) -> dict[str, Answers]:
     """Each tenant asks at random moments, at its rate; answered when all have ended."""
     got = {tenant: Answers(0, [], [], 0) for tenant in rates}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, limits=limits) as client:
 
         async def tenant(name: str, rate: float) -> None:
             dice, tasks = random.Random(seed + name), []
             ends = time.perf_counter() + seconds
             while rate and time.perf_counter() < ends:
-                tasks.append(asyncio.create_task(ask(client, name, dice, got[name])))
+                tasks.append(asyncio.create_task(ask(client, server, name, dice, got[name])))
                 got[name].asked += 1
                 await asyncio.sleep(dice.expovariate(rate))
             await asyncio.gather(*tasks)
@@ -191,14 +261,14 @@ async def offer(
     return got
 
 
-def measure(url: str, factor: float, seconds: float) -> dict[str, Any]:
-    rates = {"storm": factor * CAPACITY, "polite": POLITE * CAPACITY}
+def measure(server: Served, factor: float, seconds: float) -> dict[str, Any]:
+    rates = {"storm": factor * server.capacity, "polite": POLITE * server.capacity}
     asyncio.run(
-        offer(url, rates, min(5.0, seconds), seed=f"before {factor} ")
+        offer(server, rates, min(5.0, seconds), seed=f"before {factor} ")
     )  # the rate that waits are predicted from
     time.sleep(MAX_WAIT_S)
     began = time.perf_counter()
-    got = asyncio.run(offer(url, rates, seconds, seed=f"measured {factor} "))
+    got = asyncio.run(offer(server, rates, seconds, seed=f"measured {factor} "))
     span_s = time.perf_counter() - began
     goodput = sum(len(answers.seconds) for answers in got.values()) / max(span_s, seconds)
     row = {name: answers.summary(seconds) for name, answers in got.items()}
@@ -210,7 +280,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement")
     parser.add_argument("--port", type=int, default=18431)
     parser.add_argument("--serve", choices=["bounded", "unbounded"], help=argparse.SUPPRESS)
-    parser.add_argument("--modes", nargs="+", choices=FACTORS, default=list(FACTORS))
+    parser.add_argument("--modes", nargs="+", choices=FACTORS, default=["bounded", "unbounded"])
     parser.add_argument(
         "--json", type=Path, help="write the figures to this file; other modes in it stay"
     )
@@ -223,9 +293,10 @@ def main() -> None:
     runs: dict[str, list[dict[str, Any]]] = kept.get("runs", {})
     for mode in options.modes:
         runs[mode] = []
-        with served(options.port, bounded=mode == "bounded") as url:
+        bounded = mode == "bounded"
+        with served_model() if mode == "model" else served(options.port, bounded=bounded) as server:
             for factor in FACTORS[mode]:
-                runs[mode].append(measure(url, factor, options.seconds))
+                runs[mode].append(measure(server, factor, options.seconds))
                 print(mode, json.dumps(runs[mode][-1]), flush=True)
     figures = {
         "commit": commit(),
@@ -259,7 +330,7 @@ def main() -> None:
 # The picture: three panels, one line for each mode.
 
 WIDTH, HEIGHT, LEFT, TOP, GAP = 300, 200, 46, 34, 40
-COLOURS = {"bounded": "#0b7285", "unbounded": "#c92a2a"}
+COLOURS = {"bounded": "#0b7285", "unbounded": "#c92a2a", "model": "#5f3dc4"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,11 @@ import os
 import random
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -72,10 +74,14 @@ def filled(root: Path) -> Path:
     return root
 
 
+def data_file(root: Path) -> Path:
+    return root / "shard-000" / "data.mdb"
+
+
 def damage(root: Path, seed: int) -> str:
     """Damage a page or two of the shard, mostly of its structure; says what was done."""
     rng = random.Random(seed)
-    path = root / "shard-000" / "data.mdb"
+    path = data_file(root)
     data = bytearray(path.read_bytes())
     num_pages = len(data) // PAGE
     kinds = {
@@ -186,6 +192,72 @@ def test_a_damaged_page_costs_blocks_only(template: Path, tmp_path: Path, seed: 
 def test_three_hundred_damages(template: Path, tmp_path: Path) -> None:
     failed = [trial(template, tmp_path / str(seed), seed) for seed in range(100, 400)]
     assert not [why for why in failed if why]
+
+
+def write_until_cut(root: Path, seed: int) -> None:
+    """Write on after a flush, and leave both states of the file: what surely stands, and what the
+    system may have written of it when the power goes."""
+    rng, path = random.Random(seed), data_file(root)
+    tier = open_disk(root, LAYOUT, CAPACITY)
+    for number in range(rng.randrange(4)):
+        store(tier, 100 + number)
+    tier.flush()
+    shutil.copy(path, root / "flushed")
+    for number in range(1 + rng.randrange(12)):
+        store(tier, 200 + number)
+        if rng.random() < 0.2:
+            tier.discard([blocks(200 + number)[0].key])
+    shutil.copy(path, root / "written")
+
+
+def cut_power(root: Path, seed: int) -> None:
+    """Each page written since the flush has reached the disk, or has not."""
+    rng = random.Random(seed)
+    old, new = (root / "flushed").read_bytes(), (root / "written").read_bytes()
+    reached = rng.choice([0.05, 0.5, 0.95])
+    pages = [
+        (new if rng.random() < reached else old.ljust(len(new), b"\0"))[at : at + PAGE]
+        for at in range(0, len(new), PAGE)
+    ]
+    data_file(root).write_bytes(b"".join(pages))
+    meta = read_meta(root)
+    assert meta is not None
+    write_meta(root, replace(meta, clean=False, boot="another boot"))
+
+
+def serve_while_checked(root: Path) -> None:
+    """The shard cannot be walked before it is served: what is served meanwhile is right, and then
+    it takes new blocks."""
+    tier = open_disk(root, LAYOUT, CAPACITY, check_s=0)
+    written = [*CHAINS, *range(100, 104), *range(200, 212)]
+    for seed in written:
+        num_served(tier, seed)
+    deadline = time.monotonic() + 120
+    while not tier.stats().shards[0].ready:
+        assert time.monotonic() < deadline, "the check does not end"
+        time.sleep(0.01)
+        tier.flush()
+    for seed in (*written, *FRESH):
+        num_served(tier, seed)
+    store(tier, FRESH[0])
+    assert num_served(tier, FRESH[0]) == 8
+    with tier.view() as view:
+        assert verify_all(view.shards).sound
+    tier.close()
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("start", [0, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_power_cut_at_any_moment_on_a_shard_too_large_to_walk(
+    template: Path, tmp_path: Path, start: int
+) -> None:
+    for seed in range(start, start + (100 if start else 6)):
+        root = tmp_path / str(seed)
+        shutil.copytree(template, root)
+        assert in_child(partial(write_until_cut, root, seed)) == 0
+        cut_power(root, seed)
+        assert in_child(partial(serve_while_checked, root)) == 0, f"seed {seed}"
+        shutil.rmtree(root)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ def add(index: BlockIndex, prompt: list[int], root: PrefixKey = ROOT) -> list[Bl
     blocks = index.match(chain)
     for number in range(len(blocks), len(chain.keys)):
         blocks.append(_ready(len(index)))
-        index.add(blocks[-1], chain.block_id(number), number)
+        index.add(blocks[-1], chain, number)
     if chain.tail:
         blocks.append(_ready(99))
         index.add_partial(blocks[-1], root, chain.parent(len(chain.keys)), chain.tail)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import xxhash
 
 from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey, token_bytes
+from tiers.blocks.packing import pack_blocks
 
 
 class Chain:
@@ -17,7 +18,7 @@ class Chain:
     the tail has no key. `contents[i]` are the digests of the content that block i covers.
     """
 
-    __slots__ = ("_step", "_tail", "chunks", "contents", "keys", "private", "root")
+    __slots__ = ("_packed", "_step", "_tail", "chunks", "contents", "keys", "private", "root")
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class Chain:
         self._tail = bytearray()
         self.keys: list[PrefixKey] = []
         self.chunks: list[bytes] = []
+        self._packed: list[bytes] = []  # of the first chunks, as far as somebody asked
         self._cut(token_bytes(tokens))
 
     @property
@@ -54,7 +56,7 @@ class Chain:
         """The same tokens, to be continued differently."""
         twin = Chain(self.root, (), self.block_size, self.contents, private=self.private)
         twin.keys, twin.chunks = list(self.keys), list(self.chunks)
-        twin._tail = bytearray(self._tail)
+        twin._tail, twin._packed = bytearray(self._tail), list(self._packed)
         return twin
 
     def append(self, token: int) -> None:
@@ -86,6 +88,13 @@ class Chain:
             self.chunks[number],
             self.content(number),
         )
+
+    def packed(self) -> list[bytes]:
+        """The ids of each full block as a resident block keeps them; see `tiers.blocks.packing`."""
+        known = len(self._packed)
+        if known < len(self.chunks):
+            self._packed += pack_blocks(b"".join(self.chunks[known:]), self.block_size)
+        return self._packed
 
     def block_ids(self, start: int, end: int) -> list[BlockId]:
         return [self.block_id(number) for number in range(start, end)]

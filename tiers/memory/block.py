@@ -15,12 +15,14 @@ from typing import Union
 
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import Frame
-from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey
+from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.blocks.packing import num_packed, pack, unpack
 from tiers.blocks.part import Part
 from tiers.errors import MissReason
 from tiers.policy.policy import Use
 
 NEVER_USED = Use(time_s=0.0, num_blocks=0)
+NO_TOKENS = pack(b"")
 
 
 class BlockState(IntEnum):
@@ -107,17 +109,17 @@ class Block:
     """
 
     __slots__ = (
-        "below", "busy", "content", "created_s", "depth", "device", "duplicated", "fault",
+        "below", "busy", "content", "created_s", "depth", "device", "fault",
         "following", "frame", "hits", "host", "host_newer", "host_older", "key", "newer", "older",
-        "parent", "pinned", "ref_count", "scope",
-        "slot", "slot_whole", "state", "tokens", "use", "writer",
+        "packed", "parent", "pinned", "ref_count", "scope",
+        "slot", "slot_whole", "state", "use", "writer",
     )  # fmt: skip
 
     def __init__(self, created_s: float) -> None:
         self.scope: PrefixKey | None = None
         self.parent: PrefixKey | None = None
         self.key: PrefixKey | None = None
-        self.tokens = b""
+        self.packed = NO_TOKENS
         self.content = b""
         self.depth = 0
         self.following: Following = None  # the index's: full blocks that continue this one
@@ -134,16 +136,15 @@ class Block:
         self.busy = 0
         self.hits = 0
         self.pinned = False  # by an operator, with its prefix
-        self.duplicated = False  # lifted from a host frame that is to leave before others
         self.fault: MissReason | None = None
         self.created_s = created_s
         self.use: Use = NEVER_USED
         self.writer: Chain | None = None  # whose sequence appends rows to it; the others copy
 
-    def name(self, identity: BlockId, depth: int) -> None:
-        """Give the block its identity; it is about to enter the index."""
-        self.scope, self.parent, self.key, self.tokens, self.content = identity
-        self.depth = depth
+    def name(self, identity: BlockId, packed: bytes, depth: int) -> None:
+        """Give the block its identity, `packed` its tokens; it is about to enter the index."""
+        self.scope, self.parent, self.key, _, self.content = identity
+        self.packed, self.depth = packed, depth
 
     def idle_s(self, now_s: float) -> float:
         """Seconds since its last use; `now_s` is monotonic."""
@@ -174,8 +175,13 @@ class Block:
         return self.frame is not None and self.frame.part is Part.WHOLE
 
     @property
+    def tokens(self) -> bytes:
+        """Its ids as int32, little-endian; made each time."""
+        return unpack(self.packed)
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.tokens) // TOKEN_BYTES
+        return num_packed(self.packed)
 
     def __repr__(self) -> str:
         key = self.key.hex()[:8] if self.key else "private"

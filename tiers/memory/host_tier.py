@@ -39,6 +39,7 @@ class HostTier:
         # Lifted to the device, longest ago first. Some have left it, or the host, since.
         self._lifted: deque[Block] = deque(maxlen=MAX_LIFTED)
         self._pinned: OrderedDict[Block, None] = OrderedDict()  # PINNED
+        self._second_copies: set[Block] = set()  # DUPLICATED, while nothing else keeps them
         self._duplicated: OrderedDict[Block, None] = OrderedDict()  # DUPLICATED, oldest first
 
     def settle(self, block: Block, frame: Frame) -> None:
@@ -54,7 +55,7 @@ class HostTier:
         old = block.host
         if old is ABSENT:
             return
-        new = _state(block)
+        new = _state(block, block in self._second_copies)
         if new is not old:
             self._unlist(block)
             if old is EVICTABLE:
@@ -71,14 +72,18 @@ class HostTier:
     def left_device(self, block: Block) -> None:
         """The block stands here alone now, and was used until now."""
         was_evictable = block.host is EVICTABLE
-        block.duplicated = False
+        self._second_copies.discard(block)
         self.sync(block)
         if was_evictable and block.host is EVICTABLE:
             self.policy.touch(block, block.use)
             self._queue.used(block)
 
-    def lifted(self, block: Block) -> None:
-        """The block is being copied to the device: its frame is then a second copy."""
+    def lifted(self, block: Block, *, leaves_first: bool) -> None:
+        """The block is being copied to the device: its frame is then a second copy, which where
+        copies are not kept leaves before others."""
+        if leaves_first:
+            self._second_copies.add(block)
+        self.sync(block)
         self._lifted.append(block)
 
     def victim(self, sparing: Collection[Block]) -> Block | None:
@@ -106,7 +111,7 @@ class HostTier:
         self._unlist(block)
         self._move(block, ABSENT)
         block.frame, frame.part = None, Part.WHOLE
-        block.duplicated = False
+        self._second_copies.discard(block)
         self.num_blocks -= 1
         self._queue.sync(block)
         return frame
@@ -180,16 +185,17 @@ class HostTier:
         for block in blocks:
             assert (block.frame is None) == (block.host is ABSENT), f"{block} has a frame?"
             if block.frame is not None:
-                assert block.host is _state(block), f"{block} should be {_state(block).name}"
+                state = _state(block, block in self._second_copies)
+                assert block.host is state, f"{block} should be {state.name}"
             assert (block in self._pinned) == (block.host is PINNED)
             assert (block in self._duplicated) == (block.host is DUPLICATED)
 
 
-def _state(block: Block) -> HostState:
+def _state(block: Block, is_second: bool) -> HostState:
     """The state of a block that has a frame. What the writer reads is passed over when a victim is
     chosen, and keeps its place in the order."""
     if block.busy > (block.below is Below.WRITING) or (block.ref_count and block.slot is None):
         return IN_USE
     if block.pinned:
         return PINNED
-    return DUPLICATED if block.duplicated else EVICTABLE
+    return DUPLICATED if is_second else EVICTABLE

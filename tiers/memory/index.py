@@ -7,7 +7,8 @@ the disk tier's own B-tree is their index, asked by a reader thread.
 from collections.abc import Iterator
 
 from tiers.blocks.chain import Chain
-from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.blocks.keys import PrefixKey
+from tiers.blocks.packing import pack
 from tiers.memory.block import Block, Following
 from tiers.memory.past_hits import PastHits
 
@@ -44,16 +45,18 @@ class BlockIndex:
         get = self._blocks.get
         blocks: list[Block] = []
         keys = chain.keys if end is None else chain.keys[:end]
-        chunks, contents = chain.chunks, chain.contents
+        contents, packed = chain.contents, None
         parent = chain.parent(start)
         for number in range(start, len(keys)):
             key = keys[number]
             block = get(key)
             if block is None:
                 break
+            if packed is None:
+                packed = chain.packed()
             if (
                 block.parent != parent
-                or block.tokens != chunks[number]
+                or block.packed != packed[number]
                 or ((contents or block.content) and block.content != chain.content(number))
             ):
                 self.collisions += 1
@@ -62,11 +65,12 @@ class BlockIndex:
             parent = key
         return blocks
 
-    def add(self, block: Block, identity: BlockId, depth: int) -> None:
-        """Enter a block under its key, which must be free."""
+    def add(self, block: Block, chain: Chain, number: int) -> None:
+        """Enter a block as full block `number` of the chain, whose key must be free."""
+        identity = chain.block_id(number)
         key, blocks = identity.key, self._blocks
         assert key not in blocks, f"{key.hex()} is in the index already"
-        block.name(identity, depth)
+        block.name(identity, chain.packed()[number], number)
         blocks[key] = block
         if self._first:
             block.following = self._first.pop(key, None)
@@ -131,7 +135,7 @@ class BlockIndex:
     def add_partial(self, block: Block, scope: PrefixKey, parent: PrefixKey, tokens: bytes) -> None:
         """Offer a partly filled block as a continuation of `parent`; `tokens` are its rows."""
         assert block.key is None and tokens
-        block.scope, block.parent, block.tokens = scope, parent, tokens
+        block.scope, block.parent, block.packed = scope, parent, pack(tokens)
         self._partials.setdefault(parent, []).append(block)
         if parent == scope:
             self._scopes[scope] = None

@@ -19,6 +19,7 @@ import numpy as np
 
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
+from tiers.blocks.packing import may_begin, unpack
 from tiers.errors import OutOfBlocks
 from tiers.memory.block import Block, BlockState
 from tiers.memory.residency import Residency
@@ -72,7 +73,7 @@ class TailSharing:
         best: Block | None = None
         most = 0
         for block in self._candidates(parent):
-            rows = 0 if block.content else _common_rows(block.tokens, wanted)
+            rows = 0 if block.content else _common_rows(block.packed, wanted)
             if rows > most and block.state in (BlockState.READY, BlockState.COMPUTING):
                 best, most = block, rows
         if best is None:
@@ -135,10 +136,10 @@ class TailSharing:
     def _prune(self, parent: PrefixKey, tokens: bytes) -> bool:
         """Make room among the candidates; False where the new one would add nothing."""
         for block in self._index.children(parent):
-            if block.tokens.startswith(tokens) and not block.content:
+            if _begins(block, tokens) and not block.content:
                 return False
         candidates = list(self._index.partials(parent))
-        if any(block.tokens.startswith(tokens) for block in candidates):
+        if any(_begins(block, tokens) for block in candidates):
             return False
         redundant = [block for block in candidates if tokens.startswith(block.tokens)]
         surplus = candidates[: max(0, len(candidates) - MAX_CANDIDATES + 1)]
@@ -180,10 +181,16 @@ def _has_windows(block: Block) -> bool:
     return block.slot_whole if block.slot is not None else block.is_whole or not block.frame
 
 
-def _common_rows(have: bytes, want: bytes) -> int:
+def _begins(block: Block, tokens: bytes) -> bool:
+    """Whether the block's tokens begin with these."""
+    return may_begin(block.packed, tokens) and block.tokens.startswith(tokens)
+
+
+def _common_rows(packed: bytes, want: bytes) -> int:
     """How many leading tokens are the same in both."""
-    if have[:TOKEN_BYTES] != want[:TOKEN_BYTES]:
+    if not may_begin(packed, want):
         return 0  # what most candidates are: found before numpy is asked
+    have = unpack(packed)
     size = min(len(have), len(want))
     if have[:size] == want[:size]:
         return size // TOKEN_BYTES

@@ -240,14 +240,14 @@ class Promoter:
                 frame.part = Part.LASTING
             block = Block(now_s)
             block.state = BlockState.LOADING
-            residency.index.add(block, chain.block_id(number), number)
+            residency.index.add(block, chain, number)
             block.busy = 1
             residency.settle_frame(block, frame)
             blocks.append(block)
         if not blocks:
             return False
         frames = [block.frame for block in blocks if block.frame is not None]
-        job = LoadJob([block.identity() for block in blocks], frames)
+        job = LoadJob(chain.block_ids(start, start + len(blocks)), frames)
         if not self._mover.submit(job):
             ticket.stop = MissReason.OVERLOADED
             for block in blocks:
@@ -358,9 +358,7 @@ class Promoter:
         num_came = 0
         for block, part in zip(blocks, parts, strict=True):
             block.slot_whole = part is not Part.LASTING
-            block.duplicated = residency.host_moves
-            residency.host.sync(block)
-            residency.host.lifted(block)
+            residency.host.lifted(block, leaves_first=residency.host_moves)
             if part is not Part.WINDOW:
                 residency.counters.came(block, TierName.DEVICE, TierName.HOST)
                 num_came += 1

@@ -1,0 +1,79 @@
+"""Token ids of a block in as few bytes as they need: what a resident block keeps of them.
+
+Ids are hashed, sent and stored as int32. Of a vocabulary below 65,536 half of that is zeros, and
+they would be two fifths of what a block weighs beside its KV. Packed is one byte that says how many
+bytes an id has, then the lower halves of all ids, little-endian, then what is left of them:
+
+    width 2   | 2 | low low low ... |
+    width 3   | 3 | low low low ... | high high high ... |    one byte each
+    width 4   | 4 | low low low ... | high high high ... |    two bytes each
+
+The width follows from a block's ids alone, so equal ids are equal bytes, and two blocks are still
+compared in one call.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiers.blocks.keys import TOKEN_BYTES
+
+LOW_BYTES = 2
+NARROW, MIDDLE = 1 << 16, 1 << 24  # the first ids that need a byte more
+
+
+def pack(tokens: bytes) -> bytes:
+    """Any number of int32 ids, packed."""
+    return pack_blocks(tokens, len(tokens) // TOKEN_BYTES)[0] if tokens else b"\2"
+
+
+def pack_blocks(tokens: bytes, block_size: int) -> list[bytes]:
+    """The int32 ids of whole blocks, each block packed."""
+    ids = np.frombuffer(tokens, "<u4").reshape(-1, block_size)
+    if not ids.size:
+        return []
+    if ids.max() < NARROW:  # of many models always, and so the short way
+        return _packed(ids, LOW_BYTES)
+    largest = ids.max(axis=1)
+    packed = _packed(ids, 3 if largest.max() < MIDDLE else 4)
+    for width, limit in ((3, MIDDLE), (2, NARROW)):
+        narrower = np.flatnonzero(largest < limit)
+        if len(narrower) and packed[narrower[0]][0] > width:
+            for number, block in zip(narrower, _packed(ids[narrower], width), strict=True):
+                packed[number] = block
+    return packed
+
+
+def unpack(packed: bytes) -> bytes:
+    """The int32 ids."""
+    width, count = packed[0], num_packed(packed)
+    ids = np.frombuffer(packed, "<u2", count, offset=1).astype("<u4")
+    if width > LOW_BYTES:
+        kind = "<u1" if width == 3 else "<u2"
+        high = np.frombuffer(packed, kind, count, offset=1 + count * LOW_BYTES)
+        ids |= high.astype("<u4") << 16
+    return ids.tobytes()
+
+
+def num_packed(packed: bytes) -> int:
+    """How many ids there are."""
+    return (len(packed) - 1) // packed[0]
+
+
+def may_begin(packed: bytes, tokens: bytes) -> bool:
+    """Whether the first id may be that of these int32 ids: False for most of what is not alike,
+    found before anything is unpacked."""
+    return packed[1 : 1 + LOW_BYTES] == tokens[:LOW_BYTES]
+
+
+def _packed(ids: NDArray[np.uint32], width: int) -> list[bytes]:
+    """Rows of ids, all of one width."""
+    count, size = ids.shape
+    rows = np.empty((count, 1 + width * size), np.uint8)
+    rows[:, 0] = width
+    border = 1 + LOW_BYTES * size
+    rows[:, 1:border] = ids.astype("<u2").view(np.uint8)
+    if width > LOW_BYTES:
+        kind = "<u1" if width == 3 else "<u2"
+        rows[:, border:] = (ids >> 16).astype(kind).view(np.uint8)
+    data, step = rows.tobytes(), rows.shape[1]
+    return [data[start : start + step] for start in range(0, len(data), step)]
