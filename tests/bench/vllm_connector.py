@@ -106,7 +106,7 @@ class Ours(Contestant):
     def __init__(self, node: RunningNode, start: Callable[[], Engine], rest_s: float) -> None:
         super().__init__(start, rest_s)
         self._node = node
-        self._disks = 0
+        self._disk, self._disks = node.disk, 0
 
     def ways(self, ids: list[int]) -> Times:
         times = {"cold": self.cold(ids)}
@@ -114,16 +114,15 @@ class Ours(Contestant):
         times["device"] = self.hit(ids)
         self.engine.forget()
         times["host"] = self.hit(ids, "host")
-        times["disk"] = self._after_restart(ids, "disk", self._node.disk)
+        times["disk"] = self._after_restart(ids, "disk", self._disk)
         self._disks += 1
-        fresh = self._node.disk.with_name(f"disk-{self._disks}")
-        times["remote"] = self._after_restart(ids, "remote", fresh)
+        empty = self._disk.with_name(f"empty-{self._disks}")
+        times["remote"] = self._after_restart(ids, "remote", empty)
+        self._restart_node(self._disk)  # which has every prompt so far
         return times
 
     def restart(self) -> None:
-        self._node.until_on_disk()
-        self._node.stop()
-        self._node.start("1GiB")
+        self._restart_node(self._disk)
         super().restart()
 
     def restarted(self, ids: list[int]) -> Times:
@@ -131,16 +130,19 @@ class Ours(Contestant):
 
     def _after_restart(self, ids: list[int], tier: str, disk: Path) -> float:
         self.engine.forget()
-        self._node.until_on_disk()
-        self._node.stop()
-        self._node.disk = disk
-        self._node.start("1GiB")
+        self._restart_node(disk)
         for other in range(20):  # the engine leaves a node that went away alone for a second
             self.engine.generate(prompt(256, time.monotonic_ns() % 10**6 + other), max_tokens=1)
             if self._node.stats()["num_clients"] > 1:
                 break
         self.engine.forget()
         return self.hit(ids, tier)
+
+    def _restart_node(self, disk: Path) -> None:
+        self._node.until_on_disk()
+        self._node.stop()
+        self._node.disk = disk
+        self._node.start("1GiB")
 
     def _until_sent(self, num_blocks: int) -> None:
         give_up = time.monotonic() + START_S
