@@ -34,10 +34,11 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.models.files import DEFAULT_MODEL, find
 from tests.bench.provenance import commit, machine
@@ -47,6 +48,7 @@ from tests.vllm.processes import PYTHON, Engine, RunningNode
 BLOCK = 128
 START_S = 120
 Times = dict[str, float]
+T = TypeVar("T")
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -213,17 +215,25 @@ def contestants(stack: ExitStack, folder: Path, asked: argparse.Namespace) -> li
         stack.callback(started.kill)
         return started
 
-    found: list[Contestant] = [Ours(node, lambda: engine("ours", node.socket), asked.rest)]
+    found: list[Callable[[], Contestant]] = [
+        lambda: Ours(node, lambda: engine("ours", node.socket), asked.rest)
+    ]
     if "example" in asked.beside:
         told = other_connector("ExampleConnector", shared_storage_path=str(folder / "example"))
-        found.append(Example(lambda: engine("example", None, **told), asked.rest))
+        found.append(lambda: Example(lambda: engine("example", None, **told), asked.rest))
     if "lmcache" in asked.beside:
         python = asked.lmcache_python
         port = stack.enter_context(lmcache_server(python, folder / "lmcache.log"))
         where = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
         beside = other_connector("LMCacheMPConnector", **where)
-        found.append(Lmcache(lambda: engine("lmcache", None, python, **beside), asked.rest))
-    return found
+        found.append(lambda: Lmcache(lambda: engine("lmcache", None, python, **beside), asked.rest))
+    return at_once(found)
+
+
+def at_once(work: Sequence[Callable[[], T]]) -> list[T]:
+    """Engines take half a minute to start, most of it on one core."""
+    with ThreadPoolExecutor(len(work)) as threads:
+        return list(threads.map(lambda each: each(), work))
 
 
 def other_connector(name: str, **extra: Any) -> dict[str, Any]:
@@ -250,8 +260,7 @@ def measure(asked: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
                 turn = number % len(everybody)
                 for contestant in everybody[turn:] + everybody[:turn]:
                     note(length, contestant, contestant.ways(prompt(length, length + number)))
-        for contestant in everybody:
-            contestant.restart()
+        at_once([contestant.restart for contestant in everybody])
         for length in asked.lengths:
             for contestant in everybody:
                 last = prompt(length, length + asked.rounds - 1)
