@@ -39,10 +39,10 @@ def serve(
     make_data_dir(server.data_dir)
     with contextlib.closing(open_money(settings)) as money:
         check_address(server, requires_keys=money.requires_keys)
-        stream = EventStream()
+        stream, over_vllm = EventStream(), settings.engine.backend == "vllm"
         with (
             contextlib.closing(bind(server.host, server.port)) as listener,
-            published(settings.events, stream, settings.cache.block_size),
+            published(settings.events, stream, 0 if over_vllm else settings.cache.block_size),
             contextlib.ExitStack() as service_open,
         ):
             with answering(listener, startup):
@@ -55,7 +55,7 @@ def serve(
                         with _importing():  # the rest, while that thread reads weights
                             from cachesvc.service import Service
                     settings, make_backend = prepared.result()
-                opening = "starting vLLM" if settings.engine.backend == "vllm" else TIERS
+                opening = "starting vLLM" if over_vllm else TIERS
                 with startup.during(opening):
                     service = Service(settings, make_backend, money, stream)
                     service_open.callback(service.close)

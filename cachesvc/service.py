@@ -150,6 +150,7 @@ class Service:
         models = self._models()
         note_scopes(self._settings.server.data_dir, models.values())
         self._quotas.add(self._money.salts, models.values())
+        self.core.tell_owners(self._quotas.owners.names())
         wire = Collaborators(
             engine=self.core.engine,
             queue=QueueBound(

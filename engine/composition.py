@@ -3,7 +3,7 @@
 Nothing starts before `start`; `close` undoes it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from engine.request import SamplingParams, StepOutput
 from engine.settings import EngineSettings
 from engine.text.detokenizer import IncrementalDetokenizer
 from engine.vision.encoder import PictureEncoder
-from tiers.blocks.keys import CacheScope
+from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.inspection.view import DiskView
@@ -54,6 +54,9 @@ class Core:
     def is_shared(self) -> bool:
         """Whether other servers can load what is published here."""
         return self.cache.is_shared
+
+    def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
+        """The tiers are here, and read the owners of their `shares`."""
 
     def start(self, warm_up_tokens: int = 0) -> None:
         """Warm up on the engine's thread, over a prompt of so many tokens, then take requests."""

@@ -11,6 +11,7 @@ import typer
 
 from api.format import size
 from cachesvc.cli.render import fail, note, print_json
+from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import default_data_dir
 from cachesvc.config.quantities import parse_size
 from tiers.remote.settings import RemoteWrites
@@ -53,6 +54,19 @@ def node(
             help="File with a key of 64 hex digits, to encrypt what is sent",
         ),
     ] = None,
+    quota: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=SIZE that others cannot evict: of a server's tenant, of group:NAME, or "
+            "with * of each model and cache_salt; may be repeated",
+        ),
+    ] = None,
+    events: Annotated[
+        str, typer.Option(help="Publish block events for routers at, say, tcp://127.0.0.1:5557")
+    ] = "",
+    metrics: Annotated[
+        str, typer.Option(help="Answer Prometheus at HOST:PORT, say 127.0.0.1:9464")
+    ] = "",
     stats: Annotated[
         bool, typer.Option("--stats", help="Print the counters of the running node as JSON")
     ] = False,
@@ -72,29 +86,40 @@ def node(
     if stop:
         _stop(path)
         return
-    from tiers.node.node import NodeServer
+    from cachesvc.operator.quotas import labelled
+    from cachesvc.server.node import run_node
     from tiers.node.settings import NodeSettings
     from tiers.remote.settings import RemoteSettings
 
     remote = RemoteSettings(remote_url, remote_writes, remote_key_file) if remote_url else None
     settings = NodeSettings(
         socket=path,
-        host_bytes=parse_size(host_cache),
+        host_bytes=_bytes("--host-cache", host_cache),
         disk_dirs=tuple(path.expanduser().absolute() for path in disk_cache_dir or ()),
-        disk_bytes=parse_size(disk_cache),
+        disk_bytes=_bytes("--disk-cache", disk_cache),
         remote=remote,
+        quotas=labelled(dict(map(_quota, quota or ()))),
     )
-    serving = NodeServer(settings)
-    serving.open()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: serving.stop())
     places = ", ".join(map(str, settings.disk_dirs))
     below = f"{size(settings.disk_bytes)} in {places}" if places else "none"
     shared = f", shared through {remote.shown_url}" if remote is not None else ""
-    note(f"node ready at {path}: host memory {size(settings.host_bytes)}, disk {below}{shared}")
-    with closing(serving):
-        serving.run()
+    ready = f"node ready at {path}: host memory {size(settings.host_bytes)}, disk {below}{shared}"
+    run_node(settings, events=events, metrics=metrics, on_ready=lambda: note(ready))
     note("node stopped")
+
+
+def _quota(told: str) -> tuple[str, int]:
+    name, sign, quota = told.partition("=")
+    if not name or not sign:
+        raise ConfigError(f"--quota {told!r} is no quota; write it like acme=10GiB or *=1GiB")
+    return name, _bytes("--quota", quota)
+
+
+def _bytes(option: str, told: str) -> int:
+    try:
+        return parse_size(told)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
 
 
 def _stop(path: Path) -> None:

@@ -45,7 +45,7 @@ _HASH_BYTES = 8
 def published(settings: EventsSection, stream: EventStream, block_size: int) -> Iterator[None]:
     """The stream's events are published while the block runs, where the settings say so.
 
-    Raises ConfigError.
+    `block_size` is 0 where each event tells it. Raises ConfigError.
     """
     if settings.publisher is None:
         yield
@@ -233,7 +233,7 @@ def _told(run: Sequence[BlockEvent], block_size: int) -> dict[str, Any]:
         "block_hashes": hashes,
         "parent_block_hash": None if begins or first.parent is None else block_hash(first.parent),
         "token_ids": [token for event in run for token in event.token_ids()],
-        "block_size": block_size,
+        "block_size": block_size or first.num_tokens,
         "lora_id": None,
         "medium": medium,
         "lora_name": None,

@@ -7,7 +7,8 @@ are left to queries. The names are declared in `cachesvc.observability.names`.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 
 from prometheus_client import (
@@ -17,6 +18,7 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
+    start_http_server,
 )
 from prometheus_client import Counter as PromCounter
 from prometheus_client.core import (
@@ -28,7 +30,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from cachesvc.observability.names import ROUTES, SPECS, VLLM_ALIASES, Alias
-from cachesvc.observability.samples import Snapshots, samples
+from cachesvc.observability.samples import MetricSample, Snapshots, samples
 from engine.request import FinishReason, StepOutput, TokenCounts
 from tiers.errors import MissReason
 from tiers.histogram import Spread
@@ -59,7 +61,7 @@ class Metrics:
             metric = self._counters.get(name) or self._histograms[name]
             for value in values:
                 metric.labels(value)
-        current = _SnapshotCollector(snapshots)
+        current = _SnapshotCollector(partial(samples, snapshots))
         self.registry.register(current)
         sources = [*self._counters.values(), *self._histograms.values(), current]
         self.registry.register(_AliasCollector(sources, model))
@@ -145,6 +147,18 @@ class Metrics:
             self._histograms[name].observe(_seconds(start_ns, end_ns))
 
 
+def serve_samples(host: str, port: int, read: Callable[[], Iterable[MetricSample]]) -> int:
+    """Answer scrapes at an address with what `read` gives; the port. Raises OSError.
+
+    On threads of its own, until the process ends.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    ProcessCollector(registry=registry)
+    registry.register(_SnapshotCollector(read))
+    server, _ = start_http_server(port, host, registry)
+    return int(server.server_port)
+
+
 def hit_class(counts: TokenCounts) -> str:
     """The slowest tier that served a part of the prompt, or `cold`."""
     served = [source for source, tokens in _by_source(counts) if tokens and source != "computed"]
@@ -198,15 +212,15 @@ def _buckets(spread: Spread) -> list[tuple[str, float]]:
 class _SnapshotCollector(Collector):
     """Turns snapshots into samples at each scrape."""
 
-    def __init__(self, snapshots: Snapshots) -> None:
-        self._snapshots = snapshots
+    def __init__(self, read: Callable[[], Iterable[MetricSample]]) -> None:
+        self._read = read
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, _Family] = {}
-        for sample in samples(self._snapshots):
+        for sample in self._read():
             family = families.get(sample.name)
             if family is None:
                 spec = SPECS[sample.name]

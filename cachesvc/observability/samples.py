@@ -16,6 +16,7 @@ from tiers.tier import ShardStats, TierName, TierStats
 if TYPE_CHECKING:
     from engine.engine import EngineStats
     from tiers.cache import CacheStats
+    from tiers.node.counters import NodeCounters
     from tiers.operations.operations import GroupUse
 
 _SECOND = 1e9  # nanoseconds
@@ -116,6 +117,22 @@ def _cache_samples(cache: "CacheStats") -> Iterator[MetricSample]:
     yield from _quota_samples(cache.groups)
     yield MetricSample("cachesvc_event_listeners", (), cache.num_listeners)
     yield MetricSample("cachesvc_events_missed_total", (), cache.events_missed)
+
+
+def node_samples(node: "NodeCounters") -> Iterator[MetricSample]:
+    """Of a node that serves alone; nothing while it does not answer."""
+    if not node:
+        return
+    yield MetricSample("cachesvc_build_info", (cachesvc.__version__,), 1)
+    yield MetricSample("cachesvc_event_listeners", (), node.num_listeners)
+    for tier in (node.host(), node.disk(), node.remote()):
+        if tier is not None:
+            yield from _tier_samples(tier)
+    for (name, event), count in node.events().items():
+        yield MetricSample("cachesvc_cache_events_total", (name, event), count)
+    yield MetricSample("cachesvc_collisions_total", (), node.total("collisions"))
+    yield MetricSample("cachesvc_pins", (), node.total("num_pins"))
+    yield from _quota_samples(node.groups())
 
 
 def _quota_samples(groups: "Sequence[GroupUse]") -> Iterator[MetricSample]:

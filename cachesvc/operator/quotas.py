@@ -14,8 +14,8 @@ from api.served_model import ServedModel
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import CacheSection
 from cachesvc.operator.scopes import Kind, roots_of
-from tiers.blocks.keys import PrefixKey
 from tiers.errors import ConfigurationError
+from tiers.policy.owners import ScopeOwners
 from tiers.policy.quota import QuotaShares
 
 OTHERS = "*"  # each scope without a quota of its own
@@ -27,39 +27,35 @@ class QuotaBook:
 
     def __init__(self, cache: CacheSection, data_dir: Path) -> None:
         self._names = [_owner(name) for name in cache.quotas if name != OTHERS]
-        self._owners: dict[Hashable, str] = {}
+        self.owners = ScopeOwners()
         self.shares = self._shares(cache)
         for kind, name in self._names:  # of models served earlier: their blocks are on disk
-            for root in roots_of(data_dir, name, kind):
-                self._owners[root] = label(kind, name)
+            self.owners.learn(dict.fromkeys(roots_of(data_dir, name, kind), label(kind, name)))
 
     def add(self, salts: Salts, models: Iterable[ServedModel]) -> None:
         """Learn the scopes of the models that are served now."""
         for model in models:
             for kind, name in self._names:
                 salt = salts.of_tenant(name) if kind is Kind.TENANT else salts.group_salt(name)
-                self._owners[replace(model.scope, tenant=salt).root()] = label(kind, name)
-
-    def owner(self, root: Hashable) -> str | None:
-        """For `Shares`; a scope that nobody has a quota for is an owner by itself."""
-        known = self._owners.get(root)
-        if known is not None or not isinstance(root, bytes):
-            return known
-        return f"scope:{PrefixKey(root).hex()[:16]}"
+                root = replace(model.scope, tenant=salt).root()
+                self.owners.learn({root: label(kind, name)})
 
     def _shares(self, cache: CacheSection) -> QuotaShares | None:
-        quotas: Mapping[Hashable, int] = {
-            label(*_owner(name)): size for name, size in cache.quotas.items() if name != OTHERS
-        }
-        default = cache.quotas.get(OTHERS, 0)
+        quotas: dict[Hashable, int] = dict(labelled(cache.quotas).items())
+        default = quotas.pop(OTHERS, 0)
         if not quotas and not default:
             return None
         total = cache.device_bytes + cache.host_bytes
         total += cache.disk_bytes if cache.host_bytes else 0
         try:
-            return QuotaShares(total, quotas, default, self.owner)
+            return QuotaShares(total, quotas, default, self.owners.of)
         except ConfigurationError as error:
             raise ConfigError(str(error)) from None
+
+
+def labelled(quotas: Mapping[str, int]) -> dict[str, int]:
+    """Quotas by owner, as tiers and metrics name owners; * stays as it is."""
+    return {name if name == OTHERS else label(*_owner(name)): size for name, size in quotas.items()}
 
 
 def _owner(name: str) -> tuple[Kind, str]:

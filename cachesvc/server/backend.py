@@ -13,7 +13,7 @@ from api.served_model import Detokenizer, EngineClient, ImageReader
 from engine.engine import EngineStats
 from engine.request import StepOutput
 from engine.text.tokenizer import Tokenizer
-from tiers.blocks.keys import CacheScope
+from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import TieredCache
 from tiers.disk.inspection.view import DiskView
@@ -92,6 +92,9 @@ class Backend(Protocol):
 
     @property
     def grammars(self) -> Compiler: ...
+
+    def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
+        """Whose these scopes are, for tiers that are in another process."""
 
     def start(self, warm_up_tokens: int = 0) -> None: ...
 

@@ -12,9 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, block_ids, token_bytes
 from tiers.disk.open import open_disk
 from tiers.node.arena import create, frame_stride
+from tiers.node.block import NodeBlockState
+from tiers.node.capacity import Capacity
 from tiers.node.messages import engine_layout
 from tiers.node.pool import Lease, Pool
-from tiers.node.residency import Capacity, NodeBlockState
 from tiers.tier import TierName
 from tiers.transfer.mover import Mover
 
@@ -182,7 +183,7 @@ def test_a_client_that_goes_while_its_blocks_load_leaves_them_evictable(below: M
     pool.give_up(lease)
     while not lease.is_ready:
         pool.work()
-    assert 4 == pool.residency.num_evictable
+    assert 4 == pool.capacity.num_idle
     pool.residency.check()
 
 

@@ -7,10 +7,11 @@ first start makes outlives it.
 import json
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.live_server import LiveServer
 from tests.redis_server import redis_server
 from tests.vllm.processes import PYTHON, ROOT, RunningNode
 from tiers.node.client import NodeClient
+from tiers.node.messages import described_layout
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -59,10 +61,13 @@ class VllmServer(LiveServer):
     def socket(self) -> Path:
         return self.data_dir / "node.sock"
 
-    def pool(self) -> dict[str, Any]:
+    def node(self) -> dict[str, Any]:
         with closing(NodeClient(self.socket)) as client:
             client.open()
-            (pool,) = client.stats()["pools"]
+            return client.stats()
+
+    def pool(self) -> dict[str, Any]:
+        (pool,) = self.node()["pools"]
         return dict(pool)
 
     def entries(self) -> list[Any]:
@@ -134,6 +139,7 @@ def server(model: Path, tmp_path: Path) -> Iterator[VllmServer]:
             PYTHONPATH=str(ROOT),
             HF_HUB_OFFLINE="1",
             CACHESVC_CACHE__REMOTE_URL=url + PATIENT,
+            CACHESVC_CACHE__QUOTAS='{"a": "300MiB"}',
         )
         try:
             yield running
@@ -157,6 +163,27 @@ def until(done: Any) -> None:
         time.sleep(0.05)
 
 
+@contextmanager
+def told_events(server: VllmServer, key: Mapping[str, str]) -> Iterator[list[dict[str, Any]]]:
+    """What a tenant is told of its blocks in the host tier, as it comes."""
+    told: list[dict[str, Any]] = []
+    ended = threading.Event()
+
+    def listen() -> None:
+        url = f"{server.url}/v1/cache/events?tier=host"
+        with httpx.stream("GET", url, headers=key, timeout=PATIENCE_S) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    told.append(json.loads(line.removeprefix("data: ")))
+                if ended.is_set():
+                    return
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    yield told
+    ended.set()
+
+
 def test_a_server_over_vllm_bills_by_tier_what_it_served(
     server: VllmServer, tmp_path: Path
 ) -> None:
@@ -164,8 +191,16 @@ def test_a_server_over_vllm_bills_by_tier_what_it_served(
     server.start()
     a, b = (Client(server, keys[name]) for name in ("a", "b"))
 
-    # The same prompt: computed, then from vLLM's own cache, with the same answer.
-    cold, used = a.ask(STORY)
+    # The same prompt: computed, then from vLLM's own cache, with the same answer. Its blocks are
+    # told as they come into the node, and counted for their tenant.
+    with told_events(server, keys["a"]) as told:
+        until(lambda: server.node()["num_listeners"])
+        cold, used = a.ask(STORY)
+        until(lambda: len(told) >= 5)
+    assert {("stored", BLOCK)} == {(each["kind"], each["num_tokens"]) for each in told}
+    quotas = {(each["tier"], each["group"]): each for each in server.node()["groups"]}
+    block_bytes = described_layout(server.pool()["layout"]).nbytes
+    assert quotas["host", "tenant:a"]["used_bytes"] >= 5 * block_bytes
     assert used["miss"] > 5 * BLOCK and not used["hit_device"]
     warm, used = a.stream(STORY)
     assert cold == warm

@@ -11,7 +11,9 @@ from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
 from tiers.errors import NodeError, TierError
 from tiers.node.settings import NodeSettings
+from tiers.policy.quota import QuotaShares
 from tiers.remote.stacked import StackedTier, stack
+from tiers.telemetry.events import EventStream
 from tiers.tier import ManagedTier, TierName, TierStats
 from tiers.transfer.mover import ProbeJob
 
@@ -41,12 +43,14 @@ def disk_folder(root: Path, layout: BlockLayout) -> Path:
     return root / layout.digest().hex()
 
 
-def open_below(settings: NodeSettings, layout: BlockLayout) -> Below:
+def open_below(
+    settings: NodeSettings, layout: BlockLayout, shares: QuotaShares | None, stream: EventStream
+) -> Below:
     """The tiers of a layout. Raises NodeError."""
     folders = [disk_folder(root, layout) for root in settings.disk_dirs]
 
     def open_one(folder: Path) -> DiskTier:
-        return open_disk(folder, layout, settings.disk_bytes)
+        return open_disk(folder, layout, settings.disk_bytes, shares=shares, stream=stream)
 
     try:
         remote = settings.remote

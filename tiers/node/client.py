@@ -9,11 +9,11 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiers.blocks.keys import BlockId
+from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.errors import NodeError, NodeGone
 from tiers.node import messages
@@ -105,8 +105,16 @@ class NodeClient:
 
         Raises NodeError where the node could not.
         """
-        asked = messages.pack_json({"pool": self._pool, "do": what, **about})
-        return _told(self._ask(Op.OPERATE, asked)[0])
+        return self._tell({"pool": self._pool, "do": what, **about})
+
+    def know(self, owners: Mapping[PrefixKey, str]) -> None:
+        """Say whose these scopes are, for the node's quotas."""
+        self._tell({"do": "owners", "owners": {key.hex(): name for key, name in owners.items()}})
+
+    def listen(self) -> dict[str, Any]:
+        """What happened to the node's blocks since the last call: `events`, as JSON, none after two
+        seconds without; and `missed`, how many were lost so far. From the first call on."""
+        return self._tell({"do": "listen"})
 
     def publish(self, ids: Sequence[BlockId]) -> int:
         """Send these to the store that machines share: how many leading ones it has now.
@@ -126,6 +134,9 @@ class NodeClient:
         if self.memory is not None:
             self.memory.close()
             self.memory = None
+
+    def _tell(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        return _told(self._ask(Op.OPERATE, messages.pack_json(asked))[0])
 
     def _run(self, op: Op, ids: Sequence[BlockId]) -> bytes:
         return self._ask(op, messages.pack_run(self._pool, run_of(ids)))[0]

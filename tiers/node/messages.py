@@ -12,7 +12,7 @@ never a client's word.
     COMMIT   frames that were written       -> ()
     RELEASE  frames that were leased        -> ()
     STATS    ()                             -> counters (JSON)
-    OPERATE  a pool, and what to do (JSON)  -> what came of it (JSON): see `operations`
+    OPERATE  what to do, and to which pool  -> what came of it (JSON): see `operations`, `listening`
     PUBLISH  a run of blocks                -> how many are in the store that machines share (JSON)
 """
 

@@ -15,34 +15,31 @@ import logging
 import os
 import selectors
 import socket
-import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from tiers.blocks.layout import BlockLayout
+from tiers.blocks.keys import KEY_BYTES, PrefixKey
+from tiers.disk.directory import DirectoryLock, make_root, read_holder
 from tiers.errors import ConfigurationError, DirectoryLocked, NodeError
 from tiers.node import messages
-from tiers.node.arena import create, frame_stride
-from tiers.node.below import Below, open_below, stats_below
+from tiers.node.listening import HeardEvents, Listener
 from tiers.node.messages import HEADER, MAX_BODY, VERSION, Op
-from tiers.node.operations import Operated, PoolOperations, operations_on
+from tiers.node.operations import Operated
 from tiers.node.pool import Lease, NodeProbe, Pool
-from tiers.node.residency import Capacity
+from tiers.node.pools import NodePools
 from tiers.node.settings import NodeSettings
-from tiers.remote.stacked import StackedTier
+from tiers.telemetry.events import EventStream
 from tiers.tier import TierName
-from tiers.transfer.mover import Mover
 
 logger = logging.getLogger(__name__)
 
-MAX_POOLS = 16  # layouts that one node serves
 MAX_CLIENTS = 256
 MAX_UNSENT = 1 << 20  # bytes of answers that a client may leave unread and ask on
 MAX_SHARE = 1 / 2  # of the memory, that one connection may have leased and reserved at once
-DRAIN_S = 30.0  # how long a stopping node writes to its disk what only memory holds
-TICK_S = 1.0  # how often pins are looked at
+TICK_S = 1.0  # how often pins are looked at, and clients that listen to nothing
+MAX_NAME = 200  # characters of an owner's name
 _READ_BYTES = 1 << 18
 _TIER_CODES = {TierName.HOST: 0, TierName.DISK: 1, TierName.REMOTE: 2}
 
@@ -57,8 +54,9 @@ class _Client:
     unsent: bytearray = field(default_factory=bytearray)
     leased: Counter[tuple[int, int]] = field(default_factory=Counter)  # (pool, frame)
     filling: set[tuple[int, int]] = field(default_factory=set)
-    waits: "tuple[int, Lease | NodeProbe | Operated] | None" = None
+    waits: "tuple[int, Lease | NodeProbe | Operated | HeardEvents] | None" = None
     asked: Op = Op.STATS  # what it waits for
+    listener: Listener | None = None
 
 
 class NodeServer:
@@ -66,40 +64,22 @@ class NodeServer:
 
     def __init__(self, settings: NodeSettings) -> None:
         self.settings = settings
-        self._capacity = Capacity(settings.host_bytes)
-        self._pools: list[Pool] = []
-        self._layouts: list[BlockLayout] = []
-        self._below: list[Below] = []
-        self._operations: list[PoolOperations] = []
+        self.stream = EventStream()
+        self._pools = NodePools(settings, self.stream, self._wake_up)
         self._clients: dict[int, _Client] = {}
         self._num_clients = 0
         self._stopping = False
 
     def open(self) -> None:
-        """Take the socket's place. Clients can connect when it returns."""
+        """Take the socket's place and the disks'. Clients can connect when it returns."""
         self.settings.check()
-        path = self.settings.socket
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock)
-            raise DirectoryLocked(
-                f"another node serves {path}; stop it, or name another"
-            ) from error
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            path.unlink(missing_ok=True)
-            self._listener.bind(str(path))
-            path.chmod(0o600)
-        except OSError as error:
-            self._listener.close()
-            os.close(self._lock)
-            raise ConfigurationError(f"the node cannot listen on {path}: {error}") from error
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._listener.listen(64)
-        self._listener.setblocking(False)
+        with contextlib.ExitStack() as held:
+            self._listener = _listener_at(self.settings.socket, held)
+            for folder in self.settings.disk_dirs:
+                held.callback(_locked(folder).release)
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            held.callback(os.close, self._wake)
+            self._held = held.pop_all()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -112,7 +92,8 @@ class NodeServer:
     def run(self) -> None:
         """Serve clients until `stop`."""
         while not self._stopping:
-            for key, events in self._selector.select(TICK_S if self._operations else None):
+            idle = not self._clients and not len(self._pools)
+            for key, events in self._selector.select(None if idle else TICK_S):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj == self._wake:
@@ -120,34 +101,18 @@ class NodeServer:
                         os.eventfd_read(self._wake)
                 else:
                     self._attend(key.data, events)
-            for pool in self._pools:
-                pool.work()
-            for operations in self._operations:
-                operations.keeper.step()
+            self._pools.work()
             for client in [each for each in self._clients.values() if each.waits]:
                 self._answer_if_ready(client)
 
     def close(self) -> None:
-        """Write what only memory holds, within `DRAIN_S`, and give everything back."""
+        """End every connection, write what only memory holds, and give everything back."""
         for client in list(self._clients.values()):
             self._end(client)
         self.settings.socket.unlink(missing_ok=True)
-        until = time.monotonic() + DRAIN_S
-        pools = self._pools
-        while any(pool.is_writing for pool in pools) and time.monotonic() < until:
-            for pool in pools:
-                pool.work()
-            time.sleep(0.005)
-        for pool in pools:
-            if pool.mover is not None:
-                pool.mover.close()
-            pool.memory.close()
-        for below in self._below:
-            below.close()
+        self._pools.close()
         self._selector.close()
-        self._listener.close()
-        os.close(self._wake)
-        os.close(self._lock)
+        self._held.close()
 
     # Connections.
 
@@ -223,13 +188,14 @@ class NodeServer:
         self._selector.unregister(client.socket)
         client.socket.close()
         if client.waits is not None and isinstance(lease := client.waits[1], Lease):
-            self._pools[client.waits[0]].give_up(lease)
+            self._pools.pool(client.waits[0]).give_up(lease)
         for (pool, frame), count in client.leased.items():
-            self._pools[pool].release([frame] * count)
+            self._pools.pool(pool).release([frame] * count)
         for pool, frame in client.filling:
-            self._pools[pool].abandon([frame])
-        for operations in self._operations:
-            operations.leave(client.number)
+            self._pools.pool(pool).abandon([frame])
+        self._pools.leave(client.number)
+        if client.listener is not None:
+            client.listener.close()
 
     # Requests.
 
@@ -250,31 +216,39 @@ class NodeServer:
     def _hello(self, client: _Client, hello: dict[str, Any]) -> None:
         if hello.get("version") != VERSION:
             raise NodeError(f"the node speaks version {VERSION}, not {hello.get('version')!r}")
-        number = self._pool_for(messages.described_layout(hello.get("layout")))
-        memory = self._pools[number].memory
+        number = self._pools.number_of(messages.described_layout(hello.get("layout")))
+        memory = self._pools.pool(number).memory
         body = messages.pack_json({"pool": number, "num_frames": memory.num_frames})
         answer = messages.pack(Op.HELLO, body)
         if client.unsent or socket.send_fds(client.socket, [answer], [memory.file]) < len(answer):
             raise NodeError("a client said HELLO while it left answers unread")
 
     def _operate(self, client: _Client, asked: dict[str, Any]) -> None:
-        number = asked.get("pool")
-        if type(number) is not int or not 0 <= number < len(self._operations):
-            raise NodeError(f"there is no pool {number!r}; say HELLO first")
-        client.waits = (number, self._operations[number].operate(client.number, asked))
         client.asked = Op.OPERATE
+        if asked.get("do") == "owners":
+            self._pools.know(_owners(asked.get("owners")))
+            self._send(client, Op.OPERATE, messages.pack_json({}))
+            return
+        if asked.get("do") == "listen":
+            client.listener = client.listener or Listener(self.stream, self._wake_up)
+            client.waits = (0, client.listener.ask())
+        else:
+            number = asked.get("pool")
+            if type(number) is not int or not 0 <= number < len(self._pools):
+                raise NodeError(f"there is no pool {number!r}; say HELLO first")
+            client.waits = (number, self._pools.operations(number).operate(client.number, asked))
         self._answer_if_ready(client)
 
     def _handle_run(self, client: _Client, op: Op, body: memoryview) -> None:
         number, run = messages.unpack_run(body)
-        pool = self._pool(number)
-        if run.block_size != self._layouts[number].block_size:
+        pool = self._pools.pool(number)
+        if run.block_size != self._pools.layout(number).block_size:
             raise NodeError(f"blocks of {run.block_size} tokens were asked for; see HELLO")
         ids = run.ids()
         client.asked = op
         if op is Op.PUBLISH:
             keys = [block.key for block in ids]
-            client.waits = (number, self._operations[number].publish(keys))
+            client.waits = (number, self._pools.operations(number).publish(keys))
             self._answer_if_ready(client)
             return
         ids = ids[: self._room_of(client, pool, asks_only=op is Op.PROBE)]
@@ -290,10 +264,9 @@ class NodeServer:
     def _room_of(self, client: _Client, pool: Pool, *, asks_only: bool) -> int:
         """How many more frames of a pool the client may hold: what one engine uses, no other can
         evict. A probe finds no more than may be leased."""
-        most_bytes = int(self._capacity.capacity_bytes * MAX_SHARE)
-        pools = self._pools
+        most_bytes = int(self._pools.capacity.capacity_bytes * MAX_SHARE)
         held = [] if asks_only else [*client.leased.elements(), *client.filling]
-        held_bytes = sum(pools[number].memory.stride for number, _ in held)
+        held_bytes = sum(self._pools.pool(number).memory.stride for number, _ in held)
         return max(0 if held else 1, (most_bytes - held_bytes) // pool.memory.stride)
 
     def _answer_if_ready(self, client: _Client) -> None:
@@ -306,10 +279,10 @@ class NodeServer:
             if isinstance(asked, NodeProbe):
                 codes = bytes(_TIER_CODES[tier] for tier in asked.tiers)
                 self._send(client, Op.PROBE, codes)
-            elif isinstance(asked, Operated):
+            elif isinstance(asked, Operated | HeardEvents):
                 self._send(client, client.asked, messages.pack_json(asked.told()))
             else:
-                frames = self._pools[number].settle(asked)
+                frames = self._pools.pool(number).settle(asked)
                 client.leased.update((number, frame) for frame in frames)
                 self._send(client, Op.LEASE, messages.pack_numbers(frames))
         except OSError:
@@ -317,7 +290,7 @@ class NodeServer:
 
     def _handle_frames(self, client: _Client, op: Op, body: memoryview) -> None:
         number, *frames = messages.unpack_numbers(body) or [0]
-        pool = self._pool(number)
+        pool = self._pools.pool(number)
         names = [(number, frame) for frame in frames]
         if op is Op.COMMIT:
             if len(set(names)) != len(names) or not client.filling.issuperset(names):
@@ -333,68 +306,58 @@ class NodeServer:
 
     def stats(self) -> dict[str, Any]:
         """Counters and sizes, as JSON."""
-        pools = [
-            {
-                "layout": messages.describe_layout(layout),
-                "num_blocks": pool.residency.num_blocks,
-                "evicted": pool.residency.evicted,
-                "lost": pool.residency.lost,
-                "is_writing": pool.is_writing,
-                "num_pins": len(operations.keeper.pins()),
-                "pinned_blocks": operations.keeper.num_blocks,
-                "pinnable_blocks": operations.keeper.max_blocks,
-                **asdict(pool.counts),
-                **stats_below(below),
-            }
-            for layout, pool, below, operations in zip(
-                self._layouts,
-                self._pools,
-                self._below_by_pool,
-                self._operations,
-                strict=True,
-            )
-        ]
         return {
             "version": VERSION,
             "num_clients": len(self._clients),
-            "used_bytes": self._capacity.used_bytes,
-            "capacity_bytes": self._capacity.capacity_bytes,
-            "pools": pools,
+            "num_listeners": self.stream.num_subscribers,
+            **self._pools.stats(),
         }
 
-    # Pools.
 
-    @property
-    def _below_by_pool(self) -> Sequence[Below | None]:
-        return self._below or [None] * len(self._layouts)
+def _listener_at(path: Path, held: contextlib.ExitStack) -> socket.socket:
+    """A socket that listens there, in place of one that a dead node has left."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    held.callback(os.close, lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise DirectoryLocked(f"another node serves {path}; stop it, or name another") from error
+    if path.exists() and not path.is_socket():
+        raise ConfigurationError(f"{path} is there and is no socket; name another with --socket")
+    listener = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        held.callback(path.unlink, missing_ok=True)
+        path.chmod(0o600)
+    except OSError as error:
+        raise ConfigurationError(f"the node cannot listen on {path}: {error}") from error
+    listener.listen(64)
+    listener.setblocking(False)
+    return listener
 
-    def _pool(self, number: int) -> Pool:
-        if number >= len(self._pools):
-            raise NodeError(f"there is no pool {number}; say HELLO first")
-        return self._pools[number]
 
-    def _pool_for(self, layout: BlockLayout) -> int:
-        """The pool of a layout, made when it is first asked for."""
-        if layout in self._layouts:
-            return self._layouts.index(layout)
-        if len(self._layouts) >= MAX_POOLS:
-            raise NodeError(f"the node serves {MAX_POOLS} block layouts already; start another")
-        num_frames = self.settings.host_bytes // frame_stride(layout)
-        if not num_frames:
-            raise NodeError(
-                f"a block of {layout.nbytes} bytes does not fit the node's "
-                f"{self.settings.host_bytes} bytes of host memory"
-            )
-        below = open_below(self.settings, layout) if self.settings.disk_dirs else None
-        mover = None
-        if below is not None:
-            self._below.append(below)
-            mover = Mover(below, on_done=self._wake_up)
-            mover.start()
-        pool = Pool(create(layout, num_frames), self._capacity, mover, wake=self._wake_up)
-        if isinstance(below, StackedTier):
-            pool.used = below.used
-        self._pools.append(pool)
-        self._operations.append(operations_on(pool, below, self.settings))
-        self._layouts.append(layout)
-        return len(self._layouts) - 1
+def _locked(folder: Path) -> DirectoryLock:
+    """Held by this node alone: two nodes with sockets of their own would share its layouts."""
+    make_root(folder)
+    try:
+        return DirectoryLock(folder)
+    except DirectoryLocked as error:
+        raise DirectoryLocked(
+            f"{folder} is served by {read_holder(folder)}; stop that node, or name another "
+            "--disk-cache-dir"
+        ) from error
+
+
+def _owners(told: Any) -> dict[PrefixKey, str]:
+    """Names by scope. Raises NodeError for anything else."""
+    try:
+        found = {PrefixKey(bytes.fromhex(scope)): name for scope, name in told.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise NodeError(f"owners are names by scope: {error!r}") from error
+    if any(len(scope) != KEY_BYTES for scope in found) or any(
+        not isinstance(name, str) or not 0 < len(name) <= MAX_NAME for name in found.values()
+    ):
+        raise NodeError(f"owners have names of 1 to {MAX_NAME} characters by scopes of 16 bytes")
+    return found

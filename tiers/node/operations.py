@@ -22,6 +22,7 @@ from tiers.node.pool import Pool
 from tiers.node.settings import NodeSettings
 from tiers.operations.pins import Keeper
 from tiers.operations.purge import purge_tier
+from tiers.policy.quota import COMMON, QuotaShares
 from tiers.policy.retention import Pin, PinError
 from tiers.remote.stacked import StackedTier
 from tiers.steady_clock import SteadyClock
@@ -59,6 +60,7 @@ class PoolOperations:
     folder: Path | None  # of the disk, where pins are kept
     capacity_blocks: int  # of the lowest tier
     closed: dict[int, frozenset[PrefixKey]] = field(default_factory=dict)  # scopes, by client
+    shares: QuotaShares | None = None
     saved: "Future[None]" = field(default_factory=Future)
     keeper: Keeper = field(init=False)
 
@@ -72,6 +74,7 @@ class PoolOperations:
             keep_below=self.below.keep if self.below is not None else lambda keys: None,
             changed=self._save,
             clock=SteadyClock(),
+            most_owned=self._most_owned,
         )
         if self.folder is not None:
             self.keeper.restore(load_pins(self.folder))
@@ -112,6 +115,12 @@ class PoolOperations:
 
         self.below.remote.deliver(keys).add_done_callback(tell)
         return Operated(answer)
+
+    def _most_owned(self, scope: PrefixKey) -> int | None:
+        """Blocks that the owner of a scope may pin: the pinned share of what it was promised."""
+        if self.shares is None or (group := self.shares.group(scope)) is COMMON:
+            return None
+        return int(PINNED_SHARE * self.shares.share(group) * self.capacity_blocks)
 
     def leave(self, client: int) -> None:
         """A client has gone: what it had closed is open."""
@@ -193,13 +202,16 @@ class PoolOperations:
         self.pool.closed = frozenset(root for roots in self.closed.values() for root in roots)
 
 
-def operations_on(pool: Pool, below: Below | None, settings: NodeSettings) -> PoolOperations:
+def operations_on(
+    pool: Pool, below: Below | None, settings: NodeSettings, shares: QuotaShares | None
+) -> PoolOperations:
     """The operations of a pool, whose lowest tier on this machine bounds what may be pinned."""
     layout, folders = pool.memory.layout, settings.disk_dirs
     if below is None:
-        return PoolOperations(pool, None, None, pool.memory.num_frames)
+        return PoolOperations(pool, None, None, pool.memory.num_frames, shares=shares)
     num_blocks = settings.disk_bytes * len(folders) // layout.nbytes
-    return PoolOperations(pool, below, disk_folder(folders[0], layout), num_blocks)
+    folder = disk_folder(folders[0], layout)
+    return PoolOperations(pool, below, folder, num_blocks, shares=shares)
 
 
 def _keys(told: Collection[str]) -> list[PrefixKey]:

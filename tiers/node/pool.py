@@ -15,8 +15,11 @@ from typing import TypeVar
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.node.arena import SharedMemory
 from tiers.node.below import PlaceJob
-from tiers.node.residency import Capacity, NodeBlock, NodeBlockState, NodeResidency
-from tiers.tier import TierName
+from tiers.node.block import NodeBlock, NodeBlockState
+from tiers.node.capacity import Capacity
+from tiers.node.residency import NodeResidency
+from tiers.telemetry.events import EventKind, EventStream
+from tiers.tier import Cause, TierName
 from tiers.transfer.mover import LoadJob, Mover, StoreJob
 
 STORE_BLOCKS = 8  # blocks of one write to the tier below
@@ -74,13 +77,16 @@ class Pool:
     used: Callable[[Sequence[PrefixKey]], None] = lambda keys: None  # hits, for the tier below
     wake: Callable[[], None] = lambda: None  # the node's thread, from any other
     closed: frozenset[PrefixKey] = frozenset()  # scopes that are purged: nothing is served or kept
+    stream: EventStream = field(default_factory=EventStream)
     counts: PoolCounts = field(default_factory=PoolCounts)
     residency: NodeResidency = field(init=False)
     _loads: list[tuple[LoadJob, list[NodeBlock]]] = field(default_factory=list)
     _stores: list[tuple[StoreJob, list[NodeBlock]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.residency = NodeResidency(self.memory, self.capacity, has_below=self.mover is not None)
+        self.residency = NodeResidency(
+            self.memory, self.capacity, has_below=self.mover is not None, stream=self.stream
+        )
 
     # What clients ask.
 
@@ -134,7 +140,7 @@ class Pool:
             if standing is not None:
                 self.counts.collisions += standing.id != block_id
                 continue
-            frame = self.residency.take_frame()
+            frame = self.residency.take_frame(block_id.scope)
             if frame is None:
                 break
             self.residency.add(NodeBlock(block_id, frame, NodeBlockState.FILLING, client))
@@ -144,8 +150,11 @@ class Pool:
     def commit(self, frames: Sequence[int]) -> None:
         """The client has written these: serve them from now on, and write them below."""
         blocks = [self.residency.at(frame) for frame in frames]
-        for block in reversed(blocks):
+        for block in blocks:
             block.state = NodeBlockState.HELD
+            if not block.detached:
+                self.residency.tell(EventKind.STORED, block)
+        for block in reversed(blocks):
             self.residency.rest(block)
         for block in blocks:
             self.write(block)
@@ -191,6 +200,7 @@ class Pool:
         found = [self.residency.ready(key) for key in keys]
         idle = [b for b in found if b is not None and not b.leases and not b.pinned]
         for block in idle:
+            self.residency.tell(EventKind.REMOVED, block, cause=Cause.REQUEST)
             self.residency.remove(block)
         return len(idle)
 
@@ -242,7 +252,7 @@ class Pool:
             return rising
         fresh: list[NodeBlock] = []
         for block_id in rest:
-            frame = self.residency.take_frame()
+            frame = self.residency.take_frame(block_id.scope)
             if frame is None:
                 break
             fresh.append(
@@ -265,6 +275,8 @@ class Pool:
         self.counts.remote_hits += num_remote
         for block, source in zip(blocks[:num_loaded], sources, strict=True):
             block.state, block.is_below = NodeBlockState.HELD, source is TierName.DISK
+            if not block.detached:
+                self.residency.tell(EventKind.MOVED, block, source=source)
             if not block.is_below:  # the next hit comes from this machine's disk
                 self.write(block)
         for block in reversed(blocks[:num_loaded]):

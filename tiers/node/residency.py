@@ -11,69 +11,15 @@ Called by `node.pool`, on the node's thread only, so there are no locks. Invaria
 """
 
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
-from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.blocks.keys import PrefixKey
 from tiers.node.arena import SharedMemory
-
-LOOK_FOR_CLEAN = 64  # coldest blocks among which one that is held below is preferred
-
-
-class NodeBlockState(Enum):
-    """How far a block is."""
-
-    FILLING = auto()  # a client writes it
-    LOADING = auto()  # it comes from the tier below
-    HELD = auto()
-
-
-@dataclass(slots=True, eq=False)
-class NodeBlock:
-    """One block and its frame. `leases` counts clients and writes that use the frame."""
-
-    id: BlockId
-    frame: int
-    state: NodeBlockState
-    client: int = 0  # who fills it
-    leases: int = 0
-    is_below: bool = False
-    tick: int = 0  # when it was last used, against all blocks of the node
-    pinned: bool = False
-    detached: bool = False  # no longer found; freed when its last user releases it
-
-    @property
-    def key(self) -> PrefixKey:
-        return self.id.key
-
-    @property
-    def held_below(self) -> bool:
-        return self.is_below
-
-
-class Capacity:
-    """The bytes that all layouts of a node share, and the order in which they use them."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.used_bytes = 0
-        self.sharers: list[NodeResidency] = []
-        self._tick = 0
-
-    def next_tick(self) -> int:
-        self._tick += 1
-        return self._tick
-
-    def make_room(self, num_bytes: int, asker: "NodeResidency") -> bool:
-        """Evict the coldest blocks of any layout until `num_bytes` fit; False when they cannot."""
-        while self.used_bytes + num_bytes > self.capacity_bytes:
-            candidates = [each for each in self.sharers if each.num_evictable]
-            if not candidates:
-                return False
-            coldest = min(candidates, key=NodeResidency.coldest_tick)
-            coldest.evict(keeps_memory=coldest is asker)
-        return True
+from tiers.node.block import NodeBlock, NodeBlockState
+from tiers.node.capacity import Capacity
+from tiers.telemetry.events import EventKind, EventStream
+from tiers.tier import Cause, TierName
 
 
 @dataclass(slots=True, eq=False)
@@ -83,14 +29,13 @@ class NodeResidency:
     memory: SharedMemory
     capacity: Capacity
     has_below: bool
+    stream: EventStream = field(default_factory=EventStream)
     pinned_keys: Container[PrefixKey] = ()
     evicted: int = 0
     lost: int = 0  # evicted before the tier below had them
     unwritten: "OrderedDict[PrefixKey, NodeBlock]" = field(default_factory=OrderedDict)
     _blocks: dict[PrefixKey, NodeBlock] = field(default_factory=dict)
     _by_frame: dict[int, NodeBlock] = field(default_factory=dict)
-    _evictable: "OrderedDict[PrefixKey, NodeBlock]" = field(default_factory=OrderedDict)
-    _pinned: "OrderedDict[PrefixKey, NodeBlock]" = field(default_factory=OrderedDict)  # and clean
     _free: list[int] = field(default_factory=list)
     _fresh: int = 0  # frames from here on were never used
 
@@ -120,10 +65,9 @@ class NodeResidency:
 
     # Coming and going.
 
-    def take_frame(self) -> int | None:
-        """A frame for a new block; None where no other block can leave for it."""
-        stride = self.memory.stride
-        if not self.capacity.make_room(stride, self):
+    def take_frame(self, scope: PrefixKey) -> int | None:
+        """A frame for a new block of this scope; None where no other block can leave for it."""
+        if not self.capacity.make_room(self.memory.stride, self, scope):
             return None
         if self._free:
             frame = self._free.pop()
@@ -131,11 +75,11 @@ class NodeResidency:
             frame, self._fresh = self._fresh, self._fresh + 1
         else:
             return None
-        self.capacity.used_bytes += stride
         return frame
 
     def add(self, block: NodeBlock) -> NodeBlock:
         self._blocks[block.key] = self._by_frame[block.frame] = block
+        self.capacity.take(block, self.memory.stride)
         return block
 
     def take(self, block: NodeBlock) -> None:
@@ -157,24 +101,18 @@ class NodeResidency:
         if block.detached:
             self.forget(block)
             return
-        block.tick = self.capacity.next_tick()
         if block.key in self.pinned_keys:
             block.pinned = True
-        for table in (self._evictable, self._pinned):
-            table.pop(block.key, None)
+        self.capacity.touch(block)
         self.relist(block)
 
     def relist(self, block: NodeBlock) -> None:
-        """List the block where it may leave from, if it may. Its place in the list stays."""
+        """Let the block leave, if it may: a pinned one only where the tier below has it."""
         idle = block.state is NodeBlockState.HELD and not block.leases and not block.detached
-        for table, belongs in (
-            (self._evictable, idle and not block.pinned),
-            (self._pinned, idle and block.pinned and block.is_below),
-        ):
-            if not belongs:
-                table.pop(block.key, None)
-            elif block.key not in table:
-                table[block.key] = block
+        if idle and (not block.pinned or block.is_below):
+            self.capacity.set_idle(block, self)
+        else:
+            self.capacity.set_busy(block)
 
     def forget(self, block: NodeBlock) -> None:
         """Remove the block and free its frame."""
@@ -182,11 +120,13 @@ class NodeResidency:
             self._unlist(block)
         del self._by_frame[block.frame]
         self._free.append(block.frame)
-        self.capacity.used_bytes -= self.memory.stride
+        self.capacity.give_back(block, self.memory.stride)
         block.state = NodeBlockState.FILLING  # a lease that still names it does not serve it
 
     def detach(self, block: NodeBlock) -> None:
         """Remove the block from the index. Its frame is freed when its last user releases it."""
+        if block.state is NodeBlockState.HELD:
+            self.tell(EventKind.REMOVED, block, cause=Cause.REQUEST)
         if block.leases == 0 and block.state is NodeBlockState.HELD:
             self.remove(block)
             return
@@ -199,8 +139,9 @@ class NodeResidency:
         self.memory.give_back(block.frame)
 
     def _unlist(self, block: NodeBlock) -> None:
-        for table in (self._blocks, self._evictable, self._pinned, self.unwritten):
-            table.pop(block.key, None)
+        self._blocks.pop(block.key, None)
+        self.unwritten.pop(block.key, None)
+        self.capacity.set_busy(block)
 
     # Pins.
 
@@ -220,27 +161,41 @@ class NodeResidency:
         return len(self._by_frame)
 
     @property
-    def num_evictable(self) -> int:
-        return len(self._evictable) + len(self._pinned)
+    def frame_bytes(self) -> int:
+        return self.memory.stride
 
-    def coldest_tick(self) -> int:
-        return next(iter((self._evictable or self._pinned).values())).tick
+    def blocks(self) -> Iterable[NodeBlock]:
+        """Every block that has a frame."""
+        return self._by_frame.values()
 
-    def evict(self, *, keeps_memory: bool) -> None:
-        """Drop the coldest block; one that is held below goes before one that would be lost."""
-        block = self._victim()
+    def evict(self, block: NodeBlock, cause: Cause, *, keeps_memory: bool) -> None:
+        """Drop an idle block; it is lost where the tier below has not got it yet."""
         self.evicted += 1
         self.lost += self.has_below and not block.is_below
+        self.tell(EventKind.REMOVED, block, cause=cause)
         (self.forget if keeps_memory else self.remove)(block)
 
-    def _victim(self) -> NodeBlock:
-        coldest = self._evictable or self._pinned
-        for number, block in enumerate(coldest.values()):
-            if block.is_below or not self.has_below:
-                return block
-            if number == LOOK_FOR_CLEAN:
-                break
-        return next(iter(coldest.values()))
+    def tell(
+        self,
+        kind: EventKind,
+        block: NodeBlock,
+        *,
+        source: TierName | None = None,
+        cause: Cause | None = None,
+    ) -> None:
+        """What happened to the block in memory, for who listens."""
+        if self.stream.listening:
+            self.stream.publish(
+                kind,
+                TierName.HOST,
+                key=block.key,
+                parent=block.id.parent,
+                scope=block.id.scope,
+                tokens=block.id.tokens if cause is None else b"",
+                nbytes=self.memory.layout.nbytes,
+                source=source,
+                cause=cause,
+            )
 
     def check(self) -> None:
         """Assert the invariants above."""
@@ -249,10 +204,9 @@ class NodeResidency:
         assert len(self._blocks) == sum(not block.detached for block in self._by_frame.values())
         assert frames.isdisjoint(self._free)
         assert len(frames) + len(self._free) == self._fresh
-        for key, block in self._blocks.items():
+        for block in self._blocks.values():
             idle = block.state is NodeBlockState.HELD and not block.leases
-            assert (idle and not block.pinned) == (key in self._evictable), block
-            assert (idle and block.pinned and block.is_below) == (key in self._pinned), block
+            may_leave = idle and (not block.pinned or block.is_below)
+            assert may_leave == self.capacity.is_idle(block), block
             assert block.leases == 0 or block.state is not NodeBlockState.FILLING, block
-        used = sum(each.num_blocks * each.memory.stride for each in self.capacity.sharers)
-        assert used == self.capacity.used_bytes <= self.capacity.capacity_bytes
+        self.capacity.check()

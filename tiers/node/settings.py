@@ -1,10 +1,14 @@
 """Where a node listens and how much it may hold."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiers.errors import ConfigurationError
+from tiers.policy.quota import QuotaShares
 from tiers.remote.settings import RemoteSettings
+
+OTHERS = "*"  # in quotas: each scope whose owner has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +20,18 @@ class NodeSettings:
     disk_dirs: tuple[Path, ...] = ()
     disk_bytes: int = 0  # for each layout
     remote: RemoteSettings | None = None
+    quotas: Mapping[str, int] = field(default_factory=dict)  # bytes by owner; * is each other scope
+
+    def shares(self, owner_of: Callable[[Hashable], Hashable]) -> QuotaShares | None:
+        """The quotas as parts of memory and disk. Raises ConfigurationError where they promise more
+        than there is."""
+        if not any(self.quotas.values()):
+            return None
+        named: dict[Hashable, int] = {
+            name: size for name, size in self.quotas.items() if name != OTHERS
+        }
+        total = self.host_bytes + self.disk_bytes * len(self.disk_dirs)
+        return QuotaShares(total, named, self.quotas.get(OTHERS, 0), owner_of)
 
     def check(self) -> None:
         """Raises ConfigurationError for what cannot be opened later."""

@@ -74,11 +74,17 @@ class Subscription:
         self.missed = 0
         self.gap = False
 
-    def take(self) -> list[BlockEvent]:
-        """Everything since the last call, oldest first."""
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    def take(self, most: int = QUEUE_EVENTS) -> list[BlockEvent]:
+        """What came since the last call, oldest first; at most so many."""
         with self._lock:
-            taken, self._queue = list(self._queue), deque()
-            return taken
+            if len(self._queue) <= most:
+                taken, self._queue = list(self._queue), deque()
+                return taken
+            return [self._queue.popleft() for _ in range(most)]
 
     def put(self, event: BlockEvent) -> bool:
         """Called by the stream; wakes the listener where its queue was empty. False: one went."""

@@ -22,6 +22,7 @@ from cachesvc.server.vllm.generate import VllmSettings
 from cachesvc.server.vllm.grammars import CheckedGrammars
 from cachesvc.server.vllm.node import NodeWatch, ensure_node
 from cachesvc.server.vllm.operations import NodeOperations
+from cachesvc.server.vllm.relay import NodeRelay
 from cachesvc.server.vllm.tiers import TiersElsewhere, cache_stats
 from cachesvc.vllm.reports import Reports
 from engine.bounds import check_params
@@ -30,7 +31,7 @@ from engine.grammar.compiler import compiler_for
 from engine.models.describe import Spoken, describe_folder
 from engine.request import StepOutput
 from engine.text.detokenizer import IncrementalDetokenizer
-from tiers.blocks.keys import CacheScope
+from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.node.messages import engine_layout
 from tiers.telemetry.events import EventStream
@@ -82,17 +83,26 @@ class VllmCore:
     grammars: CheckedGrammars
     node: NodeWatch | None
     operations: NodeOperations | None
+    relay: NodeRelay | None
     disk_view: None = None  # the node has the disk
 
     @property
     def is_shared(self) -> bool:
         """Whether other machines can load what is published here."""
-        return self.node is not None and self.node.is_shared
+        return self.node is not None and self.node.counters.is_shared
 
     def start(self, warm_up_tokens: int = 0) -> None:
         """vLLM has warmed up when it was opened."""
         if self.node is not None:
             self.node.start()
+        if self.relay is not None:
+            self.relay.start()
+
+    def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
+        """The node counts quotas by them, now and after its next start."""
+        if self.operations is not None and self.node is not None:
+            self.operations.owners = owners
+            self.node.join_again()
 
     def close(self, drain_s: float = 0.0) -> int:
         """End vLLM. The node stays, with the blocks."""
@@ -100,6 +110,8 @@ class VllmCore:
         self.grammars.close()
         if self.operations is not None:
             self.operations.close()
+        if self.relay is not None:
+            self.relay.close()
         if self.node is not None:
             self.node.close()
         self.cache.close(flush=False)
@@ -151,9 +163,9 @@ def build(
     )
     engine.open()
     layout, scope = _blocks(engine, reports, spoken)
-    node = operations = None
+    node = operations = relay = None
     if socket is not None and reports is not None:
-        node = NodeWatch(socket)
+        relay = NodeRelay(socket, stream)
         if reports.engine is not None:
             operations = NodeOperations(
                 socket,
@@ -163,6 +175,9 @@ def build(
                 in_flight=engine.in_flight,
             )
             operations.pins()  # the node opens this layout's tiers when it is first asked for them
+        node = (
+            NodeWatch(socket, operations.introduce) if operations is not None else NodeWatch(socket)
+        )
         node.look()
     cache = TiersElsewhere(layout, stream, operations)
     num_blocks = int(engine.vllm_config.cache_config.num_gpu_blocks or 0)
@@ -177,6 +192,7 @@ def build(
         grammars=CheckedGrammars(compiler_for(spoken)),
         node=node,
         operations=operations,
+        relay=relay,
     )
 
 
@@ -211,6 +227,7 @@ def _node(settings: Settings) -> Path | None:
         ],
         disk_bytes=cache.disk_bytes,
         remote=remote,
+        quotas=cache.quotas,
     )
     return socket.expanduser()
 

@@ -8,7 +8,7 @@ cache, and keeps the scopes closed until every request that was running has ende
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -63,6 +63,19 @@ class NodeOperations:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="cachesvc-node-operate")
         self._pins: list[Pin[PrefixKey]] = []
         self._ended = threading.Event()
+        self.owners: Mapping[PrefixKey, str] = {}  # whose each scope is, for the node's quotas
+
+    def introduce(self, node: NodeClient) -> None:
+        """Tell a node that was just joined whose the scopes are. Raises NodeError."""
+        if self.owners:
+            ranks = self._num_ranks
+            node.know(
+                {
+                    each: name
+                    for root, name in self.owners.items()
+                    for each in rank_roots(root, ranks)
+                }
+            )
 
     def close(self) -> None:
         self._ended.set()

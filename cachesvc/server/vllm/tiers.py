@@ -98,13 +98,16 @@ def cache_stats(
     stats = replace(empty.stats(), device=device)
     if node is None:
         return stats
+    told = node.counters
     return replace(
         stats,
-        host=node.host(),
-        disk=node.disk(),
-        remote=node.remote(),
-        collisions=node.collisions,
-        num_pins=node.total("num_pins"),
-        pinned_blocks=node.total("pinned_blocks"),
-        pinnable_blocks=node.total("pinnable_blocks"),
+        host=told.host(),
+        disk=told.disk(),
+        remote=told.remote(),
+        events=told.events(),
+        collisions=told.total("collisions"),
+        num_pins=told.total("num_pins"),
+        pinned_blocks=told.total("pinned_blocks"),
+        pinnable_blocks=told.total("pinnable_blocks"),
+        groups=told.groups(),
     )

@@ -1,0 +1,57 @@
+"""`cachesvc node` in this process: the node, what it publishes, and what answers Prometheus."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.sections import EventsSection
+from cachesvc.observability.kv_events import published
+from cachesvc.observability.samples import MetricSample, node_samples
+from tiers.errors import NodeError
+from tiers.node.client import NodeClient
+from tiers.node.counters import NodeCounters
+from tiers.node.node import NodeServer
+from tiers.node.settings import NodeSettings
+
+SCRAPE_S = 5.0
+
+
+def run_node(
+    settings: NodeSettings, *, events: str, metrics: str, on_ready: Callable[[], None]
+) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ConfigError and what `NodeServer.open` raises."""
+    serving = NodeServer(settings)
+    serving.open()
+    with closing(serving), published(EventsSection(zmq=events), serving.stream, 0):
+        if metrics:
+            _answer_scrapes(metrics, settings.socket)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: serving.stop())
+        on_ready()
+        serving.run()
+
+
+def _answer_scrapes(address: str, socket: Path) -> None:
+    """Raises ConfigError for what is no address, or none of this machine."""
+    from cachesvc.observability.metrics import serve_samples
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"--metrics {address!r} is no address; write it like 127.0.0.1:9464")
+    try:
+        serve_samples(host.strip("[]"), int(port), lambda: _read(socket))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--metrics {address} cannot be listened on: {error}") from None
+
+
+def _read(socket: Path) -> Iterator[MetricSample]:
+    """The counters as the node tells any client: the node's own thread reads them."""
+    try:
+        with closing(NodeClient(socket, timeout_s=SCRAPE_S)) as client:
+            client.open()
+            counters = NodeCounters(client.stats())
+    except NodeError:
+        return iter(())
+    return node_samples(counters)

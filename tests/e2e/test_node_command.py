@@ -1,0 +1,94 @@
+"""`cachesvc node` as an operator runs it alone: scraped, heard by a router, with quotas."""
+
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.test_start import free_port
+from tests.unit.test_node_socket import ROOT, joined, prompt, write
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+PATIENCE_S = 120
+
+
+@contextmanager
+def node(folder: Path, *more: str) -> Iterator["subprocess.Popen[str]"]:
+    """Running, once it says that it is ready."""
+    command = Path(sys.executable).with_name("cachesvc")
+    told = ["--socket", folder / "node.sock", "--host-cache", "1MiB", *more]
+    process = subprocess.Popen([command, "node", *told], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        assert "node ready" in process.stderr.readline()
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=PATIENCE_S)
+        assert 0 == process.returncode
+
+
+def scraped(address: str) -> Mapping[tuple[str, ...], float]:
+    """Values by name and labels' values."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE_S) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+
+def test_a_node_is_scraped_and_heard_and_keeps_quotas(tmp_path: Path) -> None:
+    metrics, events = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    router = zmq.Context.instance().socket(zmq.SUB)
+    router.setsockopt(zmq.SUBSCRIBE, b"kv-events")
+    router.connect(f"tcp://{events}")
+    more = ("--metrics", metrics, "--events", f"tcp://{events}", "--quota", "acme=256KiB")
+    with closing(router), node(tmp_path, *more), joined(tmp_path / "node.sock") as client:
+        client.know({ROOT: "tenant:acme"})
+        number, stored = 0, []
+        while not stored:  # a subscriber that came late has missed what was told before
+            number += 1
+            write(client, prompt(number))
+            while router.poll(100):
+                found = msgspec.msgpack.decode(router.recv_multipart()[2])[1]
+                stored += [each for each in found if each["type"] == "BlockStored"]
+        told = stored[0]
+        assert ("CPU", 4, 12) == (told["medium"], told["block_size"], len(told["token_ids"]))
+        values = scraped(metrics)
+        assert 3 * number == values["cachesvc_cache_blocks", "host"]
+        assert 1 << 20 == values["cachesvc_cache_capacity_bytes", "host"]
+        assert 3 * number * 8192 == values["cachesvc_quota_used_bytes", "tenant:acme", "host"]
+        assert 256 << 10 == values["cachesvc_quota_share_bytes", "tenant:acme", "host"]
+        assert values["process_resident_memory_bytes",] > 0
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (("--quota", "acme"), "is no quota"),
+        (("--quota", "acme=2TiB"), "promise"),
+        (("--quota", "acme=lots"), "is no size"),
+        (("--metrics", "9464"), "is no address"),
+        (("--host-cache", "lots"), "is no size"),
+    ],
+)
+def test_what_cannot_be_is_said(tmp_path: Path, told: tuple[str, ...], says: str) -> None:
+    command = Path(sys.executable).with_name("cachesvc")
+    done = subprocess.run(
+        [command, "node", "--socket", tmp_path / "node.sock", *told],
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert 0 != done.returncode
+    assert says in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "node.sock").exists()

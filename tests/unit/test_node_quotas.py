@@ -1,0 +1,208 @@
+"""Quotas in a node: what an owner was promised, nobody else evicts, in memory and on the disk."""
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tests.unit.test_node_socket import LAYOUT, joined, serving
+from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, block_ids, token_bytes
+from tiers.errors import ConfigurationError, NodeError
+from tiers.node.arena import create, frame_stride
+from tiers.node.capacity import Capacity
+from tiers.node.client import NodeClient
+from tiers.node.pool import Pool
+from tiers.policy.owners import ScopeOwners
+from tiers.policy.quota import Quotas, QuotaShares
+from tiers.tier import TierName
+
+STRIDE = frame_stride(LAYOUT)
+ROOTS = {name: CacheScope(weights=b"w", tenant=name.encode()).root() for name in ("a", "b", "c")}
+OWNERS = {root: f"tenant:{name}" for name, root in ROOTS.items()}
+
+
+def prompt(tenant: str, number: int, num_blocks: int = 1) -> list[BlockId]:
+    return block_ids(ROOTS[tenant], token_bytes([number] * 4 * num_blocks), 4)
+
+
+def fair(num_frames: int, quotas: Mapping[str, int], default: int = 0) -> tuple[Pool, ScopeOwners]:
+    """A pool of so many frames; quotas in frames."""
+    owners = ScopeOwners()
+    owners.learn(OWNERS)
+    promised = {name: frames * STRIDE for name, frames in quotas.items()}
+    total = num_frames * STRIDE
+    shares = QuotaShares(total, promised, default * STRIDE, owners.of)
+    return Pool(create(LAYOUT, num_frames), Capacity(total, Quotas(shares, total))), owners
+
+
+def put(pool: Pool, ids: list[BlockId]) -> None:
+    pool.commit([frame for _, frame in pool.reserve(ids, 1)])
+    pool.residency.check()
+
+
+def held(pool: Pool, tenant: str, numbers: range) -> int:
+    return sum(len(pool.probe(prompt(tenant, number)).tiers) for number in numbers)
+
+
+def test_a_scan_of_others_leaves_an_owner_what_it_was_promised() -> None:
+    pool, _ = fair(8, {"tenant:a": 4})
+    for number in range(4):
+        put(pool, prompt("a", number))
+    for number in range(100):
+        put(pool, prompt("b", number))
+    assert 4 == held(pool, "a", range(4))
+    assert 4 == held(pool, "b", range(96, 100))
+
+
+def test_what_an_owner_borrowed_is_taken_back_first() -> None:
+    pool, _ = fair(8, {"tenant:a": 4, "tenant:b": 4})
+    for number in range(8):
+        put(pool, prompt("a", number))
+    assert 8 == held(pool, "a", range(8)), "idle shares are lent"
+    for number in range(6):
+        put(pool, prompt("b", number))
+    assert (4, 4) == (held(pool, "a", range(8)), held(pool, "b", range(6)))
+    assert 4 == held(pool, "b", range(2, 6)), "at even shares its own oldest leaves"
+
+
+def test_with_a_default_each_scope_is_an_owner() -> None:
+    pool, _ = fair(9, {}, default=3)
+    for tenant in "abc":
+        put(pool, prompt(tenant, 0))
+    for number in range(1, 50):
+        put(pool, prompt("c", number))
+    assert (1, 1) == (held(pool, "a", range(1)), held(pool, "b", range(1)))
+
+
+def test_blocks_are_counted_anew_when_their_owner_becomes_known() -> None:
+    owners = ScopeOwners()
+    total = 8 * STRIDE
+    shares = QuotaShares(total, {"tenant:a": 4 * STRIDE}, 0, owners.of)
+    pool = Pool(create(LAYOUT, 8), Capacity(total, Quotas(shares, total)))
+    for number in range(8):
+        put(pool, prompt("a" if number % 2 else "b", number))
+    owners.learn(OWNERS)
+    pool.capacity.regroup()
+    pool.residency.check()
+    for number in range(8, 30):
+        put(pool, prompt("b", number))
+    assert 4 == held(pool, "a", range(8))
+
+
+def below(folder: Path) -> dict[str, object]:
+    return {"disk_dirs": (folder,), "disk_bytes": 1 << 20}
+
+
+def store(client: NodeClient, ids: list[BlockId], noise: random.Random) -> None:
+    pairs = client.reserve(ids)
+    assert client.memory is not None
+    for _, frame in pairs:
+        payload = bytearray(noise.randbytes(client.memory.stride))
+        client.memory.rows[frame] = torch.frombuffer(payload, dtype=torch.uint8)
+    client.commit([frame for _, frame in pairs])
+    while client.stats()["pools"][0]["is_writing"]:
+        pass
+
+
+def test_a_node_keeps_quotas_in_memory_and_on_disk_and_over_its_restart(tmp_path: Path) -> None:
+    path, noise = tmp_path / "node.sock", random.Random(1)
+    quotas = {"tenant:a": 1 << 20}  # half of 1 MiB of memory and 1 MiB of disk
+    with serving(path, quotas=quotas, **below(tmp_path / "disk")), joined(path) as client:
+        client.know(OWNERS)
+        for number in range(10):
+            store(client, prompt("a", number), noise)
+        for number in range(300):
+            store(client, prompt("b", number), noise)
+        tiers = [client.probe(prompt("a", number)) for number in range(10)]
+        assert [[TierName.HOST]] * 10 == tiers
+        told = {(each["tier"], each["group"]): each for each in client.stats()["groups"]}
+        assert 10 * STRIDE == told["host", "tenant:a"]["used_bytes"]
+        assert 10 * LAYOUT.nbytes <= told["disk", "tenant:a"]["used_bytes"]
+        assert told["host", "common"]["used_bytes"] > told["host", "common"]["share_bytes"]
+        for number in range(100):  # it holds on the disk as well
+            store(client, prompt("c", number), noise)
+    with serving(path, quotas=quotas, **below(tmp_path / "disk")), joined(path) as client:
+        told = {(each["tier"], each["group"]): each for each in client.stats()["groups"]}
+        assert told["disk", "tenant:a"]["used_bytes"] >= 10 * LAYOUT.nbytes, "names are kept"
+        tiers = [client.probe(prompt("a", number)) for number in range(10)]
+        assert [[TierName.DISK]] * 10 == tiers
+
+
+def test_quotas_that_promise_too_much_are_refused_at_the_start(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigurationError, match="promise"),
+        serving(tmp_path / "node.sock", quotas={"tenant:a": 2 << 20}),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    "told", [None, [], {"xx": "a"}, {"00": "a"}, {"00" * 16: 5}, {"00" * 16: ""}]
+)
+def test_owners_that_make_no_sense_are_refused(tmp_path: Path, told: object) -> None:
+    path = tmp_path / "node.sock"
+    with serving(path, quotas={"*": 1}), joined(path) as client:
+        with pytest.raises(NodeError, match="owners"):
+            client._tell({"do": "owners", "owners": told})
+        with joined(path) as other:
+            assert 1 == other.stats()["num_clients"]
+
+
+def test_a_damaged_list_of_owners_is_no_list(tmp_path: Path) -> None:
+    (tmp_path / "owners.json").write_text("{")
+    assert {} == ScopeOwners(tmp_path).names()
+
+
+class FairMachine(RuleBasedStateMachine):
+    """Whatever three tenants do, nobody loses what was promised to another's block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.owners = fair(8, {"tenant:a": 3, "tenant:b": 2})
+        self.leased: list[list[int]] = []
+
+    @rule(tenant=st.sampled_from("abc"), number=st.integers(0, 9), size=st.integers(1, 3))
+    def store(self, tenant: str, number: int, size: int) -> None:
+        quotas = self.pool.capacity.quotas
+        assert quotas is not None
+        before = quotas.usage()
+        ids = prompt(tenant, number, size)
+        self.pool.commit([frame for _, frame in self.pool.reserve(ids, 1)])
+        asks, after = quotas.group(ROOTS[tenant]), quotas.usage()
+        for group, (used, share) in before.items():
+            assert group == asks or after[group][0] >= min(used, share), (group, before, after)
+
+    @rule(tenant=st.sampled_from("abc"), number=st.integers(0, 9))
+    def lease(self, tenant: str, number: int) -> None:
+        frames = self.pool.settle(self.pool.lease(prompt(tenant, number), 1))
+        if frames and len(self.leased) < 4:
+            self.leased.append(frames)
+        else:
+            self.pool.release(frames)
+
+    @rule()
+    def release(self) -> None:
+        if self.leased:
+            self.pool.release(self.leased.pop())
+
+    @rule(tenant=st.sampled_from("abc"), name=st.sampled_from(["tenant:a", "tenant:b", "group:x"]))
+    def rename(self, tenant: str, name: str) -> None:
+        self.owners.learn({PrefixKey(ROOTS[tenant]): name})
+        self.pool.capacity.regroup()
+
+    @rule(tenant=st.sampled_from("abc"))
+    def purge(self, tenant: str) -> None:
+        self.pool.purge(frozenset({ROOTS[tenant]}))
+
+    @invariant()
+    def what_is_counted_is_there(self) -> None:
+        self.pool.residency.check()
+
+
+TestFairMachine = FairMachine.TestCase
+TestFairMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

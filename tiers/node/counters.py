@@ -1,0 +1,109 @@
+"""A node's counters as its clients read them: the tiers of all layouts together."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tiers.errors import MissReason
+from tiers.memory.counters import CacheEvent
+from tiers.operations.operations import GroupUse
+from tiers.tier import TierName, TierStats
+
+_DISK_SUMS = ("num_blocks", "used_bytes", "capacity_bytes", "stored", "evicted")
+COMMON = "common"  # the owners without a quota, as the node names them
+
+
+class NodeCounters:
+    """One answer of `NodeClient.stats`; empty for a node that is away."""
+
+    def __init__(self, told: Mapping[str, Any] | None = None) -> None:
+        self._told = told or {}
+
+    def __bool__(self) -> bool:
+        return bool(self._told)
+
+    @property
+    def pools(self) -> Sequence[Mapping[str, Any]]:
+        pools: Sequence[Mapping[str, Any]] = self._told.get("pools", ())
+        return pools
+
+    @property
+    def quotas(self) -> Mapping[str, int]:
+        quotas: Mapping[str, int] = self._told.get("quotas", {})
+        return quotas
+
+    @property
+    def num_clients(self) -> int:
+        return int(self._told.get("num_clients", 0))
+
+    @property
+    def num_listeners(self) -> int:
+        return int(self._told.get("num_listeners", 0))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a store that machines share is beneath the node."""
+        return any("remote" in pool for pool in self.pools)
+
+    def total(self, counter: str) -> int:
+        """A counter over all layouts."""
+        return sum(pool[counter] for pool in self.pools)
+
+    def host(self) -> TierStats:
+        """The node's memory: all engines' blocks, since they share it."""
+        used = self._told.get("used_bytes", 0)
+        return TierStats(
+            name=TierName.HOST,
+            num_blocks=self.total("num_blocks"),
+            used_bytes=used,
+            logical_bytes=used,
+            capacity_bytes=self._told.get("capacity_bytes", 0),
+            hits=self.total("host_hits"),
+            stored=self.total("stored"),
+            evicted=self.total("evicted"),
+        )
+
+    def disk(self) -> TierStats | None:
+        disks = [pool["disk"] for pool in self.pools if "disk" in pool]
+        if not disks:
+            return None
+        total = {name: sum(disk[name] for disk in disks) for name in _DISK_SUMS}
+        hits = self.total("disk_hits")
+        return TierStats(name=TierName.DISK, hits=hits, faults=_faults(disks), **total)
+
+    def remote(self) -> TierStats | None:
+        """What the node did with the store that machines share."""
+        tiers = [pool["remote"] for pool in self.pools if "remote" in pool]
+        if not tiers:
+            return None
+        return TierStats(
+            name=TierName.REMOTE,
+            hits=self.total("remote_hits"),
+            stored=sum(tier["stored"] for tier in tiers),
+            faults=_faults(tiers),
+        )
+
+    def events(self) -> dict[tuple[TierName, CacheEvent], int]:
+        return {
+            (TierName.HOST, event): self.total(str(event))
+            for event in (CacheEvent.STORED, CacheEvent.EVICTED, CacheEvent.LOST)
+        }
+
+    def groups(self) -> list[GroupUse]:
+        """What each owner with a quota has of each tier; empty without quotas."""
+        return [
+            GroupUse(
+                TierName(each["tier"]),
+                None if each["group"] == COMMON else each["group"],
+                each["used_bytes"],
+                each["share_bytes"],
+            )
+            for each in self._told.get("groups", ())
+        ]
+
+
+def _faults(tiers: Sequence[Mapping[str, Any]]) -> dict[MissReason, int]:
+    total: Counter[MissReason] = Counter()
+    for tier in tiers:
+        total.update({MissReason(reason): count for reason, count in tier["faults"].items()})
+    return dict(total)

@@ -1,0 +1,79 @@
+"""A client that listens to what happens to the node's blocks: it asks, and waits a while for more.
+
+The stream's subscription keeps what happens between two questions, up to its bound. Node's thread.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiers.blocks.keys import PrefixKey
+from tiers.errors import NodeError
+from tiers.telemetry.events import BlockEvent, EventKind, EventStream, Subscription
+from tiers.tier import Cause, TierName
+
+WAIT_S = 2.0  # then the answer is that nothing has happened
+MOST_EVENTS = 1024  # of one answer: 128 tokens a block make it 1.5 MB
+_KEYS = ("key", "parent", "scope")
+
+
+@dataclass(slots=True, eq=False)
+class HeardEvents:
+    """What a listening client waits for."""
+
+    subscription: Subscription
+    until_s: float
+
+    @property
+    def is_ready(self) -> bool:
+        return self.subscription.num_waiting > 0 or time.monotonic() >= self.until_s
+
+    def told(self) -> dict[str, Any]:
+        events = [event_fields(event) for event in self.subscription.take(MOST_EVENTS)]
+        return {"events": events, "missed": self.subscription.missed}
+
+
+class Listener:
+    """One client's place in the stream, from its first question until it goes."""
+
+    def __init__(self, stream: EventStream, wake: Callable[[], None]) -> None:
+        self._stream = stream
+        self._subscription = stream.subscribe(wake)
+
+    def ask(self) -> HeardEvents:
+        return HeardEvents(self._subscription, time.monotonic() + WAIT_S)
+
+    def close(self) -> None:
+        self._stream.unsubscribe(self._subscription)
+
+
+def event_fields(event: BlockEvent) -> dict[str, Any]:
+    """An event as JSON, without its number: each stream counts for itself."""
+    told: dict[str, Any] = {"kind": str(event.kind), "tier": str(event.tier)}
+    for name in (*_KEYS, "tokens"):
+        if value := getattr(event, name):
+            told[name] = value.hex()
+    if event.nbytes:
+        told["nbytes"] = event.nbytes
+    for name in ("source", "cause"):
+        if (value := getattr(event, name)) is not None:
+            told[name] = str(value)
+    return told
+
+
+def publish_fields(stream: EventStream, told: Mapping[str, Any]) -> None:
+    """Say in this process's stream what a node told. Raises NodeError for what is no event."""
+    try:
+        keys = {name: PrefixKey(bytes.fromhex(told[name])) for name in _KEYS if name in told}
+        stream.publish(
+            EventKind(told["kind"]),
+            TierName(told["tier"]),
+            **keys,
+            tokens=bytes.fromhex(told.get("tokens", "")),
+            nbytes=int(told.get("nbytes", 0)),
+            source=TierName(told["source"]) if "source" in told else None,
+            cause=Cause(told["cause"]) if "cause" in told else None,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise NodeError(f"an event of the node cannot be read: {error!r}") from error

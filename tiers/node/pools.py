@@ -1,0 +1,182 @@
+"""The pools of a node, one for each block layout, over one capacity and one set of quotas.
+
+A layout's pool, disk and operations are made when it is first asked for. Node's thread only.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tiers.blocks.keys import PrefixKey
+from tiers.blocks.layout import BlockLayout
+from tiers.errors import NodeError
+from tiers.node import messages
+from tiers.node.arena import create, frame_stride
+from tiers.node.below import Below, open_below, stats_below
+from tiers.node.capacity import Capacity
+from tiers.node.operations import PoolOperations, operations_on
+from tiers.node.pool import Pool
+from tiers.node.settings import NodeSettings
+from tiers.policy.owners import SCOPE, ScopeOwners
+from tiers.policy.quota import Quotas
+from tiers.remote.stacked import StackedTier
+from tiers.telemetry.events import EventStream
+from tiers.tier import TierName
+from tiers.transfer.mover import Mover, WriterTask
+
+MAX_POOLS = 16  # layouts that one node serves
+MAX_OWNERS = 1 << 18  # scopes whose owners a node is told
+DRAIN_S = 30.0  # how long a stopping node writes to its disk what only memory holds
+
+
+@dataclass(slots=True, eq=False)
+class _LayoutPool:
+    layout: BlockLayout
+    pool: Pool
+    below: Below | None
+    operations: PoolOperations
+
+
+class NodePools:
+    """`wake` wakes the node's thread, from any other. Raises ConfigurationError for quotas that
+    promise more than there is."""
+
+    def __init__(
+        self, settings: NodeSettings, stream: EventStream, wake: Callable[[], None]
+    ) -> None:
+        self._settings = settings
+        self._stream = stream
+        self._wake = wake
+        self._owners = ScopeOwners(settings.disk_dirs[0] if settings.disk_dirs else None)
+        self._shares = settings.shares(self._owners.of)
+        quotas = Quotas(self._shares, settings.host_bytes) if self._shares is not None else None
+        self.capacity = Capacity(settings.host_bytes, quotas)
+        self._entries: list[_LayoutPool] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def pool(self, number: int) -> Pool:
+        return self._entry(number).pool
+
+    def layout(self, number: int) -> BlockLayout:
+        return self._entry(number).layout
+
+    def operations(self, number: int) -> PoolOperations:
+        return self._entry(number).operations
+
+    def number_of(self, layout: BlockLayout) -> int:
+        """The pool of a layout, made when it is first asked for. Raises NodeError."""
+        for number, entry in enumerate(self._entries):
+            if entry.layout == layout:
+                return number
+        if len(self._entries) >= MAX_POOLS:
+            raise NodeError(f"the node serves {MAX_POOLS} block layouts already; start another")
+        num_frames = self._settings.host_bytes // frame_stride(layout)
+        if not num_frames:
+            raise NodeError(
+                f"a block of {layout.nbytes} bytes does not fit the node's "
+                f"{self._settings.host_bytes} bytes of host memory"
+            )
+        self._entries.append(self._opened(layout, num_frames))
+        return len(self._entries) - 1
+
+    def work(self) -> None:
+        """Take in what the threads below have done, and look at pins."""
+        for entry in self._entries:
+            entry.pool.work()
+            entry.operations.keeper.step()
+
+    def leave(self, client: int) -> None:
+        for entry in self._entries:
+            entry.operations.leave(client)
+
+    def know(self, owners: Mapping[PrefixKey, str]) -> None:
+        """Whose these scopes are. What stands is counted anew. Raises NodeError."""
+        if len(self._owners.names().keys() | owners.keys()) > MAX_OWNERS:
+            raise NodeError(f"the node keeps the owners of {MAX_OWNERS} scopes at most")
+        if self._shares is None or not self._owners.learn(owners):
+            return
+        self.capacity.regroup()
+        for entry in self._entries:
+            if entry.pool.mover is not None:  # a flush counts what each scope has
+                entry.pool.mover.submit(WriterTask(lambda tier: tier.flush()))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and sizes, as JSON."""
+        return {
+            "used_bytes": self.capacity.used_bytes,
+            "capacity_bytes": self.capacity.capacity_bytes,
+            "quotas": dict(self._settings.quotas),
+            "groups": self._groups(),
+            "pools": [_stats(entry) for entry in self._entries],
+        }
+
+    def close(self) -> None:
+        """Write what only memory holds, within `DRAIN_S`, and give everything back."""
+        pools = [entry.pool for entry in self._entries]
+        until = time.monotonic() + DRAIN_S
+        while any(pool.is_writing for pool in pools) and time.monotonic() < until:
+            for pool in pools:
+                pool.work()
+            time.sleep(0.005)
+        for entry in self._entries:
+            if entry.pool.mover is not None:
+                entry.pool.mover.close()
+            entry.pool.memory.close()
+            if entry.below is not None:
+                entry.below.close()
+
+    def _entry(self, number: int) -> _LayoutPool:
+        if number >= len(self._entries):
+            raise NodeError(f"there is no pool {number}; say HELLO first")
+        return self._entries[number]
+
+    def _opened(self, layout: BlockLayout, num_frames: int) -> _LayoutPool:
+        below = None
+        if self._settings.disk_dirs:
+            below = open_below(self._settings, layout, self._shares, self._stream)
+        mover = None
+        if below is not None:
+            mover = Mover(below, on_done=self._wake)
+            mover.start()
+        pool = Pool(
+            create(layout, num_frames), self.capacity, mover, wake=self._wake, stream=self._stream
+        )
+        if isinstance(below, StackedTier):
+            pool.used = below.used
+        operations = operations_on(pool, below, self._settings, self._shares)
+        return _LayoutPool(layout, pool, below, operations)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """What each owner with a quota has of each tier; scopes without a name are one."""
+        if self.capacity.quotas is None:
+            return []
+        totals: dict[tuple[str, str], Counter[str]] = {}
+        usages = [(TierName.HOST, self.capacity.quotas.usage())]
+        disks = [entry.below for entry in self._entries if entry.below is not None]
+        usages += [(TierName.DISK, dict(disk.quotas())) for disk in disks]
+        for tier, usage in usages:
+            for group, (used, share) in usage.items():
+                name = "common" if group is None else str(group)
+                place = (str(tier), "default" if name.startswith(SCOPE) else name)
+                totals.setdefault(place, Counter()).update(used_bytes=used, share_bytes=share)
+        return [{"tier": tier, "group": group, **sums} for (tier, group), sums in totals.items()]
+
+
+def _stats(entry: _LayoutPool) -> dict[str, Any]:
+    keeper = entry.operations.keeper
+    return {
+        "layout": messages.describe_layout(entry.layout),
+        "num_blocks": entry.pool.residency.num_blocks,
+        "evicted": entry.pool.residency.evicted,
+        "lost": entry.pool.residency.lost,
+        "is_writing": entry.pool.is_writing,
+        "num_pins": len(keeper.pins()),
+        "pinned_blocks": keeper.num_blocks,
+        "pinnable_blocks": keeper.max_blocks,
+        **asdict(entry.pool.counts),
+        **stats_below(entry.below),
+    }

@@ -1,0 +1,66 @@
+"""Whose each scope is, for quotas: told by who knows the names, read by the tiers' threads.
+
+The names are kept in a file where there is a folder for it, so that blocks found at the next start
+are counted for their owners at once.
+"""
+
+import json
+import logging
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+
+from tiers.blocks.keys import PrefixKey
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "owners.json"
+SCOPE = "scope:"  # begins the name of an owner that nobody has named
+
+
+class ScopeOwners:
+    """Names by scope. A scope that was not named is an owner by itself."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._path = folder / FILE_NAME if folder is not None else None
+        self._names: dict[PrefixKey, str] = _read(self._path) if self._path is not None else {}
+
+    def learn(self, names: Mapping[PrefixKey, str]) -> bool:
+        """Whether that was news."""
+        fresh = {**self._names, **names}
+        if fresh == self._names:
+            return False
+        self._names = fresh
+        if self._path is not None:
+            self._save(self._path)
+        return True
+
+    def of(self, scope: Hashable) -> str | None:
+        """For `QuotaShares`; None for what is no scope."""
+        if not isinstance(scope, bytes):
+            return None
+        return self._names.get(PrefixKey(scope)) or f"{SCOPE}{scope.hex()[:16]}"
+
+    def names(self) -> Mapping[PrefixKey, str]:
+        return self._names
+
+    def _save(self, path: Path) -> None:
+        told = {scope.hex(): name for scope, name in self._names.items()}
+        fresh = path.with_name(f"{FILE_NAME}.new")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_text(json.dumps(told, indent=1) + "\n")
+            fresh.replace(path)
+        except OSError as error:
+            logger.warning(f"whose blocks are whose is not kept for the next start: {error}")
+
+
+def _read(path: Path) -> dict[PrefixKey, str]:
+    """What was kept; nothing where there is no file, or none that can be read."""
+    try:
+        told = json.loads(path.read_text())
+        return {PrefixKey(bytes.fromhex(scope)): str(name) for scope, name in told.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as error:
+        logger.warning(f"{path} cannot be read: {error}; scopes are named anew")
+        return {}
