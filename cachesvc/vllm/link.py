@@ -33,6 +33,7 @@ class NodeLink:
         self._client = NodeClient(path, layout, timeout_s=timeout_s)
         self._clock_s = clock_s
         self._not_before_s = float("-inf")
+        self._is_away = False  # and its absence was told
         self.faults = 0
 
     def probe(self, ids: Sequence[BlockId]) -> list[TierName]:
@@ -54,13 +55,19 @@ class NodeLink:
             elif self._clock_s() < self._not_before_s:
                 return None
             self._client.connect()
-            return use(self._client)
+            used = use(self._client)
         except NodeError as error:
             self.faults += 1
             self._client.close()
             self._not_before_s = self._clock_s() + RETRY_S
-            logger.warning(f"cachesvc: served without the node for {RETRY_S:g} s: {error}")
+            if not self._is_away:  # once: a node may be away for a day
+                self._is_away = True
+                logger.warning(f"cachesvc: served without the node until it is back: {error}")
             return None
+        if self._is_away:
+            self._is_away = False
+            logger.warning("cachesvc: the node is back")
+        return used
 
     def close(self) -> None:
         self._client.close()

@@ -152,7 +152,7 @@ def test_a_corrupt_record_is_a_miss_with_its_reason(tmp_path: Path) -> None:
             time.sleep(0.01)
         node.kill()
         node.wait()
-    (folder,) = (tmp_path / "disk").iterdir()
+    (folder,) = (tmp_path / "disk").glob("*/")
     with closing(open_disk(folder, LAYOUT, 64 << 20)) as tier:
         shard, offset = record_offset(tier, ids[1].key)
     flip(folder / shard / "data.mdb", offset + 2000)

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import yaml
 from fastapi.routing import APIRoute
 
 from api.routes import health
+from cachesvc.cli.node import node
 from cachesvc.config.quantities import parse_duration, parse_size
 from cachesvc.config.settings import Settings, env_name, known_settings
 from cachesvc.server.supervisor import notify
+from tiers.node.pools import DRAIN_S
 
 ROOT = Path(__file__).parents[2]
 OPS = ROOT / "ops"
@@ -119,6 +122,37 @@ def test_kustomize_builds_what_kubernetes_knows(
     for document in documents:
         if document["kind"] != "ServiceMonitor":  # the Prometheus operator's own
             validator.validate(document, "1.32", strict=True)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+def test_the_nodes_daemon_set_is_what_kubernetes_and_the_command_know() -> None:
+    built = subprocess.run(
+        ["kubectl", "kustomize", K8S / "node"], capture_output=True, text=True, timeout=60
+    )
+    assert 0 == built.returncode, built.stderr
+    (daemons,) = yaml.safe_load_all(built.stdout)
+    pod = daemons["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (
+        daemons["spec"]["selector"]["matchLabels"]
+        == (daemons["spec"]["template"]["metadata"]["labels"])
+    )
+    command, *arguments = container["args"]
+    told = dict(argument.split("=") for argument in arguments)
+    assert "node" == command
+    assert told.keys() <= {f"--{name.replace('_', '-')}" for name in signature(node).parameters}
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert mounts == [str(Path(told["--socket"]).parent), told["--disk-cache-dir"]]
+    assert mounts == [volume["hostPath"]["path"] for volume in pod["volumes"]]
+    (port,) = container["ports"]
+    assert told["--metrics"].endswith(f":{port['containerPort']}")
+    memory = parse_size(container["resources"]["requests"]["memory"] + "B")
+    assert parse_size(told["--host-cache"]) < memory
+    assert pod["terminationGracePeriodSeconds"] > DRAIN_S
+    validator = pytest.importorskip(
+        "kubernetes_validate", reason="needs kubernetes-validate, which CI installs"
+    )
+    validator.validate(daemons, "1.32", strict=True)
 
 
 def test_the_disk_tier_lies_on_a_volume_that_holds_it(pod: dict[str, Any]) -> None:

@@ -211,6 +211,29 @@ def test_a_second_node_at_the_same_place_is_refused(node: NodeServer, path: Path
         NodeServer(NodeSettings(socket=path, host_bytes=1 << 20)).open()
 
 
+def test_a_second_node_on_the_same_disk_is_refused_at_its_start(tmp_path: Path) -> None:
+    disk = {"disk_dirs": (tmp_path / "disk",), "disk_bytes": 64 << 20}
+    with serving(tmp_path / "a.sock", **disk):
+        other = NodeServer(NodeSettings(socket=tmp_path / "b.sock", host_bytes=1 << 20, **disk))
+        with pytest.raises(DirectoryLocked, match=r"disk is served by pid .*--disk-cache-dir"):
+            other.open()
+        assert not (tmp_path / "b.sock").exists()
+    with serving(tmp_path / "b.sock", **disk), joined(tmp_path / "b.sock"):
+        pass
+
+
+def test_a_socket_that_a_dead_node_left_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as dead:
+        dead.bind(str(path))
+    with serving(path), joined(path):
+        pass
+    path.write_text("mine")
+    with pytest.raises(ConfigurationError, match="no socket"):
+        NodeServer(NodeSettings(socket=path, host_bytes=1 << 20)).open()
+    assert "mine" == path.read_text()
+
+
 def test_a_path_that_is_too_long_for_a_socket_is_said(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 120)
     with pytest.raises(ConfigurationError, match="cannot listen"):

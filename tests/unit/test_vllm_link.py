@@ -38,6 +38,21 @@ def test_a_node_that_is_away_is_a_miss_and_is_left_alone_for_a_while(tmp_path: P
         link.close()
 
 
+def test_an_outage_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, clock = tmp_path / "node.sock", Clock()
+    link = link_to(path, clock)
+    for _ in range(5):
+        assert [] == link.probe(prompt(1))
+        clock.now_s += RETRY_S
+    with serving(path):
+        for _ in range(2):
+            assert link.attempt(put)
+        link.close()
+    told = [record.getMessage() for record in caplog.records]
+    assert 2 == len(told)
+    assert "until it is back" in told[0] and "is back" in told[1]
+
+
 def test_a_node_that_was_restarted_is_joined_without_a_miss(tmp_path: Path) -> None:
     path, below = (
         tmp_path / "node.sock",

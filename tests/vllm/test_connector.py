@@ -140,7 +140,7 @@ def wait_for_link(story: Story, engine: Engine) -> None:
 
 def damage(node: RunningNode, layout: BlockLayout) -> None:
     """Flip a bit in the payload of one block of one prompt."""
-    (folder,) = node.disk.iterdir()
+    (folder,) = node.disk.glob("*/")
     with closing(open_disk(folder, layout, 2 << 30)) as tier, tier.view() as view:
         first = next(block for block in view.blocks() if block.parent == block.scope)
         shard, offset = record_offset(tier, first.key)
