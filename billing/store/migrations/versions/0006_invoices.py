@@ -37,8 +37,10 @@ def upgrade() -> None:
 
 
 def _sum_again(bind: sa.Connection) -> None:
+    """Without the columns that later revisions add: what was written before has none of them."""
     daily, sessions = rollups(stream_entries(bind)).stored()
     for table, rows in ((usage_daily, daily), (usage_sessions, sessions)):
+        standing = [column["name"] for column in sa.inspect(bind).get_columns(table.name)]
         bind.execute(sa.delete(table))
-        if rows:
-            bind.execute(table.insert(), rows)
+        for row in rows:
+            bind.execute(sa.insert(table).values({name: row[name] for name in standing}))

@@ -1,0 +1,89 @@
+"""A ledger of an older version, with entries in it, becomes what a new one is."""
+
+import pytest
+import sqlalchemy as sa
+
+from billing.errors import StoreError
+from billing.money import UNITS
+from billing.proof import audit
+from billing.store.opening import REVISION, open_store
+from billing.store.schema import INVOICE_TABLES
+from billing.testing import running_ledger
+from billing.usage import Usage
+
+USAGE = Usage(hit_disk=900, miss=100, output=7)
+AFTERWARDS = (  # tables that the first schema had not
+    *("budgets", "outbox", "expiring", "refused_events", "advances", "included_used", "wallets"),
+    *("rate_limits", "scoped_grants", *INVOICE_TABLES),
+)
+_SUMS = ("fees", "granted", "owed", "included")
+_SUMMED = (
+    *(f"{name}_{part}" for name in _SUMS for part in ("hi", "lo")),
+    *("cache_write_1h", "storage_token_minutes", "explicit_hit", "explicit_write"),
+)
+ADDED = {  # and columns
+    "idempotency": ("owner", "boot"),
+    "entries": ("billed_ns",),
+    "usage_daily": _SUMMED,
+    "usage_sessions": _SUMMED,
+    "accounts": ("scoped",),
+}
+
+Columns = dict[str, set[tuple[str, str, bool]]]
+
+
+def columns(engine: sa.Engine) -> Columns:
+    found = sa.inspect(engine)
+    return {
+        table: {(c["name"], str(c["type"]), bool(c["nullable"])) for c in found.get_columns(table)}
+        for table in found.get_table_names()
+    }
+
+
+def make_old(engine: sa.Engine) -> None:
+    """What the first version wrote."""
+    with engine.begin() as connection:
+        for table in AFTERWARDS:
+            connection.execute(sa.text(f"DROP TABLE {table}"))
+        connection.execute(sa.text("DROP INDEX entries_billed"))
+        for table, names in ADDED.items():
+            for name in names:
+                connection.execute(sa.text(f"ALTER TABLE {table} DROP COLUMN {name}"))
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '0001'"))
+
+
+def test_a_ledger_of_the_first_schema_is_brought_up_to_date(url: str) -> None:
+    with running_ledger(url) as house:
+        house.fund(UNITS)
+        house.charge("r1", USAGE, session="s")
+        house.ledger.correct("acme", "r1", reference="c", by="ops", reason="", amount=5).result()
+        today = columns(house.ledger.store.engine)
+        worth = house.ledger.balance("acme").balance
+    engine = sa.create_engine(url)
+    try:
+        make_old(engine)
+        before = columns(engine)
+        assert before != today
+    finally:
+        engine.dispose()
+    with running_ledger(url) as house:
+        assert today == columns(house.ledger.store.engine)
+        assert worth == house.ledger.balance("acme").balance
+        assert audit.verify(house.ledger.store).problems == []
+        house.charge("r2", USAGE, session="s")
+        grant = {"reference": "g", "by": "ops", "scope": ["*"]}
+        house.ledger.grant("acme", 5, **grant).result()
+        house.charge("r3", USAGE)
+        proof = audit.verify(house.ledger.store)
+        assert (6, []) == (proof.num_entries, proof.problems)
+
+
+def test_a_ledger_of_a_newer_version_is_refused(url: str) -> None:
+    open_store(url).close()
+    engine = sa.create_engine(url)
+    newer = f"{int(REVISION) + 1:04}"
+    with engine.begin() as connection:
+        connection.execute(sa.text(f"UPDATE alembic_version SET version_num = '{newer}'"))
+    engine.dispose()
+    with pytest.raises(StoreError, match=f"'{newer}', which this version does not know"):
+        open_store(url)
