@@ -303,6 +303,7 @@ class Ledger:
 
     def _tick(self) -> None:
         try:
+            self.store.check_schema()
             self.accounts.refresh()
             if self._is_timed:
                 self._watch.compare(self.store.clock_ns())

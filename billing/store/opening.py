@@ -55,7 +55,7 @@ def open_store(url: str, *, create: bool = True) -> LedgerStore:
     except SQLAlchemyError as error:
         where = parsed.render_as_string(hide_password=True)
         raise StoreError(f"cannot open the ledger at {where}: {cause_of(error)}") from error
-    return LedgerStore(engine)
+    return LedgerStore(engine, REVISION)
 
 
 def _check_sqlite_path(path: str | None, create: bool) -> None:

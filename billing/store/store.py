@@ -46,8 +46,10 @@ LANE_CHECKPOINT_PAGES = 40_000  # 160 MB: where nobody calls `checkpoint`
 class LedgerStore:
     """One database. Thread-safe; `close` ends its connections."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, revision: str) -> None:
         self.engine = engine
+        self._revision = revision  # of the schema that it was opened with
+        self._outdated = ""  # why it must not write, once that is so
         self.insert: Callable[..., Any] = partial(insert_into, dialect=engine.dialect.name)
         self._hot = HotStatements(engine.dialect.name)
         self._lane = threading.Lock()
@@ -134,8 +136,7 @@ class LedgerStore:
         transaction: Callable[[], AbstractContextManager[Connection]],
     ) -> T:
         for attempt in range(RETRIES):
-            if self._log is not None:
-                self._log.check()
+            self._check_open()
             try:
                 with transaction() as connection:
                     return operation(connection)
@@ -184,7 +185,25 @@ class LedgerStore:
     @property
     def failed(self) -> str:
         """Why nothing can be written until a restart; empty while all is well."""
-        return self._log.failed if self._log is not None else ""
+        return self._outdated or (self._log.failed if self._log is not None else "")
+
+    def check_schema(self) -> None:
+        """Write nothing from now on if a newer version has migrated the database meanwhile: this
+        one would leave out what that one counts.
+        """
+        with self.reading() as connection:
+            found = connection.scalar(text("SELECT version_num FROM alembic_version"))
+        if found != self._revision:
+            self._outdated = (
+                f"another version brought the ledger from schema {self._revision} to {found}; "
+                "start this server again with that version"
+            )
+
+    def _check_open(self) -> None:
+        if self._outdated:
+            raise LedgerUnavailable(f"the ledger is closed: {self._outdated}")
+        if self._log is not None:
+            self._log.check()
 
     def renew_log(self) -> None:
         """For a server, once at its start: see `WriteAheadLog.renew`."""

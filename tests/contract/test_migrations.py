@@ -1,13 +1,16 @@
 """A ledger of an older version, with entries in it, becomes what a new one is."""
 
+import time
+
 import pytest
 import sqlalchemy as sa
 
-from billing.errors import StoreError
+from billing.errors import LedgerUnavailable, StoreError
+from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.proof import audit
 from billing.store.opening import REVISION, open_store
-from billing.store.schema import INVOICE_TABLES
+from billing.store.schema import INVOICE_TABLES, holds
 from billing.testing import running_ledger
 from billing.usage import Usage
 
@@ -87,3 +90,25 @@ def test_a_ledger_of_a_newer_version_is_refused(url: str) -> None:
     engine.dispose()
     with pytest.raises(StoreError, match=f"'{newer}', which this version does not know"):
         open_store(url)
+
+
+def test_a_server_writes_nothing_once_a_newer_version_has_migrated_its_ledger(url: str) -> None:
+    """Two servers, one database, and only one of them was upgraded."""
+    with running_ledger(url) as house:
+        house.fund(UNITS)
+        running = house.reserve("running", 0)
+        with house.ledger.store.writing() as connection:
+            connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+        give_up = time.monotonic() + 60
+        while not house.ledger.store.failed:
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+        assert "start this server again with that version" in house.ledger.store.failed
+        with pytest.raises(LedgerUnavailable, match="to 9999"):
+            house.reserve("r1", 0)
+        with pytest.raises(LedgerUnavailable, match="to 9999"):
+            house.ledger.settle(running, USAGE, Outcome.FINISHED).result(10)
+        with pytest.raises(LedgerUnavailable, match="to 9999"):
+            house.accounts.create_tenant("other", "CNY", by="ops")
+        with house.ledger.store.reading() as connection:
+            assert ["running"] == list(connection.scalars(sa.select(holds.c.request_id)))
