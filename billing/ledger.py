@@ -119,6 +119,17 @@ class Ledger:
         return self._commits.stats()
 
     @property
+    def refuses(self) -> str:
+        """Why no request can be admitted now; empty while all is well."""
+        if closed := self.store.failed:
+            return f"the ledger is closed: {closed}"
+        try:
+            self._watch.check()
+        except ClockJumped as error:
+            return str(error)
+        return ""
+
+    @property
     def book(self) -> PriceBook:
         return self.accounts.book
 

@@ -243,8 +243,8 @@ class Service:
             return Readiness(False, "the server is shutting down")
         if stats.failed:
             return Readiness(False, f"the engine has failed: {stats.failed}", alive=False)
-        if broken := self._money.books.store.failed:
-            return Readiness(False, f"the ledger is closed: {broken}")
+        if refused := self._money.books.ledger.refuses:
+            return Readiness(False, refused)
         detail = {"running": stats.num_running, "waiting": stats.num_waiting}
         return Readiness(True, "", detail | _degraded(stats.cache.disk))
 

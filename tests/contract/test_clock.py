@@ -72,8 +72,10 @@ def test_nothing_new_is_booked_while_the_clock_is_wrong(tmp_path: Path) -> None:
             ledger.reserve("acme", "r2", 1, pinned).result()
         with pytest.raises(ClockJumped):
             ledger.deposit("acme", UNITS, reference="d2", by="test").result()
+        assert "ahead of where it should be" in ledger.refuses
         ledger.settle(running, USAGE, Outcome.FINISHED).result()
         clock.advance(-40 * DAY_S)
+        assert "" == ledger.refuses
         ledger.reserve("acme", "r2", 1, pinned).result()
         assert statement(store, "acme", "2025-01").requests == 1
         assert audit.verify(store).problems == []

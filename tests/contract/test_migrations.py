@@ -103,7 +103,7 @@ def test_a_server_writes_nothing_once_a_newer_version_has_migrated_its_ledger(ur
         while not house.ledger.store.failed:
             assert time.monotonic() < give_up
             time.sleep(0.01)
-        assert "start this server again with that version" in house.ledger.store.failed
+        assert "start this server again with that version" in house.ledger.refuses
         with pytest.raises(LedgerUnavailable, match="to 9999"):
             house.reserve("r1", 0)
         with pytest.raises(LedgerUnavailable, match="to 9999"):
