@@ -38,14 +38,14 @@ class RequestLogger:
         client_id = _client_id(scope)
         log.add(method=scope["method"], path=scope["path"], client_request_id=client_id)
         scope.setdefault("state", {})["request_log"] = log
-        told = client_id or log.request_id
+        shown_id = client_id or log.request_id
         status: int | None = None
 
         async def name(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", told.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", shown_id.encode())]
             await send(message)
 
         try:

@@ -107,8 +107,8 @@ async def evict(
     """
     removed = await cache_admin_of(request).evict(keys)
     _look_again(parts_of(request))
-    told = subject or (keys[0].hex() if len(keys) == 1 else f"{len(keys)} blocks")
-    await _record(request, by, "cache.evict", told, why, removed)
+    named = subject or (keys[0].hex() if len(keys) == 1 else f"{len(keys)} blocks")
+    await _record(request, by, "cache.evict", named, why, removed)
     return removed
 
 

@@ -168,7 +168,7 @@ class FeedResponse(Response):
 
 def event_json(event: BlockEvent, *, tokens: bool = False) -> dict[str, Any]:
     """An event as every reader gets it: keys in hex, times in Unix seconds."""
-    told: dict[str, Any] = {
+    payload: dict[str, Any] = {
         "number": event.number,
         "kind": event.kind,
         "tier": event.tier,
@@ -176,16 +176,16 @@ def event_json(event: BlockEvent, *, tokens: bool = False) -> dict[str, Any]:
     }
     for name in ("key", "parent", "scope"):
         value = getattr(event, name)
-        told[name] = None if value is None else value.hex()
-    told |= {
+        payload[name] = None if value is None else value.hex()
+    payload |= {
         "num_tokens": event.num_tokens,
         "bytes": event.nbytes,
         "source": event.source,
         "cause": event.cause,
     }
     if tokens:
-        told["token_ids"] = event.token_ids()
-    return told
+        payload["token_ids"] = event.token_ids()
+    return payload
 
 
 def block_event(event: BlockEvent, *, tokens: bool) -> bytes:

@@ -66,10 +66,10 @@ class _Choice:
             text.append(self.detokenizer.flush())
         if not used and self.finish is None:
             return None
-        told = self.finish if self.finish in ANSWERED else None
+        reason = self.finish if self.finish in ANSWERED else None
         logprobs = output.logprobs[:used]
         stop = self.detokenizer.stop_string
-        return Delta(self.number, "".join(text), output.tokens[:used], logprobs, told, stop)
+        return Delta(self.number, "".join(text), output.tokens[:used], logprobs, reason, stop)
 
     def cut(self, reason: FinishReason) -> Delta:
         """Ends the choice here, with the text that was held back."""
@@ -250,9 +250,9 @@ class Generation:
 
     async def _read(self, outputs: Sequence[StepOutput]) -> list[Delta]:
         live = self._live_tokens(outputs)
-        told = self.output_tokens
-        covered = await self._cover(told + live) if live else told
-        allowance = covered - told
+        sent = self.output_tokens
+        covered = await self._cover(sent + live) if live else sent
+        allowance = covered - sent
         deltas: list[Delta] = []
         for output in outputs:
             part = self._parts[output.request_id]
@@ -261,7 +261,7 @@ class Generation:
             if choice.finish is None and (delta := choice.read(output, allowance)):
                 allowance -= len(delta.tokens)
                 deltas.append(delta)
-        if allowance == 0 and live > covered - told:
+        if allowance == 0 and live > covered - sent:
             deltas += self._end_uncovered()
         self._stop_choices()
         if self._said:

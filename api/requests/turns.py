@@ -152,7 +152,7 @@ class Conversations:
         for answer in answers:
             key = _continued(turn.keys[-1], message_of(answer.text))
             tokens = prompt + array("i", answer.tokens)
-            num_told, rest = _told(tokenizer, answer)
+            num_told, rest = _num_spelled(tokenizer, answer)
             left = _Left(tokens, len(prompt) + num_told, rest, turn.owner)
             self._keep(key, left)
             self._kept.write(key, turn.owner, left.packed())
@@ -187,10 +187,10 @@ class Conversations:
 
 
 def _continued(key: bytes, message: Mapping[str, Any]) -> bytes:
-    told = {name: value for name, value in message.items() if value is not None}
+    fields = {name: value for name, value in message.items() if value is not None}
     if message["role"] == "assistant":
-        told = _canonical(message)
-    return xxhash.xxh3_128_digest(key + orjson.dumps(told, option=orjson.OPT_SORT_KEYS))
+        fields = _canonical(message)
+    return xxhash.xxh3_128_digest(key + orjson.dumps(fields, option=orjson.OPT_SORT_KEYS))
 
 
 def _weight(left: _Left) -> int:
@@ -224,7 +224,7 @@ def _call(call: Mapping[str, Any]) -> list[Any]:
     return [function.get("name"), arguments]
 
 
-def _told(tokenizer: Tokenizer, answer: Transcript) -> tuple[int, str | None]:
+def _num_spelled(tokenizer: Tokenizer, answer: Transcript) -> tuple[int, str | None]:
     """The answer's tokens that are wholly in its text, and what of the text they leave.
 
     Not counted: the end of the sequence, and tokens that a stop string begins in. Special tokens

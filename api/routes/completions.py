@@ -134,10 +134,10 @@ class CompletionFormat:
         return b"".join(event(self._chunk(n, echo, None, None)) for n, echo in echoes if echo)
 
     def chunk(self, delta: Delta, outcome: Outcome) -> bytes:
-        told = self._told(delta)
-        if not delta.text and delta.finish is None and told is None:
+        shown = self._logprobs_of(delta)
+        if not delta.text and delta.finish is None and shown is None:
             return b""
-        chunk = self._chunk(delta.choice, delta.text, told, delta.finish)
+        chunk = self._chunk(delta.choice, delta.text, shown, delta.finish)
         if delta.finish and outcome is Outcome.BUDGET:
             chunk["cachesvc"] = {"ended_by": "insufficient_balance"}
         return event(chunk)
@@ -170,18 +170,18 @@ class CompletionFormat:
         ]
         if self._prompt_logprobs:
             for number, choice in enumerate(choices):
-                told = served.prompt_logprobs[number // self._job.params.n]
-                choice["prompt_logprobs"] = prompt_logprobs(self._job.model.tokenizer, told)
+                shown = served.prompt_logprobs[number // self._job.params.n]
+                choice["prompt_logprobs"] = prompt_logprobs(self._job.model.tokenizer, shown)
         return self._head | {"choices": choices} | closing(served, bill, asked)
 
-    def _told(self, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs_of(self, delta: Delta) -> dict[str, Any] | None:
         """The delta's logprobs; moves the choice's text offset on."""
         if self._job.params.logprobs is None or not delta.logprobs:
             return None
         tokenizer = self._job.model.tokenizer
-        told = text_logprobs(tokenizer, delta.logprobs, self._offsets[delta.choice])
-        self._offsets[delta.choice] += sum(map(len, told["tokens"]))
-        return told
+        shown = text_logprobs(tokenizer, delta.logprobs, self._offsets[delta.choice])
+        self._offsets[delta.choice] += sum(map(len, shown["tokens"]))
+        return shown
 
     def _whole_logprobs(self, number: int, served: Served) -> dict[str, Any] | None:
         """Of the answer's tokens; with `echo` the prompt's go before them."""
@@ -195,9 +195,9 @@ class CompletionFormat:
         return text_logprobs(tokenizer, whole, 0, first=self._job.prompts[prompt][0])
 
     def _chunk(
-        self, number: int, text: str, told: dict[str, Any] | None, finish: FinishReason | None
+        self, number: int, text: str, shown: dict[str, Any] | None, finish: FinishReason | None
     ) -> dict[str, Any]:
-        choice = {"index": number, "text": text, "logprobs": told, "finish_reason": finish}
+        choice = {"index": number, "text": text, "logprobs": shown, "finish_reason": finish}
         chunk = self._head | {"choices": [choice]}
         if self._usage_follows:
             chunk["usage"] = None

@@ -121,12 +121,12 @@ def _seen(model: ServedModel, prompt: ChatPrompt, folder: Path | None) -> Encode
 
 def _rendered(model: ServedModel, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]]) -> str:
     template = model.tokenizer.chat_template
-    plain, told = for_template(messages, prompt.tooling.tools, template, prompt.style)
+    plain, shown_tools = for_template(messages, prompt.tooling.tools, template, prompt.style)
     return model.tokenizer.render(
         plain,
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,
-        tools=told,
+        tools=shown_tools,
         template_arguments=prompt.arguments,
     )
 

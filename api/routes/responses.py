@@ -105,9 +105,9 @@ def _keep(
 ) -> None:
     items = body.input
     if isinstance(items, str):
-        told = [{"type": "message", "role": "user", "content": items}]
+        input_items = [{"type": "message", "role": "user", "content": items}]
     else:
-        told = [item.model_dump(exclude_none=True) for item in items]
+        input_items = [item.model_dump(exclude_none=True) for item in items]
     said = {name: value for name, value in answer.items() if value is not None}
     messages = [*history, *body.messages(), {"content": "", **said}]
-    wire.responses.put(wire.salts.of_tenant(tenant), Kept(response, told, messages))
+    wire.responses.put(wire.salts.of_tenant(tenant), Kept(response, input_items, messages))

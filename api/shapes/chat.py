@@ -44,8 +44,8 @@ class ChatFormat:
             deltas = [{}] if delta.finish else [{"content": ""}]
         chunks = [self._chunk(delta.choice, one) for one in deltas]
         if chunks and self._logprobs and delta.logprobs:
-            told = chat_logprobs(self._job.model.tokenizer, delta.logprobs)
-            chunks[0]["choices"][0]["logprobs"] = told
+            shown = chat_logprobs(self._job.model.tokenizer, delta.logprobs)
+            chunks[0]["choices"][0]["logprobs"] = shown
         if chunks and delta.finish:
             chunks[-1]["choices"][0]["finish_reason"] = _finish(reply)
             if outcome is Outcome.BUDGET:
@@ -65,8 +65,8 @@ class ChatFormat:
         choices = [self._choice(number, one) for number, one in enumerate(self._replies)]
         answer = self._object("chat.completion", choices) | self._closing(served, bill, asked)
         if self._job.params.prompt_logprobs is not None:
-            told = served.prompt_logprobs[0]
-            answer["prompt_logprobs"] = prompt_logprobs(self._job.model.tokenizer, told)
+            shown = served.prompt_logprobs[0]
+            answer["prompt_logprobs"] = prompt_logprobs(self._job.model.tokenizer, shown)
         return answer
 
     def error(self, answer: Answer) -> bytes:
@@ -92,11 +92,11 @@ class ChatFormat:
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
     def _choice(self, number: int, reply: Reply) -> dict[str, Any]:
-        told = chat_logprobs(self._job.model.tokenizer, reply.logprobs)
+        shown = chat_logprobs(self._job.model.tokenizer, reply.logprobs)
         return {
             "index": number,
             "message": message_of(reply),
-            "logprobs": told if self._logprobs else None,
+            "logprobs": shown if self._logprobs else None,
             "finish_reason": _finish(reply),
         }
 

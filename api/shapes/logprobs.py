@@ -13,10 +13,10 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> dict[
     """`choices[].logprobs` of a chat answer."""
     content = [
         {
-            **_entry(tokenizer, told.token, told.logprob),
-            "top_logprobs": [_entry(tokenizer, token, value) for token, value in told.top],
+            **_entry(tokenizer, each.token, each.logprob),
+            "top_logprobs": [_entry(tokenizer, token, value) for token, value in each.top],
         }
-        for told in tokens
+        for each in tokens
     ]
     return {"content": content, "refusal": None}
 
@@ -28,10 +28,10 @@ def text_logprobs(
 
     `first` is an echoed prompt's first token, of which nothing tells how likely it was.
     """
-    names = [_name(tokenizer, told.token) for told in tokens]
-    values: list[float | None] = [_finite(told.logprob) for told in tokens]
+    names = [_name(tokenizer, each.token) for each in tokens]
+    values: list[float | None] = [_finite(each.logprob) for each in tokens]
     tops: list[dict[str, float] | None] = [
-        {_name(tokenizer, token): _finite(value) for token, value in told.top} for told in tokens
+        {_name(tokenizer, token): _finite(value) for token, value in each.top} for each in tokens
     ]
     if first is not None:
         names, values, tops = [_name(tokenizer, first), *names], [None, *values], [None, *tops]
@@ -52,9 +52,9 @@ def prompt_logprobs(
 ) -> list[dict[str, Any] | None]:
     """`prompt_logprobs` as vLLM has it: None for the first token, then by token id."""
     entries: list[dict[str, Any] | None] = [None]
-    for told in tokens:
-        ranked = [(token, value, rank) for rank, (token, value) in enumerate(told.top, 1)]
-        ranked.append((told.token, told.logprob, told.rank))
+    for each in tokens:
+        ranked = [(token, value, rank) for rank, (token, value) in enumerate(each.top, 1)]
+        ranked.append((each.token, each.logprob, each.rank))
         entries.append(
             {
                 str(token): {

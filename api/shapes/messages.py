@@ -154,10 +154,10 @@ class CountBody(Body):
         whole chat where that one's text begins.
         """
         if not point.messages:
-            told = self.system
-            if isinstance(told, list) and point.system is not None:
-                told = told[: point.system]
-            return self.model_copy(update={"system": told, "messages": [EMPTY_MESSAGE]})
+            system = self.system
+            if isinstance(system, list) and point.system is not None:
+                system = system[: point.system]
+            return self.model_copy(update={"system": system, "messages": [EMPTY_MESSAGE]})
         *before, last = self.messages[: point.messages]
         content = last.content if isinstance(last.content, list) else []
         blocks = point.blocks or len(content)

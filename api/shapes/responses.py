@@ -252,8 +252,8 @@ def _namespace(namespace: Plain, where: str) -> Iterator[Plain]:
     if not functions:
         raise InvalidRequest(f"{where}.tools must be a list of functions.", param=f"{where}.tools")
     first = functions[0]["function"]
-    told = f"{namespace.get('name', '')}: {namespace.get('description') or ''}"
-    first["description"] = f"{told}\n{first.get('description', '')}".strip()
+    heading = f"{namespace.get('name', '')}: {namespace.get('description') or ''}"
+    first["description"] = f"{heading}\n{first.get('description', '')}".strip()
     yield from functions
 
 

@@ -78,8 +78,8 @@ class ResponsesFormat:
         return response | ({"cachesvc": block} if block else {})
 
     def _response(self, status: str, usage: Usage | None) -> dict[str, Any]:
-        told = None if usage is None else _usage(usage, self._reply.reasoning_tokens)
-        return {**self._head, "status": status, "output": list(self._items), "usage": told}
+        payload = None if usage is None else _usage(usage, self._reply.reasoning_tokens)
+        return {**self._head, "status": status, "output": list(self._items), "usage": payload}
 
     def _written(self, piece: Piece) -> bytes:
         match piece:
@@ -130,12 +130,12 @@ class ResponsesFormat:
             return b""
         item, events = self._open, b""
         if item["type"] == "function_call":
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            events = self._more("response.function_call_arguments.done", **told)
+            payload = {"name": item["name"], "arguments": item["arguments"]}
+            events = self._more("response.function_call_arguments.done", **payload)
         else:
             part = item["content"][0]
-            told = {"text": part["text"]} | ({"logprobs": []} if "logprobs" in part else {})
-            events = self._more(f"response.{part['type']}.done", content_index=0, **told)
+            payload = {"text": part["text"]} | ({"logprobs": []} if "logprobs" in part else {})
+            events = self._more(f"response.{part['type']}.done", content_index=0, **payload)
             events += self._more("response.content_part.done", content_index=0, part=part)
         cut = self._reply.finish is FinishReason.LENGTH
         item["status"] = "incomplete" if cut else "completed"

@@ -45,8 +45,8 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _written(call: Mapping[str, Any]) -> str:
     function = call.get("function", call)
-    told = {"name": function.get("name"), "arguments": function.get("arguments")}
-    return f"{OPEN}\n{json.dumps(told, ensure_ascii=False)}\n{CLOSE}"
+    plain = {"name": function.get("name"), "arguments": function.get("arguments")}
+    return f"{OPEN}\n{json.dumps(plain, ensure_ascii=False)}\n{CLOSE}"
 
 
 def _merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -98,8 +98,8 @@ def _remove(name: str, reason: str, data_dir: Path | None, database: str | None)
 def _ask() -> str:
     if not sys.stdin.isatty():
         return sys.stdin.readline().rstrip("\n")
-    told: str = typer.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
-    return told
+    password: str = typer.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
+    return password
 
 
 def _running(path: Path) -> LiveServer:

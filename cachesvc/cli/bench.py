@@ -68,7 +68,7 @@ def ttft(
             repeats=repeats,
         )
         results = scenario.run(wanted, report)
-    told = {
+    result = {
         "bench": "ttft",
         "model": loaded.name,
         "dtype": loaded.dtype,
@@ -79,9 +79,9 @@ def ttft(
         "results": as_json(results),
     }
     if output is not None:
-        output.write_text(jsonlib.dumps(told, indent=2) + "\n")
+        output.write_text(jsonlib.dumps(result, indent=2) + "\n")
     if json:
-        print_json(told)
+        print_json(result)
     else:
         _print(results, f"{loaded.name}, {loaded.dtype}, KV {scenario.layout.dtype}")
 

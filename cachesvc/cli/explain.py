@@ -36,25 +36,25 @@ def explain(
     bodies = [_body(each) for each in (request, other) if each is not None]
     server = running_server(data_dir)
     try:
-        told, lines = _told(server, tenant, request, other, bodies)
+        payload, lines = _explained(server, tenant, request, other, bodies)
     except LiveError as error:
         fail(str(error))
-    print_json(told) if json else typer.echo("\n".join(lines()))
+    print_json(payload) if json else typer.echo("\n".join(lines()))
 
 
-def _told(
+def _explained(
     server: LiveServer, tenant: str, request: str, other: str | None, bodies: list[Any]
 ) -> tuple[Any, Callable[[], list[str]]]:
     """What the server says, and what makes its lines. A body is None for a request's id."""
     if other is not None:
         a, b = (body or name for body, name in zip(bodies, (request, other), strict=True))
-        told = server.post("/admin/api/cache/diff", {"tenant": tenant, "a": a, "b": b})
-        return told, partial(_diff_lines, told, request, other)
+        payload = server.post("/admin/api/cache/diff", {"tenant": tenant, "a": a, "b": b})
+        return payload, partial(_diff_lines, payload, request, other)
     if bodies[0] is not None:
-        told = server.post("/admin/api/cache/quote", {"tenant": tenant, "request": bodies[0]})
-        return told, partial(_quote_lines, told)
-    told = server.get(f"/admin/api/requests/{quoted(request, safe='')}")
-    return told, partial(_request_lines, told)
+        payload = server.post("/admin/api/cache/quote", {"tenant": tenant, "request": bodies[0]})
+        return payload, partial(_quote_lines, payload)
+    payload = server.get(f"/admin/api/requests/{quoted(request, safe='')}")
+    return payload, partial(_request_lines, payload)
 
 
 def _body(name: str) -> Any:
@@ -68,28 +68,30 @@ def _body(name: str) -> Any:
         fail(f"{file} cannot be read as JSON: {error}")
 
 
-def _quote_lines(told: dict[str, Any]) -> list[str]:
-    tiers = told["hit_tokens_by_tier"].items()
+def _quote_lines(payload: dict[str, Any]) -> list[str]:
+    tiers = payload["hit_tokens_by_tier"].items()
     where = ", ".join(f"{tokens} from {tier}" for tier, tokens in tiers if tokens)
-    price, took = told["price"], told["ttft_ms"]
-    found = f"{told['hit_tokens']} would hit" + (f" ({where})" if where else "")
+    price, took = payload["price"], payload["ttft_ms"]
+    found = f"{payload['hit_tokens']} would hit" + (f" ({where})" if where else "")
     card = f"{price['card']} {price['version']}, {price['window']}"
     cost = f"{price['prompt']} {price['currency']} for the prompt, at most {price['at_most']}"
     lines = [
-        f"{told['prompt_tokens']} tokens: {found}, {told['miss_tokens']} would be computed",
-        f"{cost} with {told['max_output_tokens']} tokens of output ({card})",
+        f"{payload['prompt_tokens']} tokens: {found}, {payload['miss_tokens']} would be computed",
+        f"{cost} with {payload['max_output_tokens']} tokens of output ({card})",
     ]
     if took is not None:
         lines.append(f"first token in {took['low']:.0f} to {took['high']:.0f} ms")
     return lines
 
 
-def _request_lines(told: dict[str, Any]) -> list[str]:
-    usage = told["usage"] or {}
+def _request_lines(payload: dict[str, Any]) -> list[str]:
+    usage = payload["usage"] or {}
     hit = usage.get("prompt_cache_hit_tokens", 0)
-    cost = f", {told['cost']} {told['currency']}" if told["cost"] is not None else ""
-    lines = [f"{told['id']}: {told['state']}, {told['prompt_tokens']} tokens, {hit} hit{cost}"]
-    for prompt in told["prompts"]:
+    cost = f", {payload['cost']} {payload['currency']}" if payload["cost"] is not None else ""
+    lines = [
+        f"{payload['id']}: {payload['state']}, {payload['prompt_tokens']} tokens, {hit} hit{cost}"
+    ]
+    for prompt in payload["prompts"]:
         lines += [
             f"  {run['first_token']:>8} {run['tokens']:>8} tokens  {run['source']}"
             for run in prompt["runs"]
@@ -98,13 +100,14 @@ def _request_lines(told: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _diff_lines(told: dict[str, Any], a: str, b: str) -> list[str]:
-    if told["same"]:
-        return [f"the same prompt, {told['at_token']} tokens"]
-    before = _shown(told["before"])[-SHOWN:]
-    one, other = (_shown(side)[:SHOWN] for side in told["after"])
+def _diff_lines(payload: dict[str, Any], a: str, b: str) -> list[str]:
+    if payload["same"]:
+        return [f"the same prompt, {payload['at_token']} tokens"]
+    before = _shown(payload["before"])[-SHOWN:]
+    one, other = (_shown(side)[:SHOWN] for side in payload["after"])
+    first, second = payload["tokens"]
     return [
-        f"{told['at_token']} tokens are the same, of {told['tokens'][0]} and {told['tokens'][1]}",
+        f"{payload['at_token']} tokens are the same, of {first} and {second}",
         f"  {before}{one}    {a}",
         f"  {before}{other}    {b}",
         "  " + " " * len(before) + "^",

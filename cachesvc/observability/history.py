@@ -156,24 +156,24 @@ class History:
 
         The oldest two of a full ring are left out, whose places the next samples take.
         """
-        told: dict[str, npt.NDArray[Any]] = {"columns": np.array(list(self._columns))}
+        arrays: dict[str, npt.NDArray[Any]] = {"columns": np.array(list(self._columns))}
         for ring in self._rings:
             places = np.arange(max(0, ring.count - ring.capacity + 2), ring.count) % ring.capacity
-            told[f"times{ring.step}"] = ring.times[places]
-            told[f"values{ring.step}"] = ring.values[places, : len(self._columns)]
-            told[f"spreads{ring.step}"] = ring.spreads[places]
+            arrays[f"times{ring.step}"] = ring.times[places]
+            arrays[f"values{ring.step}"] = ring.values[places, : len(self._columns)]
+            arrays[f"spreads{ring.step}"] = ring.spreads[places]
             starts = np.array(ring.starts, np.int64) - (ring.count - len(places))
-            told[f"starts{ring.step}"] = np.unique(np.maximum(0, starts))
-        return told
+            arrays[f"starts{ring.step}"] = np.unique(np.maximum(0, starts))
+        return arrays
 
     def restore(self, body: bytes) -> None:
         """Samples of an earlier run, before the first of this. Raises ValueError for others."""
         try:
-            with np.load(io.BytesIO(body), allow_pickle=False) as told:
-                columns = [str(name) for name in told["columns"]]
+            with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
+                columns = [str(name) for name in arrays["columns"]]
                 for ring in self._rings:
                     names = ("times", "values", "spreads", "starts")
-                    parts = (told[f"{part}{ring.step}"] for part in names)
+                    parts = (arrays[f"{part}{ring.step}"] for part in names)
                     ring.fill(*parts, width=len(columns), before_s=self._clock_s())
         except (KeyError, OSError, zipfile.BadZipFile) as error:
             raise ValueError(f"no samples: {error}") from error

@@ -35,14 +35,14 @@ def snapshot(sources: Sources) -> dict[str, Any]:
     """Everything, now."""
     now_s = time.time()
     engine = sources.engine()
-    told: dict[str, Any] = plain(engine)
-    del told["cache"]
+    engine_state: dict[str, Any] = plain(engine)
+    del engine_state["cache"]
     return {
         "time_s": now_s,
         "uptime_s": now_s - sources.started_s,
         "version": cachesvc.__version__,
         "model": sources.model,
-        "engine": told,
+        "engine": engine_state,
         "cache": _cache(engine.cache),
         "traffic": traffic(sources.counters()),
         "money": plain(sources.money()),
@@ -55,24 +55,24 @@ def traffic(counters: Counters) -> dict[str, Any]:
 
     `responses` are the answers to clients by status code, over all routes.
     """
-    told: dict[str, Any] = {}
+    engine_state: dict[str, Any] = {}
     responses: dict[str, float] = {}
     for (metric, labels), value in counters.items():
-        place = told
+        place = engine_state
         *parents, last = (metric.removeprefix("cachesvc_").removesuffix("_total"), *labels)
         for parent in parents:
             place = place.setdefault(parent, {})
         place[last] = value
         if metric == "cachesvc_http_requests_total" and labels[0] not in _OWN_ROUTES:
             responses[labels[1]] = responses.get(labels[1], 0.0) + value
-    return told | {"responses": responses}
+    return engine_state | {"responses": responses}
 
 
 def _cache(stats: CacheStats) -> dict[str, Any]:
-    told: dict[str, Any] = plain(stats)
-    tiers = {name: told.pop(name) for name in ("device", "host", "disk")}
+    engine_state: dict[str, Any] = plain(stats)
+    tiers = {name: engine_state.pop(name) for name in ("device", "host", "disk")}
     shards = stats.disk.shards if stats.disk is not None else ()
-    return told | {
+    return engine_state | {
         "tiers": {name: tier for name, tier in tiers.items() if tier is not None},
         "shards": dict(shard_states(shards)),
     }
@@ -107,11 +107,11 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _nested(mapping: Mapping[Any, Any]) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    engine_state: dict[str, Any] = {}
     for key, value in mapping.items():
         *parents, last = key if isinstance(key, tuple) else (key,)
-        place = told
+        place = engine_state
         for parent in parents:
             place = place.setdefault(str(plain(parent)), {})
         place[str(plain(last))] = plain(value)
-    return told
+    return engine_state

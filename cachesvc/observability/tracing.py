@@ -96,9 +96,9 @@ class RequestTracer:
         if record.failure is not None:
             span.set_status(self._otel.StatusCode.ERROR, record.failure.message)
         below = self._otel.set_span_in_context(span)
-        for name, start_ns, end_ns, told in phases(record, timeline):
+        for name, start_ns, end_ns, fields in phases(record, timeline):
             child = self._tracer.start_span(
-                name, context=below, attributes=told, start_time=start_ns + offset_ns
+                name, context=below, attributes=fields, start_time=start_ns + offset_ns
             )
             child.end(end_ns + offset_ns)
         span.end(max(began_ns, ended_ns))
@@ -114,7 +114,7 @@ def operation(record: RequestRecord) -> str:
 
 def attributes(record: RequestRecord) -> Attributes:
     """What the request's own span says."""
-    told: Attributes = {
+    fields: Attributes = {
         "gen_ai.operation.name": operation(record),
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": record.model,
@@ -127,22 +127,22 @@ def attributes(record: RequestRecord) -> Attributes:
         "cachesvc.tenant": record.tenant,
     }
     if record.session:
-        told["gen_ai.conversation.id"] = record.session
+        fields["gen_ai.conversation.id"] = record.session
     if record.served is not None:
-        told |= _usage(record.served.usage)
-        told["cachesvc.outcome"] = str(record.served.outcome)
-        told["gen_ai.response.finish_reasons"] = [
+        fields |= _usage(record.served.usage)
+        fields["cachesvc.outcome"] = str(record.served.outcome)
+        fields["gen_ai.response.finish_reasons"] = [
             str(finish) for finish in record.served.finishes if finish is not None
         ]
         for reason, tokens in record.served.miss_reasons.items():
-            told[f"cachesvc.miss.{reason}"] = tokens
+            fields[f"cachesvc.miss.{reason}"] = tokens
     if record.bill is not None and record.bill.cost is not None:
-        told["cachesvc.cost"] = f"{record.bill.cost} {record.bill.currency}"
+        fields["cachesvc.cost"] = f"{record.bill.cost} {record.bill.currency}"
     if record.failure is not None:
-        told["error.type"] = record.failure.code or record.failure.type
+        fields["error.type"] = record.failure.code or record.failure.type
     if record.state is State.REFUSED:
-        told["cachesvc.outcome"] = "refused"
-    return told
+        fields["cachesvc.outcome"] = "refused"
+    return fields
 
 
 def phases(

@@ -83,15 +83,15 @@ def _folded(text: str, width: int) -> list[str]:
 def alarms(reading: Reading) -> list[str]:
     """What an operator must know at once."""
     stats = reading.stats
-    told = []
+    problems = []
     if stats["engine"].get("failed"):
-        told.append(f"the engine has failed: {stats['engine']['failed']}")
+        problems.append(f"the engine has failed: {stats['engine']['failed']}")
     if stats["money"]["drift_units"]:
-        told.append("balances do not sum to the ledger: see ops/runbooks/ledger-drift.md")
+        problems.append("balances do not sum to the ledger: see ops/runbooks/ledger-drift.md")
     for name, count in stats["violations"].items():
         if count:
-            told.append(f"the invariant {name} is broken: see ops/runbooks/invariant-broken.md")
-    return told
+            problems.append(f"the invariant {name} is broken: see ops/runbooks/invariant-broken.md")
+    return problems
 
 
 def spark_lines(reading: Reading, width: int) -> list[str]:

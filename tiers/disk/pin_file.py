@@ -20,11 +20,11 @@ FORMAT = 1
 
 def save_pins(folder: Path, pins: Sequence[Pin[PrefixKey]]) -> None:
     """Replace the file, durably: after a crash either the old or the new one stands. OSError."""
-    told = {"format": FORMAT, "pins": [pin_fields(pin) for pin in pins]}
+    payload = {"format": FORMAT, "pins": [pin_fields(pin) for pin in pins]}
     path = folder / PINS_NAME
     temporary = path.with_suffix(".new")
     with temporary.open("w", encoding="utf-8") as file:
-        json.dump(told, file)
+        json.dump(payload, file)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -39,10 +39,10 @@ def load_pins(folder: Path) -> list[Pin[PrefixKey]]:
     """The pins in the file. A file that cannot be read has none, and is logged."""
     path = folder / PINS_NAME
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if told["format"] != FORMAT:
-            raise ValueError(f"format {told['format']}, not {FORMAT}")
-        return [pin_of(record) for record in told["pins"]]
+        payload = json.loads(path.read_text(encoding="utf-8"))
+        if payload["format"] != FORMAT:
+            raise ValueError(f"format {payload['format']}, not {FORMAT}")
+        return [pin_of(record) for record in payload["pins"]]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -11,7 +11,7 @@ Pure; the engine thread calls with its own clock, in seconds, and does what the 
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic
+from typing import Any, Generic
 
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import TierError
@@ -55,6 +55,20 @@ class Pin(Generic[K]):
     why: str = ""
     owner: str = ""
     kind: PinKind = PinKind.OPERATOR
+
+
+def pin_json(pin: Pin[PrefixKey]) -> dict[str, Any]:
+    """A pin as routes and commands show it."""
+    return {
+        "name": pin.name,
+        "scope": pin.scope.hex(),
+        "num_tokens": pin.num_tokens,
+        "num_blocks": len(pin.keys),
+        "key": pin.keys[-1].hex(),
+        "since_s": pin.since_s,
+        "until_s": pin.until_s,
+        "why": pin.why,
+    }
 
 
 class Pins(Generic[K]):

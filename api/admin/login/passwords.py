@@ -69,15 +69,15 @@ class Passwords:
 
     def _entries(self) -> Mapping[str, _Entry]:
         try:
-            told = json.loads(self._path.read_text(encoding="utf-8"))
+            stored = json.loads(self._path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
-        return {name: _Entry(entry["role"], entry["hash"]) for name, entry in told.items()}
+        return {name: _Entry(entry["role"], entry["hash"]) for name, entry in stored.items()}
 
     def _write(self, entries: Mapping[str, _Entry]) -> None:
         fresh = self._path.with_name(f"{FILE_NAME}.{os.getpid()}")
         fresh.unlink(missing_ok=True)
         fresh.touch(mode=0o600)
-        told = {name: asdict(entry) for name, entry in entries.items()}
-        fresh.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        stored = {name: asdict(entry) for name, entry in entries.items()}
+        fresh.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
         fresh.replace(self._path)

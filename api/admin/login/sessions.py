@@ -114,7 +114,7 @@ class Sessions:
         the day.
         """
         now = self._clock_s()
-        told = [
+        payload = [
             {
                 "digest": digest.hex(),
                 "name": each.admin.name,
@@ -126,7 +126,7 @@ class Sessions:
             }
             for digest, each in self._sessions.items()
         ]
-        return json.dumps(told).encode()
+        return json.dumps(payload).encode()
 
     def restore(self, body: bytes, wall_s: float) -> None:
         """The sessions of an earlier run that have not ended. Raises ValueError for other bytes.

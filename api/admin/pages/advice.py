@@ -57,14 +57,14 @@ def advise(
 ) -> list[Advice]:
     """One piece of advice for each tier, hottest first. `levels` are all tiers, hottest first."""
     now_rate, now_worth = _month(curve, levels, rates, tokens_per_month)
-    told = []
+    advice = []
     for number, level in enumerate(levels):
         larger = replace(level, blocks=level.blocks + extra_bytes / level.block_bytes)
         then = [*levels[:number], larger, *levels[number + 1 :]]
         rate, worth = _month(curve, then, rates, tokens_per_month)
         gain = max(0.0, rate - now_rate)
-        told.append(Advice(level.tier, gain, gain * tokens_per_month, max(0, worth - now_worth)))
-    return told
+        advice.append(Advice(level.tier, gain, gain * tokens_per_month, max(0, worth - now_worth)))
+    return advice
 
 
 def _month(

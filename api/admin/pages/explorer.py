@@ -55,12 +55,12 @@ async def tree(
         await must_be_known(request, tenant)
     roots = (key_of(below),) if below else ()
     grown = await explorer_of(request).tree(TreeQuery(roots=roots, depth=depth), tenant)
-    told = tree_json(grown.tree)
-    for scope, root in zip(told["scopes"], grown.tree.roots, strict=True):
+    payload = tree_json(grown.tree)
+    for scope, root in zip(payload["scopes"], grown.tree.roots, strict=True):
         owner = grown.owners.get(root.last) if root.last is not None else None
         scope["owner"] = owner.label if owner is not None else None
         scope["model"] = owner.model if owner is not None else None
-    return told | {"cut": grown.cut}
+    return payload | {"cut": grown.cut}
 
 
 @router.get("/admin/api/cache/owners")

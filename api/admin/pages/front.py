@@ -41,11 +41,11 @@ def _routes(schema: dict[str, Any]) -> list[dict[str, Any]]:
         {
             "method": method.upper(),
             "path": path,
-            "text": _marked(told.get("description") or told["summary"]),
+            "text": _marked(operation.get("description") or operation["summary"]),
             "fields": _fields(path),
         }
         for path, methods in schema["paths"].items()
-        for method, told in methods.items()
+        for method, operation in methods.items()
     ]
 
 

@@ -84,10 +84,10 @@ def _sums(days: list[Revenue]) -> dict[str, dict[str, Any]]:
 def _cards(books: Books, now_ns: int) -> list[dict[str, Any]]:
     """Every card, the one in force first; with the window open now and the next."""
     book = books.accounts.book
-    told = [
+    rows = [
         _card(card, card is book.in_force(now_ns, card.currency), now_ns) for card in book.cards
     ]
-    return sorted(told, key=lambda card: (not card["in_force"], -card["valid_from_ns"]))
+    return sorted(rows, key=lambda card: (not card["in_force"], -card["valid_from_ns"]))
 
 
 def _card(card: RateCard, in_force: bool, now_ns: int) -> dict[str, Any]:

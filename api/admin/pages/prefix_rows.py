@@ -234,12 +234,12 @@ class _Walk:
             return " ".join(self.decode(array("i", node.tokens)[:LABEL_TOKENS]).split())
         if not any(role for role, _, _ in messages):
             return ""
-        told = [
+        shown = [
             " ".join(filter(None, ("…" if begun else "", role, f"{size:,}")))
             for role, size, begun in messages[:LABEL_MESSAGES]
         ]
         rest = len(messages) - LABEL_MESSAGES
-        return ", ".join([*told, f"{rest} more"] if rest > 0 else told)
+        return ", ".join([*shown, f"{rest} more"] if rest > 0 else shown)
 
 
 def _is_end(node: TreeNode) -> bool:

@@ -120,8 +120,8 @@ def _traffic(parts: AdminParts, uptime_s: float) -> tuple[float, float]:
     series = "rate:traffic.prompt_tokens.*"
     if parts.history is None:
         return 0.0, 0.0
-    told = parts.history.over([series], window_s=WINDOW_S)[series]
-    return told or 0.0, min(WINDOW_S, uptime_s)
+    uses = parts.history.over([series], window_s=WINDOW_S)[series]
+    return uses or 0.0, min(WINDOW_S, uptime_s)
 
 
 def _rates(parts: AdminParts, model: str) -> tuple[Rates, str]:

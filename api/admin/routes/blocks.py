@@ -84,7 +84,7 @@ async def detokenize(request: Request, body: Tokens, _: MayRead) -> dict[str, st
 
 
 def block_json(block: BlockView, *, tokens: bool) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "key": _hex(block.key),
         "parent": _hex(block.parent),
         "scope": _hex(block.scope),
@@ -96,7 +96,7 @@ def block_json(block: BlockView, *, tokens: bool) -> dict[str, Any]:
         "idle_s": round(block.idle_s, 3),
         "age_s": round(block.age_s, 3),
     }
-    return told | ({"token_ids": token_ids(block.tokens)} if tokens else {})
+    return fields | ({"token_ids": token_ids(block.tokens)} if tokens else {})
 
 
 def _hex(key: PrefixKey | None) -> str:

@@ -27,7 +27,7 @@ from api.shapes.schemas import ChatBody
 from tiers.blocks.chain import Chain
 from tiers.blocks.contents import block_contents
 from tiers.blocks.keys import KEY_BYTES, PrefixKey
-from tiers.policy.retention import Pin
+from tiers.policy.retention import pin_json
 
 router = APIRouter(prefix="/admin/api/cache", tags=["admin: cache"])
 
@@ -64,7 +64,7 @@ class Purging(AdminBody):
 @router.get("/pins")
 async def pins(request: Request, _: MayRead) -> list[dict[str, Any]]:
     """Every pin in force."""
-    return [_told(pin) for pin in await cache_admin_of(request).pins()]
+    return [pin_json(pin) for pin in await cache_admin_of(request).pins()]
 
 
 @router.get("/working-set")
@@ -96,7 +96,7 @@ async def pin(request: Request, body: NewPin, by: MayChange) -> dict[str, Any]:
     """Keep a prefix in at least one tier; a pin of that name is replaced."""
     prefix = await _prefix(request, body, cache_admin_of(request))
     until_s = time.time() + body.for_s
-    return _told(
+    return pin_json(
         await cache_changes.pin(request, by, body.name, prefix, until_s=until_s, why=body.why)
     )
 
@@ -153,16 +153,3 @@ async def _prefix(
     root = replace(model.scope, tenant=salt).root()
     contents = block_contents(encoded.contents, cache_admin.block_size)
     return root, Chain(root, encoded.tokens, cache_admin.block_size, contents).keys
-
-
-def _told(pin: Pin[PrefixKey]) -> dict[str, Any]:
-    return {
-        "name": pin.name,
-        "scope": pin.scope.hex(),
-        "num_tokens": pin.num_tokens,
-        "num_blocks": len(pin.keys),
-        "key": pin.keys[-1].hex(),
-        "since_s": pin.since_s,
-        "until_s": pin.until_s,
-        "why": pin.why,
-    }

@@ -50,6 +50,6 @@ async def history(
     source = parts_of(request).history
     if source is None:
         raise Unsupported("this server keeps no history")
-    told = dict(source.read(series or (), window_s=window_s, since_s=since_s))
-    told["over"] = source.over(over or (), window_s=window_s)
-    return json_answer(request, told)
+    payload = dict(source.read(series or (), window_s=window_s, since_s=since_s))
+    payload["over"] = source.over(over or (), window_s=window_s)
+    return json_answer(request, payload)

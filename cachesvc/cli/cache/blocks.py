@@ -93,18 +93,18 @@ def show(
     path = existing_data_dir(data_dir)
     server = find_server(path)
     live = _live_block(server, key)
-    told = _on_disk(path, key, missing_ok=live is not None) | (live or {})
-    ids: Sequence[int] = told.pop("token_ids")
+    fields = _on_disk(path, key, missing_ok=live is not None) | (live or {})
+    ids: Sequence[int] = fields.pop("token_ids")
     if tokens:
-        told["token_ids"] = list(ids)
+        fields["token_ids"] = list(ids)
     if text:
         if server is None:
             fail("--text needs the running server, which knows the tokenizer; --tokens does not")
-        told["text"] = server.post("/admin/api/detokenize", {"token_ids": list(ids)})["text"]
+        fields["text"] = server.post("/admin/api/detokenize", {"token_ids": list(ids)})["text"]
     if json:
-        print_json(told)
+        print_json(fields)
         return
-    print_pairs({name: _readable(name, value) for name, value in told.items()})
+    print_pairs({name: _readable(name, value) for name, value in fields.items()})
 
 
 def _list_by_hits(path: Path, tenant: str | None, limit: int, json: bool) -> None:

@@ -119,16 +119,16 @@ def compact(data_dir: DataDir = None, json: AsJson = False) -> None:
             shards = [done for folder in disk_folders(path) for done in compact_folder(folder)]
     except StorageError as error:
         fail(f"{path} was not compacted, and stands as it was: {error}")
-    told = {
+    totals = {
         name: sum(getattr(shard, name) for shard in shards)
         for name in ("num_kept", "num_dropped", "file_bytes_before", "file_bytes")
     }
     if json:
-        print_json(told)
+        print_json(totals)
         return
     typer.echo(
-        f"{number_of(told['num_kept'], 'block')} kept, {told['num_dropped']} dropped; "
-        f"files {size(told['file_bytes_before'])} -> {size(told['file_bytes'])}"
+        f"{number_of(totals['num_kept'], 'block')} kept, {totals['num_dropped']} dropped; "
+        f"files {size(totals['file_bytes_before'])} -> {size(totals['file_bytes'])}"
     )
 
 

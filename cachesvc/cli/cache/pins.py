@@ -14,6 +14,7 @@ from cachesvc.config.places import found_disk
 from cachesvc.config.quantities import parse_duration
 from cachesvc.server.server_file import LiveError, find_server
 from tiers.disk.pin_file import load_pins
+from tiers.policy.retention import pin_json
 
 
 def _duration(text: str) -> float:
@@ -102,19 +103,7 @@ def _list(path: Path, json: bool) -> None:
     if server is not None:
         found = server.get("/admin/api/cache/pins")
     else:
-        found = [
-            {
-                "name": each.name,
-                "scope": each.scope.hex(),
-                "num_tokens": each.num_tokens,
-                "num_blocks": len(each.keys),
-                "key": each.keys[-1].hex(),
-                "since_s": each.since_s,
-                "until_s": each.until_s,
-                "why": each.why,
-            }
-            for each in load_pins(found_disk(path))
-        ]
+        found = [pin_json(pin) for pin in load_pins(found_disk(path))]
     if json:
         print_json(found)
         return

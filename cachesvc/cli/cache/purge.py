@@ -78,12 +78,12 @@ def _purge_live(path: Path, kind: Kind, name: str, why: str) -> Mapping[str, Any
         return None
     body = {"kind": kind, "name": name, "why": why}
     try:
-        told: Mapping[str, Any] = server.post(
+        signed: Mapping[str, Any] = server.post(
             "/admin/api/cache/purge", body, timeout_s=PURGE_TIMEOUT_S
         )
     except LiveError as error:
         fail(str(error))
-    return told
+    return signed
 
 
 def _purge_stopped(
