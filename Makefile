@@ -113,7 +113,7 @@ models: $(STAMP) ## Write the tables of docs/models.md from tiny models of every
 
 site: $(STAMP) ## Build the docs as a site with a search into build/site
 	@$(BIN)/python -c "import mkdocs" 2>/dev/null || $(PIP) install -q -c constraints.txt 'mkdocs-material>=9.6'
-	$(BIN)/mkdocs build -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # without -q, which would let broken links pass
 
 pictures: $(STAMP) ## Take the pictures of the first start and the dashboard in docs/images anew (five minutes)
 	$(BIN)/python -m tests.start_picture

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -103,6 +104,9 @@ def main() -> None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             _refuse(f"no room is left on a disk that is needed: {error}; free some, then try again")
         if not isinstance(error, _user_errors()):
+            if "torch" in sys.modules:
+                traceback.print_exc()
+                _leave(1)
             raise
         _refuse(str(error))
     finally:
@@ -124,10 +128,15 @@ def _refuse(message: str) -> NoReturn:
         fail(message)
     finally:
         if "torch" in sys.modules:
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    """End without taking modules apart, which prints what extension modules leak."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _end(number: int, _: object) -> NoReturn:

@@ -34,9 +34,8 @@ from tiers.telemetry.events import EventStream
 
 Progress = Callable[[str, float], None]
 
-NEW_SHARDS = (
-    2  # LMDB files of a new disk tier, at most one per GiB; an existing tier keeps its number
-)
+# LMDB files of a new disk tier, at most one per GiB; an existing tier keeps its number.
+NEW_SHARDS = 2
 
 logger = logging.getLogger(__name__)
 

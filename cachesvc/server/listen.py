@@ -4,6 +4,7 @@ Imports nothing that computes, so that what cannot work is refused within half a
 """
 
 import ipaddress
+import os
 import socket
 from pathlib import Path
 
@@ -23,8 +24,15 @@ def make_data_dir(path: Path) -> None:
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ConfigError(f"{path} is a file; --data-dir names a folder") from None
     except OSError as error:
         raise ConfigError(f"cannot make {path}: {error.strerror}; check --data-dir") from None
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{path} cannot be written by this user; give it to the user that serves "
+            f"(`chown`), or choose another --data-dir"
+        )
     if is_locked(disk_path(path)):
         raise DirectoryLocked(
             f"{path} is served by {read_holder(disk_path(path))}; stop that server or choose "

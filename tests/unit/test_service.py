@@ -108,6 +108,19 @@ def test_the_data_directory_is_private_and_not_shared_by_two_servers(tmp_path: P
         lock.release()
 
 
+def test_a_data_directory_that_cannot_be_used_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file; --data-dir names a folder"):
+        make_data_dir(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"cannot make .*; check --data-dir"):
+        make_data_dir(tmp_path / "file" / "below")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root
+    with pytest.raises(ConfigError, match="cannot be written by this user"):
+        make_data_dir(tmp_path / "of-another")
+
+
 class Recorder:
     """Stands for the metrics."""
 
