@@ -194,7 +194,7 @@ def focus_rows(
         if entry.kind is Kind.CHARGE:
             ref = rate_ref(entry.details)
             pinned = book.pinned(ref)
-            price_id = f"{ref.card}/{ref.version}/{ref.window}"
+            price_id = f"{ref.card}/{ref.version}/{ref.model}/{ref.window}"
             for line in charge_in(entry.details, pinned).lines:
                 name = line.name.removeprefix(INCLUDED)
                 is_fee = name in PER_REQUEST

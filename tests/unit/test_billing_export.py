@@ -15,7 +15,10 @@ from typer.testing import CliRunner
 
 from billing.errors import ExportError
 from billing.gate.entries import Entry
+from billing.gate.holds import RequestContext
+from billing.gate.outcomes import Outcome
 from billing.money import UNITS, parse_amount
+from billing.prices.cards import parse_card
 from billing.reports import export
 from billing.reports.csv import safe_cell
 from billing.store import reports as store_reports
@@ -127,6 +130,54 @@ def test_focus_rows_add_up_to_what_was_charged(house: TestLedger) -> None:
     assert {("web", "web")} == {(row["SubAccountId"], row["SubAccountName"]) for row in of_r1}
     assert ["Token-Hours"] == [r["PricingUnit"] for r in rows if r["x_RequestId"][:3] == "pin"]
     assert of_r1[0]["BillingPeriodEnd"] == "2025-02-01T00:00:00Z"
+
+
+TWO_MODELS = """[card]
+name = "models"
+version = "1"
+currency = "CNY"
+valid_from = 2025-01-01T00:00:00Z
+minimum_cached_tokens = 64
+[[window]]
+name = "night"
+start = 00:00:00
+end = 08:00:00
+[[model]]
+match = "small"
+hit = "0.1"
+miss = "1"
+output = "2"
+[model.night]
+hit = "0.05"
+miss = "0.5"
+output = "1"
+[[model]]
+match = "*"
+hit = "1"
+miss = "10"
+output = "20"
+"""
+
+
+def test_one_price_id_is_one_price_of_one_sku(house: TestLedger) -> None:
+    house.accounts.apply_card(parse_card(TWO_MODELS), by="test")
+    for hour in range(0, 24, 6):
+        for number, model in enumerate(("small", "large")):
+            for hit in (32, 640):
+                pinned = house.ledger.book.at(model, house.clock(), "CNY")
+                context = RequestContext(admitted_ns=house.clock())
+                name = f"{hour}-{number}-{hit}"
+                hold = house.ledger.reserve("acme", name, 0, pinned, context=context).result()
+                used = Usage(hit_disk=hit, miss=100, output=7)
+                house.ledger.settle(hold, used, Outcome.FINISHED).result()
+        house.clock.advance(6 * 3600)
+    prices: dict[str, set[tuple[str, ...]]] = {}
+    for row in focus(house):
+        if row["SkuPriceId"]:
+            said = (row["SkuId"], row["ListUnitPrice"], row["ContractedUnitPrice"])
+            prices.setdefault(row["SkuPriceId"], set()).add(said)
+    assert {1} == {len(said) for said in prices.values()}, prices
+    assert 12 <= len([name for name in prices if name.startswith("models/1/")])
 
 
 def test_a_correction_is_one_only_of_an_earlier_billing_period(house: TestLedger) -> None:
