@@ -3,17 +3,19 @@
     python -m tests.bench.peers --json FILE [--vllm VENV/bin/vllm --model FOLDER]
                                 [--llama PATH/llama-server --gguf FILE] [--rounds 3]
                                 [--dtype float32] [--threads N] [--start-s 300]
+                                [--lengths 1024,2048,4096 | --requests-only]
 
 Installs nothing: it starts cachesvc and whichever peer it is pointed at, all at once, and asks one
 after another the same prompts by token ids. Every figure is the median over the rounds, in
-milliseconds or requests a second. `others` is what other processes used of the processors
-meanwhile, as a share of all; where it is more than a few hundredths, only ratios mean anything,
-and those only with `--threads 1`: threads that wait for each other wait for other processes too.
-`same_answers` compares the greedy texts with cachesvc's.
+milliseconds or requests a second; `spread` has the least and the most of each. `others` is what
+other processes used of the processors meanwhile, as a share of all; where it is more than a few
+hundredths, only ratios mean anything, and those only with `--threads 1`: threads that wait for each
+other wait for other processes too. `same_answers` compares the greedy texts with cachesvc's.
 """
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -39,6 +41,7 @@ LENGTHS = (1024, 2048, 4096)
 NEW, DECODED, CACHED = 10, 32, 129
 CROWDS = (1, 8, 32)
 ANSWER_S = 600.0
+JSON = {"content-type": "application/json"}
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -92,17 +95,9 @@ class Server:
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[float], str]:
         """When each piece of the answer came, in seconds from the question, and the text."""
-        body = {
-            "model": self.model,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "stream": True,
-            "ignore_eos": True,
-            "cache_prompt": True,  # llama-server's
-        }
+        body, url = self.body(prompt, max_tokens), f"{self._url}/v1/completions"
         begun, times, text = time.perf_counter(), [], ""
-        with self.client.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
+        with self.client.stream("POST", url, json=body) as answer:
             answer.raise_for_status()
             for line in answer.iter_lines():
                 if not line.startswith("data: {"):
@@ -112,6 +107,17 @@ class Server:
                     times.append(time.perf_counter() - begun)
                     text += choices[0]["text"]
         return times or [time.perf_counter() - begun], text
+
+    def body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+            "cache_prompt": True,  # llama-server's
+        }
 
     @property
     def _url(self) -> str:
@@ -195,21 +201,30 @@ class Rounds:
 
 
 def _crowd(server: Server, prompt: list[int], num_clients: int) -> float:
-    """Answers a second to so many clients that ask again and again.
+    """Answers a second to so many clients that ask again and again, each on its connection.
 
-    llama-server drops some connections of 32 at once: what it drops is not counted as answered.
+    The client is as thin as the standard library has it: it runs on the same processors. What a
+    server drops (llama-server, some connections of 32 at once) is not counted as answered.
     """
     each = max(4, 32 // num_clients)
+    body = json.dumps(server.body(prompt, 1)).encode()
 
-    def answered(_: int) -> bool:
-        with contextlib.suppress(httpx.RemoteProtocolError):
-            server.ask(prompt, 1)
-            return True
-        return False
+    def answered(_: int) -> int:
+        count = 0
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
+        for _ in range(each):
+            try:
+                connection.request("POST", "/v1/completions", body, JSON)
+                answer = connection.getresponse()
+                count += b"[DONE]" in answer.read() and answer.status == 200
+            except (http.client.HTTPException, OSError):
+                connection.close()
+        connection.close()
+        return count
 
     begun = time.perf_counter()
     with ThreadPoolExecutor(num_clients) as clients:
-        num_answered = sum(clients.map(answered, range(each * num_clients)))
+        num_answered = sum(clients.map(answered, range(num_clients)))
     return num_answered / (time.perf_counter() - begun)
 
 
@@ -277,6 +292,10 @@ def measure(given: argparse.Namespace, data_dir: Path) -> dict[str, Any]:
             name: {case: round(statistics.median(seen), 1) for case, seen in cases.items()}
             for name, cases in rounds.figures.items()
         },
+        "spread": {
+            name: {case: [round(min(seen), 1), round(max(seen), 1)] for case, seen in cases.items()}
+            for name, cases in rounds.figures.items()
+        },
     }
 
 
@@ -288,13 +307,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each server")
     parser.add_argument("--start-s", type=float, default=300.0, help="how long one may start")
     parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--requests-only", action="store_true", help="no prompt by itself")
     parser.add_argument("--vllm", help="the vllm program of an environment of its own")
     parser.add_argument("--model", help="the model's folder, for vllm")
     parser.add_argument("--llama", help="llama-server")
     parser.add_argument("--gguf", help="the model's file, for llama-server")
     parser.add_argument("--data-dir", type=Path, help="cachesvc's, kept for its converted model")
     given = parser.parse_args()
-    given.lengths = given.lengths or LENGTHS
+    given.lengths = () if given.requests_only else given.lengths or LENGTHS
     if (given.vllm and not given.model) or (given.llama and not given.gguf):
         parser.error("--vllm needs --model, and --llama needs --gguf")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; its servers are stopped"))
