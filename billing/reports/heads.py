@@ -65,14 +65,6 @@ def _post(url: str, data: bytes) -> None:
         answer.read()
 
 
-def read_heads(path: Path, public_key: Callable[[str], bytes | None]) -> list[dict[str, Head]]:
-    """The heads in a file, see `parse_heads`."""
-    try:
-        return parse_heads(path.read_bytes(), str(path), public_key)
-    except OSError as error:
-        raise BillingError(f"{path} holds no heads of a ledger: {error}") from error
-
-
 def parse_heads(
     text: bytes, where: str, public_key: Callable[[str], bytes | None]
 ) -> list[dict[str, Head]]:

@@ -263,10 +263,6 @@ def pin_id(pin: Pin[PrefixKey]) -> str:
     return f"pin:{pin.name}:{round(pin.since_s * 1000)}"
 
 
-def hours_begun(pin: Pin[PrefixKey], now_s: float) -> int:
-    return spans_begun(pin, now_s, HOUR_S)
-
-
 def spans_begun(pin: Pin[PrefixKey], now_s: float, length_s: int) -> int:
     """How many hours or minutes of a pin have begun; one that would begin as it ends does not."""
     until_now = floor((now_s - pin.since_s) / length_s) + 1

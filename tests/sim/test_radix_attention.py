@@ -19,7 +19,7 @@ from engine.testing.chain_runner import ChainRunner, chain_layout
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.tree import TreeNode, TreeQuery, tree_json
 from tiers.cache import CacheSettings, TieredCache
-from tiers.memory.view import live_tree
+from tiers.explore import DiskBlocks, TierForest
 
 BLOCK = 4
 NUM_BLOCKS = 15  # so few that steps 5, 8 and 9 must evict
@@ -63,7 +63,7 @@ class Figure:
         return self.runner.computed - before
 
     def draw(self) -> str:
-        tree = live_tree(self.cache.index, TreeQuery(num_tokens=100))
+        tree = TierForest(self.cache.index, DiskBlocks()).tree(TreeQuery(num_tokens=100))
         assert json.loads(json.dumps(tree_json(tree)))["num_seen"] == tree.num_blocks
         lines = list(tree_lines(tree, label=self._label))[1:]  # without the scope
         return "\n".join(re.sub(r", \d+ tokens.*", "", line) for line in lines)

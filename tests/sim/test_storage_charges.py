@@ -16,7 +16,7 @@ from billing.store.reports import daily, stream_entries
 from billing.testing import ManualClock, TestLedger, running_ledger
 from cachesvc.operator.operator import CacheOperator
 from cachesvc.operator.scopes import Payer
-from cachesvc.operator.storage_meter import HOUR_S, StorageMeter, hours_begun
+from cachesvc.operator.storage_meter import HOUR_S, StorageMeter, spans_begun
 from engine.testing.chain_runner import chain_layout
 from tiers.blocks.keys import CacheScope, PrefixKey, prefix_keys, token_bytes
 from tiers.cache import CacheSettings, TieredCache
@@ -125,7 +125,7 @@ def charges(money: TestLedger) -> dict[str, int]:
 
 def total(pins: Iterable[tuple[Pin[PrefixKey], float]]) -> int:
     """What started hours until a moment come to."""
-    return sum(pin.num_tokens * hours_begun(pin, end_s) * RATE for pin, end_s in pins)
+    return sum(pin.num_tokens * spans_begun(pin, end_s, HOUR_S) * RATE for pin, end_s in pins)
 
 
 async def test_each_started_hour_is_charged_when_it_begins(tmp_path: Path, url: str) -> None:

@@ -36,8 +36,8 @@ from tests.unit.test_cli_cache import LAYOUT, store
 from tiers.blocks.keys import CacheScope, PrefixKey, token_bytes
 from tiers.blocks.tree import TreeQuery, tree_json
 from tiers.disk.open import open_disk
+from tiers.explore import DiskBlocks, TierForest
 from tiers.memory.block import BlockState
-from tiers.memory.view import live_tree
 from tiers.telemetry.events import EventKind
 from tiers.testing.faulty_storage import chain
 from tiers.tier import TierName
@@ -305,7 +305,7 @@ def test_scopes_are_remembered_by_their_digest_and_bounded(tmp_path: Path) -> No
 
 
 def test_a_tree_that_came_as_json_is_drawn_as_the_tree_itself(world: World) -> None:
-    grown = live_tree(world.cache.index, TreeQuery())
+    grown = TierForest(world.cache.index, DiskBlocks()).tree(TreeQuery())
     told = json.loads(json.dumps(tree_json(grown)))
     assert list(tree_lines(grown)) == list(tree_lines(tree_from_json(told)))
     told["scopes"][0]["owner"] = "acme"

@@ -7,15 +7,20 @@ import pytest
 from cachesvc.cli.cache.tree import tree_lines
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey
-from tiers.blocks.tree import TreeNode, TreeQuery, tree_json
+from tiers.blocks.tree import Tree, TreeNode, TreeQuery, tree_json
 from tiers.errors import ConfigurationError
+from tiers.explore import DiskBlocks, TierForest
 from tiers.memory.block import Below, Block, BlockState
 from tiers.memory.index import BlockIndex
-from tiers.memory.view import live_tree
 
 ROOT = CacheScope(tenant=b"a").root()
 OTHER = CacheScope(tenant=b"b").root()
 BLOCK = 2
+
+
+def tree_of(index: BlockIndex, query: TreeQuery) -> Tree:
+    """The tree of blocks in memory alone."""
+    return TierForest(index, DiskBlocks()).tree(query)
 
 
 def index_of(*prompts: list[int], root: PrefixKey = ROOT) -> BlockIndex:
@@ -50,16 +55,16 @@ def shape(node: TreeNode) -> tuple[int, list[object]]:
 
 
 def test_an_empty_index_has_no_tree() -> None:
-    tree = live_tree(BlockIndex(), TreeQuery())
+    tree = tree_of(BlockIndex(), TreeQuery())
     assert ([], 0, 0) == (tree.roots, tree.num_blocks, tree.num_seen)
 
 
 def test_a_chain_without_a_branch_is_one_node_and_a_branch_splits_it() -> None:
     index = index_of([1, 2, 3, 4, 5])
-    (root,) = live_tree(index, TreeQuery()).roots
+    (root,) = tree_of(index, TreeQuery()).roots
     assert (0, [(5, [])]) == shape(root)
     add(index, [1, 2, 3, 4, 6, 7, 8, 9])
-    (root,) = live_tree(index, TreeQuery()).roots
+    (root,) = tree_of(index, TreeQuery()).roots
     assert (0, [(4, [(4, []), (1, [])])]) == shape(root)
     assert [1, 4] == sorted(node.num_tokens for node in root.children[0].children)
     assert 1 == sum(node.key is None for node in root.children[0].children)
@@ -68,13 +73,13 @@ def test_a_chain_without_a_branch_is_one_node_and_a_branch_splits_it() -> None:
 def test_every_scope_is_a_root_until_its_last_block_leaves() -> None:
     index = index_of([1, 2, 3])
     blocks = add(index, [1, 2, 3], OTHER)
-    assert {ROOT, OTHER} == {root.last for root in live_tree(index, TreeQuery()).roots}
+    assert {ROOT, OTHER} == {root.last for root in tree_of(index, TreeQuery()).roots}
     index.remove(blocks[0])
-    assert [ROOT] == [root.last for root in live_tree(index, TreeQuery()).roots]
+    assert [ROOT] == [root.last for root in tree_of(index, TreeQuery()).roots]
     short = add(index, [7], OTHER)
-    assert [ROOT, OTHER] == [root.last for root in live_tree(index, TreeQuery()).roots]
+    assert [ROOT, OTHER] == [root.last for root in tree_of(index, TreeQuery()).roots]
     index.remove_partial(short[0])
-    assert [ROOT] == [root.last for root in live_tree(index, TreeQuery()).roots]
+    assert [ROOT] == [root.last for root in tree_of(index, TreeQuery()).roots]
 
 
 def test_a_node_tells_tiers_pins_hits_and_what_costs_nothing_to_evict() -> None:
@@ -83,12 +88,12 @@ def test_a_node_tells_tiers_pins_hits_and_what_costs_nothing_to_evict() -> None:
     blocks[0].ref_count, blocks[0].hits, blocks[1].hits, blocks[1].below = 2, 5, 3, Below.HELD
     blocks[2].slot = blocks[3].slot = None
     blocks[3].state = BlockState.COMPUTING
-    ((node,),) = [root.children for root in live_tree(index, TreeQuery(num_tokens=3)).roots]
+    ((node,),) = [root.children for root in tree_of(index, TreeQuery(num_tokens=3)).roots]
     assert [("device", 2), ("host", 1), ("computing", 1)] == node.runs
     assert [("device",), ("device", "disk")] == node.tiers[:2]
     assert {"device": 2, "disk": 1} == node.num_in
     assert (1, 1, 5) == (node.num_in_use, node.num_clean, node.hits)
-    (told,) = tree_json(live_tree(index, TreeQuery(num_tokens=3)))["scopes"][0]["nodes"]
+    (told,) = tree_json(tree_of(index, TreeQuery(num_tokens=3)))["scopes"][0]["nodes"]
     assert [0, 1, 2] == told["token_ids"]
     assert {"place": "device", "num_blocks": 2} == told["runs"][0]
     assert blocks[3].key is not None and blocks[3].key.hex() == told["last_key"]
@@ -97,39 +102,39 @@ def test_a_node_tells_tiers_pins_hits_and_what_costs_nothing_to_evict() -> None:
 def test_a_tree_may_begin_at_any_prefix() -> None:
     index = index_of([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8])
     key = Chain(ROOT, [1, 2, 3, 4], BLOCK).keys[1]
-    (root,) = live_tree(index, TreeQuery(roots=(key,))).roots
+    (root,) = tree_of(index, TreeQuery(roots=(key,))).roots
     assert (0, [(2, []), (2, [])]) == shape(root)
-    (nothing,) = live_tree(index, TreeQuery(roots=(OTHER,))).roots
+    (nothing,) = tree_of(index, TreeQuery(roots=(OTHER,))).roots
     assert [] == nothing.children
 
 
 def test_bounds_hold_and_what_is_left_off_is_told() -> None:
     index = index_of(*([n, n, 9, 9] for n in range(20)))
-    (root,) = live_tree(index, TreeQuery(max_children=3)).roots
+    (root,) = tree_of(index, TreeQuery(max_children=3)).roots
     assert (3, 17) == (len(root.children), root.left_off)
-    (root,) = live_tree(index, TreeQuery(max_nodes=5)).roots
+    (root,) = tree_of(index, TreeQuery(max_nodes=5)).roots
     assert (5, 15) == (len(root.children), root.left_off)
-    tree = live_tree(index, TreeQuery(max_blocks=3))
+    tree = tree_of(index, TreeQuery(max_blocks=3))
     assert (3, 40) == (tree.num_seen, tree.num_blocks)
     (root,) = tree.roots
     assert [2, 1] == [node.num_blocks for node in root.children]
     assert (18, 1) == (root.left_off, root.children[1].left_off)  # cut within a chain, too
     index = index_of([1, 1, 2, 2], [1, 1, 3, 3, 4, 4], [1, 1, 3, 3, 5, 5])
-    (root,) = live_tree(index, TreeQuery(depth=2)).roots
+    (root,) = tree_of(index, TreeQuery(depth=2)).roots
     assert [0, 2] == sorted(node.left_off for node in root.children[0].children)
 
 
 def test_the_most_hit_are_shown_where_not_all_are() -> None:
     index = index_of(*([n, n] for n in range(9)))
     index.match(Chain(ROOT, [4, 4], BLOCK))[0].hits = 3
-    (root,) = live_tree(index, TreeQuery(max_children=1, num_tokens=1)).roots
+    (root,) = tree_of(index, TreeQuery(max_children=1, num_tokens=1)).roots
     assert [3] == [node.hits for node in root.children]
 
 
 def test_blocks_that_cannot_be_reached_are_counted() -> None:
     index = BlockIndex()
     index.remove(add(index, [1, 2, 3, 4, 5, 6])[0])
-    tree = live_tree(index, TreeQuery())
+    tree = tree_of(index, TreeQuery())
     assert (2, 0) == (tree.num_blocks, tree.num_seen)
     assert ["2 blocks not shown: left off above, or a block before them is gone"] == list(
         tree_lines(tree)
@@ -138,7 +143,7 @@ def test_blocks_that_cannot_be_reached_are_counted() -> None:
 
 def test_a_drawing_joins_its_lines_and_says_what_is_more() -> None:
     index = index_of([1, 1, 2, 2, 6, 6], [1, 1, 2, 2, 7, 7], [3, 3])
-    lines = list(tree_lines(live_tree(index, TreeQuery()), label=lambda node: "*"))
+    lines = list(tree_lines(tree_of(index, TreeQuery()), label=lambda node: "*"))
     assert [
         f"scope {ROOT.hex()}",
         "├─ * 2 blocks, 4 tokens, device",
@@ -146,7 +151,7 @@ def test_a_drawing_joins_its_lines_and_says_what_is_more() -> None:
         "│  └─ * 1 block, 2 tokens, device",
         "└─ * 1 block, 2 tokens, device",
     ] == lines
-    lines = list(tree_lines(live_tree(index, TreeQuery(max_nodes=1)), label=lambda node: "*"))
+    lines = list(tree_lines(tree_of(index, TreeQuery(max_nodes=1)), label=lambda node: "*"))
     assert ["   └─ 2 more", "└─ 1 more"] == [line.replace("│", " ") for line in lines[2:4]]
 
 

@@ -1,7 +1,7 @@
 """Blocks as the tree of prefixes that they are: a chain without a branch is one node.
 
-`tiers.memory.view` grows it from the live index (engine thread, between two steps), `DiskView.tree`
-from the disk's records; `cachesvc cache tree` draws either, and the admin pages show the JSON. What
+`tiers.explore` grows it from all tiers (engine thread, between two steps), `DiskView.tree` from the
+disk's records; `cachesvc cache tree` draws either, and the admin pages show the JSON. What
 is looked at is bounded, so that a large cache does not hold up the step loop: a block takes 1 to 2
 microseconds (100,000 in the index, one core of a virtual machine), so the default at most 10 ms.
 """

@@ -1,13 +1,10 @@
-"""Blocks in memory one by one, as values that may leave the engine thread, and as one forest."""
+"""Blocks in memory, one by one, as values that may leave the engine thread."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from tiers.blocks.keys import PrefixKey
-from tiers.blocks.tree import Tree, TreeQuery, grow
 from tiers.blocks.view import COMPUTING, LOADING, BlockView
 from tiers.memory.block import Block, BlockState
-from tiers.memory.index import BlockIndex
 from tiers.tier import TierName
 
 
@@ -19,11 +16,6 @@ def live_blocks(blocks: Iterable[Block]) -> list[BlockView]:
         for block in blocks
         if block.state is BlockState.READY and block.key is not None
     ]
-
-
-def live_tree(index: BlockIndex, query: TreeQuery) -> Tree:
-    """As much of the index as the query bounds, as it stands now."""
-    return grow(_IndexForest(index, time.monotonic()), query, len(index) + index.num_partials)
 
 
 def place_of(block: Block) -> str:
@@ -60,22 +52,3 @@ def block_view(block: Block, now_s: float) -> BlockView:
         is_clean=block.held_below or (block.slot is not None and block.frame is not None),
         depth=block.depth,
     )
-
-
-class _IndexForest:
-    def __init__(self, index: BlockIndex, now_s: float) -> None:
-        self._index = index
-        self._now_s = now_s
-
-    def scopes(self) -> Iterable[PrefixKey]:
-        return self._index.scopes()
-
-    def following(self, key: PrefixKey) -> Sequence[Block]:
-        full, partly = self._index.children(key), self._index.partials(key)
-        return [*full, *partly] if partly else full
-
-    def rank(self, block: Block) -> int:
-        return block.hits
-
-    def look(self, block: Block) -> BlockView:
-        return block_view(block, self._now_s)
