@@ -136,3 +136,16 @@ def _moments(dice: random.Random, rate: float, seconds: float) -> Iterator[float
     while at_s < seconds:
         yield at_s
         at_s += dice.expovariate(rate)
+
+
+def main() -> None:
+    """A row for each load: `python -m tests.sim.storm`."""
+    for load in (0, 1, 2, 5, 10):
+        found = storm(load, seconds=300, model=DeclaredModel())
+        storms = f"{found.quantile_s('storm', 0.99):.2f}" if load else "-"
+        polite = f"{found.quantile_s('polite', 0.5):.3f} | {found.quantile_s('polite', 0.99):.3f}"
+        print(f"| {load}x | {found.goodput_per_s:.1f} | {storms} | {polite} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
