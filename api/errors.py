@@ -235,6 +235,14 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
         retry_after_s=5,
         told="The ledger cannot be read or written now, so nothing is served. Try again shortly.",
     ),
+    billing_errors.ClockJumped: Row(
+        503,
+        "server_error",
+        "ledger_unavailable",
+        retry_after_s=5,
+        told="The server's clock is wrong, so bills would be too, and nothing is served. Try again "
+        "shortly.",
+    ),
     billing_errors.LedgerClosed: Row(503, "server_error", "shutting_down", retry_after_s=5),
 }
 
