@@ -254,7 +254,8 @@ async def offer(
             while rate and time.perf_counter() < ends:
                 tasks.append(asyncio.create_task(ask(client, server, name, dice, got[name])))
                 got[name].asked += 1
-                await asyncio.sleep(dice.expovariate(rate))
+                left_s = ends - time.perf_counter()
+                await asyncio.sleep(min(dice.expovariate(rate), max(0.0, left_s)))
             await asyncio.gather(*tasks)
 
         await asyncio.gather(*(tenant(name, rate) for name, rate in rates.items()))
