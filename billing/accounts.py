@@ -79,7 +79,7 @@ class Accounts:
     # -- who is it ---------------------------------------------------------------------------------
 
     def authenticate(self, key: str) -> Principal:
-        """Who a key stands for. Raises `UnknownKey`, `KeyExpired` or `KeyRevoked`."""
+        """The owner of a key. Raises `UnknownKey`, `KeyExpired` or `KeyRevoked`."""
         digest = key_digest(self._secret, key)
         known = self._snapshot.keys.get(digest)
         if known is None:
@@ -102,7 +102,7 @@ class Accounts:
         return time.monotonic() - self._looked_s < REFRESH_S
 
     def recall(self, key: str) -> Principal | None:
-        """Who a key stands for, from memory alone; None where `authenticate` must be asked."""
+        """The owner of a key, from memory alone; None if `authenticate` must look."""
         known = self._snapshot.keys.get(key_digest(self._secret, key))
         if known is None or known.revoked_ns is not None:
             return None

@@ -181,7 +181,7 @@ class Known:
             found.ends_s, found.currency, found.version = ends_s, currency, version
 
     def refused(self, tenant: str, *, asked: bool = False) -> None:
-        """Something is not as it was: no draws until the store has given anew."""
+        """The advance is in doubt: no draws until the store has given a new one."""
         with self._lock:
             found = self._tenants.setdefault(tenant, _Tenant())
             found.stop()

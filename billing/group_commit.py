@@ -54,7 +54,7 @@ _Answer = tuple["Future[Any]", object]  # a result, or the exception that it is
 class GroupCommit:
     """The ledger's inbox and threads. `start` before `submit`, `close` after.
 
-    `applied` is told each command and its result; `observe`, the entries once they are durable.
+    `applied` gets each command and its result, `observe` the entries once they are durable.
     """
 
     def __init__(

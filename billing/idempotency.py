@@ -5,7 +5,7 @@ answer or `abandon` when the request failed. Each call is a short transaction an
 event loop.
 
 A server that dies leaves claims behind: those of its own earlier runs it knows by their `boot`,
-another server's by their age and their hold. Whoever asks again then begins anew and pays once: if
+another server's by their age and their hold. A retry then starts again and pays once: if
 the dead request was charged, that charge is given back when the new one is.
 """
 
@@ -23,7 +23,7 @@ from billing.store import undelivered as store_undelivered
 from billing.store.store import Connection, LedgerStore
 
 KEPT_NS = 24 * 3600 * NS
-GRACE_NS = 30 * NS  # a first request is given so long to reserve before its silence means a crash
+GRACE_NS = 30 * NS  # how long a first request may take to reserve before it counts as crashed
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Idempotency:
         return str(row["request_id"])
 
     def _is_dead(self, row: Any, now_ns: int) -> bool:
-        """Whether whoever took a claim and holds nothing for it will not come back to it."""
+        """Whether the owner of a claim without a hold will not come back to it."""
         ours_before = row["owner"] == self._owner and row["boot"] != self._boot
         return bool(ours_before or now_ns - (row["expires_ns"] - KEPT_NS) >= GRACE_NS)
 
@@ -125,5 +125,5 @@ class Idempotency:
         )
 
     def abandon(self, tenant: str, key: str, request_id: str) -> None:
-        """Forget a request that has no answer to repeat; the next one with its key begins anew."""
+        """Forget a request that has no answer to repeat; the next one with its key starts again."""
         self._store.retrying(lambda connection: rows.remove(connection, tenant, key, request_id))

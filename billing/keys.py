@@ -1,4 +1,4 @@
-"""API keys: how they look, how they are stored, and who a key stands for. Pure.
+"""API keys: how they look, how they are stored, and whose they are. Pure.
 
 A key is `sk-` and 256 random bits, so a keyed BLAKE2b of it is enough: there is nothing to guess,
 and a check costs a microsecond. The store has the digest and a prefix to recognise it by, never the

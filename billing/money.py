@@ -103,7 +103,7 @@ def units_per_token(rate: Decimal, field: str) -> int:
 
 
 def rate_per_million(per_token: int) -> str:
-    """The rate per million tokens that `per_token` units stand for, as a decimal string."""
+    """`per_token` units as the rate per million tokens, a decimal string."""
     return format_units(per_token * TOKENS_PER_RATE)
 
 

@@ -1,6 +1,6 @@
 """What people name and write: names that are safe in files, URLs and logs, and texts of one line.
 
-Pure. Called by `billing.accounts`, `billing.ledger` and whoever else keeps what was typed.
+Pure. Called by `billing.accounts`, `billing.ledger` and everything else that stores typed names.
 """
 
 import re

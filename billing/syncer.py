@@ -50,7 +50,7 @@ class Syncer:
         self._sync()
 
     def later(self, done: Done) -> None:
-        """Tell `done` after the next sync; they are told in order. `sync_waiting` is to follow."""
+        """Call `done` after the next sync, in order. `sync_waiting` is to follow."""
         self._waiting.append(done)
 
     def sync_waiting(self) -> None:

@@ -1,4 +1,4 @@
-"""Parts for tests of billing and of what stands on it: a manual clock and a ready ledger."""
+"""Parts for tests of billing and of its users: a manual clock and a ready ledger."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

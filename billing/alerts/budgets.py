@@ -175,7 +175,7 @@ class _Spending:
     def read(
         self, connection: Connection, tenant: str, now: datetime, wanted: frozenset[Whose]
     ) -> None:
-        """Add what was posted since; a new month, or somebody new, begins anew."""
+        """Add what was posted since. A new month, or a new owner, starts from zero."""
         month = now.strftime("%Y-%m")
         if month != self.month or wanted - self.wanted:
             self.month, self.wanted, self.sums = month, wanted, {}

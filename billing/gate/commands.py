@@ -28,7 +28,7 @@ class Reserve:
 @dataclass(frozen=True, slots=True)
 class Allot:
     """Raises a server's advance on a tenant towards `amount`; 0 gives it back, where
-    `if_expired_ns` is told only if its lease is over by then.
+    With `if_expired_ns`, only if its lease is over by then.
     """
 
     tenant: str

@@ -16,7 +16,7 @@ class Outcome(StrEnum):
     CLIENT_GONE = "client_gone"  # the client went away; work stopped at the abort
     FAILED = "failed"  # the server failed
     CRASHED = "crashed"  # the server died; settled from the journal at the next start
-    LAPSED = "lapsed"  # the lease of its hold ended with nobody renewing it
+    LAPSED = "lapsed"  # nobody renewed its hold's lease
 
 
 # Settled by the ledger alone, from the last recorded progress; a later word of the server wins.

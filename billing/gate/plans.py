@@ -75,7 +75,7 @@ def committing_card(book: PriceBook, tenant: str, currency: str, month: str) -> 
 
 
 def commitment_ref(card: RateCard) -> RateRef:
-    """The price that stands for a card's minimum; it can be found again, like any other."""
+    """The price of a card's minimum, which can be found like any other."""
     return RateRef(card.name, card.version, card.models[0].pattern, MONTHLY)
 
 

@@ -94,7 +94,7 @@ class Parties:
         found = self.buyers.get(tenant)
         if found is None:
             raise PartiesError(
-                f"nobody said whom invoices of tenant {tenant!r} are to: add a [[buyer]] with "
+                f"tenant {tenant!r} has no address for invoices: add a [[buyer]] with "
                 f"tenant = {tenant!r} to the file, and `cachesvc invoice parties FILE`"
             )
         return found

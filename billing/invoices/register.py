@@ -74,7 +74,7 @@ class InvoiceRegister:
     # -- seller and buyers -------------------------------------------------------------------------
 
     def parties(self) -> Parties:
-        """Raises `PartiesError` where nobody applied any."""
+        """Raises `PartiesError` if none were applied."""
         with self.store.reading() as connection:
             return _parties(connection)
 
@@ -287,7 +287,7 @@ def _parties(connection: Connection) -> Parties:
     found = rows.parties_rows(connection)
     if not found:
         raise PartiesError(
-            "nobody said who invoices are from: write a file with a [seller] and a [[buyer]] for "
+            "invoices have no sender yet: write a file with a [seller] and a [[buyer]] for "
             "each tenant (docs/billing.md has one), and `cachesvc invoice parties FILE`"
         )
     return parse_parties(found[-1]["text"])

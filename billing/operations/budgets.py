@@ -1,4 +1,4 @@
-"""Budgets: what tenants, keys, users and tags may spend before somebody is told."""
+"""Budgets: what tenants, keys, users and tags may spend before an alert."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""API keys. A key itself is told once, by the call that creates it."""
+"""API keys. The key itself is shown once, by the call that creates it."""
 
 import time
 from collections.abc import Sequence

@@ -60,7 +60,7 @@ def verify(
     progress: Progress | None = None,
 ) -> Proof:
     """Recompute every hash, charge, balance and rollup. `heads` kept elsewhere, one state of them
-    or several, prove that no tail was cut off or written anew."""
+    or several, prove that no tail was cut off or rewritten."""
     kept = _by_number(heads)
     with store.reading() as connection:
         proof = Proof()

@@ -23,7 +23,7 @@ class Proved:
 
 
 class Prover:
-    """Proves one store. Thread-safe: who asks while a proof runs waits, and makes the next."""
+    """Proves one store. Thread-safe: a caller waits for a running proof, then makes its own."""
 
     def __init__(self, store: LedgerStore) -> None:
         self._store = store

@@ -2,7 +2,7 @@
 
 A batch is made by one person, written down, and applied by another who names its digest: what was
 looked at is what is booked. Charges that would cost more now stay as they are; entries never take
-money that nobody agreed to.
+money without anyone's consent.
 """
 
 import hashlib

@@ -81,7 +81,7 @@ class LagoEvents:
 
 
 def tells(entry: Entry) -> bool:
-    """Whether Lago is told of an entry: of what was used, and of no deposit."""
+    """Whether Lago gets an entry: usage does, deposits do not."""
     return entry.kind in (Kind.CHARGE, Kind.CORRECTION)
 
 

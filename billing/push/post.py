@@ -26,7 +26,7 @@ class Unauthorised(ExportError):
 def ask(call: Call) -> Answer:
     """The answer to a call: taken (2xx), or refused for what it sends (`OF_EVENTS`).
 
-    Raises `ExportError` where the service is away, or refuses whoever asks.
+    Raises `ExportError` if the service is away or refuses our credentials.
     """
     wait_s = FIRST_WAIT_S
     for left in reversed(range(TRIES)):

@@ -68,7 +68,7 @@ def reconcile(
 ) -> Reconciliation:
     """Compare what the export `name` sent with `events`, in any order. Raises `ExportError`.
 
-    `tells` says of which entries the service is told.
+    `tells` says which entries the service gets.
     """
     report, has = Reconciliation(), dict[str, str]()
     for event in events:

@@ -1,4 +1,4 @@
-"""Signed heads: what somebody else keeps, so that no past of the ledger can be written anew unseen.
+"""Signed heads, kept elsewhere, so that the ledger's past cannot be rewritten unnoticed.
 
 A head is the number and hash of the last entry of a chain, and that hash covers every entry before
 it. Lines of signed heads are appended to a file or posted to a receiver; called off the event loop.

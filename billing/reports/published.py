@@ -1,6 +1,6 @@
 """The public keys that receipts are checked with, as a data directory publishes them.
 
-Apart from signing, so that whoever only reads the file needs no cryptography.
+Apart from signing, so that reading the file needs no cryptography library.
 """
 
 from pathlib import Path

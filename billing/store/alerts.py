@@ -31,7 +31,7 @@ def budget_rows(connection: Connection) -> list[RowMapping]:
 
 
 def add_messages(store: LedgerStore, connection: Connection, rows: Iterable[Row]) -> list[str]:
-    """The ids of those that are new; one that stands is told once only."""
+    """The ids of those that are new; one that goes on is reported only once."""
     statement = store.insert(outbox)
     made = statement.on_conflict_do_nothing().returning(outbox.c.id)
     return [found.id for row in rows if (found := connection.execute(made, row).first())]

@@ -47,7 +47,7 @@ def grants_of(connection: Connection, tenant: str) -> list[Entry]:
 
 
 def write_expiring(connection: Connection, rows: Iterable[Row]) -> None:
-    """Write the list anew, as the proof found it from the entries."""
+    """Replace the list by the one that the proof derived from the entries."""
     connection.execute(delete(expiring))
     for row in sorted(rows):
         connection.execute(expiring.insert().values(row))

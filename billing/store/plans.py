@@ -27,7 +27,7 @@ def write_used(connection: Connection, changed: Mapping[Used, int]) -> None:
 
 
 def rewrite_used(connection: Connection, used: Mapping[Used, int]) -> None:
-    """Write all anew, as the proof found it from the entries."""
+    """Replace all rows by those that the proof derived from the entries."""
     connection.execute(delete(included_used))
     write_used(connection, used)
 

@@ -50,7 +50,7 @@ def write_scoped(connection: Connection, account: TenantAccount) -> None:
 
 
 def rewrite_scoped(connection: Connection, accounts: Iterable[TenantAccount]) -> None:
-    """Write all anew, as the proof found it from the entries."""
+    """Replace all rows by those that the proof derived from the entries."""
     connection.execute(delete(scoped_grants))
     for account in accounts:
         write_scoped(connection, account)

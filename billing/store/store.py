@@ -212,8 +212,8 @@ class LedgerStore:
                 self._log.renew()
 
     def checkpoint(self) -> None:
-        """Copy the log into the database, if much was written, so that it is begun anew. Beside
-        writers; a tail that came meanwhile is copied in the next rounds."""
+        """Copy the log into the database, if much was written, so that the log starts over. Runs
+        beside writers; a tail that they add meanwhile is copied in the next rounds."""
         if (
             self._log is None
             or self._log.failed

@@ -26,6 +26,6 @@ def write_wallets(connection: Connection, changed: Mapping[Key, int]) -> None:
 
 
 def rewrite_wallets(connection: Connection, found: Mapping[Key, int]) -> None:
-    """Write all anew, as the proof found it from the entries."""
+    """Replace all rows by those that the proof derived from the entries."""
     connection.execute(delete(wallets))
     write_wallets(connection, found)

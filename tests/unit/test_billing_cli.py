@@ -260,7 +260,7 @@ def test_a_grant_that_expires_is_given_and_shown(shell: Shell) -> None:
 
 def test_an_invoice_is_issued_written_and_marked(shell: Shell, tmp_path: Path) -> None:
     shell("tenants", "create", "acme")
-    assert "nobody said who invoices are from" in shell("invoice", "parties", code=1)
+    assert "invoices have no sender yet" in shell("invoice", "parties", code=1)
     file = tmp_path / "parties.toml"
     file.write_text(PARTIES)
     assert "invoices are from Example Cloud" in shell("invoice", "parties", str(file))
