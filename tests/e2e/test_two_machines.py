@@ -1,0 +1,147 @@
+"""Two servers as docs/remote.md starts them: one ledger, one set of limits, one store of blocks."""
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from billing.gate.entries import Kind
+from billing.store import reports
+from billing.store.opening import open_store
+from billing.store.store import LedgerStore
+from engine.testing.models import save_tiny_model
+from tests.live_server import LiveServer
+from tests.postgres_server import fresh_database
+from tests.redis_server import redis_server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.postgres, pytest.mark.timeout(900)]
+
+DOCS = Path(__file__).parents[2] / "docs" / "remote.md"
+PATIENT = "?socket_timeout=60&socket_connect_timeout=60"  # a busy machine is no store that is down
+PATIENCE_S = 300
+STORY = "".join(f"Person {n} lives in town {n * 7 % 97}. " for n in range(8))
+
+
+class Machine(LiveServer):
+    """A server whose ledger is the PostgreSQL that the environment names."""
+
+    def store(self) -> LedgerStore:
+        return open_store(self._environment["CACHESVC_BILLING__DATABASE_URL"])
+
+
+class Documented:
+    """What the page tells to type: variables of both machines, of each, and what is copied."""
+
+    def __init__(self) -> None:
+        section = DOCS.read_text().partition("## Two servers by plain commands")[2]
+        self._lines = section.partition("```console\n")[2].partition("```")[0].splitlines()
+
+    def _typed(self, where: str) -> list[str]:
+        return [line.removeprefix(where) for line in self._lines if line.startswith(where)]
+
+    def exported(self) -> dict[str, str]:
+        words = " ".join(line.removeprefix("export ") for line in self._typed("$ "))
+        return dict(word.split("=", 1) for word in words.split())
+
+    def served(self, machine: str) -> dict[str, str]:
+        """The variables before `cachesvc serve --data-dir DIR`."""
+        (line,) = (each for each in self._typed(f"{machine}$ ") if " serve " in each)
+        told, _, options = line.partition(" cachesvc serve ")
+        assert "--data-dir /var/lib/cachesvc" == options
+        return dict(word.split("=", 1) for word in told.split())
+
+    def copied(self) -> list[str]:
+        (line,) = (each for each in self._typed("one$ ") if each.startswith("scp "))
+        (names,) = re.findall(r"^scp /var/lib/cachesvc/\{(.+)\} two:/var/lib/cachesvc/$", line)
+        return str(names).split(",")
+
+
+@pytest.fixture
+def servers(tmp_path: Path, postgres: str) -> Iterator[tuple[Machine, Machine, Mapping[str, str]]]:
+    """Both, and the key of a tenant that both know."""
+    save_tiny_model(tmp_path / "demo")
+    docs = Documented()
+    for name in ("limits", "blocks"):
+        (tmp_path / name).mkdir()
+    with ExitStack() as stack:
+        places = {
+            "CACHESVC_BILLING__DATABASE_URL": stack.enter_context(fresh_database(postgres)),
+            "CACHESVC_LIMITS__URL": stack.enter_context(redis_server(tmp_path / "limits")),
+            "CACHESVC_CACHE__REMOTE_URL": stack.enter_context(redis_server(tmp_path / "blocks"))
+            + PATIENT,
+        }
+        assert places.keys() == docs.exported().keys()
+        # A tiny model computes faster than anything loads; and a limit, to see that it is one.
+        here = {"CACHESVC_CACHE__WEIGH_LOADS": "false", "CACHESVC_LIMITS__TENANTS": LIMITED}
+        machines = []
+        for name in ("one", "two"):
+            environment = places | docs.served(name) | here
+            machine = Machine(tmp_path / name, tmp_path / "demo", **environment)
+            machine.data_dir.mkdir(parents=True)
+            stack.callback(machine.kill)
+            machines.append(machine)
+        one, two = machines
+        key = one.customer("acme", 10**13)
+        one.start()
+        for name in docs.copied():
+            shutil.copy(one.data_dir / name, two.data_dir / name)
+        two.start()
+        yield one, two, key
+
+
+LIMITED = '{"acme": {"requests": 1000}}'
+
+
+def until(done: Callable[[], Any]) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+def test_two_servers_share_blocks_a_ledger_and_limits(
+    servers: tuple[Machine, Machine, Mapping[str, str]],
+) -> None:
+    one, two, key = servers
+    num_asked = 0
+
+    def ask(machine: Machine, prompt: str = STORY, **more: Any) -> httpx.Response:
+        nonlocal num_asked
+        num_asked += 1
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0, **more}
+        url = f"{machine.url}/v1/completions"
+        answer = httpx.post(url, json=body, headers=dict(key), timeout=PATIENCE_S)
+        assert 200 == answer.status_code, answer.text
+        return answer
+
+    first = ask(one, cachesvc={"publish": True}).json()
+    second = ask(two).json()
+    assert first["choices"][0]["text"] == second["choices"][0]["text"]
+    tiers = second["usage"]["prompt_tokens_details"]["cached_tokens_details"]
+    assert tiers["remote"] > 0
+
+    # One count of requests: what one server takes, the other has not any more.
+    def left(machine: Machine) -> int:
+        return int(ask(machine, "Hello").headers["x-ratelimit-remaining-requests"])
+
+    until(lambda: left(one) == left(two) + 1)  # unless a new minute has begun between the two
+
+    # One ledger: both servers' charges, in one chain.
+    until(lambda: num_asked == len(charges(two)))
+    assert tiers["remote"] in {each.details["usage"].get("hit_remote", 0) for each in charges(two)}
+
+
+def charges(machine: Machine) -> list[Any]:
+    store = machine.store()
+    try:
+        with store.reading() as connection:
+            entries = list(reports.stream_entries(connection, "acme"))
+    finally:
+        store.close()
+    return [entry for entry in entries if entry.kind is Kind.CHARGE]
