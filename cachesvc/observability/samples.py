@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import cachesvc
 from billing.group_commit import LedgerStats
+from tiers.errors import MissReason
 from tiers.histogram import Spread
-from tiers.tier import ShardStats, TierName, TierStats
+from tiers.memory.counters import CacheEvent
+from tiers.tier import Cause, ShardStats, TierName, TierStats
 
 if TYPE_CHECKING:
     from engine.engine import EngineStats
@@ -20,6 +22,18 @@ if TYPE_CHECKING:
     from tiers.operations.operations import GroupUse
 
 _SECOND = 1e9  # nanoseconds
+# A counter that begins at its first event has not grown to Prometheus: `increase` would miss the
+# first fault. So what can happen is told from the start.
+_MEMORY = (TierName.DEVICE, TierName.HOST)
+_FAULTS = (
+    MissReason.COLLISION,
+    MissReason.CHECKSUM,
+    MissReason.TORN,
+    MissReason.VERSION,
+    MissReason.LAYOUT,
+    MissReason.IO_ERROR,
+    MissReason.DECODE,
+)
 
 
 class MetricSample(NamedTuple):
@@ -88,10 +102,12 @@ def _engine_samples(stats: "EngineStats") -> Iterator[MetricSample]:
 
 
 def _cache_samples(cache: "CacheStats") -> Iterator[MetricSample]:
-    for tier in (cache.device, cache.host, cache.disk, cache.remote):
-        if tier is not None:
-            yield from _tier_samples(tier)
-    for (name, event), count in cache.events.items():
+    tiers = (cache.device, cache.host, cache.disk, cache.remote)
+    present = [tier for tier in tiers if tier is not None]
+    for tier in present:
+        yield from _tier_samples(tier)
+    none = {(tier.name, event): 0 for tier in present for event in CacheEvent}
+    for (name, event), count in {**none, **cache.events}.items():
         yield MetricSample("cachesvc_cache_events_total", (name, event), count)
     if cache.disk is not None:
         yield MetricSample("cachesvc_transfer_bytes_total", ("disk", "host"), cache.disk.read_bytes)
@@ -157,9 +173,10 @@ def _tier_samples(tier: TierStats) -> Iterator[MetricSample]:
     yield MetricSample("cachesvc_cache_capacity_bytes", labels, tier.capacity_bytes)
     yield MetricSample("cachesvc_tier_served_blocks_total", labels, tier.hits)
     yield MetricSample("cachesvc_tier_missed_blocks_total", labels, tier.misses)
-    for reason, count in tier.faults.items():
+    faults = dict.fromkeys(_FAULTS if tier.name not in _MEMORY else (), 0)
+    for reason, count in {**faults, **tier.faults}.items():
         yield MetricSample("cachesvc_tier_faults_total", (*labels, reason), count)
-    for cause, count in tier.lives.causes.items():
+    for cause, count in {**dict.fromkeys(Cause, 0), **tier.lives.causes}.items():
         yield MetricSample("cachesvc_evictions_total", (*labels, cause), count)
     yield MetricSample("cachesvc_block_lifetime_seconds", labels, tier.lives.lifetime)
     yield MetricSample("cachesvc_block_idle_seconds", labels, tier.lives.idle)

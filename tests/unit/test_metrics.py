@@ -172,6 +172,10 @@ def test_snapshots_become_samples_at_the_scrape() -> None:
     assert 30 == value(seen, "cachesvc_transfer_bytes_total", {"from": "disk", "to": "host"})
     faults = {"tier": "disk", "reason": "checksum"}
     assert 2 == value(seen, "cachesvc_tier_faults_total", faults)
+    torn = {"tier": "disk", "reason": "torn"}
+    assert 0 == value(seen, "cachesvc_tier_faults_total", torn), "its first would be no increase"
+    assert 0 == value(seen, "cachesvc_cache_events_total", {"tier": "disk", "event": "lost"})
+    assert 0 == value(seen, "cachesvc_evictions_total", {"tier": "disk", "cause": "fault"})
     evicted = {"tier": "device", "event": "evicted"}
     assert 4 == value(seen, "cachesvc_cache_events_total", evicted)
     assert 3 == value(seen, "cachesvc_holds")
