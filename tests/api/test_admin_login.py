@@ -83,6 +83,7 @@ async def test_the_overview_tells_what_fires() -> None:
         page = await client.get("/admin", headers=headers)
         assert not re.search(r"data-alerts [^>]*hidden>", page.text)
         assert "A tier faults: disk &lt;checksum&gt;" in page.text
+        assert '<ul aria-live="polite">' in page.text  # a status has no list items
         assert [firing] == (await client.get("/admin/api/alerts", headers=headers)).json()
 
 
