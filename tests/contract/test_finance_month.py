@@ -1,0 +1,288 @@
+"""A month as a finance person recomputes it: ledger, statement, CSV, FOCUS and invoice agree.
+
+Three customers: acme has a plan of its own, grants with and without a scope and pays in advance;
+bolt pays in dollars out of a wallet in euros, by prices that depend on the length of the prompt;
+cato pays later, by windows, service tiers, a fee and a minimum. Everything is computed again with
+decimals by the independent rater, or here.
+"""
+
+import csv
+import io
+import random
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from decimal import ROUND_HALF_EVEN, Decimal
+from typing import Any
+
+import pytest
+
+from billing.errors import InsufficientBalance
+from billing.gate.holds import RequestContext
+from billing.gate.outcomes import Outcome
+from billing.invoices.register import InvoiceRegister
+from billing.invoices.render import Form, render
+from billing.money import UNITS
+from billing.prices.book import Terms
+from billing.prices.cards import parse_card, shipped_cards
+from billing.proof import audit
+from billing.reports.export import corrected_instants, focus_csv, focus_rows
+from billing.reports.statement import statement, statement_csv, statement_json
+from billing.testing import TestLedger, running_ledger
+from billing.usage import Usage
+from tests.contract.conftest import entries
+from tests.contract.test_independent_rater import (
+    Card,
+    Grants,
+    cost,
+    from_grants,
+    in_force,
+    terms_of,
+)
+from tests.contract.test_invoices import BY, PARTIES
+
+PLAN = """[card]
+name = "acme-plan"
+version = "1"
+valid_from = 2024-12-31T00:00:00Z
+currency = "CNY"
+tenants = ["acme"]
+[[included]]
+name = "chat"
+match = "chat-*"
+classes = ["miss", "hit"]
+tokens = 300000
+[[service]]
+name = "batch"
+factor = "0.5"
+[[model]]
+match = "*"
+hit = "0.4"
+miss = "4"
+output = "16"
+"""
+LIST = """[card]
+name = "list"
+version = "1"
+valid_from = 2024-12-31T00:00:00Z
+currency = "CNY"
+time_zone = "Asia/Shanghai"
+minimum_cached_tokens = 64
+[[window]]
+name = "night"
+start = "23:00"
+end = "07:30"
+[[service]]
+name = "flex"
+factor = "0.5"
+[[model]]
+match = "*"
+hit = "0.5"
+miss = "5"
+output = "20"
+request = "0.003"
+minimum = "0.01"
+[model.night]
+miss = "3"
+"""
+CENT = Decimal("0.01")
+
+
+@dataclass
+class Sheet:
+    """A customer on the spreadsheet. Amounts in the currency."""
+
+    cards: list[Card]
+    free: Decimal = Decimal(0)  # granted for everything
+    grants: Grants = field(default_factory=dict)
+    paid: Decimal = Decimal(0)
+    owed: Decimal = Decimal(0)
+    charged: Decimal = Decimal(0)
+    discount: Decimal = Decimal(0)  # what grants paid
+    requests: dict[str, dict[str, Decimal]] = field(default_factory=dict)
+    spent: dict[tuple[str, str, str, str], int] = field(default_factory=dict)
+
+    def charge(
+        self, name: str, tenant: str, model: str, at: datetime, used: Usage, service: str
+    ) -> None:
+        asked = used.prompt, service
+        amount = cost(self.cards, tenant, model, at, used.record(), asked, self.spent)
+        card = in_force(self.cards, tenant, model, at)
+        fit = terms_of(card, tenant, at, asked, model)
+        scoped = sum(from_grants(self.grants, model, fit, amount).values(), Decimal(0))
+        free = min(self.free, amount - scoped)
+        paid = min(self.paid, amount - scoped - free)
+        owed = amount - scoped - free - paid
+        self.free, self.paid, self.owed = self.free - free, self.paid - paid, self.owed + owed
+        self.charged, self.discount = self.charged + amount, self.discount + scoped + free
+        self.requests[name] = {"all": amount, "granted": scoped + free, "owed": owed}
+
+
+def rounded(amount: Decimal) -> Decimal:
+    return amount.quantize(CENT, ROUND_HALF_EVEN)
+
+
+def traffic(draw: random.Random) -> Usage:
+    miss = draw.choice([1, 700, 3_001, 90_000, 210_000])
+    hit = draw.choice([0, 63, 64, 5_000, 150_000])
+    return Usage(hit_host=hit // 3, hit_disk=hit - hit // 3, miss=miss, output=draw.randrange(900))
+
+
+@pytest.fixture(scope="module")
+def month(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[TestLedger, dict[str, Sheet]]]:
+    long_prompts = shipped_cards()["long-prompts"].replace("2025-06-01", "2024-12-31")
+    texts = {"acme": [PLAN, LIST], "bolt": [long_prompts], "cato": [LIST]}
+    path = tmp_path_factory.mktemp("month") / "ledger"
+    draw = random.Random(17)
+    with running_ledger(f"sqlite:///{path}") as house:
+        for text in (PLAN, LIST, long_prompts):
+            house.accounts.apply_card(parse_card(text), by="ops")
+        house.accounts.create_tenant("bolt", "USD", by="ops")
+        house.accounts.create_tenant("cato", "CNY", credit_limit=None, by="ops")
+        sheets = {
+            name: Sheet([tomllib.loads(text, parse_float=Decimal) for text in cards])
+            for name, cards in texts.items()
+        }
+        deposits(house, sheets)
+        for number in range(240):
+            house.clock.advance(draw.randrange(2 * 31 * 86_400 // 241))
+            tenant, name = draw.choice(["acme", "bolt", "cato"]), f"r{number}"
+            model, service = draw.choice(["chat-1", "embed"]), draw.choice(["", "batch", "flex"])
+            used, at = traffic(draw), datetime.fromtimestamp(house.clock() // 10**9, UTC)
+            terms = Terms(tenant=tenant, prompt_tokens=used.prompt, service=service)
+            currency = house.accounts.tenant(tenant).currency
+            pinned = house.ledger.book.at(model, house.clock(), currency, terms)
+            context = RequestContext(admitted_ns=house.clock(), user=draw.choice(["ann", "bob"]))
+            hold = house.ledger.reserve(tenant, name, 0, pinned, context=context).result()
+            house.ledger.settle(hold, used, Outcome.FINISHED).result()
+            sheets[tenant].charge(name, tenant, model, at, used, service)
+        assert house.clock() < at_ns("2025-02-01")
+        yield house, sheets
+        assert audit.verify(house.ledger.store).problems == []
+
+
+def at_ns(day: str) -> int:
+    return int(datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp()) * 10**9
+
+
+def deposits(house: TestLedger, sheets: dict[str, Sheet]) -> None:
+    give, by = house.ledger.grant, {"by": "ops"}
+    give("acme", 3 * UNITS, reference="hello", **by).result()
+    chat = give("acme", 5 * UNITS, reference="chat", scope=["chat-*"], **by).result()
+    batch = give("acme", UNITS, reference="batch", scope=["*@batch"], **by).result()
+    house.fund(900 * UNITS, "acme")
+    acme, bolt = sheets["acme"], sheets["bolt"]
+    acme.free, acme.paid = Decimal(3), Decimal(900)
+    never = float("inf")
+    acme.grants[chat.seq] = (never, ["chat-*"], Decimal(5))
+    acme.grants[batch.seq] = (never, ["*@batch"], Decimal(1))
+    house.ledger.pay_into_wallet("bolt", 500 * UNITS, "EUR", reference="w", **by).result()
+    ecb = {"rate": "1.0389", "rate_date": "2024-12-31", "rate_source": "ECB"}
+    house.ledger.convert("bolt", 321 * UNITS, "EUR", reference="c", **ecb, **by).result()
+    bolt.paid = 321 * Decimal("1.0389")
+
+
+NAMES = ("acme", "bolt", "cato")
+Month = tuple[TestLedger, dict[str, Sheet]]
+
+
+@pytest.mark.parametrize("tenant", NAMES)
+def test_balances_are_the_spreadsheets(month: Month, tenant: str) -> None:
+    house, sheets = month
+    sheet, account = sheets[tenant], house.accounts.tenant(tenant)
+    scoped = sum((left for _, _, left in sheet.grants.values()), Decimal(0))
+    found = [Decimal(n) / UNITS for n in (account.granted, account.scoped, account.topup)]
+    assert [sheet.free, scoped, sheet.paid] == found
+    assert sheet.owed == Decimal(account.owed) / UNITS
+    assert sheet.charged > 5, "too little to tell"
+
+
+def test_every_kind_of_money_was_used(month: Month) -> None:
+    sheets = month[1]
+    assert 8 < sheets["acme"].discount <= 9  # two grants to the last unit, and of the third
+    assert [("acme", "2025-01", "acme-plan", "chat")] == [*sheets["acme"].spent]
+    assert 300_000 == sum(sheets["acme"].spent.values())
+    assert sheets["cato"].owed == sheets["cato"].charged
+    least = [r["all"] for r in sheets["cato"].requests.values()]
+    assert Decimal("0.01") in least and Decimal("0.005") in least  # the minimum, and in flex
+
+
+@pytest.mark.parametrize("tenant", NAMES)
+def test_the_statement_and_its_csv_add_up_to_it(month: Month, tenant: str) -> None:
+    house, sheets = month
+    made = statement(house.ledger.store, tenant, "2025-01")
+    sheet, told = sheets[tenant], statement_json(made)
+    assert sheet.charged == Decimal(told["exact"])
+    assert sheet.charged == sum(Decimal(line["amount"]) for line in told["lines"])
+    balance = Decimal(house.accounts.tenant(tenant).balance) / UNITS
+    assert [0, balance] == [Decimal(told[f"{name}_balance"]) for name in ("opening", "closing")]
+    rows = list(csv.DictReader(io.StringIO(statement_csv(made))))
+    assert sheet.charged == sum(Decimal(row["amount"]) for row in rows if row["amount"])
+    whole = sum(Decimal(row["rounded"]) for row in rows if row["rounded"])
+    assert rounded(sheet.charged) == Decimal(told["total"]) == whole
+    by_user = statement(house.ledger.store, tenant, "2025-01", breakdown="user")
+    parts = csv.DictReader(io.StringIO(statement_csv(by_user)))
+    assert sheet.charged == sum(Decimal(row["amount"]) for row in parts)
+
+
+@pytest.mark.parametrize("tenant", NAMES)
+def test_focus_rows_add_up_to_each_request(month: Month, tenant: str) -> None:
+    house, sheets = month
+    booked = entries(house.ledger.store, tenant)
+    instants = corrected_instants(house.ledger.store, booked)
+    data = focus_csv(focus_rows(booked, house.ledger.book, instants)).decode()
+    sums: dict[str, Decimal] = {}
+    for row in csv.DictReader(io.StringIO(data)):
+        assert row["BillingCurrency"] == house.accounts.tenant(tenant).currency
+        name = row["x_RequestId"]
+        sums[name] = sums.get(name, Decimal(0)) + Decimal(row["BilledCost"])
+        price, count = row["ContractedUnitPrice"], row["PricingQuantity"]
+        if price:
+            assert Decimal(price) * Decimal(count) == Decimal(row["BilledCost"]), row
+    assert {name: each["all"] for name, each in sheets[tenant].requests.items()} == sums
+
+
+def test_invoices_and_a_credit_note_are_what_the_spreadsheet_says(month: Month) -> None:
+    """Last, as it moves on to February and gives a request of each back."""
+    house, sheets = month
+    house.clock.now_ns = max(house.clock(), at_ns("2025-02-03"))
+    register = InvoiceRegister(house.ledger.store, clock_ns=house.clock)
+    buyer = '[[buyer]]\ntenant = "{0}"\nname = "{0} Ltd"\naddress = ["1 Street"]\n'
+    parties = PARTIES.format(zone="UTC") + "".join(map(buyer.format, NAMES[1:]))
+    register.apply_parties(parties, **BY)
+    for tenant in NAMES:
+        sheet = sheets[tenant]
+        issued = register.finalize(tenant, "2025-01", **BY)
+        net = rounded(sheet.charged - sheet.discount)
+        told = issued.document
+        assert figures(net, rounded(sheet.owed)) == said(told), tenant
+        assert sheet.charged - sheet.discount - net == Decimal(told["carried"])
+        assert f"{net + tax(net)}<" in render(issued, Form.HTML).decode().replace(",", "")
+        rows = csv.DictReader(io.StringIO(render(issued, Form.CSV).decode()))
+        assert net + tax(net) == sum(Decimal(row["amount"]) for row in rows)
+        own = {name: each["all"] - each["granted"] for name, each in sheet.requests.items()}
+        dearest = max(own, key=lambda name: own[name])
+        about = {"reference": "sorry", "by": "ops", "reason": "the answer was wrong"}
+        house.ledger.correct(tenant, dearest, **about).result()
+        note = register.credit(issued.number, by="ops", reason="the answer was wrong")
+        net, owed = rounded(own[dearest]), rounded(sheet.requests[dearest]["owed"])
+        assert figures(net, owed) == said(note.document), tenant
+    with pytest.raises(InsufficientBalance, match="EUR"):  # what is left in the wallet is 179
+        house.ledger.pay_into_wallet("bolt", -180 * UNITS, "EUR", reference="x", by="ops").result()
+
+
+def tax(net: Decimal) -> Decimal:
+    return rounded(net * 19 / 100)
+
+
+def figures(net: Decimal, owed: Decimal) -> list[Decimal]:
+    return [net, tax(net), net + tax(net), net - owed, owed + tax(net)]
+
+
+def said(document: dict[str, Any]) -> list[Decimal]:
+    taxes = sum(Decimal(each["amount"]) for each in document["taxes"])
+    named = (Decimal(document[name]) for name in ("total", "paid_in_advance", "due"))
+    return [Decimal(document["net"]), taxes, *named]
