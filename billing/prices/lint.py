@@ -205,6 +205,15 @@ def _minimum(card: RateCard) -> Iterator[CardFinding]:
             f"hits of fewer than {card.minimum_cached_tokens:,} tokens cost as much as misses: "
             "clients gain by padding their prompts",
         )
+    for price in card.models:
+        if any(0 < rates.minimum <= rates.request for rates in price.rates.values()):
+            yield CardFinding(
+                Severity.WARNING,
+                "minimum-without-effect",
+                price.pattern,
+                "the fee counts towards the minimum of a request and reaches it alone: leave the "
+                "minimum out, or say what fee and tokens come to together",
+            )
 
 
 def _patterns(card: RateCard) -> Iterator[CardFinding]:

@@ -64,6 +64,10 @@ MILLION = 10**6
         ("write-by-ttl", Usage(miss=MILLION, cache_write_1h=MILLION), {}, "6.4002"),
         ("write-by-ttl", Usage(hit_device=MILLION), {}, "0.3202"),
         ("write-by-ttl", Usage(miss=10, output=1), {}, "0.001"),  # the least that one costs
+        # The fee counts towards the minimum: 0.0008 of tokens and 0.0002 are just enough.
+        ("write-by-ttl", Usage(miss=249), {}, "0.001"),
+        ("write-by-ttl", Usage(miss=250), {}, "0.001"),
+        ("write-by-ttl", Usage(miss=251), {}, "0.0010032"),
         ("write-by-ttl", EMPTY, {}, "0.00"),  # nothing was served
         # What is marked is written for less there too: as any write where the list knows no other.
         ("write-by-ttl", Usage(miss=MILLION, explicit_write=MILLION), {}, "4.0002"),
@@ -146,12 +150,29 @@ def test_prices_that_say_two_things_are_refused(rates: str, said: str) -> None:
         ("hit = 1\nstorage_minute = 0.03", "pin-below-miss"),
         ("hit = 1\nexplicit_hit = 0.5\nexplicit_write = 1", "write-then-mark"),
         ("hit = 1\nstorage_minute = 0", "free"),
+        ('hit = 1\nrequest = "0.01"\nminimum = "0.01"', "minimum-without-effect"),
     ],
 )
 def test_explicit_prices_and_minutes_are_linted(rates: str, rule: str) -> None:
     head = "[card]\n" + HEAD.format(name="c", begins="2025-01-01T00:00:00Z")
     found = lint(parse_card(f'{head}[[model]]\nmatch = "*"\n{rates}\nmiss = 3\noutput = 4\n'))
     assert rule in [each.rule for each in found]
+
+
+def test_a_fee_beside_a_minimum_is_a_line_of_its_own() -> None:
+    """Tokens of 0.004 and a fee of 0.003 are 0.003 short of 0.01; 0.008 of tokens are not."""
+    head = "[card]\n" + HEAD.format(name="c", begins="2025-01-01T00:00:00Z")
+    rates = 'hit = 1\nmiss = 4\noutput = 20\nrequest = "0.003"\nminimum = "0.01"\n'
+    priced = parse_card(f'{head}[[model]]\nmatch = "*"\n{rates}')
+    assert "minimum-without-effect" not in [found.rule for found in lint(priced)]
+    charged = [rate(Usage(miss=n), priced.at("m", ns(NOON))) for n in (1_000, 2_000)]
+    assert ["0.01", "0.011"] == [format_units(each.amount) for each in charged]
+    assert [("miss", "0.004"), ("request", "0.003"), ("minimum", "0.003")] == [
+        (line.name, format_units(line.amount)) for line in charged[0].lines
+    ]
+    assert ["0.006", "0.003"] == [format_units(each.fees) for each in charged]
+    held = hold_amount(priced.at("m", ns(NOON)), prompt_tokens=1_000, output_tokens=0)
+    assert "0.01" == format_units(held)
 
 
 def test_every_shipped_card_passes_its_lint() -> None:
