@@ -21,6 +21,7 @@ from engine.testing.chain_runner import chain_layout
 from tiers.blocks.keys import CacheScope, PrefixKey, prefix_keys, token_bytes
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.pin_file import load_pins
+from tiers.operations.pins import MAX_CACHES
 from tiers.policy.retention import Pin, PinError
 from tiers.testing.memory_tier import MemoryTier, SteppedMover
 
@@ -174,6 +175,35 @@ async def test_each_started_minute_is_charged_where_the_card_says_so(
         with money.ledger.store.reading() as connection:
             (day,) = daily(connection, "acme")
         assert (0, 63 * 12) == (day["requests"], day["storage_token_minutes"])
+
+
+async def test_a_tenant_causes_one_entry_a_minute_for_each_of_64_caches(
+    tmp_path: Path, url: str
+) -> None:
+    """And one for each that it makes anew, which is a request of its own."""
+    with running_ledger(url) as money:
+        apply(money, BY_MINUTE)
+        money.fund(10**12)
+        life = Life(tmp_path, money)
+
+        async def make(name: str) -> None:
+            keys = prefix_keys(ROOT, token_bytes(range(BLOCK)), BLOCK)
+            ends_s = life.now_s() + 2 * HOUR_S
+            await life.hands.pin(name, ROOT, keys, ends_s, "", owner="acme")
+
+        for number in range(MAX_CACHES):
+            await make(f"c{number}")
+        with pytest.raises(PinError, match="64 caches, as many as are kept"):
+            await make("one more")
+        assert MAX_CACHES == len(charges(money))
+        await life.wait(60)
+        assert 2 * MAX_CACHES == len(charges(money))
+        life.clock.advance(1)
+        await life.hands.unpin("c0")
+        await make("c0")
+        assert 2 * MAX_CACHES + 1 == len(charges(money))
+        await life.wait(60)
+        assert 3 * MAX_CACHES + 1 == len(charges(money))
 
 
 async def test_minutes_end_with_the_balance(tmp_path: Path, url: str) -> None:
