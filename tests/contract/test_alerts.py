@@ -104,6 +104,31 @@ def test_spending_is_told_at_80_and_100_percent(house: TestLedger) -> None:
     assert [] == told(watch, house)
 
 
+@pytest.mark.parametrize("span", [BudgetSpan.DAY, BudgetSpan.MONTH])
+@pytest.mark.parametrize(
+    ("of", "value"),
+    [(Of.TENANT, ""), (Of.KEY, "key_1"), (Of.USER, "ann"), (Of.TAG, "team=search")],
+)
+def test_each_of_them_has_a_budget_by_day_and_month(
+    house: TestLedger, span: BudgetSpan, of: Of, value: str
+) -> None:
+    house.fund(100 * UNITS)
+    make(house, "b", 2 * UNITS, of=of, value=value, span=span)
+    about = {"key_id": "key_1", "user": "ann", "tags": (("team", "search"),)}
+    house.charge("r1", CHARGE, **about)
+    house.clock.advance(86_400)
+    if of is not Of.TENANT:
+        house.charge("other", CHARGE, key_id="key_2", user="bob", tags=(("team", "chat"),))
+    watch = BudgetWatch(house.ledger.store)
+    assert [] == told(watch, house)
+    house.charge("r2", CHARGE, **about)
+    month = [f"budget/b/2.00/2025-01/{percent}" for percent in (100, 80)]
+    assert (month if span is BudgetSpan.MONTH else []) == told(watch, house)
+    house.charge("r3", CHARGE, **about)
+    day = [f"budget/b/2.00/2025-01-02/{percent}" for percent in (100, 80)]
+    assert (month if span is BudgetSpan.MONTH else day) == told(watch, house)
+
+
 def test_a_low_balance_is_told_once_after_each_payment(house: TestLedger) -> None:
     watch = BudgetWatch(house.ledger.store)
     make(house, "low", 2 * UNITS, span=BudgetSpan.BALANCE)
