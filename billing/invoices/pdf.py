@@ -62,7 +62,7 @@ def _new_pdf(title: str) -> Any:
 
     pdf = Paper(format="A4")
     pdf.set_margins(14, 14)
-    pdf.set_auto_page_break(True, 20)
+    pdf.set_auto_page_break(True, 18)
     pdf.set_title(title)
     pdf.set_lang("en")
     return pdf
@@ -119,7 +119,7 @@ def _head(pdf: Any, document: Document, title: str, watermark: str) -> None:
     facts = [
         ("Account", document["tenant"]),
         ("Period", f"{period['first']} to {period['last']}"),
-        ("Days of", period["timezone"]),
+        ("Time zone", period["timezone"]),
         ("Issued on", document.get("issued_on", "")),
         ("Due on", document.get("due_on", "") if document["kind"] == "invoice" else ""),
         ("Of invoice", document.get("credits", "")),
@@ -204,7 +204,7 @@ def _sums(pdf: Any, document: Document) -> None:
 
 def _notes(pdf: Any, document: Document) -> None:
     notes = [document["seller"]["payment"], document["buyer"]["note"], document["seller"]["note"]]
-    pdf.ln(6)
+    pdf.ln(4)
     pdf.set_font(style="", size=9)
     for note in filter(None, notes):
         pdf.multi_cell(WIDTH, 4.8, note, new_x="LMARGIN", new_y="NEXT")

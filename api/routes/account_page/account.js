@@ -14,7 +14,12 @@ async function ask(path) {
 }
 
 const count = (value) => Number(value).toLocaleString("en");
-const moment = (ns) => new Date(ns / 1e6).toLocaleString();
+const two = (number) => String(number).padStart(2, "0");
+function moment(ns) {  // the reader's clock, in as few characters as say it
+  const date = new Date(ns / 1e6);
+  const day = [date.getFullYear(), two(date.getMonth() + 1), two(date.getDate())].join("-");
+  return `${day} ${two(date.getHours())}:${two(date.getMinutes())}`;
+}
 
 // Columns: title, what a row shows in it, and whether it is a number.
 const USED = [
@@ -29,6 +34,13 @@ const TABLES = {
   daily: [["Day", (row) => row.period], ...USED],
   monthly: [["", (row) => row.part ?? ""], ...USED],
   sessions: [["Session", (row) => row.period], ...USED],
+  grants: [
+    ["Grant", (row) => row.reference],
+    ["Pays for", (row) => row.scope.join(", ") || "everything"],
+    ["Until", (row) => (row.expires_ns ? moment(row.expires_ns) : "")],
+    ["Given", (row) => row.amount, true],
+    ["Left", (row) => row.left, true],
+  ],
   invoices: [
     ["Number", opener],
     ["Month", (row) => row.month],
@@ -98,15 +110,12 @@ async function show() {
   at("tenant").textContent = account.tenant;
   const limit = account.credit_limit === null ? "unlimited" : account.credit_limit;
   const facts = [
-    ["Balance", account.balance], ["Granted of it, for everything", account.granted],
-    ["Granted of it, for some requests", account.scoped], ["Owed", account.owed],
+    ["Balance", account.balance], ["Granted of it", account.granted],
+    ["For some requests", account.scoped], ["Owed", account.owed],
     ["On hold", account.held], ["Credit limit", limit], ["Available", account.available ?? "unlimited"],
   ].map(([name, value]) => [`${name}, ${account.currency}`, value]);
-  for (const each of account.grants) {
-    const pays = each.scope.length ? ` for ${each.scope.join(", ")}` : "";
-    const until = each.expires_ns ? ` until ${new Date(each.expires_ns / 1e6).toISOString().slice(0, 16).replace("T", " ")} UTC` : "";
-    facts.push([`Left of grant ${each.reference}${pays}${until}, ${account.currency}`, each.left]);
-  }
+  at("granted").hidden = !account.grants.length;
+  fill("grants", account.grants);
   for (const [code, left] of Object.entries(account.wallets)) facts.push([`Wallet, ${code}`, left]);
   const plan = account.plan;
   for (const each of plan.included ?? []) {
