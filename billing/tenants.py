@@ -40,6 +40,10 @@ class Tenant:
             return None
         return self.balance - self.scoped + self.credit_limit - self.held
 
+    @property
+    def is_out_of_money(self) -> bool:
+        return self.available is not None and self.available <= 0 and not self.scoped
+
 
 def tenant_of(row: Mapping[Any, Any]) -> Tenant:
     """The tenant of a row of accounts."""

@@ -258,6 +258,23 @@ def test_a_grant_that_expires_is_given_and_shown(shell: Shell) -> None:
     assert "2020-01-01 is not from today" in said
 
 
+def test_a_grant_for_some_requests_and_a_top_up_to_ask_for(shell: Shell) -> None:
+    shell("tenants", "create", "acme")
+    shell("balance", "grant", "acme", "5", "--reference", "g", "--for", "chat-*", "--for", "*")
+    (grant,) = shell.json("tenants", "show", "acme")["grants"]
+    assert ["chat-*", "*"] == grant["scope"]
+    assert "g 5.00 for chat-* and *" in shell("tenants", "show", "acme")
+    said = shell("balance", "grant", "acme", "5", "--for", "*@nights", code=1)
+    assert "no rate card in CNY has a window" in said
+    asks = ("tenants", "budget", "refill", "acme", "20", "--per", "topup")
+    assert "says what to ask for" in shell(*asks, code=1)
+    shell(*asks, "--ask", "100")
+    (budget,) = shell.json("tenants", "budget")
+    assert ("topup", "20.00", "100.00", 3) == tuple(
+        budget[k] for k in ("per", "amount", "ask", "most")
+    )
+
+
 def test_an_invoice_is_issued_written_and_marked(shell: Shell, tmp_path: Path) -> None:
     shell("tenants", "create", "acme")
     assert "invoices have no sender yet" in shell("invoice", "parties", code=1)

@@ -182,7 +182,7 @@ def after(
 def _state(tenant: Tenant) -> str:
     if tenant.suspended:
         return "suspended"
-    return "out of money" if tenant.available is not None and tenant.available <= 0 else "served"
+    return "out of money" if tenant.is_out_of_money else "served"
 
 
 def _limits(request: Request, tenant: str) -> list[tuple[str, str, int | None, int | None]]:

@@ -220,8 +220,7 @@ def print_tenant(values: Document, json: bool) -> None:
         set_here = [f"{name}={n or 'none'}" for name, n in values["rate_limits"].items()]
         shown["rate_limits"] = " ".join(set_here) or None
     if "grants" in shown:
-        left = [f"{each['reference']} {each['left']}" for each in values["grants"]]
-        shown["grants"] = ", ".join(left) or None
+        shown["grants"] = ", ".join(map(_grant_text, values["grants"])) or None
         plan = values["plan"]
         items = [f"{each['name']} {each['left']:,} tokens" for each in plan.get("included", ())]
         if "minimum" in plan:
@@ -244,3 +243,10 @@ def _warn_unpriced(currency: str, cards: list[Document], json: bool) -> None:
         )
     elif not json:
         note("the server's first start puts `billing.first_card` in force")
+
+
+def _grant_text(grant: Document) -> str:
+    """What is left of a grant, and of what it pays."""
+    scope = grant.get("scope")
+    pays = f" for {' and '.join(scope)}" if scope else ""
+    return f"{grant['reference']} {grant['left']}{pays}"
