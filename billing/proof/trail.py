@@ -1,8 +1,8 @@
 """Proves what admins decided: the trail is one chain, and what stands is what it says.
 
     trailed     the admin trail is chained without a gap
-    decided     limits, suspensions, projects, keys and rate cards are those of the trail, no more
-                and no fewer
+    decided     credit and rate limits, suspensions, projects, keys and rate cards are those of the
+                trail, no more and no fewer
 
 A key's secret is not in the trail, nor when a tenant or project was made but the trail's own time.
 """
@@ -72,7 +72,11 @@ def _decided(rows: Iterable[Row]) -> _Facts:
     facts: _Facts = {}
     for row in rows:
         kind = _MADE_BY.get(row["action"])
-        if kind is not None:
+        if row["action"] == "tenant.rates":  # tells all limits that are left
+            facts.pop(("limits of tenant", row["subject"]), None)
+            if limits := _texts(orjson.loads(row["after"])):
+                facts["limits of tenant", row["subject"]] = limits
+        elif kind is not None:
             changed = orjson.loads(row["after"])
             if row["action"] == "prices.apply":
                 changed.setdefault("applied_ns", f"{ABOUT}{row['at_ns']}")
@@ -89,6 +93,8 @@ def _standing(connection: Connection) -> _Facts:
         )
         for project in store_accounts.project_names(connection, row["tenant"]):
             facts["project", f"{row['tenant']}/{project}"] = {}
+    for tenant, limits in store_accounts.rate_limits_of(connection).items():
+        facts["limits of tenant", tenant] = _texts(limits)
     for row in store_accounts.key_rows(connection):
         facts["key", row["key_id"]] = _texts({k: v for k, v in row.items() if k != "digest"})
     for row in store_accounts.card_rows(connection):
@@ -98,7 +104,7 @@ def _standing(connection: Connection) -> _Facts:
     return facts
 
 
-def _texts(values: dict[str, Any]) -> dict[str, str | None]:
+def _texts(values: Mapping[str, Any]) -> dict[str, str | None]:
     """As the trail writes amounts and switches: texts, also of what it wrote as numbers."""
     return {name: None if value is None else str(value) for name, value in values.items()}
 

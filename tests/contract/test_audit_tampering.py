@@ -81,6 +81,8 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
         _, key = house.accounts.create_key("acme", by="ops", project="p", expires_ns=2**62)
         house.accounts.revoke_key(key.key_id, by="ops")
         house.accounts.set_credit_limit("acme", 7 * UNITS, by="ops")
+        house.accounts.set_rate_limits("acme", {"requests": 9, "miss_tokens": 9}, by="ops")
+        house.accounts.set_rate_limits("acme", {"miss_tokens": None}, by="ops")
         about = {"session": "s", "project": "p", "key_id": key.key_id}
         house.charge("r1", USAGE, **about)
         house.charge("r2", USAGE, **about)
