@@ -84,7 +84,25 @@ def _options(
 
 
 def main() -> None:
-    """The console script. An error that a user can act on is one sentence, without a traceback.
+    """The console script. What is printed of an error is the last word: Python taking torch apart
+    would add pages about what its extension modules leak.
+    """
+    try:
+        run()
+    except BaseException as error:
+        failed = not isinstance(error, SystemExit) or error.code == 1
+        if failed and "torch" in sys.modules:
+            if not isinstance(error, SystemExit):
+                traceback.print_exc()
+            _leave(1)
+        raise
+    finally:
+        _skip_last_collection()
+
+
+def run() -> None:
+    """One command, in a process that may go on. An error that a user can act on is one sentence,
+    without a traceback.
 
     What it writes is its user's alone, in a data directory that others may enter too: the ledger,
     the tokens and the KV of prompts.
@@ -102,15 +120,10 @@ def main() -> None:
         sys.exit(0)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            _refuse(f"no room is left on a disk that is needed: {error}; free some, then try again")
+            fail(f"no room is left on a disk that is needed: {error}; free some, then try again")
         if not isinstance(error, _user_errors()):
-            if "torch" in sys.modules:
-                traceback.print_exc()
-                _leave(1)
             raise
-        _refuse(str(error))
-    finally:
-        _skip_last_collection()
+        fail(str(error))
 
 
 def _skip_last_collection() -> None:
@@ -120,15 +133,6 @@ def _skip_last_collection() -> None:
     """
     if "torch" not in sys.modules:
         gc.freeze()
-
-
-def _refuse(message: str) -> NoReturn:
-    """Say it as the last word: Python taking torch apart would add pages about what it leaks."""
-    try:
-        fail(message)
-    finally:
-        if "torch" in sys.modules:
-            _leave(1)
 
 
 def _leave(code: int) -> NoReturn:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 import cachesvc
 from api.format import seconds, size
-from cachesvc.cli import COMMANDS, REMOVED, app, load, main
+from cachesvc.cli import COMMANDS, REMOVED, app, load, run
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.settings import known_settings
 from cachesvc.importing import importing
@@ -78,10 +78,26 @@ def test_an_error_is_one_sentence_and_exit_code_1(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["cachesvc", "config", "show", "--config", "/nowhere.toml"])
     with pytest.raises(SystemExit) as exited:
-        main()
+        run()
     assert 1 == exited.value.code
     told = capsys.readouterr().err
     assert "error: cannot read the config file /nowhere.toml: No such file or directory\n" == told
+
+
+def test_an_error_beside_torch_is_the_last_word() -> None:
+    """The process ends at once: what ends with it afterwards would print what torch leaks."""
+    code = (
+        "import atexit, sys\n"
+        "from cachesvc.cli import main\n"
+        "sys.modules['torch'] = sys\n"
+        "atexit.register(lambda: print('afterwards', file=sys.stderr))\n"
+        "sys.argv = ['cachesvc', 'config', 'show', '--config', '/nowhere.toml']\n"
+        "main()"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert 1 == ran.returncode
+    assert ran.stderr.startswith("error: cannot read the config file /nowhere.toml")
+    assert "afterwards" not in ran.stderr
 
 
 def test_what_a_command_writes_is_its_users_alone(
@@ -93,7 +109,7 @@ def test_what_a_command_writes_is_its_users_alone(
     before = os.umask(0o022)
     try:
         with pytest.raises(SystemExit) as exited:
-            main()
+            run()
     finally:
         os.umask(before)
     assert not exited.value.code
@@ -108,7 +124,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("cachesvc.cli.app", fail)
     with pytest.raises(ZeroDivisionError):
-        main()
+        run()
 
 
 def test_config_show_prints_every_setting_and_masks_passwords(
