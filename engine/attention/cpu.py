@@ -56,7 +56,7 @@ class _Copy:
 
 
 @dataclass(slots=True)
-class _Part:
+class _SpanPart:
     """One span's part of a step: its rows, and views of its copy at the positions that it writes,
     and at all up to its last. Without a copy there are none.
 
@@ -126,7 +126,7 @@ class CpuAttention:
         self._token_items = sum(run[0].numel() for run in self._kv.runs) // self._block_size
         self._memory = _Memory(budget_bytes)
         self._copies: dict[int, _Copy] = {}
-        self._step: list[_Part] = []
+        self._step: list[_SpanPart] = []
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._triangles: dict[int, torch.Tensor] = {}
 
@@ -234,13 +234,13 @@ class CpuAttention:
             start = end
         return _Copy(memory, runs)
 
-    def _part(self, span: Span, rows: slice, copy: _Copy | None) -> _Part:
+    def _part(self, span: Span, rows: slice, copy: _Copy | None) -> _SpanPart:
         if copy is None:
-            return _Part(span, rows, None, {}, {})
+            return _SpanPart(span, rows, None, {}, {})
         end = span.start + len(span.tokens)
         written = [run[:, :, span.start : end] for run in copy.runs] if span.write_kv else []
         seen = [run[:, :, :end] for run in copy.runs]
-        return _Part(span, rows, copy, self._by_layer(written), self._by_layer(seen))
+        return _SpanPart(span, rows, copy, self._by_layer(written), self._by_layer(seen))
 
     def _by_layer(self, runs: Sequence[torch.Tensor]) -> _Layers:
         """The parts of `runs` [parts, Hkv, positions, D], by the layers that they belong to."""
