@@ -20,7 +20,6 @@ from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.errors import ConfigurationError, MissReason
 from tiers.memory.block import Block
-from tiers.memory.counters import CacheEvent
 from tiers.memory.device import DevicePool
 from tiers.memory.index import BlockIndex
 from tiers.memory.ranking import rank
@@ -35,7 +34,7 @@ from tiers.policy.retention import Pin, PinKind
 from tiers.remote.stacked import PUBLISH_HITS, StackedTier
 from tiers.steady_clock import SteadyClock
 from tiers.tables import BlockTables
-from tiers.telemetry.events import EventStream
+from tiers.telemetry.events import CacheEvent, EventStream
 from tiers.telemetry.misses import Absence, marks_of
 from tiers.telemetry.transfers import Lane, TransferStats
 from tiers.telemetry.working_set import TrafficReport

@@ -12,7 +12,7 @@ import cachesvc
 from billing.group_commit import LedgerStats
 from tiers.errors import MissReason
 from tiers.histogram import Spread
-from tiers.memory.counters import CacheEvent
+from tiers.telemetry.events import CacheEvent
 from tiers.tier import Cause, ShardStats, TierName, TierStats
 
 if TYPE_CHECKING:

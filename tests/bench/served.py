@@ -31,12 +31,12 @@ from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
-from tiers.memory.counters import CacheEvent
 from tiers.policy.admission import keeps_copies
 from tiers.policy.registry import policy_in
 from tiers.replay.replay import ReplayResult, TierPlan
 from tiers.replay.replay import replay as run_replay
 from tiers.replay.trace import Trace, TraceRequest, read_trace
+from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
 from tiers.transfer.promotion import Progress
 

@@ -23,9 +23,9 @@ from tests.sim.world import PICTURES, PLACEHOLDER, World
 from tiers.blocks.chain import Chain
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope, PrefixKey
-from tiers.memory.counters import CacheEvent
 from tiers.operations.purge import Purged
 from tiers.policy.retention import PinError
+from tiers.telemetry.events import CacheEvent
 
 TENANTS = (b"", b"other", b"third")
 SERVED: dict[str, tuple[Any, ...]] = {  # what a hostile client may ask for, and is served

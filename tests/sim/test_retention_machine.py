@@ -13,9 +13,9 @@ from tests.sim.life import Life, root_of
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tiers.blocks.chain import Chain
-from tiers.memory.counters import CacheEvent
 from tiers.policy.admission import WritePolicy
 from tiers.policy.registry import PolicyName
+from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
 
 

@@ -12,8 +12,8 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId
 from tiers.cache import CacheSettings, TieredCache
-from tiers.memory.counters import CacheEvent
 from tiers.replay.trace import Trace
+from tiers.telemetry.events import CacheEvent
 from tiers.testing.memory_tier import MemoryTier, SteppedMover
 from tiers.testing.workloads import Agents, ChatLoad, Documents, Workload, make_trace
 from tiers.tier import Loaded, TierName

@@ -9,7 +9,7 @@ from engine.testing.chain_runner import replay
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tiers.blocks.chain import Chain
-from tiers.memory.counters import CacheEvent
+from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
 
 PREFIX = list(range(40))

@@ -12,8 +12,8 @@ from engine.engine import EngineStats
 from engine.request import FinishReason, Lookup, StepOutput, Timeline, TokenCounts
 from tiers.cache import CacheStats
 from tiers.errors import MissReason
-from tiers.memory.counters import CacheEvent
 from tiers.operations.operations import GroupUse
+from tiers.telemetry.events import CacheEvent
 from tiers.telemetry.lifetimes import Lives
 from tiers.telemetry.transfers import TransferCounts
 from tiers.tier import Cause, ShardStats, TierName, TierStats

@@ -9,8 +9,8 @@ from tiers.blocks.frames import FrameArena
 from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import MissReason
 from tiers.memory.block import BlockState
-from tiers.memory.counters import CacheEvent
 from tiers.policy.quota import QuotaShares
+from tiers.telemetry.events import CacheEvent
 from tiers.testing.faulty_storage import take
 from tiers.testing.memory_tier import MemoryTier, SteppedMover
 from tiers.tier import TierName

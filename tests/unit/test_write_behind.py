@@ -13,8 +13,8 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.memory.block import Below
-from tiers.memory.counters import CacheEvent
 from tiers.policy.admission import WritePolicy
+from tiers.telemetry.events import CacheEvent
 from tiers.tier import Age, TierName
 from tiers.transfer.demotion import Demoter
 from tiers.transfer.promotion import BLOCKS_PER_LIFT

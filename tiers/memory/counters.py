@@ -7,25 +7,12 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from enum import StrEnum
 
 from tiers.memory.block import NEVER_USED, Block
-from tiers.telemetry.events import EventKind, EventStream
+from tiers.telemetry.events import CacheEvent, EventKind, EventStream
 from tiers.telemetry.lifetimes import Lives
 from tiers.telemetry.transfers import TransferCounts
 from tiers.tier import Cause, TierName
-
-
-class CacheEvent(StrEnum):
-    """What can happen to a block in a tier; the label of `cachesvc_cache_events_total`."""
-
-    STORED = "stored"  # its KV is now in the tier
-    PROMOTED = "promoted"  # copied up out of the tier
-    DEMOTED = "demoted"  # copied down out of the tier
-    EVICTED = "evicted"  # left the tier for room
-    LOST = "lost"  # evicted while no lower tier held it
-    SKIPPED = "skipped"  # not copied down: the write policy says it is not worth it
-    PURGED = "purged"  # removed on request
 
 
 class MemoryCounters:

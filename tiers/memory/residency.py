@@ -14,7 +14,7 @@ from tiers.blocks.part import Part
 from tiers.memory.block import AFTER_USE, NEVER_USED, Block, BlockState, DeviceState, HostState
 from tiers.memory.claims import Claims
 from tiers.memory.copies import Copies
-from tiers.memory.counters import CacheEvent, MemoryCounters
+from tiers.memory.counters import MemoryCounters
 from tiers.memory.device import DevicePool
 from tiers.memory.device_tier import DeviceTier
 from tiers.memory.host_tier import HostTier
@@ -22,7 +22,7 @@ from tiers.memory.index import BlockIndex
 from tiers.memory.write_queue import WriteQueue
 from tiers.policy.policy import Policy, Use
 from tiers.policy.quota import Quotas
-from tiers.telemetry.events import EventStream
+from tiers.telemetry.events import CacheEvent, EventStream
 from tiers.telemetry.misses import EvictedKeys
 from tiers.tier import Cause, TierName
 

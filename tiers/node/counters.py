@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tiers.errors import MissReason
-from tiers.memory.counters import CacheEvent
 from tiers.operations.operations import GroupUse
+from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName, TierStats
 
 _DISK_SUMS = ("num_blocks", "used_bytes", "capacity_bytes", "stored", "evicted")

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from tiers.blocks.keys import PrefixKey
 from tiers.memory.block import Block
-from tiers.memory.counters import CacheEvent
 from tiers.memory.residency import Residency
+from tiers.telemetry.events import CacheEvent
 from tiers.tier import ManagedTier, Removed, TierName
 from tiers.transfer.mover import Mover, WriterTask
 

@@ -22,6 +22,18 @@ QUEUE_EVENTS = 16_384  # of one subscription
 LINGER_S = 120.0  # how long events are kept for a subscriber that may come back
 
 
+class CacheEvent(StrEnum):
+    """What can happen to a block in a tier; the label of `cachesvc_cache_events_total`."""
+
+    STORED = "stored"  # its KV is now in the tier
+    PROMOTED = "promoted"  # copied up out of the tier
+    DEMOTED = "demoted"  # copied down out of the tier
+    EVICTED = "evicted"  # left the tier for room
+    LOST = "lost"  # evicted while no lower tier held it
+    SKIPPED = "skipped"  # not copied down: the write policy says it is not worth it
+    PURGED = "purged"  # removed on request
+
+
 class EventKind(StrEnum):
     """What happened. After `stored` and `moved` the tier holds the block."""
 

@@ -15,10 +15,10 @@ from itertools import islice
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.part import Part
 from tiers.memory.block import Below, Block, DeviceState
-from tiers.memory.counters import CacheEvent
 from tiers.memory.host_tier import MIN_LOOKAHEAD
 from tiers.memory.residency import Residency
 from tiers.policy.admission import Demotion, WritePolicy
+from tiers.telemetry.events import CacheEvent
 from tiers.tier import Age, Cause, TierName
 from tiers.transfer.mover import Mover, StoreJob
 

@@ -17,9 +17,9 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.part import Part
 from tiers.errors import MissReason
 from tiers.memory.block import Block, BlockState
-from tiers.memory.counters import CacheEvent
 from tiers.memory.residency import Residency
 from tiers.policy.policy import Use
+from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
 from tiers.transfer.economy import LoadEconomy
 from tiers.transfer.mover import LoadJob, Mover, ProbeJob
