@@ -129,7 +129,7 @@ class RunningNode:
         return dict(pool)
 
     def until_on_disk(self) -> None:
-        while self.pool()["is_writing"]:
+        while any(pool["is_writing"] for pool in self.stats()["pools"]):
             time.sleep(0.05)
 
     def stop(self) -> None:
