@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from redis.asyncio import ConnectionPool
 
 CONCURRENCY_RETRY_S = 1  # nobody knows when a place gets free
-STORE_TIMEOUT_S = 0.5  # a Redis nearby answers in a millisecond; one that does not is an breaker
+STORE_TIMEOUT_S = 0.5  # a Redis nearby answers in a millisecond; one that takes longer is down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,24 +55,24 @@ def traffic(counters: Counters) -> dict[str, Any]:
 
     `responses` are the answers to clients by status code, over all routes.
     """
-    engine_state: dict[str, Any] = {}
+    totals: dict[str, Any] = {}
     responses: dict[str, float] = {}
     for (metric, labels), value in counters.items():
-        place = engine_state
+        place = totals
         *parents, last = (metric.removeprefix("cachesvc_").removesuffix("_total"), *labels)
         for parent in parents:
             place = place.setdefault(parent, {})
         place[last] = value
         if metric == "cachesvc_http_requests_total" and labels[0] not in _OWN_ROUTES:
             responses[labels[1]] = responses.get(labels[1], 0.0) + value
-    return engine_state | {"responses": responses}
+    return totals | {"responses": responses}
 
 
 def _cache(stats: CacheStats) -> dict[str, Any]:
-    engine_state: dict[str, Any] = plain(stats)
-    tiers = {name: engine_state.pop(name) for name in ("device", "host", "disk")}
+    state: dict[str, Any] = plain(stats)
+    tiers = {name: state.pop(name) for name in ("device", "host", "disk")}
     shards = stats.disk.shards if stats.disk is not None else ()
-    return engine_state | {
+    return state | {
         "tiers": {name: tier for name, tier in tiers.items() if tier is not None},
         "shards": dict(shard_states(shards)),
     }
@@ -107,11 +107,11 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _nested(mapping: Mapping[Any, Any]) -> dict[str, Any]:
-    engine_state: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for key, value in mapping.items():
         *parents, last = key if isinstance(key, tuple) else (key,)
-        place = engine_state
+        place = nested
         for parent in parents:
             place = place.setdefault(str(plain(parent)), {})
         place[str(plain(last))] = plain(value)
-    return engine_state
+    return nested
