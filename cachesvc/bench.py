@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cachesvc.config.sections import CacheSection, EngineSection
+from cachesvc.config.sections import LEAST_BYTES, CacheSection, EngineSection
 from cachesvc.server import compute as core
 from engine.composition import Core
 from engine.models.load import LoadedModel
@@ -122,8 +122,8 @@ class Scenario:
         blocks = largest // block_size + 8
         self._cache = CacheSection(
             block_size=block_size,
-            device_bytes=2 * blocks * self.layout.nbytes,
-            host_bytes=2 * blocks * self.layout.nbytes,
+            device_bytes=max(LEAST_BYTES, 2 * blocks * self.layout.nbytes),
+            host_bytes=max(LEAST_BYTES, 2 * blocks * self.layout.nbytes),
             disk_bytes=max(1 << 28, 8 * blocks * self.layout.nbytes),
             weigh_loads=False,
         )

@@ -1,7 +1,7 @@
 """`serve`: from settings to a server that runs until a signal says to stop. Main thread.
 
-What cannot work is refused first: a data directory in use, an address that is not ours. Then the
-port answers, and only then is imported and loaded what takes its time.
+What cannot work is refused first: a data directory in use, a model that is not there, an address
+that is not ours. Then the port answers, and only then is imported and loaded what takes its time.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from cachesvc.server.listen import bind, check_address, make_data_dir, url_of
 from cachesvc.server.money import open_money
 from cachesvc.server.startup import Startup, answering
 from cachesvc.server.supervisor import notify
+from engine.models.files import check
 from tiers.telemetry.events import EventStream
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ def serve(
     """
     server, startup = settings.server, startup or Startup()
     make_data_dir(server.data_dir)
+    check(settings.model.name, settings.model.adapters)
     with contextlib.closing(open_money(settings)) as money:
         check_address(server, requires_keys=money.requires_keys)
         stream, over_vllm = EventStream(), settings.engine.backend == "vllm"

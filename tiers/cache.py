@@ -18,7 +18,7 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.errors import ConfigurationError, MissReason
+from tiers.errors import ConfigurationError, MissReason, mib
 from tiers.memory.block import Block
 from tiers.memory.device import DevicePool
 from tiers.memory.index import BlockIndex
@@ -110,9 +110,10 @@ class TieredCache:
         num_blocks = settings.device_bytes // layout.nbytes
         if num_blocks < 2:
             raise ConfigurationError(
-                f"a device cache of {settings.device_bytes} bytes holds {num_blocks} blocks of "
-                f"{layout.nbytes} bytes, and serving needs at least 2; raise --device-cache to "
-                f"{2 * layout.nbytes} or more, or lower --block-size"
+                f"a device cache of {mib(settings.device_bytes)} holds {num_blocks} "
+                f"blocks of {mib(layout.nbytes)}, and serving needs at least 2; "
+                f"raise --device-cache to {-(-2 * layout.nbytes >> 20)}MiB or more, or lower "
+                f"--block-size"
             )
         frames = None
         if settings.host_bytes or disk is not None:

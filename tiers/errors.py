@@ -58,3 +58,8 @@ class MissReason(StrEnum):
     NO_ROOM = "no_room"  # no free frame to load into
     TAIL = "tail"  # the last, partly filled block or the one token always computed
     DISABLED = "disabled"  # the request or the server turned the cache off
+
+
+def mib(num_bytes: int) -> str:
+    """A size in a message to who chose it."""
+    return f"{num_bytes / (1 << 20):.4g} MiB"

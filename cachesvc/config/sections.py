@@ -16,10 +16,25 @@ from pydantic import (
 )
 
 from cachesvc.config.places import default_data_dir
-from cachesvc.config.quantities import parse_duration, parse_size
+from cachesvc.config.quantities import format_size, parse_duration, parse_size
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
+
+
+LEAST_BYTES = 1 << 20  # less is a unit forgotten: a block of the smallest model here is 1.4 MiB
+
+
+def _with_its_unit(num_bytes: int) -> int:
+    if 0 < num_bytes < LEAST_BYTES:
+        raise ValueError(
+            f"{format_size(num_bytes)} is less than {format_size(LEAST_BYTES)}; "
+            f"write it with its unit, like 8GiB"
+        )
+    return num_bytes
+
+
+TierSize = Annotated[Size, AfterValidator(_with_its_unit)]
 
 
 class Section(BaseModel):
@@ -101,7 +116,7 @@ class CacheSection(Section):
     """The tiers: how large they are and how blocks move between them."""
 
     block_size: int = Field(64, ge=1, le=4096, description="Tokens in a block")
-    device_bytes: Size = Field(
+    device_bytes: TierSize = Field(
         0,
         description=(
             "Capacity of the device tier; 0 takes nine tenths of what a GPU has free beside the "
@@ -109,8 +124,8 @@ class CacheSection(Section):
             "their KV"
         ),
     )
-    host_bytes: Size = Field(2 << 30, description="Capacity of the host tier; 0 turns it off")
-    disk_bytes: Size = Field(8 << 30, description="Capacity of the disk tier; 0 turns it off")
+    host_bytes: TierSize = Field(2 << 30, description="Capacity of the host tier; 0 turns it off")
+    disk_bytes: TierSize = Field(8 << 30, description="Capacity of the disk tier; 0 turns it off")
     disk_dirs: list[Path] = Field(
         default_factory=list,
         description="Folders on further disks for blocks, each of disk_bytes; beside the data dir",

@@ -10,7 +10,6 @@ import of peft); what is computed with them is in `engine.models.adapter_bank`.
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +18,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.errors import AdapterError
+from engine.models.files import GIVE_ADAPTER, locate_adapter
 from engine.models.packing import PackedLinear
 from tiers.blocks.layout import DTYPES
 
 _PREFIX = "base_model.model."  # peft's names of a wrapped model's modules
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_GIVE = "give a folder with adapter_config.json and adapter_model.safetensors, or a hub id of one"
 
 # Fields of peft's LoraConfig that are served whatever they say: they name what was trained and
 # where, or mattered in training only. Any other field must have its default.
@@ -132,7 +131,7 @@ def _read(name: str, source: str) -> tuple[Any, dict[str, torch.Tensor]]:
             f"adapter {name}: reading LoRA adapters needs the package peft: "
             f"pip install 'cachesvc[lora]'"
         ) from None
-    source = _locate(name, source)
+    source = locate_adapter(name, source)
     try:
         config = PeftConfig.from_pretrained(source)
         kind = getattr(config.peft_type, "value", config.peft_type)
@@ -143,20 +142,9 @@ def _read(name: str, source: str) -> tuple[Any, dict[str, torch.Tensor]]:
         raise
     except Exception as error:  # peft's, the hub's and safetensors' errors have no common root
         raise AdapterError(
-            f"adapter {name}: {source} cannot be read ({type(error).__name__}: {error}); {_GIVE}"
+            f"adapter {name}: {source} cannot be read ({type(error).__name__}: {error}); "
+            f"{GIVE_ADAPTER}"
         ) from error
-
-
-def _locate(name: str, source: str) -> str:
-    """A folder with an adapter, or a hub id. Raises AdapterError for what is neither."""
-    path = Path(source).expanduser()
-    if path.is_dir() and (path / "adapter_config.json").exists():
-        return str(path)
-    if path.exists():
-        raise AdapterError(f"adapter {name}: {path} holds no adapter_config.json; {_GIVE}")
-    if source.count("/") == 1 and not source.startswith((".", "/", "~")):
-        return source
-    raise AdapterError(f"adapter {name}: there is no folder {path}; {_GIVE}")
 
 
 def _refuse_unserved(name: str, config: Any) -> None:

@@ -1,17 +1,21 @@
 """Where a model's files are, by alias, folder, GGUF file or hub id, and a digest of them.
 
-Called by `engine.models.load` at start-up, on the thread that starts the engine.
+Called by `engine.models.load` at start-up, on the thread that starts the engine. Imports torch only
+to convert a GGUF file, so that `check` refuses a model that is not there before torch is imported.
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from engine.errors import ModelError
-from engine.models.gguf import Progress, convert, converted_folder
+from engine.errors import AdapterError, ModelError
+
+if TYPE_CHECKING:
+    from engine.models.gguf import Progress  # with torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +33,24 @@ ALIASES = {
     )
 }
 DEFAULT_MODEL = "smollm2-135m"
+GIVE_ADAPTER = (
+    "give a folder with adapter_config.json and adapter_model.safetensors, or a hub id of one"
+)
 
 
-def find(name: str, cache_dir: Path, report: Progress) -> tuple[Path, bytes]:
+def check(name: str, adapters: Mapping[str, str]) -> None:
+    """Refuse at once what `find` and `locate_adapter` would refuse without a download.
+
+    `adapters` are sources by name. Raises ModelError and AdapterError.
+    """
+    path = _local(name)
+    if path is not None:
+        _weights(path)
+    for adapter, source in adapters.items():
+        locate_adapter(adapter, source)
+
+
+def find(name: str, cache_dir: Path, report: "Progress") -> tuple[Path, bytes]:
     """A folder of safetensors for the model `name`, and a digest of the contents it stands for.
 
     A GGUF file is converted once into `cache_dir`. Raises ModelError.
@@ -39,7 +58,7 @@ def find(name: str, cache_dir: Path, report: Progress) -> tuple[Path, bytes]:
     return _folder(_locate(name), cache_dir, report)
 
 
-def find_folder(name: str, cache_dir: Path, report: Progress) -> Path:
+def find_folder(name: str, cache_dir: Path, report: "Progress") -> Path:
     """The folder of `find`, without reading weights that lie in it already. Raises ModelError."""
     path = _locate(name)
     if path.is_dir() and (path / "config.json").exists():
@@ -47,15 +66,33 @@ def find_folder(name: str, cache_dir: Path, report: Progress) -> Path:
     return _folder(path, cache_dir, report)[0]
 
 
+def locate_adapter(name: str, source: str) -> str:
+    """A folder with an adapter, or a hub id. Raises AdapterError for what is neither."""
+    path = Path(source).expanduser()
+    if path.is_dir() and (path / "adapter_config.json").exists():
+        return str(path)
+    if path.exists():
+        raise AdapterError(f"adapter {name}: {path} holds no adapter_config.json; {GIVE_ADAPTER}")
+    if source.count("/") == 1 and not source.startswith((".", "/", "~")):
+        return source
+    raise AdapterError(f"adapter {name}: there is no folder {path}; {GIVE_ADAPTER}")
+
+
 def _locate(name: str) -> Path:
     """The file or folder that `name` stands for. Raises ModelError when there is none."""
+    path = _local(name)
+    return _download(name) if path is None else path
+
+
+def _local(name: str) -> Path | None:
+    """The same on this machine; None is a hub id."""
     if name in ALIASES:
         return _packaged_file(name, ALIASES[name])
     path = Path(name).expanduser()
     if path.exists():
         return path
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return _download(name)
+        return None
     raise ModelError(
         f"no model {name!r}: it is no alias ({', '.join(ALIASES)}), no folder or GGUF file here, "
         f"and no hub id of the form owner/name"
@@ -88,8 +125,22 @@ def _download(name: str) -> Path:
         raise ModelError(f"the hub has not given the model {name!r}: {error}") from error
 
 
-def _folder(path: Path, cache_dir: Path, report: Progress) -> tuple[Path, bytes]:
+def _folder(path: Path, cache_dir: Path, report: "Progress") -> tuple[Path, bytes]:
     """A folder of safetensors for `path`, and a digest of the contents it stands for."""
+    path = _weights(path)
+    if path.is_dir():
+        return path, _digest(sorted([*path.glob("*.safetensors"), path / "config.json"]))
+    from engine.models.gguf import convert, converted_folder
+
+    content = _digest([path])
+    folder = converted_folder(cache_dir, content)
+    if not folder.exists():
+        convert(path, folder, report)
+    return folder, content
+
+
+def _weights(path: Path) -> Path:
+    """The folder with a config, or the GGUF file. Raises ModelError where it is neither."""
     if path.is_dir() and not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         if len(files) != 1:
@@ -97,15 +148,9 @@ def _folder(path: Path, cache_dir: Path, report: Progress) -> tuple[Path, bytes]
                 f"{path} holds no config.json and {len(files)} GGUF files; name one GGUF file"
             )
         path = files[0]
-    if path.is_dir():
-        return path, _digest(sorted([*path.glob("*.safetensors"), path / "config.json"]))
-    if path.suffix != ".gguf":
-        raise ModelError(f"{path} is neither a folder nor a .gguf file")
-    content = _digest([path])
-    folder = converted_folder(cache_dir, content)
-    if not folder.exists():
-        convert(path, folder, report)
-    return folder, content
+    if path.is_dir() or path.suffix == ".gguf":
+        return path
+    raise ModelError(f"{path} is neither a folder nor a .gguf file")
 
 
 def _digest(files: Sequence[Path]) -> bytes:

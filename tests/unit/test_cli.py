@@ -144,6 +144,9 @@ def test_config_show_prints_every_setting_and_masks_passwords(
     ("flags", "message"),
     [
         (["--disk-cache", "12x"], "is no size; write it like 64MiB"),
+        (["--disk-cache", "64"], "64B is less than 1MiB; write it with its unit, like 8GiB"),
+        (["--device-cache", "4"], "4B is less than 1MiB"),
+        (["--host-cache", "700KB"], "is less than 1MiB"),
         (["--device", "tpu"], "model.device = 'tpu' (from flag)"),
         (["--port", "70000"], "server.port = 70000 (from flag)"),
         (["--host", "0.0.0.0"], "listens on loopback only"),

@@ -2,15 +2,18 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.unit.test_disk_ops import CAPACITY, blocks, load, opened, store
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.directory import read_meta
 from tiers.disk.inspection.compact import compact_folder
 from tiers.disk.inspection.verify import verify_all
 from tiers.disk.inspection.view import open_view
+from tiers.disk.open import shard_map_bytes
 from tiers.disk.pin_file import save_pins
 from tiers.disk.shard import Shard
-from tiers.errors import MissReason
+from tiers.errors import ConfigurationError, MissReason
 from tiers.policy.retention import Pin
 
 
@@ -113,3 +116,8 @@ def test_a_reader_left_open_does_not_break_the_bound(tmp_path: Path) -> None:
         store(tier, blocks(seed))
     assert load(tier, blocks(203)) == 4
     tier.close()
+
+
+def test_a_disk_that_is_too_small_says_so_in_sizes_as_people_write_them() -> None:
+    with pytest.raises(ConfigurationError, match=r"a disk cache of 0.5 MiB .* give it \d+MiB"):
+        shard_map_bytes(1 << 19, 2, 46080 * 64)

@@ -14,11 +14,12 @@ from cachesvc.operator.scopes import note_scopes
 from cachesvc.operator.secret import read_secret
 from tiers.policy.quota import COMMON
 
-SIZES = {"device_bytes": 100, "host_bytes": 300, "disk_bytes": 600}
+MIB = 1 << 20
+SIZES = {"device_bytes": 100 * MIB, "host_bytes": 300 * MIB, "disk_bytes": 600 * MIB}
 
 
 def test_every_scope_of_a_tenant_is_in_its_group(tmp_path: Path) -> None:
-    section = CacheSection(**SIZES, quotas={"acme": 100, "group:house": 50})
+    section = CacheSection(**SIZES, quotas={"acme": 100 * MIB, "group:house": 50 * MIB})
     house = fake_house()
     house.close()
     salts = Salts(read_secret(tmp_path))
@@ -42,7 +43,7 @@ def test_every_scope_of_a_tenant_is_in_its_group(tmp_path: Path) -> None:
 
 
 def test_a_scope_without_a_quota_of_its_own_gets_the_default(tmp_path: Path) -> None:
-    shares = QuotaBook(CacheSection(**SIZES, quotas={"*": 400}), tmp_path).shares
+    shares = QuotaBook(CacheSection(**SIZES, quotas={"*": 400 * MIB}), tmp_path).shares
     assert shares is not None
     roots = [bytes([number]) * 16 for number in range(3)]
     assert [shares.group(root) is COMMON for root in roots] == [False, False, True]
@@ -50,5 +51,5 @@ def test_a_scope_without_a_quota_of_its_own_gets_the_default(tmp_path: Path) -> 
 
 def test_without_quotas_there_are_no_shares_and_too_many_are_refused(tmp_path: Path) -> None:
     assert QuotaBook(CacheSection(**SIZES), tmp_path).shares is None
-    with pytest.raises(ConfigError, match="promise 1100 bytes"):
-        QuotaBook(CacheSection(**SIZES, quotas={"a": 500, "b": 600}), tmp_path)
+    with pytest.raises(ConfigError, match="promise 1153433600 bytes"):
+        QuotaBook(CacheSection(**SIZES, quotas={"a": 500 * MIB, "b": 600 * MIB}), tmp_path)

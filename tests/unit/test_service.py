@@ -87,6 +87,15 @@ def test_a_port_or_a_data_directory_in_use_is_refused_before_the_model_is_import
         lock.release()
 
 
+def test_a_model_that_is_not_there_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    data = tmp_path / "data"
+    for model in ("no-such-model", str(tmp_path / "nothing"), str(tmp_path / "empty"), __file__):
+        assert "False ModelError" == refused_without_torch(data, "--model", model)
+    adapter = ("--adapter", f"sql={tmp_path / 'nothing'}")
+    assert "False AdapterError" == refused_without_torch(data, *adapter)
+
+
 def test_the_secret_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
     secret = read_secret(tmp_path)
     assert 32 == len(secret)

@@ -39,7 +39,7 @@ from tiers.disk.slot import Opening, ShardSlot
 from tiers.disk.storage import Storage, StorageError
 from tiers.disk.tier import DiskTier
 from tiers.disk.transaction import reserve_pages
-from tiers.errors import ConfigurationError, MissReason
+from tiers.errors import ConfigurationError, MissReason, mib
 from tiers.policy.quota import Quotas, QuotaShares
 from tiers.steady_clock import SteadyClock
 from tiers.telemetry.events import EventStream
@@ -144,8 +144,9 @@ def shard_map_bytes(capacity_bytes: int, num_shards: int, block_bytes: int) -> i
     if map_pages < least:
         need = num_shards * (OVERHEAD_BYTES + 2 * least * _PAGE)
         raise ConfigurationError(
-            f"a disk cache of {capacity_bytes} bytes is too small for blocks of {block_bytes} "
-            f"bytes in {num_shards} shard(s); give it {need} bytes or more, or turn it off"
+            f"a disk cache of {mib(capacity_bytes)} is too small for blocks of "
+            f"{mib(block_bytes)} in {num_shards} shard(s); give it {-(-need >> 20)}MiB or more, "
+            f"or turn it off with 0"
         )
     return map_bytes
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.errors import NodeError
+from tiers.errors import NodeError, mib
 from tiers.node import messages
 from tiers.node.arena import create, frame_stride
 from tiers.node.below import Below, open_below, stats_below
@@ -77,8 +77,8 @@ class NodePools:
         num_frames = self._settings.host_bytes // frame_stride(layout)
         if not num_frames:
             raise NodeError(
-                f"a block of {layout.nbytes} bytes does not fit the node's "
-                f"{self._settings.host_bytes} bytes of host memory"
+                f"a block of {mib(layout.nbytes)} does not fit the node's "
+                f"{mib(self._settings.host_bytes)} of host memory; raise its --host-cache"
             )
         self._entries.append(self._opened(layout, num_frames))
         return len(self._entries) - 1
