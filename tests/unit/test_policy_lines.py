@@ -22,6 +22,9 @@ RATING, WAYS = "tests/unit/test_billing_rating.py", "tests/api/test_ways_out.py"
 KILLS, MACHINE = "tests/crash/test_serve_kill.py", "tests/sim/test_billing_machine.py"
 ADVANCES = "tests/contract/test_advances.py"
 SCOPED, RATER = "tests/contract/test_scoped_grants.py", "tests/contract/test_independent_rater.py"
+SHAPES, FAULTS = "tests/unit/test_billing_shapes.py", "tests/contract/test_ledger_faults.py"
+COLUMNS = "test_a_change_of_any_column_is_named"
+SYNC, TAMPERING = "tests/unit/test_ledger_sync.py", "tests/contract/test_audit_tampering.py"
 ENGINE, SERVERS = "tests/sim/test_engine_machine.py", "tests/sim/test_two_servers.py"
 
 # By section: what a sentence of it begins with, and the tests that fail when it is not so.
@@ -30,6 +33,16 @@ LINES: dict[str, list[str]] = {
         f"{RATING}::test_usage_of_the_engines_counts_adds_up_to_the_prompt",
         "tests/e2e/test_cancel_reconcile.py::test_what_was_billed_is_what_the_engine_counted",
     ],
+    "A card may price more": [f"{RATING}::test_usage_of_the_engines_counts_adds_up_to_the_prompt"],
+    "Storage, as": [
+        "tests/sim/test_storage_charges.py::test_each_started_hour_is_charged_when_it_begins",
+        "tests/sim/test_storage_charges.py::test_each_started_minute_is_charged_where_the_card_says_so",
+    ],
+    "`cache_write`, a surcharge": [
+        f"{ENGINE}::test_a_fully_cached_prompt_computes_one_token_and_writes_nothing"
+    ],
+    "`explicit_write` and": [f"{SHAPES}::test_a_shipped_card_charges_what_was_computed_by_hand"],
+    "`explicit_hit`:": [f"{SHAPES}::test_an_explicit_hit_is_a_line_of_its_own"],
     "Hits are what was served": [
         f"{HITS}::test_what_is_computed_again_after_a_preemption_is_neither_a_hit_nor_billed_twice"
     ],
@@ -127,15 +140,30 @@ LINES: dict[str, list[str]] = {
     ],
     "Entries are double entry": [
         f"{STORE}::test_the_database_refuses_to_change_an_entry",
+    ],
+    "`cachesvc ledger verify` needs only": [
         f"{STORE}::test_verify_names_the_first_entry_that_differs",
         f"{STORE}::test_a_cut_tail_is_found_by_a_head_that_was_written_down",
     ],
-    "The proof does not cover what is not money yet": [
-        "tests/contract/test_audit_tampering.py::test_a_change_of_any_column_is_named"
+    "The admin trail proves": [f"{STORE}::test_a_changed_rate_card_and_a_changed_trail_are_found"],
+    "The proof does not cover what is not money yet": [f"{TAMPERING}::{COLUMNS}"],
+    "the owner, lease and progress": [f"{TAMPERING}::{COLUMNS}"],
+    "stored answers, and notes": [f"{TAMPERING}::{COLUMNS}"],
+    "how far exports have come": [f"{TAMPERING}::{COLUMNS}"],
+    "budgets and their undelivered": [f"{TAMPERING}::{COLUMNS}"],
+    "the secret and digests of keys": [f"{TAMPERING}::{COLUMNS}"],
+    "when a tenant or project": [f"{TAMPERING}::{COLUMNS}"],
+    "`tests/contract/test_audit_tampering.py`": [f"{TAMPERING}::{COLUMNS}"],
+    "SQLite": [f"{SYNC}::test_a_settlement_waits_for_the_disk_and_a_hold_does_not"],
+    "The ledger closes if": [
+        f"{SYNC}::test_after_a_disk_has_failed_once_nothing_is_written_until_a_restart",
+        f"{SYNC}::test_a_database_that_is_removed_or_replaced_is_not_written_on",
+        f"{SYNC}::test_a_full_disk_is_called_one_and_costs_nothing_once_there_is_room",
     ],
-    "SQLite": [
-        "tests/unit/test_ledger_sync.py::test_a_settlement_waits_for_the_disk_and_a_hold_does_not",
+    "The log is extended": [f"{SYNC}::test_a_lengthened_log_is_read_like_any_other"],
+    "With PostgreSQL several": [
         f"{STORE}::test_another_servers_holds_are_left_alone_until_their_lease_ends",
+        f"{FAULTS}::test_a_second_server_of_a_name_is_refused_while_the_first_runs",
     ],
 }
 
