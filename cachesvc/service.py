@@ -107,8 +107,8 @@ class Service:
                 engine=self.core.engine.stats,
                 money=money.stats,
                 violations=lambda: self._violations,
-            ),
-            model=loaded.name,
+                model=loaded.name,
+            )
         )
         self.latencies = Latencies()
         self._storage = self._storage_meter()

@@ -41,7 +41,7 @@ _SECOND = 1e9  # nanoseconds
 class Metrics:
     """The observers, and the text that `/metrics` answers with."""
 
-    def __init__(self, snapshots: Snapshots, *, model: str = "") -> None:
+    def __init__(self, snapshots: Snapshots) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self.registry)
@@ -64,7 +64,7 @@ class Metrics:
         current = _SnapshotCollector(partial(samples, snapshots))
         self.registry.register(current)
         sources = [*self._counters.values(), *self._histograms.values(), current]
-        self.registry.register(_AliasCollector(sources, model))
+        self.registry.register(_AliasCollector(sources, snapshots.model))
         self._last_token_ns: dict[tuple[str, int], int] = {}
 
     def render(self) -> tuple[bytes, str]:
@@ -108,11 +108,9 @@ class Metrics:
     ) -> None:
         """Event loop, when a request is settled; amounts in 1e-12 of the currency unit."""
         for token_class, units in units_by_class.items():
-            if units:
-                counter = self._counters["cachesvc_billed_units_total"]
-                counter.labels(token_class, currency).inc(units)
-        if saved_units > 0:
-            self._counters["cachesvc_saved_units_total"].labels(currency).inc(saved_units)
+            counter = self._counters["cachesvc_billed_units_total"]
+            counter.labels(token_class, currency).inc(units)
+        self._counters["cachesvc_saved_units_total"].labels(currency).inc(max(0, saved_units))
 
     def _observe_admitted(self, output: StepOutput) -> None:
         counts, when = output.counts, output.timeline

@@ -21,7 +21,11 @@ class Spec(NamedTuple):
 
 
 SPECS: Mapping[str, Spec] = {
-    "cachesvc_build_info": Spec("gauge", "Always 1; names the running version", ("version",)),
+    "cachesvc_build_info": Spec(
+        "gauge",
+        "Always 1; names the running version and the model that the server serves",
+        ("version", "model"),
+    ),
     "cachesvc_http_requests_total": Spec(
         "counter",
         "HTTP requests, by route and status code; 499 is a client that went before its answer",

@@ -59,12 +59,13 @@ class Snapshots:
     """Where a scrape finds the state of now; each is called on the thread that scrapes."""
 
     engine: "Callable[[], EngineStats]"
+    model: str = ""
     money: Callable[[], MoneyStats] = MoneyStats
     violations: Callable[[], Mapping[str, int]] = field(default=dict)
 
 
 def samples(snapshots: Snapshots) -> Iterator[MetricSample]:
-    yield MetricSample("cachesvc_build_info", (cachesvc.__version__,), 1)
+    yield MetricSample("cachesvc_build_info", (cachesvc.__version__, snapshots.model), 1)
     yield from _engine_samples(snapshots.engine())
     money = snapshots.money()
     yield MetricSample("cachesvc_holds", (), money.num_holds)
@@ -139,7 +140,7 @@ def node_samples(node: "NodeCounters") -> Iterator[MetricSample]:
     """Of a node that serves alone; nothing while it does not answer."""
     if not node:
         return
-    yield MetricSample("cachesvc_build_info", (cachesvc.__version__,), 1)
+    yield MetricSample("cachesvc_build_info", (cachesvc.__version__, ""), 1)
     yield MetricSample("cachesvc_event_listeners", (), node.num_listeners)
     for tier in (node.host(), node.disk(), node.remote()):
         if tier is not None:

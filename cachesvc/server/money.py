@@ -41,6 +41,7 @@ from billing.secret_file import read_or_make
 from billing.store import reports as store_reports
 from billing.store.opening import database_url, open_store
 from billing.store.store import LedgerStore
+from billing.usage import HIT_CLASSES
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import LimitsSection, QuotaTable
 from cachesvc.config.settings import Settings
@@ -54,6 +55,7 @@ logger = logging.getLogger(__name__)
 PASSWORD = re.compile(r"://[^/\s]*@")  # with its user's name, in a URL that is shown
 LEASE_S = 120  # of a hold: twice the longest silence of a live request, of a client that stalls
 OTHERS = "*"  # every tenant or key without limits of its own
+SOLD = (*HIT_CLASSES, "miss", "output")
 ObserveBill = Callable[[str, Mapping[str, int], int], None]
 
 
@@ -87,6 +89,8 @@ class Money:
         self.bills.observe = observe_bill
         self.books.store.renew_log()
         self.books.ledger.start()
+        for currency in {card.currency for card in self.accounts.book.cards}:
+            observe_bill(currency, dict.fromkeys(SOLD, 0), 0)  # what grows later is there from now
         return LedgerMeter(
             self.books.ledger,
             lease_s=self.lease_s,

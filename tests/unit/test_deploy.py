@@ -342,7 +342,12 @@ def test_a_supervisor_hears_that_the_server_is_ready(
 )
 def test_every_panel_is_of_the_servers_that_were_chosen(board: Path) -> None:
     told = json.loads(board.read_text())
-    assert ["instance"] == [each["name"] for each in told["templating"]["list"]]
+    model, instance = told["templating"]["list"]
+    assert ("model", "instance") == (model["name"], instance["name"])
+    assert "label_values(cachesvc_build_info, model)" == model["query"]["query"]
+    of_model = 'label_values(cachesvc_build_info{model=~"$model"}, instance)'
+    assert of_model == instance["query"]["query"] == instance["definition"]
+    assert "allValue" not in instance, "all servers are all of the chosen models"
     for panel in told["panels"]:
         for target in panel["targets"]:
             metrics = re.findall(r"\bcachesvc[_:][a-z0-9_:]+", target["expr"])

@@ -97,6 +97,7 @@ def test_a_charge_of_nothing_is_observed_like_any_other(tmp_path: Path) -> None:
     seen: list[Any] = []
     with money_of(tmp_path) as money:
         money.start(lambda *bill: seen.append(bill))
+        seen.clear()  # what there is before the first charge
         reserved(money.books.ledger, "nothing", Usage())
         reserved(money.books.ledger, "one", Usage(miss=1))
         money.books.ledger.close()
@@ -169,3 +170,12 @@ def test_a_first_card_that_comes_too_late_is_told(
     with money_of(tmp_path, billing__first_card="two-tier"):
         pass
     assert "billing.first_card = 'two-tier' has no effect" in caplog.text
+
+
+def test_money_series_are_there_before_the_first_charge(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    with money_of(tmp_path) as money:
+        money.start(lambda *bill: seen.append(bill))
+    ((currency, classes, saved),) = seen
+    assert ("CNY", 0, {0}) == (currency, saved, set(classes.values()))
+    assert {"hit_device", "hit_host", "hit_disk", "hit_remote", "miss", "output"} == set(classes)
