@@ -58,6 +58,9 @@ REMOVED = {
     "latency": "`cachesvc top` and the dashboard show percentiles, GET /metrics has them",
 }
 
+# Of a file: not this user's, a folder in its place or the reverse, or a file system to read only.
+_UNUSABLE = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS)
+
 app = lazy_group(
     COMMANDS,
     removed=REMOVED,
@@ -121,6 +124,9 @@ def run() -> None:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             fail(f"no room is left on a disk that is needed: {error}; free some, then try again")
+        if isinstance(error, OSError) and error.errno in _UNUSABLE and error.filename is not None:
+            path = error.filename2 or error.filename
+            fail(f"{path} cannot be used: {error.strerror}; mend it, or move it away")
         if not isinstance(error, _user_errors()):
             raise
         fail(str(error))

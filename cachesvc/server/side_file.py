@@ -1,7 +1,8 @@
 """A SQLite file beside the data that a server would rather not forget: a convenience, no record.
 
-One thread writes it, in small transactions. A file that cannot be read begins anew, a write that
-fails costs what it held, and the first such is logged. What must not be lost is in the ledger.
+One thread writes it, in small transactions. A damaged file begins anew, one that cannot be opened
+is left as it is, a write that fails costs what it held, and the first such is logged. What must not
+be lost is in the ledger.
 """
 
 import logging
@@ -89,7 +90,10 @@ class SideFile:
                         f"{self._tables}; PRAGMA user_version = {self._schema}"
                     )
                 return
-            except (sqlite3.Error, OSError) as error:
+            except (sqlite3.OperationalError, OSError) as error:  # locked, no room, no file
+                self._give_up(error)
+                return
+            except sqlite3.Error as error:
                 if attempt:
                     self._give_up(error)
                     return
@@ -148,5 +152,7 @@ class SideFile:
 
     def _give_up(self, error: Exception) -> None:
         if not self._failed:
-            logger.error(f"{self._what} will not be remembered over a restart: {error}")
+            logger.error(
+                f"{self._what} will not be remembered over a restart: {self._path}: {error}"
+            )
         self._failed = True

@@ -127,6 +127,23 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         run()
 
 
+def test_a_file_that_cannot_be_used_is_named_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "new").touch()
+    (tmp_path / "scopes.json").mkdir()
+
+    def replace() -> None:
+        (tmp_path / "new").replace(tmp_path / "scopes.json")
+
+    monkeypatch.setattr("cachesvc.cli.app", replace)
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert 1 == ended.value.code
+    told = f"{tmp_path / 'scopes.json'} cannot be used: Is a directory; mend it, or move it away"
+    assert told in capsys.readouterr().err
+
+
 def test_config_show_prints_every_setting_and_masks_passwords(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

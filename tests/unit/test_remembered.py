@@ -6,6 +6,7 @@ import sqlite3
 import threading
 import zlib
 from array import array
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,25 @@ def test_a_file_that_cannot_be_written_costs_the_memory_only(
     path = tmp_path / "nowhere" / FILE_NAME
     assert [] == kept(path, record(1), record(2))
     assert 2 == caplog.text.count("will not be remembered over a restart"), "once a start"
+
+
+def test_a_file_that_cannot_be_opened_is_left_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / FILE_NAME
+    assert [record(1)] == kept(path, record(1))
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda path, timeout: connect(path, timeout=0))
+    with closing(connect(path)) as other:  # a copy is being made, say
+        other.execute("PRAGMA journal_mode = DELETE")
+        other.execute("BEGIN EXCLUSIVE")
+        assert [] == kept(path, record(2))
+    assert f"{path}: database is locked" in caplog.text
+    assert [record(1), record(3)] == kept(path, record(3))
+    path.unlink()
+    path.mkdir()
+    assert [] == kept(path, record(4))
+    assert path.is_dir()
 
 
 def test_states_are_kept_by_name_and_the_last_one_counts(tmp_path: Path) -> None:
