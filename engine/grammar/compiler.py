@@ -5,6 +5,7 @@ loop and off the engine thread. What is compiled, and what cannot be, is remembe
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import socket
@@ -75,7 +76,7 @@ class GrammarCompiler:
         self._max_refused = max_refused
         self._vocabulary: Vocabulary | None = None
         self._kept: OrderedDict[Known, GrammarProcess] = OrderedDict()
-        self._refused: OrderedDict[Known, str] = OrderedDict()
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # the reason, by digest
         self._all: weakref.WeakSet[GrammarProcess] = weakref.WeakSet()
         self._nursery: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -85,9 +86,9 @@ class GrammarCompiler:
     def known(self, source: GrammarSource, owner: str = "") -> Grammar | None:
         """The grammar if it is compiled already. Raises InvalidParameter for one known not to be
         compilable. Never blocks for long."""
-        key = owner, source
+        key, refused_as = (owner, source), _digest(owner, source)
         with self._known_lock:
-            reason = self._refused.get(key)
+            reason = self._refused.get(refused_as)
             found = self._kept.get(key)
             if found is not None and not found.alive:
                 del self._kept[key]
@@ -109,7 +110,7 @@ class GrammarCompiler:
         try:
             made = self._compiled(source)
         except InvalidParameter as error:
-            self._refuse((owner, source), str(error))
+            self._refuse(_digest(owner, source), str(error))
             raise InvalidParameter(f"{source.field}: {error}", param=source.field) from None
         with self._known_lock:
             self._kept[owner, source] = made
@@ -123,7 +124,7 @@ class GrammarCompiler:
         with self._start_lock:
             self._end_nursery()
 
-    def _refuse(self, key: Known, reason: str) -> None:
+    def _refuse(self, key: bytes, reason: str) -> None:
         with self._known_lock:
             self._refused[key] = reason
             while len(self._refused) > self._max_refused:
@@ -211,3 +212,9 @@ class GrammarCompiler:
         if nursery.stdin is not None:
             with contextlib.suppress(OSError):
                 nursery.stdin.close()
+
+
+def _digest(owner: str, source: GrammarSource) -> bytes:
+    """What a refused grammar is remembered by: of its text, up to 64 KiB, nothing is kept."""
+    named = f"{owner}\n{source.kind}\n{source.text}".encode(errors="surrogatepass")
+    return hashlib.blake2b(named, digest_size=16).digest()
