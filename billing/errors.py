@@ -34,6 +34,7 @@ BillingError
 ├── LedgerClosed           an operation on a ledger that is not running
 ├── ReceiptKeyError        a signing key that cannot be used; says what to do
 ├── ExportError            a file that cannot be written now
+│   └── ReceiverError      a receiver elsewhere took nothing: away, too slow, or refusing
 └── StoreError             a database that cannot be opened; says what to do
 """
 
@@ -188,6 +189,10 @@ class ReceiptKeyError(BillingError):
 
 class ExportError(BillingError):
     """An export's file cannot be written, or another export is writing it."""
+
+
+class ReceiverError(ExportError):
+    """A receiver elsewhere did not take what it was sent; the message says what it did."""
 
 
 class StoreError(BillingError):

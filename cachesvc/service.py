@@ -296,6 +296,8 @@ class Service:
                     self._violations["ledger"] += await asyncio.to_thread(self._money.audit)
             except BillingError:
                 logger.exception("the ledger cannot be read")
+            except Exception:  # the top of this task: it goes on, or nobody watches the money
+                logger.exception("a look at the money failed")
             await asyncio.sleep(MONEY_S)
 
     def _begin_drain(self) -> None:

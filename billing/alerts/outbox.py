@@ -8,9 +8,7 @@ A message is posted as a CloudEvent, signed as Standard Webhooks says (webhook-i
 import base64
 import hashlib
 import hmac
-import http.client
 import logging
-import urllib.error
 import urllib.request
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -18,6 +16,8 @@ from datetime import UTC, datetime
 import orjson
 
 from billing.alerts.budgets import Alert
+from billing.errors import ReceiverError
+from billing.outgoing import send
 from billing.prices.book import NS
 from billing.store import alerts as rows
 from billing.store.store import LedgerStore
@@ -30,7 +30,8 @@ TRIED_NS = 3 * 86_400 * NS
 KEPT_NS = 90 * 86_400 * NS  # delivered ones; longer than any period of a budget
 NEVER_NS = 2**63 - 1
 AT_ONCE = 20
-POST_TIMEOUT_S = 10
+POST_TIMEOUT_S = 10.0
+MOST_BYTES = 1024  # of an answer
 
 
 class Outbox:
@@ -92,10 +93,9 @@ class Outbox:
             self._url, body.encode(), headers, method="POST"
         )
         try:
-            with urllib.request.urlopen(request, timeout=POST_TIMEOUT_S) as answer:  # noqa: S310
-                answer.read(1024)
-        except (OSError, http.client.HTTPException) as error:
-            return str(error) or type(error).__name__
+            send(request, timeout_s=POST_TIMEOUT_S, most_bytes=MOST_BYTES)
+        except ReceiverError as error:
+            return str(error)
         return None
 
 

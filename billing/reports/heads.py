@@ -5,7 +5,6 @@ it. Lines of signed heads are appended to a file or posted to a receiver; called
 """
 
 import os
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +12,16 @@ from typing import Any
 
 import orjson
 
-from billing.errors import BillingError, ExportError
+from billing.errors import BillingError, ExportError, ReceiverError
+from billing.outgoing import send
 from billing.proof.result import Head
 from billing.proof.trail import TRAIL, trail_head
 from billing.reports.receipts import Purpose, ReceiptSigner, verify_signed
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
 
-POST_TIMEOUT_S = 30
+POST_TIMEOUT_S = 30.0
+MOST_BYTES = 1024  # of an answer
 Line = dict[str, Any]
 
 
@@ -54,15 +55,14 @@ def send_heads(line: Line, to: str) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ReceiverError) as error:
         raise ExportError(f"the heads could not be written to {to}: {error}") from error
 
 
 def _post(url: str, data: bytes) -> None:
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(url, data, headers, method="POST")  # noqa: S310  http(s) only
-    with urllib.request.urlopen(request, timeout=POST_TIMEOUT_S) as answer:  # noqa: S310
-        answer.read()
+    send(request, timeout_s=POST_TIMEOUT_S, most_bytes=MOST_BYTES)
 
 
 def parse_heads(

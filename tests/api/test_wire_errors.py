@@ -220,6 +220,7 @@ SAID_AT_START = {
     engine_errors.ModelError,
     billing_errors.StoreError,
     billing_errors.ExportError,
+    billing_errors.ReceiverError,
     billing_errors.ReceiptKeyError,
     billing_errors.CardConflict,
     billing_errors.PriceError,

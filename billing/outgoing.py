@@ -1,0 +1,125 @@
+"""One request over HTTP to a receiver elsewhere, which may be away, slow or hostile.
+
+All of it takes `timeout_s` at most, however slowly the answer comes, and `most_bytes` of the answer
+are read. Redirects are not followed: a POST would become a GET without its body, whose success says
+nothing, and it would go where nobody said. No event loop.
+"""
+
+import http.client
+import os
+import socket
+import threading
+import urllib.error
+import urllib.request
+from typing import Any
+
+from billing.errors import ReceiverError
+
+LONGEST_TOLD = 200  # characters of what it says
+
+
+def send(request: urllib.request.Request, *, timeout_s: float, most_bytes: int) -> bytes:
+    """The beginning of its answer. Raises `ReceiverError` for a refusal and where none comes."""
+    with _Deadline(timeout_s) as deadline:
+        opener = urllib.request.build_opener(_Unredirected, _Http(deadline), _Https(deadline))
+        try:
+            with opener.open(request, timeout=timeout_s) as answer:
+                body: bytes = answer.read(most_bytes)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise ReceiverError(_refusal(error)) from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            told = (str(error) or type(error).__name__)[:LONGEST_TOLD]
+            raise ReceiverError(deadline.said or told) from error
+        if deadline.said:  # what was read before its end is not the whole answer
+            raise ReceiverError(deadline.said)
+        return body
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    told = f"HTTP {error.code} {error.reason}"[:LONGEST_TOLD]
+    where = error.headers.get("location")
+    if 300 <= error.code < 400 and where:
+        return f"{told}: redirects are not followed; set the address {where[:LONGEST_TOLD]!r}"
+    return told
+
+
+class _Unredirected(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+class _Deadline:
+    """Ends a connection when its time is over: a socket's own timeout begins anew at each byte."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.said = ""  # once it is over
+        self._timeout_s = timeout_s
+        self._timer = threading.Timer(timeout_s, self._end)
+        self._lock = threading.Lock()
+        self._ends: list[socket.socket] = []
+
+    def __enter__(self) -> "_Deadline":
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        with self._lock:
+            for end in self._ends:
+                end.close()
+
+    def follow(self, connection: socket.socket) -> None:
+        """Through a descriptor of its own: TLS and responses take the socket's away."""
+        with self._lock:
+            self._ends.append(socket.socket(fileno=os.dup(connection.fileno())))
+        if self.said:
+            raise TimeoutError(self.said)
+
+    def _end(self) -> None:
+        self.said = f"no whole answer in {self._timeout_s:g} s"
+        with self._lock:
+            for end in self._ends:
+                try:
+                    end.shutdown(socket.SHUT_RDWR)
+                except OSError:  # it has ended, or ends now
+                    continue
+
+
+class _Connection(http.client.HTTPConnection):
+    deadline: _Deadline
+
+    def connect(self) -> None:
+        super().connect()
+        self.deadline.follow(self.sock)
+
+
+class _TlsConnection(http.client.HTTPSConnection, _Connection):
+    """`HTTPSConnection.connect` calls `_Connection.connect`, and then shakes hands."""
+
+
+class _Http(urllib.request.HTTPHandler):
+    def __init__(self, deadline: _Deadline) -> None:
+        super().__init__()
+        self._deadline = deadline
+
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_maker(_Connection, self._deadline), req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def __init__(self, deadline: _Deadline) -> None:
+        super().__init__()
+        self._deadline = deadline
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_maker(_TlsConnection, self._deadline), req)
+
+
+def _maker(kind: type[_Connection], deadline: _Deadline) -> Any:
+    def make(host: str, **rest: Any) -> _Connection:
+        connection = kind(host, **rest)
+        connection.deadline = deadline
+        return connection
+
+    return make

@@ -1,0 +1,130 @@
+"""Receivers that send elsewhere, trickle, never end, speak no HTTP, or name addresses that are
+none: each is an error in time, and nothing follows where they point."""
+
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from billing.alerts.budgets import Alert
+from billing.alerts.outbox import Outbox
+from billing.errors import ExportError, ReceiverError
+from billing.outgoing import send
+from billing.reports.heads import send_heads
+from billing.testing import TestLedger
+
+LONG_S = 60.0
+Speak = Callable[[socket.socket], None]
+
+
+@contextmanager
+def speaking(speak: Speak) -> Iterator[tuple[str, list[bytes]]]:
+    """A server that reads the head of each request and then says what it likes."""
+    heads: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    heads.append(connection.recv(65536))
+                    try:
+                        speak(connection)
+                    except OSError:
+                        continue
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/hook", heads
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def says(*lines: str) -> Speak:
+    text = "\r\n".join((*lines, "", "")).encode()
+    return lambda connection: connection.sendall(text)
+
+
+def trickle_head(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 ")
+    while True:
+        connection.sendall(b"O")
+        time.sleep(0.02)
+
+
+def trickle_body(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
+    while True:
+        connection.sendall(b"x")
+        time.sleep(0.02)
+
+
+def endless(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        connection.sendall(b"x" * 65536)
+
+
+def posted(url: str, timeout_s: float = LONG_S) -> bytes:
+    request = urllib.request.Request(url, b"{}", method="POST")
+    return send(request, timeout_s=timeout_s, most_bytes=1024)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed_and_is_no_success(status: int) -> None:
+    with speaking(says("HTTP/1.1 204 No Content")) as (elsewhere, came):
+        moved = says(f"HTTP/1.1 {status} Moved", f"location: {elsewhere}", "content-length: 0")
+        with speaking(moved) as (url, heads), pytest.raises(ReceiverError, match="redirects are"):
+            posted(url)
+    assert (1, []) == (len(heads), came)
+
+
+@pytest.mark.parametrize("where", ["http://[", "http://..", "gopher://x", "http://a b:x", "\x7f"])
+def test_a_location_that_is_none_is_an_error(where: str) -> None:
+    with (
+        speaking(says("HTTP/1.1 302 Found", f"location: {where}")) as (url, _),
+        pytest.raises(ReceiverError),
+    ):
+        posted(url)
+
+
+@pytest.mark.parametrize("slow", [trickle_head, trickle_body])
+def test_an_answer_that_trickles_ends_in_time(slow: Speak) -> None:
+    """Each byte comes well within the timeout, and there are bytes for a day."""
+    with (
+        speaking(slow) as (url, _),
+        pytest.raises(ReceiverError, match=r"no whole answer in 0\.5 s|timed out"),
+    ):
+        posted(url, timeout_s=0.5)
+
+
+def test_of_an_endless_answer_the_beginning_is_read() -> None:
+    with speaking(endless) as (url, _):
+        assert b"x" * 1024 == posted(url)
+
+
+@pytest.mark.parametrize("line", ["", "nonsense", "HTTP/1.1 999999 x", "SSH-2.0-OpenSSH"])
+def test_what_is_no_http_is_an_error(line: str) -> None:
+    with speaking(says(line)) as (url, _), pytest.raises(ReceiverError):
+        posted(url)
+
+
+def test_heads_and_alerts_tell_of_such_a_receiver(house: TestLedger) -> None:
+    """What else they raised would have ended the task that watches the money."""
+    outbox_time_ns = house.clock()
+    with speaking(says("nonsense")) as (url, heads):
+        with pytest.raises(ExportError, match="the heads could not be written"):
+            send_heads({"at_ns": 1}, url)
+        outbox = Outbox(house.ledger.store, url, b"s" * 32, source="s")
+        outbox.take([Alert("a/1", "budget", {"tenant": "acme"})], outbox_time_ns)
+        assert 0 == outbox.deliver(outbox_time_ns)
+    assert 2 == len(heads)
