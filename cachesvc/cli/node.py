@@ -5,7 +5,7 @@ import select
 import signal
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import default_data_dir
 from cachesvc.config.quantities import parse_size
 from tiers.remote.settings import RemoteWrites
+
+if TYPE_CHECKING:
+    from cachesvc.config.sections import EventsSection
 
 
 def default_socket() -> Path:
@@ -62,7 +65,11 @@ def node(
         ),
     ] = None,
     events: Annotated[
-        str, typer.Option(help="Publish block events for routers at, say, tcp://127.0.0.1:5557")
+        str,
+        typer.Option(
+            help="Publish block events for routers at, say, tcp://127.0.0.1:5557, or with "
+            "the keys of `events.zmq`, as JSON"
+        ),
     ] = "",
     metrics: Annotated[
         str, typer.Option(help="Answer Prometheus at HOST:PORT, say 127.0.0.1:9464")
@@ -91,6 +98,7 @@ def node(
     from tiers.node.settings import NodeSettings
     from tiers.remote.settings import RemoteSettings
 
+    published_at = _events(events)
     remote = RemoteSettings(remote_url, remote_writes, remote_key_file) if remote_url else None
     settings = NodeSettings(
         socket=path,
@@ -104,7 +112,7 @@ def node(
     below = f"{size(settings.disk_bytes)} in {places}" if places else "none"
     shared = f", shared through {remote.shown_url}" if remote is not None else ""
     ready = f"node ready at {path}: host memory {size(settings.host_bytes)}, disk {below}{shared}"
-    run_node(settings, events=events, metrics=metrics, on_ready=lambda: note(ready))
+    run_node(settings, events=published_at, metrics=metrics, on_ready=lambda: note(ready))
     note("node stopped")
 
 
@@ -113,6 +121,24 @@ def _quota(told: str) -> tuple[str, int]:
     if not name or not sign:
         raise ConfigError(f"--quota {told!r} is no quota; write it like acme=10GiB or *=1GiB")
     return name, _bytes("--quota", quota)
+
+
+def _events(told: str) -> "EventsSection":
+    """An address, or a table such as `{"endpoint": ..., "replay_endpoint": ...}`."""
+    from pydantic import ValidationError
+
+    from cachesvc.config.sections import EventsSection, ZmqTable
+
+    if not told.startswith("{"):
+        return EventsSection(zmq=told)
+    try:
+        return EventsSection(zmq=ZmqTable.model_validate_json(told))
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))} {e['msg']}" for e in error.errors())
+        raise ConfigError(
+            f"--events {told}: {wrong.strip()}; write an address, or a table like "
+            f'{{"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}}'
+        ) from None
 
 
 def _bytes(option: str, told: str) -> int:

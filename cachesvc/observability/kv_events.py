@@ -1,12 +1,13 @@
 """Block events over ZMQ in vLLM's format, so that routers made for vLLM know what is cached here.
 
     PUB     topic, number (8 bytes, big-endian), msgpack of [ts, events, data_parallel_rank]
-    ROUTER  asked with a number, answers with each kept batch from there on as (number, batch),
-            and ends with (-1, empty)
+    ROUTER  asked with a number, answers with each kept batch from there on as it was published,
+            and ends with (empty, -1, empty)
 
-An event is a map tagged `type` (vLLM 0.24 on), or with the format `array` a list that begins with
-the tag (before): BlockStored, BlockRemoved, AllBlocksCleared. Block hashes are the last 64 bits of
-our keys, `medium` is GPU, CPU or DISK. The format is that of vllm/distributed/kv_events.py.
+An event is a map tagged `type`, or with the format `array` a list that begins with the tag:
+BlockStored, BlockRemoved, AllBlocksCleared. Maps are vLLM's form from 0.24 on; its replays have
+topics from 0.26 on, those of `array` have none. Block hashes are the last 64 bits of our keys,
+`medium` is GPU, CPU or DISK. The format is that of vllm/distributed/kv_events.py.
 
 One thread of its own, which owns both sockets. Needs the extra `events`; nothing else imports zmq
 or msgspec.
@@ -181,10 +182,13 @@ class KvEventPublisher:
             logger.warning("a replay request is no 8-byte sequence number; ignored")
             return
         client, _, first = frames
+        topic, none = [self._settings.topic.encode()], [b""]
+        if self._settings.format == "array":
+            topic = none = []
         for number, payload in self._kept:
             if number >= first:  # big-endian: bytes compare as the numbers do
-                self._replay.send_multipart((client, b"", number, payload))
-        self._replay.send_multipart((client, b"", END, b""))
+                self._replay.send_multipart((client, b"", *topic, number, payload))
+        self._replay.send_multipart((client, b"", *none, END, b""))
 
 
 def wire_events(events: Sequence[BlockEvent], block_size: int) -> Iterator[dict[str, Any]]:

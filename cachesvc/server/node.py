@@ -19,12 +19,12 @@ SCRAPE_S = 5.0
 
 
 def run_node(
-    settings: NodeSettings, *, events: str, metrics: str, on_ready: Callable[[], None]
+    settings: NodeSettings, *, events: EventsSection, metrics: str, on_ready: Callable[[], None]
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError and what `NodeServer.open` raises."""
     serving = NodeServer(settings)
     serving.open()
-    with closing(serving), published(EventsSection(zmq=events), serving.stream, 0):
+    with closing(serving), published(events, serving.stream, 0):
         if metrics:
             _answer_scrapes(metrics, settings.socket)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,5 +1,6 @@
 """`cachesvc node` as an operator runs it alone: scraped, heard by a router, with quotas."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -48,12 +50,25 @@ def scraped(address: str) -> Mapping[tuple[str, ...], float]:
         }
 
 
+def replayed(endpoint: str) -> list[dict[str, Any]]:
+    """What was stored since the start, as a router that joins late asks for it."""
+    with closing(zmq.Context.instance().socket(zmq.DEALER)) as asked:
+        asked.connect(endpoint)
+        asked.send_multipart((b"", bytes(8)))
+        batches = []
+        while payload := asked.recv_multipart()[-1]:
+            batches += msgspec.msgpack.decode(payload)[1]
+    return [each for each in batches if each["type"] == "BlockStored"]
+
+
 def test_a_node_is_scraped_and_heard_and_keeps_quotas(tmp_path: Path) -> None:
     metrics, events = (f"127.0.0.1:{free_port()}" for _ in range(2))
     router = zmq.Context.instance().socket(zmq.SUB)
     router.setsockopt(zmq.SUBSCRIBE, b"kv-events")
     router.connect(f"tcp://{events}")
-    more = ("--metrics", metrics, "--events", f"tcp://{events}", "--quota", "acme=256KiB")
+    replay = f"tcp://127.0.0.1:{free_port()}"
+    table = json.dumps({"endpoint": f"tcp://{events}", "replay_endpoint": replay})
+    more = ("--metrics", metrics, "--events", table, "--quota", "acme=256KiB")
     with closing(router), node(tmp_path, *more), joined(tmp_path / "node.sock") as client:
         client.know({ROOT: "tenant:acme"})
         number, stored = 0, []
@@ -65,6 +80,8 @@ def test_a_node_is_scraped_and_heard_and_keeps_quotas(tmp_path: Path) -> None:
                 stored += [each for each in found if each["type"] == "BlockStored"]
         told = stored[0]
         assert ("CPU", 4, 12) == (told["medium"], told["block_size"], len(told["token_ids"]))
+        blocks = {each for one in replayed(replay) for each in one["block_hashes"]}
+        assert 3 * number == len(blocks), "a router that joins now hears of all"
         values = scraped(metrics)
         assert 3 * number == values["cachesvc_cache_blocks", "host"]
         assert 1 << 20 == values["cachesvc_cache_capacity_bytes", "host"]
@@ -81,6 +98,7 @@ def test_a_node_is_scraped_and_heard_and_keeps_quotas(tmp_path: Path) -> None:
         (("--quota", "acme=lots"), "is no size"),
         (("--metrics", "9464"), "is no address"),
         (("--host-cache", "lots"), "is no size"),
+        (("--events", '{"replay_endpoint": "tcp://127.0.0.1:1"}'), "endpoint Field required"),
     ],
 )
 def test_what_cannot_be_is_said(tmp_path: Path, told: tuple[str, ...], says: str) -> None:

@@ -40,6 +40,7 @@ class Router:
         self.tokens: dict[int, list[int]] = {}
         self.parents: dict[int, int | None] = {}
         self.num_cleared = 0
+        self.topics: list[list[bytes]] = []  # frames before the number in each replayed batch
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -63,7 +64,8 @@ class Router:
         numbers = []
         while True:
             assert self.req.poll(POLL_MS), "the replay does not end"
-            _, number, payload = self.req.recv_multipart()
+            _, *topic, number, payload = self.req.recv_multipart()
+            self.topics.append(topic)
             if not payload:
                 assert -1 == int.from_bytes(number, "big", signed=True)
                 return numbers
@@ -171,12 +173,18 @@ def store(stream: EventStream, number: int) -> None:
     stream.publish(EventKind.STORED, TierName.DEVICE, key=key, tokens=b"\0" * 4 * BLOCK)
 
 
+@pytest.mark.parametrize(
+    ("form", "topic", "ends"), [("map", [b"kv-events"], [b""]), ("array", [], [])]
+)
 def test_a_router_that_comes_late_asks_for_what_it_missed(
     open_publisher: Callable[..., KvEventPublisher],
     open_router: Callable[..., Router],
+    form: str,
+    topic: list[bytes],
+    ends: list[bytes],
 ) -> None:
     stream = EventStream()
-    publisher = open_publisher(stream)
+    publisher = open_publisher(stream, format=form)
     publisher.start()
     early = open_router(publisher)
     early.replay(0)
@@ -186,6 +194,7 @@ def test_a_router_that_comes_late_asks_for_what_it_missed(
             early.receive()
     late = open_router(publisher)
     assert list(range(early.last + 1)) == late.replay(0)
+    assert [*[topic] * (early.last + 1), ends] == late.topics
     assert early.held == late.held
     assert [early.last] == early.replay(early.last)
     assert [] == late.replay(early.last + 1)
