@@ -5,6 +5,7 @@ lock; a newer one is refused.
 """
 
 import sqlite3
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,15 @@ def _check_sqlite_path(path: str | None, create: bool) -> None:
         raise StoreError("a ledger needs a file: sqlite:////path/to/ledger.sqlite3")
     if not create and not Path(path).exists():
         raise StoreError(f"there is no ledger at {path}; start the server or create a tenant first")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    claims = file.parent.glob(f"{escape(file.name)}-*.lock")
+    if file.exists() and not file.stat().st_size and any(claims):
+        raise StoreError(
+            f"the ledger at {path} is empty, though a server has run on it: its contents are lost. "
+            "Restore it from a copy; or remove the file, and a new ledger begins, in which there "
+            "are no tenants, keys or balances"
+        )
 
 
 def _engine(url: Any) -> Engine:

@@ -500,3 +500,18 @@ def test_a_schema_from_the_future_is_refused(url: str) -> None:
 def test_a_database_that_cannot_be_says_so(bad: str) -> None:
     with pytest.raises((StoreError, OSError)):
         open_store(bad)
+
+
+def test_a_ledger_that_lost_its_contents_is_not_begun_anew(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.sqlite3"
+    file.touch()  # of a first start that was killed at once
+    store = open_store(f"sqlite:///{file}")
+    store.claim("server")
+    store.close()
+    for side in tmp_path.glob("ledger.sqlite3-[sw]?[lm]"):
+        side.unlink()
+    file.write_bytes(b"")
+    with pytest.raises(StoreError, match=r"is empty, though .* Restore it from a copy"):
+        open_store(f"sqlite:///{file}")
+    file.unlink()
+    open_store(f"sqlite:///{file}").close()
