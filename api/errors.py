@@ -73,7 +73,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class Unsupported(InvalidRequest):
-    """A feature of the protocol that this server or model cannot serve."""
+    """The request uses a feature that this server or model cannot serve."""
 
 
 class BodyTooLarge(ApiError):

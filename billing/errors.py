@@ -56,7 +56,7 @@ class InvalidSpan(BillingError):
 
 
 class PriceError(BillingError):
-    """A rate card that cannot be read or used; the message names the file and the field."""
+    """The rate card cannot be read or used; the message names the file and the field."""
 
 
 class NoPrice(PriceError):
@@ -64,11 +64,11 @@ class NoPrice(PriceError):
 
 
 class UnknownCard(PriceError):
-    """No rate card of this name and version was applied, and none ships."""
+    """No rate card with this name and version was applied, and none is included."""
 
 
 class CardConflict(PriceError):
-    """An applied card never changes, and later versions come after earlier ones."""
+    """An applied card never changes, and versions must be applied in order."""
 
 
 class AccountError(BillingError):
@@ -88,7 +88,7 @@ class UnknownBudget(AccountError):
 
 
 class InvalidLimit(AccountError):
-    """A limit that has another name than those there are, or is no whole number in range."""
+    """A limit has an unknown name, or its value is not a whole number in range."""
 
 
 class AlreadyExists(AccountError):
@@ -108,11 +108,11 @@ class KeyRevoked(AccountError):
 
 
 class TenantSuspended(AccountError):
-    """The tenant is suspended by an administrator."""
+    """An administrator suspended the tenant."""
 
 
 class CurrencyMismatch(AccountError):
-    """The price is in another currency than the tenant's account."""
+    """The price and the tenant's account have different currencies."""
 
 
 class GateError(BillingError):
@@ -176,7 +176,7 @@ class Unwritable(LedgerUnavailable):
 
 
 class ClockJumped(LedgerUnavailable):
-    """The host's clock jumped; what was booked now would be of another day."""
+    """The host's clock jumped, so entries booked now might be dated on another day."""
 
 
 class LedgerClosed(BillingError):

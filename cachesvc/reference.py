@@ -19,31 +19,30 @@ from cachesvc.observability.names import SPECS
 
 SETTINGS_INTRO = """# Settings
 
-Flags of `cachesvc serve` win over the environment, the environment over the file given with
-`--config` (or `CACHESVC_CONFIG`), the file over the defaults. In the file `server.port` is the key
-`port` in the table `[server]`. Sizes are written like `64MiB` or `4GiB`, durations like `30s` or
-`5m`; settings of several values are tables in the file and JSON in the environment. An unknown key
-stops the start and names the nearest one. `cachesvc config show` prints each value in force and
-where it came from.
+Flags of `cachesvc serve` override the environment, the environment overrides the file given with
+`--config` (or `CACHESVC_CONFIG`), and the file overrides the defaults. In the file, `server.port`
+is the key `port` in the table `[server]`. Write sizes like `64MiB` or `4GiB`, and durations like
+`30s` or `5m`. Settings with several values are tables in the file and JSON in the environment. An
+unknown key stops the start, and the error names the nearest one. `cachesvc config show` prints the
+value of each setting and its origin.
 """
 COMMANDS_INTRO = """# Commands
 
 Every command lists its options with `--help`. Commands that read print JSON with `--json`. Exit
-codes: 0 success, 1 failure, 2 wrong command line, 130 interrupted,
-143 terminated before it served. Completion for
-the shell in use: `cachesvc --install-completion`.
+codes are 0 for success, 1 for failure, 2 for a wrong command line, 130 if interrupted, and 143 if
+terminated before it served. `cachesvc --install-completion` installs completion for your shell.
 """
 METRICS_INTRO = """# Metrics
 
-`GET /metrics` answers in Prometheus' text format. Base units, closed label sets; ratios are left to
-queries. Amounts of money are in 1e-12 of the currency unit. The names that vLLM's
-boards know are exposed as well.
+`GET /metrics` answers in Prometheus' text format, with base units and closed label sets. Compute
+ratios in queries. Amounts of money are in 1e-12 of the currency unit. The names that vLLM's boards
+use are exposed as well.
 """
 ERRORS_INTRO = """# Errors
 
 Every refusal has the shape `{"error": {"message", "type", "param", "code"}}` that OpenAI's clients
-know; the message says what was wrong and what to do. The `openai` package raises its exception of
-the same status.
+expect. The message says what was wrong and what to do. The `openai` package raises its exception
+for the same status.
 """
 
 

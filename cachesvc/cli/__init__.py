@@ -25,23 +25,21 @@ COMMANDS = {
     "serve": Command("cachesvc.cli.serve:serve", "Serve a model over HTTP"),
     "node": Command("cachesvc.cli.node:node", "Keep KV blocks for the engines of this machine"),
     "top": Command("cachesvc.cli.top:top", "Watch the running server on one screen"),
-    "monitor": Command(
-        "cachesvc.cli.monitor:monitor", "Print what happens to blocks as it happens"
-    ),
-    "explain": Command("cachesvc.cli.explain:explain", "Say why a prompt missed, or will"),
+    "monitor": Command("cachesvc.cli.monitor:monitor", "Print block events as they happen"),
+    "explain": Command("cachesvc.cli.explain:explain", "Show why a prompt missed or would miss"),
     "doctor": Command("cachesvc.cli.doctor:doctor", "Check this machine and say what to fix"),
-    "cache": Command("cachesvc.cli.cache.app:app", "Look into the disk tier and maintain it"),
+    "cache": Command("cachesvc.cli.cache.app:app", "Inspect and maintain the disk tier"),
     "config": Command("cachesvc.cli.config:app", "Show every setting, its value and its origin"),
     "bench": Command("cachesvc.cli.bench:app", "Measure time to first token from each tier"),
     "replay": Command("cachesvc.cli.replay:replay", "Replay a trace of requests through policies"),
     "usage": Command(
-        "cachesvc.cli.money.usage:app", "Tokens by class, what they cost and what hits saved"
+        "cachesvc.cli.money.usage:app", "Show tokens by class, their cost and the savings"
     ),
     "tenants": Command("cachesvc.cli.money.tenants:app", "Create, show and change tenants"),
     "keys": Command("cachesvc.cli.money.keys:app", "Create, list and revoke API keys"),
     "balance": Command("cachesvc.cli.money.balance:app", "Book money in and out"),
-    "invoice": Command("cachesvc.cli.money.invoice:app", "Issue invoices that can be sent"),
-    "admin": Command("cachesvc.cli.admin:app", "Let people into the dashboard"),
+    "invoice": Command("cachesvc.cli.money.invoice:app", "Issue invoices and credit notes"),
+    "admin": Command("cachesvc.cli.admin:app", "Manage logins to the dashboard"),
     "prices": Command("cachesvc.cli.money.prices:app", "Show, check, plan and apply rate cards"),
     "ledger": Command("cachesvc.cli.money.ledger:app", "Prove, show and correct the ledger"),
 }
@@ -66,7 +64,7 @@ app = lazy_group(
     removed=REMOVED,
     name="cachesvc",
     pretty_exceptions_enable=False,
-    help="A context cache for LLM serving: tiered KV blocks, and a bill that can be proved.",
+    help="A context cache for LLM serving: KV blocks in tiers, and a bill that can be proved.",
 )
 
 

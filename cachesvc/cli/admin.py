@@ -21,11 +21,13 @@ _REMOVED = {
     "remove": "`cachesvc admin password NAME --remove`",
 }
 
-app = typer.Typer(cls=without(_REMOVED), no_args_is_help=True, help="Let people into the dashboard")
+app = typer.Typer(
+    cls=without(_REMOVED), no_args_is_help=True, help="Manage logins to the dashboard"
+)
 
 Name = Annotated[str, typer.Argument(help="Name to log in with")]
 RoleOption = Annotated[
-    Role, typer.Option("--role", help="admin may change things, reader only look")
+    Role, typer.Option("--role", help="An admin can change things, a reader can only look")
 ]
 
 
@@ -45,17 +47,19 @@ def link(role: RoleOption = Role.ADMIN, data_dir: DataDir = None, json: AsJson =
 def password(
     name: Name = "admin",
     role: RoleOption = Role.ADMIN,
-    remove: Annotated[bool, typer.Option("--remove", help="Take the password away")] = False,
-    list_: Annotated[bool, typer.Option("--list", help="Only list who has a password")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the password")] = False,
+    list_: Annotated[
+        bool, typer.Option("--list", help="Only list the names that have a password")
+    ] = False,
     reason: Reason = NO_REASON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Set the password of a new or known admin, asked for here or read from standard input.
+    """Set the password of a new or existing admin, typed here or read from standard input.
 
-    It holds at once, and the name's open sessions end. Keys with the admin scope may log in as
-    well.
+    It takes effect at once, and the admin's open sessions end. Keys with the admin scope can log in
+    as well.
     """
     if list_:
         _list(data_dir, json)

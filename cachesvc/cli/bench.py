@@ -28,9 +28,9 @@ def _group() -> None:
 
 @app.command()
 def ttft(
-    sizes: Annotated[str, typer.Option(help="Tokens of the document, several with commas")] = (
-        "1024,2048,4096"
-    ),
+    sizes: Annotated[
+        str, typer.Option(help=("Tokens of the document; separate several with commas"))
+    ] = ("1024,2048,4096"),
     repeats: Annotated[int, typer.Option(min=1, help="Questions for each kind of hit")] = 5,
     model: Annotated[str | None, typer.Option(help="An alias, a folder, or a hub id")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,

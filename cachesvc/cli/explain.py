@@ -14,24 +14,25 @@ from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import AsJson, fail, print_json
 from cachesvc.server.server_file import LiveError, LiveServer
 
-Tenant = Annotated[str, typer.Option(help="Whose request it is")]
+Tenant = Annotated[str, typer.Option(help="Tenant of the request")]
 SHOWN = 40  # characters of each side of a difference
 
 
 def explain(
     request: Annotated[
-        str, typer.Argument(help="A request's id, as its answer has it; or its body in a file")
+        str, typer.Argument(help="A request's id, from its answer; or a file with its body")
     ],
     other: Annotated[
-        str | None, typer.Argument(help="Another: at which token the two prompts part")
+        str | None,
+        typer.Argument(help="Another request: show the token at which the two prompts diverge"),
     ] = None,
     tenant: Tenant = "default",
     data_dir: DataDir = None,
     json: AsJson = False,
 ) -> None:
-    """Why a prompt missed, what an unsent one would hit and cost, or where two prompts part.
+    """Show why a prompt missed, what an unsent one would hit and cost, or where two diverge.
 
-    Everything behind the first token that differs misses.
+    Everything after the first token that differs misses.
     """
     bodies = [_body(each) for each in (request, other) if each is not None]
     server = running_server(data_dir)

@@ -28,7 +28,9 @@ def node(
     socket: Annotated[
         Path | None, typer.Option(help="Where to listen  [default: DATA_DIR/node.sock]")
     ] = None,
-    host_cache: Annotated[str, typer.Option(help="Host memory for blocks, of all models")] = "2GiB",
+    host_cache: Annotated[
+        str, typer.Option(help="Host memory for the blocks of all models")
+    ] = "2GiB",
     disk_cache_dir: Annotated[
         list[Path] | None,
         typer.Option(help="Folder of the disk tier, one for each disk; may be repeated"),
@@ -54,25 +56,27 @@ def node(
         Path | None,
         typer.Option(
             envvar="CACHESVC_CACHE__REMOTE_KEY_FILE",
-            help="File with a key of 64 hex digits, to encrypt what is sent",
+            help="File with a key of 64 hex digits, to encrypt these blocks",
         ),
     ] = None,
     quota: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=SIZE that others cannot evict: of a server's tenant, of group:NAME, or "
-            "with * of each model and cache_salt; may be repeated",
+            help=(
+                "NAME=SIZE that others cannot evict: for a server's tenant, for group:NAME, or "
+                "with * for each model and cache_salt; may be repeated"
+            ),
         ),
     ] = None,
     events: Annotated[
         str,
         typer.Option(
-            help="Publish block events for routers at, say, tcp://127.0.0.1:5557, or with "
-            "the keys of `events.zmq`, as JSON"
+            help="Publish block events for routers at this address, such as "
+            "tcp://127.0.0.1:5557; or the keys of `events.zmq` as JSON"
         ),
     ] = "",
     metrics: Annotated[
-        str, typer.Option(help="Answer Prometheus at HOST:PORT, say 127.0.0.1:9464")
+        str, typer.Option(help="Serve Prometheus metrics at HOST:PORT, such as 127.0.0.1:9464")
     ] = "",
     stats: Annotated[
         bool, typer.Option("--stats", help="Print the counters of the running node as JSON")
@@ -83,8 +87,9 @@ def node(
 ) -> None:
     """Keep KV blocks for the engines of this machine, in shared memory and on disk.
 
-    Engines join over a Unix socket: vLLM through `cachesvc.vllm`. Blocks outlive an engine, so
-    after its restart they are hits. Ctrl-C or SIGTERM writes what only memory holds to the disk.
+    Engines connect over a Unix socket: vLLM through `cachesvc.vllm`. Blocks outlive an engine, so
+    they are hits after its restart. Ctrl-C or SIGTERM writes blocks that are only in memory to
+    disk.
     """
     path = (socket or default_socket()).expanduser()
     if stats:

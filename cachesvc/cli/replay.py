@@ -60,8 +60,9 @@ def replay(
 ) -> None:
     """Replay a request trace through cache policies, with no tensors.
 
-    A block counts as hit only when all before it in its request hit. Hit rates are by token.
-    With --servers, --tiers are each server's, and routing by prefix is compared with none.
+    A block counts as a hit only if all blocks before it in its request hit. Hit rates are by token.
+    With --servers, --tiers are those of each server, and routing by prefix is compared with random
+    routing.
     """
     prices = Prices(_price(hit_price, "--hit-price"), _price(miss_price, "--miss-price"), currency)
     names = _policies(policy)

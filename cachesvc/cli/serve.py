@@ -67,10 +67,10 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with its context cache. Sizes are written like 64MiB or 4GiB.
 
-    With --engine vllm, vLLM computes; --vllm.NAME VALUE gives it an argument of its own.
+    With --engine vllm, vLLM runs the model, and --vllm.NAME VALUE passes it an argument.
 
     Every setting can also come from --config or from the environment; `cachesvc config show` lists
-    them, with where each value came from.
+    each one with its origin.
     """
     flags = {
         "model.name": model,

@@ -18,7 +18,7 @@ def top(
 ) -> None:
     """Watch the running server: queues, tiers, hit rates, latencies, tenants. Press ? for help.
 
-    Needs a terminal. A script asks for `/admin/api/stats` or `/metrics`.
+    Needs a terminal; for scripts use `/admin/api/stats` or `/metrics`.
     """
     server = running_server(data_dir)
     if not sys.stdout.isatty():

@@ -61,7 +61,9 @@ class ServerSection(Section):
         4 << 20,
         description="Largest request body; parsing takes up to 60 ns a byte",
     )
-    drain: Duration = Field(30, description="When stopping, let running requests go on this long")
+    drain: Duration = Field(
+        30, description="When stopping, give running requests this long to finish"
+    )
     replay_turns: bool = Field(
         False,
         description=(
@@ -75,7 +77,7 @@ class ServerSection(Section):
     )
     groups: dict[str, list[str]] = Field(
         default_factory=dict,
-        description="Groups that share prefixes, and their tenants; * is every tenant",
+        description="Groups of tenants that share prefixes; * is every tenant",
     )
 
 
@@ -98,7 +100,7 @@ class ModelSection(Section):
     )
     adapters: dict[str, str] = Field(
         default_factory=dict,
-        description="LoRA adapters: the name that clients use, and the folder or hub id",
+        description="LoRA adapters: the name clients use, and a folder or hub id",
     )
 
     @field_validator("adapters")
@@ -119,16 +121,19 @@ class CacheSection(Section):
     device_bytes: TierSize = Field(
         0,
         description=(
-            "Capacity of the device tier; 0 takes nine tenths of what a GPU has free beside the "
-            "model, or 1 GiB on a CPU, where running requests use up to 2 GiB more for copies of "
-            "their KV"
+            "Capacity of the device tier; 0 takes nine tenths of the GPU memory that the model "
+            "leaves free, or 1 GiB on a CPU. On a CPU, running requests use up to 2 GiB more "
+            "for copies of their KV"
         ),
     )
     host_bytes: TierSize = Field(2 << 30, description="Capacity of the host tier; 0 turns it off")
     disk_bytes: TierSize = Field(8 << 30, description="Capacity of the disk tier; 0 turns it off")
     disk_dirs: list[Path] = Field(
         default_factory=list,
-        description="Folders on further disks for blocks, each of disk_bytes; beside the data dir",
+        description=(
+            "More folders for blocks, on other disks than the data directory's; each holds "
+            "disk_bytes"
+        ),
     )
     policy: str = Field(
         "lru", description="What to evict from memory: lru, sieve, s3fifo, arc, ..."
@@ -141,7 +146,7 @@ class CacheSection(Section):
     )
     weigh_loads: bool = Field(
         True,
-        description="Load a block only where that is faster than computing it; false always loads",
+        description="Load a block only if that is faster than computing it; false always loads",
     )
     remote_url: str = Field(
         "",
@@ -163,7 +168,7 @@ class CacheSection(Section):
         "sharing group, and as * for each scope without a quota of its own",
     )
     write_budget_bytes: Size = Field(
-        0, description="Most bytes written to disk per day; 0 is no limit"
+        0, description="Maximum bytes written to disk per day; 0 is no limit"
     )
 
 
@@ -171,7 +176,7 @@ class EngineSection(Section):
     """What computes, and how requests share it."""
 
     backend: Literal["embedded", "vllm"] = Field(
-        "embedded", description="Engine: embedded, or vllm with a node of ours below it"
+        "embedded", description="Engine: embedded, or vllm with a cachesvc node below it"
     )
     vllm: dict[str, str | int | float | bool] = Field(
         default_factory=dict,
@@ -186,7 +191,8 @@ class EngineSection(Section):
         1024,
         ge=1,
         description=(
-            "Most requests in flight; more are refused, and one tenant gets at most three quarters"
+            "Maximum requests in flight; further ones are refused. One tenant gets at most "
+            "three quarters"
         ),
     )
     max_wait: Duration = Field(
@@ -246,12 +252,15 @@ class LimitsSection(Section):
     )
     tenants: dict[str, QuotaTable] = Field(
         default_factory=dict,
-        description="Limits a minute by tenant, * for all others: requests, miss_tokens (computed "
-        "prompt tokens), output_tokens; and concurrency, requests running at once. Those that an "
-        "admin set for a tenant (`tenants set --limit`, or its page) come first",
+        description=(
+            "Limits by tenant, * for all others: requests, miss_tokens (computed prompt "
+            "tokens) and output_tokens a minute; and concurrency, the requests running at "
+            "once. A limit that an admin set for a tenant (`tenants set --limit`, or its page) "
+            "overrides them"
+        ),
     )
     keys: dict[str, QuotaTable] = Field(
-        default_factory=dict, description="The same by id of a key, * for all others"
+        default_factory=dict, description="The same limits by key id, * for all others"
     )
 
 
@@ -269,8 +278,11 @@ class EventsSection(Section):
 
     zmq: str | ZmqTable = Field(
         "",
-        description="Address to publish block events at, such as tcp://127.0.0.1:5557; or a table "
-        "of endpoint, replay_endpoint, topic and format (map or array); empty publishes none",
+        description=(
+            "Address that publishes block events, such as tcp://127.0.0.1:5557; or a table "
+            "with endpoint, replay_endpoint, topic and format (map or array); empty publishes "
+            "none"
+        ),
     )
 
     @property
@@ -311,9 +323,9 @@ class LogSection(Section):
 class JournalSection(Section):
     """What is remembered of the latest requests for the admin pages, also over a restart."""
 
-    requests: int = Field(2000, ge=0, description="Ended requests to remember; 0 for none")
+    requests: int = Field(2000, ge=0, description="Number of ended requests to remember")
     keep_prompts: bool = Field(
-        False, description="Also keep the prompts' tokens in memory, for admins to read"
+        False, description="Also keep prompt tokens in memory, for admins to read"
     )
 
 

@@ -28,7 +28,7 @@ SPECS: Mapping[str, Spec] = {
     ),
     "cachesvc_http_requests_total": Spec(
         "counter",
-        "HTTP requests, by route and status code; 499 is a client that went before its answer",
+        "HTTP requests, by route and status code; 499 is a client that left before its answer",
         ("route", "code"),
     ),
     "cachesvc_http_request_seconds": Spec(
@@ -62,10 +62,10 @@ SPECS: Mapping[str, Spec] = {
     ),
     "cachesvc_queue_seconds": Spec("histogram", "From arrival to admission", (), _LONG),
     "cachesvc_load_seconds": Spec(
-        "histogram", "From admission until the matched prefix stood on the device", (), _FAST
+        "histogram", "From admission until the matched prefix is on the device", (), _FAST
     ),
     "cachesvc_prefill_seconds": Spec(
-        "histogram", "From the prefix standing on the device to the first token", (), _LONG
+        "histogram", "From the prefix being on the device to the first token", (), _LONG
     ),
     "cachesvc_request_seconds": Spec(
         "histogram", "From arrival to the last token", (), (*_LONG, 300.0)
@@ -76,29 +76,29 @@ SPECS: Mapping[str, Spec] = {
     "cachesvc_preemptions_total": Spec("counter", "Sequences sent back to the waiting queue"),
     "cachesvc_steps_total": Spec("counter", "Steps of the engine"),
     "cachesvc_prefill_tokens_total": Spec(
-        "counter", "Tokens that prefill computed, those recomputed after a preemption included"
+        "counter", "Tokens that prefill computed, including those recomputed after a preemption"
     ),
     "cachesvc_cache_blocks": Spec("gauge", "Blocks held", ("tier",)),
     "cachesvc_cache_bytes": Spec(
-        "gauge", "Bytes of memory or files taken, which the capacity bounds", ("tier",)
+        "gauge", "Bytes of memory or files in use, which the capacity limits", ("tier",)
     ),
     "cachesvc_cache_logical_bytes": Spec(
-        "gauge", "Bytes of KV that the held blocks are when loaded", ("tier",)
+        "gauge", "Bytes of KV of the held blocks when loaded", ("tier",)
     ),
     "cachesvc_cache_capacity_bytes": Spec("gauge", "Capacity of the tier", ("tier",)),
     "cachesvc_cache_events_total": Spec(
         "counter", "What happened to blocks in a tier", ("tier", "event")
     ),
     "cachesvc_pins": Spec("gauge", "Prefixes that operators pinned"),
-    "cachesvc_pinned_bytes": Spec("gauge", "Bytes of KV that are pinned, wherever they stand"),
-    "cachesvc_pinnable_bytes": Spec("gauge", "Bytes of KV that may be pinned"),
+    "cachesvc_pinned_bytes": Spec("gauge", "Bytes of KV that are pinned, in any tier"),
+    "cachesvc_pinnable_bytes": Spec("gauge", "Bytes of KV that can be pinned"),
     "cachesvc_quota_used_bytes": Spec(
         "gauge",
         "Bytes of a tier by the tenant or sharing group with a quota; common is all others",
         ("tier", "group"),
     ),
     "cachesvc_quota_share_bytes": Spec(
-        "gauge", "Bytes of a tier that the group does not lose to others", ("tier", "group")
+        "gauge", "Bytes of a tier that other groups cannot evict", ("tier", "group")
     ),
     "cachesvc_evictions_total": Spec(
         "counter",
@@ -107,30 +107,30 @@ SPECS: Mapping[str, Spec] = {
         ("tier", "cause"),
     ),
     "cachesvc_block_lifetime_seconds": Spec(
-        "histogram", "From a block's coming into a tier to its leaving it", ("tier",)
+        "histogram", "From a block's arrival in a tier until it leaves", ("tier",)
     ),
     "cachesvc_block_idle_seconds": Spec(
-        "histogram", "From a block's last use to its leaving a tier", ("tier",)
+        "histogram", "From a block's last use until it leaves a tier", ("tier",)
     ),
     "cachesvc_block_reuse_gap_seconds": Spec(
         "histogram", "From one use of a block to the next, by the tier that served it", ("tier",)
     ),
     "cachesvc_tier_served_blocks_total": Spec("counter", "Blocks a tier served", ("tier",)),
     "cachesvc_tier_missed_blocks_total": Spec(
-        "counter", "Blocks a tier was asked for and did not serve", ("tier",)
+        "counter", "Blocks requested from a tier that it did not serve", ("tier",)
     ),
     "cachesvc_tier_faults_total": Spec(
         "counter", "Blocks a tier could not serve or store because of a fault", ("tier", "reason")
     ),
     "cachesvc_transfer_bytes_total": Spec(
-        "counter", "Bytes of KV moved between tiers, as they lie in the slower one", ("from", "to")
+        "counter", "Bytes of KV moved between tiers, as stored in the slower one", ("from", "to")
     ),
     "cachesvc_transfer_seconds": Spec(
         "histogram", "Each copy or disk job between tiers, of one block or several", ("from", "to")
     ),
-    "cachesvc_disk_map_bytes": Spec("gauge", "What a shard's file may grow to", ("shard",)),
+    "cachesvc_disk_map_bytes": Spec("gauge", "Maximum size of a shard's file", ("shard",)),
     "cachesvc_disk_map_used_bytes": Spec(
-        "gauge", "Of a shard's map, bytes in pages that hold something", ("shard",)
+        "gauge", "Bytes in used pages of a shard's map", ("shard",)
     ),
     "cachesvc_disk_shards": Spec(
         "gauge", "Shards of the disk tier: ready, read while checked, or unusable", ("state",)
@@ -151,17 +151,17 @@ SPECS: Mapping[str, Spec] = {
         "counter", "Charged, in 1e-12 of the currency unit, by token class", ("class", "currency")
     ),
     "cachesvc_saved_units_total": Spec(
-        "counter", "What hits cost less than misses, in 1e-12 of the currency unit", ("currency",)
+        "counter", "Savings of hits over misses, in 1e-12 of the currency unit", ("currency",)
     ),
-    "cachesvc_holds": Spec("gauge", "Reservations of balance that are open"),
+    "cachesvc_holds": Spec("gauge", "Open holds"),
     "cachesvc_hold_age_seconds": Spec("gauge", "Age of the oldest open hold"),
     "cachesvc_ledger_drift_units": Spec(
         "gauge", "Balances minus the sum of ledger entries, in 1e-12 units; anything but 0 is a bug"
     ),
     "cachesvc_ledger_commands_total": Spec(
         "counter",
-        "Holds, their top-ups, settlements and deposits that the ledger answered; outcome is done "
-        "or refused",
+        "Holds, their top-ups, settlements and deposits that the ledger processed; outcome is "
+        "done or refused",
         ("outcome",),
     ),
     "cachesvc_ledger_settled_total": Spec("counter", "Requests charged"),
@@ -177,9 +177,9 @@ SPECS: Mapping[str, Spec] = {
     ),
     "cachesvc_ledger_commit_seconds_total": Spec("counter", "Time spent in these transactions"),
     "cachesvc_ledger_commit_seconds_max": Spec("gauge", "The longest of them since the start"),
-    "cachesvc_ledger_queue": Spec("gauge", "Commands that wait for the ledger"),
+    "cachesvc_ledger_queue": Spec("gauge", "Commands waiting for the ledger"),
     "cachesvc_ledger_clock_skew_seconds": Spec(
-        "gauge", "How far the host's clock is from where it should be; beyond 120 no hold is taken"
+        "gauge", "Difference of the host's clock from the right time; beyond 120 no hold is taken"
     ),
     "cachesvc_invariant_violations_total": Spec(
         "counter", "Invariants found broken while running; anything but 0 is a bug", ("invariant",)

@@ -7,15 +7,17 @@ undisturbed. Those that remove and move blocks are in `change` and `purge`.
 from cachesvc.cli.lazy import Command, lazy_group
 
 COMMANDS = {
-    "stats": Command("cachesvc.cli.cache.stats:stats", "How full the tiers are"),
-    "tree": Command("cachesvc.cli.cache.tree:tree", "Blocks as the tree of prefixes that they are"),
+    "stats": Command("cachesvc.cli.cache.stats:stats", "Show how full the tiers are"),
+    "tree": Command("cachesvc.cli.cache.tree:tree", "Show blocks as a tree of prefixes"),
     "verify": Command("cachesvc.cli.cache.verify:verify", "Read and check every block"),
     "ls": Command("cachesvc.cli.cache.blocks:list_blocks", "List blocks of a tier"),
-    "show": Command("cachesvc.cli.cache.blocks:show", "One block: identity, neighbours, places"),
+    "show": Command(
+        "cachesvc.cli.cache.blocks:show", "Show one block: identity, neighbours, storage"
+    ),
     "evict": Command("cachesvc.cli.cache.change:evict", "Remove blocks by age, scope or amount"),
     "purge": Command("cachesvc.cli.cache.purge:purge", "Remove every block of a tenant or group"),
     "pin": Command("cachesvc.cli.cache.pins:pin", "Keep a prefix for a while; list and end pins"),
-    "compact": Command("cachesvc.cli.cache.change:compact", "Give free space in the files back"),
+    "compact": Command("cachesvc.cli.cache.change:compact", "Return free space to the file system"),
     "export": Command("cachesvc.cli.cache.change:export", "Write blocks to a file"),
     "import": Command("cachesvc.cli.cache.change:import_", "Store the blocks of an export"),
 }
@@ -27,4 +29,4 @@ REMOVED = {
     "unpin": "`cachesvc cache pin NAME --end`",
 }
 
-app = lazy_group(COMMANDS, removed=REMOVED, help="Look into the disk tier and maintain it")
+app = lazy_group(COMMANDS, removed=REMOVED, help="Inspect and maintain the disk tier")

@@ -85,7 +85,7 @@ def show(
     data_dir: DataDir = None,
     tokens: Annotated[bool, typer.Option(help="Print the token ids as well")] = False,
     text: Annotated[
-        bool, typer.Option(help="Print the tokens as text; the running server knows its tokenizer")
+        bool, typer.Option(help="Print the tokens as text; needs the running server's tokenizer")
     ] = False,
     json: AsJson = False,
 ) -> None:

@@ -105,7 +105,7 @@ def evict(
 
 
 def compact(data_dir: DataDir = None, json: AsJson = False) -> None:
-    """Rewrite the files to give free space back to the file system. Needs the server stopped."""
+    """Rewrite the files to return free space to the file system. The server must be stopped."""
     path = found_disk(existing_data_dir(data_dir))
     holder = server_of(path)
     if holder is not None:
@@ -139,7 +139,7 @@ def export(
     key: Annotated[
         list[str] | None,
         typer.Option(
-            help="Block whose key starts with this, and all blocks before and after it; repeatable"
+            help="Block whose key starts with this, with all blocks before and after it; repeatable"
         ),
     ] = None,
     yes: Yes = False,
@@ -178,8 +178,8 @@ def import_(
 ) -> None:
     """Store the blocks of an export after verifying each. Safe beside a running server.
 
-    Where there is no room, the least recently used blocks go, as in a server. A machine without a
-    disk tier gets one of the size that the settings give it.
+    If there is no room, the least recently used blocks are evicted, as in a server. A machine
+    without a disk tier gets one with the size in the settings.
     """
     _prepare(data_dir)
     path = found_disk(existing_data_dir(data_dir))

@@ -43,15 +43,15 @@ def pin(
     system: Annotated[
         Path | None, typer.Option(help="Or a file with the system message that chats start with")
     ] = None,
-    tenant: Annotated[str | None, typer.Option(help="Whose prompt it is")] = None,
-    group: Annotated[str | None, typer.Option(help="Or which sharing group's")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant of the prompt")] = None,
+    group: Annotated[str | None, typer.Option(help="Or its sharing group")] = None,
     model: Annotated[str | None, typer.Option(help="Model  [the default model]")] = None,
     end: Annotated[bool, typer.Option("--end", help="End the pin instead")] = False,
     why: Annotated[str, typer.Option("--reason", help="Reason for the audit trail")] = "",
     data_dir: DataDir = None,
     json: AsJson = False,
 ) -> None:
-    """Pin a prefix so that at least one tier keeps it, also over restarts; or list or end pins."""
+    """Pin a prefix so that at least one tier keeps it, even over restarts; or list or end pins."""
     if name is None:
         _list(existing_data_dir(data_dir), json)
         return

@@ -45,8 +45,8 @@ def purge(
 ) -> None:
     """Remove every block of a tenant from every tier, with a signed receipt.
 
-    On a running server through the server, else from the disk. A scope goes from the disk alone,
-    and beside a running server without a receipt.
+    If a server is running, it does the work; otherwise the command purges the disk. --scope purges
+    the disk only, and gives no receipt while a server is running.
     """
     path = existing_data_dir(data_dir)
     asked = [given for given in (tenant, group, scope) if given]

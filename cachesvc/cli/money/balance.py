@@ -22,14 +22,14 @@ _REMOVED = {
 app = typer.Typer(cls=without(_REMOVED), no_args_is_help=True, help="Book money in and out")
 
 Amount = Annotated[str, typer.Argument(help="Decimal amount, such as 12.50", show_default=False)]
-Why = Annotated[str, typer.Option("--reason", help="Why; kept in the entry and the admin trail")]
+Why = Annotated[str, typer.Option("--reason", help="Reason for the entry and the admin trail")]
 Reference = Annotated[
     str | None,
-    typer.Option(help="Your own id of the payment; the same id is booked once"),
+    typer.Option(help="Your own id of the payment; each id is booked once"),
 ]
 
 Currency = Annotated[
-    str | None, typer.Option(help="Of the wallet, where it is not the tenant's own")
+    str | None, typer.Option(help="Currency of the wallet, if not the tenant's own")
 ]
 
 
@@ -39,7 +39,7 @@ def grant(
     amount: Amount,
     reference: Reference = None,
     expires: Annotated[
-        str | None, typer.Option(help="Its last day (UTC): 2027-01-31, or 90d from now  [never]")
+        str | None, typer.Option(help="Last day (UTC): 2027-01-31, or 90d from now  [never]")
     ] = None,
     scope: Annotated[
         list[str] | None,
@@ -53,9 +53,9 @@ def grant(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Give promotional money. It is spent before paid money, and what expires first goes first.
+    """Give promotional money. It is spent before paid money, earliest expiry first.
 
-    With --for it pays these requests only, and before all other money.
+    With --for it pays only for these requests, and before all other money.
     """
     about = {"expires": expires, "scope": scope}
     _book(Booking.GRANT, tenant, amount, reference, reason, data_dir, database, json, **about)
@@ -67,7 +67,7 @@ def topup(
     amount: Amount,
     currency: Currency = None,
     rate: Annotated[
-        str | None, typer.Option(help="Convert from the wallet: what one unit of it is worth")
+        str | None, typer.Option(help="Convert from the wallet, at this value of one of its units")
     ] = None,
     rate_date: Annotated[
         str | None, typer.Option(help="The rate's day, such as 2026-11-20")
@@ -79,9 +79,9 @@ def topup(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Book a payment. It settles what the tenant owes first.
+    """Book a payment. It first settles what the tenant owes.
 
-    In another currency it waits in a wallet; with a rate, so much of the wallet is converted.
+    Money in another currency goes into a wallet. With --rate, the amount is converted from there.
     """
     wallet = {"currency": currency, "rate": rate}
     wallet |= {"rate_date": rate_date, "rate_source": rate_source}
@@ -103,7 +103,7 @@ def withdraw(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Book money that you paid back: at most what is neither spent nor on hold."""
+    """Book money that you paid back, at most what is neither spent nor on hold."""
     kind = Booking.CHARGEBACK if chargeback else Booking.WITHDRAW
     _book(kind, tenant, amount, reference, reason, data_dir, database, json, currency=currency)
 

@@ -21,11 +21,13 @@ def budget(
     per: Annotated[
         BudgetSpan,
         typer.Option(
-            help="Charges of a day or month (UTC), the least balance, with a top-up or not, or an "
-            "unusual hour"
+            help=(
+                "Charges of a day or month (UTC), a minimum balance, the same with a top-up, "
+                "or an unusual hour"
+            )
         ),
     ] = BudgetSpan.MONTH,
-    of: Annotated[Of, typer.Option(help="Whose charges")] = Of.TENANT,
+    of: Annotated[Of, typer.Option(help="Which charges count")] = Of.TENANT,
     value: Annotated[str, typer.Option(help="The key's id, the user, or NAME=VALUE of a tag")] = "",
     ask: Annotated[str, typer.Option(help="With --per topup: the top-up to ask for")] = "",
     most: Annotated[int, typer.Option(help="With --per topup: at most so often a day  [3]")] = 0,
@@ -35,7 +37,7 @@ def budget(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Create, change or remove a budget; or list them.
+    """Create, change, remove or list budgets.
 
     The server alerts at 80 and 100 percent, or asks for a top-up; it stops nothing.
     """

@@ -33,7 +33,7 @@ _REMOVED = {
 app = typer.Typer(
     cls=without(_REMOVED),
     no_args_is_help=True,
-    help="Issue invoices and track their state",
+    help="Issue invoices and credit notes",
 )
 
 Number = Annotated[str, typer.Argument(help="Such as INV-000012", show_default=False)]
@@ -45,19 +45,19 @@ COLUMNS = ("number", "kind", "tenant", "month", "state", "net", "total", "due", 
 @app.command()
 def show(
     what: Annotated[
-        str | None, typer.Argument(help="A number, or with MONTH a tenant  [list all]")
+        str | None, typer.Argument(help="A number; or a tenant, with MONTH  [list all]")
     ] = None,
     month: Month = None,
     tenant: TenantOption = None,
-    form: Annotated[Form, typer.Option("--format", help="How to write it")] = Form.JSON,
+    form: Annotated[Form, typer.Option("--format", help="Format")] = Form.JSON,
     to: Annotated[Path | None, typer.Option("--to", help="A file  [standard output]")] = None,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """List invoices and credit notes, the newest first; or write one.
+    """List invoices and credit notes, newest first; or write one.
 
-    One is named by its number, or by tenant and month: until it is issued, that is a draft.
+    Name it by its number, or by tenant and month. Until it is issued, it is a draft.
     """
     if what is None:
         with operations(data_dir, database) as call:
@@ -96,7 +96,7 @@ def _write(made: Any, to: Path | None) -> None:
 @app.command()
 def issue(
     what: Annotated[
-        str, typer.Argument(help="A tenant; or an invoice's number, for a credit note over it")
+        str, typer.Argument(help="A tenant; or an invoice's number, for its credit note")
     ],
     month: Month = None,
     reason: Annotated[
@@ -106,10 +106,10 @@ def issue(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Issue the invoice of a tenant's month that is over, or a credit note over an invoice.
+    """Issue the invoice of a tenant's past month, or a credit note for an invoice.
 
-    It takes a number and never changes again. A credit note is over what `ledger correct` gave back
-    of the invoice's charges since.
+    It takes a number and never changes again. A credit note covers what `ledger correct` has given
+    back of the invoice's charges.
     """
     by = actor()
     with operations(data_dir, database) as call:

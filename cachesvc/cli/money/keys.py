@@ -21,8 +21,8 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 @app.command()
 def create(
-    tenant: Annotated[str, typer.Option("--tenant", help="Whose key it is")],
-    project: Annotated[str, typer.Option(help="Project to book its usage to")] = "",
+    tenant: Annotated[str, typer.Option("--tenant", help="Tenant of the key")],
+    project: Annotated[str, typer.Option(help="Project that its usage counts for")] = "",
     name: Annotated[str, typer.Option(help="A name to recognise it by")] = "",
     scopes: Annotated[
         list[str],
@@ -96,7 +96,7 @@ def revoke(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """End a key at once."""
+    """Revoke a key at once."""
     with operations(data_dir, database) as call:
         key_id = key.removesuffix("...")
         revoked = call(keys.revoke_key, key_id=key_id, by=actor(), why=reason)

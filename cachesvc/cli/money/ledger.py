@@ -50,13 +50,15 @@ def verify(
     heads: Annotated[
         str | None,
         typer.Option(
-            help="Heads kept elsewhere, in a file, at a URL or in s3://: nothing was cut off or "
-            "written anew since"
+            help=(
+                "Heads kept elsewhere, in a file, at a URL or in s3://; proves that nothing "
+                "was cut off or rewritten since"
+            )
         ),
     ] = None,
     receipt: Annotated[
         list[Path] | None,
-        typer.Option(help="A customer's receipt: its entry stands, and all before it"),
+        typer.Option(help="A customer's receipt; proves its entry and all entries before it"),
     ] = None,
     public_key: Annotated[
         str | None,
@@ -73,9 +75,9 @@ def verify(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Recompute every hash, charge and balance; name the first entry that differs.
+    """Recompute every hash, charge and balance, and name the first entry that differs.
 
-    Reads the database itself, not the server's word for it.
+    Reads the database itself, so it need not trust the server.
     """
     from cachesvc.server.kept_heads import read_kept
 
@@ -113,10 +115,11 @@ def show(
     tenant: Annotated[str | None, typer.Argument(help="Name of the tenant")] = None,
     request_id: Annotated[str | None, typer.Argument(help="Id of the request")] = None,
     holds: Annotated[
-        bool, typer.Option("--holds", help="What running requests have on hold, and for how long")
+        bool, typer.Option("--holds", help="List the holds of running requests, and their ages")
     ] = False,
     trail: Annotated[
-        bool, typer.Option("--trail", help="What administrators changed, newest first")
+        bool,
+        typer.Option("--trail", help="List the changes that administrators made, newest first"),
     ] = False,
     limit: Annotated[
         int, typer.Option(min=1, max=MOST_ROWS, help="With --trail: at most this many")
@@ -125,7 +128,7 @@ def show(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Print the charge of a request and what corrected it, as JSON; or list holds or changes."""
+    """Print the charge of a request and its corrections, as JSON; or list holds or changes."""
     if holds:
         with operations(data_dir, database) as call:
             _print_holds(call(ledgers.list_holds, tenant=tenant), json)
@@ -155,20 +158,20 @@ def correct(
         str | None, typer.Option(help="What a top-up or grant should have been; 0 undoes it")
     ] = None,
     reference: Annotated[
-        str | None, typer.Option(help="Your own id; the same id is booked once")
+        str | None, typer.Option(help="Your own id; each id is booked once")
     ] = None,
     batch: Annotated[
-        Path | None, typer.Option(help="Many requests: what `prices plan --out` wrote")
+        Path | None, typer.Option(help="A file from `prices plan --out`: correct many requests")
     ] = None,
     approve: Annotated[
-        str | None, typer.Option(help="The batch's digest: book it  [show it only]")
+        str | None, typer.Option(help="The batch's digest; books it  [show only]")
     ] = None,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Give back a charge by a new entry that names it, or a batch of them; or put a deposit right.
+    """Give back a charge, or a batch of them, by a new entry that names it; or correct a deposit.
 
-    A mistyped top-up or grant stays; an entry of the difference follows it.
+    A mistyped top-up or grant stays, and a new entry books the difference.
     """
     with operations(data_dir, database) as call:
         if batch is not None:

@@ -61,18 +61,21 @@ def _lint(card: str, json: bool) -> None:
 
 @app.command()
 def show(
-    card: Annotated[str | None, typer.Argument(help="A card  [all that were applied]")] = None,
+    card: Annotated[str | None, typer.Argument(help="A card  [all applied cards]")] = None,
     diff: Annotated[
         str | None, typer.Option(metavar="CARD", help="Only what differs in this other card")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--lint", help="Only what is wrong with it: gamed, below cost, unclear")
+        bool,
+        typer.Option(
+            "--lint", help="Only its problems: prices that can be gamed, below cost, or unclear"
+        ),
     ] = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Show the prices of a card, or of those that were applied."""
+    """Show the prices of a card, or of all applied cards."""
     if check:
         if card is None:
             fail("--lint checks one card: name it", 2)
@@ -101,9 +104,7 @@ def show(
 
 @app.command()
 def plan(
-    card: Annotated[
-        str | None, typer.Argument(help="A card to try  [the cards as they stand now]")
-    ] = None,
+    card: Annotated[str | None, typer.Argument(help="A card to try  [the current cards]")] = None,
     days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="How many days of usage")] = 30,
     tenant: TenantOption = None,
     out: Annotated[
@@ -114,7 +115,7 @@ def plan(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Show what past usage would cost under a card, or under the cards as they stand now.
+    """Show what past usage would cost under a card, or under the current cards.
 
     Changes nothing.
     """

@@ -34,9 +34,9 @@ def receipt(
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Print the signed receipt of one request, as JSON; or check one, which needs no server.
+    """Print the signed receipt of one request, as JSON; or check one, without a server.
 
-    --check exits with 1 where the receipt is not word for word what was signed.
+    --check exits with 1 if the receipt differs from what was signed.
     """
     if public_keys:
         _print_keys(published_keys(existing_data_dir(data_dir)), json)

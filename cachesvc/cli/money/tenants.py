@@ -150,18 +150,21 @@ def set_(
         bool | None,
         typer.Option(
             "--suspend/--resume",
-            help="Refuse new requests while running ones finish; or serve again",
+            help="Refuse new requests while running ones finish; or accept them again",
         ),
     ] = None,
     project: Annotated[
-        str | None, typer.Option("--add-project", help="Add a project, to split usage by")
+        str | None,
+        typer.Option("--add-project", help="Add a project; usage can be split by project"),
     ] = None,
     limit: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=N",
-            help="requests, miss_tokens, output_tokens (a minute) or concurrency; "
-            "0 for no limit, `default` for what the settings say. Repeatable",
+            help=(
+                "NAME=COUNT: requests, miss_tokens, output_tokens (a minute) or concurrency; 0 "
+                "is no limit, `default` is the setting. Repeatable"
+            ),
         ),
     ] = None,
     reason: Reason = NO_REASON,

@@ -78,10 +78,11 @@ def usage(
         bool, typer.Option("--line", help="Today and this month in one line, in local time")
     ] = False,
     statement: Annotated[
-        str | None, typer.Option(metavar="MONTH", help="Only a tenant's month, such as 2026-11")
+        str | None,
+        typer.Option(metavar="MONTH", help="A statement of one tenant's month, such as 2026-11"),
     ] = None,
     form: Annotated[
-        StatementForm, typer.Option("--format", help="How to print a statement")
+        StatementForm, typer.Option("--format", help="Format of the statement")
     ] = StatementForm.JSON,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -89,7 +90,7 @@ def usage(
 ) -> None:
     """Show usage, cost and savings by tenant.
 
-    Days go back a month where --since is not given.
+    Days go back a month unless --since is given.
     """
     if context.invoked_subcommand is not None:
         return
@@ -250,14 +251,14 @@ def export(
             "and lago+https:// take their own events",
         ),
     ],
-    form: Annotated[ExportFormat, typer.Option("--format", help="What to write to a file")] = (
+    form: Annotated[ExportFormat, typer.Option("--format", help="Format of the file")] = (
         ExportFormat.CLOUDEVENTS
     ),
     name: Annotated[
         str | None, typer.Option(help="Name of this export's position  [format and file or URL]")
     ] = None,
     source: Annotated[
-        str, typer.Option(help="This ledger's own URI, where one receiver has several")
+        str, typer.Option(help="This ledger's own URI, if one receiver has several ledgers")
     ] = "cachesvc",
     token_file: Annotated[
         Path | None,
@@ -270,9 +271,9 @@ def export(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Send what is new since the last export of this name; ids are stable, nothing is skipped.
+    """Send the entries that are new since the last export of this name. Nothing is skipped.
 
-    After a crash some entries may come twice, with the same id: drop those that you have.
+    Ids are stable. After a crash some entries may be sent twice: drop the ids you already have.
     """
     from billing.push.receiver import is_receiver, kind_of
 
