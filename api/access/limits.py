@@ -197,6 +197,9 @@ class WindowLimits:
     async def _read(self, window: _Window) -> _Reading:
         stats = await self._limiter.get_window_stats(window.item, *window.holder)
         reset_s = max(0.0, stats.reset_time - time.time())
+        if reset_s > window.item.get_expiry() + 1:  # the clock was set back since it began
+            await self._limiter.clear(window.item, *window.holder)
+            return _Reading(window, 0.0, window.item.amount)
         return _Reading(window, reset_s, stats.remaining)
 
     async def _hit_once(self, window: _Window) -> bool:

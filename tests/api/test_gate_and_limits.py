@@ -142,6 +142,22 @@ async def test_requests_run_out() -> None:
         assert 2 == len(house.meter.charges)
 
 
+async def test_a_clock_that_is_set_back_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [time.time()]
+    monkeypatch.setattr(time, "time", lambda: now_s[0])
+    limits = WindowLimits(LimitSettings(tenant=Quota(requests=1)), MemoryStorage())
+    now_s[0] += 40 * 86_400
+    await limits.admit(ACME)
+    with pytest.raises(RateLimited, match="retry in 60 s"):
+        await limits.admit(ACME)
+    now_s[0] -= 40 * 86_400
+    await limits.admit(ACME)
+    with pytest.raises(RateLimited, match="retry in 60 s"):
+        await limits.admit(ACME)
+    now_s[0] -= 30
+    await limits.admit(ACME)
+
+
 async def test_hits_do_not_count_against_miss_tokens() -> None:
     house = limited(miss_tokens=PROMPT_TOKENS + 1)
     async with running(house) as (_, client):
