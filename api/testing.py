@@ -9,7 +9,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -261,7 +261,7 @@ class ScriptedEngine:
             request_id=request.request_id,
             index=index,
             tokens=tuple(tokens),
-            counts=replace(counts, output=self.tokens_made.get(request.request_id, 0))
+            counts=counts.with_output(self.tokens_made.get(request.request_id, 0))
             if admitted
             else TokenCounts(prompt=0),
             finish=finish,

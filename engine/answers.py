@@ -11,7 +11,7 @@ from engine.batch import Sampled, Span
 from engine.request import FinishReason, Request, StepOutput
 from engine.scheduling.group import SequenceGroup, unbegun
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.sequence import DECODE, FINISHED, PREFILL, Sequence
 from engine.settings import EngineSettings
 from engine.structure import GrammarState
 from tiers.cache import TieredCache
@@ -126,10 +126,10 @@ class Answers:
         outputs: list[StepOutput] = []
         matching, self._matching = self._matching, []
         for sequence in matching:
-            if sequence.state is SequenceState.FINISHED:
+            if sequence.state is FINISHED:
                 continue
             assert sequence.grammar is not None
-            if sequence.state in (SequenceState.PREFILL, SequenceState.DECODE) and (
+            if sequence.state in (PREFILL, DECODE) and (
                 sequence.grammar.wait(max(0.0, give_up - time.monotonic()))
             ):
                 self._jump(sequence, sequence.grammar, outputs)
@@ -145,12 +145,10 @@ class Answers:
             if span.start + len(span.tokens) == sequence.num_tokens:
                 self._end_unsampled(sequence, outputs)
             return
-        group = self.groups[sequence.request.request_id]
-        now_ns = self._clock_ns()
-        if sequence.state is SequenceState.PREFILL:
-            sequence.state = SequenceState.DECODE
-            sequence.first_token_ns = sequence.first_token_ns or now_ns
-            self._fork_due(group, sequence)
+        if sequence.state is PREFILL:
+            sequence.state = DECODE
+            sequence.first_token_ns = sequence.first_token_ns or self._clock_ns()
+            self._fork_due(self.groups[sequence.request.request_id], sequence)
         tokens, finish, error = self._append(sequence, result.token)
         self.jumped += len(tokens) - 1
         self._tell(sequence, result, tokens, finish, error, outputs)

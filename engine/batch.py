@@ -47,8 +47,7 @@ class Span:
     write_kv: bool = True  # False: the KV of these positions already stands; only logits are asked
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """The token chosen for one span (None where `sample` was False, or where none could be)."""
 
     sequence_id: int

@@ -8,7 +8,7 @@ after it does not, and nothing counts that the hold does not cover. Event loop o
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from api.job import Delta, Job, Served, Transcript
@@ -173,7 +173,7 @@ class Generation:
         for part in self._parts.values():
             if part.counts is not None:
                 output = sum(choice.num_tokens for choice in part.choices)
-                counts = replace(part.counts, output=output)
+                counts = part.counts.with_output(output)
                 written = self._written(part, counts.prompt)
                 marked = self._written(part, min(counts.prompt, self.job.tokens_marked))
                 for_1h = self._written(part, min(counts.prompt, self.job.tokens_for_1h))

@@ -6,7 +6,6 @@ positions that choose a token.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -107,7 +106,7 @@ class ModelRunner:
             return sampled
         told_iter = iter(told)
         return [
-            replace(one, targets=tuple(islice(told_iter, _num_targets(span))))
+            one._replace(targets=tuple(islice(told_iter, _num_targets(span))))
             for span, one in zip(spans, sampled, strict=True)
         ]
 

@@ -118,8 +118,8 @@ class SequenceGroup:
         was served or computed counts."""
         counts = sequence.counts or TokenCounts(prompt=0)
         if sequence.cut_short:
-            counts = replace(counts, prompt=max(counts.hit, sequence.prompt_done))
-        return replace(counts, output=self.num_output)
+            counts = counts._replace(prompt=max(counts.hit, sequence.prompt_done))
+        return counts.with_output(self.num_output)
 
 
 def unbegun(request: Request, error: str, now_ns: int) -> StepOutput:

@@ -69,6 +69,8 @@ class WaitingQueue:
 
     def work(self) -> dict[str, float]:
         """By share, the tokens of work that wait."""
+        if not self._sequences:
+            return {}
         waiting: dict[str, float] = defaultdict(float)
         for sequence in self._sequences:
             waiting[sequence.share] += sequence.work

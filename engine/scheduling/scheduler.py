@@ -18,7 +18,7 @@ from engine.request import FinishReason, Lookup
 from engine.scheduling.embeddings import Embeddings, embedded, unread
 from engine.scheduling.lookup import count_hits, miss_reasons, runs_of
 from engine.scheduling.queue import QueueOrder, WaitingQueue
-from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.sequence import DECODE, FINISHED, LOADING, PREFILL, WAITING, Sequence
 from engine.scheduling.shares import Backlog, BeginRate, ServedShares
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
@@ -80,14 +80,14 @@ class Scheduler:
 
     def remove(self, sequence: Sequence, reason: FinishReason) -> None:
         """Take a sequence out wherever it is; its full blocks stay in the cache."""
-        if sequence.state in (SequenceState.PREFILL, SequenceState.DECODE):
+        if sequence.state in (PREFILL, DECODE):
             self._leave(sequence)
-        elif sequence.state is not SequenceState.FINISHED:
+        elif sequence.state is not FINISHED:
             self.waiting.remove(sequence)
             self._close_ticket(sequence)
-        if sequence.state is not SequenceState.FINISHED:
+        if sequence.state is not FINISHED:
             self._served.leave(sequence.share)
-        sequence.state, sequence.finish = SequenceState.FINISHED, reason
+        sequence.state, sequence.finish = FINISHED, reason
         self._drop_images(sequence)
 
     def backlog(self) -> Backlog:
@@ -106,8 +106,8 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next step's work. Empty when nobody can make progress but by waiting."""
         batch, settings = Batch(), self._settings
-        for sequence in [s for s in self.running if s.state is SequenceState.DECODE and s.ready]:
-            if sequence.state is SequenceState.DECODE:  # not preempted for one before it
+        for sequence in [s for s in self.running if s.state is DECODE and s.ready]:
+            if sequence.state is DECODE:  # not preempted for one before it
                 # One token, or the run of tokens that a grammar forced.
                 self._add_span(batch, sequence, settings.mixed_step_tokens)
         budget = settings.step_tokens
@@ -117,24 +117,24 @@ class Scheduler:
         prefilling = [
             s
             for s in self.running
-            if s.state is SequenceState.PREFILL and s.ready and self._served[s.share] < most
+            if s.state is PREFILL and s.ready and self._served[s.share] < most
         ]
         prefilling.sort(key=lambda s: self._served[s.share])
         if prefilling and budget > 0:
             budget -= self._admit_spans(batch, budget, self._served[prefilling[0].share])
         for sequence in prefilling:
-            if budget > 0 and sequence.state is SequenceState.PREFILL:
+            if budget > 0 and sequence.state is PREFILL:
                 budget -= self._add_span(batch, sequence, budget)
         if budget > 0:
             self._admit_spans(batch, budget, most)
-        if len(self.running) >= self._num_places and len(self.waiting):
+        if len(self.waiting) and len(self.running) >= self._num_places:
             self._bring_up()
         return batch
 
     def _mixed_budget(self) -> int:
         """Prompt tokens beside those who decode: the more wait for their first token than for their
         next, the more, so that a crowd that comes at once is not fed in crumbs."""
-        num_decoding = sum(s.state is SequenceState.DECODE for s in self.running)
+        num_decoding = len([s for s in self.running if s.state is DECODE])
         num_first = len(self.running) - num_decoding + len(self.waiting)
         wanted = self._settings.mixed_step_tokens * num_first // num_decoding
         return max(self._settings.mixed_step_tokens, min(self._settings.step_tokens, wanted))
@@ -144,7 +144,7 @@ class Scheduler:
         for a share that was served less and decodes."""
         if not self._served.several:
             return math.inf
-        decoding = (s.share for s in self.running if s.state is SequenceState.DECODE)
+        decoding = (s.share for s in self.running if s.state is DECODE)
         least = min((self._served[share] for share in decoding), default=math.inf)
         return least + self._settings.mixed_step_tokens
 
@@ -162,14 +162,14 @@ class Scheduler:
 
     def _add_span(self, batch: Batch, sequence: Sequence, budget: int) -> int:
         """Add the sequence's next tokens, at most about `budget`; returns how many."""
-        start = sequence.start
-        end = self._chunk_end(start, sequence.num_tokens, budget)
+        start, num_tokens = sequence.start, sequence.num_tokens
+        end = self._chunk_end(start, num_tokens, budget)
         try:
             self._make_room(batch, sequence, end)
         except OutOfBlocks:
             return 0  # the sequence itself was the one to give way
         self._served.charge(sequence.share, SPAN_WORK + end - start)
-        sample = end == sequence.num_tokens and sequence.params.max_tokens != 0
+        sample = end == num_tokens and sequence.params.max_tokens != 0
         params, grammar = sequence.params, sequence.grammar
         batch.spans.append(
             Span(
@@ -239,7 +239,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Send a sequence back to waiting; what it computed stays in the cache while it can."""
         self._leave(sequence)
-        sequence.state = SequenceState.WAITING
+        sequence.state = WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.put_back(sequence)
@@ -299,7 +299,7 @@ class Scheduler:
             if not self._images_stand(sequence):
                 # It holds nothing while the tower computes, and looks again afterwards.
                 self._close_ticket(sequence)
-                sequence.state = SequenceState.LOADING
+                sequence.state = LOADING
                 continue
             self._begin(sequence, tail)
             yield sequence
@@ -307,7 +307,7 @@ class Scheduler:
     def _advance(self, sequence: Sequence, ticket: Ticket) -> Progress:
         progress = self._cache.advance(ticket)
         loading = progress is Progress.LOADING
-        sequence.state = SequenceState.LOADING if loading else SequenceState.WAITING
+        sequence.state = LOADING if loading else WAITING
         sequence.follows = progress is Progress.WAITING
         return progress
 
@@ -316,7 +316,7 @@ class Scheduler:
         turn begins with the KV where it is read. Never where those who run may need the room."""
         self._ahead = [s for s in self._ahead if s.ticket is not None]
         for sequence in self._ahead:
-            if sequence.ticket is not None and sequence.state is SequenceState.LOADING:
+            if sequence.ticket is not None and sequence.state is LOADING:
                 self._advance(sequence, sequence.ticket)
         if len(self._ahead) >= min(AHEAD, len(self.waiting)):
             return
@@ -409,7 +409,7 @@ class Scheduler:
         sequence.blocks += self._tables.plan(sequence.chain, len(sequence.blocks))
         now_ns = self._clock_ns()
         sequence.loaded_ns = sequence.loaded_ns or now_ns
-        sequence.state = SequenceState.PREFILL
+        sequence.state = PREFILL
         self.waiting.admit(sequence, now_ns)
         self._begin_rate.begun(sequence.work)
         self.running.append(sequence)
@@ -445,7 +445,7 @@ class Scheduler:
         if sequence.ticket is not None:
             self._cache.close_ticket(sequence.ticket)
             sequence.ticket = None
-            sequence.state = SequenceState.WAITING
+            sequence.state = WAITING
 
     # After a step.
 
@@ -482,6 +482,6 @@ class Scheduler:
         twin.lookup = sequence.lookup
         twin.queued_ns, twin.loaded_ns = sequence.queued_ns, sequence.loaded_ns
         twin.admitted_ns = sequence.admitted_ns
-        twin.state = SequenceState.PREFILL
+        twin.state = PREFILL
         self._served.enter(twin.share)
         self.running.append(twin)

@@ -8,8 +8,9 @@ than its part is served at once, like the sparse flows of FQ-CoDel (RFC 8290). P
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
 
 CREDIT = 2048.0  # tokens of work that a share may be behind when it becomes active: a few prompts
 MIN_WINDOW_S = 0.5  # of one measurement
@@ -84,11 +85,10 @@ class ServedShares:
             yield item
 
 
-@dataclass(frozen=True, slots=True)
-class Backlog:
+class Backlog(NamedTuple):
     """The work that waits, by share, and how fast it is begun. A snapshot; any thread."""
 
-    waiting: Mapping[str, float] = field(default_factory=dict)  # tokens to compute
+    waiting: Mapping[str, float] = MappingProxyType({})  # tokens to compute
     tokens_per_s: float | None = None  # None: not measured yet
 
     def wait_s(self, share: str, num_tokens: float) -> float:

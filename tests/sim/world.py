@@ -10,7 +10,6 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -241,7 +240,7 @@ class World:
             mad = name in self.runner.mad  # its last span is computed, and not believed
             if not self.engine.stats().num_preemptions and not mad:
                 assert counts.miss == self.runner.prompt_tokens[name], name
-            billed = {replace(o.counts, output=0) for o in outputs if o.tokens}
+            billed = {o.counts.with_output(0) for o in outputs if o.tokens}
             assert len(billed) <= 1, "hits and misses changed after the first admission"
             assert sum(outputs[0].miss_reasons.values()) in (0, outputs[0].counts.miss)
             _check_lookup(outputs[0])

@@ -24,7 +24,7 @@ def test_what_is_packed_comes_back(tokens: list[int]) -> None:
 @given(st.lists(st.lists(ids, min_size=4, max_size=4), max_size=6))
 def test_many_blocks_are_packed_as_each_alone(blocks: list[list[int]]) -> None:
     data = [token_bytes(block) for block in blocks]
-    assert [pack(block) for block in data] == pack_blocks(b"".join(data), 4)
+    assert [pack(block) for block in data] == list(pack_blocks(b"".join(data), 4))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import xxhash
 
 from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey, token_bytes
-from tiers.blocks.packing import pack_blocks
+from tiers.blocks.packing import cut_evenly, pack_blocks
 
 
 class Chain:
@@ -102,19 +102,16 @@ class Chain:
     def _cut(self, data: bytes) -> None:
         """Cut `data` (which starts on a block border) into keyed chunks; the rest is the tail."""
         step, digest = self._step, xxhash.xxh3_128_digest
-        keys, chunks = self.keys, self.chunks
+        keys = self.keys
         parent = keys[-1] if keys else self.root
-        full = len(data) - len(data) % step
+        cut = cut_evenly(data, step)
         if self.contents:
-            for start in range(0, full, step):
-                chunk = data[start : start + step]
-                parent = PrefixKey(digest(parent + chunk + self.content(len(keys))))
+            for number, chunk in enumerate(cut, len(keys)):
+                parent = PrefixKey(digest(parent + chunk + self.content(number)))
                 keys.append(parent)
-                chunks.append(chunk)
         else:
-            for start in range(0, full, step):
-                chunk = data[start : start + step]
+            for chunk in cut:
                 parent = digest(parent + chunk)  # type: ignore[assignment]
                 keys.append(parent)
-                chunks.append(chunk)
-        self._tail += data[full:]
+        self.chunks += cut
+        self._tail += data[len(cut) * step :]

@@ -43,21 +43,25 @@ class BlockIndex:
         A block of another identity under the same key ends the run and is counted.
         """
         get = self._blocks.get
+        keys, contents = chain.keys, chain.contents
+        if start or end is not None:
+            keys = keys[start:end]
+        if not keys or get(keys[0]) is None:
+            return []  # before anything is packed
+        packed = chain.packed()
         blocks: list[Block] = []
-        keys = chain.keys if end is None else chain.keys[:end]
-        contents, packed = chain.contents, None
         parent = chain.parent(start)
-        for number in range(start, len(keys)):
-            key = keys[number]
+        for key, tokens in zip(keys, packed[start:] if start else packed, strict=False):
             block = get(key)
             if block is None:
                 break
-            if packed is None:
-                packed = chain.packed()
             if (
                 block.parent != parent
-                or block.packed != packed[number]
-                or ((contents or block.content) and block.content != chain.content(number))
+                or block.packed != tokens
+                or (
+                    (contents or block.content)
+                    and block.content != chain.content(start + len(blocks))
+                )
             ):
                 self.collisions += 1
                 break

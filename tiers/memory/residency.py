@@ -82,8 +82,9 @@ class Residency:
             elif block.frame is not None:
                 self.host.sync(block)
 
-    def acquire_run(self, blocks: Sequence[Block]) -> None:
-        """Acquire blocks that were hit; the hot path of a lookup."""
+    def acquire_run(self, blocks: Sequence[Block]) -> bool:
+        """Acquire blocks that were hit; the hot path of a lookup. True: all stand on the device and
+        nobody else uses them, as mostly."""
         self.counters.reused(blocks)
         evictable: list[Block] = []
         for block in blocks:
@@ -96,6 +97,7 @@ class Residency:
             else:
                 self.acquire(block)
         self.device.use_run(evictable)
+        return len(evictable) == len(blocks)
 
     def release(self, block: Block, use: Use) -> None:
         """The block is needed once less. Release a chain tail first, so that a leaf leaves before

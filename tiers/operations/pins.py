@@ -194,8 +194,10 @@ class Keeper:
 
     def step(self) -> None:
         """Let pins expire, and write pinned blocks that only memory holds."""
+        if not (self._pins.num_blocks or self._untold):
+            return
         now_s = self.clock()
-        if now_s < self._next_tick_s or not (self._pins.num_blocks or self._untold):
+        if now_s < self._next_tick_s:
             return
         self._next_tick_s = now_s + TICK_S
         over = self._pins.expire(now_s)

@@ -24,6 +24,7 @@ from tiers.tier import TierName
 from tiers.transfer.economy import LoadEconomy
 from tiers.transfer.mover import LoadJob, Mover, ProbeJob
 
+_, LOADING, READY, LOST = BlockState
 BLOCKS_PER_LOAD = 4  # a run this long is one read job, so that readers share a prefix
 BLOCKS_PER_LIFT = 16  # their frames can be had by what leaves the device for those after them
 
@@ -122,7 +123,7 @@ class Promoter:
         """Take the ticket one step further without waiting for anything."""
         if ticket.is_loading:
             self._drop_lost(ticket)
-            if any(block.state is BlockState.LOADING for block in ticket.blocks):
+            if any(block.state is LOADING for block in ticket.blocks):
                 self._lift(ticket)
                 return Progress.LOADING
             part = ticket.state is TicketState.LOADING_PART
@@ -167,15 +168,19 @@ class Promoter:
         found = self._residency.index.match(ticket.chain, start)
         makes_next = False
         for number, block in enumerate(found):
-            if block.state is not BlockState.READY:
+            if block.state is not READY:
                 makes_next = True
                 del found[number:]
                 break
         if found:
-            self._residency.acquire_run(found)
-            ticket.blocks += found
             device, host = TierName.DEVICE, TierName.HOST
-            ticket.sources += [host if block.slot is None else device for block in found]
+            if self._residency.acquire_run(found):
+                ticket.sources += [device] * len(found)
+                if ticket.num_on_device == start and not self._reach:
+                    ticket.num_on_device += len(found)
+            else:
+                ticket.sources += [host if block.slot is None else device for block in found]
+            ticket.blocks += found
         return makes_next
 
     def _ask_disk(self, ticket: Ticket) -> bool:
@@ -239,7 +244,7 @@ class Promoter:
             if number < whole_from:
                 frame.part = Part.LASTING
             block = Block(now_s)
-            block.state = BlockState.LOADING
+            block.state = LOADING
             residency.index.add(block, chain, number)
             block.busy = 1
             residency.settle_frame(block, frame)
@@ -279,7 +284,7 @@ class Promoter:
             block.created_s = now_s - age_s
         for number, block in enumerate(blocks):
             if number < num_loaded:
-                block.state = BlockState.READY
+                block.state = READY
                 on_disk = sources[number] is TierName.DISK
                 self._residency.queue.loaded(block, held=on_disk)
                 block.hits += 1
@@ -296,7 +301,7 @@ class Promoter:
 
     def _lose(self, block: Block, reason: MissReason) -> None:
         """A load failed: the block leaves the index; its tickets drop it when they look."""
-        block.state = BlockState.LOST
+        block.state = LOST
         block.fault = reason
         block.busy = 0
         self._residency.host.free(block)
@@ -306,7 +311,7 @@ class Promoter:
     def _drop_lost(self, ticket: Ticket) -> None:
         """Shorten the ticket to before the first block whose load failed."""
         for number, block in enumerate(ticket.blocks):
-            if block.state is BlockState.LOST:
+            if block.state is LOST:
                 ticket.stop = block.fault or MissReason.ABSENT
                 for lost in reversed(ticket.blocks[number:]):
                     self._residency.release(lost, lost.use)
@@ -316,13 +321,15 @@ class Promoter:
     def _lift(self, ticket: Ticket) -> bool:
         """Copy leading blocks from host frames to the device; True when all have a slot."""
         residency = self._residency
+        start = ticket.num_on_device = min(ticket.num_on_device, len(ticket.blocks))
+        if start == len(ticket.blocks):
+            return True
         lifted: list[Block] = []
         parts: list[Part] = []
-        start = ticket.num_on_device = min(ticket.num_on_device, len(ticket.blocks))
         whole_from = len(ticket.blocks) - self._reach if self._reach else 0
         for number, block in enumerate(ticket.blocks[start:], start):
             if block.slot is None:
-                ready = block.state is BlockState.READY
+                ready = block.state is READY
                 if not ready or residency.take_slot(block, block.scope) is None:
                     break
                 assert block.frame is not None, block

@@ -5,7 +5,6 @@ output, or its end, comes: what the node was asked for then stays a hit whatever
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -71,8 +70,8 @@ class Answer:
         self._fix(len(self.request.tokens), device, below)
         admitted_ns = report.admitted_ns if report is not None else 0
         began_ns = admitted_ns or self._when.arrival_ns
-        self._when = replace(
-            self._when, admitted_ns=began_ns, loaded_ns=began_ns, first_token_ns=now_ns
+        self._when = self._when._replace(
+            admitted_ns=began_ns, loaded_ns=began_ns, first_token_ns=now_ns
         )
 
     def cut_short(self, report: Report | None) -> None:
@@ -82,7 +81,7 @@ class Answer:
             return
         done = max(report.local + report.external, report.computed or 0)
         self._fix(min(done, len(self.request.tokens)), report.local, dict(report.hits))
-        self._when = replace(self._when, admitted_ns=report.admitted_ns)
+        self._when = self._when._replace(admitted_ns=report.admitted_ns)
 
     def output(
         self,
@@ -105,13 +104,13 @@ class Answer:
             request_id=self.request.request_id,
             index=index,
             tokens=tuple(tokens),
-            counts=replace(counts, output=self._num_output),
+            counts=counts.with_output(self._num_output),
             finish=finish,
             logprobs=tuple(logprobs),
             prompt_logprobs=tuple(prompt_logprobs),
             miss_reasons={} if told else self._reasons(),
             lookup=None if told else self._lookup,
-            timeline=replace(self._when, last_token_ns=now_ns),
+            timeline=self._when._replace(last_token_ns=now_ns),
             error=error,
             last=self.over,
         )
