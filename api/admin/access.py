@@ -9,19 +9,21 @@ token.
 
 import asyncio
 import hmac
+from collections.abc import Iterator
 from typing import Annotated
 
 from fastapi import Depends, Request
 
 from api.access.auth import bearer_token
 from api.admin.login.sessions import Admin, Role, Session
-from api.admin.parts import AdminParts, parts_of
+from api.admin.parts import AdminParts, books_of, found, parts_of
 from api.context import request_log_of
 from api.errors import CsrfFailed, InvalidRequest, LoginNeeded, MissingScope
 from api.headers import FIT_NAME, single_header
 from billing.keys import Scope
+from billing.operations.books import OpenBooks
 
-__all__ = ["Admin", "MayChange", "MayRead", "Role", "admin", "reader"]
+__all__ = ["Admin", "Books", "MayChange", "MayRead", "Role", "admin", "reader"]
 
 CSRF_HEADER = "X-CSRF-Token"
 CSRF_FIELD = "csrf_token"  # of a form that is sent without a script
@@ -48,17 +50,25 @@ async def reader(request: Request) -> Admin:
 MayRead = Annotated[Admin, Depends(reader)]
 
 
-async def admin(found: MayRead) -> Admin:
+async def admin(asking: MayRead) -> Admin:
     """Who asks, and may change things. Raises MissingScope for a reader."""
-    if found.role is not Role.ADMIN:
+    if asking.role is not Role.ADMIN:
         raise MissingScope(
-            f"{found.name} may look but not change anything; log in as an admin, whose password "
+            f"{asking.name} may look but not change anything; log in as an admin, whose password "
             "an operator sets with `cachesvc admin password`."
         )
-    return found
+    return asking
 
 
 MayChange = Annotated[Admin, Depends(admin)]
+
+
+def _books(request: Request, _: MayRead) -> Iterator[OpenBooks]:
+    with found():
+        yield books_of(request)
+
+
+Books = Annotated[OpenBooks, Depends(_books)]  # for who may read; what they lack is a 404
 
 
 def cookie_name(request: Request) -> str:

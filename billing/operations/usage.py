@@ -10,55 +10,21 @@ from billing.reports.documents import Document
 from billing.reports.usage import Period, Unit, parse_query
 
 
-def total_usage(
+def period_usage(
     books: Books,
     *,
+    unit: Unit = Unit.ALL,
     tenant: str | None = None,
     since: str | None = None,
     until: str | None = None,
     timezone: str = "UTC",
     breakdown: str | None = None,
 ) -> list[Document]:
-    """Usage by tenant, of all time where no span is given."""
+    """Usage by tenant and by day or month, oldest first. Days go back a month without `since`."""
+    first = since or ("30d" if unit is Unit.DAY else None)
     zone = _zone(timezone)
-    query = parse_query(tenant=tenant, since=since, until=until, zone=zone, split=breakdown)
-    return _documents(reports.report(books.store, query, Unit.ALL))
-
-
-def daily_usage(
-    books: Books,
-    *,
-    tenant: str | None = None,
-    since: str | None = None,
-    until: str | None = None,
-    timezone: str = "UTC",
-    breakdown: str | None = None,
-    days: int = 31,
-) -> list[Document]:
-    """Usage by tenant and day, oldest first; `days` back where `since` is not given."""
-    query = parse_query(
-        tenant=tenant,
-        since=since or f"{days - 1}d",
-        until=until,
-        zone=_zone(timezone),
-        split=breakdown,
-    )
-    return _documents(reports.report(books.store, query, Unit.DAY))
-
-
-def monthly_usage(
-    books: Books,
-    *,
-    tenant: str | None = None,
-    since: str | None = None,
-    until: str | None = None,
-    timezone: str = "UTC",
-    breakdown: str | None = None,
-) -> list[Document]:
-    """Usage by tenant and month, oldest first."""
-    zone = _zone(timezone)
-    query = parse_query(tenant=tenant, since=since, until=until, zone=zone, split=breakdown)
-    return _documents(reports.report(books.store, query, Unit.MONTH))
+    query = parse_query(tenant=tenant, since=first, until=until, zone=zone, split=breakdown)
+    return _documents(reports.report(books.store, query, unit))
 
 
 def session_usage(

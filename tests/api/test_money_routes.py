@@ -127,11 +127,14 @@ READS = [
     ("/keys", ["keys", "list"]),
     ("/prices", ["prices", "show"]),
     ("/usage", ["usage"]),
-    ("/usage/daily", ["usage", "--by", "day"]),
-    ("/usage/monthly?tenant=acme", ["usage", "--by", "month", "--tenant", "acme"]),
+    ("/usage?unit=day", ["usage", "--by", "day"]),
+    ("/usage?unit=month&tenant=acme", ["usage", "--by", "month", "--tenant", "acme"]),
     ("/usage/session", ["usage", "--by", "session"]),
-    (f"/usage/daily?{SPAN}&breakdown=key", ["usage", "--by", "day", *FLAGS, "--breakdown", "key"]),
-    (f"/usage/monthly?{SPAN}", ["usage", "--by", "month", *FLAGS]),
+    (
+        f"/usage?unit=day&{SPAN}&breakdown=key",
+        ["usage", "--by", "day", *FLAGS, "--breakdown", "key"],
+    ),
+    (f"/usage?unit=month&{SPAN}", ["usage", "--by", "month", *FLAGS]),
     (f"/usage/session?{SPAN}", ["usage", "--by", "session", *FLAGS]),
     ("/ledger/rerate", ["prices", "plan"]),
     ("/audit", ["ledger", "show", "--trail"]),
@@ -394,7 +397,7 @@ async def test_a_correction_is_made_once_for_each_reference(
 
 
 async def test_statements_and_receipts(client: httpx.AsyncClient, house: House) -> None:
-    month = (await ok(await client.get("/usage/monthly")))[0]["period"]
+    month = (await ok(await client.get("/usage?unit=month")))[0]["period"]
     path = f"/usage/statement/acme/{month}"
     assert 1 == (await ok(await client.get(path)))["requests"]
     page = await client.get(f"{path}?format=html")
@@ -415,8 +418,8 @@ async def test_statements_and_receipts(client: httpx.AsyncClient, house: House) 
     "query", ["since=soon", "until=9999-12-31", "since=today&until=yesterday", "timezone=Europe"]
 )
 async def test_a_span_that_is_none_is_a_400(client: httpx.AsyncClient, query: str) -> None:
-    for path in ("daily", "monthly", "session"):
-        answer = await refused(await client.get(f"/usage/{path}?{query}"))
+    for path in ("?unit=day&", "?unit=month&", "/session?"):
+        answer = await refused(await client.get(f"/usage{path}{query}"))
         assert (400, "invalid_value", None) == answer
     answer = await refused(await client.get("/usage/session?tenant=nobody"))
     assert (404, "not_found", None) == answer

@@ -6,11 +6,10 @@ Reading a proof is cheap, making one reads every entry. The operations themselve
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Path, Query
 from starlette.responses import Response
 
-from api.admin.access import MayChange, MayRead
-from api.admin.parts import books_of, found
+from api.admin.access import Books, MayChange, MayRead
 from api.admin.routes.account import OfTenant
 from api.admin.routes.bodies import Correction, Corrections
 from api.page_headers import with_style
@@ -20,6 +19,7 @@ from billing.operations.usage import StatementForm
 from billing.proof.prover import Proved
 from billing.reports.documents import Document, proof_document
 from billing.reports.heads import heads_document, heads_of
+from billing.reports.usage import Unit
 from billing.store import reports as store_reports
 
 router = APIRouter(prefix="/admin/api", tags=["admin: ledger"])
@@ -41,77 +41,30 @@ Month = Annotated[str, Path(pattern=r"^\d{4}-(0[1-9]|1[0-2])$", description="Suc
 
 
 @router.get("/usage")
-def total_usage(
-    request: Request,
-    _: MayRead,
+def period_usage(
+    books: Books,
+    unit: Unit = Unit.ALL,
     tenant: OfTenant = None,
     since: Since = None,
     until: Until = None,
     timezone: Timezone = "UTC",
     breakdown: Breakdown = None,
 ) -> list[Document]:
-    """Usage by tenant, of all time where no span is given."""
-    with found():
-        return usages.total_usage(
-            books_of(request),
-            tenant=tenant,
-            since=since,
-            until=until,
-            timezone=timezone,
-            breakdown=breakdown,
-        )
-
-
-@router.get("/usage/daily")
-def daily_usage(
-    request: Request,
-    _: MayRead,
-    tenant: OfTenant = None,
-    since: Since = None,
-    until: Until = None,
-    timezone: Timezone = "UTC",
-    breakdown: Breakdown = None,
-    days: Days = 31,
-) -> list[Document]:
-    """Usage by tenant and day, oldest first; `days` back where `since` is not given."""
-    with found():
-        return usages.daily_usage(
-            books_of(request),
-            tenant=tenant,
-            since=since,
-            until=until,
-            timezone=timezone,
-            breakdown=breakdown,
-            days=days,
-        )
-
-
-@router.get("/usage/monthly")
-def monthly_usage(
-    request: Request,
-    _: MayRead,
-    tenant: OfTenant = None,
-    since: Since = None,
-    until: Until = None,
-    timezone: Timezone = "UTC",
-    breakdown: Breakdown = None,
-) -> list[Document]:
-    """Usage by tenant and month, oldest first."""
-    with found():
-        return usages.monthly_usage(
-            books_of(request),
-            tenant=tenant,
-            since=since,
-            until=until,
-            timezone=timezone,
-            breakdown=breakdown,
-        )
+    """Usage by tenant and by day or month, oldest first. Days go back a month without `since`."""
+    return usages.period_usage(
+        books,
+        unit=unit,
+        tenant=tenant,
+        since=since,
+        until=until,
+        timezone=timezone,
+        breakdown=breakdown,
+    )
 
 
 @router.get("/usage/session")
 def session_usage(
-    request: Request,
-    _: MayRead,
+    books: Books,
     tenant: OfTenant = None,
     since: Since = None,
     until: Until = None,
@@ -119,37 +72,24 @@ def session_usage(
     limit: Limit = 50,
 ) -> list[Document]:
     """Usage by the session that requests name, the latest first."""
-    with found():
-        return usages.session_usage(
-            books_of(request),
-            tenant=tenant,
-            since=since,
-            until=until,
-            timezone=timezone,
-            limit=limit,
-        )
+    return usages.session_usage(
+        books, tenant=tenant, since=since, until=until, timezone=timezone, limit=limit
+    )
 
 
 @router.get("/usage/statement/{tenant}/{month}", response_model=None)
 def make_statement(
-    request: Request,
+    books: Books,
     tenant: str,
     month: Month,
-    _: MayRead,
     form: Annotated[StatementForm, Query(alias="format")] = StatementForm.JSON,
     timezone: Timezone = "UTC",
     breakdown: Breakdown = None,
 ) -> Document | Response:
     """A tenant's month, as JSON, CSV or a page for a printer; with a breakdown also by part."""
-    with found():
-        made = usages.make_statement(
-            books_of(request),
-            tenant=tenant,
-            month=month,
-            timezone=timezone,
-            breakdown=breakdown,
-            format=form,
-        )
+    made = usages.make_statement(
+        books, tenant=tenant, month=month, timezone=timezone, breakdown=breakdown, format=form
+    )
     if not isinstance(made, str):
         return made
     if form is StatementForm.HTML:
@@ -158,16 +98,14 @@ def make_statement(
 
 
 @router.get("/holds")
-def list_holds(request: Request, _: MayRead, tenant: OfTenant = None) -> list[Document]:
+def list_holds(books: Books, tenant: OfTenant = None) -> list[Document]:
     """What running requests have on hold, the oldest first."""
-    with found():
-        return ledgers.list_holds(books_of(request), tenant=tenant)
+    return ledgers.list_holds(books, tenant=tenant)
 
 
 @router.get("/ledger")
-def ledger(request: Request, _: MayRead) -> Document:
+def ledger(books: Books) -> Document:
     """How large the ledger is, what its thread did, and the last proof of it."""
-    books = books_of(request)
     with books.store.reading() as connection:
         num_entries = store_reports.num_entries(connection)
         num_holds = len(store_reports.hold_list(connection))
@@ -187,22 +125,21 @@ def ledger(request: Request, _: MayRead) -> Document:
 
 
 @router.post("/ledger/verify")
-def verify(request: Request, _: MayRead) -> Document | None:
+def verify(books: Books) -> Document | None:
     """Prove the whole ledger now; `ok` is false where anything differs. Changes nothing."""
-    return _proved(books_of(request).prover.prove())
+    return _proved(books.prover.prove())
 
 
 @router.get("/ledger/heads")
-def heads(request: Request, _: MayRead) -> Document:
+def heads(books: Books) -> Document:
     """The last hash of each tenant and of the admin trail, to keep where nobody can change it."""
-    return heads_document(heads_of(books_of(request).store))
+    return heads_document(heads_of(books.store))
 
 
 @router.get("/ledger/entries/{tenant}")
 def list_entries(
-    request: Request,
+    books: Books,
     tenant: str,
-    _: MayRead,
     request_id: Annotated[str | None, Query(description="Its charge and what corrected it")] = None,
     before: Annotated[
         int | None, Query(ge=1, lt=1 << 63, description="Older than this number")
@@ -210,54 +147,45 @@ def list_entries(
     limit: Limit = 50,
 ) -> list[Document]:
     """Entries of a tenant, newest first; or those of one request."""
-    with found():
-        return ledgers.list_entries(
-            books_of(request), tenant=tenant, request_id=request_id, before=before, limit=limit
-        )
+    return ledgers.list_entries(
+        books, tenant=tenant, request_id=request_id, before=before, limit=limit
+    )
 
 
 @router.get("/ledger/rerate")
-def rerate_history(
-    request: Request, _: MayRead, tenant: OfTenant = None, days: Days = 31
-) -> Document:
+def rerate_history(books: Books, tenant: OfTenant = None, days: Days = 31) -> Document:
     """What past requests would cost under the cards as they stand now. Changes nothing."""
-    with found():
-        return ledgers.rerate_history(books_of(request), tenant=tenant, days=days)
+    return ledgers.rerate_history(books, tenant=tenant, days=days)
 
 
 @router.get("/ledger/refunds")
-def make_refunds(
-    request: Request, by: MayRead, tenant: OfTenant = None, days: Days = 31
-) -> Document:
+def make_refunds(books: Books, by: MayRead, tenant: OfTenant = None, days: Days = 31) -> Document:
     """A batch of what was charged beyond the cards as they stand now. Books nothing."""
-    with found():
-        return ledgers.make_refunds(books_of(request), tenant=tenant, days=days, by=by.name)
+    return ledgers.make_refunds(books, tenant=tenant, days=days, by=by.name)
 
 
 @router.post("/ledger/correct")
-def correct_charge(request: Request, body: Correction, by: MayChange) -> Document:
+def correct_charge(by: MayChange, books: Books, body: Correction) -> Document:
     """Give back a charge, or a part of it, by a new entry that names it."""
-    with found():
-        return ledgers.correct_charge(books_of(request), **body.model_dump(), by=by.name)
+    return ledgers.correct_charge(books, **body.model_dump(), by=by.name)
 
 
 @router.post("/ledger/corrections")
-def correct_charges(request: Request, body: Corrections, by: MayChange) -> list[str]:
+def correct_charges(by: MayChange, books: Books, body: Corrections) -> list[str]:
     """Book many corrections, each once for its reference; gives what was refused, and why."""
-    return ledgers.correct_charges(books_of(request), **body.model_dump(), by=by.name)
+    return ledgers.correct_charges(books, **body.model_dump(), by=by.name)
 
 
 @router.get("/audit")
-def admin_trail(request: Request, _: MayRead, limit: Limit = 50) -> list[Document]:
+def admin_trail(books: Books, limit: Limit = 50) -> list[Document]:
     """What administrators changed: who, what, before, after and why; the newest first."""
-    return ledgers.admin_trail(books_of(request), limit=limit)
+    return ledgers.admin_trail(books, limit=limit)
 
 
 @router.get("/receipts/{tenant}/{request_id}")
-def sign_receipt(request: Request, tenant: str, request_id: str, _: MayRead) -> Document:
+def sign_receipt(books: Books, tenant: str, request_id: str) -> Document:
     """The signed receipt of one request."""
-    with found():
-        return usages.sign_receipt(books_of(request), tenant=tenant, request_id=request_id)
+    return usages.sign_receipt(books, tenant=tenant, request_id=request_id)
 
 
 def _proved(proved: Proved | None) -> Document | None:

@@ -3,10 +3,9 @@
 Only `apply` changes anything. The operations themselves are in `billing.operations.prices`.
 """
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 
-from api.admin.access import MayChange, MayRead
-from api.admin.parts import books_of, found
+from api.admin.access import Books, MayChange, MayRead
 from api.admin.routes.bodies import ApplyCard, CardSource, DiffBody, PlanBody
 from billing.operations import prices
 from billing.prices.cards import parse_card, shipped_cards
@@ -16,9 +15,9 @@ router = APIRouter(prefix="/admin/api/prices", tags=["admin: prices"])
 
 
 @router.get("")
-def applied_cards(request: Request, _: MayRead) -> list[Document]:
+def applied_cards(books: Books) -> list[Document]:
     """The cards that were applied, oldest first."""
-    return prices.applied_cards(books_of(request))
+    return prices.applied_cards(books)
 
 
 @router.get("/shipped")
@@ -31,31 +30,30 @@ def shipped(_: MayRead) -> list[Document]:
 
 
 @router.post("/show")
-def show_card(request: Request, source: CardSource, _: MayRead) -> Document:
+def show_card(books: Books, source: CardSource) -> Document:
     """One card, with its TOML."""
-    return prices.show_card(books_of(request), card=source.model_dump())
+    return prices.show_card(books, card=source.model_dump())
 
 
 @router.post("/lint")
-def lint_card(request: Request, source: CardSource, _: MayRead) -> list[Document]:
+def lint_card(books: Books, source: CardSource) -> list[Document]:
     """What of a card can be gamed, loses money, or is unclear."""
-    return prices.lint_card(books_of(request), card=source.model_dump())
+    return prices.lint_card(books, card=source.model_dump())
 
 
 @router.post("/plan")
-def plan_card(request: Request, body: PlanBody, _: MayRead) -> Document:
+def plan_card(books: Books, body: PlanBody) -> Document:
     """What the last days' real usage would have cost under a card. Changes nothing."""
-    with found():
-        return prices.plan_card(books_of(request), **body.model_dump())
+    return prices.plan_card(books, **body.model_dump())
 
 
 @router.post("/diff")
-def diff_cards(request: Request, body: DiffBody, _: MayRead) -> list[Document]:
+def diff_cards(books: Books, body: DiffBody) -> list[Document]:
     """What differs between two cards."""
-    return prices.diff_cards(books_of(request), **body.model_dump())
+    return prices.diff_cards(books, **body.model_dump())
 
 
 @router.post("/apply")
-def apply_card(request: Request, body: ApplyCard, by: MayChange) -> Document:
+def apply_card(by: MayChange, books: Books, body: ApplyCard) -> Document:
     """Put a card in force from its `valid_from` on. It never changes afterwards."""
-    return prices.apply_card(books_of(request), **body.model_dump(), by=by.name)
+    return prices.apply_card(books, **body.model_dump(), by=by.name)

@@ -18,7 +18,7 @@ from billing.operations.books import Books
 from billing.operations.usage import StatementForm
 from billing.prices.time_zones import LocalZone, find_zone
 from billing.reports.documents import Document
-from billing.reports.usage import parse_query
+from billing.reports.usage import Unit, parse_query
 from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import (
     MOST_ROWS,
@@ -107,15 +107,11 @@ def usage(
             _print_line(call, tenant, timezone or "local", json)
             return
         span: dict[str, Any] = {"tenant": tenant, "since": since, "until": until, "timezone": zone}
-        match by:
-            case "day":
-                found = call(usages.daily_usage, **span, breakdown=breakdown)
-            case "month":
-                found = call(usages.monthly_usage, **span, breakdown=breakdown)
-            case "session":
-                found = call(usages.session_usage, **span, limit=limit)
-            case _:
-                found = call(usages.total_usage, **span, breakdown=breakdown)
+        if by == "session":
+            found = call(usages.session_usage, **span, limit=limit)
+        else:
+            unit = Unit(by or "all")
+            found = call(usages.period_usage, **span, unit=unit, breakdown=breakdown)
     _show(found, json)
 
 
@@ -123,7 +119,8 @@ def _print_line(call: Operations, tenant: str | None, timezone: str, json: bool)
     """Today and this month in one line."""
     today = datetime.now(_zone(timezone)).date()
     found = call(
-        usages.daily_usage,
+        usages.period_usage,
+        unit=Unit.DAY,
         tenant=tenant,
         since=str(today.replace(day=1)),
         until=str(today),
