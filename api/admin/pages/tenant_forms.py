@@ -5,13 +5,15 @@ on its thread pool, because they write the ledger's database.
 """
 
 import secrets
+from collections.abc import Callable
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
-from starlette.responses import Response
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import RedirectResponse, Response
 
 from api.admin.access import MayChange
-from api.admin.pages.forms import Text, count_in, limit_in, names_in, reason_in
-from api.admin.pages.tenants import after
+from api.admin.pages.forms import Text, count_in, limit_in, names_in, reason_in, tried
+from api.admin.pages.tenants import show_tenant
 from api.errors import InvalidRequest
 from billing.alerts.budgets import BudgetSpan, Of
 from billing.invoices.register import InvoiceState
@@ -20,50 +22,65 @@ from billing.operations.balance import Booking
 from billing.operations.books import Books
 from billing.tenants import RATE_LIMITS
 
-router = APIRouter(prefix="/admin", include_in_schema=False)
+router = APIRouter(prefix="/admin/tenants/{tenant}", include_in_schema=False)
 
 
-@router.post("/tenants/{tenant}/deposit")
+class _TenantForm:
+    """A form of a tenant's page: who sent it, and why."""
+
+    def __init__(self, request: Request, tenant: str, admin: MayChange, why: Text = "") -> None:
+        self.tenant = tenant
+        self._request, self._admin, self._why = request, admin, why
+
+    def change(self, done: str, operation: Callable[..., object], **values: Any) -> Response:
+        """Back to the page: changed, or with what was wrong."""
+
+        def change(books: Books) -> None:
+            why = reason_in(self._why)
+            operation(books, tenant=self.tenant, **values, by=self._admin.name, why=why)
+
+        wrong = tried(self._request, change)
+        if wrong:
+            return show_tenant(self._request, self._admin, self.tenant, wrong=wrong)
+        return RedirectResponse(f"/admin/tenants/{self.tenant}?done={done}", 303)
+
+
+TenantForm = Annotated[_TenantForm, Depends()]
+
+
+@router.post("/deposit")
 def deposit(
-    request: Request,
-    tenant: str,
-    admin: MayChange,
+    form: TenantForm,
     kind: Text = "topup",
     amount: Text = "",
     reference: Text = "",
     expires: Text = "",
     scope: Text = "",
     once: Text = "",
-    why: Text = "",
 ) -> Response:
     """Book money in or out.
 
     `once` is the page's own reference, new each time it is shown: a double click books once.
     """
 
-    def book(books: Books) -> None:
+    def book(books: Books, **sent: Any) -> None:
         if kind not in list(Booking):
             raise InvalidRequest(f"kind is none of {', '.join(Booking)}")
-        balance.book_deposit(
-            books,
-            tenant=tenant,
-            kind=Booking(kind),
-            amount=amount,
-            reference=reference.strip() or f"{kind}_{once or secrets.token_hex(8)}",
-            expires=expires.strip() or None,
-            scope=names_in(scope),
-            by=admin.name,
-            why=reason_in(why),
-        )
+        balance.book_deposit(books, kind=Booking(kind), **sent)
 
-    return after(request, admin, tenant, book, kind)
+    return form.change(
+        kind,
+        book,
+        amount=amount,
+        reference=reference.strip() or _reference(kind, once),
+        expires=expires.strip() or None,
+        scope=names_in(scope),
+    )
 
 
-@router.post("/tenants/{tenant}/wallet")
+@router.post("/wallet")
 def wallet(
-    request: Request,
-    tenant: str,
-    admin: MayChange,
+    form: TenantForm,
     kind: Text = "topup",
     currency: Text = "",
     amount: Text = "",
@@ -71,137 +88,91 @@ def wallet(
     rate_date: Text = "",
     rate_source: Text = "",
     once: Text = "",
-    why: Text = "",
 ) -> Response:
     """Book money into or out of a wallet, or convert some of one into the balance."""
+    at = {"rate": rate, "rate_date": rate_date, "rate_source": rate_source}
 
-    def book(books: Books) -> None:
+    def book(books: Books, **sent: Any) -> None:
         if kind not in ("topup", "withdraw", "convert"):
             raise InvalidRequest("kind is none of topup, withdraw, convert")
         if not currency.strip():
             raise InvalidRequest("say the currency of the wallet, such as USD")
         if kind == "convert" and not rate.strip():
             raise InvalidRequest("say the rate: what one unit of the wallet's currency is worth")
-        at = {"rate": rate, "rate_date": rate_date, "rate_source": rate_source}
+        if kind == "convert":
+            sent |= {name: value.strip() for name, value in at.items()}
         balance.book_deposit(
             books,
-            tenant=tenant,
             kind=Booking.WITHDRAW if kind == "withdraw" else Booking.TOPUP,
-            amount=amount,
-            reference=f"{kind}_{once or secrets.token_hex(8)}",
             currency=currency.strip().upper(),
-            **({name: value.strip() for name, value in at.items()} if kind == "convert" else {}),
-            by=admin.name,
-            why=reason_in(why),
+            **sent,
         )
 
-    return after(request, admin, tenant, book, "wallet")
+    return form.change("wallet", book, amount=amount, reference=_reference(kind, once))
 
 
-@router.post("/tenants/{tenant}/adjust")
-def adjust(
-    request: Request,
-    tenant: str,
-    admin: MayChange,
-    deposit: Text = "",
-    amount: Text = "",
-    once: Text = "",
-    why: Text = "",
-) -> Response:
+@router.post("/adjust")
+def adjust(form: TenantForm, deposit: Text = "", amount: Text = "", once: Text = "") -> Response:
     """Correct a mistyped top-up or grant."""
-
-    def book(books: Books) -> None:
-        balance.adjust_deposit(
-            books,
-            tenant=tenant,
-            deposit=deposit.strip(),
-            amount=amount,
-            reference=f"adjust_{once or secrets.token_hex(8)}",
-            by=admin.name,
-            why=reason_in(why),
-        )
-
-    return after(request, admin, tenant, book, "adjust")
+    return form.change(
+        "adjust",
+        balance.adjust_deposit,
+        deposit=deposit.strip(),
+        amount=amount,
+        reference=_reference("adjust", once),
+    )
 
 
-@router.post("/tenants/{tenant}/limit")
-def limit(
-    request: Request, tenant: str, admin: MayChange, credit_limit: Text = "", why: Text = ""
-) -> Response:
-    def change(books: Books) -> None:
-        tenants.set_credit_limit(
-            books,
-            tenant=tenant,
-            credit_limit=limit_in(credit_limit),
-            by=admin.name,
-            why=reason_in(why),
-        )
-
-    return after(request, admin, tenant, change, "limit")
+@router.post("/limit")
+def limit(form: TenantForm, credit_limit: Text = "") -> Response:
+    return form.change("limit", tenants.set_credit_limit, credit_limit=limit_in(credit_limit))
 
 
-@router.post("/tenants/{tenant}/rates")
+@router.post("/rates")
 def rates(
-    request: Request,
-    tenant: str,
-    admin: MayChange,
+    form: TenantForm,
     requests: Text = "",
     miss_tokens: Text = "",
     output_tokens: Text = "",
     concurrency: Text = "",
-    why: Text = "",
 ) -> Response:
     """Limit requests and tokens a minute; an empty field is as the settings say."""
-    typed = (requests, miss_tokens, output_tokens, concurrency)
+    typed = zip(RATE_LIMITS, (requests, miss_tokens, output_tokens, concurrency), strict=True)
 
-    def change(books: Books) -> None:
-        tenants.set_rate_limits(
-            books,
-            tenant=tenant,
-            limits={name: count_in(text) for name, text in zip(RATE_LIMITS, typed, strict=True)},
-            by=admin.name,
-            why=reason_in(why),
-        )
+    def change(books: Books, **sent: Any) -> None:
+        limits = {name: count_in(text) for name, text in typed}
+        tenants.set_rate_limits(books, limits=limits, **sent)
 
-    return after(request, admin, tenant, change, "rates")
+    return form.change("rates", change)
 
 
-@router.post("/tenants/{tenant}/state")
-def set_state(
-    request: Request, tenant: str, admin: MayChange, suspended: Text = "", why: Text = ""
-) -> Response:
+@router.post("/state")
+def set_state(form: TenantForm, suspended: Text = "") -> Response:
     """Suspend a tenant, or serve it again."""
-    stop = suspended == "yes"
-
-    def change(books: Books) -> None:
-        operation = tenants.suspend_tenant if stop else tenants.resume_tenant
-        operation(books, tenant=tenant, by=admin.name, why=reason_in(why))
-
-    return after(request, admin, tenant, change, "suspend" if stop else "resume")
+    if suspended == "yes":
+        return form.change("suspend", tenants.suspend_tenant)
+    return form.change("resume", tenants.resume_tenant)
 
 
-@router.post("/tenants/{tenant}/budget")
+@router.post("/budget")
 def budget(
-    request: Request,
-    tenant: str,
-    admin: MayChange,
+    form: TenantForm,
     name: Text = "",
     amount: Text = "",
     per: Text = "month",
     of: Text = "tenant",
     value: Text = "",
     ask: Text = "",
-    why: Text = "",
 ) -> Response:
     """Set a budget of this tenant, or with an empty amount remove it."""
 
-    def change(books: Books) -> None:
-        reason, named = reason_in(why), name.strip()
+    def change(books: Books, *, tenant: str, by: str, why: str) -> None:
+        named = name.strip()
         standing = {each["name"]: each["tenant"] for each in budgets.list_budgets(books)}
         if standing.get(named, tenant) != tenant:
             raise InvalidRequest(f"budget {named!r} is another tenant's; choose another name")
         if not amount.strip():
-            budgets.remove_budget(books, name=named, by=admin.name, why=reason)
+            budgets.remove_budget(books, name=named, by=by, why=why)
             return
         if per not in list(BudgetSpan) or of not in list(Of):
             raise InvalidRequest(
@@ -216,37 +187,30 @@ def budget(
             of=Of(of),
             value=value.strip(),
             ask=ask.strip(),
-            by=admin.name,
-            why=reason,
+            by=by,
+            why=why,
         )
 
-    return after(request, admin, tenant, change, "budget" if amount.strip() else "unbudget")
+    return form.change("budget" if amount.strip() else "unbudget", change)
 
 
-@router.post("/tenants/{tenant}/invoice")
-def invoice(
-    request: Request,
-    tenant: str,
-    admin: MayChange,
-    do: Text = "",
-    month: Text = "",
-    number: Text = "",
-    why: Text = "",
-) -> Response:
+@router.post("/invoice")
+def invoice(form: TenantForm, do: Text = "", month: Text = "", number: Text = "") -> Response:
     """Issue the invoice of a month, or mark or credit one that was issued."""
 
-    def change(books: Books) -> object:
-        by, reason = admin.name, reason_in(why)
+    def change(books: Books, *, tenant: str, by: str, why: str) -> object:
         if do == "finalize":
-            return invoices.finalize_invoice(books, tenant=tenant, month=month, by=by, why=reason)
+            return invoices.finalize_invoice(books, tenant=tenant, month=month, by=by, why=why)
         if number not in {each["number"] for each in invoices.list_invoices(books, tenant=tenant)}:
             raise InvalidRequest(f"tenant {tenant!r} has no invoice of this number")
         if do == "credit":
-            return invoices.credit_invoice(books, number=number, by=by, why=reason)
+            return invoices.credit_invoice(books, number=number, by=by, why=why)
         if do not in ("paid", "void"):
             raise InvalidRequest("an invoice is issued, marked paid or void, or credited")
-        return invoices.mark_invoice(
-            books, number=number, state=InvoiceState(do), by=by, why=reason
-        )
+        return invoices.mark_invoice(books, number=number, state=InvoiceState(do), by=by, why=why)
 
-    return after(request, admin, tenant, change, do)
+    return form.change(do, change)
+
+
+def _reference(kind: str, once: str) -> str:
+    return f"{kind}_{once or secrets.token_hex(8)}"

@@ -7,7 +7,6 @@ they read and write the ledger's database.
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
 
 from anyio import from_thread
 from fastapi import APIRouter, Request
@@ -101,7 +100,7 @@ def tenant_page(
     before: Before = None,
     done: Filter = "",
 ) -> Response:
-    return _tenant(request, admin, tenant, before=before, done=done)
+    return show_tenant(request, admin, tenant, before=before, done=done)
 
 
 def _tenants(
@@ -132,7 +131,7 @@ async def _room_of(request: Request) -> dict[str, Counter[TierName]]:
     return room
 
 
-def _tenant(
+def show_tenant(
     request: Request,
     admin: Admin,
     name: str,
@@ -167,16 +166,6 @@ def _tenant(
         wrong=wrong,
         done=DONE.get(done, ""),
     )
-
-
-def after(
-    request: Request, admin: Admin, tenant: str, change: Callable[[Books], object], done: str
-) -> Response:
-    """Back to the tenant's page: changed, or with what was wrong."""
-    wrong = tried(request, change)
-    if wrong:
-        return _tenant(request, admin, tenant, wrong=wrong)
-    return RedirectResponse(f"/admin/tenants/{tenant}?done={done}", 303)
 
 
 def _state(tenant: Tenant) -> str:
