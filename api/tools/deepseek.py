@@ -1,6 +1,6 @@
 """DeepSeek's style: calls between marks of their own, in V3's and R1's form and in V3.1's."""
 
-from api.tools.pieces import CallArguments, CallStart, Piece, Prose, Step, cut
+from api.tools.pieces import CallArguments, CallStart, Piece, Prose, Stepwise, cut
 
 CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
 CALLS_END = "<｜tool▁calls▁end｜>"
@@ -10,24 +10,16 @@ SEPARATOR = "<｜tool▁sep｜>"
 _FENCE = "```json"
 
 
-class DeepSeekParser:
+class DeepSeekParser(Stepwise):
     """V3 and R1 write `function SEPARATOR name` and the arguments in a fence; V3.1 writes
     `name SEPARATOR arguments`."""
 
     def __init__(self) -> None:
         self._prose = Prose()
         self._arguments = Prose()
-        self._buffer = ""
-        self._step: Step = self._say
+        self._step = self._say
         self._num_calls = 0
         self._ends: tuple[str, ...] = (CALL_END,)
-
-    def feed(self, text: str) -> list[Piece]:
-        self._buffer += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
 
     def finish(self) -> list[Piece]:
         pieces: list[Piece] = []

@@ -2,7 +2,7 @@
 
 import re
 
-from api.tools.pieces import CallArguments, CallStart, Piece, Text, Thought, cut
+from api.tools.pieces import CallArguments, CallStart, Piece, Stepwise, Text, Thought, cut
 
 CHANNEL = "<|channel|>"
 MESSAGE = "<|message|>"
@@ -13,23 +13,15 @@ MARKERS = (CHANNEL, MESSAGE, "<|constrain|>", *ENDS)
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
-class HarmonyParser:
+class HarmonyParser(Stepwise):
     """The channel analysis is reasoning; commentary to a function is a call where the answer may
     call, all else is text."""
 
     def __init__(self, *, may_call: bool = True) -> None:
         self._may_call = may_call
-        self._buffer = ""
         self._in_message = False
         self._kind: type[Text] | type[Thought] | None = Text  # None: a call's arguments
         self._num_calls = 0
-
-    def feed(self, text: str) -> list[Piece]:
-        self._buffer += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
 
     def finish(self) -> list[Piece]:
         if self._in_message:

@@ -1,28 +1,20 @@
 """Hermes' and Qwen's style: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
 
 from api.tools.json_call import CallReader
-from api.tools.pieces import Piece, Prose, cut
+from api.tools.pieces import Piece, Prose, Stepwise, cut
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 
 
-class HermesParser:
+class HermesParser(Stepwise):
     """What is no call between its marks is text, marks and all."""
 
     def __init__(self) -> None:
         self._prose = Prose()
-        self._buffer = ""
         self._reader: CallReader | None = None
         self._closing = False
         self._num_calls = 0
-
-    def feed(self, text: str) -> list[Piece]:
-        self._buffer += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
 
     def finish(self) -> list[Piece]:
         pieces: list[Piece] = []

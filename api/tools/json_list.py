@@ -5,13 +5,13 @@ the lists that Mistral's models write behind `[TOOL_CALLS]`.
 from collections.abc import Collection
 
 from api.tools.json_call import CallReader
-from api.tools.pieces import Piece, Prose, cut
+from api.tools.pieces import Piece, Prose, Stepwise, cut
 
 PYTHON_TAG = "<|python_tag|>"
 _BETWEEN = " \t\r\n;,"
 
 
-class JsonParser:
+class JsonParser(Stepwise):
     """An answer that is calls from its beginning, or from `<|python_tag|>` on; else text.
 
     Only an object that names one of `names` is a call: the model may answer in JSON too.
@@ -20,18 +20,10 @@ class JsonParser:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._prose = Prose()
-        self._buffer = ""
         self._reader: CallReader | None = None
         self._skipped = ""  # white space and separators before an object
         self._looking = True
         self._num_calls = 0
-
-    def feed(self, text: str) -> list[Piece]:
-        self._buffer += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
 
     def finish(self) -> list[Piece]:
         pieces: list[Piece] = []

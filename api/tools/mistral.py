@@ -1,7 +1,7 @@
 """Mistral's style: `[TOOL_CALLS]` and a list of calls, or `[TOOL_CALLS]name{...}` for each."""
 
 from api.tools.json_call import CallReader, ValueReader
-from api.tools.pieces import CallArguments, CallStart, Piece, Prose, Step, cut
+from api.tools.pieces import CallArguments, CallStart, Piece, Prose, Stepwise, cut
 
 CALLS = "[TOOL_CALLS]"
 ARGS = "[ARGS]"
@@ -9,24 +9,16 @@ CALL_ID = "[CALL_ID]"
 _BETWEEN = " \t\r\n,"
 
 
-class MistralParser:
+class MistralParser(Stepwise):
     """Both forms: a list since the 7B's third version, names before arguments since the eleventh
     version of the tokenizer."""
 
     def __init__(self) -> None:
         self._prose = Prose()
-        self._buffer = ""
-        self._step: Step = self._say
+        self._step = self._say
         self._reader: CallReader | None = None
         self._value: ValueReader | None = None
         self._num_calls = 0
-
-    def feed(self, text: str) -> list[Piece]:
-        self._buffer += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
 
     def finish(self) -> list[Piece]:
         pieces: list[Piece] = []

@@ -51,6 +51,20 @@ class Parser(Protocol):
     def finish(self) -> list[Piece]: ...
 
 
+class Stepwise:
+    """What parsers share that go through an answer in steps."""
+
+    _buffer = ""  # text that no step has used
+    _step: Step
+
+    def feed(self, text: str) -> list[Piece]:
+        self._buffer += text
+        pieces: list[Piece] = []
+        while self._step(pieces):
+            pass
+        return pieces
+
+
 class Plain:
     """All of it is text."""
 

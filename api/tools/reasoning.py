@@ -1,30 +1,18 @@
 """Reasoning between `<think>` and `</think>`, before all else."""
 
-from api.tools.pieces import Parser, Piece, Prose, Step, Thought, cut
+from api.tools.pieces import Parser, Piece, Prose, Stepwise, Thought, cut
 
 OPEN = "<think>"
 CLOSE = "</think>"
 
 
-class ThinkParser:
+class ThinkParser(Stepwise):
     """Cuts reasoning off an answer and passes the rest on. `opened`: the prompt ends inside it."""
 
     def __init__(self, inner: Parser, *, opened: bool) -> None:
         self._inner = inner
         self._thought = Prose(Thought, skip_leading=True)
-        self._buffer = ""
-        self._step: Step = self._think if opened else self._look
-
-    @property
-    def thinking(self) -> bool:
-        return self._step == self._think
-
-    def feed(self, text: str) -> list[Piece]:
-        self._buffer += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
+        self._step = self._think if opened else self._look
 
     def finish(self) -> list[Piece]:
         rest, self._buffer = self._buffer, ""
