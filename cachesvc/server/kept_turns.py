@@ -1,13 +1,14 @@
 """Turns of chats and stored responses on disk, so that a conversation goes on after a restart.
 
 One SQLite file beside the journal's. Entries are found under names made with their tenant's salt,
-bounded by bytes and age, the least recently used out first, and removed when their owner is purged.
-The names are in memory; a body is read when it is asked for, off the event loop.
+bounded by number, bytes and age, the least recently used out first, and removed when their owner is
+purged. The names are in memory; a body is read when it is asked for, off the event loop.
 """
 
 import asyncio
 import logging
 import sqlite3
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -28,11 +29,15 @@ TABLES: Final = (
 )
 MAX_BYTES: Final = 256 << 20
 MAX_AGE_S: Final = 30 * 86_400
+MAX_ENTRIES: Final = 65_536  # names in memory, 230 bytes each: 15 MB when full
 PRUNE_EVERY: Final = 64  # writes
 
 
 class KeptTurns:
-    """The file: see `api.requests.kept`. With no `path` it keeps nothing. Event loop only."""
+    """The file: see `api.requests.kept`. With no `path` it keeps nothing. Event loop only.
+
+    Invariant: at most `max_entries` names, in the order of their use, whatever becomes of the file.
+    """
 
     def __init__(
         self,
@@ -40,15 +45,22 @@ class KeptTurns:
         *,
         max_bytes: int = MAX_BYTES,
         max_age_s: int = MAX_AGE_S,
+        max_entries: int = MAX_ENTRIES,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
+        self._max_entries = max_entries
         self._clock = clock
         self._num_writes = 0
         self._file = SideFile(path, schema=SCHEMA, tables=TABLES, what="turns and responses")
-        found = self._file.rows("SELECT name, owner FROM kept WHERE used_s > ?", self._oldest_s())
-        self._owners: dict[bytes, bytes] = {bytes(name): bytes(owner) for name, owner in found}
+        found = self._file.rows(
+            "SELECT name, owner FROM kept WHERE used_s > ? ORDER BY used_s DESC LIMIT ?",
+            self._oldest_s(),
+            max_entries,
+        )
+        self._lock = threading.Lock()  # the writer forgets what it has pruned
+        self._owners = {bytes(name): bytes(owner) for name, owner in reversed(found)}
 
     def start(self) -> None:
         self._file.start()
@@ -69,6 +81,7 @@ class KeptTurns:
         )
         if not found:
             return None
+        self._use(name)
         used_s = int(self._clock())
         self._file.hand_over(
             lambda db: db.execute("UPDATE kept SET used_s = ? WHERE name = ?", (used_s, name))
@@ -80,7 +93,13 @@ class KeptTurns:
             return None
 
     def write(self, name: bytes, owner: bytes, body: bytes) -> None:
-        self._owners[name] = owner
+        with self._lock:
+            self._owners.pop(name, None)
+            self._owners[name] = owner
+            full = len(self._owners) > self._max_entries
+            oldest = next(iter(self._owners)) if full else None
+        if oldest is not None:
+            self.delete(oldest)
         used_s = int(self._clock())
 
         def write(db: sqlite3.Connection) -> None:
@@ -94,28 +113,38 @@ class KeptTurns:
             self._file.hand_over(self._prune)
 
     def delete(self, name: bytes) -> None:
-        if self._owners.pop(name, None) is not None:
+        with self._lock:
+            known = self._owners.pop(name, None) is not None
+        if known:
             self._file.hand_over(lambda db: db.execute("DELETE FROM kept WHERE name = ?", (name,)))
 
     def forget(self, owner: bytes) -> None:
         """Remove all that one owner has."""
-        for name in [name for name, other in self._owners.items() if other == owner]:
-            del self._owners[name]
+        with self._lock:
+            for name in [name for name, other in self._owners.items() if other == owner]:
+                del self._owners[name]
         self._file.hand_over(lambda db: db.execute("DELETE FROM kept WHERE owner = ?", (owner,)))
 
     def _prune(self, db: sqlite3.Connection) -> None:
         """Writer thread: what is too old or too much leaves."""
-        oldest_s = self._oldest_s()
-        over = db.execute("SELECT coalesce(sum(size), 0) FROM kept").fetchone()[0] - self._max_bytes
-        gone = []
+        oldest_s, gone = self._oldest_s(), []
+        number, nbytes = db.execute("SELECT count(*), coalesce(sum(size), 0) FROM kept").fetchone()
+        more, over = number - self._max_entries, nbytes - self._max_bytes
         for name, size, used_s in db.execute("SELECT name, size, used_s FROM kept ORDER BY used_s"):
-            if over <= 0 and used_s > oldest_s:
+            if over <= 0 and more <= 0 and used_s > oldest_s:
                 break
             gone.append((name,))
-            over -= size
+            over, more = over - size, more - 1
         db.executemany("DELETE FROM kept WHERE name = ?", gone)
-        for (name,) in gone:
-            self._owners.pop(name, None)
+        with self._lock:
+            for (name,) in gone:
+                self._owners.pop(name, None)
+
+    def _use(self, name: bytes) -> None:
+        with self._lock:
+            owner = self._owners.pop(name, None)
+            if owner is not None:
+                self._owners[name] = owner
 
     def _oldest_s(self) -> int:
         return int(self._clock()) - self._max_age_s

@@ -76,6 +76,42 @@ async def test_the_file_is_bounded_by_bytes_and_by_age(tmp_path: Path) -> None:
     turns.close()
 
 
+async def test_the_names_in_memory_are_bounded_whatever_becomes_of_the_file(
+    tmp_path: Path,
+) -> None:
+    """Names alone took 400 bytes of each chat, up to a million of them."""
+
+    def few(folder: Path) -> KeptTurns:
+        return KeptTurns(folder / FILE_NAME, max_entries=4, clock=Clock())
+
+    turns = few(tmp_path)
+    turns.start()
+    for number in range(4):
+        turns.write(b"%d" % number, OWNER, b"body")
+    turns.write(b"0", OWNER, b"again")  # used since
+    turns.write(b"4", OWNER, b"body")
+    assert [True, False, True] == [name in turns for name in (b"0", b"1", b"2")]
+    turns.close()
+    with sqlite3.connect(tmp_path / FILE_NAME) as db:
+        assert 4 == db.execute("SELECT count(*) FROM kept").fetchone()[0]
+        db.executemany(
+            "INSERT INTO kept VALUES (?, ?, ?, 1, x'00')",
+            [(b"old%d" % number, OWNER, number) for number in range(999_990, 1_000_000)],
+        )
+    db.close()
+    turns = few(tmp_path)
+    assert 4 == len(turns._owners) and b"4" in turns and b"old999990" not in turns
+    turns.start()
+    turns.close()
+    with sqlite3.connect(tmp_path / FILE_NAME) as db:
+        assert 4 == db.execute("SELECT count(*) FROM kept").fetchone()[0]
+    db.close()
+    nowhere = few(tmp_path / "no" / "such")
+    for number in range(10):
+        nowhere.write(b"%d" % number, OWNER, b"body")
+    assert 4 == len(nowhere._owners)
+
+
 async def test_a_purge_forgets_what_its_owner_said_and_nobody_else(tmp_path: Path) -> None:
     turns = opened(tmp_path)
     conversations, responses = Conversations(10_000, turns), StoredResponses(kept=turns)
