@@ -21,7 +21,8 @@ WINDOW_S = 0.2  # of steps, after which the team is judged
 CROWDED = 0.75  # a team whose thread computes for less of its time is halved: regions that need
 # both of two threads then wait for half of the time, and one thread is as fast
 IDLE = 0.8  # of each processor that a team takes, while it was smaller
-REST_S = 1.0  # before a team that was halved may grow; doubled each time that this was in vain
+REST_S = 1.0  # before a team that was halved may grow; doubled each time that growing was in vain
+LOOK_S = 1.0  # between two looks at what idles: what was busy before a look does not count after it
 LONGEST_REST_S = 64.0
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -47,6 +48,8 @@ class ThreadTeam:
         self._idle_s = idle_s or processors_idle_s
         self.size = most or 0
         self._rest_s = REST_S
+        self._halved_s = 0.0  # when it was last
+        self._has_grown = False  # since then
         self._marked: tuple[float, float | None] = (0.0, None)  # the clock, and what idled by then
         self._begun = (0.0, 0.0)
         self._wall_s = 0.0
@@ -57,7 +60,7 @@ class ThreadTeam:
         if self._most is None:
             self._most = self.size = torch.get_num_threads()
         now_s = self._clock_s()
-        if self.size < self._most and now_s - self._marked[0] >= self._rest_s:
+        if self.size < self._most and now_s - self._marked[0] >= LOOK_S:
             self._look_up(now_s)
         self._begun = (now_s, self._cpu_s())
 
@@ -74,8 +77,11 @@ class ThreadTeam:
             return
         if crowded:
             self._set(self.size // 2)
-            self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
-            self._mark(self._clock_s())
+            if self._has_grown:
+                self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
+            self._has_grown = False
+            self._halved_s = self._clock_s()
+            self._mark(self._halved_s)
         else:
             self._rest_s = max(REST_S, self._rest_s / 2)
 
@@ -86,7 +92,10 @@ class ThreadTeam:
         self._mark(now_s)
         size, idle_s = min(2 * self.size, self._most), self._marked[1]
         enough_s = IDLE * (size - self.size) * (now_s - since_s)
+        if now_s - self._halved_s < self._rest_s:
+            return
         if idle_s is None or before_s is None or idle_s - before_s >= enough_s:
+            self._has_grown = True
             self._set(size)
 
     def _mark(self, now_s: float) -> None:

@@ -79,7 +79,7 @@ async def test_the_file_is_bounded_by_bytes_and_by_age(tmp_path: Path) -> None:
 async def test_the_names_in_memory_are_bounded_whatever_becomes_of_the_file(
     tmp_path: Path,
 ) -> None:
-    """Names alone took 400 bytes of each chat, up to a million of them."""
+    """They took 400 bytes of each chat, and nothing of where no file is written ever left."""
 
     def few(folder: Path) -> KeptTurns:
         return KeptTurns(folder / FILE_NAME, max_entries=4, clock=Clock())

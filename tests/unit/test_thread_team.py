@@ -85,6 +85,34 @@ def test_it_grows_in_time_that_the_engine_was_idle() -> None:
     assert machine.sizes == [1, 2]
 
 
+def test_one_crowd_takes_one_rest_however_far_it_halves() -> None:
+    """Of sixteen threads it took 16 s, and the look after that counted what was busy before."""
+    machine = Machine(most=16, share=0.6)
+    while machine.team.size > 1:
+        machine.step()
+    crowded_until_s = machine.now_s
+    machine.share, machine.idle = 1.0, 16.0
+    while machine.team.size < 16:
+        machine.step()
+    assert 10.0 > machine.now_s - crowded_until_s
+
+
+def test_a_crowd_of_minutes_is_over_when_it_is_over() -> None:
+    machine = Machine(share=0.6, idle=2.0)
+    while (
+        machine.now_s < 1000.0 + 3 * LONGEST_REST_S
+    ):  # growing in vain: the rest is at its longest
+        machine.step()
+    machine.idle = 0.0
+    for _ in range(int(2 * LONGEST_REST_S / WINDOW_S)):
+        machine.step()
+    assert 1 == machine.team.size
+    over_s, machine.share, machine.idle = machine.now_s, 1.0, 2.0
+    while machine.team.size < 2:
+        machine.step()
+    assert 4.0 > machine.now_s - over_s
+
+
 def test_growing_in_vain_is_tried_less_and_less_often() -> None:
     """Where the system does not tell what idles, or a limit of the container is what lacks."""
     for idle in (None, 2.0):
