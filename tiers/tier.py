@@ -72,6 +72,11 @@ class Removed(NamedTuple):
     stored_bytes: int = 0  # as they lay in the tier
     logical_bytes: int = 0  # of KV
 
+    @classmethod
+    def whole(cls, num_blocks: int, block_bytes: int) -> "Removed":
+        """Blocks that lay as they are, uncompressed."""
+        return cls(num_blocks, num_blocks * block_bytes, num_blocks * block_bytes)
+
     def plus(self, other: "Removed") -> "Removed":
         return Removed(*(a + b for a, b in zip(self, other, strict=True)))
 

@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from billing.reports.receipts import ReceiptSigner
 from cachesvc.config.places import disk_path
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.directory import DirectoryLock, disk_folders, read_elsewhere
-from tiers.disk.inspection.maintenance import count
-from tiers.disk.inspection.maintenance import purge as purge_shard
+from tiers.disk.inspection.maintenance import count, purge
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.pin_file import load_pins, save_pins
 from tiers.errors import ConfigurationError
@@ -114,10 +112,7 @@ def purge_stopped(data_dir: Path, roots: Collection[PrefixKey]) -> Done:
     with open_shards(folder, readonly=False) as (_, shards):
         locks = [DirectoryLock(each) for each in disk_folders(folder)]
         try:
-            gone = reduce(Removed.plus, (purge_shard(shard, roots) for shard in shards), Removed())
-            num_left = sum(count(shard, frozenset(roots)) for shard in shards)
-            for shard in shards:
-                shard.sync()
+            gone, num_left = purge(shards, roots), count(shards, roots)
             pins = load_pins(folder)
             ended = [pin.name for pin in pins if pin.scope in roots]
             if ended:

@@ -87,6 +87,17 @@ def test_pins_outlive_the_node(path: Path, tmp_path: Path) -> None:
         assert [] == client.probe(prompt(1))
 
 
+def test_an_eviction_leaves_alone_what_is_in_use_in_every_tier(client: NodeClient) -> None:
+    """Memory counts on the copy below and would drop the block once it is idle."""
+    ids = prompt(1)
+    write(client, ids)
+    settled(client)
+    frames = client.lease(ids[:2])
+    assert {"host": 1, "disk": 1} == client.operate("evict", keys=keys(ids))
+    client.release(frames)
+    assert {"host": 2, "disk": 2} == client.operate("evict", keys=keys(ids))
+
+
 def test_a_pin_that_is_too_large_is_refused_and_the_connection_stays(client: NodeClient) -> None:
     refused = pinned(client, "all", prompt(1, 3000))
     assert "may be" in refused["refused"] and refused["excess"] > 0

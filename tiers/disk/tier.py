@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import reduce
 from pathlib import Path
 
 from tiers.blocks.frames import Frame
@@ -248,18 +247,14 @@ class DiskTier:
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
         """Delete every block of these scopes; raises what storage raises, and ShardBusy."""
         with self._whole_view() as view:
-            removed = reduce(
-                Removed.plus, (purge(shard, roots) for shard in view.shards), Removed()
-            )
-            for shard in view.shards:
-                shard.sync()
+            removed = purge(view.shards, roots)
         self._writer.recount()
         return removed
 
     def count(self, roots: Collection[PrefixKey]) -> int:
         """How many blocks of these scopes are held, by looking at each; raises likewise."""
         with self._whole_view() as view:
-            return sum(count(shard, frozenset(roots)) for shard in view.shards)
+            return count(view.shards, roots)
 
     def close(self) -> None:
         """Flush, note that the folder is at rest, and give it back."""

@@ -6,7 +6,6 @@ below, and looks at every block once more. Its scopes stay closed until the purg
 them again or leaves: a request that was running may store its blocks later. Node's thread only.
 """
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,9 +19,9 @@ from tiers.errors import NodeError
 from tiers.node.below import Below, disk_folder
 from tiers.node.pool import Pool
 from tiers.node.settings import NodeSettings
+from tiers.operations.below import ask_writer, done, evict_below, purge_below
 from tiers.operations.pins import Keeper
-from tiers.operations.purge import purge_tier
-from tiers.policy.quota import COMMON, QuotaShares
+from tiers.policy.quota import QuotaShares
 from tiers.policy.retention import Pin, PinError
 from tiers.remote.stacked import StackedTier
 from tiers.steady_clock import SteadyClock
@@ -95,7 +94,7 @@ class PoolOperations:
             if what == "open":
                 self.closed.pop(client, None)
                 self._tell_closed()
-                return Operated(_done({}))
+                return Operated(done({}))
             return Operated(operations[what](asked))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             told = f"{dict(asked)!r}"[:LONGEST_TOLD]
@@ -104,9 +103,9 @@ class PoolOperations:
     def publish(self, keys: Sequence[PrefixKey]) -> Operated:
         """Send a prefix to the store that machines share: how many leading blocks are there."""
         if not isinstance(self.below, StackedTier):
-            return Operated(_done({"published": 0}))
+            return Operated(done({"published": 0}))
         if any(self.pool.is_unwritten(key) for key in keys):
-            return Operated(_done({"published": 0}))
+            return Operated(done({"published": 0}))
         answer: Future[dict[str, Any]] = Future()
 
         def tell(sent: "Future[int]") -> None:
@@ -117,10 +116,8 @@ class PoolOperations:
         return Operated(answer)
 
     def _most_owned(self, scope: PrefixKey) -> int | None:
-        """Blocks that the owner of a scope may pin: the pinned share of what it was promised."""
-        if self.shares is None or (group := self.shares.group(scope)) is COMMON:
-            return None
-        return int(PINNED_SHARE * self.shares.share(group) * self.capacity_blocks)
+        most = PINNED_SHARE * self.capacity_blocks
+        return self.shares.part_of(scope, most) if self.shares is not None else None
 
     def leave(self, client: int) -> None:
         """A client has gone: what it had closed is open."""
@@ -141,15 +138,15 @@ class PoolOperations:
                 owner=str(asked["owner"]),
             )
         except PinError as error:
-            return _done({"refused": str(error), "excess": error.excess})
-        return _done({"pin": pin_fields(pin)})
+            return done({"refused": str(error), "excess": error.excess})
+        return done({"pin": pin_fields(pin)})
 
     def _unpin(self, asked: Mapping[str, Any]) -> "Future[dict[str, Any]]":
-        return _done({"found": self.keeper.unpin(str(asked["name"]))})
+        return done({"found": self.keeper.unpin(str(asked["name"]))})
 
     def _pins(self, asked: Mapping[str, Any]) -> "Future[dict[str, Any]]":
         pins = [pin_fields(pin) for pin in self.keeper.pins()]
-        return _done({"pins": pins, "now_s": self.keeper.clock()})
+        return done({"pins": pins, "now_s": self.keeper.clock()})
 
     def _saved(self, asked: Mapping[str, Any]) -> "Future[dict[str, Any]]":
         answer: Future[dict[str, Any]] = Future()
@@ -163,20 +160,15 @@ class PoolOperations:
         return answer
 
     def _save(self, pins: Sequence[Pin[PrefixKey]]) -> None:
-        folder, mover = self.folder, self.pool.mover
-        if folder is not None and mover is not None:
-            task = WriterTask(lambda tier: save_pins(folder, pins))
-            mover.submit(task)
-            self.saved = task.result
+        folder = self.folder
+        if folder is not None:
+            self.saved = ask_writer(self.pool.mover, lambda tier: save_pins(folder, pins), None)
 
-    def _evict(self, asked: Mapping[str, Any]) -> "Future[dict[str, Any]]":
+    def _evict(self, asked: Mapping[str, Any]) -> "Future[Any]":
         keys = _keys(asked["keys"])
-        removed = Counter({"host": self.pool.evict_keys(keys)})
-        if self.pool.mover is None:
-            return _done(dict(removed))
-        task = WriterTask(lambda tier: {**removed, "disk": tier.discard(keys)})
-        self.pool.mover.submit(task)
-        return task.result
+        removed = {TierName.HOST: self.pool.evict_keys(keys)}
+        find = self.pool.residency.find
+        return evict_below(self.pool.mover, removed, [key for key in keys if find(key) is None])
 
     def _purge(self, client: int, roots: Sequence[PrefixKey]) -> "Future[dict[str, Any]]":
         wanted = frozenset(roots)
@@ -185,16 +177,16 @@ class PoolOperations:
         self._tell_closed()
         removed, in_use = self.pool.purge(wanted)
         nbytes = self.pool.memory.layout.nbytes
-        host = {str(TierName.HOST): Removed(removed, removed * nbytes, removed * nbytes)}
+        host = {TierName.HOST: Removed.whole(removed, nbytes)}
 
         def told(below: Removed | None, num_left: int) -> dict[str, Any]:
-            tiers = host if below is None else {**host, str(TierName.DISK): below}
+            tiers = host if below is None else {**host, TierName.DISK: below}
             left = num_left + self.pool.count(wanted)
             return {"removed": tiers, "in_use": in_use, "pins": pins, "num_left": left}
 
         if self.pool.mover is None:
-            return _done(told(None, 0))
-        task = WriterTask(lambda tier: told(*purge_tier(tier, wanted)))
+            return done(told(None, 0))
+        task = WriterTask(lambda tier: told(*purge_below(tier, wanted)))
         self.pool.mover.submit(task)
         return task.result
 
@@ -219,9 +211,3 @@ def _keys(told: Collection[str]) -> list[PrefixKey]:
     if any(len(key) != 16 for key in keys):
         raise ValueError("a key has 16 bytes")
     return keys
-
-
-def _done(value: dict[str, Any]) -> "Future[dict[str, Any]]":
-    future: Future[dict[str, Any]] = Future()
-    future.set_result(value)
-    return future

@@ -8,24 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.pin_file import load_pins, save_pins
 from tiers.memory.block import Block
 from tiers.memory.residency import Residency
+from tiers.operations.below import ask_writer, done, evict_below
 from tiers.operations.pins import Keeper
 from tiers.operations.purge import Purger
-from tiers.policy.quota import COMMON, Quotas
+from tiers.policy.quota import Quotas
 from tiers.policy.retention import Pin, PinError
 from tiers.telemetry.working_set import Traffic, TrafficReport
 from tiers.tier import ManagedTier, Sample, TierName
 from tiers.transfer.demotion import Demoter
-from tiers.transfer.mover import Mover, WriterTask
-
-T = TypeVar("T")
-
+from tiers.transfer.mover import Mover
 
 NO_SAMPLE = Sample((), 1 << 32)
 
@@ -79,7 +76,7 @@ class CacheOperations:
         )
         self.purger = Purger(residency, mover, self.keeper.unpin_scopes)
         self.traffic = Traffic()
-        self.saved: Future[None] = _done(None)
+        self.saved: Future[None] = done(None)
         self._pins_now: tuple[Pin[PrefixKey], ...] = ()
         if disk is not None:
             residency.on_left_host = self._left_host
@@ -93,7 +90,9 @@ class CacheOperations:
     def start(self) -> None:
         """To be called once, when the mover runs."""
         if self._disk is not None and self._disk.stats().num_blocks:
-            self.traffic.begin(lambda limit: self._send(lambda tier: tier.sample(limit), NO_SAMPLE))
+            self.traffic.begin(
+                lambda most: ask_writer(self._mover, lambda tier: tier.sample(most), NO_SAMPLE)
+            )
 
     def step(self) -> None:
         """A step's share of everything here."""
@@ -132,20 +131,17 @@ class CacheOperations:
 
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
         """Remove blocks from every tier but where they are in use or pinned; how many were."""
-        removed = dict.fromkeys(self._capacities, 0)
+        index = self._residency.index
+        above = [tier for tier in self._capacities if tier is not TierName.DISK]
+        removed: dict[TierName, int] = dict.fromkeys(above, 0)
         for key in keys:
-            block = self._residency.index.get(key)
+            block = index.get(key)
             if block is not None and not (block.ref_count or block.busy or block.pinned):
                 removed[TierName.DEVICE] += block.slot is not None
                 if block.frame is not None:
                     removed[TierName.HOST] += 1
                 self._residency.forget_everywhere(block)
-        loose = [key for key in keys if self._residency.index.get(key) is None]
-
-        def discard(tier: ManagedTier) -> dict[TierName, int]:
-            return removed | {TierName.DISK: tier.discard(loose)}  # but what is pinned by then
-
-        return self._send(discard, removed)
+        return evict_below(self._mover, removed, [key for key in keys if index.get(key) is None])
 
     def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
         """The scope's root and the keys of the prefix that ends with block `key`.
@@ -158,9 +154,9 @@ class CacheOperations:
             keys.append(key)
             scope, parent, _, _, _ = block.identity()
             if parent == scope:
-                return _done((scope, keys[::-1]))
+                return done((scope, keys[::-1]))
             key = parent
-        return self._send(lambda tier: _traced(tier, scope, key, keys), (scope, []))
+        return ask_writer(self._mover, lambda tier: _traced(tier, scope, key, keys), (scope, []))
 
     def working_set(self) -> TrafficReport:
         """Hit rate against capacity for the live traffic, and where the tiers are on that curve."""
@@ -181,38 +177,23 @@ class CacheOperations:
             for group, (used, share) in groups.items()
         ]
 
-    def _send(self, work: Callable[[ManagedTier], T], without: T) -> "Future[T]":
-        """Let the writer thread do something to the disk tier; `without` is the answer without."""
-        if self._mover is None:
-            return _done(without)
-        task = WriterTask(work)
-        self._mover.submit(task)
-        return task.result
-
     def _most_owned(self, scope: PrefixKey) -> int | None:
-        """Blocks that the owner of a scope may pin: the pinned share of what it was promised."""
         quotas = next(iter(self._quotas.values()), None)
-        if quotas is None or (group := quotas.group(scope)) is COMMON:
-            return None
         lowest = list(self._capacities.values())[-1]
-        return int(self._pinned_share * quotas.shares.share(group) * lowest)
+        return quotas.shares.part_of(scope, self._pinned_share * lowest) if quotas else None
 
     def _save_pins(self, pins: Sequence[Pin[PrefixKey]]) -> None:
         folder = self._pin_folder
         if folder is not None:
             # What stands when the writer gets to it, so that two saves cannot change places.
             self._pins_now = tuple(pins)
-            self.saved = self._send(lambda tier: save_pins(folder, self._pins_now), None)
+            self.saved = ask_writer(
+                self._mover, lambda tier: save_pins(folder, self._pins_now), None
+            )
 
     def _left_host(self, block: Block) -> None:
         if self._disk is not None and block.key is not None:
             self._disk.demoted([block.key], [block.idle_s(time.monotonic())])
-
-
-def _done(value: T) -> "Future[T]":
-    future: Future[T] = Future()
-    future.set_result(value)
-    return future
 
 
 def _traced(

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from tiers.blocks.keys import PrefixKey
 from tiers.memory.block import Block
 from tiers.memory.residency import Residency
+from tiers.operations.below import purge_below
 from tiers.telemetry.events import CacheEvent
-from tiers.tier import ManagedTier, Removed, TierName
+from tiers.tier import Removed, TierName
 from tiers.transfer.mover import Mover, WriterTask
 
 
@@ -93,7 +94,7 @@ class Purger:
             self._finish(purge, Removed(), 0)
             return True
         if purge.task is None:
-            purge.task = WriterTask(lambda tier: purge_tier(tier, purge.roots))
+            purge.task = WriterTask(lambda tier: purge_below(tier, purge.roots))
             self._mover.submit(purge.task)
         if not purge.task.result.done():
             return False
@@ -106,10 +107,7 @@ class Purger:
 
     def _finish(self, purge: _Purge, from_disk: Removed, left_on_disk: int) -> None:
         nbytes = self._residency.pool.layout.nbytes
-        removed = {
-            tier: Removed(count, count * nbytes, count * nbytes)
-            for tier, count in purge.counts.items()
-        }
+        removed = {tier: Removed.whole(count, nbytes) for tier, count in purge.counts.items()}
         if self._mover is not None:
             removed[TierName.DISK] = from_disk
             self._residency.count(TierName.DISK, CacheEvent.PURGED, from_disk.num_blocks)
@@ -120,8 +118,3 @@ class Purger:
     def _blocks_of(self, roots: frozenset[PrefixKey]) -> list[Block]:
         index = self._residency.index
         return [block for block in [*index, *index.iter_partials()] if block.scope in roots]
-
-
-def purge_tier(tier: ManagedTier, roots: frozenset[PrefixKey]) -> tuple[Removed, int]:
-    """The writer thread: what was removed, and how many blocks a second look finds."""
-    return tier.purge(roots), tier.count(roots)

@@ -67,6 +67,11 @@ class QuotaShares:
     def share(self, group: Hashable) -> float:
         return self._shares[group]
 
+    def part_of(self, tenant: Hashable, num_blocks: float) -> int | None:
+        """The tenant's part of so many blocks; None where it was promised none of its own."""
+        group = self.group(tenant)
+        return None if group is COMMON else int(num_blocks * self.share(group))
+
     def groups(self) -> list[Hashable]:
         return list(self._shares)
 

@@ -20,7 +20,7 @@ from cachesvc.operator.purge import Order, PurgeFailed, keep_receipt, purge_stop
 from cachesvc.operator.scopes import Kind, roots_of
 from cachesvc.server.server_file import LiveError, find_server
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.inspection.maintenance import purge as purge_shard
+from tiers.disk.inspection.maintenance import purge as purge_shards
 from tiers.disk.inspection.opening import open_shards
 from tiers.errors import TierError
 from tiers.tier import Removed
@@ -169,8 +169,7 @@ def _purge_beside(folder: Path, roots: set[PrefixKey], server: str, *, json: boo
         progress("purging", len(shards)) as advance,
     ):
         for shard in shards:
-            gone = gone.plus(purge_shard(shard, roots))
-            shard.sync()
+            gone = gone.plus(purge_shards([shard], roots))
             advance(1)
     if json:
         scopes = sorted(root.hex() for root in roots)

@@ -1,11 +1,11 @@
-"""Maintenance of one shard: evict by rule, purge scopes. Safe beside a live server.
+"""Maintenance of shards: evict by rule, purge scopes. Safe beside a live server.
 
 Each works in pages of PAGE_BLOCKS blocks with a short transaction for each, so that neither the
 server's writes nor the reuse of its freed pages waits long. Called by the command line from a
 process of its own, and by `DiskTier` from the server's.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.format.rows import IndexEntry
@@ -57,17 +57,18 @@ def delete(shard: Shard, keys: list[PrefixKey]) -> int:
     return num_held
 
 
-def purge(shard: Shard, roots: Collection[PrefixKey]) -> Removed:
+def purge(shards: Iterable[Shard], roots: Collection[PrefixKey]) -> Removed:
     """Delete every block of these scopes, also those stored while it runs, as far as it can see."""
     wanted = frozenset(roots)
     total = Removed()
-    while True:
-        removed = remove(shard, lambda _, entry: entry.scope in wanted)
-        total = total.plus(removed)
-        if removed.num_blocks == 0:
-            return total
+    for shard in shards:
+        while (removed := remove(shard, lambda _, entry: entry.scope in wanted)).num_blocks:
+            total = total.plus(removed)
+        shard.sync()
+    return total
 
 
-def count(shard: Shard, roots: Collection[PrefixKey]) -> int:
+def count(shards: Iterable[Shard], roots: Collection[PrefixKey]) -> int:
     """How many blocks of these scopes are held, by their own headers."""
-    return sum(entry.scope in roots for rows in pages(shard) for _, entry in rows)
+    wanted = frozenset(roots)
+    return sum(e.scope in wanted for shard in shards for rows in pages(shard) for _, e in rows)
