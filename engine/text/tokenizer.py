@@ -1,8 +1,8 @@
 """Text to token ids and back: the model's own tokenizer behind a narrow face.
 
 The api calls it on its own threads. A `Tokenizer` is immutable after construction and safe to call
-from several threads at once: the Rust tokenizer keeps no state between calls, and releases the GIL
-for a batch.
+from several threads at once: between calls the Rust tokenizer keeps only words that it has cut, and
+it releases the GIL for a batch.
 """
 
 import json
@@ -17,6 +17,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerBase
 
 from engine.errors import ModelError, RequestError
+
+# Words that a thread's tokenizer remembers. Its own bound is 10,000 of up to 255 bytes: 84 MB that
+# prompts of words that are none fill for good. With 1,000 prose of 2 kB is cut as fast (0.40 ms;
+# with none 0.63), and of 100 kB in 11 ms instead of 9 (AMD EPYC).
+CACHED_WORDS = 1_000
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -41,6 +46,8 @@ class Tokenizer:
             )
         self._base = base
         self._fast = fast
+        if hasattr(fast.model, "_resize_cache"):  # BPE and unigrams; others remember none
+            fast.model._resize_cache(CACHED_WORDS)
         self.chat_template = _template_text(base)
         serialised = fast.to_str()
         identity = serialised + "\0" + (self.chat_template or "")
