@@ -24,7 +24,6 @@ from engine.composition import Core
 from engine.models.load import LoadedModel
 from engine.request import Request, SamplingParams, StepOutput
 from engine.text.tokenizer import Tokenizer
-from tiers.blocks.layout import BlockLayout
 from tiers.cache import TieredCache
 
 QUESTION_TOKENS = 12
@@ -256,11 +255,6 @@ def with_ratios(results: Sequence[Measured]) -> list[Measured]:
 
 def as_json(results: Sequence[Measured]) -> list[dict[str, Any]]:
     return [asdict(each) for each in results]
-
-
-def estimate(layout: BlockLayout, num_tokens: int, bytes_per_s: float, forward_s: float) -> float:
-    """Seconds a hit should take: the prefix's bytes at a rate, and one forward of the question."""
-    return num_tokens * layout.token_nbytes / bytes_per_s + forward_s
 
 
 def _measured(

@@ -1,7 +1,6 @@
 """An entry as the checks of `billing.proof` see it, and how they say what is wrong with it."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from billing.gate.entries import ACCOUNTS, Entry
 from billing.gate.work import TenantAccount
@@ -16,8 +15,7 @@ class Differs(Exception):
         self.invariant = invariant
 
 
-@dataclass(frozen=True, slots=True)
-class Booked:
+class Booked(NamedTuple):
     """An entry, read; `account` is as it was before the entry."""
 
     entry: Entry

@@ -51,12 +51,7 @@ class ChargeChecks:
         self._rates: dict[RateRef, PinnedRate] = {}
 
     def check_charge(self, booked: Booked) -> None:
-        entry, account, postings, details = (
-            booked.entry,
-            booked.account,
-            booked.postings,
-            booked.details,
-        )
+        entry, account, postings, details = booked
         pinned = self._pinned(rate_ref(details))
         month = month_of(entry.moment_ns)
         if "commitment" in details:
@@ -93,12 +88,7 @@ class ChargeChecks:
             self._scoped[key] = scoped
 
     def check_correction(self, booked: Booked) -> None:
-        entry, account, postings, details = (
-            booked.entry,
-            booked.account,
-            booked.postings,
-            booked.details,
-        )
+        entry, account, postings, details = booked
         key = (entry.tenant, details["corrects"])
         taken = self._charges.get(key)
         if taken is None:

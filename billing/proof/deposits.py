@@ -27,7 +27,7 @@ class DepositChecks:
         self.wallets: dict[tuple[str, str], int] = {}  # by tenant and currency
 
     def check_deposit(self, booked: Booked) -> None:
-        entry, account, postings = booked.entry, booked.account, booked.postings
+        entry, account, postings, _ = booked
         gains = entry.kind in INCOMING
         if gains != (entry.amount > 0):
             raise Differs("balanced", f"a {entry.kind} cannot be {format_units(entry.amount)}")
@@ -49,12 +49,7 @@ class DepositChecks:
             self._deposits[entry.tenant, entry.seq] = Kind(entry.kind), entry.amount
 
     def check_adjustment(self, booked: Booked) -> None:
-        entry, account, postings, details = (
-            booked.entry,
-            booked.account,
-            booked.postings,
-            booked.details,
-        )
+        entry, account, postings, details = booked
         key = (entry.tenant, details["corrects"])
         kind, stands = self._deposits.get(key, (None, 0))
         if kind not in INCOMING:
@@ -69,12 +64,7 @@ class DepositChecks:
             self._grants[entry.tenant][details["corrects"]].amount += entry.amount
 
     def check_expiry(self, booked: Booked) -> None:
-        entry, account, postings, details = (
-            booked.entry,
-            booked.account,
-            booked.postings,
-            booked.details,
-        )
+        entry, account, postings, details = booked
         grants = self._grants.get(entry.tenant, {})
         grant = grants.get(details["corrects"])
         if grant is None or grant.is_over:
@@ -93,7 +83,7 @@ class DepositChecks:
 
     def check_wallet(self, booked: Booked) -> None:
         """A wallet never goes below zero, and a conversion is its amount times its rate."""
-        entry, account, details = booked.entry, booked.account, booked.details
+        entry, account, _, details = booked
         key, moves = (entry.tenant, details["wallet"]), int(details["moves"])
         left = self.wallets.get(key, 0) + moves
         if left < 0 or details["wallet"] == account.currency:

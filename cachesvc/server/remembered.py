@@ -35,10 +35,6 @@ class Remembered:
         self._max_records = max_records
         self._file = SideFile(path, schema=SCHEMA, tables=TABLES, what="the dashboard's requests")
 
-    @property
-    def num_dropped(self) -> int:
-        return self._file.num_dropped
-
     def records(self) -> Sequence[RequestRecord]:
         """Ended requests, the oldest first. What another version wrote may be left out."""
         found = self._file.rows("SELECT body FROM records ORDER BY number")

@@ -10,7 +10,7 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,7 +37,6 @@ class SideFile:
         self._queue: queue.Queue[Write | None] = queue.Queue(QUEUE)
         self._thread: threading.Thread | None = None
         self._failed = False
-        self.num_dropped = 0
         if path is not None:
             self._begin(path)
 
@@ -66,10 +65,8 @@ class SideFile:
         """Let the thread write; nothing before `start`, and nothing once too much waits."""
         if self._thread is None:
             return
-        try:
+        with suppress(queue.Full):
             self._queue.put_nowait(write)
-        except queue.Full:
-            self.num_dropped += 1
 
     def close(self) -> None:
         """Write what waits, and stop."""
