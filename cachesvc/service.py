@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-import uvicorn
-
 import cachesvc
 from api.access.overload import QueueBound
 from api.admin.router import admin_router
@@ -54,7 +52,7 @@ from cachesvc.operator.storage_meter import StorageMeter
 from cachesvc.operator.survey import CacheSurvey
 from cachesvc.operator.tenant_pins import CachePins
 from cachesvc.server.backend import Backend, MakeBackend
-from cachesvc.server.connection import BoundedConnection
+from cachesvc.server.connection import http_config
 from cachesvc.server.dashboard import Dashboard
 from cachesvc.server.http import Asgi, HttpServer, Timed
 from cachesvc.server.kept_turns import FILE_NAME as TURNS_NAME
@@ -191,15 +189,10 @@ class Service:
 
     def start(self) -> None:
         """Take commands: the ledger, the app and the engine. Its first steps warm it up."""
-        self._config = uvicorn.Config(
+        self._config = http_config(
             self.app(self._money.start(self.metrics.observe_bill)),
             loop="uvloop",
-            http=BoundedConnection,
-            ws="none",
             lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
             timeout_graceful_shutdown=max(1, round(self._settings.server.drain)),
         )
         self.core.start(self._settings.engine.chunk_tokens)

@@ -9,9 +9,11 @@ connection. Event loop only.
 import asyncio
 import resource
 from collections import Counter
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -36,6 +38,19 @@ def connection_bound() -> int:
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
     return min(MAX_CONNECTIONS, max(1, int(soft * DESCRIPTORS)))
+
+
+def http_config(app: Callable[..., Any], **options: Any) -> uvicorn.Config:
+    """What the servers of this program share: bounded connections, and our own logs."""
+    return uvicorn.Config(
+        app,
+        http=BoundedConnection,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        **options,
+    )
 
 
 class BoundedConnection(HttpToolsProtocol):

@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 
-from cachesvc.server.connection import BoundedConnection
+from cachesvc.server.connection import http_config
 
 Show = Callable[[str, float | None], None]  # what is done now, and how much of it where known
 RETRY_AFTER_S = 2
@@ -64,16 +64,8 @@ def answering(listener: socket.socket, startup: Startup) -> Iterator[None]:
 
     Connections that come as it ends wait in the listener's queue for who serves on it next.
     """
-    config = uvicorn.Config(
-        _Starting(startup),
-        loop="asyncio",
-        http=BoundedConnection,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=1,
+    config = http_config(
+        _Starting(startup), loop="asyncio", lifespan="off", timeout_graceful_shutdown=1
     )
     server = uvicorn.Server(config)
     sockets = [listener.dup()]  # which the server closes as it ends; the listener stays
