@@ -1,4 +1,4 @@
-"""Rate cards: shown, linted, tried on real usage, compared, and put in force.
+"""Rate cards: shown, linted, tried on real usage, and put in force.
 
 A card is given as `{"toml": TEXT}` or as `{"name": NAME}`, with `version` for one that was applied.
 It is never a path, for these calls come over the network too.
@@ -16,7 +16,6 @@ from billing.prices.lint import Severity, lint
 from billing.reports.documents import (
     Document,
     card_document,
-    differences,
     finding_document,
     plan_document,
 )
@@ -50,11 +49,6 @@ def plan_card(
     pricing = rerate.under_card(_card(books, card))
     since_ns = max(0, time.time_ns() - days * 86_400 * NS)
     return plan_document(rerate.rerate(books.store, pricing, since_ns=since_ns, tenant=tenant))
-
-
-def diff_cards(books: Books, *, before: CardSource, after: CardSource) -> list[Document]:
-    """What differs between two cards."""
-    return differences(_card(books, before), _card(books, after))
 
 
 def apply_card(books: Books, *, card: CardSource, by: str, why: str) -> Document:

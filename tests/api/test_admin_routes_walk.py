@@ -29,7 +29,6 @@ OF_READERS = {  # they ask by POST, for their body or what they cost, and change
     "/admin/api/prices/show",
     "/admin/api/prices/lint",
     "/admin/api/prices/plan",
-    "/admin/api/prices/diff",
     "/admin/api/ledger/verify",
 }
 

@@ -295,7 +295,7 @@ async def test_what_is_no_json_and_what_is_not_there(client: httpx.AsyncClient) 
     )
 
 
-async def test_a_card_is_linted_planned_compared_and_applied(
+async def test_a_card_is_linted_planned_and_applied(
     client: httpx.AsyncClient, house: House
 ) -> None:
     toml = shipped_cards()["deepseek-launch"].replace('"2024-08-02"', '"2030"')
@@ -307,9 +307,6 @@ async def test_a_card_is_linted_planned_compared_and_applied(
     assert "hit-above-miss" in {finding["rule"] for finding in found}
     plan = await ok(await client.post("/prices/plan", json={"card": {"toml": dearer}}))
     assert ["0.000049"] == [row["change"] for row in plan["rows"]]
-    compared = {"before": {"name": "deepseek-launch"}, "after": {"toml": dearer}}
-    fields = {row["field"] for row in await ok(await client.post("/prices/diff", json=compared))}
-    assert {"version", "valid_from", "* standard output"} == fields
     refusal = await client.post("/prices/apply", json={"card": {"toml": gamed}, **WHY})
     assert (400, "invalid_rate_card", None) == await refused(refusal)
     applied = await client.post("/prices/apply", json={"card": {"toml": dearer}, **WHY})
@@ -322,8 +319,6 @@ async def test_a_card_is_linted_planned_compared_and_applied(
     assert dearer == (await ok(await client.post("/prices/show", json=shown)))["toml"]
     path = {"name": "pyproject.toml"}
     assert (404, "not_found", None) == await refused(await client.post("/prices/show", json=path))
-    names = {card["file"] for card in await ok(await client.get("/prices/shipped"))}
-    assert set(shipped_cards()) == names
 
 
 async def test_an_open_hold_says_its_age_and_what_was_sent(

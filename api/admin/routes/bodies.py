@@ -161,12 +161,5 @@ class PlanBody(BaseModel):
     tenant: Name | None = None
 
 
-class DiffBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    before: CardSource
-    after: CardSource
-
-
 class ApplyCard(AdminBody):
     card: CardSource

@@ -1,15 +1,14 @@
-"""/admin/api/prices: rate cards linted, tried on real usage, compared, and put in force.
+"""/admin/api/prices: rate cards linted, tried on real usage, and put in force.
 
 Only `apply` changes anything. The operations themselves are in `billing.operations.prices`.
 """
 
 from fastapi import APIRouter
 
-from api.admin.access import Books, MayChange, MayRead
-from api.admin.routes.bodies import ApplyCard, CardSource, DiffBody, PlanBody
+from api.admin.access import Books, MayChange
+from api.admin.routes.bodies import ApplyCard, CardSource, PlanBody
 from billing.operations import prices
-from billing.prices.cards import parse_card, shipped_cards
-from billing.reports.documents import Document, card_document
+from billing.reports.documents import Document
 
 router = APIRouter(prefix="/admin/api/prices", tags=["admin: prices"])
 
@@ -18,15 +17,6 @@ router = APIRouter(prefix="/admin/api/prices", tags=["admin: prices"])
 def applied_cards(books: Books) -> list[Document]:
     """The cards that were applied, oldest first."""
     return prices.applied_cards(books)
-
-
-@router.get("/shipped")
-def shipped(_: MayRead) -> list[Document]:
-    """The cards that come with the program, with their TOML to start from."""
-    return [
-        card_document(parse_card(text, name)) | {"file": name, "toml": text}
-        for name, text in sorted(shipped_cards().items())
-    ]
 
 
 @router.post("/show")
@@ -45,12 +35,6 @@ def lint_card(books: Books, source: CardSource) -> list[Document]:
 def plan_card(books: Books, body: PlanBody) -> Document:
     """What the last days' real usage would have cost under a card. Changes nothing."""
     return prices.plan_card(books, **body.model_dump())
-
-
-@router.post("/diff")
-def diff_cards(books: Books, body: DiffBody) -> list[Document]:
-    """What differs between two cards."""
-    return prices.diff_cards(books, **body.model_dump())
 
 
 @router.post("/apply")
