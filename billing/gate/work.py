@@ -103,7 +103,7 @@ class Work:
     wallets: dict[Key, int] = field(default_factory=dict)  # by tenant and currency
     put_wallets: dict[Key, int] = field(default_factory=dict)
     spent: dict[Key, int] = field(default_factory=dict)  # by tenant and month
-    put_scoped: set[str] = field(default_factory=set)  # tenants whose scoped grants change
+    put_scoped: set[tuple[str, int]] = field(default_factory=set)  # scoped grants that change
     new_entries: list[Entry] = field(default_factory=list)
     put_holds: dict[Key, StoredHold] = field(default_factory=dict)
     dropped_holds: set[Key] = field(default_factory=set)
@@ -180,8 +180,8 @@ class Work:
         if body.get("by", SYSTEM) != SYSTEM:
             self.decisions.append((entry, account.worth))
         account.take(entry, body)
-        if body.get("scope") or body.get("scoped"):
-            self.put_scoped.add(account.tenant)
+        moved = [*moved_by(body), *([seq] if body.get("scope") else ())]
+        self.put_scoped.update((account.tenant, each) for each in moved)
         self.new_entries.append(entry)
         self.entries.setdefault((account.tenant, request_id), []).append(entry)
         if "corrects" in body:

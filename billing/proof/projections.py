@@ -83,10 +83,13 @@ def compare_wallets(replay: ProofRun, connection: Connection) -> Iterator[Proble
 
 
 def compare_scoped(replay: ProofRun, connection: Connection) -> Iterator[Problem]:
-    found = {row[:2]: row for row in store_scoped.scoped_rows(connection)}
-    made = (row for account in replay.accounts.values() for row in store_scoped.rows_of(account))
-    expected = {row[:2]: row for row in made}
-    for (tenant, seq), _ in sorted(found.items() ^ expected.items())[:1]:
+    found = {tuple(row.values()) for row in store_scoped.scoped_rows(connection)}
+    expected = {
+        tuple(store_scoped.scoped_row(account.tenant, grant).values())
+        for account in replay.accounts.values()
+        for grant in account.grants.values()
+    }
+    for tenant, seq, *_ in sorted(found ^ expected)[:1]:
         yield Problem(f"grant {tenant}/{seq}", 0, "projected", "it is not what its entries left")
 
 

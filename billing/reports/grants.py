@@ -28,7 +28,8 @@ def grant_documents(store: "LedgerStore", tenant: str) -> list[Document]:
             grant_of(entry, find_corrections(connection, entry))
             for entry in store_expiring.grants_of(connection, tenant)
         ]
-        store_scoped.read_scoped(connection, [account])
+        rows = store_scoped.scoped_rows(connection, [tenant])
+        store_scoped.read_scoped(rows, {tenant: account})
     free = [grant for grant in grants if not grant.is_scoped]
     left = remaining(free, account.balances["granted"])
     left |= {seq: grant.left for seq, grant in account.grants.items()}

@@ -5,6 +5,7 @@ can change: what none of them touches is neither locked nor read.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import starmap
 
 from sqlalchemy import Connection, select
 
@@ -44,7 +45,7 @@ from billing.store.rows import (
     read_entry,
     read_hold,
 )
-from billing.store.schema import entries, holds
+from billing.store.schema import entries
 from billing.store.trail import add_trail
 
 
@@ -91,24 +92,28 @@ def load_work(
         if entry.kind in CORRECTABLE:
             found = find_corrections(connection, entry)
             work.corrections[entry.tenant, entry.seq] = found
-    _load_scoped(connection, commands, work)
+    _load_scoped(hot, connection, commands, work)
     return work
 
 
-def _load_scoped(connection: Connection, commands: Sequence[Command], work: Work) -> None:
+def _load_scoped(
+    hot: HotStatements, connection: Connection, commands: Sequence[Command], work: Work
+) -> None:
     """Of tenants that have scoped grants, or that may get some back, each grant; and all that they
     hold, since holds of several prices may wait for one grant."""
-    having = [a for a in work.accounts.values() if a.balances["scoped"]]
-    spent = {tenant for tenant, _ in work.corrections}
-    more = [a for a in work.accounts.values() if a.tenant in spent and a not in having]
-    if having or more:
-        store_scoped.read_scoped(connection, [*having, *more])
+    having = {a.tenant for a in work.accounts.values() if a.balances["scoped"]}
+    requests = (Reserve, TopUp, Settle)
+    others = {tenant for c in commands if not isinstance(c, requests) for tenant, _ in keys_of(c)}
+    whole = {tenant for tenant, _ in work.corrections} | (having & others)
+    if spending := sorted(having - whole):
+        store_scoped.read_scoped(hot.find_scoped(connection, spending), work.accounts)
+    if whole:
+        rows = store_scoped.scoped_rows(connection, sorted(whole))
+        store_scoped.read_scoped(rows, work.accounts)
     asking = {c.hold.tenant for c in commands if isinstance(c, Reserve | TopUp)}
-    for account in having:
-        if account.tenant in asking:
-            query = select(holds).where(holds.c.tenant == account.tenant)
-            for hold in map(read_hold, connection.execute(query).mappings()):
-                work.holds.setdefault(hold.key, hold)
+    for tenant in having & asking:
+        for hold in map(read_hold, hot.find_tenant_holds.find(connection, {"of_tenant": tenant})):
+            work.holds.setdefault(hold.key, hold)
 
 
 def write_work(hot: HotStatements, connection: Connection, work: Work) -> None:
@@ -127,8 +132,9 @@ def write_work(hot: HotStatements, connection: Connection, work: Work) -> None:
         hot.drop_holds.run(connection, map(_key_row, work.dropped_holds))
     if work.put_wallets:
         store_wallets.write_wallets(connection, work.put_wallets)
-    for tenant in sorted(work.put_scoped):
-        store_scoped.write_scoped(connection, work.accounts[tenant])
+    if work.put_scoped:
+        moved_grants = ((name, work.accounts[name].grants[seq]) for name, seq in work.put_scoped)
+        hot.put_scoped.run(connection, starmap(store_scoped.scoped_row, moved_grants))
     if work.put_used:
         store_plans.write_used(connection, work.put_used)
     if work.put_advances:

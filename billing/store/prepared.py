@@ -10,7 +10,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, func, select, update
+from sqlalchemy import Connection, bindparam, delete, func, literal_column, select, update
 
 from billing.gate.commands import Key
 from billing.gate.entries import ACCOUNTS
@@ -22,6 +22,7 @@ from billing.store.schema import (
     advances,
     entries,
     holds,
+    scoped_grants,
     usage_daily,
     usage_sessions,
 )
@@ -122,6 +123,7 @@ class HotStatements:
     def __init__(self, dialect: str) -> None:
         self.find_accounts = Finder(_accounts_for_update, dialect)
         self.find_holds = Finder(lambda keys: _by_request(holds, keys), dialect)
+        self.find_tenant_holds = Prepared(_HOLDS_OF, dialect)
         self.find_entries = Finder(lambda keys: _by_request(entries, keys), dialect)
         self.add_entries = Prepared(entries.insert(), dialect)
         holding = _replacing(dialect, holds, ("tenant", "request_id"))
@@ -130,6 +132,8 @@ class HotStatements:
         self.find_advances = Finder(_advances_of, dialect)
         self.put_advances = Prepared(_replacing(dialect, advances, ("tenant", "owner")), dialect)
         self.drop_advances = Prepared(_DROP_ADVANCE, dialect)
+        self.find_scoped = Finder(_scoped_left, dialect)
+        self.put_scoped = Prepared(_replacing(dialect, scoped_grants, ("tenant", "seq")), dialect)
         self.move_accounts = Prepared(_MOVE_ACCOUNT, dialect)
         self.add_daily = Prepared(_adding(dialect, usage_daily, DAILY_KEY), dialect)
         sessions = _adding(dialect, usage_sessions, SESSION_KEY, last="last_ns")
@@ -151,6 +155,13 @@ def _advances_of(keys: Sequence[Any]) -> Any:
     return select(advances).where(advances.c.tenant.in_(keys))
 
 
+def _scoped_left(keys: Sequence[Any]) -> Any:
+    """What is spent is left out: a tenant may have had many."""
+    some = scoped_grants.c.remains != literal_column("'0'")
+    return select(scoped_grants).where(scoped_grants.c.tenant.in_(keys) & some)
+
+
+_HOLDS_OF = select(holds).where(holds.c.tenant == bindparam("of_tenant"))
 _DROP_ADVANCE = delete(advances).where(
     (advances.c.tenant == bindparam("of_tenant")) & (advances.c.owner == bindparam("of_owner"))
 )

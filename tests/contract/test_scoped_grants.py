@@ -344,11 +344,11 @@ def test_nothing_is_overdrawn_or_spent_twice(tmp_path: Any, seed: int) -> None:
 
 def scoped_of(house: TestLedger) -> list[Any]:
     from billing.store.reports import all_accounts
-    from billing.store.scoped import read_scoped
+    from billing.store.scoped import read_scoped, scoped_rows
 
     with house.ledger.store.reading() as connection:
         account = all_accounts(connection)["acme"]
-        read_scoped(connection, [account])
+        read_scoped(scoped_rows(connection, ["acme"]), {"acme": account})
     return list(account.grants.values())
 
 
