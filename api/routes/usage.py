@@ -44,7 +44,7 @@ Month = Annotated[str, Path(description="Such as 2026-11")]
 Row = dict[str, Any]
 
 
-async def _read(request: Request, read: Callable[[LedgerStore, str], Read]) -> Read:
+async def read_own(request: Request, read: Callable[[LedgerStore, str], Read]) -> Read:
     """What `read` finds in the store of the caller's tenant."""
     principal = await authorised(request, Scope.USAGE)
     store = wire_of(request).ledger_store
@@ -70,7 +70,7 @@ async def usage(
         query = parse_query(tenant=tenant, since=first, until=until, zone=timezone, split=breakdown)
         return [period.as_json() for period in usage_report.report(store, query, unit)]
 
-    return _table(await _read(request, read), form)
+    return _table(await read_own(request, read), form)
 
 
 @router.get("/v1/usage/sessions", response_model=None)
@@ -87,7 +87,7 @@ async def sessions(
         query = parse_query(tenant=tenant, since=since, until=until)
         return [period.as_json() for period in usage_report.by_session(store, query, limit=limit)]
 
-    return _table(await _read(request, read), form)
+    return _table(await read_own(request, read), form)
 
 
 @router.get("/v1/usage/entries", response_model=None)
@@ -110,7 +110,7 @@ async def entries(
                 found = store_reports.request_entries(connection, tenant, request_id)
         return [entry_document(entry) for entry in found]
 
-    rows = await _read(request, read)
+    rows = await read_own(request, read)
     if request_id is not None and not rows:
         raise RecordNotFound(f"no charge of yours has the id {request_id[:80]!r}")
     return _table([_flat(row) for row in rows] if form == "csv" else rows, form)
@@ -126,7 +126,7 @@ async def statement(
 ) -> Row | Response:
     """Your month, as JSON, CSV or a page to print; with a breakdown also by user and key."""
     zone = find_zone(timezone)
-    made = await _read(
+    made = await read_own(
         request, lambda store, tenant: statements.statement(store, tenant, month, zone, breakdown)
     )
     if form == "csv":
@@ -142,7 +142,7 @@ async def account(request: Request) -> Row:
     """What you have, owe and have on hold, your limits, what is left of your grants and plan."""
     principal = await authorised(request, Scope.USAGE)
     tenant = await asyncio.to_thread(wire_of(request).balances, principal.tenant)
-    more = await _read(request, lambda store, name: standing(store, name, time.time_ns()))
+    more = await read_own(request, lambda store, name: standing(store, name, time.time_ns()))
     return tenant_document(tenant) | more
 
 

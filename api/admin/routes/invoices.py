@@ -2,12 +2,13 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from api.admin.access import Books, MayChange
 from api.admin.routes.account import OfTenant
 from api.admin.routes.bodies import AdminBody, InvoiceMark, NewInvoice, NewParties
+from api.routes.invoices import Number
 from api.shapes.invoice import invoice_answer
 from billing.invoices.register import InvoiceState
 from billing.invoices.render import Form
@@ -17,7 +18,6 @@ from billing.reports.documents import Document
 router = APIRouter(prefix="/admin/api", tags=["admin: invoices"])
 
 AsForm = Annotated[Form, Query(alias="format")]
-Number = Annotated[str, Path(pattern=r"^[A-Z0-9-]{1,40}$", description="Such as INV-000012")]
 
 
 @router.get("/invoices")

@@ -13,6 +13,7 @@ from api.admin.access import Books, MayChange, MayRead
 from api.admin.routes.account import OfTenant
 from api.admin.routes.bodies import Correction, Corrections
 from api.page_headers import with_style
+from api.routes.usage import Breakdown, Timezone
 from billing.operations import ledger as ledgers
 from billing.operations import usage as usages
 from billing.operations.usage import StatementForm
@@ -32,11 +33,6 @@ Since = Annotated[
     str | None, Query(description="First day: 2026-11-01, today, yesterday, or 7d for a week back")
 ]
 Until = Annotated[str | None, Query(description="Last day, written alike")]
-Timezone = Annotated[str, Query(description="Where days begin, such as Asia/Shanghai")]
-Breakdown = Annotated[
-    str | None,
-    Query(max_length=80, description="By model, project, key, session, user or tag:NAME"),
-]
 Month = Annotated[str, Path(pattern=r"^\d{4}-(0[1-9]|1[0-2])$", description="Such as 2026-11")]
 
 
