@@ -172,6 +172,10 @@ def test_a_lengthened_log_is_read_like_any_other(tmp_path: Path) -> None:
     with running_ledger(url) as house:
         house.ledger.store.renew_log()
         assert (tmp_path / "ledger.sqlite3-wal").stat().st_size >= WAL_BYTES
+        index = (tmp_path / "ledger.sqlite3-shm").stat()
+        pages = -(-WAL_BYTES // 4096)
+        assert index.st_size >= -(-pages // 4096) * 32 << 10, "it need not grow on a full disk"
+        assert index.st_blocks * 512 >= index.st_size, "nor has it holes"
         house.fund(UNITS)
         house.charge("r1", USED)
         for file in tmp_path.glob("ledger.sqlite3*"):
