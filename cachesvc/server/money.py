@@ -126,8 +126,12 @@ class Money:
         return len(problems)
 
     def alert(self) -> None:
-        """Tell of budgets that are reached. What is not taken waits in the outbox."""
-        if self.outbox is not None and self.watch is not None:
+        """Tell of budgets that are reached. What is not taken waits in the outbox.
+
+        Not by a wrong clock: a message would count as three days old and be given up, or wait
+        until that day for its next try, and what was spent on a day be looked up on another.
+        """
+        if self.outbox is not None and self.watch is not None and not self.books.ledger.refuses:
             now_ns = time.time_ns()
             self.outbox.take(self.watch.look(now_ns), now_ns)
             self.outbox.deliver(now_ns)

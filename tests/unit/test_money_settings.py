@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -160,6 +161,24 @@ def test_heads_are_kept_and_alerts_wait_for_their_receiver(tmp_path: Path) -> No
     (line,) = kept.read_text().splitlines()
     assert "admin trail" in json.loads(line)["heads"]
     assert (tmp_path / "webhook_secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_no_alert_is_told_or_given_up_by_a_wrong_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = time.time_ns
+    with money_of(tmp_path, billing__alerts_to="http://127.0.0.1:9/hook") as money:
+        money.start(lambda *_: None)
+        budget = Budget(name="low", tenant="default", amount=1, span=BudgetSpan.BALANCE)
+        set_budget(money.accounts, budget, by="ops", now_ns=1, reason="")
+        money.alert()
+        monkeypatch.setattr(time, "time_ns", lambda: real() + 40 * 86_400 * 10**9)
+        monkeypatch.setattr(Ledger, "refuses", "the clock of this host is ahead")
+        money.alert()
+        with money.books.store.reading() as connection:
+            (waiting,) = store_alerts.due_messages(connection, 2**62, 9)
+    assert 1 == waiting["attempts"]
+    assert waiting["next_ns"] < real() + 60 * 10**9, "it comes again within the minute"
 
 
 def test_a_first_card_that_comes_too_late_is_told(
