@@ -42,7 +42,8 @@ from tiers.tier import ManagedTier, TierName, TierStats
 from tiers.transfer.demotion import Demoter, DemotionSettings
 from tiers.transfer.economy import LoadEconomy
 from tiers.transfer.mover import Mover
-from tiers.transfer.promotion import Progress, Promoter, Ticket, TicketState
+from tiers.transfer.promotion import Promoter
+from tiers.transfer.ticket import Progress, Ticket, TicketState
 
 GHOSTS_PER_BLOCK = 4  # keys that second-hit admission remembers, for each block on disk ...
 MAX_GHOSTS = 1 << 18  # ... and in all: 40 MB

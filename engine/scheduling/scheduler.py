@@ -24,7 +24,7 @@ from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
 from tiers.errors import OutOfBlocks
 from tiers.memory.tails import Tail, TailCase
-from tiers.transfer.promotion import Progress, Ticket
+from tiers.transfer.ticket import Progress, Ticket
 
 SPAN_WORK = 16.0  # what a sequence costs in a step beside its tokens, as tokens of a prompt
 AHEAD = 2  # waiting requests whose prefix is brought up while all places are taken

@@ -15,7 +15,7 @@ from engine.structure import GrammarState
 from tiers.blocks.chain import Chain
 from tiers.errors import MissReason
 from tiers.memory.block import Block
-from tiers.transfer.promotion import Ticket
+from tiers.transfer.ticket import Ticket
 
 
 class SequenceState(StrEnum):

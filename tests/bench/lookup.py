@@ -32,7 +32,7 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
-from tiers.transfer.promotion import Progress
+from tiers.transfer.ticket import Progress
 
 BLOCK_SIZE = 64
 LAYOUT = BlockLayout.uniform(

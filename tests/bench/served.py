@@ -38,7 +38,7 @@ from tiers.replay.replay import replay as run_replay
 from tiers.replay.trace import Trace, TraceRequest, read_trace
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
-from tiers.transfer.promotion import Progress
+from tiers.transfer.ticket import Progress
 
 CHUNK_BLOCKS = 8  # computed in one step, as in the engine: 512 tokens in blocks of 64
 TOKENS = 4  # in a block, for one of the trace

@@ -30,7 +30,7 @@ from tiers.memory.write_queue import WriteQueue
 from tiers.policy.admission import WritePolicy
 from tiers.policy.retention import PinError
 from tiers.testing.memory_tier import MemoryTier, SteppedMover
-from tiers.transfer.promotion import Ticket
+from tiers.transfer.ticket import Ticket
 
 SIZE = 4  # tokens a block
 LAYOUT = chain_layout(SIZE)

@@ -14,7 +14,7 @@ from tiers.policy.admission import WritePolicy
 from tiers.policy.retention import Pin, PinError, PinKind
 from tiers.steady_clock import SteadyClock
 from tiers.testing.memory_tier import MemoryTier, SteppedMover
-from tiers.transfer.promotion import Progress
+from tiers.transfer.ticket import Progress
 
 BLOCK = 4
 LAYOUT = chain_layout(BLOCK)

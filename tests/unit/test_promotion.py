@@ -14,7 +14,7 @@ from tiers.telemetry.events import CacheEvent
 from tiers.testing.faulty_storage import take
 from tiers.testing.memory_tier import MemoryTier, SteppedMover
 from tiers.tier import TierName
-from tiers.transfer.promotion import Progress, Ticket
+from tiers.transfer.ticket import Progress, Ticket
 
 
 @pytest.fixture

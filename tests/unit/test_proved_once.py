@@ -14,7 +14,7 @@ from tiers.disk import reader
 from tiers.disk.open import open_disk
 from tiers.disk.shard import Shard
 from tiers.tier import TierName
-from tiers.transfer.promotion import Progress, Ticket
+from tiers.transfer.ticket import Progress, Ticket
 
 SIZE = 8
 LAYOUT = BlockLayout.uniform(

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 FLUSH_EVERY_S = 5.0  # how long the writer is idle before it flushes the tier
+BLOCKS_PER_LOAD = 4  # a run this long is one read job, so that readers share a prefix
 NOTHING = Loaded(0, None)
 STORE_YIELD_S = 0.05  # how long a store waits for loads to finish before it goes ahead anyway
 

@@ -4,14 +4,11 @@ Engine thread only; the scheduler opens a ticket for a request that is about to 
 once per step, and hands its blocks to the sequence. Nothing here waits.
 
 Where a layout has windows, a prefix needs only its last `reach` blocks whole, and of those before
-them the lasting part: no more is loaded and lifted. A longer prefix may so have left a block that a
-shorter one needs whole; then its other part is fetched (`_mend`), or the prefix is cut.
+them the lasting part: no more is loaded and lifted (`tiers.transfer.windows`).
 """
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from tiers.blocks.chain import Chain
 from tiers.blocks.part import Part
@@ -22,82 +19,12 @@ from tiers.policy.policy import Use
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
 from tiers.transfer.economy import LoadEconomy
-from tiers.transfer.mover import LoadJob, Mover, ProbeJob
+from tiers.transfer.mover import BLOCKS_PER_LOAD, LoadJob, Mover, ProbeJob
+from tiers.transfer.ticket import Progress, Ticket, TicketState
+from tiers.transfer.windows import WindowMender
 
 _, LOADING, READY, LOST = BlockState
-BLOCKS_PER_LOAD = 4  # a run this long is one read job, so that readers share a prefix
 BLOCKS_PER_LIFT = 16  # their frames can be had by what leaves the device for those after them
-
-
-class Progress(Enum):
-    """How far a ticket is."""
-
-    LOADING = auto()  # a probe, a load or a copy to the device is under way
-    WAITING = auto()  # the next block is being computed or loaded for another request
-    NO_ROOM = auto()  # its blocks stand, but not all have a slot
-    READY = auto()  # every block it will get is on the device
-
-
-class TicketState(Enum):
-    """What is known of the blocks that follow a ticket's.
-
-    OPEN ─► PROBING ─► LOADING ──────► SETTLED
-     ▲ ▲       │  └───────────────────────▲
-     │ └───────┘ └─► LOADING_PART ─┐
-     └─────────────────────────────┘
-    """
-
-    BYPASSED = auto()  # nothing of the prompt may be taken as it stands
-    OPEN = auto()  # the disk is to be asked for what is not above it
-    PROBING = auto()  # the disk is being asked
-    LOADING = auto()  # some of its blocks may be loading, or lost by a failed load
-    LOADING_PART = auto()  # the same; what follows is another request's, and then the disk's again
-    SETTLED = auto()  # the disk gives no more
-
-
-_MOVES = {
-    TicketState.BYPASSED: (),
-    TicketState.OPEN: (TicketState.PROBING, TicketState.SETTLED),
-    TicketState.PROBING: (
-        *(TicketState.OPEN, TicketState.SETTLED),
-        *(TicketState.LOADING, TicketState.LOADING_PART),
-    ),
-    TicketState.LOADING: (TicketState.SETTLED,),
-    TicketState.LOADING_PART: (TicketState.OPEN,),
-    TicketState.SETTLED: (),
-}
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """One request's claim on its cached prefix. Invariant: it has one reference to each of
-    `blocks`, and a probe exactly while it is PROBING.
-
-    `blocks[i]` is block i of the chain, served from `sources[i]`; `stop` says why there is no more.
-    """
-
-    chain: Chain
-    state: TicketState = TicketState.OPEN
-    blocks: list[Block] = field(default_factory=list)
-    sources: list[TierName] = field(default_factory=list)
-    stop: MissReason = MissReason.ABSENT
-    probe: ProbeJob | None = None
-    num_on_device: int = 0  # leading blocks known to have a slot
-    mended: bool = False  # the missing windows of its last blocks were asked for
-
-    @property
-    def reads(self) -> bool:
-        """Whether what stands may be taken."""
-        return self.state is not TicketState.BYPASSED
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether some of its blocks may be loading."""
-        return self.state in (TicketState.LOADING, TicketState.LOADING_PART)
-
-    def move(self, to: TicketState) -> None:
-        assert to in _MOVES[self.state], f"a ticket goes from {self.state.name} to {to.name}"
-        self.state = to
 
 
 class Promoter:
@@ -110,7 +37,7 @@ class Promoter:
         self._layout = residency.pool.layout
         self._reach = self._layout.reach
         self._loads: list[tuple[LoadJob, list[Block], Ticket]] = []
-        self._mends: list[tuple[LoadJob, list[Block]]] = []
+        self._windows = WindowMender(residency, mover)
 
     def open(self, chain: Chain) -> Ticket:
         """A ticket holding what stands above the disk now; the disk is asked at once."""
@@ -138,7 +65,7 @@ class Promoter:
             return Progress.WAITING
         if self._ask_disk(ticket):
             return Progress.LOADING
-        if self._reach and not self._windows_stand(ticket):
+        if self._reach and not self._windows.stand(ticket):
             return Progress.LOADING
         if not self._lift(ticket):
             return Progress.NO_ROOM
@@ -155,12 +82,11 @@ class Promoter:
         """Take in the loads that finished. Once per step, before tickets are advanced."""
         if self._loads:
             self._loads = [load for load in self._loads if not self._collect_one(*load)]
-        if self._mends:
-            self._mends = [mend for mend in self._mends if not self._collect_mend(*mend)]
+        self._windows.collect()
 
     @property
     def num_loads(self) -> int:
-        return len(self._loads) + len(self._mends)
+        return len(self._loads) + self._windows.num_reads
 
     def _match(self, ticket: Ticket) -> bool:
         """Acquire what continues the ticket; True where another request makes the next block."""
@@ -313,9 +239,8 @@ class Promoter:
         for number, block in enumerate(ticket.blocks):
             if block.state is LOST:
                 ticket.stop = block.fault or MissReason.ABSENT
-                for lost in reversed(ticket.blocks[number:]):
+                for lost in ticket.cut(number):
                     self._residency.release(lost, lost.use)
-                del ticket.blocks[number:], ticket.sources[number:]
                 return
 
     def _lift(self, ticket: Ticket) -> bool:
@@ -372,77 +297,6 @@ class Promoter:
         nbytes = sum(map(self._layout.part_nbytes, parts))
         residency.copies.watch(copy, blocks, TierName.HOST, TierName.DEVICE, started, nbytes)
         residency.count(TierName.HOST, CacheEvent.PROMOTED, num_came)
-
-    # Windows: what a shorter prefix needs and a longer one left behind.
-
-    def _windows_stand(self, ticket: Ticket) -> bool:
-        """Whether the last blocks are whole above the disk, if need be of the ticket cut to where
-        they are; False while what they lack is being read."""
-        lacking = [block for block in ticket.blocks[-self._reach :] if not block.is_whole]
-        if any(block in blocks for _, blocks in self._mends for block in lacking):
-            return False
-        if lacking and not ticket.mended:
-            ticket.mended = True
-            if self._mend(lacking):
-                return False
-        if lacking:
-            self._cut(ticket)
-        # A block that has a slot may be one of the last now, and lack its windows there.
-        before = max(0, len(ticket.blocks) - self._reach)
-        ticket.num_on_device = min(ticket.num_on_device, before)
-        return True
-
-    def _mend(self, blocks: Sequence[Block]) -> bool:
-        """Read what blocks lack whose lasting part stands; False where one's cannot be had."""
-        residency = self._residency
-        if self._mover is None or not all(block.held_below for block in blocks):
-            return False
-        for block in blocks:
-            if block.frame is None and not residency.demote(block):
-                return False
-        for start in range(0, len(blocks), BLOCKS_PER_LOAD):
-            run = list(blocks[start : start + BLOCKS_PER_LOAD])
-            frames = [block.frame for block in run if block.frame is not None]
-            job = LoadJob([block.identity() for block in run], frames)
-            for frame in frames:
-                frame.part = Part.WINDOW
-            if not self._mover.submit(job):
-                for frame in frames:
-                    frame.part = Part.LASTING
-                return False
-            for block in run:
-                block.busy += 1
-                residency.host.sync(block)
-            self._mends.append((job, run))
-        return True
-
-    def _collect_mend(self, job: LoadJob, blocks: list[Block]) -> bool:
-        if not job.done:
-            return False
-        num_loaded, reason = job.loaded.num_blocks, job.loaded.reason
-        for number, (block, frame) in enumerate(zip(blocks, job.frames, strict=True)):
-            frame.part = Part.WHOLE if number < num_loaded else Part.LASTING
-            block.busy -= 1
-            self._residency.host.sync(block)
-        if num_loaded:
-            nbytes = num_loaded * self._layout.part_nbytes(Part.WINDOW)
-            transfers = self._residency.counters.transfers
-            transfers.observe(TierName.DISK, TierName.HOST, num_loaded, job.seconds, nbytes)
-        if num_loaded < len(blocks):
-            blocks[num_loaded].fault = reason
-        return True
-
-    def _cut(self, ticket: Ticket) -> None:
-        """Shorten the ticket to the longest prefix whose last blocks are whole."""
-        run = end = 0
-        for number, block in enumerate(ticket.blocks, 1):
-            run = run + 1 if block.is_whole else 0
-            if run >= min(number, self._reach):
-                end = number
-        ticket.stop = next((b.fault for b in ticket.blocks[end:] if b.fault), MissReason.ABSENT)
-        for block in reversed(ticket.blocks[end:]):
-            self._residency.release(block, block.use)
-        del ticket.blocks[end:], ticket.sources[end:]
 
 
 def _tell_sources(ticket: Ticket, first: Block, sources: Sequence[TierName]) -> None:

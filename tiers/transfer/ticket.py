@@ -1,0 +1,87 @@
+"""A request's claim on its cached prefix, and how far it is in being brought up. Engine thread."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from tiers.blocks.chain import Chain
+from tiers.errors import MissReason
+from tiers.memory.block import Block
+from tiers.tier import TierName
+from tiers.transfer.mover import ProbeJob
+
+
+class Progress(Enum):
+    """How far a ticket is."""
+
+    LOADING = auto()  # a probe, a load or a copy to the device is under way
+    WAITING = auto()  # the next block is being computed or loaded for another request
+    NO_ROOM = auto()  # its blocks stand, but not all have a slot
+    READY = auto()  # every block it will get is on the device
+
+
+class TicketState(Enum):
+    """What is known of the blocks that follow a ticket's.
+
+    OPEN ─► PROBING ─► LOADING ──────► SETTLED
+     ▲ ▲       │  └───────────────────────▲
+     │ └───────┘ └─► LOADING_PART ─┐
+     └─────────────────────────────┘
+    """
+
+    BYPASSED = auto()  # nothing of the prompt may be taken as it stands
+    OPEN = auto()  # the disk is to be asked for what is not above it
+    PROBING = auto()  # the disk is being asked
+    LOADING = auto()  # some of its blocks may be loading, or lost by a failed load
+    LOADING_PART = auto()  # the same; what follows is another request's, and then the disk's again
+    SETTLED = auto()  # the disk gives no more
+
+
+_MOVES = {
+    TicketState.BYPASSED: (),
+    TicketState.OPEN: (TicketState.PROBING, TicketState.SETTLED),
+    TicketState.PROBING: (
+        *(TicketState.OPEN, TicketState.SETTLED),
+        *(TicketState.LOADING, TicketState.LOADING_PART),
+    ),
+    TicketState.LOADING: (TicketState.SETTLED,),
+    TicketState.LOADING_PART: (TicketState.OPEN,),
+    TicketState.SETTLED: (),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request's claim on its cached prefix. Invariant: it has one reference to each of
+    `blocks`, and a probe exactly while it is PROBING.
+
+    `blocks[i]` is block i of the chain, served from `sources[i]`; `stop` says why there is no more.
+    """
+
+    chain: Chain
+    state: TicketState = TicketState.OPEN
+    blocks: list[Block] = field(default_factory=list)
+    sources: list[TierName] = field(default_factory=list)
+    stop: MissReason = MissReason.ABSENT
+    probe: ProbeJob | None = None
+    num_on_device: int = 0  # leading blocks known to have a slot
+    mended: bool = False  # the missing windows of its last blocks were asked for
+
+    @property
+    def reads(self) -> bool:
+        """Whether what stands may be taken."""
+        return self.state is not TicketState.BYPASSED
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether some of its blocks may be loading."""
+        return self.state in (TicketState.LOADING, TicketState.LOADING_PART)
+
+    def move(self, to: TicketState) -> None:
+        assert to in _MOVES[self.state], f"a ticket goes from {self.state.name} to {to.name}"
+        self.state = to
+
+    def cut(self, number: int) -> list[Block]:
+        """Shorten it to its first `number` blocks; the others, last first, are to be released."""
+        left = self.blocks[number:][::-1]
+        del self.blocks[number:], self.sources[number:]
+        return left
