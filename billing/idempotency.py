@@ -108,7 +108,8 @@ class Idempotency:
             return Replay(row["request_id"], row["status"], row["response"])
         if not self._is_dead(row, now_ns) or rows.is_held(connection, tenant, row["request_id"]):
             raise IdempotencyBusy(
-                f"the first request with idempotency key {key!r} still runs; try again shortly"
+                f"the first request with idempotency key {key!r} is still running; try again "
+                "shortly"
             )
         rows.remove(connection, tenant, key, row["request_id"])  # its server died
         return str(row["request_id"])

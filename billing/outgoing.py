@@ -77,7 +77,7 @@ class _Deadline:
             raise TimeoutError(self.said)
 
     def _end(self) -> None:
-        self.said = f"no whole answer in {self._timeout_s:g} s"
+        self.said = f"no complete answer in {self._timeout_s:g} s"
         with self._lock:
             for end in self._ends:
                 try:

@@ -301,7 +301,7 @@ class Engine:
             try:
                 self._runner.probe()
             except Exception as error:
-                raise RunnerBroken(f"the model can compute nothing any more: {error}") from error
+                raise RunnerBroken(f"the model can no longer compute anything: {error}") from error
         return sampled
 
     def _alone(self, span: Span) -> Sampled:

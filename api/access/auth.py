@@ -101,7 +101,7 @@ class Salts:
         members = self.groups.get(group, frozenset())
         if tenant not in members and EVERYONE not in members:
             raise MissingScope(
-                f"Tenant '{tenant}' is no member of the sharing group it named; leave out "
+                f"Tenant '{tenant}' is not a member of the sharing group it named; leave out "
                 "cachesvc.share, or ask the operator to add the tenant to the group.",
                 param="cachesvc.share",
             )

@@ -39,7 +39,7 @@ async def reader(request: Request) -> Admin:
     """
     if "\0" in request.scope["path"] or b"%00" in request.scope["query_string"]:
         raise InvalidRequest(
-            "The address holds a NUL (%00), which is in no name here; leave it out."
+            "The address contains a NUL (%00), which no name here has; leave it out."
         )
     token = bearer_token(single_header(request, "Authorization"))
     found = await _by_bearer(request, token) if token else await _by_cookie(request)

@@ -102,7 +102,7 @@ class Explorer:
         found = await self.on_engine(lambda cache: TierForest(cache.index, disk).detail(key))
         if found is None:
             raise BlockNotFound(
-                f"No tier holds the block {key.hex()}; it was evicted or purged meanwhile."
+                f"No tier holds the block {key.hex()} any more; it was evicted or purged."
             )
         owners = await asyncio.to_thread(self._owners.by_root)
         return found, owners.get(found.block.scope) if found.block.scope else None

@@ -74,7 +74,7 @@ def _number(text: str | None) -> int | None:
         return None
     if not text.isascii() or not text.isdigit() or len(text) > 18:
         raise InvalidRequest(
-            f"{text[:40]!r} is no event's id; send the last `id:` that the stream gave.",
+            f"{text[:40]!r} is not an event's id; send the last `id:` from the stream.",
             param="after",
         )
     return int(text)

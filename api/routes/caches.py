@@ -112,7 +112,7 @@ async def _found(wire: Collaborators, principal: Principal, name: str) -> Kept:
     for kept in await _retention(wire).pins.of_owner(principal.tenant):
         if kept.name == name:
             return kept
-    raise CacheNotFound(f"There is no cache '{name[:128]}', or its time is over.")
+    raise CacheNotFound(f"There is no cache '{name[:128]}', or it has expired.")
 
 
 def _told(wire: Collaborators, principal: Principal, kept: Kept) -> dict[str, Any]:

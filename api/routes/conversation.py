@@ -120,8 +120,7 @@ async def chat_of(
 def _refuse_named_images(prompt: ChatPrompt, body: ChatBody) -> None:
     if prompt.images and body.extension.contents:
         raise InvalidRequest(
-            "The chat shows images, whose contents the server names itself; leave out "
-            "cachesvc.contents.",
+            "The chat has images, which the server names itself; leave out cachesvc.contents.",
             param="cachesvc.contents",
         )
 

@@ -88,7 +88,7 @@ async def _found(wire: Collaborators, tenant: str, name: str, param: str | None 
     kept = await wire.responses.get(wire.salts.of_tenant(tenant), name)
     if kept is None:
         raise ResponseNotFound(
-            f"Response '{name[:80]}' is not kept: it was sent with store false, deleted, or "
+            f"Response '{name[:80]}' is not stored: it was sent with store false, deleted, or "
             "long ago. Send the whole conversation as input.",
             param=param,
         )

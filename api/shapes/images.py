@@ -31,7 +31,7 @@ def check_images(model: ServedModel, images: Sequence[ImageAsked]) -> None:
         )
     if len(images) > MAX_PICTURES:
         raise InvalidRequest(
-            f"The chat has {len(images)} images; {MAX_PICTURES} are served.",
+            f"The chat has {len(images)} images; at most {MAX_PICTURES} are served.",
             param=images[MAX_PICTURES].where,
         )
 

@@ -31,7 +31,7 @@ def source_asked(body: GenerationBody) -> GrammarSource | None:
     if len(asked) > 1:
         names = " and ".join(field for field, _ in asked)
         raise InvalidRequest(
-            f"{names} each say what the answer must look like; give one.", param=asked[1][0]
+            f"{names} each define the form of the answer; give only one.", param=asked[1][0]
         )
     return source_of(asked[0][1], asked[0][0]) if asked else None
 

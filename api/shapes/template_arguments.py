@@ -40,10 +40,10 @@ def fitting_thinking(
 def _check(name: str, value: object, template: str) -> None:
     where = f"chat_template_kwargs.{name[:80]}"
     if name in _TAKEN or not name.isidentifier():
-        raise InvalidRequest(f"{where} is not the request's to set; leave it out.", param=where)
+        raise InvalidRequest(f"{where} cannot be set by a request; leave it out.", param=where)
     if not _reads(template, name) and not (name in SWITCHES and not value):
         raise Unsupported(
-            f"The model's chat template reads no '{name[:80]}'; leave it out.", param=where
+            f"The model's chat template does not read '{name[:80]}'; leave it out.", param=where
         )
 
 

@@ -56,7 +56,8 @@ def tools_source(
     if choice.forced:
         if source is not None and not _is_of_text(source):
             raise InvalidRequest(
-                f"tool_choice forces a call, and {source.field} says that the answer is something "
+                f"tool_choice forces a call, but {source.field} requires the answer to be "
+                "something "
                 "else; give one.",
                 param="tool_choice",
             )
@@ -136,7 +137,7 @@ def _choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice:
         )
     if name not in {tool.name for tool in tools}:
         raise InvalidRequest(
-            f"tool_choice names {name[:80]!r}, which is none of the tools.", param="tool_choice"
+            f"tool_choice names {name[:80]!r}, which is not one of the tools.", param="tool_choice"
         )
     return ToolChoice(forced=True, name=name)
 

@@ -86,11 +86,11 @@ def set_budget(accounts: Accounts, budget: Budget, *, by: str, now_ns: int, reas
     check_text(reason, "reason")
     accounts.tenant(budget.tenant)
     if (budget.of is Of.TENANT) != (not budget.value):
-        raise InvalidName(f"a budget of a {budget.of} says whose it is, one of a tenant does not")
+        raise InvalidName(f"a budget for a {budget.of} needs a value; one for a tenant has none")
     if budget.span in (BudgetSpan.BALANCE, BudgetSpan.TOPUP) and budget.of is not Of.TENANT:
         raise InvalidName("only a tenant has a balance")
     if (budget.span is BudgetSpan.TOPUP) != (budget.ask > 0):
-        raise InvalidAmount("a budget per topup says what to ask for, and no other does")
+        raise InvalidAmount("only a budget per topup has an amount to ask for, and it needs one")
     if budget.ask and not 1 <= budget.most <= MOST_A_DAY:
         raise InvalidAmount(f"ask for a top-up 1 to {MOST_A_DAY} times a day, not {budget.most}")
     store = accounts.store

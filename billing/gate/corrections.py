@@ -68,7 +68,9 @@ def give_back(work: Work, charged: Entry, command: Correct) -> Entry:
     left = sum(taken.values())
     amount = left if command.amount is None else command.amount
     if not left and command.by != SYSTEM:
-        raise InvalidAmount(f"nothing is left of the charge of request {charged.request_id!r}")
+        raise InvalidAmount(
+            f"the charge of request {charged.request_id!r} was given back completely"
+        )
     if not 0 <= amount <= left:
         raise InvalidAmount(
             f"request {charged.request_id!r} has {format_units(left)} {charged.currency} left of "

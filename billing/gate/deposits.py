@@ -62,7 +62,7 @@ def adjust(work: Work, command: Adjust) -> Entry:
         return standing
     if not difference:
         amount = format_units(command.amount)
-        raise InvalidAmount(f"deposit {command.deposit!r} is {amount} {account.currency} already")
+        raise InvalidAmount(f"deposit {command.deposit!r} is already {amount} {account.currency}")
     body = {"corrects": mistyped.seq, "by": command.by, "reason": command.reason}
     scoped = account.grants.get(mistyped.seq)
     postings = deposited(account, mistyped.kind, difference, scoped)
@@ -91,7 +91,7 @@ def _decided(by: str) -> None:
 
 
 def _check_withdrawal(account: TenantAccount, amount: int) -> None:
-    """Only what was paid in and neither spent nor held by running requests can be paid out."""
+    """Only paid money that is neither spent nor on hold can be paid out."""
     held_beyond = max(0, account.held - account.balances["granted"])
     available = account.balances["topup"] - held_beyond
     if amount > available:

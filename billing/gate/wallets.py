@@ -35,7 +35,7 @@ def check_rate(rate: str, on: str, source: str) -> str:
     try:
         date.fromisoformat(on)
     except ValueError:
-        raise InvalidSpan(f"the rate's date {on!r} is no day such as 2026-11-20") from None
+        raise InvalidSpan(f"the rate's date {on!r} is not a day such as 2026-11-20") from None
     if not source.strip():
         raise InvalidName("say where the rate is from, such as ECB")
     check_text(source, "source of the rate")

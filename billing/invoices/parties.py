@@ -108,7 +108,7 @@ def parse_parties(text: str) -> Parties:
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise PartiesError(f"the file is no TOML: {error}") from None
+        raise PartiesError(f"the file is not valid TOML: {error}") from None
     _check_keys(data, {"seller", "buyer"}, "the file")
     if not isinstance(data.get("seller"), dict):
         raise PartiesError("the file has no [seller]")
@@ -134,7 +134,7 @@ def parse_parties(text: str) -> Parties:
 
 def _fields(data: Any, kind: type[Any], where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise PartiesError(f"{where} is no table")
+        raise PartiesError(f"{where} is not a table")
     names = set(kind.__dataclass_fields__)
     _check_keys(data, names, where)
     for name in ("tenant", "name", "address"):

@@ -93,8 +93,8 @@ def _choose_font(pdf: Any, text: str) -> None:
             pdf.set_font(family, size=9)
             return
     raise InvoiceError(
-        f"no font of this machine has {chr(min(missing))!r}: install one, such as Debian's "
-        "fonts-noto-cjk, or take the invoice as HTML and print it"
+        f"no font on this machine has {chr(min(missing))!r}: install one, such as Debian's "
+        "fonts-noto-cjk, or print the invoice as HTML"
     )
 
 

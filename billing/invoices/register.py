@@ -196,12 +196,12 @@ class InvoiceRegister:
             _lock(connection, tenant)
             found = _find(connection, number)
             if found.document["kind"] != INVOICE or found.state is InvoiceState.VOID:
-                raise InvoiceError(f"{number} is no invoice that stands")
+                raise InvoiceError(f"{number} is not an issued invoice")
             back = list(_untold(connection, found.document))
             net = round_half_even(-corrected_sums(back).net, found.document["places"])
             if net <= 0:
                 raise InvoiceError(
-                    f"nothing of {number} was given back that is not on an invoice or credit note; "
+                    f"everything given back of {number} is on an invoice or credit note already; "
                     "`cachesvc ledger correct` gives back a charge"
                 )
             parties, now_ns = _parties(connection), self._clock_ns()
@@ -287,7 +287,7 @@ def _parties(connection: Connection) -> Parties:
     found = rows.parties_rows(connection)
     if not found:
         raise PartiesError(
-            "invoices have no sender yet: write a file with a [seller] and a [[buyer]] for "
+            "invoices have no seller yet: write a file with a [seller] and a [[buyer]] for "
             "each tenant (docs/billing.md has one), and `cachesvc invoice parties FILE`"
         )
     return parse_parties(found[-1]["text"])

@@ -63,12 +63,12 @@ def book_deposit(
     units = parse_positive(amount)
     name = reference or f"{kind}_{secrets.token_hex(8)}"
     if expires and kind is not Booking.GRANT:
-        raise InvalidSpan(f"a {kind} does not expire, only a grant does")
+        raise InvalidSpan(f"a {kind} does not expire; only a grant does")
     if scope and kind is not Booking.GRANT:
-        raise InvalidName(f"a {kind} has no scope, only a grant does")
+        raise InvalidName(f"a {kind} has no scope; only a grant does")
     about: dict[str, Any] = {"reference": name, "by": by, "reason": why}
     if (rate or rate_date or rate_source) and (not currency or kind is not Booking.TOPUP):
-        raise InvalidName("a rate converts a wallet: say its currency, in a top-up")
+        raise InvalidName("a rate converts a wallet: give the wallet's currency, in a top-up")
     if currency and rate:
         at = {"rate": rate, "rate_date": rate_date or "", "rate_source": rate_source or ""}
         books.ledger.convert(tenant, units, currency, **at, **about).result()

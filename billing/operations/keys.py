@@ -57,5 +57,5 @@ def known_scopes(names: Sequence[str]) -> list[str]:
     if unknown:
         raise InvalidName(f"scope {unknown[0]!r} is not among {known}")
     if not names:
-        raise InvalidName(f"choose at least one scope, which is what the key may do: {known}")
+        raise InvalidName(f"choose at least one scope, which says what the key may do: {known}")
     return list(names)

@@ -69,7 +69,7 @@ def apply_card(books: Books, *, card: CardSource, by: str, why: str) -> Document
 def _card(books: Books, source: CardSource) -> RateCard:
     toml, name, version = (source.get(field) for field in ("toml", "name", "version"))
     if (toml is None) == (name is None):
-        raise PriceError("a card is given by `toml` or by `name`, and by one of them")
+        raise PriceError("give a card either by `toml` or by `name`")
     if toml is not None:
         return parse_card(toml)
     for card in reversed(books.accounts.book.cards):

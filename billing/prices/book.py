@@ -403,7 +403,7 @@ class PriceBook:
                 return self
             if (other.name, other.version) == (card.name, card.version):
                 raise CardConflict(
-                    f"rate card {card.name} {card.version} was applied already, with another text, "
+                    f"rate card {card.name} {card.version} was already applied with another text, "
                     "and never changes; give the new one another version"
                 )
             is_rival = other.tenants & card.tenants or other.tenants == card.tenants

@@ -13,7 +13,7 @@ def find_zone(name: str) -> ZoneInfo:
         return ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError):
         raise InvalidName(
-            f"{name!r} is no time zone; write UTC or a name such as Asia/Shanghai"
+            f"{name!r} is not a time zone; write UTC or a name such as Asia/Shanghai"
         ) from None
 
 

@@ -92,7 +92,7 @@ class ChargeChecks:
         key = (entry.tenant, details["corrects"])
         taken = self._charges.get(key)
         if taken is None:
-            raise Differs("corrected", f"entry {details['corrects']} is no charge before it")
+            raise Differs("corrected", f"entry {details['corrects']} is not an earlier charge")
         amount = postings.get("revenue", 0)
         if "usage" in details or "card" in details:
             usage = Usage.from_record(details.get("usage", {}))
@@ -110,7 +110,7 @@ class ChargeChecks:
         elif details.get("by") == SYSTEM:
             own = entry.request_id.startswith(OWN_REFERENCES)
             if not own or -amount != sum(taken.values()):
-                raise Differs("corrected", "the server gives back a charge whole, or not at all")
+                raise Differs("corrected", "the server gives back a whole charge, or nothing")
         if amount < 0 and -amount > sum(taken.values()):
             raise Differs("corrected", f"it gives back more than the {sum(taken.values())} left")
         if amount > 0:

@@ -53,7 +53,7 @@ class DepositChecks:
         key = (entry.tenant, details["corrects"])
         kind, stands = self._deposits.get(key, (None, 0))
         if kind not in INCOMING:
-            raise Differs("corrected", f"entry {details['corrects']} is no deposit before it")
+            raise Differs("corrected", f"entry {details['corrects']} is not an earlier deposit")
         if stands + entry.amount < 0:
             raise Differs("corrected", "it takes more from a deposit than there was")
         scoped = account.grants.get(details["corrects"])
@@ -68,7 +68,7 @@ class DepositChecks:
         grants = self._grants.get(entry.tenant, {})
         grant = grants.get(details["corrects"])
         if grant is None or grant.is_over:
-            raise Differs("corrected", f"entry {details['corrects']} is no grant that stands")
+            raise Differs("corrected", f"entry {details['corrects']} is not a grant that stands")
         if entry.request_id != grant.reference or entry.at_ns < grant.expires_ns:
             raise Differs("corrected", f"grant {grant.reference!r} had not expired")
         if grant.is_scoped:

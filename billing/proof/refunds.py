@@ -78,7 +78,7 @@ def read_batch(text: bytes) -> RefundBatch:
         )
         named = data["digest"]
     except UNREADABLE as error:
-        raise BillingError(f"this is no batch of refunds: {error}") from error
+        raise BillingError(f"this is not a batch of refunds: {error}") from error
     if batch.digest != named:
         raise BillingError(
             f"the batch was changed: its digest is {batch.digest}, and it says {named}"

@@ -117,7 +117,7 @@ class ProofRun:
         elif entry.kind in DEPOSITS:
             self._deposits.check_deposit(booked)
         else:
-            raise Differs("readable", f"{entry.kind!r} is no kind of entry")
+            raise Differs("readable", f"{entry.kind!r} is not a kind of entry")
 
     def _check_found_by(self, entry: Entry, details: dict[str, Any]) -> None:
         """The columns that an entry is found by say what its body says."""

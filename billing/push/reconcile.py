@@ -112,7 +112,9 @@ def _known(event: Any, source: str) -> tuple[str, str] | None:
             return None
         return str(event["id"]), str(event["data"]["hash"])
     except (AttributeError, KeyError, TypeError) as error:
-        raise ExportError(f"the receiver told of something that is no event: {error}") from None
+        raise ExportError(
+            f"the receiver's list has an item that is not an event: {error}"
+        ) from None
 
 
 def _compare(report: Reconciliation, entry: Entry, digest: str | None) -> None:
@@ -206,7 +208,9 @@ def _stripe_list(
                 return
             last = {"starting_after": data[-1]["id"]}
         except (ValueError, KeyError, TypeError) as error:
-            raise ExportError(f"{url} answered {answer.said}, which is no list: {error}") from None
+            raise ExportError(
+                f"{url} answered {answer.said}, which is not a list: {error}"
+            ) from None
 
 
 def lago_events(to: LagoEvents) -> Iterator[Any]:
@@ -219,7 +223,9 @@ def lago_events(to: LagoEvents) -> Iterator[Any]:
             yield from page["events"]
             number = page["meta"]["next_page"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ExportError(f"Lago answered {answer.said}, which is no page: {error}") from None
+            raise ExportError(
+                f"Lago answered {answer.said}, which is not a page: {error}"
+            ) from None
 
 
 def read_events(where: str, to: Format | None = None, token: str = "") -> list[Any]:

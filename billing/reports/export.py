@@ -89,7 +89,7 @@ def appending(path: Path) -> Iterator[BinaryIO]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ExportError(f"another export is writing {path}; let it end") from None
+                raise ExportError(f"another export is writing {path}; wait until it ends") from None
             file.truncate(_whole_lines(file))
             yield file
     except OSError as error:

@@ -59,7 +59,7 @@ def end_of(text: str, now_ns: int) -> int:
         else:
             day = date.fromisoformat(text)
     except ValueError:
-        raise InvalidSpan(f"{text!r} is no day; write it like 2027-01-31, or 90d") from None
+        raise InvalidSpan(f"{text!r} is not a day; write it like 2027-01-31, or 90d") from None
     if not today <= day < LAST_DAY:
         raise InvalidSpan(f"{day} is not from today to {LAST_DAY}")
     return midnight_ns(day + timedelta(days=1), UTC)

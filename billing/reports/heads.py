@@ -88,7 +88,7 @@ def read_receipt_head(path: Path, public_key: Callable[[str], bytes | None]) -> 
             raise BillingError(f"{path} is not genuine, or its key was never published here")
         return {str(receipt["tenant"]): (int(receipt["entry"]), str(receipt["entry_hash"]))}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BillingError(f"{path} is no receipt: {error}") from error
+        raise BillingError(f"{path} is not a receipt: {error}") from error
 
 
 def _documents(text: bytes) -> list[Line]:

@@ -150,7 +150,7 @@ def _day(text: str, today: date) -> date:
         day = date.fromisoformat(text)
     except ValueError:
         raise InvalidSpan(
-            f"{text!r} is no day; write it like 2026-11-01, today, yesterday or 7d"
+            f"{text!r} is not a day; write it like 2026-11-01, today, yesterday or 7d"
         ) from None
     if not FIRST_DAY <= day <= LAST_DAY:
         raise InvalidSpan(f"{day} is not between {FIRST_DAY} and {LAST_DAY}")

@@ -37,7 +37,7 @@ class WriteAheadLog:
         """Raises `LedgerUnavailable` where nothing can be written any more."""
         if self.failed:
             raise LedgerUnavailable(
-                f"the ledger is closed: {self.failed}; mend it, then restart the server"
+                f"the ledger is closed: {self.failed}; fix it, then restart the server"
             )
 
     @property

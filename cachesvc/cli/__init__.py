@@ -121,10 +121,10 @@ def run() -> None:
         sys.exit(0)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            fail(f"no room is left on a disk that is needed: {error}; free some, then try again")
+            fail(f"a disk is full: {error}; free some space, then try again")
         if isinstance(error, OSError) and error.errno in _UNUSABLE and error.filename is not None:
             path = error.filename2 or error.filename
-            fail(f"{path} cannot be used: {error.strerror}; mend it, or move it away")
+            fail(f"{path} cannot be used: {error.strerror}; repair it, or move it away")
         if not isinstance(error, _user_errors()):
             raise
         fail(str(error))

@@ -93,10 +93,13 @@ def _remove(name: str, reason: str, data_dir: Path | None, database: str | None)
     path = existing_data_dir(data_dir)
     with books(path, database) as open_books:
         if not Passwords(path).remove(name):
-            fail(f"{name!r} has no password; `cachesvc admin password --list` shows who has")
+            fail(
+                f"{name!r} has no password; `cachesvc admin password --list` lists the names "
+                "that have one"
+            )
         open_books.accounts.record("admin.remove", name, by=actor(), reason=reason)
     _end_sessions(path, name)
-    note(f"{name} may not log in any more")
+    note(f"{name} can no longer log in")
 
 
 def _ask() -> str:

@@ -90,7 +90,7 @@ def _sizes(text: str) -> list[int]:
     try:
         sizes = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no list of sizes like 1024,2048") from None
+        raise typer.BadParameter(f"{text!r} is not a list of sizes like 1024,2048") from None
     if sizes[0] < 1:
         raise typer.BadParameter("a document has at least one token")
     return sizes

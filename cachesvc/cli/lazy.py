@@ -25,7 +25,7 @@ class Group(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in self.removed:
-            ctx.fail(f"{ctx.command_path} {args[0]} is gone: {self.removed[args[0]]}")
+            ctx.fail(f"{ctx.command_path} {args[0]} was removed: {self.removed[args[0]]}")
         return super().resolve_command(ctx, args)
 
 

@@ -124,7 +124,7 @@ def node(
 def _quota(told: str) -> tuple[str, int]:
     name, sign, quota = told.partition("=")
     if not name or not sign:
-        raise ConfigError(f"--quota {told!r} is no quota; write it like acme=10GiB or *=1GiB")
+        raise ConfigError(f"--quota {told!r} is not a quota; write it like acme=10GiB or *=1GiB")
     return name, _bytes("--quota", quota)
 
 

@@ -37,7 +37,10 @@ def confirm(question: str, *, yes: bool) -> None:
     try:
         agreed = typer.confirm(question, err=True)
     except typer.Abort:
-        fail("nothing was changed: standard input is no terminal to ask at; add --yes")
+        fail(
+            "nothing was changed: standard input is not a terminal, so nobody can confirm; add "
+            "--yes"
+        )
     if not agreed:
         fail("nothing was changed")
 

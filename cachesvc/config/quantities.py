@@ -20,7 +20,7 @@ def parse_size(text: str | int) -> int:
     short = {name[0].lower(): size for name, size in _UNITS.items() if name.endswith("iB")}
     size = (units | short | {"": 1}).get(unit.lower())
     if size is None:
-        raise ValueError(f"{text!r} is no size; write it like 64MiB, 4GiB, 500MB or 4096")
+        raise ValueError(f"{text!r} is not a size; write it like 64MiB, 4GiB, 500MB or 4096")
     return int(float(number) * size)
 
 
@@ -30,7 +30,7 @@ def parse_duration(text: str | float) -> float:
         return float(text)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*", str(text))
     if match is None:
-        raise ValueError(f"{text!r} is no duration; write it like 250ms, 30s, 5m, 2h or 7d")
+        raise ValueError(f"{text!r} is not a duration; write it like 250ms, 30s, 5m, 2h or 7d")
     return float(match[1]) * _SECONDS[match[2] or "s"]
 
 

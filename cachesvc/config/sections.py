@@ -109,7 +109,7 @@ class ModelSection(Section):
         for name in adapters:
             if not name.strip() or not name.isprintable() or name == info.data.get("name"):
                 raise ValueError(
-                    f"an adapter needs a name of its own, unlike the model's; {name!r} does not do"
+                    f"an adapter needs a name other than the model's; {name!r} cannot be used"
                 )
         return adapters
 
@@ -331,7 +331,7 @@ class JournalSection(Section):
 
 def _price(text: str) -> str:
     if text and not re.fullmatch(r"\d{1,9}(\.\d{1,6})?", text):
-        raise ValueError(f"{text!r} is no price; write a decimal such as 0.08")
+        raise ValueError(f"{text!r} is not a price; write a decimal such as 0.08")
     return text
 
 

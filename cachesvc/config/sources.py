@@ -127,7 +127,7 @@ def _file_layer(path: Path) -> _Layer:
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config file {path} is no TOML: {error}") from None
+        raise ConfigError(f"the config file {path} is not valid TOML: {error}") from None
     layer: _Layer = {}
     for section, table in tables.items():
         gone = section not in Settings.model_fields
@@ -156,7 +156,7 @@ def _env_layer() -> _Layer:
     try:
         values = EnvSettingsSource(Settings)()
     except SettingsError as error:
-        raise ConfigError(f"{error}: a setting of several values is written as JSON") from None
+        raise ConfigError(f"{error}: write a setting with several values as JSON") from None
     return {
         f"{section}.{key}": (value, f"env {env_name(f'{section}.{key}')}")
         for section, table in values.items()
@@ -166,7 +166,7 @@ def _env_layer() -> _Layer:
 
 def _refuse_removed(name: str, origin: str) -> None:
     if name in REMOVED:
-        raise ConfigError(f"the setting {name} in {origin} is gone: {REMOVED[name]}")
+        raise ConfigError(f"the setting {name} in {origin} was removed: {REMOVED[name]}")
 
 
 def _unknown(name: str, origin: str, known: Mapping[str, Any]) -> str:

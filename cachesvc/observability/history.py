@@ -247,7 +247,7 @@ class _View:
         parsed = _SERIES.fullmatch(text)
         if parsed is None:
             raise InvalidRequest(
-                f"{text!r} is no series: write value:, rate:, delta:, ratio: or p50: and a path "
+                f"{text!r} is not a series: write value:, rate:, delta:, ratio: or p50: and a path "
                 "of /admin/api/stats, such as rate:traffic.generation_tokens",
                 param="series",
             )
@@ -280,7 +280,7 @@ class _View:
         if name not in NAMES:
             known = ", ".join(f"latency.{each}" for each in NAMES)
             raise InvalidRequest(
-                f"there are no percentiles of {path!r}; there are of {known}", param="series"
+                f"there are no percentiles of {path!r}, only of {known}", param="series"
             )
         counts = np.diff(self._spreads[:, NAMES.index(name)].astype(np.int64), axis=0)
         counts = np.maximum(0, counts)  # a restart resets them

@@ -123,7 +123,7 @@ class KvEventPublisher:
             opened.bind(endpoint)
         except self._zmq.ZMQError as error:
             raise ConfigError(
-                f"{setting} = {endpoint!r} cannot be listened on: {error}; write it like "
+                f"cannot listen on {setting} = {endpoint!r}: {error}; write it like "
                 "tcp://127.0.0.1:5557, on a free port of this machine"
             ) from None
         return opened
@@ -179,7 +179,7 @@ class KvEventPublisher:
         assert self._replay is not None
         frames = self._replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
-            logger.warning("a replay request is no 8-byte sequence number; ignored")
+            logger.warning("a replay request is not an 8-byte sequence number; ignored")
             return
         client, _, first = frames
         topic, none = [self._settings.topic.encode()], [b""]

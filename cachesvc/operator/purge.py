@@ -107,7 +107,7 @@ def purge_stopped(data_dir: Path, roots: Collection[PrefixKey]) -> Done:
     folder = disk_path(data_dir)
     if places := [place for place in read_elsewhere(folder) if "://" in place]:
         raise ConfigurationError(
-            f"blocks are kept in {', '.join(places)} too; start the server, and purge through it"
+            f"there are also blocks in {', '.join(places)}; start the server, and purge through it"
         )
     with open_shards(folder, readonly=False) as (_, shards):
         locks = [DirectoryLock(each) for each in disk_folders(folder)]

@@ -219,7 +219,7 @@ class StorageMeter:
             except DuplicateRequest:
                 pass  # reserved before a crash; to be settled all the same
             except (InsufficientBalance, TenantSuspended) as error:
-                logger.warning(f"time of a pin is not paid for: {error}")
+                logger.warning(f"a pin's time could not be charged: {error}")
                 return False
         await durable(self._ledger.settle(hold, span.usage, Outcome.FINISHED))
         return True

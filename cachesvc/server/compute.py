@@ -137,7 +137,8 @@ def _open_disk(
     if not cache.disk_bytes or not cache.host_bytes:
         if cache.remote_url:
             raise ConfigurationError(
-                "cache.remote_url needs the host and the disk tier, which its blocks pass through; "
+                "cache.remote_url needs the host and disk tiers, because its blocks pass "
+                "through them; "
                 "set cache.host_bytes and cache.disk_bytes, or leave cache.remote_url empty"
             )
         return None

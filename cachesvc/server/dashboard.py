@@ -124,7 +124,7 @@ class Dashboard:
                 if body is not None:
                     restore(body)
             except ValueError as error:
-                logger.warning(f"the dashboard begins without its {name}: {error}")
+                logger.warning(f"the dashboard starts without its {name}: {error}")
         sessions.on_end = self._keep_sessions
 
     async def keep_history(self) -> None:

@@ -61,7 +61,7 @@ class HttpServer(uvicorn.Server):
         if self._stopping:
             self.force_exit = True
             return
-        logger.info(f"{number.name}: finishing what runs; once more ends it at once")
+        logger.info(f"{number.name}: finishing running requests; send it again to stop at once")
         self._stopping = self.should_exit = True
         self._on_stop()
 

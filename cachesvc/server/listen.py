@@ -30,7 +30,7 @@ def make_data_dir(path: Path) -> None:
         raise ConfigError(f"cannot make {path}: {error.strerror}; check --data-dir") from None
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{path} cannot be written by this user; give it to the user that serves "
+            f"this user cannot write {path}; change its owner to the user that serves "
             f"(`chown`), or choose another --data-dir"
         )
     if is_locked(disk_path(path)):
@@ -45,7 +45,8 @@ def check_address(server: ServerSection, *, requires_keys: bool) -> None:
     if requires_keys or is_loopback(server.host):
         return
     raise ConfigError(
-        f"without API keys the server listens on loopback only, and {server.host} is not; create "
+        f"without API keys the server listens on loopback only, and {server.host} is not "
+        "loopback; create "
         f"a key with `cachesvc keys create`, or add --require-keys, or use --host 127.0.0.1"
     )
 
@@ -78,7 +79,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}; "
-            f"another server may run there: choose another --port, or 0 for a free one"
+            f"another server may be running there: choose another --port, or 0 for a free one"
         ) from None
     return listener
 

@@ -39,11 +39,11 @@ def _answer_scrapes(address: str, socket: Path) -> None:
 
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"--metrics {address!r} is no address; write it like 127.0.0.1:9464")
+        raise ConfigError(f"--metrics {address!r} is not an address; write it like 127.0.0.1:9464")
     try:
         serve_samples(host.strip("[]"), int(port), lambda: _read(socket))
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--metrics {address} cannot be listened on: {error}") from None
+        raise ConfigError(f"cannot listen on --metrics {address}: {error}") from None
 
 
 def _read(socket: Path) -> Iterator[MetricSample]:

@@ -51,7 +51,7 @@ class SideFile:
             finally:
                 connection.close()
         except (sqlite3.Error, OSError) as error:
-            logger.warning(f"{self._path} cannot be read, so {self._what} are not known: {error}")
+            logger.warning(f"{self._path} cannot be read, so {self._what} are unknown: {error}")
             return []
 
     def start(self) -> None:

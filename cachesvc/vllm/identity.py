@@ -121,7 +121,7 @@ def _layout(spec: Any, num_layers: int) -> BlockLayout:
     token_bytes = spec.block_size * DTYPES[dtype].itemsize
     token_items, rest = divmod(spec.page_size_bytes, token_bytes)
     if rest:
-        raise Unsupported(f"a page of {spec.page_size_bytes} bytes is no whole number per token")
+        raise Unsupported(f"a page of {spec.page_size_bytes} bytes is not a whole number per token")
     return engine_layout(num_layers, token_items, spec.block_size, dtype)
 
 

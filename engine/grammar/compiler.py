@@ -196,7 +196,7 @@ class GrammarCompiler:
         ours.close()
         self._end_nursery()
         raise InvalidParameter(
-            "the process that compiles grammars does not start on this server; its operator may "
+            "the process that compiles grammars does not start on this server; its operator can "
             "see why with: python -c 'import xgrammar'"
         )
 

@@ -136,7 +136,7 @@ def _read(name: str, source: str) -> tuple[Any, dict[str, torch.Tensor]]:
         config = PeftConfig.from_pretrained(source)
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind != "LORA":
-            raise AdapterError(f"adapter {name} ({source}) is of kind {kind}; LoRA is served")
+            raise AdapterError(f"adapter {name} ({source}) is of kind {kind}; only LoRA is served")
         return config, load_peft_weights(source, device="cpu")
     except AdapterError:
         raise
@@ -175,13 +175,14 @@ def _pairs(
         suffix = key[-len(_A) :]
         if not key.startswith(_PREFIX) or suffix not in (_A, _B):
             raise AdapterError(
-                f"adapter {name} holds the weight {key}, which is no low-rank update of a linear "
+                f"adapter {name} holds the weight {key}, which is not a low-rank update of a "
+                "linear "
                 f"layer (embeddings, biases, norms and DoRA's magnitudes are not served)"
             )
         halves.setdefault(key[len(_PREFIX) : -len(_A)], {})[suffix] = tensor
     for module_name, half in halves.items():
         if len(half) != 2:
-            raise AdapterError(f"adapter {name} has one matrix of two for {module_name}")
+            raise AdapterError(f"adapter {name} has only one of two matrices for {module_name}")
     if not halves:
         raise AdapterError(f"adapter {name} holds no weights")
     return {module_name: (half[_A], half[_B]) for module_name, half in halves.items()}
@@ -218,7 +219,8 @@ def _check_pair(
     base = config.base_model_name_or_path or "another model"
     if shape is None:
         raise AdapterError(
-            f"adapter {name} updates {module_name}, which is no linear layer between this model's "
+            f"adapter {name} updates {module_name}, which is not a linear layer between this "
+            "model's "
             f"embedding and output; it was made for {base}"
         )
     if (a.shape[1], b.shape[0]) != shape or a.shape[0] != b.shape[1]:

@@ -94,8 +94,8 @@ def _local(name: str) -> Path | None:
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return None
     raise ModelError(
-        f"no model {name!r}: it is no alias ({', '.join(ALIASES)}), no folder or GGUF file here, "
-        f"and no hub id of the form owner/name"
+        f"no model {name!r}: it is not an alias ({', '.join(ALIASES)}), a folder or a GGUF file "
+        f"here, nor a hub id of the form owner/name"
     )
 
 
@@ -122,7 +122,7 @@ def _download(name: str) -> Path:
             )
         )
     except Exception as error:  # the hub client's errors have no common root
-        raise ModelError(f"the hub has not given the model {name!r}: {error}") from error
+        raise ModelError(f"the model {name!r} cannot be fetched from the hub: {error}") from error
 
 
 def _folder(path: Path, cache_dir: Path, report: "Progress") -> tuple[Path, bytes]:

@@ -42,7 +42,7 @@ class Tokenizer:
         fast = getattr(base, "backend_tokenizer", None)
         if not isinstance(fast, FastTokenizer):
             raise ModelError(
-                f"{type(base).__name__} is no fast tokenizer; the model needs a tokenizer.json"
+                f"{type(base).__name__} is not a fast tokenizer; the model needs a tokenizer.json"
             )
         self._base = base
         self._fast = fast

@@ -76,7 +76,7 @@ class PictureReader:
         _, rows, columns = self._processor.get_number_of_image_patches(height, width, {})
         picture = Picture(digest, data, rows, columns)
         if picture.num_tiles > MAX_TILES:
-            raise InvalidImage(f"makes {picture.num_tiles} tiles; {MAX_TILES} are served")
+            raise InvalidImage(f"makes {picture.num_tiles} tiles; at most {MAX_TILES} are served")
         return picture
 
     def file_of(self, image: bytes | Image.Image) -> bytes:

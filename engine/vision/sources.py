@@ -21,7 +21,7 @@ def data_of(url: str, folder: Path | None) -> bytes:
     if scheme == "file" and folder is not None:
         return _of_file(url, folder)
     raise InvalidImage(
-        "is no data: URL, and nothing is fetched; send the image itself, as "
+        "is not a data: URL, and nothing is fetched; send the image itself, as "
         "data:image/png;base64,..."
     )
 

@@ -278,9 +278,9 @@ async def test_a_prefix_is_pinned_and_unpinned(
     ("form", "words"),
     [
         ({"hours": "2", "why": " "}, "Say why"),
-        ({"hours": "soon", "why": "x"}, "no number of hours"),
-        ({"hours": "-1", "why": "x"}, "no number of hours"),
-        ({"hours": "nan", "why": "x"}, "no number of hours"),
+        ({"hours": "soon", "why": "x"}, "not a number of hours"),
+        ({"hours": "-1", "why": "x"}, "not a number of hours"),
+        ({"hours": "nan", "why": "x"}, "not a number of hours"),
     ],
 )
 async def test_a_pin_that_cannot_be_is_refused_on_its_page(
@@ -302,7 +302,7 @@ async def test_a_purge_needs_the_name_typed_again(
 
 
 async def test_a_key_that_is_none_or_is_gone_is_told(client: httpx.AsyncClient) -> None:
-    assert "is no key" in await text(client, "explorer/xyz", 400)
+    assert "is not a key" in await text(client, "explorer/xyz", 400)
     assert "No tier holds the block" in await text(client, f"explorer/{'0' * 32}", 404)
 
 
@@ -363,12 +363,12 @@ async def test_a_double_click_without_a_reference_books_once(
         ("tenants/acme/deposit", {"amount": "-3", "why": "x"}, "not above zero"),
         ("tenants/acme/deposit", {"amount": "3", "why": ""}, "Say why"),
         ("tenants/acme/deposit", {"amount": "3", "scope": "x", "why": "x"}, "has no scope"),
-        ("tenants/acme/wallet", {"amount": "3", "why": "x"}, "say the currency"),
-        ("tenants/acme/wallet", {"kind": "gift", "amount": "3", "why": "x"}, "kind is none of"),
+        ("tenants/acme/wallet", {"amount": "3", "why": "x"}, "give the currency"),
+        ("tenants/acme/wallet", {"kind": "gift", "amount": "3", "why": "x"}, "kind must be"),
         (
             "tenants/acme/wallet",
             {"kind": "convert", "amount": "3", "currency": "USD", "why": "x"},
-            "say the rate",
+            "give the rate",
         ),
         (
             "tenants/acme/wallet",
@@ -506,4 +506,4 @@ async def test_an_unknown_tenant_or_request_is_a_page_that_says_so(
     client: httpx.AsyncClient,
 ) -> None:
     assert "does not exist" in await text(client, "tenants/nobody", 404)
-    assert "is remembered" in await text(client, "requests/none", 404)
+    assert "the server remembers no request" in await text(client, "requests/none", 404)

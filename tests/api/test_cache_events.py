@@ -243,7 +243,7 @@ async def test_a_listener_that_stops_reading_loses_its_place() -> None:
     [
         ("sk-none", "", 401, "no such API key"),
         ("sk-acme", "tier=tape", 400, "known: device, host, disk, remote"),
-        ("sk-acme", "after=yesterday", 400, "is no event's id"),
+        ("sk-acme", "after=yesterday", 400, "is not an event's id"),
     ],
 )
 async def test_what_cannot_be_served_is_said(

@@ -170,7 +170,7 @@ def _part(response: httpx.Response, said: str) -> str:
     [
         ("http://example.com/cat.png", "nothing is fetched"),
         ("https://169.254.169.254/latest", "nothing is fetched"),
-        ("", "no data: URL"),
+        ("", "not a data: URL"),
         ("data:image/png,abc", "must be base64"),
         ("data:image/png;base64,a?b=", "not base64"),
         ("data:image/png;base64,aGVsbG8=", "cannot be read as one of PNG"),

@@ -51,13 +51,18 @@ def forge(path: Path, seq: int, change: str) -> None:
         (2, "postings = 'topup:-5 revenue:5'", "rated", "is right"),
         (2, "body = replace(body, '\"output\":7', '\"output\":6')", "rated", "is right"),
         (2, 'body = replace(body, \'"saved":"\', \'"saved":"1\')', "rated", "saved"),
-        (2, "kind = 'gift'", "readable", "no kind"),
+        (2, "kind = 'gift'", "readable", "not a kind"),
         (3, "at_ns = at_ns - 2000000000", "gapless", "before"),
         (3, "currency = 'USD'", "balanced", "USD"),
         (4, "postings = 'granted:5 revenue:-5'", "corrected", "granted"),
         (4, "postings = 'topup:204000001 revenue:-204000001'", "corrected", "more than"),
-        (4, "body = replace(body, '\"corrects\":2', '\"corrects\":1')", "corrected", "no charge"),
-        (4, "corrects = 3", "corrected", "no charge"),
+        (
+            4,
+            "body = replace(body, '\"corrects\":2', '\"corrects\":1')",
+            "corrected",
+            "not an earlier charge",
+        ),
+        (4, "corrects = 3", "corrected", "not an earlier charge"),
     ],
 )
 def test_a_forged_entry_is_named(

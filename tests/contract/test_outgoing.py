@@ -102,7 +102,7 @@ def test_an_answer_that_trickles_ends_in_time(slow: Speak) -> None:
     """Each byte comes well within the timeout, and there are bytes for a day."""
     with (
         speaking(slow) as (url, _),
-        pytest.raises(ReceiverError, match=r"no whole answer in 0\.5 s|timed out"),
+        pytest.raises(ReceiverError, match=r"no complete answer in 0\.5 s|timed out"),
     ):
         posted(url, timeout_s=0.5)
 

@@ -141,7 +141,7 @@ def test_one_function_books_for_command_and_route(house: TestLedger, tmp_path: P
     rate = {"rate": "7.1", **ECB}
     shown = book_deposit(books, kind=Booking.TOPUP, amount="4", currency="USD", **rate, **about)
     assert ("28.40", {"USD": "5.00"}) == (shown["balance"], shown["wallets"])
-    with pytest.raises(InvalidName, match="say its currency"):
+    with pytest.raises(InvalidName, match="give the wallet's currency"):
         book_deposit(books, kind=Booking.TOPUP, amount="4", **rate, **about)
     with pytest.raises(InvalidName, match="own currency"):
         book_deposit(books, kind=Booking.GRANT, amount="4", currency="USD", **about)

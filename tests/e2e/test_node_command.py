@@ -93,11 +93,11 @@ def test_a_node_is_scraped_and_heard_and_keeps_quotas(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("told", "says"),
     [
-        (("--quota", "acme"), "is no quota"),
+        (("--quota", "acme"), "is not a quota"),
         (("--quota", "acme=2TiB"), "promise"),
-        (("--quota", "acme=lots"), "is no size"),
-        (("--metrics", "9464"), "is no address"),
-        (("--host-cache", "lots"), "is no size"),
+        (("--quota", "acme=lots"), "is not a size"),
+        (("--metrics", "9464"), "is not an address"),
+        (("--host-cache", "lots"), "is not a size"),
         (("--events", '{"replay_endpoint": "tcp://127.0.0.1:1"}'), "endpoint Field required"),
     ],
 )

@@ -62,7 +62,7 @@ def test_what_is_not_lora(loaded: LoadedModel, tmp_path: Path) -> None:
 
     config = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
     get_peft_model(stock_model(), config).save_pretrained(tmp_path)
-    assert "is of kind IA3; LoRA is served" in refusal(loaded, tmp_path)
+    assert "is of kind IA3; only LoRA is served" in refusal(loaded, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -98,18 +98,18 @@ def test_another_base_model(loaded: LoadedModel, tmp_path: Path) -> None:
         **{f"{beyond}.lora_A.weight": torch.ones(8, 48)},
         **{f"{beyond}.lora_B.weight": torch.ones(96, 8)},
     )
-    assert "model.layers.9.self_attn.q_proj, which is no linear layer" in refusal(loaded, deeper)
+    assert "model.layers.9.self_attn.q_proj, which is not a linear layer" in refusal(loaded, deeper)
 
 
 def test_weights_that_do_not_belong_together(loaded: LoadedModel, tmp_path: Path) -> None:
     for name, values, said in (
-        ("half", {f"{Q}.lora_B.weight": None}, "one matrix of two"),
+        ("half", {f"{Q}.lora_B.weight": None}, "only one of two matrices"),
         (
             "lacking",
             {f"{Q}.lora_A.weight": None, f"{Q}.lora_B.weight": None},
             "lacks weights for 1 of the modules",
         ),
-        ("extra", {f"{Q}.lora_magnitude_vector": torch.ones(96)}, "no low-rank update"),
+        ("extra", {f"{Q}.lora_magnitude_vector": torch.ones(96)}, "not a low-rank update"),
         ("nan", {f"{Q}.lora_A.weight": torch.full((8, 48), torch.nan)}, "not finite"),
     ):
         save_tiny_adapter(tmp_path / name)
@@ -126,7 +126,7 @@ def test_the_output_layer(loaded: LoadedModel, tmp_path: Path) -> None:
         **{"base_model.model.lm_head.lora_A.weight": torch.ones(8, 48)},
         **{"base_model.model.lm_head.lora_B.weight": torch.ones(258, 8)},
     )
-    assert "lm_head, which is no linear layer between" in refusal(loaded, tmp_path)
+    assert "lm_head, which is not a linear layer between" in refusal(loaded, tmp_path)
 
 
 def test_a_layer_that_is_not_computed_for_every_token(

@@ -126,7 +126,7 @@ def test_receipts_are_checked_from_the_command_line(house: TestLedger, tmp_path:
     file.write_text('{"key_id": "00"}')
     assert "never signed here" in told("receipt", "--check", str(file), code=1)
     file.write_text("no")
-    assert "is no receipt" in told("receipt", "--check", str(file), code=1)
+    assert "is not a receipt" in told("receipt", "--check", str(file), code=1)
 
 
 def test_there_is_no_receipt_of_a_request_that_was_never_settled(

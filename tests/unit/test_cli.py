@@ -70,7 +70,7 @@ def test_a_mistyped_command_is_told_the_nearest() -> None:
 def test_a_removed_command_says_what_to_do_instead(name: str) -> None:
     failed = call(name, "--json")
     assert 2 == failed.exit_code
-    assert f"{name} is gone: " in failed.stderr
+    assert f"{name} was removed: " in failed.stderr
 
 
 def test_an_error_is_one_sentence_and_exit_code_1(
@@ -140,7 +140,7 @@ def test_a_file_that_cannot_be_used_is_named_without_a_traceback(
     with pytest.raises(SystemExit) as ended:
         run()
     assert 1 == ended.value.code
-    told = f"{tmp_path / 'scopes.json'} cannot be used: Is a directory; mend it, or move it away"
+    told = f"{tmp_path / 'scopes.json'} cannot be used: Is a directory; repair it, or move it away"
     assert told in capsys.readouterr().err
 
 
@@ -160,7 +160,7 @@ def test_config_show_prints_every_setting_and_masks_passwords(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--disk-cache", "12x"], "is no size; write it like 64MiB"),
+        (["--disk-cache", "12x"], "is not a size; write it like 64MiB"),
         (["--disk-cache", "64"], "64B is less than 1MiB; write it with its unit, like 8GiB"),
         (["--device-cache", "4"], "4B is less than 1MiB"),
         (["--host-cache", "700KB"], "is less than 1MiB"),
@@ -296,7 +296,7 @@ def test_a_removed_command_is_refused_with_what_to_do_instead() -> None:
     for command, instead in removed.items():
         refused = call(*command.split())
         assert 2 == refused.exit_code, command
-        assert "is gone" in " ".join(refused.output.split())
+        assert "was removed" in " ".join(refused.output.split())
         named = re.search(r"`cachesvc ([a-z ]*[a-z])[^`]*`", instead)
         assert named is not None, instead
         helped = call(*named[1].split(), "--help")

@@ -91,7 +91,8 @@ def test_show_finds_a_block_by_the_start_of_its_key(data_dir: Path, ids: list[Bl
 
 
 @pytest.mark.parametrize(
-    ("key", "code", "message"), [("zz", 2, "is no key"), ("ffffffffffffffff", 1, "no block's key")]
+    ("key", "code", "message"),
+    [("zz", 2, "is not a key"), ("ffffffffffffffff", 1, "no block's key")],
 )
 def test_show_says_what_is_wrong_with_a_key(
     data_dir: Path, key: str, code: int, message: str

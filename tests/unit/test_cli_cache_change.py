@@ -128,9 +128,9 @@ def test_evict_all_empties_the_tier(data_dir: Path) -> None:
 def test_evict_without_a_rule_or_with_a_wrong_one_is_refused(data_dir: Path) -> None:
     for arguments, message in (
         ((), "--older-than"),
-        (("--older-than", "soon"), "is no duration"),
-        (("--bytes", "many"), "is no size"),
-        (("--scope", "zz"), "is no key"),
+        (("--older-than", "soon"), "is not a duration"),
+        (("--bytes", "many"), "is not a size"),
+        (("--scope", "zz"), "is not a key"),
     ):
         refused = call("evict", data_dir, *arguments)
         assert 2 == refused.exit_code, refused.output
@@ -280,7 +280,7 @@ def test_an_import_prepares_an_empty_machine(
     told(call("export", data_dir, str(file), "--json"))
     arrived = call("import", fresh, str(file))
     assert 0 == arrived.exit_code, arrived.stderr
-    assert "had no disk tier; one of 64 MiB was made" in arrived.stderr
+    assert "had no disk tier; one of 64 MiB was created" in arrived.stderr
     assert key_set(EVERY) == keys(fresh)
     tier = open_disk(disk_path(fresh), LAYOUT, 32 << 20)  # a server, with a size of its own
     try:

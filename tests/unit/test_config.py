@@ -127,10 +127,13 @@ def test_the_data_directory_follows_the_environment(
         ("[cache]\ndevise_bytes = 1\n", r"cache\.devise_bytes in .*; did you mean cache\.device"),
         ("[cash]\nblock_size = 1\n", r"unknown setting cash in .*did you mean cache\?"),
         ("port = 1\n", r"unknown setting port in .*\.toml"),
-        ("[cache]\npromotion = 'auto'\n", r"cache\.promotion in .*\.toml is gone: the sizes of"),
+        (
+            "[cache]\npromotion = 'auto'\n",
+            r"cache\.promotion in .*\.toml was removed: the sizes of",
+        ),
         ("[cache]\ndevice_bytes = '12 bananas'\n", r"cache\.device_bytes = '12 bananas' \(from /"),
         ("[server]\nport = 70000\n", r"server\.port = 70000 .* less than or equal to 65535"),
-        ("[server\n", "is no TOML"),
+        ("[server\n", "is not valid TOML"),
     ],
 )
 def test_a_wrong_file_stops_the_start_and_says_why(tmp_path: Path, text: str, message: str) -> None:
@@ -162,9 +165,9 @@ def test_a_variable_of_several_values_is_json(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_adapter_is_not_named_as_the_model() -> None:
-    with pytest.raises(ConfigError, match="a name of its own"):
+    with pytest.raises(ConfigError, match="a name other than the model"):
         load_settings({"model.name": "big", "model.adapters": {"big": "x/y"}})
-    with pytest.raises(ConfigError, match="a name of its own"):
+    with pytest.raises(ConfigError, match="a name other than the model"):
         load_settings({"model.adapters": {" ": "x/y"}})
 
 
@@ -183,20 +186,22 @@ def test_a_removed_setting_is_refused_by_name_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     section, key = name.split(".")
-    with pytest.raises(ConfigError, match=f"the setting {name} in .* is gone: "):
+    with pytest.raises(ConfigError, match=f"the setting {name} in .* was removed: "):
         load_settings({}, write(tmp_path, f"[{section}]\n{key} = 1\n"))
     monkeypatch.setenv(env_name(name), "1")
-    with pytest.raises(ConfigError, match=f"the setting {name} in the environment .* is gone: "):
+    with pytest.raises(
+        ConfigError, match=f"the setting {name} in the environment .* was removed: "
+    ):
         load_settings()
 
 
 def test_a_setting_of_a_section_that_is_gone_is_told_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"admin\.session .* is gone: a login ends after 12h"):
+    with pytest.raises(ConfigError, match=r"admin\.session .* was removed: a login ends after 12h"):
         load_settings(config_file=write(tmp_path, '[admin]\nsession = "1h"\n'))
     monkeypatch.setenv("CACHESVC_ADMIN__SESSION", "1h")
-    with pytest.raises(ConfigError, match="is gone"):
+    with pytest.raises(ConfigError, match="was removed"):
         load_settings()
 
 

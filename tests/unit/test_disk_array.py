@@ -231,7 +231,7 @@ def test_folders_that_cannot_work_are_refused(tmp_path: Path, array: DiskArray) 
     with pytest.raises(ConfigurationError, match="named twice"):
         opened(tmp_path, "d", "d")
     (tmp_path / "e").write_text("")
-    with pytest.raises(ConfigurationError, match="none of the disk caches opens"):
+    with pytest.raises(ConfigurationError, match="none of the disk caches can be opened"):
         opened(tmp_path, "e")
     opened(tmp_path, "d").close()
 
@@ -241,7 +241,7 @@ def test_a_purge_without_the_server_reaches_every_disk(tmp_path: Path) -> None:
     store(array)
     array.close()
     note_elsewhere(tmp_path / "disk", [str(tmp_path / "two"), "redis://host:1/0"])
-    with pytest.raises(ConfigurationError, match="kept in redis://host:1/0 too; start the"):
+    with pytest.raises(ConfigurationError, match="also blocks in redis://host:1/0; start the"):
         purge_stopped(tmp_path, [SCOPE.root()])
     note_elsewhere(tmp_path / "disk", [str(tmp_path / "two")])
     done = purge_stopped(tmp_path, [SCOPE.root()])

@@ -252,5 +252,5 @@ def test_an_endpoint_that_cannot_be_is_said_at_the_start() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         for endpoint in (f"tcp://127.0.0.1:{port}", "udp:nowhere"):
-            with pytest.raises(ConfigError, match=r"events\.zmq = .* cannot be listened on"):
+            with pytest.raises(ConfigError, match=r"cannot listen on events\.zmq = "):
                 KvEventPublisher(EventStream(), ZmqTable(endpoint=endpoint), BLOCK)

@@ -147,7 +147,7 @@ def test_frames_of_others_are_neither_committed_nor_released(node: NodeServer, p
         (Op.PROBE, b"short", "fewer than its head"),
         (Op.LEASE, struct.pack("<B16s16sIII", 0, b"", b"", 4, 2**31, 0), "does not fit"),
         (Op.LEASE, struct.pack("<B16s16sIII", 200, b"", b"", 4, 0, 0), "no pool 200"),
-        (Op.COMMIT, b"abc", "no list of frames"),
+        (Op.COMMIT, b"abc", "not a list of frames"),
         (Op.RELEASE, struct.pack("<II", 7, 1), "no pool 7"),
         (99, b"", "operation 99"),
     ],
@@ -229,7 +229,7 @@ def test_a_socket_that_a_dead_node_left_is_replaced_and_a_file_is_not(tmp_path: 
     with serving(path), joined(path):
         pass
     path.write_text("mine")
-    with pytest.raises(ConfigurationError, match="no socket"):
+    with pytest.raises(ConfigurationError, match="not a socket"):
         NodeServer(NodeSettings(socket=path, host_bytes=1 << 20)).open()
     assert "mine" == path.read_text()
 

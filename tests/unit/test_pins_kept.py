@@ -394,7 +394,7 @@ def test_what_cannot_be_pinned_is_said() -> None:
         bench.cache.pin("none", bench.chain(0, 0), late)
     with pytest.raises(PinError, match="end in the past"):
         bench.cache.pin("past", bench.chain(0, 2), bench.clock.now_s)
-    with pytest.raises(PinError, match="name its root"):
+    with pytest.raises(PinError, match="give its root"):
         bench.cache.pin("unknown", [PrefixKey(b"k" * 16)], late)
     layout = CacheSettings(device_bytes=8 * LAYOUT.nbytes, host_bytes=0)
     with pytest.raises(PinError, match=r"set cache\.host_bytes"):

@@ -126,7 +126,7 @@ def test_a_data_directory_that_cannot_be_used_is_said_so(
     with pytest.raises(ConfigError, match=r"cannot make .*; check --data-dir"):
         make_data_dir(tmp_path / "file" / "below")
     monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root
-    with pytest.raises(ConfigError, match="cannot be written by this user"):
+    with pytest.raises(ConfigError, match="this user cannot write"):
         make_data_dir(tmp_path / "of-another")
 
 

@@ -40,7 +40,7 @@ def test_plain_gzip_and_zstd_read_alike(tmp_path, name, data):
         ("bytes.jsonl", b"\xff\xfe", "cannot read the trace"),
         ("empty.jsonl", b"\n", "holds no request"),
         ("text.jsonl", TEXT + b"hello", "line 3: not JSON"),
-        ("list.jsonl", b"[1]", "line 1: a line must be a JSON object"),
+        ("list.jsonl", b"[1]", "line 1: each line must be a JSON object"),
         ("short.jsonl", b'{"timestamp": 1, "input_length": 5}', "hash_ids must be a list"),
         ("minus.jsonl", TEXT.replace(b"1030", b"-1"), "input_length must be a number"),
         ("clock.jsonl", TEXT.replace(b"3000", b'"x"'), "timestamp must be a number"),

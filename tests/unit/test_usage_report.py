@@ -193,11 +193,11 @@ def test_sessions_are_chosen_by_their_last_day(data_dir: Path) -> None:
     ("flags", "words"),
     [
         (("--since", "2025-13-01"), "write it like 2026-11-01, today"),
-        (("--timezone", "Mars/Olympus"), "is no time zone"),
+        (("--timezone", "Mars/Olympus"), "is not a time zone"),
         (("--since", "2025-02-01", "--until", "2025-01-01"), "is before the first"),
         (("--since", "1600-01-01"), "is not between 1970-01-01"),
         (("--until", "9999-12-31"), "is not between 1970-01-01"),
-        (("--timezone", "Europe"), "is no time zone"),
+        (("--timezone", "Europe"), "is not a time zone"),
     ],
 )
 def test_a_span_that_is_none_is_said(data_dir: Path, flags: tuple[str, ...], words: str) -> None:

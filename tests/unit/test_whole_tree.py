@@ -74,7 +74,7 @@ def test_past_hits_are_bounded_and_refuse_what_they_did_not_write() -> None:
     for key in keys:
         past.note(key, 1)
     assert (0, 1) == (past.of(keys[0]), past.of(keys[-1]))
-    with pytest.raises(ValueError, match="no whole number"):
+    with pytest.raises(ValueError, match="not a whole number"):
         past.restore(b"torn")
 
 

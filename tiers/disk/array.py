@@ -269,7 +269,9 @@ def open_array(roots: Sequence[Path], open_one: Callable[[Path], DiskTier]) -> D
                 logger.error(f"disk cache: {root} is left out: {error}")
                 disks[root] = None
         if not any(disks.values()):
-            raise ConfigurationError(f"none of the disk caches opens: {', '.join(map(str, roots))}")
+            raise ConfigurationError(
+                f"none of the disk caches can be opened: {', '.join(map(str, roots))}"
+            )
     except BaseException:
         for disk in disks.values():
             if disk is not None:

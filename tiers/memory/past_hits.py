@@ -38,6 +38,6 @@ class PastHits:
     def restore(self, body: bytes) -> None:
         """Raises ValueError for what `dump` did not write."""
         if len(body) % _PAIR.size:
-            raise ValueError(f"{len(body)} bytes are no whole number of pairs of {_PAIR.size}")
+            raise ValueError(f"{len(body)} bytes are not a whole number of pairs of {_PAIR.size}")
         for key, hits in _PAIR.iter_unpack(body):
             self.note(PrefixKey(key), hits)

@@ -166,7 +166,7 @@ def pack_numbers(numbers: Iterable[int]) -> bytes:
 
 def unpack_numbers(body: bytes | memoryview) -> "array[int]":
     if len(body) % 4:
-        raise NodeError(f"{len(body)} bytes are no list of frames")
+        raise NodeError(f"{len(body)} bytes are not a list of frames")
     numbers = array("I")
     numbers.frombytes(bytes(body))
     return numbers

@@ -159,7 +159,7 @@ class NodeServer:
         while client.waits is None and len(client.received) >= HEADER.size:
             size, op = HEADER.unpack_from(client.received)
             if size > MAX_BODY:
-                raise NodeError(f"a message of {size} bytes; at most {MAX_BODY} are read")
+                raise NodeError(f"a message of {size} bytes; at most {MAX_BODY} are accepted")
             if len(client.received) < HEADER.size + size:
                 return
             body = bytes(client.received[HEADER.size : HEADER.size + size])
@@ -324,7 +324,7 @@ def _listener_at(path: Path, held: contextlib.ExitStack) -> socket.socket:
     except OSError as error:
         raise DirectoryLocked(f"another node serves {path}; stop it, or name another") from error
     if path.exists() and not path.is_socket():
-        raise ConfigurationError(f"{path} is there and is no socket; name another with --socket")
+        raise ConfigurationError(f"{path} exists and is not a socket; name another with --socket")
     listener = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         path.unlink(missing_ok=True)

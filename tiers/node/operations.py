@@ -98,7 +98,7 @@ class PoolOperations:
             return Operated(operations[what](asked))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             told = f"{dict(asked)!r}"[:LONGEST_TOLD]
-            raise NodeError(f"{told} is no operation: {error!r}") from error
+            raise NodeError(f"{told} is not an operation: {error!r}") from error
 
     def publish(self, keys: Sequence[PrefixKey]) -> Operated:
         """Send a prefix to the store that machines share: how many leading blocks are there."""

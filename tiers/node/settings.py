@@ -39,7 +39,8 @@ class NodeSettings:
             return
         if not self.disk_dirs:
             raise ConfigurationError(
-                "a remote tier needs a disk, which its blocks pass through; name one with "
+                "a remote tier needs a disk tier, because its blocks pass through it; name one "
+                "with "
                 "--disk-cache-dir, or leave --remote-url out"
             )
         objects, _ = self.remote.open()

@@ -126,7 +126,7 @@ class CacheOperations:
             first = self._residency.index.get(keys[0]) if keys else None
             scope = first.scope if first is not None else None
         if scope is None:
-            raise PinError(f"the scope of {name!r} is not known here; name its root")
+            raise PinError(f"the scope of {name!r} is unknown here; give its root")
         return self.keeper.pin(name, scope, keys, until_s, why, owner=owner)
 
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":

@@ -40,7 +40,7 @@ def make_policy(name: str, capacity_blocks: int) -> Policy[Any]:
     """A policy for a tier of `capacity_blocks` blocks; it never counts them, the tier does."""
     if name == "cost_aware":
         raise ConfigurationError(
-            "the policy cost_aware is gone: it hit up to 39 points less than lru; use lru, or "
+            "the policy cost_aware was removed: it hit up to 39 points less than lru; use lru, or "
             "adaptive for a small device"
         )
     try:

@@ -58,7 +58,7 @@ def open_objects(url: str, timeout_s: float) -> ObjectStore:
     if scheme == "s3":
         return _S3Objects(url, timeout_s)
     raise ConfigurationError(
-        f"no remote tier goes by {scheme or url!r}; use redis://, redis+cluster:// or s3://"
+        f"no remote tier uses {scheme or url!r}; use redis://, redis+cluster:// or s3://"
     )
 
 

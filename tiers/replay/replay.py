@@ -282,7 +282,9 @@ def check_plans(plans: Sequence[TierPlan]) -> None:
                 f"least one"
             )
         if plan.policy == MIN and len(plans) > 1:
-            raise ConfigurationError("min knows the future of a single tier only; replay it alone")
+            raise ConfigurationError(
+                "min knows the future of a single tier only; replay it with one tier"
+            )
 
 
 def _clairvoyant(trace: Trace, plans: Sequence[TierPlan]) -> Sequence[Policy[Any]]:

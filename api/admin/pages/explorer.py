@@ -168,7 +168,7 @@ def key_of(text: str) -> PrefixKey:
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES:
-        raise InvalidRequest(f"{text[:64]!r} is no key; a key is {2 * KEY_BYTES} hex digits")
+        raise InvalidRequest(f"{text[:64]!r} is not a key; a key is {2 * KEY_BYTES} hex digits")
     return PrefixKey(key)
 
 
@@ -215,7 +215,7 @@ def labels_for(request: Request, admin: Admin) -> Decode | None:
 def _hex(text: str) -> str:
     digits = text.strip().lower()
     if not digits or len(digits) > 2 * KEY_BYTES or set(digits) - set("0123456789abcdef"):
-        raise InvalidRequest(f"{text[:64]!r} is no beginning of a key; a key is hex digits")
+        raise InvalidRequest(f"{text[:64]!r} is not the beginning of a key; a key is hex digits")
     return digits
 
 

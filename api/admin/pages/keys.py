@@ -108,5 +108,5 @@ def _expires_in_s(days: str) -> int | None:
     if not days.strip():
         return None
     if not days.strip().isdecimal() or len(days) > 9 or not 0 < int(days) <= MAX_DAYS:
-        raise InvalidRequest(f"{days!r} is no number of days from 1 to {MAX_DAYS}")
+        raise InvalidRequest(f"{days!r} is not a number of days from 1 to {MAX_DAYS}")
     return int(days) * DAY_S

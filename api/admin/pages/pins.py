@@ -100,5 +100,5 @@ def _hours(text: str) -> float:
     except ValueError:
         hours = 0.0
     if not 0 < hours <= MAX_HOURS:
-        raise InvalidRequest(f"'{text}' is no number of hours from 0 to {MAX_HOURS}.")
+        raise InvalidRequest(f"'{text}' is not a number of hours from 0 to {MAX_HOURS}.")
     return hours

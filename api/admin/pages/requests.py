@@ -106,7 +106,7 @@ def _found(request: Request, request_id: str) -> RequestRecord:
     record = journal_of(request).find(request_id)
     if record is None:
         raise RequestNotFound(
-            f"No request {request_id[:80]!r} is remembered: the journal keeps the latest "
+            f"The journal has no request {request_id[:80]!r}: it keeps the latest "
             f"{journal_of(request).settings.max_requests:,} since the server started. Its bill is "
             "in the ledger still."
         )

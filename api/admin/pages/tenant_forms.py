@@ -94,11 +94,11 @@ def wallet(
 
     def book(books: Books, **sent: Any) -> None:
         if kind not in ("topup", "withdraw", "convert"):
-            raise InvalidRequest("kind is none of topup, withdraw, convert")
+            raise InvalidRequest("kind must be topup, withdraw or convert")
         if not currency.strip():
-            raise InvalidRequest("say the currency of the wallet, such as USD")
+            raise InvalidRequest("give the currency of the wallet, such as USD")
         if kind == "convert" and not rate.strip():
-            raise InvalidRequest("say the rate: what one unit of the wallet's currency is worth")
+            raise InvalidRequest("give the rate: the value of one unit of the wallet's currency")
         if kind == "convert":
             sent |= {name: value.strip() for name, value in at.items()}
         balance.book_deposit(
@@ -176,7 +176,8 @@ def budget(
             return
         if per not in list(BudgetSpan) or of not in list(Of):
             raise InvalidRequest(
-                "a budget is per day, month, balance, topup or spike, of a tenant, key, user or tag"
+                "a budget is per day, month, balance, topup or spike, for a tenant, key, user "
+                "or tag"
             )
         budgets.set_budget(
             books,

@@ -82,9 +82,10 @@ async def _tokens(request: Request, tenant: str, asked: dict[str, Any] | str) ->
     journal = parts_of(request).journal
     record = journal.find(asked) if journal is not None else None
     if record is None:
-        raise RecordNotFound(f"no request {asked[:64]!r} is remembered")
+        raise RecordNotFound(f"the server remembers no request {asked[:64]!r}")
     if not record.prompts:
         raise InvalidRequest(
-            f"the prompt of {asked[:64]!r} is not kept; set journal.keep_prompts, or give its body"
+            f"the prompt of {asked[:64]!r} was not stored; set journal.keep_prompts, or give "
+            "its body"
         )
     return record.prompts[0]

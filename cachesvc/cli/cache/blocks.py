@@ -185,7 +185,7 @@ def _list_memory(
 ) -> None:
     server = find_server(path)
     if server is None:
-        fail(f"no server runs on {path}, and what the {tier} tier held went with it; --tier disk")
+        fail(f"no server runs on {path}, and the {tier} tier ended with it; --tier disk")
     query = urlencode({"tier": tier, "idle_s": idle_s, "limit": MOST})
     found = server.get(f"/admin/api/blocks?{query}")["blocks"]
     matching = [block for block in found if wanted(PrefixKey(bytes.fromhex(block["scope"])))]

@@ -118,7 +118,7 @@ def compact(data_dir: DataDir = None, json: AsJson = False) -> None:
         with progress("rewriting", None):
             shards = [done for folder in disk_folders(path) for done in compact_folder(folder)]
     except StorageError as error:
-        fail(f"{path} was not compacted, and stands as it was: {error}")
+        fail(f"{path} was not compacted and is unchanged: {error}")
     totals = {
         name: sum(getattr(shard, name) for shard in shards)
         for name in ("num_kept", "num_dropped", "file_bytes_before", "file_bytes")
@@ -204,7 +204,7 @@ def import_(
     if moved.num_refused:
         note(f"{number_of(moved.num_refused, 'block')} found no room; is too much pinned?")
     if not moved.complete:
-        fail(f"{_name(file, 'input')} ends early; what came whole was kept. Export it again")
+        fail(f"{_name(file, 'input')} ends early; complete blocks were kept. Export it again")
     if moved.bad:
         fail("some blocks of the export are damaged; verify the tier that they came from")
 
@@ -218,7 +218,7 @@ def _prepare(data_dir: Path | None) -> None:
     if not num_bytes:
         fail("cache.disk_bytes is 0, which turns the disk tier off; give it a size to import into")
     prepare(found_disk(path), num_bytes // PAGE_BYTES * PAGE_BYTES)
-    note(f"{path} had no disk tier; one of {size(num_bytes)} was made")
+    note(f"{path} had no disk tier; one of {size(num_bytes)} was created")
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def _purge_stopped(
     order = Order(kind=kind, name=name, by=actor(), why=why, started_s=time.time())
     roots = roots_of(path, name, kind)
     if not roots:
-        fail(f"no model was served from {path} yet, so nothing of {kind} {name} can be there")
+        fail(f"no model was served from {path} yet, so {kind} {name} has no blocks there")
     with books(path, database_url) as open_books:
         if kind is Kind.TENANT and open_books.accounts.find_tenant(name) is None:
             fail(f"no tenant is named {name!r}; see `cachesvc tenants show`")

@@ -69,7 +69,9 @@ def _whole_bytes(start: str) -> bytes:
     except ValueError:
         data = b"\0" * (KEY_BYTES + 1)
     if len(text) > 2 * KEY_BYTES or len(data) > KEY_BYTES:
-        fail(f"{start!r} is no key; a key is written in hex, as `cachesvc cache ls` prints it", 2)
+        fail(
+            f"{start!r} is not a key; a key is written in hex, as `cachesvc cache ls` prints it", 2
+        )
     return data
 
 
@@ -77,4 +79,4 @@ def _exactly_one(count: int, what: str, lister: str) -> None:
     if count == 0:
         fail(f"no {what}; {lister} lists them")
     if count > 1:
-        fail(f"more than one {what} ({count} do); write more of it")
+        fail(f"more than one {what} ({count} do); give more of it")

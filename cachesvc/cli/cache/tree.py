@@ -38,7 +38,7 @@ def tree(
 ) -> None:
     """Show blocks as a tree of prefixes: on disk, or in all tiers with --live."""
     if tenant and not live:
-        fail("--tenant asks the running server, which knows whose blocks are whose: add --live", 2)
+        fail("--tenant asks the running server, which knows the owners of blocks: add --live", 2)
     if live:
         asked = urlencode({"depth": depth, "tenant": tenant})
         told = running_server(data_dir).get(f"/admin/api/cache/tree?{asked}")

@@ -46,4 +46,4 @@ def verify(
         if total.num_repaired:
             typer.echo(f"{total.num_repaired} of them were deleted")
     if not total.sound and total.num_repaired < sum(total.bad.values()):
-        fail("the disk tier holds bad blocks; none of them will be served. Remove: --repair")
+        fail("the disk tier holds bad blocks; none of them will be served. --repair removes them")

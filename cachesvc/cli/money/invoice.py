@@ -66,7 +66,7 @@ def show(
     if tenant is not None:
         fail("--tenant is for the list; name a tenant's month as TENANT MONTH", 2)
     if to is None and form is Form.PDF and sys.stdout.isatty():
-        fail("a PDF is no text: add --to FILE")
+        fail("a PDF cannot be printed here: add --to FILE")
     with operations(data_dir, database) as call:
         made = _made(call, what, month, form)
     _write(made, to)
@@ -117,7 +117,7 @@ def issue(
             why = reason or NO_REASON
             issued = call(invoices.finalize_invoice, tenant=what, month=month, by=by, why=why)
         elif reason is None:
-            fail("a credit note needs --reason; for an invoice say TENANT MONTH", 2)
+            fail("a credit note needs --reason; for an invoice give TENANT MONTH", 2)
         else:
             issued = call(invoices.credit_invoice, number=what, by=by, why=reason)
     _one(issued, json)

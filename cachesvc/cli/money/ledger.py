@@ -181,7 +181,7 @@ def correct(
             fail("say what to give back: TENANT REQUEST_ID, or --batch FILE", 2)
         if to is not None:
             if amount is not None:
-                fail("--amount gives a charge back, --to puts a deposit right: leave one out", 2)
+                fail("--amount gives a charge back, --to corrects a deposit: leave one out", 2)
             adjusted = call(
                 adjust_deposit,
                 tenant=tenant,

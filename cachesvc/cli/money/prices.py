@@ -120,7 +120,7 @@ def plan(
     Changes nothing.
     """
     if card is not None and out is not None:
-        fail("--out is for charges that the applied cards set right: leave the card out", 2)
+        fail("--out is for charges that the applied cards correct: leave the card out", 2)
     with operations(data_dir, database) as call:
         if card is not None:
             source = {"toml": find_card(card).text}

@@ -83,7 +83,7 @@ def _read_receipt(path: Path) -> dict[str, object]:
     try:
         read = jsonlib.loads(sys.stdin.read() if str(path) == "-" else path.read_text())
     except (OSError, ValueError) as error:
-        fail(f"{path} is no receipt: {error}")
+        fail(f"{path} is not a receipt: {error}")
     if not isinstance(read, dict):
-        fail(f"{path} is no receipt, which is a JSON object")
+        fail(f"{path} is not a receipt, which is a JSON object")
     return read

@@ -164,7 +164,7 @@ def _zone(name: str) -> tzinfo:
 
 
 def _sent_zone(name: str) -> str:
-    """`local` is this terminal's zone, and not that of the server that may answer."""
+    """`local` is this terminal's time zone, not the server's."""
     return local_zone_name() if name == "local" else name
 
 
@@ -213,7 +213,7 @@ def _print_statement(
     from billing.reports.statement import month_days  # it brings the templates of pages
 
     if tenant is None:
-        fail("a statement is one tenant's: add --tenant NAME", 2)
+        fail("a statement is for one tenant: add --tenant NAME", 2)
     with operations(data_dir, database) as call:
         month_days(month)
         made: Any = call(

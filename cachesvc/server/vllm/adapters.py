@@ -41,6 +41,6 @@ def _read(name: str, folder: Path, number: int) -> VllmAdapter:
         digest = adapter_digest(str(folder))
     except (OSError, ValueError, KeyError, TypeError, Unsupported) as error:
         raise AdapterError(
-            f"adapter {name}: {folder} is no folder of a LoRA adapter for vLLM: {error}"
+            f"adapter {name}: {folder} does not hold a LoRA adapter for vLLM: {error}"
         ) from None
     return VllmAdapter(number, str(folder), digest, rank)

@@ -71,7 +71,7 @@ def read_options(rest: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"unexpected argument {word}; `cachesvc serve --help` lists them all")
         name, equals, value = word.removeprefix("--vllm.").partition("=")
         if not name:
-            raise ConfigError("--vllm. wants the name of one of vLLM's arguments behind the dot")
+            raise ConfigError("--vllm. needs the name of one of vLLM's arguments after the dot")
         if equals:
             found[name] = value
         elif left and not left[0].startswith("--"):

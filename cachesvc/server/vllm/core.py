@@ -212,7 +212,7 @@ def _node(settings: Settings) -> Path | None:
     remote = remote_settings(cache)
     if remote is not None and not (cache.host_bytes and cache.disk_bytes):
         raise ConfigError(
-            "cache.remote_url needs the host and the disk tier, which its blocks pass through; "
+            "cache.remote_url needs the host and disk tiers, because its blocks pass through them; "
             "set cache.host_bytes and cache.disk_bytes, or leave cache.remote_url empty"
         )
     if not cache.host_bytes:

@@ -262,7 +262,7 @@ class VllmEngine:
             self._submitted.discard(request.request_id)
 
     def _fail(self, error: BaseException) -> None:
-        """vLLM is dead: nothing is served from now on."""
+        """vLLM has died: this server serves nothing more."""
         if self._failed is not None or self._closing:
             return
         logger.critical(f"the engine has failed: {error!r}")

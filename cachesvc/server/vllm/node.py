@@ -40,7 +40,7 @@ def ensure_node(
     """See that a node serves `socket`; whether it had to be started. Raises ConfigurationError."""
     quotas = quotas or {}
     if (found := _answer_of(socket)) is not None:
-        logger.info(f"the node at {socket} is used as it runs; its sizes are its own")
+        logger.info(f"using the running node at {socket} with its own sizes")
         if quotas and found.quotas != labelled(quotas):
             logger.warning(
                 f"the node at {socket} keeps its own quotas, not those of cache.quotas; restart it "

@@ -43,11 +43,11 @@ class TiersElsewhere(TieredCache):
         owner: str = "",
     ) -> Pin[PrefixKey]:
         if self._operations is None:
-            raise PinError("pins need a node beneath vLLM; set cache.host_bytes")
+            raise PinError("pins need a node below vLLM; set cache.host_bytes")
         keys = prefix.keys if isinstance(prefix, Chain) else list(prefix)
         root = prefix.root if isinstance(prefix, Chain) else scope
         if root is None:
-            raise PinError(f"the scope of {name!r} is not known here; name its root")
+            raise PinError(f"the scope of {name!r} is unknown here; give its root")
         return self._operations.pin(name, root, keys, until_s - self.now_s, why, owner)
 
     def unpin(self, name: str) -> bool:
@@ -74,7 +74,7 @@ class TiersElsewhere(TieredCache):
     def _hands(self) -> NodeOperations:
         if self._operations is None:
             raise ElsewhereError(
-                "vLLM alone keeps the blocks, and no node is beneath it: restart this server"
+                "only vLLM keeps blocks, and there is no node below it: restart this server"
             )
         return self._operations
 

@@ -136,7 +136,7 @@ class PageFile:
         found: dict[str, LmdbTree] = {}
         for node in self.nodes(head.main):
             if not node.is_tree or node.nbytes != _TREE.size:
-                raise Torn(f"{node.key!r} is no tree")
+                raise Torn(f"{node.key!r} is not a tree")
             tree = LmdbTree(*_TREE.unpack(node.value))
             if tree.flags or tree.pad:
                 raise Torn(f"the tree {node.key!r} has flags {tree.flags:#x}")
