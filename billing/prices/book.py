@@ -410,6 +410,7 @@ class PriceBook:
             same = (other.currency, other.valid_from_ns) == (card.currency, card.valid_from_ns)
             if same and is_rival:
                 raise CardConflict(
-                    f"rate card {other.name} {other.version} is valid from the same instant"
+                    f"rate card {other.name} {other.version} is valid from the same instant, and "
+                    "no card is taken back; let the new one be valid from a millisecond later"
                 )
         return PriceBook((*self.cards, card))

@@ -138,8 +138,10 @@ def test_an_applied_version_and_its_instant_are_taken() -> None:
     book = PriceBook((card(),))
     with pytest.raises(CardConflict, match="another version"):
         book.with_card(card("1", "2026-01-01T00:00:00Z"))
-    with pytest.raises(CardConflict, match="same instant"):
+    with pytest.raises(CardConflict, match=r"same instant, .* a millisecond later"):
         book.with_card(card("2"))
+    corrected = book.with_card(card("2", "2024-01-01T00:00:00.001Z"))
+    assert corrected.at("m", ns("2024-01-01T00:00:01+00:00")).version == "2"
     assert book.with_card(card()) is book
     assert len(book.with_card(card("2", "2026-01-01T00:00:00Z")).cards) == 2
 
