@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from api.access.auth import Gatekeeper, Salts
-from api.access.limits import NoLimits, RateLimits
+from api.access.limits import LimitSettings, RateLimits, open_limits
 from api.access.overload import QueueBound
 from api.collaborators import Collaborators, Readiness, WireSettings
 from api.job import Bill, Job, Served
@@ -423,7 +423,7 @@ def fake_house(
         gatekeeper=gatekeeper or OpenGate(),
         salts=salts or Salts(b"secret of the tests"),
         meter=meter or counting,
-        limits=limits or NoLimits(),
+        limits=limits or open_limits(LimitSettings(), "memory://"),
         balances=balances,
         ledger_store=ledger_store,
         journal=journal or Journal(),

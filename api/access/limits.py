@@ -98,16 +98,6 @@ class FreePass:
         """Nothing was taken."""
 
 
-class NoLimits:
-    """A server without limits."""
-
-    async def admit(self, principal: Principal) -> Permit:
-        return FreePass()
-
-    async def close(self) -> None:
-        """Nothing is open."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Window:
     """One per-minute limit of one holder, and the word for it in OpenAI's headers."""
@@ -189,7 +179,10 @@ class WindowLimits:
                 window = reading.window
                 if window.what == "requests" and not await self._hit_once(window):
                     raise _refusal(reading, before)  # another took the last one meanwhile
-            return [await self._read(window) for window in windows]
+            return [  # only these have changed
+                await self._read(each.window) if each.window.what == "requests" else each
+                for each in before
+            ]
         except StorageError as error:
             self._breaker.begin(error.storage_error)
             return []
