@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from billing.gate.entries import digest, genesis
 from billing.money import UNITS
 from billing.proof import audit
 from billing.store.opening import open_store
 from billing.testing import running_ledger
 from billing.usage import Usage
+from tests.contract.forging import forging
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)
-FIELDS = ("tenant", "seq", "kind", "request_id", "at_ns", "currency", "postings", "body")
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +31,8 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def forge(path: Path, seq: int, change: str) -> None:
     """Change one entry and write the chain anew behind it, up to the account's head."""
-    with closing(sqlite3.connect(path)) as plain:
-        plain.execute("DROP TRIGGER entries_no_update")
+    with forging(path) as plain:
         assert plain.execute(f"UPDATE entries SET {change} WHERE seq = {seq}").rowcount == 1
-        head = genesis("acme")
-        rows = plain.execute(f"SELECT {', '.join(FIELDS)} FROM entries ORDER BY seq").fetchall()
-        for row in rows:
-            head = digest(head, *row)
-            plain.execute("UPDATE entries SET hash = ? WHERE seq = ?", (head, row[1]))
-        plain.execute("UPDATE accounts SET head = ? WHERE tenant = 'acme'", (head,))
-        plain.commit()
 
 
 @pytest.mark.parametrize(

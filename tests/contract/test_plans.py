@@ -1,13 +1,12 @@
 """Plans: included tokens and monthly minimums, computed by hand, proved, and shown to people."""
 
-import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from billing.errors import PriceError
-from billing.gate.entries import Entry, Kind, digest, genesis
+from billing.gate.entries import Entry, Kind
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import Outcome
 from billing.gate.plans import month_ns
@@ -24,6 +23,7 @@ from billing.store.opening import open_store
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 from tests.contract.conftest import entries
+from tests.contract.forging import forging, replace_in
 from tests.contract.test_invoices import BY, PARTIES
 
 DAY = 86_400
@@ -231,33 +231,12 @@ def test_a_forged_plan_is_found(
         house.clock.advance(32 * DAY)
         close_month(house)
         assert audit.verify(house.ledger.store).ok
-    with closing(sqlite3.connect(path)) as plain:
-        forge(plain, request_id, body, postings)
-        plain.commit()
+    with forging(path) as plain:
+        replace_in(plain, "body", body, request_id=request_id)
+        replace_in(plain, "postings", postings, request_id=request_id)
     with closing(open_store(f"sqlite:///{path}")) as store:
         problems = audit.verify(store).problems
         assert ("acme", "rated") in {(each.tenant, each.invariant) for each in problems}
-
-
-def forge(
-    plain: sqlite3.Connection, request_id: str, body: dict[str, str], postings: dict[str, str]
-) -> None:
-    plain.execute("DROP TRIGGER entries_no_update")
-    names = "tenant, seq, kind, request_id, at_ns, currency, postings, body"
-    head = genesis("acme")
-    rows = plain.execute(f"SELECT {names} FROM entries WHERE tenant = 'acme' ORDER BY seq")
-    for row in rows.fetchall():
-        fields = list(row)
-        if fields[3] == request_id:
-            for place, changes in ((7, body), (6, postings)):
-                for old, new in changes.items():
-                    assert old in fields[place], fields[place]
-                    fields[place] = fields[place].replace(old, new)
-        head = digest(head, *fields)
-        plain.execute(
-            "UPDATE entries SET postings = ?, body = ?, hash = ? WHERE seq = ? AND tenant = 'acme'",
-            (fields[6], fields[7], head, fields[1]),
-        )
 
 
 def test_spent_tokens_are_projected_and_derived_again(plan: TestLedger) -> None:

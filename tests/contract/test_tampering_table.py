@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from billing.errors import BillingError
-from billing.gate.entries import digest, genesis
 from billing.money import UNITS
 from billing.proof import audit
 from billing.proof.result import Head
@@ -19,9 +18,9 @@ from billing.store import trail as store_trail
 from billing.store.opening import open_store
 from billing.testing import running_ledger
 from billing.usage import Usage
+from tests.contract.forging import rechain
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)
-FIELDS = ("tenant", "seq", "kind", "request_id", "at_ns", "currency", "postings", "body")
 TRAIL = ("seq", "at_ns", "actor", "action", "subject", "before", "after", "reason")
 Sql = sqlite3.Connection
 
@@ -75,11 +74,7 @@ def change(plain: Sql, statement: str) -> None:
 
 
 def rehash(plain: Sql) -> None:
-    head = genesis("acme")
-    order = f"SELECT {', '.join(FIELDS)} FROM entries WHERE tenant = 'acme' ORDER BY seq"
-    for row in plain.execute(order).fetchall():
-        head = digest(head, *row)
-        plain.execute("UPDATE entries SET hash = ? WHERE seq = ?", (head, row[1]))
+    rechain(plain)
     head = store_trail.TRAIL_GENESIS
     for row in plain.execute(f"SELECT {', '.join(TRAIL)} FROM trail ORDER BY seq").fetchall():
         head = store_trail.trail_hash(head, dict(zip(TRAIL, row, strict=True)))

@@ -1,7 +1,6 @@
 """Wallets in other currencies: kept apart, converted at a stated rate, and proved."""
 
 import json
-import sqlite3
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from billing.errors import (
     InvalidName,
     InvalidSpan,
 )
-from billing.gate.entries import digest, genesis
 from billing.money import UNITS, format_units
 from billing.operations.balance import Booking, book_deposit
 from billing.operations.books import OpenBooks
@@ -29,6 +27,7 @@ from billing.store.opening import open_store
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 from tests.contract.conftest import entries
+from tests.contract.forging import forging, replace_in
 
 ECB = {"rate_date": "2024-12-31", "rate_source": "ECB"}
 
@@ -171,31 +170,13 @@ def test_a_forged_wallet_is_found(
         pay(house, 10 * UNITS)
         convert(house, 4 * UNITS)
         assert audit.verify(house.ledger.store).ok
-    with closing(sqlite3.connect(path)) as plain:
-        forge(plain, seq, body, postings)
-        plain.commit()
+    with forging(path) as plain:
+        replace_in(plain, "body", body, seq=seq)
+        if postings:
+            plain.execute("UPDATE entries SET postings = ? WHERE seq = ?", (postings, seq))
     with closing(open_store(f"sqlite:///{path}")) as store:
         problems = audit.verify(store).problems
         assert invariant in {each.invariant for each in problems if each.tenant == "acme"}
-
-
-def forge(plain: sqlite3.Connection, seq: int, body: dict[str, str], postings: str) -> None:
-    plain.execute("DROP TRIGGER entries_no_update")
-    names = "tenant, seq, kind, request_id, at_ns, currency, postings, body"
-    head = genesis("acme")
-    rows = plain.execute(f"SELECT {names} FROM entries WHERE tenant = 'acme' ORDER BY seq")
-    for row in rows.fetchall():
-        fields = list(row)
-        if fields[1] == seq:
-            for old, new in body.items():
-                assert old in fields[7], fields[7]
-                fields[7] = fields[7].replace(old, new)
-            fields[6] = postings or fields[6]
-        head = digest(head, *fields)
-        plain.execute(
-            "UPDATE entries SET postings = ?, body = ?, hash = ? WHERE seq = ? AND tenant = 'acme'",
-            (fields[6], fields[7], head, fields[1]),
-        )
 
 
 def test_what_the_trail_says_of_a_wallet_is_proved(tmp_path: Path) -> None:
