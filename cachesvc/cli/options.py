@@ -1,12 +1,16 @@
 """Options that several commands share."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import default_data_dir
+from cachesvc.config.quantities import parse_duration, parse_size
+
+Value = TypeVar("Value")
 
 DataDir = Annotated[
     Path | None,
@@ -16,6 +20,23 @@ DataDir = Annotated[
         show_default=False,
     ),
 ]
+
+
+def duration(text: str) -> float:
+    """Parser of an option such as 12h or 7d."""
+    return _parsed(parse_duration, text)
+
+
+def size(text: str) -> int:
+    """Parser of an option such as 4GiB."""
+    return _parsed(parse_size, text)
+
+
+def _parsed(parse: Callable[[str], Value], text: str) -> Value:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def existing_data_dir(data_dir: Path | None) -> Path:

@@ -17,10 +17,9 @@ import typer
 from api.format import ago, seconds, size
 from cachesvc.cli.cache.prefixes import list_by_room
 from cachesvc.cli.cache.select import Tenant, find_block, scope_filter
-from cachesvc.cli.options import DataDir, existing_data_dir
+from cachesvc.cli.options import DataDir, duration, existing_data_dir
 from cachesvc.cli.render import KEY_DIGITS, AsJson, fail, note, print_json, print_pairs, print_table
 from cachesvc.config.places import found_disk
-from cachesvc.config.quantities import parse_duration
 from cachesvc.server.server_file import LiveServer, find_server
 from tiers.blocks.keys import PrefixKey, token_ids
 from tiers.disk.format.codec import CodecId
@@ -47,7 +46,12 @@ def list_blocks(
         str | None, typer.Option(help="Only blocks of the scope whose root starts with this (hex)")
     ] = None,
     older_than: Annotated[
-        str | None, typer.Option(help="Only blocks unused for this long, such as 2h or 7d")
+        float | None,
+        typer.Option(
+            parser=duration,
+            metavar="DURATION",
+            help="Only blocks unused for this long, such as 2h or 7d",
+        ),
     ] = None,
     oldest: Annotated[bool, typer.Option(help="Sort by eviction order, next victim first")] = False,
     by: Annotated[
@@ -72,7 +76,7 @@ def list_blocks(
     if by is By.ROOM:
         list_by_room(path, tenant, limit or MOST, json)
         return
-    idle_s = _duration(older_than)
+    idle_s = older_than or 0.0
     wanted = scope_filter(path, tenant, scope)
     if tier is TierName.DISK:
         _list_disk(path, wanted, idle_s, oldest=oldest, limit=limit, json=json)
@@ -135,17 +139,6 @@ def _readable(name: str, value: Any) -> Any:
     if name == "token_ids":
         return " ".join(map(str, value))
     return (", ".join(value) or "-") if isinstance(value, list) else value
-
-
-def _duration(text: str | None) -> float:
-    try:
-        return parse_duration(float(text) if text and _is_number(text) else text or 0.0)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--older-than") from None
-
-
-def _is_number(text: str) -> bool:
-    return text.replace(".", "", 1).isdigit()
 
 
 def _list_disk(

@@ -16,11 +16,11 @@ from typing import Annotated, Any, BinaryIO
 import typer
 
 from api.format import number_of, size
+from cachesvc.cli import options
 from cachesvc.cli.cache.select import find_block, find_scope, server_of
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress
 from cachesvc.config.places import default_data_dir, found_disk
-from cachesvc.config.quantities import parse_duration, parse_size
 from cachesvc.config.sources import load_settings
 from cachesvc.server.listen import make_data_dir
 from tiers.blocks.keys import PrefixKey
@@ -49,26 +49,14 @@ Scopes = Annotated[
 ]
 
 
-def _duration(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
 def evict(
     data_dir: DataDir = None,
     older_than: Annotated[
         float | None,
         typer.Option(
-            parser=_duration, metavar="DURATION", help="Blocks unused for this long, such as 7d"
+            parser=options.duration,
+            metavar="DURATION",
+            help="Blocks unused for this long, such as 7d",
         ),
     ] = None,
     scope: Scopes = None,
@@ -76,7 +64,7 @@ def evict(
         int | None,
         typer.Option(
             "--bytes",
-            parser=_size,
+            parser=options.size,
             metavar="SIZE",
             help="About this many bytes, least recently used first",
         ),
@@ -100,8 +88,9 @@ def evict(
             confirm(f"Evict {_amount(planned)} from {view.path}?", yes=yes)
         with _counted(rule, view, "evicting") as counted:
             gone = _sum(remove(shard, counted, at_most_bytes=share) for shard in view.shards)
-        _sync(view.shards)
-    _tell_removed("evicted", gone, view.path, json=json)
+        for shard in view.shards:
+            shard.sync()  # so that no power cut brings a block back
+    _tell_removed(gone, view.path, json)
 
 
 def compact(data_dir: DataDir = None, json: AsJson = False) -> None:
@@ -313,12 +302,6 @@ class _Watched:
         return data
 
 
-def _sync(shards: Sequence[Shard]) -> None:
-    """Make removals durable, so that no power cut brings a block back."""
-    for shard in shards:
-        shard.sync()
-
-
 def _sum(parts: Iterator[Removed]) -> Removed:
     return reduce(Removed.plus, parts, Removed())
 
@@ -327,12 +310,12 @@ def _amount(removed: Removed) -> str:
     return f"{number_of(removed.num_blocks, 'block')} ({size(removed.stored_bytes)})"
 
 
-def _tell_removed(verb: str, gone: Removed, path: Path, *, json: bool, **more: Any) -> None:
+def _tell_removed(gone: Removed, path: Path, json: bool) -> None:
     server = server_of(path)
     if json:
-        print_json(gone._asdict() | more | {"server": server})
+        print_json(gone._asdict() | {"server": server})
     else:
-        typer.echo(f"{_amount(gone)} {verb}; their space is free for new blocks")
+        typer.echo(f"{_amount(gone)} evicted; their space is free for new blocks")
     if server is not None:
         note(
             f"a server holds this directory ({server}): blocks in its memory stay, and it may "

@@ -8,20 +8,12 @@ import typer
 
 from api.format import number_of, seconds
 from cachesvc.cli.live_server import running_server
-from cachesvc.cli.options import DataDir, existing_data_dir
+from cachesvc.cli.options import DataDir, duration, existing_data_dir
 from cachesvc.cli.render import AsJson, fail, print_json, print_table
 from cachesvc.config.places import found_disk
-from cachesvc.config.quantities import parse_duration
 from cachesvc.server.server_file import LiveError, find_server
 from tiers.disk.pin_file import load_pins
 from tiers.policy.retention import pin_json
-
-
-def _duration(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def pin(
@@ -31,7 +23,7 @@ def pin(
     for_s: Annotated[
         float | None,
         typer.Option(
-            "--for", parser=_duration, metavar="DURATION", help="How long, such as 12h or 7d"
+            "--for", parser=duration, metavar="DURATION", help="How long, such as 12h or 7d"
         ),
     ] = None,
     key: Annotated[
