@@ -1,7 +1,5 @@
 """Adapters as clients see them: the real service over a tiny model, in process, with a ledger."""
 
-import contextlib
-from collections.abc import AsyncIterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -9,13 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cachesvc.config.sources import load_settings
-from cachesvc.server import compute as core
-from cachesvc.server.listen import make_data_dir
-from cachesvc.server.money import open_money
-from cachesvc.service import Service
 from engine.testing.models import save_tiny_adapter, save_tiny_model
-from tiers.telemetry.events import EventStream
+from tests.api.real_service import served
 
 CHAT = "/v1/chat/completions"
 HELLO = {
@@ -36,41 +29,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextlib.asynccontextmanager
-async def served(
-    folders: Path, data_dir: Path, adapters: dict[str, str]
-) -> AsyncIterator[httpx.AsyncClient]:
-    """The service as `serve` builds it, without its socket."""
-    settings = load_settings(
-        {
-            "server.data_dir": data_dir,
-            "model.name": str(folders / "model"),
-            "model.adapters": adapters,
-            "model.device": "cpu",
-            "cache.block_size": 16,
-            "cache.device_bytes": 8 << 20,
-            "cache.host_bytes": 8 << 20,
-            "cache.disk_bytes": 64 << 20,
-        }
-    ).settings
-    make_data_dir(data_dir)
-    with contextlib.closing(open_money(settings)) as money:
-        loaded = core.load(settings.model, data_dir)
-        with contextlib.closing(
-            Service(settings, core.over(loaded, settings), money, EventStream())
-        ) as service:
-            app: Any = service.app(money.start(service.metrics.observe_bill))
-            service.core.start(64)
-            inner = app.app  # lifespans are the application's
-            async with (
-                inner.router.lifespan_context(inner),
-                httpx.AsyncClient(
-                    transport=httpx.ASGITransport(app), base_url="http://localhost"
-                ) as client,
-            ):
-                yield client
-
-
 async def ask(client: httpx.AsyncClient, model: str) -> tuple[str, dict[str, Any]]:
     response = await client.post(CHAT, json=HELLO | {"model": model})
     answer = response.json()
@@ -81,7 +39,7 @@ async def ask(client: httpx.AsyncClient, model: str) -> tuple[str, dict[str, Any
 async def test_adapters_are_models_beside_their_parent(folders: Path, tmp_path: Path) -> None:
     base = str(folders / "model")
     adapters = {"sql": str(folders / "a0"), "legal": str(folders / "a1")}
-    async with served(folders, tmp_path / "data", adapters) as client:
+    async with served(tmp_path / "data", folders / "model", model_adapters=adapters) as (_, client):
         cards = (await client.get("/v1/models")).json()["data"]
         assert [(base, None), ("sql", base), ("legal", base)] == [
             (card["id"], card["parent"]) for card in cards
@@ -100,7 +58,7 @@ async def test_adapters_are_models_beside_their_parent(folders: Path, tmp_path: 
         assert "'sql', 'legal'" in refused.json()["error"]["message"]
     # After a restart the names have changed hands; what is on disk goes by content.
     adapters = {"sql": str(folders / "a1"), "new": str(folders / "a0")}
-    async with served(folders, tmp_path / "data", adapters) as client:
+    async with served(tmp_path / "data", folders / "model", model_adapters=adapters) as (_, client):
         for name, before in (("sql", "legal"), ("new", "sql"), (base, base)):
             text, answer = await ask(client, name)
             assert cold[before][0] == text

@@ -27,13 +27,10 @@ from api.shapes.messages import CountBody, MessagesBody
 from api.shapes.responses import InputBody, ResponsesBody
 from api.shapes.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from billing.proof.prover import Prover
-from cachesvc.config.sources import load_settings
-from cachesvc.server import compute
-from cachesvc.server.listen import make_data_dir
-from cachesvc.server.money import open_money
+from billing.store.opening import database_url, open_store
 from cachesvc.service import Service
 from engine.testing.models import save_tiny_model
-from tiers.telemetry.events import EventStream
+from tests.api.real_service import real_service
 
 schemathesis = pytest.importorskip("schemathesis")
 pytestmark = pytest.mark.timeout(1800)
@@ -82,28 +79,11 @@ def fuzzed(folder: Path) -> Iterator[tuple[Service, FastAPI, dict[str, str]]]:
     """The service as `serve` builds it, without its socket; its ledger is proved at the end."""
     model = folder / MODEL
     save_tiny_model(model)
-    found = load_settings(
-        {
-            "server.data_dir": folder / "data",
-            "model.name": str(model),
-            "model.device": "cpu",
-            "cache.block_size": 16,
-            "cache.device_bytes": 8 << 20,
-            "cache.host_bytes": 8 << 20,
-            "cache.disk_bytes": 64 << 20,
-        }
-    ).settings
-    make_data_dir(found.server.data_dir)
-    with contextlib.closing(open_money(found)) as money:
-        loaded = compute.load(found.model, found.server.data_dir)
+    with real_service(folder / "data", model) as (service, app, money):
         money.accounts.create_tenant(TENANT, "CNY", by="test")
-        with contextlib.closing(
-            Service(found, compute.over(loaded, found), money, EventStream())
-        ) as service:
-            app: Any = service.app(money.start(service.metrics.observe_bill))
-            service.core.start()
-            yield service, app.app, NAMES | {"model": str(model)}
-        assert Prover(money.books.store).prove().proof.problems == []
+        yield service, app.app, NAMES | {"model": str(model)}
+    with contextlib.closing(open_store(database_url(folder / "data"))) as store:
+        assert Prover(store).prove().proof.problems == []
 
 
 @pytest.mark.parametrize(

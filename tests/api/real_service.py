@@ -1,0 +1,57 @@
+"""The service as `serve` builds it over a model in a folder, in process, without its socket."""
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cachesvc.config.sources import load_settings
+from cachesvc.server import compute
+from cachesvc.server.listen import make_data_dir
+from cachesvc.server.money import Money, open_money
+from cachesvc.service import Service
+from tiers.telemetry.events import EventStream
+
+
+@contextlib.contextmanager
+def real_service(data_dir: Path, model: Path, **more: Any) -> Iterator[tuple[Service, Any, Money]]:
+    """The service, its app and its ledger. `more` settings go by section_name."""
+    settings = load_settings(
+        {
+            "server.data_dir": data_dir,
+            "model.name": str(model),
+            "model.device": "cpu",
+            "cache.block_size": 16,
+            "cache.device_bytes": 8 << 20,
+            "cache.host_bytes": 8 << 20,
+            "cache.disk_bytes": 64 << 20,
+        }
+        | {name.replace("_", ".", 1): value for name, value in more.items()}
+    ).settings
+    make_data_dir(data_dir)
+    with contextlib.closing(open_money(settings)) as money:
+        loaded = compute.load(settings.model, data_dir)
+        with contextlib.closing(
+            Service(settings, compute.over(loaded, settings), money, EventStream())
+        ) as service:
+            app = service.app(money.start(service.metrics.observe_bill))
+            service.core.start(64)
+            yield service, app, money
+
+
+@contextlib.asynccontextmanager
+async def served(
+    data_dir: Path, model: Path, **more: Any
+) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
+    """The same with a client of it."""
+    with real_service(data_dir, model, **more) as (service, app, _):
+        inner = app.app  # lifespans are the application's
+        async with (
+            inner.router.lifespan_context(inner),
+            httpx.AsyncClient(
+                transport=httpx.ASGITransport(app), base_url="http://localhost"
+            ) as client,
+        ):
+            yield service, client

@@ -1,0 +1,26 @@
+"""A service whose ledger takes nothing more says that it is not ready."""
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import anyio
+
+from engine.testing.models import save_tiny_model
+from tests.api.real_service import served
+
+
+async def test_a_ledger_that_refuses_is_not_ready(tmp_path: Path) -> None:
+    """A newer version migrated it meanwhile: probes send no more requests here."""
+    save_tiny_model(tmp_path / "model")
+    data_dir = tmp_path / "data"
+    async with served(data_dir, tmp_path / "model") as (_, client):
+        assert 200 == (await client.get("/health/ready")).status_code
+        with closing(sqlite3.connect(data_dir / "ledger.sqlite3")) as plain:
+            plain.execute("UPDATE alembic_version SET version_num = '9999'")
+            plain.commit()
+        with anyio.fail_after(60):
+            while (answer := await client.get("/health/ready")).status_code == 200:
+                await anyio.sleep(0.05)
+        assert 503 == answer.status_code
+        assert "start this server again with that version" in answer.text
