@@ -26,7 +26,8 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import SequenceState
 from engine.settings import EngineSettings
 from engine.vision.encoder import IMAGE_FAILED, PictureEncoder
-from tiers.cache import CacheStats, TieredCache
+from tiers.cache import TieredCache
+from tiers.stats import CacheStats
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.errors import ConfigurationError, MissReason, mib
+from tiers.errors import ConfigurationError, MissReason
 from tiers.memory.block import Block
 from tiers.memory.device import DevicePool
 from tiers.memory.index import BlockIndex
@@ -32,13 +32,13 @@ from tiers.policy.policy import Policy, Use
 from tiers.policy.quota import Quotas, QuotaShares
 from tiers.policy.retention import Pin, PinKind
 from tiers.remote.stacked import PUBLISH_HITS, StackedTier
+from tiers.stats import CacheStats
 from tiers.steady_clock import SteadyClock
 from tiers.tables import BlockTables
-from tiers.telemetry.events import CacheEvent, EventStream
+from tiers.telemetry.events import EventStream
 from tiers.telemetry.misses import Absence, marks_of
-from tiers.telemetry.transfers import Lane, TransferStats
 from tiers.telemetry.working_set import TrafficReport
-from tiers.tier import ManagedTier, TierName, TierStats
+from tiers.tier import ManagedTier, TierName
 from tiers.transfer.demotion import Demoter, DemotionSettings
 from tiers.transfer.economy import LoadEconomy
 from tiers.transfer.mover import Mover
@@ -66,31 +66,6 @@ class CacheSettings:
     pinned_share: float = 1 / 4  # of the lowest tier, that pins may take
 
 
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """A snapshot of the cache. `device` and `host` are counted here, `disk` by the disk tier."""
-
-    device: TierStats
-    host: TierStats
-    disk: TierStats | None
-    remote: TierStats | None = None  # what this server did with the store that others share
-    events: Mapping[tuple[TierName, CacheEvent], int] = field(default_factory=dict)
-    transfers: Mapping[Lane, TransferStats] = field(default_factory=dict)
-    num_loads: int = 0
-    num_stores: int = 0
-    loads_refused: int = 0
-    collisions: int = 0
-    load_bytes_per_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
-    num_listeners: int = 0  # to the stream of block events
-    events_missed: int = 0  # dropped for listeners that read too slowly
-    block_bytes: int = 0
-    num_pins: int = 0
-    pinned_blocks: int = 0
-    pinnable_blocks: int = 0
-    groups: Sequence[GroupUse] = ()
-
-
 class TieredCache:
     """Device, host and disk as one cache of blocks keyed by prefix."""
 
@@ -108,19 +83,11 @@ class TieredCache:
         wall_clock: Callable[[], float] | None = None,
     ) -> None:
         """`shares` are the quotas of groups of scopes; pins are kept in `pin_folder`."""
-        num_blocks = settings.device_bytes // layout.nbytes
-        if num_blocks < 2:
-            raise ConfigurationError(
-                f"a device cache of {mib(settings.device_bytes)} holds {num_blocks} "
-                f"blocks of {mib(layout.nbytes)}, and serving needs at least 2; "
-                f"raise --device-cache to {-(-2 * layout.nbytes >> 20)}MiB or more, or lower "
-                f"--block-size"
-            )
+        num_blocks = _num_slots(layout, settings)
         frames = None
         if settings.host_bytes or disk is not None:
-            frames = FrameArena(
-                layout, max(MIN_FRAMES, settings.host_bytes // layout.nbytes), device
-            )
+            num_frames = max(MIN_FRAMES, settings.host_bytes // layout.nbytes)
+            frames = FrameArena(layout, num_frames, device)
         self.layout = layout
         self.settings = settings
         self.index = BlockIndex()
@@ -410,30 +377,15 @@ class TieredCache:
 
     def stats(self) -> CacheStats:
         layout, residency = self.layout, self.residency
-        counters, events = residency.counters, residency.counters.events
+        counters, keeper = residency.counters, self._cache_operations.keeper
         num_device = self.pool.num_blocks - self.pool.num_free
         num_frames = residency.frames.num_frames if residency.frames else 0
-
-        def tier(name: TierName, blocks: int, capacity: int) -> TierStats:
-            lives = counters.lives[name].stats()
-            return TierStats(
-                name=name,
-                num_blocks=blocks,
-                used_bytes=blocks * layout.nbytes,
-                logical_bytes=blocks * layout.nbytes,
-                capacity_bytes=capacity * layout.nbytes,
-                stored=events[name, CacheEvent.STORED],
-                evicted=events[name, CacheEvent.EVICTED],
-                hits=lives.reuse_gap.count,
-                lives=lives,
-            )
-
         return CacheStats(
-            device=tier(TierName.DEVICE, num_device, self.pool.num_blocks),
-            host=tier(TierName.HOST, residency.host.num_blocks, num_frames),
+            device=counters.stats(TierName.DEVICE, num_device, self.pool.num_blocks),
+            host=counters.stats(TierName.HOST, residency.host.num_blocks, num_frames),
             disk=self._disk.stats() if self._disk is not None else None,
             remote=self._shared.remote.stats() if self._shared is not None else None,
-            events=dict(events),
+            events=dict(counters.events),
             transfers=counters.transfers.stats(),
             num_loads=self._promoter.num_loads,
             num_stores=self._demoter.num_stores,
@@ -444,11 +396,23 @@ class TieredCache:
             num_listeners=self.stream.num_subscribers,
             events_missed=self.stream.num_missed,
             block_bytes=layout.nbytes,
-            num_pins=len(self._cache_operations.keeper.pins()),
-            pinned_blocks=self._cache_operations.keeper.num_blocks,
-            pinnable_blocks=self._cache_operations.keeper.max_blocks,
+            num_pins=len(keeper.pins()),
+            pinned_blocks=keeper.num_blocks,
+            pinnable_blocks=keeper.max_blocks,
             groups=self.quotas(),
         )
+
+
+def _num_slots(layout: BlockLayout, settings: CacheSettings) -> int:
+    """Blocks that fit the device. Raises ConfigurationError where they are too few to serve."""
+    num_blocks = settings.device_bytes // layout.nbytes
+    if num_blocks < 2:
+        raise ConfigurationError(
+            f"a device cache of {settings.device_bytes} bytes holds {num_blocks} blocks of "
+            f"{layout.nbytes} bytes, and serving needs at least 2; raise --device-cache to "
+            f"{2 * layout.nbytes} or more, or lower --block-size"
+        )
+    return num_blocks
 
 
 def _capacities(device: int, host: int, disk: int) -> dict[TierName, int]:

@@ -17,9 +17,9 @@ from tiers.tier import Cause, ShardStats, TierName, TierStats
 
 if TYPE_CHECKING:
     from engine.engine import EngineStats
-    from tiers.cache import CacheStats
     from tiers.node.counters import NodeCounters
     from tiers.operations.operations import GroupUse
+    from tiers.stats import CacheStats
 
 _SECOND = 1e9  # nanoseconds
 # A counter that begins at its first event has not grown to Prometheus: `increase` would miss the

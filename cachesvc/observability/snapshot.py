@@ -13,7 +13,7 @@ from typing import Any
 import cachesvc
 from cachesvc.observability.samples import MoneyStats, shard_states
 from engine.engine import EngineStats
-from tiers.cache import CacheStats
+from tiers.stats import CacheStats
 
 Counters = Mapping[tuple[str, tuple[str, ...]], float]
 _OWN_ROUTES = frozenset({"/admin", "/metrics", "/health", "/health/ready"})  # nobody's requests

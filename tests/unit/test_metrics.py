@@ -10,9 +10,9 @@ from cachesvc.observability.names import SPECS, VLLM_ALIASES
 from cachesvc.observability.samples import MoneyStats, Snapshots
 from engine.engine import EngineStats
 from engine.request import FinishReason, Lookup, StepOutput, Timeline, TokenCounts
-from tiers.cache import CacheStats
 from tiers.errors import MissReason
 from tiers.operations.operations import GroupUse
+from tiers.stats import CacheStats
 from tiers.telemetry.events import CacheEvent
 from tiers.telemetry.lifetimes import Lives
 from tiers.telemetry.transfers import TransferCounts

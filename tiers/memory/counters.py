@@ -12,7 +12,7 @@ from tiers.memory.block import NEVER_USED, Block
 from tiers.telemetry.events import CacheEvent, EventKind, EventStream
 from tiers.telemetry.lifetimes import Lives
 from tiers.telemetry.transfers import TransferCounts
-from tiers.tier import Cause, TierName
+from tiers.tier import Cause, TierName, TierStats
 
 
 class MemoryCounters:
@@ -54,6 +54,21 @@ class MemoryCounters:
         self.lives[tier].left(cause, lived_s=lived_s, idle_s=now_s - block.use.time_s)
         if self.stream.listening and block.key is not None:
             self._tell(EventKind.REMOVED, block, tier, cause=cause)
+
+    def stats(self, tier: TierName, num_blocks: int, capacity: int) -> TierStats:
+        """A memory tier that holds so many blocks of as many as fit."""
+        lives, nbytes = self.lives[tier].stats(), num_blocks * self._block_bytes
+        return TierStats(
+            name=tier,
+            num_blocks=num_blocks,
+            used_bytes=nbytes,
+            logical_bytes=nbytes,
+            capacity_bytes=capacity * self._block_bytes,
+            stored=self.events[tier, CacheEvent.STORED],
+            evicted=self.events[tier, CacheEvent.EVICTED],
+            hits=lives.reuse_gap.count,
+            lives=lives,
+        )
 
     def _since_s(self, block: Block, tier: TierName) -> float:
         if tier is TierName.DEVICE:

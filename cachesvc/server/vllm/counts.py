@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.engine import EngineStats
 from engine.scheduling.shares import BeginRate
-from tiers.cache import CacheStats
+from tiers.stats import CacheStats
 
 
 class Counts:

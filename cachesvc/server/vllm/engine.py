@@ -36,7 +36,8 @@ from engine.errors import (
 )
 from engine.request import FinishReason, Request, StepOutput
 from engine.scheduling.shares import Backlog
-from tiers.cache import CacheStats, TieredCache
+from tiers.cache import TieredCache
+from tiers.stats import CacheStats
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,10 @@ from cachesvc.server.vllm.operations import ElsewhereError, NodeOperations
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.cache import CacheSettings, CacheStats, TieredCache
+from tiers.cache import CacheSettings, TieredCache
 from tiers.operations.purge import Purged
 from tiers.policy.retention import Pin, PinError
+from tiers.stats import CacheStats
 from tiers.telemetry.events import EventStream
 from tiers.tier import TierName, TierStats
 

@@ -1,0 +1,34 @@
+"""What the cache tells of itself: one snapshot, for metrics and pages. Any thread may read it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tiers.operations.operations import GroupUse
+from tiers.telemetry.events import CacheEvent
+from tiers.telemetry.transfers import Lane, TransferStats
+from tiers.tier import TierName, TierStats
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """A snapshot of the cache. `device` and `host` are counted here, `disk` by the disk tier."""
+
+    device: TierStats
+    host: TierStats
+    disk: TierStats | None
+    remote: TierStats | None = None  # what this server did with the store that others share
+    events: Mapping[tuple[TierName, CacheEvent], int] = field(default_factory=dict)
+    transfers: Mapping[Lane, TransferStats] = field(default_factory=dict)
+    num_loads: int = 0
+    num_stores: int = 0
+    loads_refused: int = 0
+    collisions: int = 0
+    load_bytes_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    num_listeners: int = 0  # to the stream of block events
+    events_missed: int = 0  # dropped for listeners that read too slowly
+    block_bytes: int = 0
+    num_pins: int = 0
+    pinned_blocks: int = 0
+    pinnable_blocks: int = 0
+    groups: Sequence[GroupUse] = ()
