@@ -4,6 +4,7 @@ import sys
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir
@@ -21,8 +22,11 @@ def top(
     Needs a terminal; for scripts use `/admin/api/stats` or `/metrics`.
     """
     server = running_server(data_dir)
-    if not sys.stdout.isatty():
-        fail("top needs a terminal; a script asks the server for /admin/api/stats or /metrics")
+    if not sys.stdout.isatty() or Console().is_dumb_terminal:
+        fail(
+            "top needs a terminal that can draw; a script asks the server for /admin/api/stats "
+            "or /metrics"
+        )
     from cachesvc.top.app import TopApp
     from cachesvc.top.source import LiveSource
 

@@ -10,6 +10,7 @@ import sys
 from typing import TextIO
 
 import structlog
+from rich.console import Console
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from cachesvc.config.sections import LogFormat, LogSection
@@ -46,7 +47,7 @@ def configure(settings: LogSection, stream: TextIO | None = None) -> None:
         if as_json
         else [
             structlog.dev.ConsoleRenderer(
-                colors=out.isatty(),
+                colors=_takes_colours(out),
                 # Not the formatter that prints local variables: they hold prompts and keys.
                 exception_formatter=structlog.dev.plain_traceback,
             )
@@ -67,6 +68,12 @@ def configure(settings: LogSection, stream: TextIO | None = None) -> None:
     logging.basicConfig(handlers=[handler], level=settings.level.upper(), force=True)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _takes_colours(out: TextIO) -> bool:
+    """Whether it is a terminal that knows them, and nobody asked for none (no-color.org)."""
+    console = Console(file=out)
+    return out.isatty() and console.color_system is not None and not console.no_color
 
 
 def mask_keys(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:

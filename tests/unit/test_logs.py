@@ -30,6 +30,26 @@ def test_a_line_is_json_where_nobody_looks_on() -> None:
     )
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("term", "no_color", "coloured"),
+    [("xterm-256color", "", True), ("dumb", "", False), ("xterm", "1", False)],
+)
+def test_colours_are_for_terminals_that_know_them(
+    monkeypatch: pytest.MonkeyPatch, term: str, no_color: str, coloured: bool
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    out = Terminal()
+    configure(LogSection(), out)
+    logging.getLogger("api").warning("no room")
+    assert coloured == ("\x1b[" in out.getvalue())
+
+
 @pytest.mark.parametrize("log_format", [LogFormat.JSON, LogFormat.CONSOLE])
 def test_a_key_is_masked_in_messages_and_fields(log_format: LogFormat) -> None:
     out = written(log_format)
