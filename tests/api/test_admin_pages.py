@@ -105,7 +105,7 @@ async def test_empty_pages_say_what_will_be_there(client: httpx.AsyncClient) -> 
     assert "No request yet" in await text(client, "requests")
     assert "Nothing is cached yet" in await text(client, "explorer")
     assert "There are no keys yet" in await text(client, "keys")
-    assert "No tenant has such a name" in await text(client, "tenants?q=nobody")
+    assert "No tenant has this name" in await text(client, "tenants?q=nobody")
     assert "Nothing fits" in await text(client, "audit?q=nothing-like-it")
 
 
@@ -506,4 +506,4 @@ async def test_an_unknown_tenant_or_request_is_a_page_that_says_so(
     client: httpx.AsyncClient,
 ) -> None:
     assert "does not exist" in await text(client, "tenants/nobody", 404)
-    assert "the server remembers no request" in await text(client, "requests/none", 404)
+    assert "The journal has no request" in await text(client, "requests/none", 404)
