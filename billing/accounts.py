@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from billing.admin_trail import AdminTrail
 from billing.errors import (
     AlreadyExists,
     CardConflict,
@@ -41,7 +42,6 @@ from billing.prices.book import PriceBook, RateCard
 from billing.prices.cards import card_digest, default_card, parse_card
 from billing.store import accounts as rows
 from billing.store import reports as store_reports
-from billing.store import trail as store_trail
 from billing.store.store import Connection, LedgerStore
 from billing.tenants import MAX_RATE_LIMIT, RATE_LIMITS, Tenant, tenant_of
 
@@ -70,6 +70,7 @@ class Accounts:
 
     def __init__(self, store: LedgerStore, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self.store = store
+        self.trail = AdminTrail(store, clock_ns)
         self._clock_ns = clock_ns
         self._secret = rows.key_secret(store)
         self._lock = threading.Lock()
@@ -211,7 +212,7 @@ class Accounts:
             if not rows.insert_tenant(connection, tenant, currency, credit_limit, self._clock_ns()):
                 raise AlreadyExists(f"tenant {tenant!r} exists already")
             after = {"currency": currency, "credit_limit": _text(credit_limit)}
-            self._trail(connection, by, "tenant.create", tenant, None, after, reason)
+            self.trail.add(connection, by, "tenant.create", tenant, None, after, reason)
 
         self._change(write)
         return self.tenant(tenant)
@@ -244,7 +245,7 @@ class Accounts:
             wanted = {**before, **limits}
             after = {name: value for name, value in wanted.items() if value is not None}
             rows.replace_rate_limits(connection, tenant, after)
-            self._trail(connection, by, "tenant.rates", tenant, before, after, reason)
+            self.trail.add(connection, by, "tenant.rates", tenant, before, after, reason)
 
         self._change(write)
         return self.rate_limits(tenant)
@@ -257,7 +258,7 @@ class Accounts:
             rows.change_tenant(connection, tenant, **values)
             before = {name: _text(row[name]) for name in values}
             after = {name: _text(value) for name, value in values.items()}
-            self._trail(connection, by, action, tenant, before, after, reason)
+            self.trail.add(connection, by, action, tenant, before, after, reason)
 
         self._change(write)
         return self.tenant(tenant)
@@ -292,7 +293,7 @@ class Accounts:
             if not rows.insert_project(connection, tenant, project, self._clock_ns()):
                 raise AlreadyExists(f"tenant {tenant!r} has a project {project!r} already")
             subject = f"{tenant}/{project}"
-            self._trail(connection, by, "project.create", subject, None, {}, reason)
+            self.trail.add(connection, by, "project.create", subject, None, {}, reason)
 
         self._change(write)
 
@@ -333,7 +334,7 @@ class Accounts:
 
         def write(connection: Connection) -> None:
             rows.insert_key(connection, values | {"digest": key_digest(self._secret, key)})
-            self._trail(connection, by, "key.create", values["key_id"], None, values, reason)
+            self.trail.add(connection, by, "key.create", values["key_id"], None, values, reason)
 
         self._change(write)
         return key, key_of(values)
@@ -354,7 +355,7 @@ class Accounts:
         def write(connection: Connection) -> None:
             rows.revoke_key(connection, found.key_id, now_ns)
             before, after = {"revoked_ns": None}, {"revoked_ns": now_ns}
-            self._trail(connection, by, "key.revoke", found.key_id, before, after, reason)
+            self.trail.add(connection, by, "key.revoke", found.key_id, before, after, reason)
 
         self._change(write)
         return next(key for key in self.keys(found.tenant) if key.key_id == found.key_id)
@@ -383,12 +384,10 @@ class Accounts:
             }
             rows.insert_card(connection, values | {"text": card.text})
             subject = f"{card.name} {card.version}"
-            self._trail(connection, by, "prices.apply", subject, None, values, reason)
+            self.trail.add(connection, by, "prices.apply", subject, None, values, reason)
 
         self._change(write)
         return is_new
-
-    # -- the trail ---------------------------------------------------------------------------------
 
     def _change(self, write: Callable[[Connection], None]) -> None:
         def operation(connection: Connection) -> None:
@@ -397,68 +396,6 @@ class Accounts:
 
         self.store.retrying(operation)
         self.refresh()
-
-    def _trail(
-        self,
-        connection: Connection,
-        actor: str,
-        action: str,
-        subject: str,
-        before: Any,
-        after: Any,
-        reason: str,
-    ) -> None:
-        check_text(reason, "reason")
-        store_trail.add_trail(
-            connection,
-            at_ns=self._clock_ns(),
-            actor=actor,
-            action=action,
-            subject=subject,
-            before=before,
-            after=after,
-            reason=reason,
-        )
-
-    def record(
-        self,
-        action: str,
-        subject: str,
-        *,
-        by: str,
-        before: Any = None,
-        after: Any = None,
-        reason: str = "",
-    ) -> None:
-        """Leave an entry for a change that is made elsewhere: a login, a pin, an eviction."""
-        self.store.retrying(
-            lambda connection: self._trail(connection, by, action, subject, before, after, reason)
-        )
-
-    def trail(
-        self,
-        limit: int = 100,
-        *,
-        before: int | None = None,
-        actor: str = "",
-        action: str = "",
-        text: str = "",
-    ) -> list[dict[str, Any]]:
-        """The newest admin changes first: at_ns, actor, action, subject, before, after, reason.
-
-        Only those older than number `before`, by an actor, of an action, with `text` in their
-        subject or reason.
-        """
-        with self.store.reading() as connection:
-            found = store_trail.find_trail(
-                connection, limit, before=before, actor=actor, action=action, text=text
-            )
-        return [{k: v for k, v in row.items() if k != "hash"} for row in found]
-
-    def trail_actions(self) -> list[str]:
-        """Every kind of change that the trail has, by name."""
-        with self.store.reading() as connection:
-            return store_trail.trail_actions(connection)
 
 
 def _check_limit(credit_limit: int | None) -> None:

@@ -336,7 +336,7 @@ class Service:
             self.core.engine.call,
             books.ledger,
             lambda: payers(data_dir, [each.tenant for each in books.accounts.tenants()]),
-            books.accounts.record,
+            books.accounts.trail.record,
             pins=load_pins(disk_path(data_dir)),
             clock=lambda: self.core.cache.now_s,
         )

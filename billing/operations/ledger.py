@@ -54,7 +54,7 @@ def list_entries(
 
 def admin_trail(books: Books, *, limit: int = 50) -> list[Document]:
     """What administrators changed: who, what, before, after and why; the newest first."""
-    return [trail_document(row) for row in books.accounts.trail(limit)]
+    return [trail_document(row) for row in books.accounts.trail.newest(limit)]
 
 
 def rerate_history(books: Books, *, tenant: str | None = None, days: int = 31) -> Document:

@@ -74,7 +74,7 @@ def password(
             Passwords(path).set(name, _ask(), role)
         except ApiError as error:
             fail(str(error))
-        open_books.accounts.record(
+        open_books.accounts.trail.record(
             "admin.password", name, by=actor(), after={"role": role}, reason=reason
         )
     _end_sessions(path, name)
@@ -97,7 +97,7 @@ def _remove(name: str, reason: str, data_dir: Path | None, database: str | None)
                 f"{name!r} has no password; `cachesvc admin password --list` lists the names "
                 "that have one"
             )
-        open_books.accounts.record("admin.remove", name, by=actor(), reason=reason)
+        open_books.accounts.trail.record("admin.remove", name, by=actor(), reason=reason)
     _end_sessions(path, name)
     note(f"{name} can no longer log in")
 

@@ -83,7 +83,7 @@ class Dashboard:
                 books.accounts.book.cards[-1].currency if books.accounts.book.cards else ""
             ),
             operator_token=new_token(),
-            record=books.accounts.record,
+            record=books.accounts.trail.record,
             stats=self.stats,
             history=self.history,
             alerts=partial(firing_alerts, self.history),

@@ -104,7 +104,7 @@ async def client(house: House) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def last_trail(house: House) -> tuple[str, str, str, str]:
-    row = house.books.accounts.trail(1)[0]
+    row = house.books.accounts.trail.newest(1)[0]
     return row["actor"], row["action"], row["subject"], row["reason"]
 
 
@@ -196,7 +196,7 @@ async def test_a_key_is_shown_once_and_revoked(client: httpx.AsyncClient, house:
     assert house.books.accounts.authenticate(made["key"]).tenant == "acme"
     listed = await ok(await client.get("/keys?tenant=acme"))
     assert [{name: made[name] for name in made if name != "key"}] == listed
-    assert made["key"] not in json.dumps(house.books.accounts.trail())
+    assert made["key"] not in json.dumps(house.books.accounts.trail.newest())
     revoked = await ok(await client.post(f"/keys/{made['prefix']}/revoke", json=WHY))
     assert ("revoked", made["id"]) == (revoked["state"], revoked["id"])
     assert ("eve", "key.revoke", made["id"], "as agreed") == last_trail(house)
@@ -260,10 +260,10 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
 async def test_a_wrong_body_is_refused_by_name_and_changes_nothing(
     client: httpx.AsyncClient, house: House
 ) -> None:
-    before = house.books.accounts.trail()
+    before = house.books.accounts.trail.newest()
     for path, body, code, param in WRONG:
         assert (400, code, param) == await refused(await client.post(path, json=body)), body
-    assert before == house.books.accounts.trail()
+    assert before == house.books.accounts.trail.newest()
 
 
 async def test_what_is_no_json_and_what_is_not_there(client: httpx.AsyncClient) -> None:
@@ -429,12 +429,12 @@ async def test_a_reader_looks_and_changes_nothing(house: House) -> None:
         await ok(await client.get("/tenants"))
         await ok(await client.post("/prices/lint", json={"name": "two-tier"}))
         await ok(await client.post("/ledger/verify"))
-        before = house.books.accounts.trail()
+        before = house.books.accounts.trail.newest()
         for path in ("/tenants", "/keys", "/tenants/acme/suspend", "/balance/acme/grant",
                      "/prices/apply", "/ledger/correct"):  # fmt: skip
             answer = await client.post(path, json={**WHY, "tenant": "acme", "amount": "1"})
             assert 403 == answer.status_code, path
-        assert before == house.books.accounts.trail()
+        assert before == house.books.accounts.trail.newest()
 
 
 async def test_without_a_login_nothing_is_said_and_without_books_it_is_said_so() -> None:

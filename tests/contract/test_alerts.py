@@ -169,7 +169,7 @@ def test_a_change_of_a_budget_is_in_the_trail(house: TestLedger) -> None:
     remove_budget(house.ledger.store, "b", by="ops", now_ns=1, reason="over")
     with pytest.raises(UnknownBudget):
         remove_budget(house.ledger.store, "b", by="ops", now_ns=1, reason="over")
-    actions = [row["action"] for row in house.accounts.trail(3)]
+    actions = [row["action"] for row in house.accounts.trail.newest(3)]
     assert ["budget.remove", "budget.set", "budget.set"] == actions
     with pytest.raises(UnknownTenant):
         make(house, "b", 1, "nobody")

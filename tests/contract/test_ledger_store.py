@@ -396,7 +396,7 @@ def test_keys_work_at_once_and_end_when_revoked_elsewhere(house: TestLedger) -> 
     assert not house.accounts.is_live(info.key_id)
     with pytest.raises(UnknownKey):
         house.accounts.authenticate("sk-guess")
-    newest = house.accounts.trail(1)[0]
+    newest = house.accounts.trail.newest(1)[0]
     assert (newest["action"], newest["actor"], newest["reason"]) == ("key.revoke", "test", "lost")
 
 
@@ -406,14 +406,14 @@ def test_the_trail_is_searched_and_paged(house: TestLedger) -> None:
         accounts.set_suspended(
             "acme", bool(number % 2), by=f"admin{number % 2}", reason=f"no {number}"
         )
-    assert ["no 4", "no 3"] == [row["reason"] for row in accounts.trail(2)]
-    third = accounts.trail(2)[-1]["seq"]
-    assert ["no 2", "no 1"] == [row["reason"] for row in accounts.trail(2, before=third)]
-    assert ["no 3", "no 1"] == [row["reason"] for row in accounts.trail(actor="admin1")]
-    assert ["no 3"] == [row["reason"] for row in accounts.trail(text="o 3")]
-    assert [] == accounts.trail(text="%"), "a wildcard is searched for as it is"
-    assert 5 == len(accounts.trail(action="tenant.suspend", text="acme"))
-    assert {"tenant.create", "tenant.suspend"} <= set(accounts.trail_actions())
+    assert ["no 4", "no 3"] == [row["reason"] for row in accounts.trail.newest(2)]
+    third = accounts.trail.newest(2)[-1]["seq"]
+    assert ["no 2", "no 1"] == [row["reason"] for row in accounts.trail.newest(2, before=third)]
+    assert ["no 3", "no 1"] == [row["reason"] for row in accounts.trail.newest(actor="admin1")]
+    assert ["no 3"] == [row["reason"] for row in accounts.trail.newest(text="o 3")]
+    assert [] == accounts.trail.newest(text="%"), "a wildcard is searched for as it is"
+    assert 5 == len(accounts.trail.newest(action="tenant.suspend", text="acme"))
+    assert {"tenant.create", "tenant.suspend"} <= set(accounts.trail.actions())
 
 
 def test_revenue_by_day_and_class_sums_to_what_was_charged(house: TestLedger) -> None:

@@ -185,7 +185,7 @@ def test_what_the_trail_says_of_a_wallet_is_proved(tmp_path: Path) -> None:
     with running_ledger(f"sqlite:///{path}") as house:
         pay(house, 10 * UNITS)
         convert(house, 4 * UNITS)
-        trail = house.accounts.trail(1)[0]
+        trail = house.accounts.trail.newest(1)[0]
         assert {"balance": "28.40", "wallet": "USD -4.00 at 7.1 of 2024-12-31 by ECB"} == (
             json.loads(trail["after"])
         )

@@ -34,7 +34,7 @@ def test_a_password_is_set_listed_and_taken_away_and_each_change_is_audited(
     assert 0 == run(data_dir, "password", "bob", "--remove", "--reason", "left").exit_code
     assert Passwords(data_dir).verify("bob", SECRET) is None
     store = open_store(database_url(data_dir))
-    trail = Accounts(store).trail()
+    trail = Accounts(store).trail.newest()
     store.close()
     assert [("admin.remove", "left"), ("admin.password", "no reason given")] == [
         (entry["action"], entry["reason"]) for entry in trail

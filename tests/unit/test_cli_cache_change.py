@@ -179,7 +179,7 @@ def test_a_purge_says_why_and_leaves_a_trail_where_there_is_a_ledger(data_dir: P
     assert (2, True) == (unsaid.exit_code, "say why with --reason" in unsaid.stderr)
     with running_ledger(database_url(data_dir)) as house:
         signed = told(call("purge", data_dir, *scope, "--reason", "left", "--json"))
-        (entry,) = house.accounts.trail(1)
+        (entry,) = house.accounts.trail.newest(1)
         assert ("cache.purge", "left") == (entry["action"], entry["reason"])
         assert signed == json.loads(entry["after"])
 

@@ -25,7 +25,9 @@ def page(
 ) -> Response:
     """The newest first; `before` is the number of the oldest entry that was seen already."""
     accounts = books_of(request).accounts
-    rows = accounts.trail(PAGE + 1, before=before, actor=actor, action=action, text=q.strip())
+    rows = accounts.trail.newest(
+        PAGE + 1, before=before, actor=actor, action=action, text=q.strip()
+    )
     return render(
         request,
         "audit.html",
@@ -36,5 +38,5 @@ def page(
         action=action,
         q=q,
         before=before,
-        actions=accounts.trail_actions(),
+        actions=accounts.trail.actions(),
     )

@@ -97,7 +97,8 @@ def _purge_stopped(
         if kind is Kind.TENANT and open_books.accounts.find_tenant(name) is None:
             fail(f"no tenant is named {name!r}; see `cachesvc tenants show`")
         signed = _purge_disk(path, order, roots)
-        open_books.accounts.record("cache.purge", name, by=order.by, after=signed, reason=why)
+        record = open_books.accounts.trail.record
+        record("cache.purge", name, by=order.by, after=signed, reason=why)
     return signed
 
 
@@ -143,7 +144,9 @@ def _purge_scopes(
     ledger = Path(ledger_url(path).removeprefix("sqlite:///"))
     if database_url is not None or ledger.exists():  # an engine without a server keeps none
         with books(path, database_url) as open_books:
-            open_books.accounts.record("cache.purge", names, by=order.by, after=signed, reason=why)
+            open_books.accounts.trail.record(
+                "cache.purge", names, by=order.by, after=signed, reason=why
+            )
     if json:
         print_json(signed)
     else:

@@ -1,0 +1,83 @@
+"""The admin trail of one store: who changed what, how it was and is, and why.
+
+Every change of accounts and prices leaves an entry in its own transaction; what changes elsewhere,
+such as a login or a pin, is recorded by itself. Any thread; every call may block.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from billing.names import check_text
+from billing.store import trail as store_trail
+from billing.store.store import Connection, LedgerStore
+
+
+class AdminTrail:
+    """Entries are added, and never changed."""
+
+    def __init__(self, store: LedgerStore, clock_ns: Callable[[], int]) -> None:
+        self._store = store
+        self._clock_ns = clock_ns
+
+    def add(
+        self,
+        connection: Connection,
+        actor: str,
+        action: str,
+        subject: str,
+        before: Any,
+        after: Any,
+        reason: str,
+    ) -> None:
+        """Leave an entry in the transaction of the change that it tells."""
+        check_text(reason, "reason")
+        store_trail.add_trail(
+            connection,
+            at_ns=self._clock_ns(),
+            actor=actor,
+            action=action,
+            subject=subject,
+            before=before,
+            after=after,
+            reason=reason,
+        )
+
+    def record(
+        self,
+        action: str,
+        subject: str,
+        *,
+        by: str,
+        before: Any = None,
+        after: Any = None,
+        reason: str = "",
+    ) -> None:
+        """Leave an entry for a change that is made elsewhere: a login, a pin, an eviction."""
+        self._store.retrying(
+            lambda connection: self.add(connection, by, action, subject, before, after, reason)
+        )
+
+    def newest(
+        self,
+        limit: int = 100,
+        *,
+        before: int | None = None,
+        actor: str = "",
+        action: str = "",
+        text: str = "",
+    ) -> list[dict[str, Any]]:
+        """The newest admin changes first: at_ns, actor, action, subject, before, after, reason.
+
+        Only those older than number `before`, by an actor, of an action, with `text` in their
+        subject or reason.
+        """
+        with self._store.reading() as connection:
+            found = store_trail.find_trail(
+                connection, limit, before=before, actor=actor, action=action, text=text
+            )
+        return [{k: v for k, v in row.items() if k != "hash"} for row in found]
+
+    def actions(self) -> list[str]:
+        """Every kind of change that the trail has, by name."""
+        with self._store.reading() as connection:
+            return store_trail.trail_actions(connection)
