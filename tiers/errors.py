@@ -12,6 +12,7 @@ A block that cannot be served is not an exception: it is a miss with a `MissReas
 """
 
 from enum import StrEnum
+from typing import Final
 
 
 class TierError(Exception):
@@ -58,6 +59,18 @@ class MissReason(StrEnum):
     NO_ROOM = "no_room"  # no free frame to load into
     TAIL = "tail"  # the last, partly filled block or the one token always computed
     DISABLED = "disabled"  # the request or the server turned the cache off
+
+
+# Reasons that are a tier's faults: it held the block and could not serve it.
+FAULTS: Final = (
+    MissReason.COLLISION,
+    MissReason.CHECKSUM,
+    MissReason.TORN,
+    MissReason.VERSION,
+    MissReason.LAYOUT,
+    MissReason.IO_ERROR,
+    MissReason.DECODE,
+)
 
 
 def mib(num_bytes: int) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import cachesvc
 from billing.group_commit import LedgerStats
-from tiers.errors import MissReason
+from tiers.errors import FAULTS
 from tiers.histogram import Spread
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import Cause, ShardStats, TierName, TierStats
@@ -25,15 +25,6 @@ _SECOND = 1e9  # nanoseconds
 # A counter that begins at its first event has not grown to Prometheus: `increase` would miss the
 # first fault. So what can happen is told from the start.
 _MEMORY = (TierName.DEVICE, TierName.HOST)
-_FAULTS = (
-    MissReason.COLLISION,
-    MissReason.CHECKSUM,
-    MissReason.TORN,
-    MissReason.VERSION,
-    MissReason.LAYOUT,
-    MissReason.IO_ERROR,
-    MissReason.DECODE,
-)
 
 
 class MetricSample(NamedTuple):
@@ -174,7 +165,7 @@ def _tier_samples(tier: TierStats) -> Iterator[MetricSample]:
     yield MetricSample("cachesvc_cache_capacity_bytes", labels, tier.capacity_bytes)
     yield MetricSample("cachesvc_tier_served_blocks_total", labels, tier.hits)
     yield MetricSample("cachesvc_tier_missed_blocks_total", labels, tier.misses)
-    faults = dict.fromkeys(_FAULTS if tier.name not in _MEMORY else (), 0)
+    faults = dict.fromkeys(FAULTS if tier.name not in _MEMORY else (), 0)
     for reason, count in {**faults, **tier.faults}.items():
         yield MetricSample("cachesvc_tier_faults_total", (*labels, reason), count)
     for cause, count in {**dict.fromkeys(Cause, 0), **tier.lives.causes}.items():

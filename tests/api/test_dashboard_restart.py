@@ -7,6 +7,7 @@ import pytest
 from api.admin.login.sessions import Admin
 from engine.testing.models import save_tiny_model
 from tests.api.real_service import served
+from tiers.errors import FAULTS
 
 PERSON = {"accept": "text/html"}
 
@@ -31,6 +32,8 @@ async def test_a_restart_loses_nothing_that_an_admin_saw(
         page = await client.get("/admin/requests", headers=PERSON)
         assert 200 == page.status_code, "still logged in"
         assert request_id[:8] in page.text
+        faults = (await client.get("/admin/cache", headers=PERSON)).text
+        assert all(f"tiers.disk.faults.{reason}" in faults for reason in FAULTS)
         assert (
             200 == (await client.get(f"/admin/requests/{request_id}", headers=PERSON)).status_code
         )

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from api.admin.access import MayRead
 from api.admin.pages.base import render
 from api.admin.parts import parts_of
-from tiers.errors import MissReason
+from tiers.errors import FAULTS, MissReason
 
 router = APIRouter(include_in_schema=False)
 
@@ -27,13 +27,6 @@ MEANINGS: Final = {
     MissReason.IO_ERROR: "the operating system refused the read",
     MissReason.DECODE: "the payload did not decompress",
 }
-FAULTS: Final = (
-    MissReason.CHECKSUM,
-    MissReason.TORN,
-    MissReason.IO_ERROR,
-    MissReason.DECODE,
-    MissReason.COLLISION,
-)
 
 
 @router.get("/admin/cache")
