@@ -17,7 +17,7 @@ from engine.composition import Core, compose
 from engine.hardware import pick_device, run_apart, spare_bytes
 from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.request import StepOutput
-from engine.scheduling.scheduler import SchedulerSettings
+from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings

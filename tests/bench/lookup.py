@@ -25,7 +25,7 @@ from typing import Any
 from engine.batch import Batch, Sampled
 from engine.engine import Engine
 from engine.request import Request, SamplingParams
-from engine.scheduling.scheduler import SchedulerSettings
+from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from tests.bench.provenance import commit, machine
 from tiers.blocks.chain import Chain

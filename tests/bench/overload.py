@@ -44,7 +44,7 @@ from billing.money import UNITS
 from cachesvc.server.connection import BoundedConnection
 from engine.batch import Batch, Sampled
 from engine.engine import Engine
-from engine.scheduling.scheduler import SchedulerSettings
+from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from engine.testing.chain_runner import ChainRunner, chain_layout
 from tests.bench.provenance import commit, machine

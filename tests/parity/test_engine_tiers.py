@@ -17,7 +17,7 @@ from engine.errors import InvalidParameter, UnknownAdapter
 from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel, load_adapter
 from engine.request import FinishReason, Picture, Request, SamplingParams, StepOutput, TokenCounts
-from engine.scheduling.scheduler import SchedulerSettings
+from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from engine.testing.models import save_tiny_adapter, tiny_model
 from engine.vision.encoder import PictureEncoder

@@ -11,7 +11,7 @@ from engine.engine import Engine
 from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
-from engine.scheduling.scheduler import SchedulerSettings
+from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from engine.testing.models import ARCHITECTURES, tiny_model
 from tiers.blocks.keys import CacheScope

@@ -16,7 +16,7 @@ from engine.grammar.matcher import VocabularyCompiler
 from engine.grammar.vocabulary import Vocabulary
 from engine.models.load import LoadedModel
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
-from engine.scheduling.scheduler import SchedulerSettings
+from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from engine.structure import Grammar, StructuredOutputs, source_of
 from engine.testing.grammars import LocalGrammar

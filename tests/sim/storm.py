@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from engine.batch import Batch, Sampled
 from engine.engine import Engine
 from engine.request import Request, SamplingParams, StepOutput
-from engine.scheduling.scheduler import SchedulerSettings
+from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from engine.testing.chain_runner import ChainRunner, chain_layout
 from tiers.blocks.keys import CacheScope

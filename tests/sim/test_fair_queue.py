@@ -63,7 +63,9 @@ def test_the_wait_that_is_predicted_is_about_the_wait_that_comes() -> None:
     """By the storm's own backlog; a newcomer is told a small part of it."""
     world = World(device_blocks=1500, max_running=4, step_tokens=16)
     now = [1]
-    world.engine._clock_ns = world.engine._scheduler._clock_ns = lambda: now[0]
+    scheduler = world.engine._scheduler
+    world.engine._clock_ns = scheduler._clock_ns = lambda: now[0]
+    scheduler._admission._clock_ns = scheduler._clock_ns
 
     def turn() -> None:
         now[0] += 10**8

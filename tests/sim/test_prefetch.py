@@ -86,14 +86,14 @@ def test_nobody_is_looked_up_while_the_device_has_nothing_to_spare() -> None:
     while len(world.tokens("long0")) < 58:
         world.step()
     scheduler = world.engine._scheduler
-    assert scheduler._num_spare() <= 0
+    assert scheduler._admission._num_spare() <= 0
     world.submit("again", OLD, max_tokens=2)
 
     def looked_up(*_: object) -> list[Sequence]:
         raise AssertionError
 
     candidates, scheduler.waiting.candidates = scheduler.waiting.candidates, looked_up
-    scheduler._bring_up()
+    scheduler._admission.bring_up()
     scheduler.waiting.candidates = candidates
     world.run()
     world.check_idle()

@@ -18,8 +18,8 @@ from engine.engine import Engine
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduling.group import seed_of
 from engine.scheduling.queue import QueueOrder
-from engine.scheduling.scheduler import SchedulerSettings
 from engine.scheduling.sequence import SequenceState
+from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from engine.testing.chain_runner import (
     advance,

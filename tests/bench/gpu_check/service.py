@@ -15,7 +15,7 @@ from typing import Any
 from engine.engine import Engine
 from engine.execution.runner import ModelRunner
 from engine.request import Request, SamplingParams, StepOutput
-from engine.scheduling.scheduler import SchedulerSettings
+from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from tests.bench.gpu_check.device import BLOCK, TINY, described, random_model, shape
 from tiers.blocks.keys import CacheScope

@@ -1,0 +1,221 @@
+"""Who of those that wait begins to run, and on which blocks: tickets, room and places.
+
+Engine thread only. A ticket brings a prefix up; once it is ready, and its blocks and one to
+generate into fit, they become the head of the sequence's block table.
+"""
+
+from collections.abc import Callable, Iterator
+
+from engine.request import Lookup
+from engine.scheduling.embeddings import PromptImages
+from engine.scheduling.lookup import count_hits, miss_reasons, runs_of
+from engine.scheduling.queue import WaitingQueue
+from engine.scheduling.sequence import LOADING, PREFILL, WAITING, Sequence
+from engine.scheduling.settings import SchedulerSettings
+from engine.scheduling.shares import BeginRate, ServedShares
+from tiers.cache import TieredCache
+from tiers.memory.tails import Tail, TailCase
+from tiers.transfer.ticket import Progress, Ticket
+
+AHEAD = 2  # waiting requests whose prefix is brought up while all places are taken
+RESERVED = 8  # one in so many places is for shares of which nothing runs
+
+
+class Admission:
+    """Owns the waiting sequences and their tickets; `running` is the scheduler's, which a sequence
+    that begins is added to."""
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        settings: SchedulerSettings,
+        clock_ns: Callable[[], int],
+        served: ServedShares,
+        images: PromptImages,
+        running: list[Sequence],
+    ) -> None:
+        self._cache = cache
+        self._tables = cache.tables
+        self._block_size = cache.layout.block_size
+        self._settings = settings
+        self._clock_ns = clock_ns
+        self._served = served
+        self._images = images
+        self._running = running
+        self.waiting = WaitingQueue(
+            settings.order, max_passed_s=settings.max_passed_s, served=served
+        )
+        self.begin_rate = BeginRate()
+        self._ahead: list[Sequence] = []  # brought up while all places are taken
+
+    def begin(self, served: float) -> Iterator[Sequence]:
+        """Sequences that begin to run, one by one, of shares that were served less than `served`;
+        the caller stops when its budget is spent."""
+        if len(self._running) >= self._settings.max_running:
+            return  # before anybody is looked up, which is most of a step's work here
+        if all(self._served[s.share] >= served for s in self.waiting):
+            return
+        now_ns = self._clock_ns()
+        holders = {s for s in self.waiting if s.ticket is not None and not s.follows}
+        for sequence in self.waiting.candidates(now_ns, self.num_cached):
+            if len(self._running) >= self._settings.max_running:
+                return
+            if self._served[sequence.share] >= served or not self._has_place(sequence):
+                continue
+            if sequence.awaits_images and not self._images.stand(sequence):
+                continue
+            if sequence.ticket is None:
+                if len(holders) >= self._settings.max_tickets and any(
+                    holder.share == sequence.share for holder in holders
+                ):
+                    continue  # a share that holds none may always have one
+                sequence.ticket = self._cache.open(sequence.chain, reads=sequence.reads_cache)
+            sequence.admitted_ns = sequence.admitted_ns or now_ns
+            progress = self._advance(sequence, sequence.ticket)
+            if sequence.follows:
+                holders.discard(sequence)
+                continue
+            holders.add(sequence)
+            if progress is Progress.LOADING:
+                continue
+            if progress is Progress.NO_ROOM or not self._has_room(sequence):
+                if not self._running and self.revoke_ticket(but=sequence):
+                    continue
+                return
+            tail = self._cache.find_tail(sequence.ticket)
+            if tail is not None and tail.case is TailCase.WAIT:
+                sequence.follows = True
+                holders.discard(sequence)
+                continue
+            holders.discard(sequence)
+            sequence.first_unread = len(sequence.ticket.blocks) * self._block_size
+            if not self._images.stand(sequence):
+                # It holds nothing while the tower computes, and looks again afterwards.
+                self.close_ticket(sequence)
+                sequence.state = LOADING
+                continue
+            self._begin(sequence, tail)
+            yield sequence
+
+    def _advance(self, sequence: Sequence, ticket: Ticket) -> Progress:
+        progress = self._cache.advance(ticket)
+        loading = progress is Progress.LOADING
+        sequence.state = LOADING if loading else WAITING
+        sequence.follows = progress is Progress.WAITING
+        return progress
+
+    def bring_up(self) -> None:
+        """While all places are taken: bring up the prefixes of those who come next, so that their
+        turn begins with the KV where it is read. Never where those who run may need the room."""
+        self._ahead = [s for s in self._ahead if s.ticket is not None]
+        for sequence in self._ahead:
+            if sequence.ticket is not None and sequence.state is LOADING:
+                self._advance(sequence, sequence.ticket)
+        if len(self._ahead) >= min(AHEAD, len(self.waiting)):
+            return
+        spare = self._num_spare()
+        if spare <= 0:
+            return  # before anybody is looked up
+        for sequence in self.waiting.candidates(self._clock_ns(), self.num_cached)[:AHEAD]:
+            fits = sequence.num_tokens // self._block_size < spare
+            if sequence in self._ahead or not sequence.reads_cache or not fits:
+                continue
+            if sequence.ticket is None:
+                sequence.ticket = self._cache.open(sequence.chain)
+                self._advance(sequence, sequence.ticket)
+                spare = self._num_spare()
+            self._ahead.append(sequence)
+
+    def _num_spare(self) -> int:
+        """Blocks of the device that are left when all who run have taken one more each."""
+        growth = sum(len(s.blocks) - len(s.block_table) + 1 for s in self._running)
+        return self._cache.num_allocatable - growth
+
+    @property
+    def num_places(self) -> int:
+        """How many may run of shares that have some running: other places wait for other shares."""
+        limit = self._settings.max_running
+        return limit - limit // RESERVED if self._served.several else limit
+
+    def _has_place(self, sequence: Sequence) -> bool:
+        """Whether it may run beside those who do: some places wait for shares that have none."""
+        if len(self._running) < self.num_places:
+            return True
+        return all(running.share != sequence.share for running in self._running)
+
+    def num_cached(self, sequence: Sequence) -> int:
+        if sequence.ticket is not None:
+            return len(sequence.ticket.blocks) * self._block_size
+        return self._cache.peek(sequence.chain) if sequence.reads_cache else 0
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether its blocks, and one to generate into, fit beside those of who runs already."""
+        assert sequence.ticket is not None
+        needed = sequence.num_tokens // self._block_size + 1 - len(sequence.ticket.blocks)
+        promised = sum(len(s.blocks) - len(s.block_table) for s in self._running)
+        return needed + promised <= self._cache.num_allocatable
+
+    def _begin(self, sequence: Sequence, tail: Tail | None) -> None:
+        """Turn the ticket's blocks into the head of the block table, and plan the rest."""
+        ticket = sequence.ticket
+        assert ticket is not None
+        sequence.ticket = None
+        sequence.blocks = list(ticket.blocks)
+        num_rows = 0
+        if tail is not None:
+            block = self._tables.adopt_tail(tail, sequence.chain, len(sequence.blocks))
+            if block is not None:
+                sequence.blocks.append(block)
+                num_rows = tail.num_rows
+        sequence.num_standing = len(ticket.blocks) * self._block_size + num_rows
+        served = min(sequence.num_standing, sequence.num_prompt - 1)
+        sequence.prompt_done = max(sequence.prompt_done, served)
+        sequence.block_table = [b.slot for b in sequence.blocks if b.slot is not None]
+        if sequence.counts is None:
+            source = tail.source if tail is not None and num_rows else None
+            counts = count_hits(
+                ticket.sources, source, num_rows, sequence.num_prompt, self._block_size
+            )
+            sequence.counts = counts
+            sequence.miss_reasons = miss_reasons(counts, ticket.stop, self._block_size)
+            sequence.lookup = self._look_back(sequence, ticket, tail, num_rows)
+        sequence.blocks += self._tables.plan(sequence.chain, len(sequence.blocks))
+        now_ns = self._clock_ns()
+        sequence.loaded_ns = sequence.loaded_ns or now_ns
+        sequence.state = PREFILL
+        self.waiting.admit(sequence, now_ns)
+        self.begin_rate.begun(sequence.work)
+        self._running.append(sequence)
+
+    def _look_back(
+        self, sequence: Sequence, ticket: Ticket, tail: Tail | None, num_rows: int
+    ) -> Lookup:
+        """What the cache had of the prompt, and what it knows of the first block it had not."""
+        size, num_prompt = self._block_size, sequence.num_prompt
+        number = len(ticket.sources)
+        runs = runs_of(
+            ticket.sources,
+            sequence.chain.keys,
+            tail_rows=num_rows,
+            tail_source=tail.source if tail is not None and num_rows else None,
+            num_prompt=num_prompt,
+            block_size=size,
+        )
+        if number * size + num_rows >= num_prompt - 1 or not ticket.reads:
+            return Lookup(runs, ticket.stop, size)
+        return Lookup(runs, ticket.stop, size, self._cache.explain(sequence.chain, number, tail))
+
+    def revoke_ticket(self, but: Sequence | None = None) -> bool:
+        """Take the pins of the waiting sequence last in line for admission; False: none has any."""
+        for sequence in reversed(list(self.waiting)):
+            if sequence is not but and sequence.ticket is not None and sequence.ticket.blocks:
+                self.close_ticket(sequence)
+                return True
+        return False
+
+    def close_ticket(self, sequence: Sequence) -> None:
+        """Give back what a waiting sequence holds; it asks again when its turn comes."""
+        if sequence.ticket is not None:
+            self._cache.close_ticket(sequence.ticket)
+            sequence.ticket = None
+            sequence.state = WAITING
