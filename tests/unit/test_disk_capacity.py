@@ -118,6 +118,21 @@ def test_a_reader_left_open_does_not_break_the_bound(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_a_shard_that_lmdb_cannot_open_is_named_and_kept(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    store(tier, blocks(1))
+    tier.close()
+    lock = tmp_path / "shard-000" / "lock.mdb"
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(ConfigurationError, match=r"shard-000: Is a directory; mend that"):
+        opened(tmp_path)
+    lock.rmdir()
+    tier = opened(tmp_path)
+    assert 4 == load(tier, blocks(1))
+    tier.close()
+
+
 def test_a_disk_that_is_too_small_says_so_in_sizes_as_people_write_them() -> None:
     with pytest.raises(ConfigurationError, match=r"a disk cache of 0.5 MiB .* give it \d+MiB"):
         shard_map_bytes(1 << 19, 2, 46080 * 64)

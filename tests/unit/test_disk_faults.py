@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cachesvc.config.quantities import parse_size
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
@@ -280,7 +281,7 @@ def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
 def test_a_capacity_too_small_says_what_would_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="give it ") as refused:
         open_disk(tmp_path, LAYOUT, 100_000)
-    enough = int(str(refused.value).split("give it ")[1].split()[0])
+    enough = parse_size(str(refused.value).split("give it ")[1].split()[0])
     tier = open_disk(tmp_path, LAYOUT, enough)
     store(tier, blocks())
     assert load(tier, blocks()) == Loaded(4, None)

@@ -118,8 +118,13 @@ def open_disk(
         slots = [open_slot(shard_path(root, number)) for number in range(num_shards)]
         num_blocks = meta.num_blocks if meta else 0
         write_meta(root, Meta(FORMAT, num_shards, map_bytes, boot=boot_id(), num_blocks=num_blocks))
-    except BaseException:
+    except BaseException as error:
         lock.release()
+        if isinstance(error, StorageError) and not isinstance(error, OSError):  # of LMDB
+            raise ConfigurationError(
+                f"the disk cache cannot be opened: {error}; mend that, or move {root} away: "
+                "what it holds is computed again"
+            ) from error
         raise
     return DiskTier(
         root,
