@@ -5,18 +5,28 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from engine.execution.team import IDLE, LONGEST_REST_S, WINDOW_S, ThreadTeam, processors_idle_s
+from engine.execution.team import (
+    IDLE,
+    LONGEST_REST_S,
+    WINDOW_S,
+    ThreadTeam,
+    processors_idle_s,
+    thread_queued_s,
+)
 
 
 @dataclass
 class Machine:
-    """Steps of `WINDOW_S` whose thread gets `share` of a processor, while `idle` of them idle."""
+    """Steps of `WINDOW_S` whose thread gets `share` of a processor, waits for one for `queued` of
+    the time, and for something else for the rest, while `idle` processors idle."""
 
     most: int = 2
     share: float = 1.0
+    queued: float | None = None
     idle: float | None = 0.0
     now_s: float = 1000.0
     computed_s: float = 0.0
+    queued_s: float = 0.0
     idled_s: float = 0.0
     sizes: list[int] = field(default_factory=list)
 
@@ -26,12 +36,14 @@ class Machine:
             resize=self.sizes.append,
             clock_s=lambda: self.now_s,
             cpu_s=lambda: self.computed_s,
+            queued_s=lambda: None if self.queued is None else self.queued_s,
             idle_s=lambda: None if self.idle is None else self.idled_s,
         )
 
     def step(self, seconds: float = WINDOW_S) -> None:
         self.team.begin()
         self.computed_s += self.share * seconds
+        self.queued_s += (self.queued or 0.0) * seconds
         self.wait(seconds)
         self.team.end()
 
@@ -45,6 +57,20 @@ def test_a_team_that_gets_its_processors_stays_whole() -> None:
     for _ in range(100):
         machine.step()
     assert (machine.team.size, machine.sizes) == (2, [])
+
+
+def test_waiting_for_pythons_lock_is_no_crowd() -> None:
+    """Beside the event loop a step may compute for half of its time on an idle machine."""
+    machine = Machine(share=0.5, queued=0.1)
+    for _ in range(100):
+        machine.step()
+    assert (machine.team.size, machine.sizes) == (2, [])
+
+
+def test_a_thread_that_waits_for_its_processor_is_crowded() -> None:
+    machine = Machine(share=0.5, queued=0.2)
+    machine.step()
+    assert machine.sizes == [1]
 
 
 def test_a_crowded_team_is_halved_down_to_one() -> None:
@@ -146,6 +172,13 @@ def test_the_size_changes_no_bit_of_a_layer() -> None:
         torch.set_num_threads(before)
     for other in seen[1:]:
         assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
+
+
+def test_what_a_thread_waited_for_processors_only_grows() -> None:
+    first, second = thread_queued_s(), thread_queued_s()
+    if first is None or second is None:
+        pytest.skip("this system does not tell")
+    assert 0 <= first <= second
 
 
 def test_what_processors_idled_only_grows() -> None:
