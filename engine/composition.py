@@ -118,7 +118,9 @@ def compose(
         if disk is not None:
             disk.close()
         raise
-    runner = ModelRunner(loaded, tiers.pool.tensor, scratch=tiers.pool.scratch)
+    runner = ModelRunner(
+        loaded, tiers.pool.tensor, scratch=tiers.pool.scratch, owners=tiers.pool.owners
+    )
     settings = replace(
         engine,
         max_context=loaded.max_context,

@@ -1,22 +1,13 @@
-"""Attention on a CPU: a contiguous working copy of each running sequence's KV.
+"""Attention on a CPU, over working copies of the running sequences' KV (`attention.copies`).
 
-Same contract as `attention.ReferenceAttention`. The pool is block-first, which suits moving blocks
-and not reading one layer's keys in a row; so each running sequence has its KV a second time, head
-by head, and attention is computed in float32 whatever the model computes in:
-
-    pool   [blocks, parts, block_size, Hkv, D]      the truth, shared, any dtype
-    copy   [parts, Hkv, capacity, D]                this sequence's, rebuilt from the pool, float32
-
-for each run of parts of one shape (`KvPool.runs`): most models have one, of all layers' keys and
-values.
-
-A copy is filled from the pool when a sequence comes with a prefix already cached, grows with each
-step, and is dropped by `forget`. It holds what the pool holds, rounded as the pool rounds. Copies
-are bounded in bytes; a sequence without one is served by the reference. Engine thread only.
+Same contract as `attention.ReferenceAttention`. Attention is computed in float32 whatever the model
+computes in. A sequence that there is no memory for a copy of is served by the reference. Engine
+thread only.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count, groupby
 
 import torch
 
@@ -25,9 +16,9 @@ from engine.attention.base import (
     attend_span,
     causal_mask,
     first_seen,
-    pieces,
     softmax_with_sinks,
 )
+from engine.attention.copies import DEFAULT_BUDGET_BYTES, Rows, WorkingCopies, WorkingCopy
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
 from tiers.blocks.layout import LayerLayout
@@ -35,79 +26,37 @@ from tiers.blocks.layout import LayerLayout
 _TILE = 128  # query positions attended at once: scores of a tile stay in the cache
 
 _TILE_ROWS = 2048  # the same, times the query heads that share a key
-_CAPACITY_STEP = 256  # tokens by which a copy's capacity is rounded up
-DEFAULT_BUDGET_BYTES = 2 << 30
 
 
-_Layers = dict[int, tuple[torch.Tensor, torch.Tensor]]  # key and value, [Hkv, positions, D]
-
-
-@dataclass(slots=True)
-class _Copy:
-    """KV of positions [0, length). `memory` is the flat buffer that the others view."""
-
-    memory: torch.Tensor
-    runs: list[torch.Tensor]  # [parts, Hkv, capacity, D]
-    length: int = 0
-
-    @property
-    def capacity(self) -> int:
-        return self.runs[0].shape[2]
+_Layers = dict[int, tuple[torch.Tensor, torch.Tensor]]  # of each layer something for key and value
 
 
 @dataclass(slots=True)
 class _SpanPart:
     """One span's part of a step: its rows, and views of its copy at the positions that it writes,
-    and at all up to its last. Without a copy there are none.
+    and at all up to its last, [Hkv, positions, D]. Without a copy there are none.
 
-    They are cut for all layers at once: a step of 16 one-token spans calls torch 8,700 times, and
+    Views are cut for all layers at once: a step of 16 one-token spans calls torch 8,700 times, and
     did so 11,500 times when each layer cut its own.
     """
 
     span: Span
     rows: slice
-    copy: _Copy | None
+    copy: WorkingCopy | None
     written: _Layers
     seen: _Layers
 
 
-class _Memory:
-    """Flat buffers for copies, reused: fresh memory costs as much to touch as a copy to fill.
+@dataclass(slots=True)
+class _TokenParts:
+    """Neighbouring spans of one token each, whose KV is written by one call a layer, if at all.
+    `seen` are of each layer the spans' keys [Hkv, D, positions] and values [Hkv, positions, D]."""
 
-    Invariant: bytes lent + bytes spare <= budget.
-    """
-
-    def __init__(self, budget_bytes: int) -> None:
-        self._budget = budget_bytes // torch.float32.itemsize
-        self._spare: list[torch.Tensor] = []
-        self._held = 0  # elements lent or spare
-
-    @property
-    def quarter(self) -> int:
-        """A quarter of the budget, in elements."""
-        return self._budget // 4
-
-    def take(self, num_elements: int) -> torch.Tensor | None:
-        """A buffer of at least `num_elements`, or None where the budget does not allow one."""
-        fitting = [memory for memory in self._spare if memory.numel() >= num_elements]
-        if fitting:
-            best = min(fitting, key=torch.Tensor.numel)
-            self._spare = [memory for memory in self._spare if memory is not best]
-            return best
-        while self._spare and self._held + num_elements > self._budget:
-            self._held -= self._spare.pop(0).numel()
-        if self._held + num_elements > self._budget:
-            return None
-        self._held += num_elements
-        return torch.empty(num_elements, dtype=torch.float32)
-
-    def give(self, memory: torch.Tensor) -> None:
-        self._spare.append(memory)
-
-
-def _capacity(num_tokens: int) -> int:
-    """Room for a sequence of `num_tokens` and an eighth more, so that it is seldom moved."""
-    return -(-(num_tokens + num_tokens // 8 + 1) // _CAPACITY_STEP) * _CAPACITY_STEP
+    spans: list[Span]
+    rows: slice
+    copies: list[WorkingCopy]
+    written: Rows | None
+    seen: dict[int, list[tuple[torch.Tensor, torch.Tensor]]]
 
 
 class CpuAttention:
@@ -117,27 +66,25 @@ class CpuAttention:
         self,
         pool: torch.Tensor,
         layers: Sequence[LayerLayout] = (),
+        owners: Sequence[int] = (),
         *,
         budget_bytes: int = DEFAULT_BUDGET_BYTES,
     ) -> None:
-        """pool, layers: as `KvPool` takes them."""
+        """pool, layers: as `KvPool` takes them; owners: as `WorkingCopies` does."""
         self._kv = KvPool(pool, layers)
-        self._block_size = self._kv.block_size
-        self._token_items = sum(run[0].numel() for run in self._kv.runs) // self._block_size
-        self._memory = _Memory(budget_bytes)
-        self._copies: dict[int, _Copy] = {}
-        self._step: list[_SpanPart] = []
+        self._copies = WorkingCopies(self._kv, owners, budget_bytes=budget_bytes)
+        self._parts = _part_numbers(self._kv)
+        self._step: list[_SpanPart | _TokenParts] = []
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._triangles: dict[int, torch.Tensor] = {}
 
     def begin(self, spans: Sequence[Span]) -> None:
         running = {span.sequence_id for span in spans}
         self._step = []
+        opened = [(span, self._copies.open(span, running)) for span in spans]
         first = 0
-        for span in spans:
-            rows = slice(first, first + len(span.tokens))
-            self._step.append(self._part(span, rows, self._copy_for(span, running)))
-            first = rows.stop
+        for _, group in groupby(opened, self._together):
+            first = self._add(list(group), first)
 
     def attend(
         self,
@@ -153,7 +100,12 @@ class CpuAttention:
         scaled = query * options.scaling
         key, value = self._rounded(key), self._rounded(value)
         for part in self._step:
-            span, rows = part.span, part.rows
+            rows = part.rows
+            if isinstance(part, _TokenParts):
+                self._write_tokens(part, layer, key[rows], value[rows])
+                _attend_tokens(part, layer, scaled[rows], options, output[rows])
+                continue
+            span = part.span
             if part.copy is None:
                 output[rows] = attend_span(
                     self._kv, layer, span, query[rows], key[rows], value[rows], options
@@ -169,114 +121,75 @@ class CpuAttention:
     def finish(self) -> None:
         """Write the step's KV, which stands in the copies, to the pool's blocks."""
         for part in self._step:
-            if part.copy is None:
-                continue
-            if part.span.write_kv:
-                self._write(part.copy, part.span)
-            part.copy.length = part.span.start + len(part.span.tokens)
+            if isinstance(part, _TokenParts):
+                for span, copy in zip(part.spans, part.copies, strict=True):
+                    self._copies.finish(copy, span)
+            elif part.copy is not None:
+                self._copies.finish(part.copy, part.span)
         self._step = []
 
     def forget(self, sequence_id: int) -> None:
-        copy = self._copies.pop(sequence_id, None)
-        if copy is not None:
-            self._memory.give(copy.memory)
+        self._copies.forget(sequence_id)
 
     def warm_up(self, num_tokens: int) -> None:
-        """Touch the memory of a copy of `num_tokens`, or as much of it as a quarter of the budget.
+        """Touch the memory of a copy of `num_tokens`."""
+        self._copies.warm_up(num_tokens)
 
-        Memory that a virtual machine touches for the first time comes at about 1 GB/s, slower than
-        a prefix is copied from the pool (docs/measurements).
-        """
-        memory = self._memory.take(
-            min(_capacity(num_tokens) * self._token_items, self._memory.quarter)
-        )
-        if memory is not None:
-            self._memory.give(memory.zero_())
+    # The parts of a step.
 
-    # Working copies.
+    def _together(self, opened: tuple[Span, WorkingCopy | None]) -> tuple[bool, int]:
+        """Whether it is one token of a sequence with a copy; such neighbours, which all write their
+        KV or all do not, are one part of the step."""
+        span, copy = opened
+        if len(span.tokens) == 1 and copy is not None and self._copies.uniform:
+            return True, span.write_kv
+        return False, span.sequence_id
 
-    def _copy_for(self, span: Span, running: set[int]) -> _Copy | None:
-        """The span's copy, holding every position that stands in the pool before this step."""
-        end = span.start + len(span.tokens)
-        copy = self._copies.get(span.sequence_id)
-        if copy is None or copy.capacity < end:
-            copy = self._grown(span, copy, running)
-            if copy is None:
-                return None
-        standing = span.start if span.write_kv else end
-        if copy.length < standing:
-            self._fill(copy, span.block_table, standing)
-        copy.length = standing  # what a step that failed half-way left beyond is written anew
-        return copy
+    def _add(self, group: list[tuple[Span, WorkingCopy | None]], first: int) -> int:
+        """Add the part of these spans, whose rows begin at `first`; returns where they end."""
+        span, copy = group[0]
+        if not self._together(group[0])[0]:
+            rows = slice(first, first + len(span.tokens))
+            self._step.append(self._part(span, rows, copy))
+            return rows.stop
+        spans, copies = [span for span, _ in group], [copy for _, copy in group if copy is not None]
+        rows = slice(first, first + len(group))
+        written = None
+        if span.write_kv:
+            written = self._copies.rows(copies, [span.start for span in spans])
+        seen = [self._seen_by(span, copy) for span, copy in zip(spans, copies, strict=True)]
+        by_layer = {layer: [each[layer] for each in seen] for layer in self._parts}
+        self._step.append(_TokenParts(spans, rows, copies, written, by_layer))
+        return rows.stop
 
-    def _grown(self, span: Span, old: _Copy | None, running: set[int]) -> _Copy | None:
-        """A copy with room for the span and what will follow; `old`'s contents move over."""
-        capacity = _capacity(max(span.start + len(span.tokens), span.num_prompt_tokens))
-        memory = self._take(capacity * self._token_items, running)
-        if memory is None:
-            self.forget(span.sequence_id)
-            return None
-        copy = self._view(memory, capacity)
-        if old is not None:
-            for new, before in zip(copy.runs, old.runs, strict=True):
-                new[:, :, : old.length] = before[:, :, : old.length]
-            copy.length = old.length
-            self._memory.give(old.memory)
-        self._copies[span.sequence_id] = copy
-        return copy
-
-    def _view(self, memory: torch.Tensor, capacity: int) -> _Copy:
-        runs, start = [], 0
-        for run in self._kv.runs:
-            _, parts, _, heads, dim = run.shape
-            end = start + parts * heads * capacity * dim
-            runs.append(memory[start:end].view(parts, heads, capacity, dim))
-            start = end
-        return _Copy(memory, runs)
-
-    def _part(self, span: Span, rows: slice, copy: _Copy | None) -> _SpanPart:
+    def _part(self, span: Span, rows: slice, copy: WorkingCopy | None) -> _SpanPart:
         if copy is None:
             return _SpanPart(span, rows, None, {}, {})
         end = span.start + len(span.tokens)
-        written = [run[:, :, span.start : end] for run in copy.runs] if span.write_kv else []
-        seen = [run[:, :, :end] for run in copy.runs]
-        return _SpanPart(span, rows, copy, self._by_layer(written), self._by_layer(seen))
+        written: _Layers = {}
+        if span.write_kv:
+            parts = [part for run in copy.runs for part in run[:, :, span.start : end]]
+            written = self._by_layer(parts, parts)
+        parts = [part for run in copy.runs for part in run[:, :, :end]]
+        return _SpanPart(span, rows, copy, written, self._by_layer(parts, parts))
 
-    def _by_layer(self, runs: Sequence[torch.Tensor]) -> _Layers:
-        """The parts of `runs` [parts, Hkv, positions, D], by the layers that they belong to."""
-        if not runs:
-            return {}
-        each = iter(part for run in runs for part in run)
+    def _seen_by(self, span: Span, copy: WorkingCopy) -> _Layers:
+        """What a span of one token sees, the keys transposed."""
+        (run,) = copy.runs
+        seen = run[:, :, : span.start + 1]
+        return self._by_layer(seen.transpose(2, 3).unbind(0), seen.unbind(0))
+
+    def _by_layer(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> _Layers:
+        """Of each layer its part of `keys` and its part of `values` [Hkv, positions, D]."""
         layers = {}
-        for number in self._kv.order:
-            if number in self._kv.states:
-                continue
-            kept = self._kv.layers[number]
-            key = next(each)
-            value = key[..., : kept.value.shape[3]] if kept.shared else next(each)
-            layers[number] = key, value
+        for layer, (key, value) in self._parts.items():
+            own = values[value]
+            if key == value:  # a leading part of the key
+                own = own[..., : self._kv.layers[layer].value.shape[3]]
+            layers[layer] = keys[key], own
         return layers
 
-    def _take(self, num_elements: int, running: set[int]) -> torch.Tensor | None:
-        """Memory for a copy; where there is none, copies that this step does not need go first."""
-        memory = self._memory.take(num_elements)
-        for sequence_id in [known for known in self._copies if known not in running]:
-            if memory is not None:
-                break
-            self.forget(sequence_id)
-            memory = self._memory.take(num_elements)
-        return memory
-
-    def _fill(self, copy: _Copy, block_table: Sequence[int], end: int) -> None:
-        """Bring positions [copy.length, end) over from the pool, as far as windows reach."""
-        for to, run, window in zip(copy.runs, self._kv.runs, self._kv.windows, strict=True):
-            position = copy.length if window is None else max(copy.length, end - window)
-            while position < end:
-                number, row = divmod(position, self._block_size)
-                count = min(self._block_size - row, end - position)
-                rows = run[block_table[number], :, row : row + count]  # [parts, n, Hkv, D]
-                to[:, :, position : position + count] = rows.transpose(1, 2)
-                position += count
+    # Writing to the copies.
 
     def _rounded(self, rows: torch.Tensor) -> torch.Tensor:
         """As the pool rounds them."""
@@ -294,12 +207,15 @@ class CpuAttention:
         if not self._kv.layers[layer].shared:
             written[1].copy_(value.transpose(0, 1))
 
-    def _write(self, copy: _Copy, span: Span) -> None:
-        for offset, count, block, row in pieces(span, self._block_size):
-            position = span.start + offset
-            for run, rows in zip(self._kv.runs, copy.runs, strict=True):
-                there = rows[:, :, position : position + count]  # [parts, Hkv, n, D]
-                run[block, :, row : row + count] = there.transpose(1, 2)
+    def _write_tokens(
+        self, part: _TokenParts, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """The same of one token of each of the spans, in one call each."""
+        if part.written is None:
+            return
+        buffer, numbers = part.written.buffer, part.written.numbers
+        for place, rows in zip(dict.fromkeys(self._parts[layer]), (key, value), strict=False):
+            buffer.index_copy_(0, numbers[place], rows.reshape(-1, rows.shape[2]).float())
 
     # Attention over one copy.
 
@@ -315,7 +231,15 @@ class CpuAttention:
         """query: [T, Hq, Dk], scaled; key, value: [Hkv, start + T, Dk or Dv];
         output: [T, Hq, Dv]."""
         if query.shape[0] == 1:
-            attend_one(query, key, value, start, options, output)
+            heads = key.shape[0]
+            attend_one(
+                query[0].unflatten(0, (heads, -1)),
+                key.transpose(1, 2),
+                value,
+                start,
+                options,
+                output[0].unflatten(0, (heads, -1)),
+            )
             return
         end = start + query.shape[0]
         if value.stride(1) != value.shape[2]:
@@ -381,6 +305,22 @@ class CpuAttention:
         return triangle
 
 
+def _attend_tokens(
+    part: _TokenParts,
+    layer: int,
+    query: torch.Tensor,
+    options: AttentionOptions,
+    output: torch.Tensor,
+) -> None:
+    """Scaled queries [S, Hq, Dk] and output [S, Hq, Dv], one of each sequence."""
+    seen = part.seen[layer]
+    heads = len(seen[0][1])
+    queries = query.unflatten(1, (heads, -1)).unbind(0)
+    outputs = output.unflatten(1, (heads, -1)).unbind(0)
+    for span, one, (key, value), to in zip(part.spans, queries, seen, outputs, strict=True):
+        attend_one(one, key, value, span.start, options, to)
+
+
 def attend_one(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -389,18 +329,30 @@ def attend_one(
     options: AttentionOptions,
     output: torch.Tensor,
 ) -> None:
-    """One scaled query [1, Hq, Dk] at `position` over [Hkv, position + 1, D]; a group's heads share
-    a GEMM."""
+    """One scaled query [Hkv, groups, Dk] at `position` over keys [Hkv, Dk, position + 1] and values
+    [Hkv, position + 1, Dv]; a group's heads share a GEMM. output: [Hkv, groups, Dv]."""
     if low := first_seen(position, options.window):
-        key, value = key[:, low:], value[:, low:]
-    scores = torch.bmm(query.view(key.shape[0], -1, query.shape[2]), key.transpose(1, 2))
+        key, value = key[:, :, low:], value[:, low:]
+    scores = torch.bmm(query, key)
     if options.softcap is not None:
         scores = torch.tanh(scores.div_(options.softcap)).mul_(options.softcap)
     if options.sinks is None:
         weights = torch.softmax(scores, -1)
     else:
         weights = softmax_with_sinks(scores, options.sinks.view(*scores.shape[:2], 1))
-    torch.bmm(weights, value, out=output.view(*scores.shape[:2], -1))
+    torch.bmm(weights, value, out=output)
+
+
+def _part_numbers(kv: KvPool) -> dict[int, tuple[int, int]]:
+    """Of each layer which of all parts are its keys and its values, in the order of the runs; the
+    same one where values are a part of the keys."""
+    each = count()
+    numbers = {}
+    for layer in kv.order:
+        if layer not in kv.states:
+            key = next(each)
+            numbers[layer] = key, key if kv.layers[layer].shared else next(each)
+    return numbers
 
 
 def _seen(first: int, stop: int, window: int | None) -> slice:

@@ -31,11 +31,15 @@ LOGITS_BYTES = 32 << 20  # of one piece of the prompt logits
 
 
 def pick_attention(
-    pool: torch.Tensor, layers: Sequence[LayerLayout], dtype: torch.dtype
+    pool: torch.Tensor,
+    layers: Sequence[LayerLayout],
+    dtype: torch.dtype,
+    owners: Sequence[int] = (),
 ) -> PagedAttention:
-    """The fastest attention for the pool's device; `dtype` is the one the model computes in."""
+    """The fastest attention for the pool's device; `dtype` is the one the model computes in,
+    `owners` are those of the pool's slots (`DevicePool.owners`)."""
     if pool.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
-        return CpuAttention(pool, layers)
+        return CpuAttention(pool, layers, owners)
     if pool.device.type == "cuda":
         # Triton is there only beside CUDA builds of torch.
         from engine.attention.triton import TritonAttention
@@ -49,7 +53,8 @@ class ModelRunner:
 
     `pool`: `[num_blocks, *layout.shape]` of the model's layout, on the model's device.
     `attention` None picks the fastest path for the device. `scratch` is a block of the pool that is
-    nobody's; without one a GPU's decode steps are launched kernel by kernel.
+    nobody's; without one a GPU's decode steps are launched kernel by kernel. `owners` are those of
+    the pool's slots: with them a working copy serves the next prompt that begins as its own did.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class ModelRunner:
         attention: PagedAttention | None = None,
         *,
         scratch: int | None = None,
+        owners: Sequence[int] = (),
     ) -> None:
         kv = KvPool(pool, loaded.layers)
         assert pool.shape[1:] == loaded.layout(kv.block_size).shape, pool.shape
@@ -67,7 +73,9 @@ class ModelRunner:
         self._max_context = loaded.max_context
         self._vocab_size = loaded.vocab_size
         self._device = torch.device(loaded.device)
-        self._attention = attention or pick_attention(pool, loaded.layers, DTYPES[loaded.dtype])
+        self._attention = attention or pick_attention(
+            pool, loaded.layers, DTYPES[loaded.dtype], owners
+        )
         if kv.states:
             self._attention = StatefulAttention(self._attention, pool, loaded.layers)
         self._sampler = Sampler(loaded.eos_token_ids)

@@ -85,7 +85,7 @@ class Side:
         layout = loaded.layout(BLOCK)
         settings = CacheSettings(device_bytes=BLOCKS * layout.nbytes, host_bytes=0)
         cache = TieredCache(layout, settings)
-        runner = ModelRunner(loaded, cache.pool.tensor)
+        runner = ModelRunner(loaded, cache.pool.tensor, owners=cache.pool.owners)
         runner.warm_up()
         self._outputs: list[StepOutput] = []
         self._engine = Engine(

@@ -124,7 +124,9 @@ def main() -> None:
             DEFAULT_MODEL, device="cpu", dtype="float32", cache_dir=options.cache_dir
         )
         figures["model"] = _figures(
-            loaded.layout(BLOCK), lambda cache: ModelRunner(loaded, cache.pool.tensor), rounds=6
+            loaded.layout(BLOCK),
+            lambda cache: ModelRunner(loaded, cache.pool.tensor, owners=cache.pool.owners),
+            rounds=6,
         )
     print(json.dumps(figures, indent=1))
     if options.json:

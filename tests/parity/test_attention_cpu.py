@@ -175,16 +175,21 @@ def test_a_failed_step_further_back_leaves_nothing_in_the_copy() -> None:
     torch.testing.assert_close(run(fast, spans, options, seed=2), expected)
 
 
-def test_memory_stays_within_the_budget_and_is_reused() -> None:
-    pool = new_pool(torch.float32)
-    one_copy = 2 * LAYERS * KV_HEADS * 256 * DIM * 4
-    fast = CpuAttention(pool, budget_bytes=2 * one_copy)
-    for sequence_id in range(6):
-        run(fast, [span(sequence_id, 0, 30, 0)], OPTIONS["plain"], seed=1)
-        assert fast._memory._held * 4 <= 2 * one_copy
-    for sequence_id in range(6):
-        fast.forget(sequence_id)
-    assert len(fast._memory._spare) == 2
+def test_a_token_gets_the_same_bits_alone_and_beside_others() -> None:
+    """Neighbouring spans of one token are written together; one that writes nothing is between."""
+    spans = [span(1, 30, 1, 0), span(2, 65, 1, 20), span(3, 7, 1, 0, write_kv=False)]
+    pool, options = new_pool(torch.float32), OPTIONS["plain"]
+    query = torch.randn(3, KV_HEADS * GROUPS, DIM)
+    key, value = torch.randn(2, 3, KV_HEADS, DIM)
+    together = CpuAttention(pool.clone())
+    together.begin(spans)
+    expected = together.attend(0, query, key, value, options)
+    for row, one in enumerate(spans):
+        alone, rows = CpuAttention(pool.clone()), slice(row, row + 1)
+        alone.begin([one])
+        assert torch.equal(
+            expected[rows], alone.attend(0, query[rows], key[rows], value[rows], options)
+        )
 
 
 @pytest.mark.parametrize("budget", [1 << 30, 0], ids=["ample", "none"])

@@ -60,7 +60,7 @@ class House:
         self._outputs: queue.Queue[StepOutput] = queue.Queue()
         self.encoder = PictureEncoder(loaded.tower) if loaded.tower is not None else None
         self.engine = Engine(
-            ModelRunner(loaded, self.cache.pool.tensor),
+            ModelRunner(loaded, self.cache.pool.tensor, owners=self.cache.pool.owners),
             self.cache,
             EngineSettings(scheduler=scheduler, max_context=1024, adapters=loaded.adapters.digests),
             lambda outputs: [self._outputs.put(output) for output in outputs] and None,

@@ -30,7 +30,7 @@ class House:
         settings = CacheSettings(device_bytes=blocks * layout.nbytes, host_bytes=0)
         self.cache = TieredCache(layout, settings)
         self.engine = Engine(
-            ModelRunner(loaded, self.cache.pool.tensor),
+            ModelRunner(loaded, self.cache.pool.tensor, owners=self.cache.pool.owners),
             self.cache,
             EngineSettings(
                 scheduler=SchedulerSettings(step_tokens=32, mixed_step_tokens=32),

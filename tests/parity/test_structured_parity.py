@@ -71,7 +71,7 @@ class House:
             eos_token_ids=model().eos_token_ids,
             jump_forward=jump,
         )
-        runner = ModelRunner(model(), self.cache.pool.tensor)
+        runner = ModelRunner(model(), self.cache.pool.tensor, owners=self.cache.pool.owners)
         self.engine = Engine(runner, self.cache, settings, self._take)
         self.outputs: list[StepOutput] = []
 

@@ -57,6 +57,10 @@ class DevicePool:
         )
         self._lasting = layout.lasting_nbytes // layout.torch_dtype.itemsize
         self._parts = [part for layer in part_views(self.tensor, layout.layers) for part in layer]
+        # Of each slot a number of its owner, never used again: rows that were read under the same
+        # number are still what the slot holds, as far as the owner had written them.
+        self.owners = array("q", bytes(8 * num_blocks))
+        self._num_owners = 0
         self._free = array("i", range(num_blocks - 1, -1, -1))
         self._down: torch.cuda.Stream | None = None
         self._up: torch.cuda.Stream | None = None
@@ -82,6 +86,8 @@ class DevicePool:
 
     def hand_on(self, slot: int) -> int:
         """The slot, for a new owner: compute waits until the last one's rows are copied out."""
+        self._num_owners += 1
+        self.owners[slot] = self._num_owners
         self.settle(slot)
         if self._leaving and (event := self._leaving.pop(slot, None)) is not None:
             torch.cuda.current_stream(self.device).wait_event(event)

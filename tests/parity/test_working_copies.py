@@ -1,0 +1,237 @@
+"""Working copies outlive their sequences, and serve what begins with the same blocks only."""
+
+import random
+from collections.abc import Sequence
+from itertools import count, pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.attention.base import AttentionOptions, ReferenceAttention
+from engine.attention.copies import FreeRanges, WorkingCopies
+from engine.attention.cpu import CpuAttention
+from engine.attention.kv_pool import KvPool
+from engine.batch import Span
+from engine.request import SamplingParams
+from tiers.blocks.layout import BlockLayout, LayerLayout
+
+BLOCK, SLOTS, HEADS, DIM = 16, 24, 2, 8
+PARAMS = SamplingParams(temperature=0)
+PLAIN = LayerLayout(HEADS, DIM, DIM)
+MODELS = {
+    "plain": (PLAIN, PLAIN),
+    "windows": (PLAIN, LayerLayout(HEADS, DIM, DIM, window=20)),
+    "two sizes of head": (PLAIN, LayerLayout(1, 16, 16)),
+}
+
+
+class Pool:
+    """A pool whose slots change owners, and the attentions over it."""
+
+    def __init__(self, layers: Sequence[LayerLayout], budget_bytes: int = 1 << 24) -> None:
+        self.layers = layers
+        shape = BlockLayout(layers, BLOCK, "float32").shape
+        self.tensor = torch.randn(SLOTS, *shape)
+        self.owners = [*range(1, SLOTS + 1)]
+        self.fast = CpuAttention(self.tensor, layers, self.owners, budget_bytes=budget_bytes)
+        self._numbers = count(SLOTS + 1)
+
+    def hand_on(self, slot: int) -> None:
+        """Another block comes into the slot."""
+        self.owners[slot] = next(self._numbers)
+        self.tensor[slot] = torch.randn(self.tensor.shape[1:])
+
+    def step(self, spans: Sequence[Span]) -> None:
+        """One step of both attentions; they must agree, and leave the same pool."""
+        before = self.tensor.clone()
+        reference = ReferenceAttention(before, self.layers)
+        total = sum(len(span.tokens) for span in spans)
+        reference.begin(spans)
+        self.fast.begin(spans)
+        for number, layer in enumerate(self.layers):
+            query = torch.randn(total, 4, layer.key_dim)
+            key, value = torch.randn(2, total, layer.num_heads, layer.key_dim)
+            options = AttentionOptions(scaling=0.3, window=layer.window)
+            given = (number, query, key, value, options)
+            torch.testing.assert_close(
+                self.fast.attend(*given), reference.attend(*given), rtol=1e-4, atol=1e-5
+            )
+        reference.finish()
+        self.fast.finish()
+        assert torch.equal(before, self.tensor)
+
+    @property
+    def copies(self) -> WorkingCopies:
+        return self.fast._copies
+
+
+def span(sequence_id: int, table: list[int], start: int, num_tokens: int = 1) -> Span:
+    return Span(sequence_id, np.zeros(num_tokens, np.int32), start, table, True, PARAMS)
+
+
+@pytest.fixture
+def filled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Positions that were brought over from the pool."""
+    seen: list[tuple[int, int]] = []
+    fill = WorkingCopies._fill_run
+
+    def watched(self, number, copy, block_table, first, end):  # type: ignore[no-untyped-def]
+        seen.append((first, end))
+        fill(self, number, copy, block_table, first, end)
+
+    monkeypatch.setattr(WorkingCopies, "_fill_run", watched)
+    return seen
+
+
+def test_a_prompt_takes_over_the_copy_of_one_that_ended(filled: list[tuple[int, int]]) -> None:
+    pool = Pool(MODELS["plain"])
+    pool.step([span(1, [0, 1, 2, 3], 40)])
+    pool.fast.forget(1)
+    filled.clear()
+    pool.step([span(2, [0, 1, 5, 6], 50)])  # two blocks are the same, 18 tokens are not
+    assert filled == [(32, 50)]
+
+
+def test_a_slot_with_a_new_owner_is_read_again(filled: list[tuple[int, int]]) -> None:
+    pool = Pool(MODELS["plain"])
+    pool.step([span(1, [0, 1, 2, 3], 56)])
+    pool.fast.forget(1)
+    pool.hand_on(1)
+    filled.clear()
+    pool.step([span(2, [0, 1, 2, 3], 40)])
+    assert filled == [(0, 40)], "one block saved and two lost are no gain"
+    pool.step([span(3, [0, 9], 17)])
+    assert filled[1:] == [(0, 17)], "the copy of a running sequence is its own"
+
+
+def test_a_block_that_was_half_full_is_read_again(filled: list[tuple[int, int]]) -> None:
+    pool = Pool(MODELS["plain"])
+    pool.step([span(1, [0, 1], 10, 10)])
+    pool.fast.forget(1)
+    filled.clear()
+    pool.step([span(2, [0, 1, 2], 40)])
+    assert filled == [(16, 40)]
+
+
+def test_rows_behind_a_window_are_read_again() -> None:
+    """The first prompt looked at the last 20 positions of its prefix alone."""
+    pool = Pool(MODELS["windows"])
+    pool.step([span(1, [0, 1, 2, 3, 4], 64)])
+    pool.fast.forget(1)
+    pool.step([span(2, [0, 1, 2, 9], 49)])
+
+
+def test_what_a_failed_step_wrote_serves_nobody() -> None:
+    pool = Pool(MODELS["plain"])
+    pool.step([span(1, [0, 1, 2], 40)])
+    pool.fast.begin([span(1, [0, 1, 2], 10, 8)])
+    noise = torch.ones(8, HEADS, DIM)
+    pool.fast.attend(0, torch.ones(8, 4, DIM), noise, noise, AttentionOptions(scaling=0.3))
+    pool.fast.forget(1)
+    pool.step([span(2, [0, 1, 2], 36)])
+
+
+def test_a_short_prompt_leaves_a_long_ones_copy_alone() -> None:
+    """A system prompt that both begin with is filled for 32 tokens, not lost for 160."""
+    pool = Pool(MODELS["plain"])
+    pool.step([span(1, [*range(12)], 160)])
+    pool.fast.forget(1)
+    pool.step([span(2, [0, 1, 20], 33)])
+    assert [copy.length for copy in pool.copies._ended] == [161]
+
+
+@pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("budget", [1 << 24, 1 << 18, 1 << 17], ids=["ample", "scarce", "one"])
+def test_whatever_comes_and_goes_attention_sees_the_pool(
+    layers: tuple[LayerLayout, ...], budget: int
+) -> None:
+    """Sequences begin with blocks of others, grow, end; slots are handed on as they are free."""
+    for seed in range(12):
+        torch.manual_seed(seed)
+        chance = random.Random(seed)
+        pool = Pool(layers, budget)
+        tables: dict[int, list[int]] = {}
+        lengths: dict[int, int] = {}
+        ended: list[list[int]] = []  # tables whose full blocks stand
+        ids = count(1)
+        for _ in range(40):
+            if tables and chance.random() < 0.4:
+                number = chance.choice([*tables])
+                pool.fast.forget(number)
+                ended.append(tables.pop(number)[: lengths.pop(number) // BLOCK])
+            held = {slot for table in tables.values() for slot in table}
+            free = [slot for slot in range(SLOTS) if slot not in held]
+            if len(free) > 6 and chance.random() < 0.6:
+                shared = chance.choice(ended) if ended and chance.random() < 0.8 else []
+                shared = shared[: chance.randint(0, 4)]
+                own = chance.sample([slot for slot in free if slot not in shared], 6 - len(shared))
+                for slot in own:
+                    pool.hand_on(slot)
+                ended = [t[: next((i for i, s in enumerate(t) if s in own), len(t))] for t in ended]
+                number = next(ids)
+                tables[number] = [*shared, *own]
+                lengths[number] = len(shared) * BLOCK
+            spans = [
+                span(number, tables[number], lengths[number], chance.choice([1, 1, 1, 5, 20]))
+                for number in chance.sample([*tables], chance.randint(0, len(tables)))
+                if lengths[number] < 5 * BLOCK - 20
+            ]
+            if spans:
+                pool.step(spans)
+            for one in spans:
+                lengths[one.sequence_id] += len(one.tokens)
+
+
+def test_copies_lie_apart_and_within_the_budget() -> None:
+    pool = Pool(MODELS["plain"], 1 << 18)
+    copies = pool.copies
+    for number in range(6):
+        pool.step([span(number, [0, 1, 2 + number], 33)])
+        if number % 2:
+            pool.fast.forget(number)
+        everyone = [*copies._running.values(), *copies._ended]
+        ranges = sorted((copy.start, copy.start + copy.size) for copy in everyone)
+        assert all(one[1] <= other[0] for one, other in pairwise(ranges))
+        assert ranges[-1][1] * 4 <= 1 << 18
+
+
+def test_without_owners_no_copy_outlives_its_sequence() -> None:
+    kv = KvPool(torch.randn(SLOTS, *BlockLayout(MODELS["plain"], BLOCK, "float32").shape))
+    copies = WorkingCopies(kv, budget_bytes=1 << 20)
+    one = span(1, [0, 1], 20)
+    copy = copies.open(one, {1})
+    assert copy is not None
+    copies.finish(copy, one)
+    copies.forget(1)
+    assert (copies._ended, copies._free._ranges) == ({}, [(0, 1 << 18)])
+
+
+@given(st.lists(st.integers(1, 30)), st.randoms(use_true_random=False), st.integers(20, 100))
+def test_free_ranges_never_overlap_and_join_again(
+    sizes: list[int], chance: random.Random, limit: int
+) -> None:
+    ranges = FreeRanges(100)
+    taken: dict[int, int] = {}
+    for size in sizes:
+        start = ranges.take(size, limit)
+        if start is None:
+            free = [place for place in range(limit) if not _in(taken, place)]
+            runs = "".join("." if place in free else "x" for place in range(limit))
+            assert "." * size not in runs
+        else:
+            assert start + size <= limit
+            assert not any(_in(taken, place) for place in range(start, start + size))
+            taken[start] = size
+        if taken and chance.random() < 0.5:
+            start = chance.choice([*taken])
+            ranges.give(start, taken.pop(start))
+    for start, size in taken.items():
+        ranges.give(start, size)
+    assert ranges._ranges == [(0, 100)]
+
+
+def _in(taken: dict[int, int], place: int) -> bool:
+    return any(start <= place < start + size for start, size in taken.items())
