@@ -1,4 +1,4 @@
-"""What the wire needs from the rest of the house, as protocols, and the one value that carries it.
+"""What the wire needs from the other packages, as protocols, and the one value that carries it.
 
 `cachesvc.service` builds the real parts and passes them to `api.app.create_app`; tests pass those
 of `api.testing`. The event loop alone uses them, except where a method says otherwise.

@@ -1,4 +1,4 @@
-"""Headers that several parts read or write, and what of a client's own names is kept."""
+"""Headers that several parts read or write, and which client-sent names are kept."""
 
 import re
 from collections.abc import Mapping

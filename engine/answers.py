@@ -1,4 +1,4 @@
-"""What requests in flight are answered: each step's tokens, and how each sequence ends.
+"""The answers to requests in flight: each step's tokens, and how each sequence ends.
 
 The engine's thread alone. What is to be told goes back to the engine as `StepOutput`s.
 """

@@ -1,4 +1,4 @@
-"""What a request may ask of sampling: every number has its range.
+"""The ranges of the sampling numbers of a request.
 
 Pure. The engine checks each request, the wire refuses the same values under their JSON names. The
 ranges keep arithmetic on ordinary logits finite; the sampler is safe beyond them too.

@@ -1,4 +1,4 @@
-"""The door of the engine: what it accepts, how much is in flight, how long a request would wait.
+"""The intake of the engine: what it accepts, how much is in flight, how long a request would wait.
 
 Any thread; what is shared is guarded by a lock held for a few instructions.
 """

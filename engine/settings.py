@@ -1,4 +1,4 @@
-"""Bounds of the engine, and what it must know of its model."""
+"""Limits of the engine, and what it must know of its model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

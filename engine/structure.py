@@ -1,4 +1,4 @@
-"""What an answer must look like: the request's side of structured output, without its machinery.
+"""The required form of an answer: the request's side of structured output, without its machinery.
 
 `StructuredOutputs` is what a caller asks for, `Source` the same in one checked form, `Grammar` and
 `GrammarState` what the engine needs of a compiled one (see `engine.grammar.matcher`). Pure values

@@ -1,4 +1,4 @@
-"""The face of the tiers: what the engine asks of the cache, in the order in which it asks.
+"""The facade of the tiers: the calls the engine makes to the cache, in their order.
 
     open ─► advance ... ─► tables: plan ─► provide, commit as blocks fill ─► release
     (ticket: match, load, lift)     (the blocks of a running sequence)      (evictable from here on)

@@ -1,4 +1,4 @@
-"""All tiers as one forest of prefixes: the live index, and what lies on disk alone.
+"""All tiers as one forest of prefixes: the live index, and the blocks that are only on disk.
 
 `DiskBlocks` is a picture of the disk's records, taken on any thread; the rest runs on the engine
 thread between two steps and is bounded by its caller. A block that stands in several tiers is told

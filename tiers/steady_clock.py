@@ -1,4 +1,4 @@
-"""Unix seconds that run on evenly: when a wall clock is set, nothing ends early or lasts longer.
+"""Unix seconds on a monotonic clock: when the wall clock is set, nothing ends early or late.
 
 Any thread.
 """

@@ -1,4 +1,4 @@
-"""Who asks and how much they may: keys, local pages, limits, concurrency, body size.
+"""Who the caller is, and its limits: keys, local pages, rates, concurrency, body size.
 
 No money: balances are checked by the money gate.
 """

@@ -1,4 +1,4 @@
-"""Who is asking: a key becomes a `Principal`, and its tenant the salt that keeps blocks apart.
+"""Who the caller is: a key becomes a `Principal`, and its tenant the salt that keeps blocks apart.
 
 The salt is HMAC-SHA256 of the tenant's name under the server's secret. It is derived here, from
 what authentication says, and never read from a request, so no client can name another tenant's

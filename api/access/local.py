@@ -1,4 +1,4 @@
-"""Which web pages may ask a server that needs no keys: those of this machine alone.
+"""Which web pages may use a server that needs no keys: only those of this machine.
 
 Such a server trusts everyone who reaches it. Any web page can reach it through its visitor's
 browser, by a request across origins or under a name that it has pointed at this machine (DNS

@@ -1,4 +1,4 @@
-"""Early refusal: a request that would wait too long gets a 429 at once, with when to retry.
+"""Early refusal: a request that would wait too long gets a 503 at once, with a time to retry.
 
 A server that queues without end answers everybody late. Past what it can serve, each answer comes
 after its client has given up, and the work is lost. The engine predicts the wait of a tenant's next

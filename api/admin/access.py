@@ -1,4 +1,4 @@
-"""Who may come in: the dependencies of every admin route.
+"""Who may enter: the dependencies of every admin route.
 
 `reader` lets look, `admin` lets change. Three things open the door: a session's cookie (with its
 CSRF token on every request that is no GET), `Authorization: Bearer KEY` with a key that has the

@@ -1,4 +1,4 @@
-"""What an admin changes in the cache, by page or by JSON: one path, so that both do the same.
+"""Changes that an admin makes to the cache: one path for pages and JSON, so that both do the same.
 
 `CacheAdmin` makes the change durable; then the audit entry is written. Event loop only.
 """

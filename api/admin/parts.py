@@ -1,4 +1,4 @@
-"""What the admin routes need from the rest of the house, as one value.
+"""What the admin routes need from the other packages, as one value.
 
 `cachesvc.server.dashboard` fills it in from the running server, tests from fakes. Each area of the
 admin pages adds the fields that it needs, with a default of None where a server may lack the part;

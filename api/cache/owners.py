@@ -1,4 +1,5 @@
-"""Whose a scope's root is: the tenant or sharing group, and the model, behind 16 bytes of a key.
+"""The owner of a scope's root: the tenant or sharing group, and the model, behind 16 bytes of a
+key.
 
 A root is a digest and tells nothing by itself; here it is found again by deriving the roots of all
 tenants and groups for all models. Reads the accounts: called off the event loop.

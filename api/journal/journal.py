@@ -1,4 +1,4 @@
-"""The journal: what became of the latest requests, for people who ask why.
+"""The journal: the history of the latest requests, for people who ask why.
 
 A bounded ring of running, finished and refused requests: who asked, where the time went,
 which tier served which tokens, why the rest was computed, and the bill's lines. Written where a

@@ -1,4 +1,4 @@
-"""What outlives the server of turns and responses: a store of named bodies, each its owner's.
+"""Turns and responses that outlive the server: a store of named bodies, each with its owner.
 
 Names are digests under the tenant's salt, so that nobody finds another's. `cachesvc.server` has the
 file; `NOTHING` is a server that keeps nothing. Event loop only.

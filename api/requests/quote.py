@@ -1,4 +1,5 @@
-"""What a request would hit and cost now, without computing it; and requests that say how much.
+"""What a request would hit and cost now, without computing it; and requests that set a limit on
+that.
 
 A quote is a look: blocks may come or leave before the request does, which is billed as it is
 served. Event loop only.

@@ -1,4 +1,4 @@
-"""Responses that clients may ask for again, or go on from, until newer ones need their room.
+"""Stored responses, which clients can read or continue until newer ones need their space.
 
 Each tenant's apart: their names are made with its salt. The latest are in memory, all are in
 `kept`; an answer that was not stored is not found. Event loop only.

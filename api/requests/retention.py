@@ -1,4 +1,4 @@
-"""What requests leave behind for longer than its use: breakpoints and sessions, as pins in passing.
+"""Blocks that requests keep beyond their use: breakpoints and sessions, as pins that give way.
 
 A request that asked for its prompt to be kept has it pinned once it was served. A session's blocks
 are pinned from turn to turn for as long as its tenant's pauses last, as learned here, and so are

@@ -1,4 +1,4 @@
-"""What the turns of a chat left in the cache, for the next turn to compare with or to go on from.
+"""The tokens that a chat's turns left in the cache, for the next turn to compare with or continue.
 
 A client sends the whole conversation again with each turn. If the model's template writes an old
 message differently (without its reasoning, say), or the tokenizer cuts the old answer differently

@@ -1,4 +1,4 @@
-"""What a caller may ask about itself: its balance, its requests, and the keys of its receipts."""
+"""What callers can ask about themselves: balance, requests, and the keys of their receipts."""
 
 import asyncio
 from typing import Any

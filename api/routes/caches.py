@@ -1,4 +1,4 @@
-"""/v1/caches: prefixes that a tenant keeps for a while, by name, under its own key.
+"""/v1/caches: prefixes that a tenant pins by name, under its own key.
 
 A cache is computed when it is made, as a prompt without an answer, and pinned before that, so that
 what the tiers or the balance refuse costs nothing.

@@ -1,4 +1,4 @@
-"""/v1/invoices: what a customer was sent. Only ever of the caller's own tenant, and no drafts."""
+"""/v1/invoices: the invoices sent to the caller's own tenant, without drafts."""
 
 from typing import Annotated, Any
 

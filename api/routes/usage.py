@@ -1,4 +1,4 @@
-"""What customers see of their own use and money: usage, requests, statements, receipts, limits.
+"""What customers see of their usage and money: usage, requests, statements, receipts, limits.
 
 Only ever of the caller's own tenant. The store is read off the event loop.
 """

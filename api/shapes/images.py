@@ -1,4 +1,4 @@
-"""Images that a chat shows: which model takes them, and what becomes of each."""
+"""Images in a chat: which model takes them, and what each one becomes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

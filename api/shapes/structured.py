@@ -1,4 +1,4 @@
-"""What an answer must look like, from the fields of the body that ask for it.
+"""The required form of an answer, from the fields of the body that ask for it.
 
 `response_format` is OpenAI's; `structured_outputs` and `guided_*` are vLLM's, `regex`, `ebnf` and
 `json_schema` SGLang's. `api.requests.grammars` compiles it.

@@ -1,5 +1,5 @@
-"""What a chat says to the model's template beside its messages: `chat_template_kwargs`, `thinking`
-and `reasoning_effort`. A template that does not read an argument cannot honour it.
+"""What a chat passes to the model's template besides its messages: `chat_template_kwargs`,
+`thinking` and `reasoning_effort`. A template that does not read an argument cannot honour it.
 """
 
 import re

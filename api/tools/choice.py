@@ -1,4 +1,4 @@
-"""Which tools a model may call, and the grammar that makes it call one."""
+"""Which tools a model can call, and the grammar that makes it call one."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What an operator does to the running cache: the admin routes' hands on the engine thread.
+"""Operators' actions on the running cache: the admin routes' calls on the engine thread.
 
 Event loop only. Every call runs between two steps of the engine; what the disk has to do is waited
 for here, so that an answer means that it is done, durably.

@@ -1,4 +1,4 @@
-"""Whose blocks are whose, from a data directory alone: the scopes that were served from it.
+"""The owners of blocks, from a data directory alone: the scopes that were served from it.
 
 A scope's root is a digest and names nobody. The server notes the scopes of its models, which are no
 secret; with the server's own secret a command derives from them the root of any tenant. Written

@@ -1,4 +1,4 @@
-"""Where the blocks of a prompt stand now, for quotes: a look at memory, then at the disk.
+"""Where the blocks of a prompt are now, for quotes: first in memory, then on disk.
 
 Event loop only. The disk is looked at by a thread of its own, few at a time; nothing is loaded.
 """

@@ -1,4 +1,5 @@
-"""The pins of tenants: their caches, durably, and what their requests pin in passing.
+"""The pins of tenants: their caches, which are durable, and the pins their requests make in
+passing.
 
 Event loop only; the cache is the engine thread's. See `api.requests.retention`.
 """

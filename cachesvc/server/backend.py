@@ -1,4 +1,4 @@
-"""What a server needs of what computes: our own engine over its tiers, or vLLM over a node.
+"""What a server needs of its engine: our own over its tiers, or vLLM over a node.
 
 `engine.composition.Core` and `cachesvc.server.vllm.core.VllmCore` are one each.
 """

@@ -1,4 +1,4 @@
-"""The admin half, built from settings: what the routes under `/admin` are handed.
+"""The admin half, built from settings: the parts that the routes under `/admin` get.
 
 The composition root makes one per server and runs `keep_history` while it serves. Event loop only.
 """

@@ -1,4 +1,4 @@
-"""What the dashboard knows, kept over restarts: ended requests, the history's samples, logins.
+"""The dashboard's memory, kept over restarts: ended requests, the history's samples, logins.
 
 A convenience and no record: the ledger alone says what was charged. Prompts are never written.
 """

@@ -1,4 +1,4 @@
-"""How commands find the server that runs on a data directory, and speak with it.
+"""How commands find the server that runs on a data directory, and talk to it.
 
 While it runs, the server keeps `server.json` in its data directory, for its owner alone: where it
 listens, its process, and the operator's token. Commands call `find_server` on their only thread.

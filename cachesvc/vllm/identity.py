@@ -1,4 +1,4 @@
-"""What decides which KV a token has in a vLLM engine, as the scopes and blocks that the tiers know.
+"""What determines a token's KV in a vLLM engine, as the scopes and blocks of the tiers.
 
 The scheduler and every worker compute the same identity from the same configuration, so that what
 one rank stores is found by the same rank of another engine, and by nothing else: the weights by

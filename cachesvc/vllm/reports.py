@@ -1,4 +1,5 @@
-"""What the connector tells the server that runs vLLM: a request's hits by tier, and its progress.
+"""What the connector reports to the server that runs vLLM: a request's hits by tier, and its
+progress.
 
 vLLM's outputs say how many tokens were cached, and not where; of a request that was aborted in the
 middle of its prompt they say nothing. Reports are datagrams on a Unix socket, sent before the

@@ -1,4 +1,4 @@
-"""Grammars, each compiled once for who asks, in processes with a bound on CPU time and memory.
+"""Grammars, each compiled once per tenant, in processes with a limit on CPU time and memory.
 
 `compile` blocks for a while, and longer while the nursery starts; callers keep it off the event
 loop and off the engine thread. What is compiled, and what cannot be, is remembered.

@@ -1,4 +1,4 @@
-"""The engine without a server: prompts in, answers out, in the shape that vLLM's users know.
+"""The engine without a server: prompts in, answers out, with vLLM's interface.
 
     with LLM(model="smollm2-135m") as llm:
         [output] = llm.generate("The capital of France is", SamplingParams(max_tokens=8))

@@ -1,4 +1,4 @@
-"""What the offline class is asked and answers with, and how a request's outputs become an answer.
+"""Inputs and answers of the offline class, and how a request's outputs become an answer.
 
 Used by `engine.offline.llm` on the thread that called it.
 """

@@ -1,4 +1,4 @@
-"""Which tokens are computed in the next step, and what becomes of the sequences after it.
+"""Which tokens are computed in the next step, and what happens to the sequences after it.
 
     WAITING ─► LOADING ─► PREFILL ─► DECODE ─► FINISHED
        ▲                     │          │

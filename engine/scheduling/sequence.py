@@ -1,4 +1,4 @@
-"""One sequence being generated: its tokens, its blocks, and how far its KV stands.
+"""One sequence being generated: its tokens, its blocks, and how much of its KV is computed.
 
 Owned by the scheduler, on the engine thread.
 """

@@ -1,4 +1,4 @@
-"""Who has been served how much, so that the engine's time is divided between those who ask.
+"""How much each share was served, so that the engine's time is divided between those with requests.
 
 A share is an opaque name, of a tenant say. What is served to it is counted in tokens of work; who
 has been served least goes first (start-time fair queueing: Goyal, Vin and Cheng 1996). A share that

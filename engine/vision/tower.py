@@ -1,4 +1,4 @@
-"""A model's own vision tower: pixels of tiles to rows that stand in the prompt for image tokens."""
+"""A model's own vision tower: turns the pixels of tiles into the rows of image tokens."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

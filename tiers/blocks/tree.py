@@ -1,4 +1,4 @@
-"""Blocks as the tree of prefixes that they are: a chain without a branch is one node.
+"""Blocks as a tree of prefixes: a chain without a branch is one node.
 
 `tiers.explore` grows it from all tiers (engine thread, between two steps), `DiskView.tree` from the
 disk's records; `cachesvc cache tree` draws either, and the admin pages show the JSON. What

@@ -1,4 +1,4 @@
-"""How long a block on disk has been idle, though the wall clock was set between two runs.
+"""How long a block on disk has been idle, even if the wall clock was set between two runs.
 
 Blocks carry wall-clock times, since they outlive the process. What a server finds at its start is
 judged by the newest time among it, so that the time in which no server ran counts for none of it,

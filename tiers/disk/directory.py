@@ -1,4 +1,4 @@
-"""The folder of a disk tier: who holds it, which format it has, whether it was closed properly.
+"""The folder of a disk tier: its lock, its format, and whether it was closed properly.
 
     disk.json     format version, shards, map size, clean or not, boot id, blocks
     server.lock   held with flock by the one server; names it

@@ -1,4 +1,4 @@
-"""What happened to blocks on disk: how long they lived, and the events for who listens.
+"""What happened to blocks on disk: their lifetimes, and the events for listeners.
 
 Every committed write transaction of this process reports here, and every load.
 Any thread.

@@ -1,7 +1,7 @@
-"""What stays on disk though its turn to leave has come: pinned blocks, groups within their share.
+"""Blocks that eviction skips on disk: pinned ones, and those of groups within their share.
 
-The order of eviction knows ages alone. A block at its old end that must not go is moved to the
-recent end instead, so that eviction never looks at it twice in one turnover of the disk.
+The order of eviction knows only ages. A block at the old end that must stay is moved to the recent
+end, so that eviction sees it only once in a turnover of the disk.
 """
 
 import threading

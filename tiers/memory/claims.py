@@ -1,7 +1,7 @@
-"""Quotas where memory changes hands: what is in use and no policy has counted, and who pays.
+"""Claims: blocks in use that no policy counts yet, counted for their owners' quotas.
 
-A policy counts a block once it was released for the first time. Until then a claim does, made
-before the slot is taken, so that between even shares the asker is over its share and gives way.
+A policy counts a block from its first release on. Until then a claim counts it. The claim is made
+before the slot is taken, so that among even shares the asker is over its share and gives way.
 Engine thread only; without quotas every call returns at once.
 """
 

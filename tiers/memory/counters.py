@@ -1,4 +1,4 @@
-"""What happened to blocks in memory: counted always, told where somebody listens.
+"""What happened to blocks in memory: always counted, and published if somebody listens.
 
 Fed by the residency, the promoter and the demoter, on the engine thread alone.
 """

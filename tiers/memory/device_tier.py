@@ -1,4 +1,4 @@
-"""The device as a tier: which block has which slot, its state there, and which leaves next.
+"""The device as a tier: the slot and state of each block, and which block leaves next.
 
 The one place that changes `Block.device`. Engine thread only.
 """

@@ -1,4 +1,4 @@
-"""The host as a tier: which block has which frame, its state there, and which leaves next.
+"""The host as a tier: the frame and state of each block, and which block leaves next.
 
 The one place that changes `Block.host`. Engine thread only.
 """

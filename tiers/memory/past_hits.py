@@ -1,4 +1,5 @@
-"""Hits of prefixes over longer than their blocks stay in memory: for people, not for policies.
+"""Hits of prefixes, counted for longer than their blocks stay in memory. For people, not for
+policies.
 
 `BlockIndex` notes a block's hits when it leaves; the server keeps them over a restart.
 """

@@ -1,4 +1,4 @@
-"""Who needs which block, and what has to leave for it: the tiers of memory as one.
+"""Both memory tiers as one: which block is needed by whom, and which one leaves to make room.
 
 Engine thread only. A block is in the index exactly while it has a slot or a frame, or is being
 computed. How a block goes down is `tiers.transfer.demotion`'s, how it comes up

@@ -1,4 +1,4 @@
-"""Reusing part of a block: where a prompt ends, or parts from another, in the middle of one.
+"""Reusing part of a block, where a prompt ends or diverges from another inside it.
 
     nothing begins alike ............ no candidate: a new block
     still being computed ............ wait for it

@@ -1,4 +1,4 @@
-"""What the tiers below memory have of each block, and which blocks wait to be written there.
+"""The state of each block in the tiers below memory, and the blocks waiting to be written there.
 
 The one place that changes `Block.below`, but for uses on a lookup's path. Engine thread only.
 """

@@ -1,4 +1,4 @@
-"""What stands beneath a node's memory: a layout's disks, and a store that nodes share."""
+"""The tiers below a node's memory: a layout's disks, and a store that nodes share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""One block in a node's memory: where it stands, who uses it and who pays for it."""
+"""One block in a node's memory: its frame, its users and its owner."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The memory that all layouts of a node share: how much is used, whose it is, and what leaves next.
+"""The memory that all layouts of a node share: its use, its owners, and which block leaves next.
 
     by group of owners, the one furthest over its share first, and none within its share
         by use, the coldest first; of the coldest 64 one that is held below, so that nothing is lost

@@ -1,4 +1,4 @@
-"""A client that listens to what happens to the node's blocks: it asks, and waits a while for more.
+"""A client that listens to events of the node's blocks, by long polling.
 
 The stream's subscription keeps what happens between two questions, up to its bound. Node's thread.
 """

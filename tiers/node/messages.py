@@ -1,4 +1,4 @@
-"""What a node and its clients say to each other over the socket.
+"""The messages between a node and its clients over the socket.
 
 Every message is a length, an operation and a body, little-endian. A client sends one request at a
 time and waits for the answer of the same operation. Blocks are named by their scope, the key of the

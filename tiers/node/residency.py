@@ -1,4 +1,4 @@
-"""Which frame of a node holds which block, who uses it, and which block leaves next.
+"""The frame of each block in a node, its users, and which block leaves next.
 
     absent ──► FILLING | LOADING ──► HELD ──► absent
 

@@ -1,4 +1,4 @@
-"""What operators do beneath memory, for the embedded engine and for a node alike.
+"""What operators do below memory, for both the embedded engine and a node.
 
 Their memories differ, in slots and frames here and in leases there, so each has a part of its own
 that comes first. What is below is one tier, and only its writer thread changes it.

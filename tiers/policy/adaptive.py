@@ -1,4 +1,4 @@
-"""Adaptive: learns which runs of blocks come back, and when, and evicts what is worth least.
+"""Adaptive: learns which runs of blocks come back, and when. It evicts the least valuable.
 
 Blocks that are used together form a node of a prefix tree; the node is the unit of learning and the
 block that of eviction, from the tail of a leaf. The learner sees what a serving cache knows and a

@@ -1,4 +1,4 @@
-"""Which blocks are worth copying down, and what becomes of the copy below when one comes up again.
+"""Which blocks are worth copying down, and what happens to the copy below after a promotion.
 
 Its own question, apart from eviction: an eviction policy chooses who leaves a tier, admission who
 may enter the one below, where every entry is a write. Pure; driven by the demoter on the engine

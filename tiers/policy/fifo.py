@@ -1,4 +1,4 @@
-"""First in, first out: what a cache does that ignores use. A baseline for replays."""
+"""First in, first out: a cache that ignores use. A baseline for replays."""
 
 from collections import OrderedDict
 from typing import Generic

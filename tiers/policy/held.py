@@ -1,4 +1,4 @@
-"""Held blocks of a queue policy: skipped when met, and put back where the policy says.
+"""Held blocks of a queue policy: skipped when met, then put back where the policy says.
 
 A queue that met a held block at its end takes it out (parks it), so that a victim is found in O(1)
 amortised steps however many blocks are held.

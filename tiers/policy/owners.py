@@ -1,4 +1,5 @@
-"""Whose each scope is, for quotas: told by who knows the names, read by the tiers' threads.
+"""The owner of each scope, for quotas. A server that knows the names sets them; the tiers' threads
+read them.
 
 The names are kept in a file where there is a folder for it, so that blocks found at the next start
 are counted for their owners at once.

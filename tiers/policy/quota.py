@@ -1,7 +1,7 @@
-"""Shares of the cache among tenants: lent while idle, taken back on need.
+"""Shares of the cache among tenants: lent while idle, reclaimed when needed.
 
 A quota is in bytes over all tiers together, and every tier gives its holder the same part of
-itself: who was promised a tenth of all bytes has a tenth of the device, of the host and of the
+itself: a tenant promised 10 % of all bytes gets 10 % of the device, of the host and of the
 disk. So a group within its part of a tier is never the one to lose there, whatever the others do.
 
 A `FairPolicy` stands in for a tier's policy. It keeps one policy for each group and takes its

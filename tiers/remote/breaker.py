@@ -1,4 +1,5 @@
-"""A store that fails is left alone for a while, so that nobody waits for it again and again."""
+"""A circuit breaker: a store that fails is not asked for a while, so that requests do not wait for
+it."""
 
 import threading
 import time

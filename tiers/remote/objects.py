@@ -1,4 +1,4 @@
-"""Where records lie remotely: names and bytes, in Redis, a Redis Cluster or S3.
+"""The remote store of records: names and bytes, in Redis, a Redis Cluster or S3.
 
     redis://host:port/db                    rediss:// with TLS
     redis+cluster://host:port,host:port     nodes to start from; rediss+cluster:// with TLS

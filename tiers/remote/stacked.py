@@ -1,4 +1,4 @@
-"""Disk and remote tier as one `Tier` for the mover: first the disk, then what lies beneath it.
+"""Disk and remote tier as one `Tier` for the mover: first the disk, then the tier below it.
 
 `load` says of each block which of the two served it. What came from the remote tier is not on this
 disk; it is written there when the tiers above give it up, as what was computed here is.

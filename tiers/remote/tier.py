@@ -1,4 +1,4 @@
-"""The remote tier: the disk's records in a store that several servers share, proven on arrival.
+"""The remote tier: the disk's records in a store that several servers share, verified on arrival.
 
 A record arrives from outside and is believed in nothing: its header has its checksum and the
 identity that was asked for, its payload the header's checksum, and only then is it decoded. What

@@ -1,4 +1,4 @@
-"""Replays a trace over many servers: whom a router sends each request, and what they share below.
+"""Replays a trace over many servers: where a router sends each request, and what the servers share.
 
 Each server has tiers of its own. Under all of them may stand one store, as the remote tier does
 under real servers: it takes what was hit again (`reused`), or everything (`all`). The router is

@@ -1,4 +1,4 @@
-"""What happens to blocks, told as it happens: to routers, to dashboards, to `cachesvc monitor`.
+"""Block events, published as they happen to routers, dashboards and `cachesvc monitor`.
 
 The residency publishes on the engine thread, the disk tier on its writer thread, and whoever
 subscribes reads on a thread of its own. A publisher never waits: each subscription has a bounded

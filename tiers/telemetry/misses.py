@@ -1,4 +1,4 @@
-"""Why the first block that a prompt did not find was not there, as far as the cache can know.
+"""Why the first missed block of a prompt was absent, as far as the cache can know.
 
 Made on the engine thread at a request's first admission, and kept with the request to be told
 later. Of the tokens only marks are kept: digests under a seed that lives and dies with the process.

@@ -1,4 +1,5 @@
-"""What stands before a login: how often it may be tried, and whose form it is. Event loop only."""
+"""The guards of a login: how often it may be tried, and whether the form is ours. Event loop
+only."""
 
 import hmac
 import secrets

@@ -1,4 +1,4 @@
-"""What more cache would be worth: from the measured curve, the measured traffic and the rate card.
+"""The value of more cache: from the measured curve, the measured traffic and the rate card.
 
 A tier's hits are those of the curve between the capacity above it and its own; each hit token is
 worth what a miss costs more than a hit in that tier. Pure; amounts are 1e-12 currency units.

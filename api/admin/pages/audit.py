@@ -1,4 +1,4 @@
-"""The audit log under /admin/audit: who changed what, how it was and is, and why."""
+"""The audit log under /admin/audit: who changed what, before and after, and why."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response

@@ -1,4 +1,4 @@
-"""What forms and filters of the pages bring: bounded text, a reason, and a change to try."""
+"""The values of forms and filters: bounded text, a reason, and a change to try."""
 
 from collections.abc import Callable
 from typing import Annotated

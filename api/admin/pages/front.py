@@ -1,4 +1,4 @@
-"""What a person finds who opens the server in a browser: the dashboard, and the API at `/docs`.
+"""What a browser gets from the server: the dashboard at `/`, and the API at `/docs`.
 
 The page of the API is made from the routes themselves and runs no script.
 """

@@ -1,4 +1,4 @@
-"""Coming in and going out: the login page, one-time links, logging out.
+"""Logging in and out: the login page, one-time links, logging out.
 
 A form that logs in proves that it is ours by a nonce in a cookie and its HMAC in the form, since
 there is no session yet. Attempts are limited by address and over all, before the costly check of a

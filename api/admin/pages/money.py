@@ -1,4 +1,4 @@
-"""The money page: what was earned and saved, who owes and holds what, the proof, and the prices.
+"""The money page: revenue, savings, balances, holds, the proof, and the prices.
 
 Reads the ledger's database: plain functions, on the server's thread pool.
 """

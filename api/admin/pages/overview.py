@@ -1,4 +1,4 @@
-"""The overview: what runs, how fast it answers, what came from the cache, what it earned."""
+"""The overview: running requests, latency, hits and revenue."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response

@@ -1,4 +1,4 @@
-"""What an admin does to the cache from its pages: pin, unpin, evict, purge.
+"""The cache's actions on the pages: pin, unpin, evict, purge.
 
 Forms that need no script. Every one asks for a reason and leaves an audit entry.
 """

@@ -1,4 +1,4 @@
-"""Tenants, what they have and what they did: pages under /admin/tenants.
+"""Tenants, their balances and their history: pages under /admin/tenants.
 
 Forms over `billing.operations`. Plain functions: the server runs them on its thread pool, because
 they read and write the ledger's database.

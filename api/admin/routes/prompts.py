@@ -1,4 +1,4 @@
-"""/admin/api/cache/quote and /diff: what a request would hit, and where two prompts part.
+"""/admin/api/cache/quote and /diff: what a request would hit, and where two prompts diverge.
 
 For the command line, which has a request in a file and asks before it is sent. Admins alone, since
 prompts of any tenant can be looked at where the journal keeps them.

@@ -1,4 +1,4 @@
-"""GET /admin/api/stats, history and alerts: what the server does now, and did recently."""
+"""GET /admin/api/stats, history and alerts: the server's state now and in the recent past."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""One request as vLLM answers it, told as the engine's outputs: counts, hits by tier, logprobs.
+"""One request as vLLM answers it, as the engine's outputs: counts, hits by tier, logprobs.
 
 Pure but for the clock; used on the engine's loop. The prompt's counts are fixed when its first
 output, or its end, comes: what the node was asked for then stays a hit whatever becomes of it.

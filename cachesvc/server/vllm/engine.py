@@ -1,4 +1,4 @@
-"""The engine's face over vLLM's `AsyncLLM`: one thread with an event loop that owns it.
+"""The engine's interface over vLLM's `AsyncLLM`: one thread with an event loop that owns it.
 
     submit ─► VllmRequests ─► AsyncLLM ─► on_outputs
 

@@ -1,4 +1,4 @@
-"""What happens to the node's blocks, said again in the server's own stream of block events.
+"""Block events of the node, repeated in the server's own stream.
 
 So the events' route, `cachesvc monitor` and the publisher for routers show host and disk as they do
 over the embedded engine. The node is asked only while somebody listens here. One thread.

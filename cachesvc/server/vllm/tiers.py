@@ -1,4 +1,4 @@
-"""What stands for the tiers in a server whose blocks are in vLLM and in a node.
+"""The stand-in for the tiers in a server whose blocks are in vLLM and in a node.
 
 Reads like an empty cache, so that every page and command works; its counters are vLLM's and the
 node's. What changes blocks goes to the node.

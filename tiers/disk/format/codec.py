@@ -1,4 +1,4 @@
-"""Lossless compression of KV: the exponents are squeezed, the mantissas are stored as they are.
+"""Lossless compression of KV: exponents are compressed, mantissas are stored unchanged.
 
 KV is floating point. Only its high bytes (sign and exponent) have less than 8 bits of entropy,
 and they hold no repeats, so they get zstd's Huffman stage and nothing else; the other bytes are

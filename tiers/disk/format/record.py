@@ -1,4 +1,4 @@
-"""One block as it lies on disk: a header that proves what it is, and the coded payload.
+"""One block on disk: a header that proves its identity, and the coded payload.
 
 All integers are little-endian. Scope, parent and key are neighbours, as are tokens and content, so
 that a reader compares two slices. The header's own checksum is its last field; the payload's is

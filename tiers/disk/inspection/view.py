@@ -1,4 +1,4 @@
-"""A disk tier from outside: what lies in it, for the command line, beside a live server or without.
+"""A disk tier from outside: its contents, for the command line, with or without a live server.
 
 `DiskView` only reads, in short transactions; it needs no lock, loads no torch, and keeps no block's
 bytes. `open_view` may not be used in the server's own process, where LMDB admits one opener; there

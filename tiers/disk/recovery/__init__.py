@@ -1,3 +1,3 @@
-"""Whether a shard is what LMDB wrote, and what to do where it is not. Knows no LMDB: its pages are
+"""Checks that a shard is what LMDB wrote, and repairs it if not. Knows no LMDB: its pages are
 read as bytes, because LMDB may die of damaged ones.
 """

@@ -1,4 +1,4 @@
-"""Is a shard what LMDB wrote? Checked before LMDB opens it, since LMDB may die of what is not.
+"""Checks that a shard is what LMDB wrote, before LMDB opens it: LMDB may die of damage.
 
 `check_shard` walks every page that holds structure, through `recovery.pages`, and compares the
 databases with each other. Payloads are not read: they have their own checksums. There are three

@@ -1,4 +1,4 @@
-"""Do the databases of a shard say the same of the same blocks? And what to change where not.
+"""Whether the databases of a shard agree about its blocks, and what to change if not.
 
 `Books` adds up, in one pass and without memory, what a walk comes by: equal sums are agreement.
 `Repair` is for the seldom other case; it holds every key. Pure but for the pages it reads.
