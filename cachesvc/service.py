@@ -100,15 +100,16 @@ class Service:
         self._quotas = QuotaBook(settings.cache, settings.server.data_dir)
         self.core: Backend = make_backend(self._on_outputs, stream, self._quotas.shares)
         loaded = self.core.loaded
+        latencies = Latencies()
         self.metrics = Metrics(
             Snapshots(
                 engine=self.core.engine.stats,
                 money=money.stats,
                 violations=lambda: self._violations,
                 model=loaded.name,
-            )
+            ),
+            latencies,
         )
-        self.latencies = Latencies()
         self._storage = self._storage_meter()
         self._operator = CacheOperator(
             self.core.engine.call,
@@ -128,7 +129,7 @@ class Service:
                 violations=lambda: self._violations,
                 counters=self.metrics.counters,
             ),
-            latencies=self.latencies.spreads,
+            latencies=latencies.spreads,
             working_set=partial(self.core.engine.call, TieredCache.working_set),
             blocks=partial(read_blocks, self.core.engine.call),
             journal=self.journal,
@@ -314,7 +315,6 @@ class Service:
         """Engine thread: hand over first, count afterwards."""
         self.bridge.deliver(outputs)
         self.metrics.observe_outputs(outputs)
-        self.latencies.observe(outputs)
 
     def _publisher(self) -> BlockPublisher | None:
         if not self.core.is_shared:

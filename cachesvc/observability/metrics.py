@@ -29,6 +29,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from cachesvc.observability.latency import Latencies
 from cachesvc.observability.names import ROUTES, SPECS, VLLM_ALIASES, Alias
 from cachesvc.observability.samples import MetricSample, Snapshots, samples
 from engine.request import FinishReason, StepOutput, TokenCounts
@@ -39,9 +40,13 @@ _SECOND = 1e9  # nanoseconds
 
 
 class Metrics:
-    """The observers, and the text that `/metrics` answers with."""
+    """The observers, and the text that `/metrics` answers with.
 
-    def __init__(self, snapshots: Snapshots) -> None:
+    `latencies` get each span of a request as well.
+    """
+
+    def __init__(self, snapshots: Snapshots, latencies: Latencies) -> None:
+        self._latencies = latencies
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self.registry)
@@ -122,27 +127,30 @@ class Metrics:
             self._counters["cachesvc_miss_tokens_total"].labels(reason).inc(tokens)
         if when.first_token_ns:
             ttft = self._histograms["cachesvc_time_to_first_token_seconds"]
-            ttft.labels(hit_class(counts)).observe(_seconds(when.arrival_ns, when.first_token_ns))
-            self._observe_span("cachesvc_queue_seconds", when.arrival_ns, when.admitted_ns)
-            self._observe_span("cachesvc_load_seconds", when.admitted_ns, when.loaded_ns)
-            self._observe_span("cachesvc_prefill_seconds", when.loaded_ns, when.first_token_ns)
+            seconds = _seconds(when.arrival_ns, when.first_token_ns)
+            ttft.labels(hit_class(counts)).observe(seconds)
+            self._latencies.observe("ttft", seconds)
+            self._observe_span("queue", when.arrival_ns, when.admitted_ns)
+            self._observe_span("load", when.admitted_ns, when.loaded_ns)
+            self._observe_span("prefill", when.loaded_ns, when.first_token_ns)
 
     def _observe_gap(self, output: StepOutput) -> None:
         key, now_ns = (output.request_id, output.index), output.timeline.last_token_ns
         before_ns = self._last_token_ns.get(key)
         self._last_token_ns[key] = now_ns
         if before_ns is not None:
-            self._observe_span("cachesvc_inter_token_seconds", before_ns, now_ns)
+            self._observe_span("inter_token", before_ns, now_ns)
 
     def _observe_last(self, output: StepOutput) -> None:
         self._counters["cachesvc_requests_total"].labels(output.finish or "error").inc()
-        self._observe_span(
-            "cachesvc_request_seconds", output.timeline.arrival_ns, output.timeline.last_token_ns
-        )
+        when = output.timeline
+        self._observe_span("request", when.arrival_ns, when.last_token_ns)
 
     def _observe_span(self, name: str, start_ns: int, end_ns: int) -> None:
         if start_ns and end_ns >= start_ns:
-            self._histograms[name].observe(_seconds(start_ns, end_ns))
+            seconds = _seconds(start_ns, end_ns)
+            self._histograms[f"cachesvc_{name}_seconds"].observe(seconds)
+            self._latencies.observe(name, seconds)
 
 
 def serve_samples(host: str, port: int, read: Callable[[], Iterable[MetricSample]]) -> int:

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from api.errors import InvalidRequest
 from cachesvc.observability.history import MAX_POINTS, RINGS, History, pack
-from cachesvc.observability.latency import BOUNDS_S, NAMES, Latencies, percentile
+from cachesvc.observability.latency import BOUNDS_S, NAMES, percentile
 from cachesvc.observability.snapshot import numbers, plain
-from engine.request import FinishReason, StepOutput, Timeline, TokenCounts
 from tiers.errors import MissReason
 from tiers.histogram import Histogram
 from tiers.tier import TierName, TierStats
@@ -145,25 +144,6 @@ def test_a_percentile_lies_in_the_bucket_of_the_true_one(values: list[float], sh
     found = percentile(histogram.spread().counts, share)
     assert true / 2**0.25 <= found * (1 + 1e-9)
     assert found <= true * 2**0.25 * (1 + 1e-9)
-
-
-def test_latencies_are_taken_from_the_outputs() -> None:
-    latencies, ms = Latencies(), 1_000_000
-    counts = TokenCounts(prompt=4)
-    first = Timeline(1 * ms, 2 * ms, 3 * ms, 11 * ms, 11 * ms)
-    second = Timeline(1 * ms, 2 * ms, 3 * ms, 11 * ms, 31 * ms)
-    reasons = {MissReason.ABSENT: 4}
-    latencies.observe(
-        [StepOutput("a", 0, (1,), counts, None, miss_reasons=reasons, timeline=first)]
-    )
-    latencies.observe(
-        [StepOutput("a", 0, (2,), counts, FinishReason.STOP, timeline=second, last=True)]
-    )
-    spreads = latencies.spreads()
-    assert dict.fromkeys(NAMES, 1) == {name: each.count for name, each in spreads.items()}
-    assert 0.010 == pytest.approx(spreads["ttft"].total)
-    assert 0.020 == pytest.approx(spreads["inter_token"].total)
-    assert 0.030 == pytest.approx(spreads["request"].total)
 
 
 def test_snapshots_become_json_and_paths() -> None:

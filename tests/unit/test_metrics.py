@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from billing.group_commit import LedgerStats
+from cachesvc.observability.latency import NAMES, Latencies
 from cachesvc.observability.metrics import Metrics, hit_class
 from cachesvc.observability.names import SPECS, VLLM_ALIASES
 from cachesvc.observability.samples import MoneyStats, Snapshots
@@ -69,7 +70,7 @@ def stats() -> EngineStats:
     )
 
 
-def metrics(**options: bool) -> Metrics:
+def metrics(latencies: Latencies | None = None) -> Metrics:
     ledger = LedgerStats(batches=4, commands=9, refused=2, recovered=1, commit_ns=3_000 * MS)
     money = MoneyStats(num_holds=3, oldest_hold_s=1.5, drift_units=0, ledger=ledger)
     return Metrics(
@@ -79,7 +80,7 @@ def metrics(**options: bool) -> Metrics:
             violations=lambda: {"free_plus_used": 0},
             model="tiny",
         ),
-        **options,
+        latencies or Latencies(),
     )
 
 
@@ -102,6 +103,18 @@ def outputs() -> list[StepOutput]:
     later = Timeline(10 * MS, 20 * MS, 25 * MS, 50 * MS, 80 * MS)
     last = StepOutput("a", 0, (2,), counts, FinishReason.STOP, timeline=later, last=True)
     return [first, last]
+
+
+def test_the_dashboard_gets_the_same_spans() -> None:
+    latencies = Latencies()
+    seen = metrics(latencies)
+    for output in outputs():
+        seen.observe_outputs([output])
+    spreads = latencies.spreads()
+    assert dict.fromkeys(NAMES, 1) == {name: each.count for name, each in spreads.items()}
+    assert 0.040 == pytest.approx(spreads["ttft"].total)
+    assert 0.030 == pytest.approx(spreads["inter_token"].total)
+    assert 0.070 == pytest.approx(spreads["request"].total)
 
 
 def test_a_request_is_counted_by_source_reason_and_class() -> None:
