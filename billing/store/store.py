@@ -41,6 +41,7 @@ RETRIES = 8  # of a transaction that another process made fail
 CHECKPOINT_COMMANDS = 1000  # some 5,000 pages, 20 MB of log
 CHECKPOINT_ROUNDS = 4
 LANE_CHECKPOINT_PAGES = 40_000  # 160 MB: where nobody calls `checkpoint`
+LANE_CACHE_KIB = 16 << 10  # room for the pages of a batch
 
 
 class LedgerStore:
@@ -114,6 +115,7 @@ class LedgerStore:
             driver: Any = connection.connection.driver_connection
             # `checkpoint` does it, on another thread.
             driver.execute(f"PRAGMA wal_autocheckpoint={LANE_CHECKPOINT_PAGES}")
+            driver.execute(f"PRAGMA cache_size=-{LANE_CACHE_KIB}")
         return connection
 
     def _leave_lane(self) -> None:
