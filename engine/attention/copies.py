@@ -60,8 +60,7 @@ class WorkingCopies:
         self._kv = kv
         self._owners = owners
         self._token_items = sum(run[0].numel() for run in kv.runs) // kv.block_size
-        # Only what was touched is in memory: the system hands it over page by page.
-        self._buffer = torch.empty(budget_bytes // torch.float32.itemsize, dtype=torch.float32)
+        self._buffer = _reserved(budget_bytes // torch.float32.itemsize)
         self._free = FreeRanges(len(self._buffer))
         self._running: dict[int, WorkingCopy] = {}
         self._ended: dict[WorkingCopy, None] = {}  # the oldest first
@@ -285,6 +284,15 @@ class FreeRanges:
             else:
                 joined.append((first, end))
         self._ranges[low:high] = joined
+
+
+def _reserved(size: int) -> torch.Tensor:
+    """So many elements, or as many as the system promises: half, a quarter and so on. Only what was
+    touched is in memory, for it comes page by page."""
+    try:
+        return torch.empty(size, dtype=torch.float32)
+    except RuntimeError:
+        return _reserved(size // 2)
 
 
 def _capacity(num_tokens: int) -> int:

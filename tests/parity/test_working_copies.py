@@ -198,6 +198,13 @@ def test_copies_lie_apart_and_within_the_budget() -> None:
         assert ranges[-1][1] * 4 <= 1 << 18
 
 
+def test_a_system_that_promises_less_memory_gives_fewer_copies() -> None:
+    """As one without overcommit, or with a limit of address space, does."""
+    pool = Pool(MODELS["plain"], budget_bytes=1 << 60)
+    assert len(pool.copies._buffer) * 4 < 1 << 60
+    pool.step([span(1, [0, 1], 20)])
+
+
 def test_without_owners_no_copy_outlives_its_sequence() -> None:
     kv = KvPool(torch.randn(SLOTS, *BlockLayout(MODELS["plain"], BLOCK, "float32").shape))
     copies = WorkingCopies(kv, budget_bytes=1 << 20)
