@@ -10,19 +10,12 @@ wait longer than the bound, an order by arrival would serve fewer hits and let a
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.settings import QueueOrder
 from engine.scheduling.shares import ServedShares
 
 MIN_WINDOW = 4  # sequences of each share that are looked at, however many shares there are
-
-
-class QueueOrder(StrEnum):
-    """How waiting requests are ordered."""
-
-    ARRIVAL = "arrival"
-    CACHED_FIRST = "cached_first"
 
 
 class WaitingQueue:

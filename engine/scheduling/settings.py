@@ -1,8 +1,14 @@
 """The bounds of a step, and of what is brought up for those that wait."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
-from engine.scheduling.queue import QueueOrder
+
+class QueueOrder(StrEnum):
+    """How waiting requests are ordered."""
+
+    ARRIVAL = "arrival"
+    CACHED_FIRST = "cached_first"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from engine.batch import Batch, Sampled
 from engine.engine import Engine
 from engine.request import Request, SamplingParams, StepOutput
-from engine.scheduling.queue import QueueOrder
-from engine.scheduling.settings import SchedulerSettings
+from engine.scheduling.settings import QueueOrder, SchedulerSettings
 from engine.settings import EngineSettings
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.scheduling.queue import QueueOrder
+from engine.scheduling.settings import QueueOrder
 from engine.testing.simulation import SimulatedRun, SimulatedServer, simulate
 from tests.bench.provenance import commit
 from tiers.replay.trace import read_trace

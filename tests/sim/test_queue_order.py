@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.scheduling.queue import QueueOrder
+from engine.scheduling.settings import QueueOrder
 from engine.testing.simulation import SimulatedRun, SimulatedServer, simulate
 from tiers.replay.trace import Trace, read_trace
 from tiers.testing.workloads import Agents, ChatLoad, make_trace

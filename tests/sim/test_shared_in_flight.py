@@ -3,8 +3,8 @@
 import pytest
 
 from engine.request import FinishReason
-from engine.scheduling.queue import QueueOrder
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.settings import QueueOrder
 from engine.testing.chain_runner import replay
 from tests.sim.watched import BLOCK
 from tests.sim.world import World

@@ -17,9 +17,8 @@ from engine.bounds import check_params
 from engine.engine import Engine
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduling.group import seed_of
-from engine.scheduling.queue import QueueOrder
 from engine.scheduling.sequence import SequenceState
-from engine.scheduling.settings import SchedulerSettings
+from engine.scheduling.settings import QueueOrder, SchedulerSettings
 from engine.settings import EngineSettings
 from engine.testing.chain_runner import (
     advance,

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.request import Request, SamplingParams
-from engine.scheduling.queue import QueueOrder, WaitingQueue
+from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.settings import QueueOrder
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 
