@@ -42,8 +42,7 @@ class Answers:
         """`on_ended` is told each request id that has had its last output."""
         self.groups: dict[str, SequenceGroup] = {}
         self.sequences: dict[int, Sequence] = {}
-        self.generated = 0  # tokens, of which
-        self.jumped = 0  # were forced by a grammar
+        self.jumped = 0  # tokens that a grammar forced
         self._scheduler = scheduler
         self._cache = cache
         self._settings = settings
@@ -164,7 +163,6 @@ class Answers:
     ) -> None:
         """Count and put out what was appended, and close what ends with it."""
         group = self.groups[sequence.request.request_id]
-        self.generated += len(tokens)
         group.num_output += len(tokens)
         if finish is not None:
             self._end(sequence, finish)

@@ -59,8 +59,7 @@ class EngineStats:
     num_preemptions: int
     num_steps: int
     prompt_tokens_computed: int
-    generated_tokens: int
-    jumped_tokens: int  # of these, forced by a grammar: decode steps that were saved
+    jumped_tokens: int  # forced by a grammar: decode steps that were saved
     cache: CacheStats
     failed: str | None = None
 
@@ -200,7 +199,6 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,
             prompt_tokens_computed=scheduler.prompt_tokens_computed,
-            generated_tokens=self._answers.generated,
             jumped_tokens=self._answers.jumped,
             cache=self._cache.stats(),
             failed=repr(self.failure) if self.failure else None,

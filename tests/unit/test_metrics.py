@@ -64,7 +64,6 @@ def stats() -> EngineStats:
         num_preemptions=6,
         num_steps=9,
         prompt_tokens_computed=100,
-        generated_tokens=10,
         jumped_tokens=3,
         cache=cache,
     )

@@ -17,7 +17,6 @@ class Counts:
     def __init__(self, on_step: Callable[[], None]) -> None:
         self._on_step = on_step
         self.begin_rate = BeginRate()
-        self.generated = 0
         self.prompt_computed = 0
         self.kv_usage = 0.0  # of vLLM's own cache, 0 to 1
         self._steps = 0
@@ -71,7 +70,6 @@ class Counts:
             num_preemptions=self._preemptions,
             num_steps=self._steps,
             prompt_tokens_computed=self.prompt_computed,
-            generated_tokens=self.generated,
             jumped_tokens=0,
             cache=cache,
             failed=failed,

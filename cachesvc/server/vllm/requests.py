@@ -163,7 +163,6 @@ class VllmRequests:
         if not (tokens or finish or prompt_logprobs):
             return
         self._shares.charge(request.share, len(tokens))
-        self._counts.generated += len(tokens)
         error = None
         if finish is FinishReason.ERROR:
             error = f"vLLM ended the request: {made.finish_reason}"

@@ -33,7 +33,6 @@ from tiers.errors import MissReason
 
 MAGIC = b"cachesvc"
 VERSION, VERSION_PARTED = 1, 2
-PREFIX_BYTES = 16  # magic, version, codec, item bytes, header length: enough to know the rest
 _FIXED = struct.Struct("<8sHBBI16s16s16s16sQIIQQQQ")
 _PREFIX = struct.Struct("<8sHBBI")
 _CHECKSUM = struct.Struct("<Q")

@@ -41,7 +41,6 @@ class BlockInfo:
     scope: PrefixKey = _NO_KEY
     parent: PrefixKey = _NO_KEY
     num_tokens: int = 0
-    content_bytes: int = 0
     logical_bytes: int = 0
     codec: int = 0
     layout: bytes = b""
@@ -227,7 +226,6 @@ def _info(number: int, key: PrefixKey, entry: IndexEntry) -> BlockInfo:
         scope=header.scope,
         parent=header.parent,
         num_tokens=len(header.tokens) // TOKEN_BYTES,
-        content_bytes=len(header.content),
         logical_bytes=header.logical_nbytes,
         codec=header.codec,
         layout=header.layout,
