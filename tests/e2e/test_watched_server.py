@@ -201,7 +201,7 @@ def replayed(folder: Path) -> list[dict[str, Any]]:
         asking.send_multipart((b"", (0).to_bytes(8, "big")))
         events = []
         while asking.poll(10_000):
-            _, _, payload = asking.recv_multipart()
+            *_, payload = asking.recv_multipart()
             if not payload:
                 return events
             events += msgspec.msgpack.decode(payload)[1]
