@@ -184,7 +184,7 @@ def test_a_wrong_key_stops_the_export_at_once(house: TestLedger, meter: Meter) -
     meter.refusal = None
     drain(house, meter)
     assert ["acme/1"] == [event["id"] for event in meter.events]
-    with pytest.raises(ExportError, match="no event"):
+    with pytest.raises(ExportError, match="not an event"):
         reconcile(house.ledger.store, "push", SOURCE, ["x"])
     with pytest.raises(ExportError, match="holds no events"):
         read_events("/nowhere/at/all")

@@ -97,7 +97,7 @@ def test_what_is_stored_can_be_asked_for_and_deleted(server: Server, client: ope
     [item] = client.responses.input_items.list(kept.id).data
     assert "hi" == item.content
     client.responses.delete(kept.id)
-    with pytest.raises(openai.NotFoundError, match="not kept"):
+    with pytest.raises(openai.NotFoundError, match="not stored"):
         client.responses.retrieve(kept.id)
     unkept = client.responses.create(model="bytes", input="hi", store=False)
     with pytest.raises(openai.NotFoundError):
