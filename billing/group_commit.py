@@ -83,6 +83,7 @@ class GroupCommit:
         self._counting = threading.Lock()  # of the counters: both threads count
         self._stats = LedgerStats()
         self.is_open = False
+        self.failing = False  # whether the last batch found that nothing can be written
 
     def start(self) -> None:
         self._syncer.start()
@@ -185,6 +186,7 @@ class GroupCommit:
         passing = isinstance(error, LedgerUnavailable) and not isinstance(error, Unwritable)
         if len(batch) > 1 and not passing:
             return sum(self._commit([item]) for item in batch) > 0
+        self.failing = passing
         if passing:  # it says why, and would say so for each request until the store is back
             log.error("a batch of %d ledger commands was not written: %s", len(batch), error)
         else:
@@ -201,6 +203,7 @@ class GroupCommit:
             future.set_exception(error)
 
     def _note(self, commands: list[Command], results: list[object], took_ns: int) -> None:
+        self.failing = False
         for command, result in zip(commands, results, strict=True):
             self._applied(command, result)
         self.count(

@@ -123,6 +123,8 @@ class Ledger:
         """Why no request can be admitted now; empty while all is well."""
         if closed := self.store.failed:
             return f"the ledger is closed: {closed}"
+        if self._commits.failing and (full := self.store.full_disk):
+            return f"the ledger cannot be written: {full}"
         try:
             self._watch.check()
         except ClockJumped as error:

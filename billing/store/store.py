@@ -154,10 +154,15 @@ class LedgerStore:
                 raise Unwritable(f"the ledger cannot be written: {cause_of(error)}") from error
         raise AssertionError("unreachable")
 
+    @property
+    def full_disk(self) -> str:
+        """That the disk is full, in words; empty while it has room."""
+        return self._log.full_disk if self._log is not None else ""
+
     def _why(self, error: Exception) -> str:
         """What the driver said, and what it did not: a full disk is an I/O error to SQLite."""
-        said = cause_of(error)
-        return f"{said} ({self._log.full_disk})" if self._log and self._log.full_disk else said
+        said, full = cause_of(error), self.full_disk
+        return f"{said} ({full})" if full else said
 
     def clock_ns(self) -> int | None:
         """The time of the database's own host; None where it is this one."""

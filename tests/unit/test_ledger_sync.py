@@ -210,10 +210,13 @@ def test_a_full_disk_is_called_one_and_costs_nothing_once_there_is_room(
         raise sqlite3.OperationalError("disk I/O error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("billing.store.store.write_work", fail)
         patch.setattr("billing.store.wal.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+        assert house.ledger.refuses == "", "while what it writes finds room, it serves"
+        patch.setattr("billing.store.store.write_work", fail)
         with pytest.raises(LedgerUnavailable, match=r"disk I/O error \(the disk of .* is full"):
             house.reserve("r1", 1)
+        assert "the ledger cannot be written: the disk of" in house.ledger.refuses
+    assert house.ledger.refuses == ""
     assert "Traceback" not in caplog.text
     house.charge("r1", USED)
     assert audit.verify(house.ledger.store).problems == []

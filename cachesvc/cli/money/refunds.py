@@ -27,7 +27,8 @@ def refund(call: Operations, path: Path, approve: str | None, *, reason: str) ->
     if approve != batch.digest:
         fail(f"--approve {approve} names another batch; this one is {batch.digest}")
     refused = _book(call, batch, f"{reason} (batch {batch.digest} of {batch.made_by})")
-    note(f"{number_of(len(batch.refunds) - len(refused), 'request')} given back")
+    given = number_of(len(batch.refunds) - len(refused), "request")
+    note(f"{given} given back, each once however often the batch is approved")
     for each in refused:
         typer.echo(each)
     if refused:
