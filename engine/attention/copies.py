@@ -301,8 +301,13 @@ def _capacity(num_tokens: int) -> int:
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many numbers both begin with."""
-    for number, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return number
-    return min(len(one), len(other))
+    """How many numbers both begin with. By halves: a prompt may have thousands of blocks, and is
+    compared with every copy that was kept."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

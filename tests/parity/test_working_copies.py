@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.attention.base import AttentionOptions, ReferenceAttention
-from engine.attention.copies import FreeRanges, WorkingCopies
+from engine.attention.copies import FreeRanges, WorkingCopies, _num_shared
 from engine.attention.cpu import CpuAttention
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
@@ -44,8 +44,8 @@ class Pool:
         self.owners[slot] = next(self._numbers)
         self.tensor[slot] = torch.randn(self.tensor.shape[1:])
 
-    def step(self, spans: Sequence[Span]) -> None:
-        """One step of both attentions; they must agree, and leave the same pool."""
+    def check_step(self, spans: Sequence[Span]) -> None:
+        """One step of both attentions, which must agree and leave the same pool."""
         before = self.tensor.clone()
         reference = ReferenceAttention(before, self.layers)
         total = sum(len(span.tokens) for span in spans)
@@ -88,58 +88,58 @@ def filled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 def test_a_prompt_takes_over_the_copy_of_one_that_ended(filled: list[tuple[int, int]]) -> None:
     pool = Pool(MODELS["plain"])
-    pool.step([span(1, [0, 1, 2, 3], 40)])
+    pool.check_step([span(1, [0, 1, 2, 3], 40)])
     pool.fast.forget(1)
     filled.clear()
-    pool.step([span(2, [0, 1, 5, 6], 50)])  # two blocks are the same, 18 tokens are not
+    pool.check_step([span(2, [0, 1, 5, 6], 50)])  # two blocks are the same, 18 tokens are not
     assert filled == [(32, 50)]
 
 
 def test_a_slot_with_a_new_owner_is_read_again(filled: list[tuple[int, int]]) -> None:
     pool = Pool(MODELS["plain"])
-    pool.step([span(1, [0, 1, 2, 3], 56)])
+    pool.check_step([span(1, [0, 1, 2, 3], 56)])
     pool.fast.forget(1)
     pool.hand_on(1)
     filled.clear()
-    pool.step([span(2, [0, 1, 2, 3], 40)])
+    pool.check_step([span(2, [0, 1, 2, 3], 40)])
     assert filled == [(0, 40)], "one block saved and two lost are no gain"
-    pool.step([span(3, [0, 9], 17)])
+    pool.check_step([span(3, [0, 9], 17)])
     assert filled[1:] == [(0, 17)], "the copy of a running sequence is its own"
 
 
 def test_a_block_that_was_half_full_is_read_again(filled: list[tuple[int, int]]) -> None:
     pool = Pool(MODELS["plain"])
-    pool.step([span(1, [0, 1], 10, 10)])
+    pool.check_step([span(1, [0, 1], 10, 10)])
     pool.fast.forget(1)
     filled.clear()
-    pool.step([span(2, [0, 1, 2], 40)])
+    pool.check_step([span(2, [0, 1, 2], 40)])
     assert filled == [(16, 40)]
 
 
 def test_rows_behind_a_window_are_read_again() -> None:
     """The first prompt looked at the last 20 positions of its prefix alone."""
     pool = Pool(MODELS["windows"])
-    pool.step([span(1, [0, 1, 2, 3, 4], 64)])
+    pool.check_step([span(1, [0, 1, 2, 3, 4], 64)])
     pool.fast.forget(1)
-    pool.step([span(2, [0, 1, 2, 9], 49)])
+    pool.check_step([span(2, [0, 1, 2, 9], 49)])
 
 
 def test_what_a_failed_step_wrote_serves_nobody() -> None:
     pool = Pool(MODELS["plain"])
-    pool.step([span(1, [0, 1, 2], 40)])
+    pool.check_step([span(1, [0, 1, 2], 40)])
     pool.fast.begin([span(1, [0, 1, 2], 10, 8)])
     noise = torch.ones(8, HEADS, DIM)
     pool.fast.attend(0, torch.ones(8, 4, DIM), noise, noise, AttentionOptions(scaling=0.3))
     pool.fast.forget(1)
-    pool.step([span(2, [0, 1, 2], 36)])
+    pool.check_step([span(2, [0, 1, 2], 36)])
 
 
 def test_a_short_prompt_leaves_a_long_ones_copy_alone() -> None:
     """A system prompt that both begin with is filled for 32 tokens, not lost for 160."""
     pool = Pool(MODELS["plain"])
-    pool.step([span(1, [*range(12)], 160)])
+    pool.check_step([span(1, [*range(12)], 160)])
     pool.fast.forget(1)
-    pool.step([span(2, [0, 1, 20], 33)])
+    pool.check_step([span(2, [0, 1, 20], 33)])
     assert [copy.length for copy in pool.copies._ended] == [161]
 
 
@@ -180,7 +180,7 @@ def test_whatever_comes_and_goes_attention_sees_the_pool(
                 if lengths[number] < 5 * BLOCK - 20
             ]
             if spans:
-                pool.step(spans)
+                pool.check_step(spans)
             for one in spans:
                 lengths[one.sequence_id] += len(one.tokens)
 
@@ -189,7 +189,7 @@ def test_copies_lie_apart_and_within_the_budget() -> None:
     pool = Pool(MODELS["plain"], 1 << 18)
     copies = pool.copies
     for number in range(6):
-        pool.step([span(number, [0, 1, 2 + number], 33)])
+        pool.check_step([span(number, [0, 1, 2 + number], 33)])
         if number % 2:
             pool.fast.forget(number)
         everyone = [*copies._running.values(), *copies._ended]
@@ -202,7 +202,7 @@ def test_a_system_that_promises_less_memory_gives_fewer_copies() -> None:
     """As one without overcommit, or with a limit of address space, does."""
     pool = Pool(MODELS["plain"], budget_bytes=1 << 60)
     assert len(pool.copies._buffer) * 4 < 1 << 60
-    pool.step([span(1, [0, 1], 20)])
+    pool.check_step([span(1, [0, 1], 20)])
 
 
 def test_without_owners_no_copy_outlives_its_sequence() -> None:
@@ -214,6 +214,13 @@ def test_without_owners_no_copy_outlives_its_sequence() -> None:
     copies.finish(copy, one)
     copies.forget(1)
     assert (copies._ended, copies._free._ranges) == ({}, [(0, 1 << 18)])
+
+
+@given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))
+def test_what_two_prompts_share_is_what_both_begin_with(one: list[int], other: list[int]) -> None:
+    shared = _num_shared(one, other)
+    assert one[:shared] == other[:shared]
+    assert one[shared : shared + 1] != other[shared : shared + 1] or one == other
 
 
 @given(st.lists(st.integers(1, 30)), st.randoms(use_true_random=False), st.integers(20, 100))
