@@ -108,7 +108,7 @@ class KeptTurns:
             row = (name, owner, used_s, len(packed), packed)
             db.execute("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?, ?)", row)
 
-        self._file.hand_over(write)
+        self._file.hand_over(write, len(body))
         self._num_writes += 1
         if self._num_writes % PRUNE_EVERY == 0:
             self._file.hand_over(self._prune)

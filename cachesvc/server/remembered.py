@@ -53,8 +53,10 @@ class Remembered:
         self._file.close()
 
     def keep_record(self, record: RequestRecord) -> None:
+        kept = replace(record, prompts=())
+
         def write(db: sqlite3.Connection) -> None:
-            body = zlib.compress(pickle.dumps(replace(record, prompts=())))
+            body = zlib.compress(pickle.dumps(kept))
             added = db.execute("INSERT INTO records (body) VALUES (?)", (body,))
             oldest = (added.lastrowid or 0) - self._max_records
             db.execute("DELETE FROM records WHERE number <= ?", (oldest,))
@@ -66,7 +68,7 @@ class Remembered:
             packed = zlib.compress(body, 1)
             db.execute("INSERT OR REPLACE INTO states VALUES (?, ?)", (name, packed))
 
-        self._file.hand_over(write)
+        self._file.hand_over(write, len(body))
 
 
 class _Reader(pickle.Unpickler):

@@ -17,6 +17,7 @@ from typing import Any, Final
 logger = logging.getLogger(__name__)
 
 QUEUE: Final = 10_000  # writes that may wait; further ones are dropped
+QUEUE_BYTES: Final = 64 << 20  # and what they may hold, together
 GATHER: Final = 500  # writes of one transaction, at most
 
 Write = Callable[[sqlite3.Connection], object]
@@ -34,7 +35,9 @@ class SideFile:
         self._schema = schema
         self._tables = tables
         self._what = what
-        self._queue: queue.Queue[Write | None] = queue.Queue(QUEUE)
+        self._queue: queue.Queue[tuple[Write, int] | None] = queue.Queue(QUEUE)
+        self._lock = threading.Lock()
+        self._waiting_bytes = 0  # of writes handed over and not done
         self._thread: threading.Thread | None = None
         self._failed = False
         if path is not None:
@@ -61,12 +64,16 @@ class SideFile:
             )
             self._thread.start()
 
-    def hand_over(self, write: Write) -> None:
-        """Let the thread write; nothing before `start`, and nothing once too much waits."""
+    def hand_over(self, write: Write, nbytes: int = 0) -> None:
+        """Let the thread write; nothing before `start`, and nothing once too much waits.
+        nbytes: of what `write` holds."""
         if self._thread is None:
             return
-        with suppress(queue.Full):
-            self._queue.put_nowait(write)
+        with self._lock, suppress(queue.Full):
+            if nbytes and self._waiting_bytes + nbytes > QUEUE_BYTES:
+                return
+            self._queue.put_nowait((write, nbytes))
+            self._waiting_bytes += nbytes
 
     def close(self) -> None:
         """Write what waits, and stop."""
@@ -120,17 +127,19 @@ class SideFile:
             while (batch := self._next_batch()) is not None:
                 try:
                     with connection:
-                        for write in batch:
+                        for write, _ in batch:
                             write(connection)
                     if self._failed:
                         self._failed = False
                         logger.info(f"{self._what} are remembered again")
                 except (sqlite3.Error, OSError) as error:
                     self._give_up(error)
+                with self._lock:
+                    self._waiting_bytes -= sum(nbytes for _, nbytes in batch)
         finally:
             connection.close()
 
-    def _next_batch(self) -> list[Write] | None:
+    def _next_batch(self) -> list[tuple[Write, int]] | None:
         """What waits, at least one; None at the end."""
         first = self._queue.get()
         if first is None:

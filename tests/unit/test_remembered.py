@@ -19,7 +19,7 @@ from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from cachesvc.observability.history import pack
 from cachesvc.server.remembered import FILE_NAME, Remembered
-from cachesvc.server.side_file import SideFile
+from cachesvc.server.side_file import QUEUE_BYTES, SideFile
 from engine.request import FinishReason, Timeline
 from tests.unit.test_history import Clocked
 from tiers.blocks.keys import PrefixKey
@@ -236,3 +236,32 @@ def test_a_full_disk_costs_what_was_written_meanwhile(tmp_path: Path) -> None:
     freed.set()
     file.close()
     assert [(7,)] == file.rows("SELECT n FROM t")
+
+
+def test_what_waits_for_a_slow_disk_is_bounded_by_its_bytes(tmp_path: Path) -> None:
+    """Ten thousand turns of 32,000 tokens would be 1.3 GB."""
+    file = SideFile(tmp_path / "f.sqlite3", schema=1, tables="CREATE TABLE t (n)", what="numbers")
+    file.start()
+    slow, freed = threading.Event(), threading.Event()
+
+    def wait(connection: sqlite3.Connection) -> None:
+        slow.set()
+        freed.wait(60)
+
+    def add(number: int, nbytes: int) -> None:
+        file.hand_over(lambda db: db.execute("INSERT INTO t VALUES (?)", (number,)), nbytes)
+
+    file.hand_over(wait)
+    assert slow.wait(60)
+    half = QUEUE_BYTES // 2
+    for number in range(4):
+        add(number, half)
+    add(4, 0)  # a deletion, say
+    freed.set()
+    file.close()
+    assert [(0,), (1,), (4,)] == file.rows("SELECT n FROM t")
+    file.start()
+    add(5, QUEUE_BYTES)  # what is written waits no more
+    add(6, QUEUE_BYTES + 1)
+    file.close()
+    assert [(0,), (1,), (4,), (5,)] == file.rows("SELECT n FROM t")
