@@ -2,15 +2,16 @@
 
 All of it takes `timeout_s` at most, however slowly the answer comes, and `most_bytes` of the answer
 are read. Redirects are not followed: a POST would become a GET without its body, whose success says
-nothing, and it would go where nobody said. No event loop.
+nothing, and it would go where nobody said, with its key. No event loop.
 """
 
 import http.client
 import os
 import socket
 import threading
-import urllib.error
 import urllib.request
+from dataclasses import dataclass
+from email.message import Message
 from typing import Any
 
 from billing.errors import ReceiverError
@@ -18,35 +19,64 @@ from billing.errors import ReceiverError
 LONGEST_TOLD = 200  # characters of what it says
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer of any status, and the beginning of its body."""
+
+    status: int
+    reason: str
+    headers: Message
+    body: bytes
+
+    @property
+    def refusal(self) -> str:
+        """Why it is no success; empty where it is one."""
+        if 200 <= self.status < 300:
+            return ""
+        told = f"HTTP {self.status} {self.reason}"[:LONGEST_TOLD]
+        where = self.headers.get("location")
+        if self.redirects and where:
+            return f"{told}: redirects are not followed; set the address {where[:LONGEST_TOLD]!r}"
+        return told
+
+    @property
+    def redirects(self) -> bool:
+        return 300 <= self.status < 400
+
+
 def send(request: urllib.request.Request, *, timeout_s: float, most_bytes: int) -> bytes:
     """The beginning of its answer. Raises `ReceiverError` for a refusal and where none comes."""
+    reply = ask(request, silence_s=timeout_s, timeout_s=timeout_s, most_bytes=most_bytes)
+    if reply.refusal:
+        raise ReceiverError(reply.refusal)
+    return reply.body
+
+
+def ask(
+    request: urllib.request.Request, *, silence_s: float, timeout_s: float, most_bytes: int
+) -> Reply:
+    """Its answer, also one that refuses. Raises `ReceiverError` where none comes: nothing for
+    `silence_s`, or not all of it in `timeout_s`."""
     with _Deadline(timeout_s) as deadline:
-        opener = urllib.request.build_opener(_Unredirected, _Http(deadline), _Https(deadline))
+        opener = urllib.request.build_opener(_AsAnswered, _Http(deadline), _Https(deadline))
         try:
-            with opener.open(request, timeout=timeout_s) as answer:
+            with opener.open(request, timeout=silence_s) as answer:
                 body: bytes = answer.read(most_bytes)
-        except urllib.error.HTTPError as error:
-            with error:
-                raise ReceiverError(_refusal(error)) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             told = (str(error) or type(error).__name__)[:LONGEST_TOLD]
             raise ReceiverError(deadline.said or told) from error
         if deadline.said:  # what was read before its end is not the whole answer
             raise ReceiverError(deadline.said)
-        return body
+        return Reply(answer.status, answer.reason, answer.headers, body)
 
 
-def _refusal(error: urllib.error.HTTPError) -> str:
-    told = f"HTTP {error.code} {error.reason}"[:LONGEST_TOLD]
-    where = error.headers.get("location")
-    if 300 <= error.code < 400 and where:
-        return f"{told}: redirects are not followed; set the address {where[:LONGEST_TOLD]!r}"
-    return told
+class _AsAnswered(urllib.request.HTTPErrorProcessor):
+    """Neither errors nor redirects are urllib's to act on: it resends keys to where it is sent."""
 
+    def http_response(self, request: Any, response: Any) -> Any:
+        return response
 
-class _Unredirected(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        return None
+    https_response = http_response
 
 
 class _Deadline:

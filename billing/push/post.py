@@ -1,15 +1,15 @@
 """HTTP to a metering service: what passes is tried again, as the service asks. No event loop."""
 
-import http.client
 import time
-import urllib.error
 import urllib.request
 from email.message import Message
 
-from billing.errors import ExportError
+from billing import outgoing
+from billing.errors import ExportError, ReceiverError
 from billing.push.events import Answer, Call
 
-TIMEOUT_S = 30
+SILENCE_S = 30.0
+WHOLE_S = 300.0  # of a call: a list may be long
 TRIES = 4
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 60.0
@@ -31,30 +31,29 @@ def ask(call: Call) -> Answer:
     wait_s = FIRST_WAIT_S
     for left in reversed(range(TRIES)):
         try:
-            return _once(call)
-        except urllib.error.HTTPError as error:
-            answer = Answer(error.code, error.read(MOST_BYTES))
-            retry = _asks_for_retry(error.code, error.headers)
-            if error.code in OF_EVENTS and not retry:
-                return answer
-            if error.code == UNAUTHORISED:
-                raise Unauthorised(str(_away(call, answer.said))) from error
-            if not left or not retry:
-                raise _away(call, answer.said) from error
-            wait_s = max(wait_s, _retry_after_s(error.headers))
-        except (OSError, http.client.HTTPException) as error:
+            reply = _once(call)
+        except ReceiverError as error:
             if not left:
-                raise _away(call, str(error) or type(error).__name__) from error
+                raise _away(call, str(error)) from error
+        else:
+            answer = Answer(reply.status, reply.body)
+            retry = _asks_for_retry(reply.status, reply.headers)
+            if not reply.refusal or (reply.status in OF_EVENTS and not retry):
+                return answer
+            if reply.status == UNAUTHORISED:
+                raise Unauthorised(str(_away(call, answer.said)))
+            if not left or not retry:
+                raise _away(call, reply.refusal if reply.redirects else answer.said)
+            wait_s = max(wait_s, _retry_after_s(reply.headers))
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
     raise AssertionError("the last try returns or raises")
 
 
-def _once(call: Call) -> Answer:
+def _once(call: Call) -> outgoing.Reply:
     headers = {"accept": "application/json", **call.headers}
     request = urllib.request.Request(call.url, call.data, headers)  # noqa: S310  http(s) only
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
-        return Answer(answer.status, answer.read(MOST_BYTES))
+    return outgoing.ask(request, silence_s=SILENCE_S, timeout_s=WHOLE_S, most_bytes=MOST_BYTES)
 
 
 def _asks_for_retry(status: int, headers: Message) -> bool:

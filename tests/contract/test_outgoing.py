@@ -14,6 +14,8 @@ from billing.alerts.budgets import Alert
 from billing.alerts.outbox import Outbox
 from billing.errors import ExportError, ReceiverError
 from billing.outgoing import send
+from billing.push import post
+from billing.push.events import Call
 from billing.reports.heads import send_heads
 from billing.testing import TestLedger
 
@@ -86,6 +88,27 @@ def test_a_redirect_is_not_followed_and_is_no_success(status: int) -> None:
         with speaking(moved) as (url, heads), pytest.raises(ReceiverError, match="redirects are"):
             posted(url)
     assert (1, []) == (len(heads), came)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("data", [b"[]", None])
+def test_a_metering_service_cannot_send_the_key_elsewhere(data: bytes | None, status: int) -> None:
+    with speaking(says("HTTP/1.1 200 OK", "content-length: 0")) as (elsewhere, came):
+        moved = says(f"HTTP/1.1 {status} Moved", f"location: {elsewhere}", "content-length: 0")
+        with speaking(moved) as (url, heads), pytest.raises(ExportError, match="redirects are"):
+            post.ask(Call(url, data, {"authorization": "Bearer secret"}))
+    assert (1, []) == (len(heads), came)
+
+
+def test_a_metering_service_that_trickles_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(post, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(post, "WHOLE_S", 0.2)
+    with (
+        speaking(trickle_body) as (url, heads),
+        pytest.raises(ExportError, match=r"no complete answer in 0\.2 s"),
+    ):
+        post.ask(Call(url, b"[]"))
+    assert post.TRIES == len(heads)
 
 
 @pytest.mark.parametrize("where", ["http://[", "http://..", "gopher://x", "http://a b:x", "\x7f"])
