@@ -12,6 +12,7 @@ import threading
 import urllib.request
 from dataclasses import dataclass
 from email.message import Message
+from functools import partial
 from typing import Any
 
 from billing.errors import ReceiverError
@@ -58,7 +59,7 @@ def ask(
     """Its answer, also one that refuses. Raises `ReceiverError` where none comes: nothing for
     `silence_s`, or not all of it in `timeout_s`."""
     with _Deadline(timeout_s) as deadline:
-        opener = urllib.request.build_opener(_AsAnswered, _Http(deadline), _Https(deadline))
+        opener = urllib.request.build_opener(_AsAnswered, _Web(deadline))
         try:
             with opener.open(request, timeout=silence_s) as answer:
                 body: bytes = answer.read(most_bytes)
@@ -128,28 +129,20 @@ class _TlsConnection(http.client.HTTPSConnection, _Connection):
     """`HTTPSConnection.connect` calls `_Connection.connect`, and then shakes hands."""
 
 
-class _Http(urllib.request.HTTPHandler):
+class _Web(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
+    """In the place of urllib's own two: connections that the deadline ends."""
+
     def __init__(self, deadline: _Deadline) -> None:
         super().__init__()
         self._deadline = deadline
 
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_maker(_Connection, self._deadline), req)
-
-
-class _Https(urllib.request.HTTPSHandler):
-    def __init__(self, deadline: _Deadline) -> None:
-        super().__init__()
-        self._deadline = deadline
+        return self.do_open(partial(self._made, _Connection), req)
 
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_maker(_TlsConnection, self._deadline), req)
+        return self.do_open(partial(self._made, _TlsConnection), req)
 
-
-def _maker(kind: type[_Connection], deadline: _Deadline) -> Any:
-    def make(host: str, **rest: Any) -> _Connection:
+    def _made(self, kind: type[_Connection], host: str, **rest: Any) -> _Connection:
         connection = kind(host, **rest)
-        connection.deadline = deadline
+        connection.deadline = self._deadline
         return connection
-
-    return make
