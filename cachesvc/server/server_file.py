@@ -18,11 +18,16 @@ from urllib.parse import urlsplit
 
 FILE_NAME = "server.json"
 TIMEOUT_S = 30.0
+FIND_TIMEOUT_S = 30.0  # a busy server's answer to who we are
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  an address to connect to instead
 
 
 class LiveError(Exception):
     """The running server refused or did not answer; the message is its own, or says why."""
+
+
+class ServerSilent(LiveError):
+    """Nothing came from the server in time, though something listens where it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +83,26 @@ class LiveServer:
                 connection.request(method, path, payload, headers)
                 response = connection.getresponse()
                 text = response.read()
+            except TimeoutError:
+                silence = f"the server at {self.url} has not answered for {timeout_s:g} s"
+                raise ServerSilent(silence) from None
             except (OSError, http.client.HTTPException) as error:
                 raise LiveError(f"the server at {self.url} does not answer: {error}") from None
         return _taken(response.status, text)
 
 
 def find_server(data_dir: Path) -> LiveServer | None:
-    """The server that runs on `data_dir` and takes our token, or None."""
+    """The server that runs on `data_dir` and takes our token, or None.
+
+    Raises ServerSilent where it is too busy to answer: what it holds must not be changed beside it.
+    """
     try:
         told = json.loads((data_dir / FILE_NAME).read_text())
         server = LiveServer(told["url"], told["pid"], told["token"])
         os.kill(server.pid, 0)
-        server.get("/admin/api/whoami", timeout_s=5.0)
+        server.get("/admin/api/whoami", timeout_s=FIND_TIMEOUT_S)
+    except ServerSilent as error:
+        raise ServerSilent(f"{error}; try again, or end process {server.pid} first") from None
     except (OSError, ValueError, KeyError, LiveError):
         return None
     return server

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import stat
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.server.server_file import FILE_NAME, LiveError, announced, find_server, reachable
+from cachesvc.server import server_file
+from cachesvc.server.server_file import (
+    FILE_NAME,
+    LiveError,
+    ServerSilent,
+    announced,
+    find_server,
+    reachable,
+)
 
 TOKEN = "op-test"
 
@@ -68,6 +77,20 @@ def test_what_a_killed_server_left_is_not_taken_for_a_server(tmp_path: Path, url
     path.write_text(json.dumps({"url": url, "pid": 2**22 + 1, "token": TOKEN}))
     assert find_server(tmp_path) is None
     path.write_text(json.dumps({"url": url, "pid": os.getpid(), "token": "of another"}))
+    assert find_server(tmp_path) is None
+
+
+def test_a_server_that_is_too_busy_to_answer_is_not_taken_for_a_stopped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_file, "FIND_TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with (
+            announced(tmp_path, url, TOKEN),
+            pytest.raises(ServerSilent, match=f"0.05 s; try again, or end process {os.getpid()}"),
+        ):
+            find_server(tmp_path)
     assert find_server(tmp_path) is None
 
 

@@ -77,8 +77,8 @@ def operations(
     `create` makes the ledger where there is none.
     """
     path = (data_dir or default_data_dir()).expanduser()
-    server = find_server(path) if database is None else None
     try:
+        server = find_server(path) if database is None else None
         if server is not None:
             yield ServerOperations(server)
             return
