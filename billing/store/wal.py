@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 
 from billing.errors import LedgerUnavailable
@@ -83,7 +84,8 @@ class WriteAheadLog:
         writes there: 0.14 against 0.37 ms (ext4), and many times that where others write.
 
         So does the log's index get its room now. On a full disk it could not grow after a commit
-        was written: SQLite called that failed, and whoever read the log anew found it there.
+        was written: SQLite called that failed, and whoever read the log anew found it there. A
+        connection of this process must be open: the index is reached through its descriptor.
 
         Raises `LedgerUnavailable` where there is no room for it.
         """
@@ -94,9 +96,7 @@ class WriteAheadLog:
                 file.write(frames.ljust(WAL_BYTES, b"\0"))
                 file.flush()
                 os.fsync(file.fileno())
-            with self._index.open("r+b") as index:
-                num_bytes = index.seek(0, os.SEEK_END)
-                index.write(bytes(max(0, INDEX_BYTES - num_bytes)))
+            self._lengthen_index()
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
@@ -105,6 +105,16 @@ class WriteAheadLog:
                 f"{WAL_BYTES >> 20} MiB ({os.strerror(error.errno)}); free some on that disk, or "
                 f"move the data directory to another"
             ) from error
+
+    def _lengthen_index(self) -> None:
+        """Through the descriptor that SQLite has open. To open the index and close it again would
+        drop every lock that this process has on it (POSIX): the next process to come would take
+        itself for the only one and cut it to nothing, under the mapping of this one.
+        """
+        index = _descriptor_of(self._index)
+        length = os.fstat(index).st_size
+        if length < INDEX_BYTES:
+            os.pwrite(index, bytes(INDEX_BYTES - length), length)
 
     def close(self) -> None:
         if self._handle is not None:
@@ -122,6 +132,17 @@ class WriteAheadLog:
             except FileNotFoundError:
                 return None
         return self._handle
+
+
+def _descriptor_of(path: Path) -> int:
+    """A descriptor that this process has open for the file. Raises FileNotFoundError for none."""
+    wanted = _file_id(path)
+    for each in Path("/dev/fd").iterdir():
+        with suppress(OSError):  # of those that were closed meanwhile
+            found = os.fstat(int(each.name))
+            if (found.st_dev, found.st_ino) == wanted:
+                return int(each.name)
+    raise FileNotFoundError(errno.ENOENT, "no connection of this process has it open", str(path))
 
 
 def _file_id(path: Path) -> tuple[int, int] | None:

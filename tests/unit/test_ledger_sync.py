@@ -4,6 +4,8 @@ import errno
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,6 +187,28 @@ def test_a_lengthened_log_is_read_like_any_other(tmp_path: Path) -> None:
     proof = audit.verify(store)
     assert (2, []) == (proof.num_entries, proof.problems)
     store.close()
+
+
+def test_other_processes_still_see_that_the_logs_index_is_in_use(tmp_path: Path) -> None:
+    """SQLite cuts an index that nobody has locked: a server died of that (SIGBUS) when a command
+    opened its ledger."""
+    path = tmp_path / "ledger.sqlite3"
+    with running_ledger(f"sqlite:///{path}") as house:
+        assert _in_use(path)
+        house.ledger.store.renew_log()
+        assert _in_use(path)
+        house.fund(UNITS)
+        with house.ledger.store.writing():
+            assert _in_use(path)
+
+
+def _in_use(database: Path) -> bool:
+    """Whether another process finds SQLite's lock of whoever has the log's index open."""
+    asked = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+b'), 6, 1, 128)"  # EX | NB
+    command = [sys.executable, "-I", "-c", asked, f"{database}-shm"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not done.returncode or "BlockingIOError" in done.stderr, done.stderr
+    return done.returncode != 0
 
 
 def test_a_log_that_finds_no_room_says_how_much_it_needs(
