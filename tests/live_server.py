@@ -67,6 +67,11 @@ class LiveServer:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def runs(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
     def kill(self) -> None:
         """SIGKILL: nothing is flushed, nobody is told."""
         if self._process is not None:

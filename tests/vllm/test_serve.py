@@ -71,6 +71,8 @@ class VllmServer(LiveServer):
         return dict(pool)
 
     def entries(self) -> list[Any]:
+        """The charges. Fails once the server has ended: nobody would book what is waited for."""
+        assert self.runs, self.log
         store = self.store()
         try:
             with store.reading() as connection:
@@ -172,7 +174,7 @@ def told_events(server: VllmServer, key: Mapping[str, str]) -> Iterator[list[dic
     def listen() -> None:
         url = f"{server.url}/v1/cache/events?tier=host"
         with httpx.stream("GET", url, headers=key, timeout=PATIENCE_S) as answer:
-            for line in answer.iter_lines():
+            for line in answer.iter_lines():  # a heartbeat where nothing is told
                 if line.startswith("data: "):
                     told.append(json.loads(line.removeprefix("data: ")))
                 if ended.is_set():
@@ -180,8 +182,11 @@ def told_events(server: VllmServer, key: Mapping[str, str]) -> Iterator[list[dic
 
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
-    yield told
-    ended.set()
+    try:
+        yield told
+    finally:
+        ended.set()
+        thread.join(PATIENCE_S)
 
 
 def test_a_server_over_vllm_bills_by_tier_what_it_served(
