@@ -9,6 +9,7 @@ from engine.testing.chain_runner import chain_layout
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.cache import CacheSettings, TieredCache
+from tiers.disk.open import open_disk
 from tiers.disk.pin_file import PINS_NAME, load_pins, save_pins
 from tiers.policy.admission import WritePolicy
 from tiers.policy.retention import Pin, PinError, PinKind
@@ -268,6 +269,24 @@ def test_a_damaged_file_of_pins_has_none_and_stops_nothing(tmp_path: Path, damag
     (tmp_path / PINS_NAME).write_bytes(damage)
     assert load_pins(tmp_path) == []
     assert Bench(folder=tmp_path).cache.pins() == []
+
+
+@pytest.mark.parametrize("damage", [b"{", b'{"format": 9, "pins": []}'])
+def test_a_damaged_file_of_pins_is_kept_beside_the_next_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes
+) -> None:
+    (tmp_path / PINS_NAME).write_bytes(damage)
+    disk = open_disk(tmp_path, LAYOUT, 4 << 20)
+    try:
+        assert [] == load_pins(tmp_path)
+        save_pins(tmp_path, [Pin(name="p", keys=(PrefixKey(b"k" * 16),), until_s=9e9)])
+    finally:
+        disk.close()
+    assert damage == (tmp_path / "pins.json.damaged").read_bytes()
+    assert ["p"] == [pin.name for pin in load_pins(tmp_path)]
+    said = [message for message in caplog.messages if "cannot be read" in message]
+    assert 1 == len(said)
+    assert said[0].endswith("kept as pins.json.damaged")
 
 
 def retain(

@@ -31,7 +31,7 @@ from tiers.disk.events import DiskEvents
 from tiers.disk.format.codec import bound
 from tiers.disk.guard import DiskGuard
 from tiers.disk.inspection.compact import NEW_SUFFIX, compact
-from tiers.disk.pin_file import keys_in_force
+from tiers.disk.pin_file import keys_in_force, set_damaged_aside
 from tiers.disk.recovery.check import CHECK_AT_ONCE_S
 from tiers.disk.settings import DiskSettings
 from tiers.disk.shard import Shard, ShardDamaged
@@ -83,6 +83,7 @@ def open_disk(
     try:
         faults: Counter[MissReason] = Counter()
         meta = _standing(root, faults)
+        set_damaged_aside(root)
         for leftover in root.glob(f"*{NEW_SUFFIX}"):
             shutil.rmtree(leftover, ignore_errors=True)
         num_shards = meta.num_shards if meta else num_shards

@@ -15,7 +15,10 @@ from tiers.policy.retention import Pin, PinKind
 logger = logging.getLogger(__name__)
 
 PINS_NAME = "pins.json"
+DAMAGED_NAME = "pins.json.damaged"
 FORMAT = 1
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+_NOT_IN_FORCE = "cannot be read and are not in force"
 
 
 def save_pins(folder: Path, pins: Sequence[Pin[PrefixKey]]) -> None:
@@ -37,17 +40,38 @@ def save_pins(folder: Path, pins: Sequence[Pin[PrefixKey]]) -> None:
 
 def load_pins(folder: Path) -> list[Pin[PrefixKey]]:
     """The pins in the file. A file that cannot be read has none, and is logged."""
-    path = folder / PINS_NAME
     try:
-        payload = json.loads(path.read_text(encoding="utf-8"))
-        if payload["format"] != FORMAT:
-            raise ValueError(f"format {payload['format']}, not {FORMAT}")
-        return [pin_of(record) for record in payload["pins"]]
+        return _read(folder)
+    except _UNREADABLE as error:
+        logger.error(f"the pins in {folder / PINS_NAME} {_NOT_IN_FORCE}: {error!r}")
+        return []
+
+
+def set_damaged_aside(folder: Path) -> None:
+    """Rename a file that cannot be read, and log it: else the next pin would replace it for good.
+
+    For the holder of the folder's lock, before anyone loads the pins.
+    """
+    try:
+        _read(folder)
+    except _UNREADABLE as error:
+        path = folder / PINS_NAME
+        try:
+            path.replace(folder / DAMAGED_NAME)
+        except OSError:
+            return  # who loads it says that it cannot be read
+        logger.error(f"the pins in {path} {_NOT_IN_FORCE}: {error!r}; kept as {DAMAGED_NAME}")
+
+
+def _read(folder: Path) -> list[Pin[PrefixKey]]:
+    """The pins in the file; raises what `_UNREADABLE` lists."""
+    try:
+        payload = json.loads((folder / PINS_NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.error(f"the pins in {path} cannot be read and are not in force: {error!r}")
-        return []
+    if payload["format"] != FORMAT:
+        raise ValueError(f"format {payload['format']}, not {FORMAT}")
+    return [pin_of(record) for record in payload["pins"]]
 
 
 def pinned_keys(folder: Path) -> frozenset[PrefixKey]:
