@@ -18,12 +18,12 @@ import logging
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import EventsSection, ZmqTable
+from cachesvc.observability.kv_replay import KvReplay, bounded
 from tiers.blocks.keys import PrefixKey
 from tiers.telemetry.events import BlockEvent, EventKind, EventStream
 from tiers.tier import TierName
@@ -36,9 +36,7 @@ MEDIA = {
     TierName.DISK: "DISK",
     TierName.REMOTE: "REMOTE",
 }
-KEPT_BATCHES = 10_000  # for who missed some
 GATHER_S = 0.005  # events of one step travel in one batch
-END = (-1).to_bytes(8, "big", signed=True)
 _HASH_BYTES = 8
 
 
@@ -77,13 +75,16 @@ class KvEventPublisher:
         self._stream = stream
         self._settings = settings
         self._block_size = block_size
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT_BATCHES)
         self._context = zmq.Context()
         try:
-            self._pub = self._bound(zmq.PUB, settings.endpoint, "events.zmq")
-            self._replay = None
-            if replay := settings.replay_endpoint:
-                self._replay = self._bound(zmq.ROUTER, replay, "events.zmq.replay_endpoint")
+            self._pub = self._context.socket(zmq.PUB)
+            self._bind(self._pub, settings.endpoint, "events.zmq")
+            self._router = self._replay = None
+            if endpoint := settings.replay_endpoint:
+                self._router = bounded(self._context.socket(zmq.ROUTER))
+                self._bind(self._router, endpoint, "events.zmq.replay_endpoint")
+                topic = [settings.topic.encode()] if settings.format == "map" else []
+                self._replay = KvReplay(self._router, topic)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -100,7 +101,7 @@ class KvEventPublisher:
     def endpoints(self) -> tuple[str, str | None]:
         """Where subscribers and replay requests connect to, with the ports that were taken."""
         last = self._zmq.LAST_ENDPOINT
-        replay = self._replay.getsockopt_string(last) if self._replay is not None else None
+        replay = self._router.getsockopt_string(last) if self._router is not None else None
         return self._pub.getsockopt_string(last), replay
 
     def start(self) -> None:
@@ -117,8 +118,7 @@ class KvEventPublisher:
         self._waker.close()
         self._woken.close()
 
-    def _bound(self, kind: int, endpoint: str, setting: str) -> Any:
-        opened = self._context.socket(kind)
+    def _bind(self, opened: Any, endpoint: str, setting: str) -> None:
         try:
             opened.bind(endpoint)
         except self._zmq.ZMQError as error:
@@ -126,7 +126,6 @@ class KvEventPublisher:
                 f"cannot listen on {setting} = {endpoint!r}: {error}; write it like "
                 "tcp://127.0.0.1:5557, on a free port of this machine"
             ) from None
-        return opened
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake already
@@ -146,11 +145,12 @@ class KvEventPublisher:
     def _serve(self) -> None:
         poller = self._zmq.Poller()
         poller.register(self._woken.fileno(), self._zmq.POLLIN)
+        if self._router is not None:
+            poller.register(self._router, self._zmq.POLLIN)
+        ready = dict(poller.poll(self._replay.retry_ms if self._replay is not None else None))
         if self._replay is not None:
-            poller.register(self._replay, self._zmq.POLLIN)
-        ready = dict(poller.poll())
-        if self._replay in ready:
-            self._answer_replay()
+            self._replay.take_requests()
+            self._replay.send_owed()
         if self._woken.fileno() in ready:
             time.sleep(GATHER_S)
             with contextlib.suppress(BlockingIOError):
@@ -172,23 +172,9 @@ class KvEventPublisher:
         payload = self._pack([time.time(), told, 0])
         number = self._number.to_bytes(8, "big")
         self._number += 1
-        self._kept.append((number, payload))
+        if self._replay is not None:
+            self._replay.keep(payload)
         self._pub.send_multipart((self._settings.topic.encode(), number, payload))
-
-    def _answer_replay(self) -> None:
-        assert self._replay is not None
-        frames = self._replay.recv_multipart()
-        if len(frames) != 3 or len(frames[2]) != 8:
-            logger.warning("a replay request is not an 8-byte sequence number; ignored")
-            return
-        client, _, first = frames
-        topic, none = [self._settings.topic.encode()], [b""]
-        if self._settings.format == "array":
-            topic = none = []
-        for number, payload in self._kept:
-            if number >= first:  # big-endian: bytes compare as the numbers do
-                self._replay.send_multipart((client, b"", *topic, number, payload))
-        self._replay.send_multipart((client, b"", *none, END, b""))
 
 
 def wire_events(events: Sequence[BlockEvent], block_size: int) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ import zmq
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import ZmqTable
 from cachesvc.observability.kv_events import KvEventPublisher, block_hash, wire_events
+from cachesvc.observability.kv_replay import KEPT_BATCHES, KEPT_BYTES
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tiers.blocks.keys import PrefixKey
@@ -198,6 +199,72 @@ def test_a_router_that_comes_late_asks_for_what_it_missed(
     assert early.held == late.held
     assert [early.last] == early.replay(early.last)
     assert [] == late.replay(early.last + 1)
+
+
+def test_a_router_that_reads_slowly_gets_every_kept_batch_and_the_end(
+    open_publisher: Callable[..., KvEventPublisher], open_router: Callable[..., Router]
+) -> None:
+    publisher = open_publisher(EventStream())
+    removed = {"type": "BlockRemoved", "block_hashes": [0] * 6000, "medium": "GPU"}
+    for _ in range(1 + KEPT_BATCHES):
+        publisher._publish([removed])
+    slow, other = open_router(publisher), open_router(publisher)
+    publisher.start()
+    slow.req.send_multipart((b"", (0).to_bytes(8, "big")))
+    assert slow.req.poll(POLL_MS)  # begun; nothing is read yet
+    other.last = KEPT_BATCHES
+    assert [KEPT_BATCHES + 1] == other.replay(KEPT_BATCHES + 1), "it waits for the slow one"
+    numbers = []
+    while not numbers or numbers[-1] >= 0:
+        assert slow.req.poll(POLL_MS), "the replay does not end"
+        numbers.append(int.from_bytes(slow.req.recv_multipart()[-2], "big", signed=True))
+    assert [*range(2, KEPT_BATCHES + 2), -1] == numbers
+
+
+def test_a_router_that_never_reads_is_sent_a_short_queue_until_it_goes(
+    open_publisher: Callable[..., KvEventPublisher], open_router: Callable[..., Router]
+) -> None:
+    publisher = open_publisher(EventStream())
+    for _ in range(KEPT_BATCHES):
+        publisher._publish([{"type": "BlockRemoved", "block_hashes": [0] * 6000, "medium": "GPU"}])
+    publisher.start()
+    stuck, other = open_router(publisher), open_router(publisher)
+    other.last = KEPT_BATCHES
+    stuck.req.send_multipart((b"", (0).to_bytes(8, "big")))
+    assert stuck.req.poll(POLL_MS)
+    other.replay(KEPT_BATCHES)
+    assert publisher._replay is not None
+    (reached,) = publisher._replay._owed.values()
+    assert 0 < reached < KEPT_BATCHES
+    stuck.close()
+    while publisher._replay._owed:
+        other.replay(KEPT_BATCHES)
+
+
+def test_what_is_kept_for_replays_is_bounded_in_bytes(
+    open_publisher: Callable[..., KvEventPublisher], open_router: Callable[..., Router]
+) -> None:
+    publisher = open_publisher(EventStream())
+    large = {"type": "BlockStored", "token_ids": [1 << 20] * 200_000}  # 5 bytes each
+    for _ in range(KEPT_BYTES // 1_000_000 + 3):
+        publisher._publish([large])
+    assert publisher._replay is not None
+    assert publisher._replay._kept_bytes <= KEPT_BYTES
+    assert KEPT_BYTES // 1_000_001 == len(publisher._replay._kept)
+
+
+def test_a_replay_request_of_any_length_is_not_held_in_memory(
+    open_publisher: Callable[..., KvEventPublisher], open_router: Callable[..., Router]
+) -> None:
+    publisher = open_publisher(EventStream())
+    loud, router = open_router(publisher), open_router(publisher)
+    watched = loud.req.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    loud.req.send(bytes(1 << 20))
+    assert watched.poll(POLL_MS), "it was read"
+    loud.req.disable_monitor()
+    watched.close()
+    publisher.start()
+    assert [0] == router.replay(0)
 
 
 def test_a_new_server_begins_with_nothing_known(
