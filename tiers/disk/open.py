@@ -8,8 +8,9 @@ lost power, the disk changed a bit or somebody cut the file.
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -79,46 +80,53 @@ def open_disk(
     settings = settings or DiskSettings()
     events = DiskEvents(stream or EventStream(), clock)
     make_root(root)
-    lock = DirectoryLock(root)
-    try:
+    with _locked(root) as lock:
         faults: Counter[MissReason] = Counter()
         meta = _standing(root, faults)
-        set_damaged_aside(root)
-        for leftover in root.glob(f"*{NEW_SUFFIX}"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        _clear_leftovers(root)
         num_shards = meta.num_shards if meta else num_shards
+        num_blocks = meta.num_blocks if meta else 0
         map_bytes = shard_map_bytes(capacity_bytes, num_shards, layout.nbytes)
         at_once = min(settings.batch_bytes, map_bytes // BATCHES_IN_MAP)
         guard = _guard(shares, num_shards, map_bytes, max(at_once, bound(layout.nbytes)))
-
         counts = DiskCounts(num_shards, faults)
-        old_map_bytes = max(map_bytes, meta.map_bytes if meta else 0)
-        pinned = keys_in_force(root, clock())
-
-        def open_shard(path: Path) -> Shard:
-            path.mkdir(parents=True, exist_ok=True)
-            data = path / "data.mdb"
-            if data.exists() and data.stat().st_size > map_bytes:
-                _shrink(path, old_map_bytes, map_bytes, storage, pinned)
-            shard = Shard(
-                path,
-                map_bytes,
-                storage=storage,
-                clock=clock,
-                guard=guard,
-                on_commit=events.committed,
-            )
-            events.opened(shard.totals.num_blocks)
-            return shard
-
-        def open_slot(path: Path) -> ShardSlot:
-            lost = partial(counts.fault, MissReason.TORN)
-            opening = Opening(storage, old_map_bytes, partial(open_shard, path), lost, check_s)
-            return ShardSlot(path, opening, meta.num_blocks // num_shards if meta else 0)
-
-        slots = [open_slot(shard_path(root, number)) for number in range(num_shards)]
-        num_blocks = meta.num_blocks if meta else 0
+        opener = _ShardOpener(
+            map_bytes=map_bytes,
+            old_map_bytes=max(map_bytes, meta.map_bytes if meta else 0),
+            storage=storage,
+            clock=clock,
+            guard=guard,
+            events=events,
+            pinned=keys_in_force(root, clock()),
+        )
+        slots = [
+            opener.slot(shard_path(root, number), counts, check_s, num_blocks // num_shards)
+            for number in range(num_shards)
+        ]
         write_meta(root, Meta(FORMAT, num_shards, map_bytes, boot=boot_id(), num_blocks=num_blocks))
+        return DiskTier(
+            root,
+            layout,
+            capacity_bytes,
+            slots,
+            lock,
+            replace(settings, batch_bytes=at_once),
+            guard=guard,
+            clock=clock,
+            counts=counts,
+            events=events,
+        )
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[DirectoryLock]:
+    """The lock on the folder, released where opening the tier fails.
+
+    Raises ConfigurationError for an error of LMDB.
+    """
+    lock = DirectoryLock(root)
+    try:
+        yield lock
     except BaseException as error:
         lock.release()
         if isinstance(error, StorageError) and not isinstance(error, OSError):  # of LMDB
@@ -127,18 +135,56 @@ def open_disk(
                 "what it holds is computed again"
             ) from error
         raise
-    return DiskTier(
-        root,
-        layout,
-        capacity_bytes,
-        slots,
-        lock,
-        replace(settings, batch_bytes=at_once),
-        guard=guard,
-        clock=clock,
-        counts=counts,
-        events=events,
-    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShardOpener:
+    """What the shards of one folder have in common. `pinned` blocks survive a lower capacity."""
+
+    map_bytes: int
+    old_map_bytes: int  # at least `map_bytes`
+    storage: Storage
+    clock: Callable[[], float]
+    guard: DiskGuard
+    events: DiskEvents
+    pinned: Sequence[PrefixKey]
+
+    def slot(self, path: Path, counts: DiskCounts, check_s: float, num_blocks: int) -> ShardSlot:
+        """The shard's slot. `num_blocks` is how many it held when the folder was last closed."""
+        lost = partial(counts.fault, MissReason.TORN)
+        shard = partial(self._shard, path)
+        return ShardSlot(
+            path, Opening(self.storage, self.old_map_bytes, shard, lost, check_s), num_blocks
+        )
+
+    def _shard(self, path: Path) -> Shard:
+        path.mkdir(parents=True, exist_ok=True)
+        data = path / "data.mdb"
+        if data.exists() and data.stat().st_size > self.map_bytes:
+            self._shrink(path)
+        shard = Shard(
+            path,
+            self.map_bytes,
+            storage=self.storage,
+            clock=self.clock,
+            guard=self.guard,
+            on_commit=self.events.committed,
+        )
+        self.events.opened(shard.totals.num_blocks)
+        return shard
+
+    def _shrink(self, path: Path) -> None:
+        """Rewrite a shard whose capacity was lowered. Raises ShardDamaged where that fails."""
+        logger.warning(
+            f"disk cache: the capacity was lowered; {path} is rewritten to {self.map_bytes} bytes"
+        )
+        try:
+            done = compact(path, self.old_map_bytes, self.map_bytes, self.storage, self.pinned)
+        except StorageError as error:
+            raise ShardDamaged(f"it cannot be rewritten: {error}") from error
+        logger.warning(
+            f"disk cache: {done.num_kept} blocks of {path} kept, {done.num_dropped} dropped"
+        )
 
 
 def shard_map_bytes(capacity_bytes: int, num_shards: int, block_bytes: int) -> int:
@@ -184,15 +230,8 @@ def _standing(root: Path, faults: Counter[MissReason]) -> Meta | None:
     return None
 
 
-def _shrink(
-    path: Path, old_map_bytes: int, map_bytes: int, storage: Storage, pinned: Sequence[PrefixKey]
-) -> None:
-    """Rewrite a shard whose capacity was lowered; dropped where it cannot be rewritten."""
-    logger.warning(
-        f"disk cache: the capacity was lowered; {path} is rewritten to {map_bytes} bytes"
-    )
-    try:
-        done = compact(path, old_map_bytes, map_bytes, storage, pinned)
-    except StorageError as error:
-        raise ShardDamaged(f"it cannot be rewritten: {error}") from error
-    logger.warning(f"disk cache: {done.num_kept} blocks of {path} kept, {done.num_dropped} dropped")
+def _clear_leftovers(root: Path) -> None:
+    """Set damaged pins aside, and remove what an unfinished rewriting of a shard left."""
+    set_damaged_aside(root)
+    for leftover in root.glob(f"*{NEW_SUFFIX}"):
+        shutil.rmtree(leftover, ignore_errors=True)
