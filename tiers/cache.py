@@ -83,51 +83,25 @@ class TieredCache:
         wall_clock: Callable[[], float] | None = None,
     ) -> None:
         """`shares` are the quotas of groups of scopes; pins are kept in `pin_folder`."""
-        num_blocks = _num_slots(layout, settings)
-        frames = None
-        if settings.host_bytes or disk is not None:
-            num_frames = max(MIN_FRAMES, settings.host_bytes // layout.nbytes)
-            frames = FrameArena(layout, num_frames, device)
         self.layout = layout
         self.settings = settings
         self.index = BlockIndex()
-        self.pool = DevicePool(layout, num_blocks, device)
-        num_frames = frames.num_frames if frames else 0
-        disk_bytes = disk.stats().capacity_bytes if disk is not None else 0
-        capacities = _capacities(num_blocks, num_frames, disk_bytes // layout.nbytes)
-        total = sum(capacities.values())
-        quotas: dict[TierName, Quotas] = {
-            tier: Quotas(shares, blocks * layout.nbytes)
-            for tier, blocks in capacities.items()
-            if shares is not None and tier != TierName.DISK
-        }
-        self.residency = Residency(
-            self.index,
-            self.pool,
-            frames,
-            self._rank(TierName.DEVICE, num_blocks, quotas),
-            self._rank(TierName.HOST, max(1, num_frames), quotas),
-            stream,
-            # Where windows are left behind, a copy above is no full substitute for the one below.
-            host_moves=not keeps_copies(num_blocks, total) and not layout.reach,
-            quotas=quotas,
-        )
+        self.pool = DevicePool(layout, _num_slots(layout, settings), device)
         self.economy = LoadEconomy(enabled=settings.weigh_loads)
         self._disk = disk
         self._shared = disk if isinstance(disk, StackedTier) else None
         if mover is None and disk is not None:
             mover = Mover(disk, num_readers=settings.num_readers)
         self._mover = mover
+        frames = None
+        if settings.host_bytes or disk is not None:
+            num_frames = max(MIN_FRAMES, settings.host_bytes // layout.nbytes)
+            frames = FrameArena(layout, num_frames, device)
+        capacities = _capacities(self.pool, frames, disk)
+        quotas = _quotas(shares, capacities, layout.nbytes)
+        self.residency = self._residency(frames, capacities, quotas, stream)
         self._promoter = Promoter(self.residency, self._mover, self.economy)
-        self._demoter = Demoter(
-            self.residency,
-            self._mover,
-            DemotionSettings(
-                write_policy=settings.write_policy,
-                ahead=settings.ahead,
-                num_ghosts=min(MAX_GHOSTS, GHOSTS_PER_BLOCK * capacities.get(TierName.DISK, 0)),
-            ),
-        )
+        self._demoter = Demoter(self.residency, self._mover, _demotion(settings, capacities))
         # A state is of where its block ends: nothing can be taken up in the middle of one.
         share_tails = settings.share_tails and not layout.has_states
         self._tails = TailSharing(self.residency, enabled=share_tails)
@@ -147,10 +121,29 @@ class TieredCache:
             self.residency, self._tails, self._demoter, self._cache_operations.traffic
         )
 
-    def _rank(
-        self, tier: TierName, num_blocks: int, quotas: Mapping[TierName, Quotas]
-    ) -> Policy[Block]:
-        return rank(tier, self.settings.policy, num_blocks, quotas.get(tier))
+    def _residency(
+        self,
+        frames: FrameArena | None,
+        capacities: Mapping[TierName, int],
+        quotas: Mapping[TierName, Quotas],
+        stream: EventStream | None,
+    ) -> Residency:
+        def order(tier: TierName) -> Policy[Block]:
+            num_blocks = capacities.get(tier, 1)
+            return rank(tier, self.settings.policy, num_blocks, quotas.get(tier))
+
+        keeps = keeps_copies(self.pool.num_blocks, sum(capacities.values()))
+        return Residency(
+            self.index,
+            self.pool,
+            frames,
+            order(TierName.DEVICE),
+            order(TierName.HOST),
+            stream,
+            # Where windows are left behind, a copy above is no full substitute for the one below.
+            host_moves=not keeps and not self.layout.reach,
+            quotas=quotas,
+        )
 
     @property
     def disk(self) -> ManagedTier | None:
@@ -415,7 +408,35 @@ def _num_slots(layout: BlockLayout, settings: CacheSettings) -> int:
     return num_blocks
 
 
-def _capacities(device: int, host: int, disk: int) -> dict[TierName, int]:
+def _capacities(
+    pool: DevicePool, frames: FrameArena | None, disk: ManagedTier | None
+) -> dict[TierName, int]:
     """Blocks of each tier there is, hottest first."""
-    sizes = {TierName.DEVICE: device, TierName.HOST: host, TierName.DISK: disk}
+    disk_bytes = disk.stats().capacity_bytes if disk is not None else 0
+    sizes = {
+        TierName.DEVICE: pool.num_blocks,
+        TierName.HOST: frames.num_frames if frames is not None else 0,
+        TierName.DISK: disk_bytes // pool.layout.nbytes,
+    }
     return {tier: blocks for tier, blocks in sizes.items() if blocks}
+
+
+def _quotas(
+    shares: QuotaShares | None, capacities: Mapping[TierName, int], block_bytes: int
+) -> dict[TierName, Quotas]:
+    """Those of the tiers in memory: the disk has its own."""
+    if shares is None:
+        return {}
+    return {
+        tier: Quotas(shares, blocks * block_bytes)
+        for tier, blocks in capacities.items()
+        if tier is not TierName.DISK
+    }
+
+
+def _demotion(settings: CacheSettings, capacities: Mapping[TierName, int]) -> DemotionSettings:
+    return DemotionSettings(
+        write_policy=settings.write_policy,
+        ahead=settings.ahead,
+        num_ghosts=min(MAX_GHOSTS, GHOSTS_PER_BLOCK * capacities.get(TierName.DISK, 0)),
+    )

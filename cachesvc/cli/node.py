@@ -3,6 +3,7 @@
 import os
 import select
 import signal
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,8 @@ from tiers.remote.settings import RemoteWrites
 
 if TYPE_CHECKING:
     from cachesvc.config.sections import EventsSection
+    from tiers.node.settings import NodeSettings
+    from tiers.remote.settings import RemoteSettings
 
 
 def default_socket() -> Path:
@@ -98,26 +101,46 @@ def node(
     if stop:
         _stop(path)
         return
-    from cachesvc.operator.quotas import labelled
-    from cachesvc.server.node import run_node
-    from tiers.node.settings import NodeSettings
     from tiers.remote.settings import RemoteSettings
 
     published_at = _events(events)
     remote = RemoteSettings(remote_url, remote_writes, remote_key_file) if remote_url else None
-    settings = NodeSettings(
-        socket=path,
+    settings = _settings(path, host_cache, disk_cache, disk_cache_dir or (), remote, quota or ())
+    _run(settings, published_at, metrics)
+
+
+def _settings(
+    socket: Path,
+    host_cache: str,
+    disk_cache: str,
+    disk_dirs: Sequence[Path],
+    remote: "RemoteSettings | None",
+    quotas: Sequence[str],
+) -> "NodeSettings":
+    from cachesvc.operator.quotas import labelled
+    from tiers.node.settings import NodeSettings
+
+    return NodeSettings(
+        socket=socket,
         host_bytes=_bytes("--host-cache", host_cache),
-        disk_dirs=tuple(path.expanduser().absolute() for path in disk_cache_dir or ()),
+        disk_dirs=tuple(folder.expanduser().absolute() for folder in disk_dirs),
         disk_bytes=_bytes("--disk-cache", disk_cache),
         remote=remote,
-        quotas=labelled(dict(map(_quota, quota or ()))),
+        quotas=labelled(dict(map(_quota, quotas))),
     )
+
+
+def _run(settings: "NodeSettings", events: "EventsSection", metrics: str) -> None:
+    from cachesvc.server.node import run_node
+
     places = ", ".join(map(str, settings.disk_dirs))
     below = f"{size(settings.disk_bytes)} in {places}" if places else "none"
-    shared = f", shared through {remote.shown_url}" if remote is not None else ""
-    ready = f"node ready at {path}: host memory {size(settings.host_bytes)}, disk {below}{shared}"
-    run_node(settings, events=published_at, metrics=metrics, on_ready=lambda: note(ready))
+    shared = f", shared through {settings.remote.shown_url}" if settings.remote is not None else ""
+    ready = (
+        f"node ready at {settings.socket}: host memory {size(settings.host_bytes)}, "
+        f"disk {below}{shared}"
+    )
+    run_node(settings, events=events, metrics=metrics, on_ready=lambda: note(ready))
     note("node stopped")
 
 
