@@ -316,6 +316,7 @@ class Ledger:
 
     def _tick(self) -> None:
         try:
+            self.store.check_claim()
             self.store.check_schema()
             self.accounts.refresh()
             if self._is_timed:

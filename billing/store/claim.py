@@ -2,18 +2,21 @@
 
 On SQLite a locked file beside the database, on PostgreSQL an advisory lock of a session of its own:
 both end with the process that holds them. A host that vanished is noticed by the database within
-half a minute, which is how long a start waits for its name.
+half a minute, which is how long a start waits for its name. A restart of PostgreSQL ends the
+session too, so a server looks each second whether its name is still its own.
 """
 
 import fcntl
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Protocol
 from urllib.parse import quote
 
-from sqlalchemy import Engine, text
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import DBAPIError
 
 from billing.errors import StoreError
 
@@ -23,52 +26,99 @@ CLAIMS = 4_715_015  # the first half of the advisory lock's number; the same in 
 WAIT_S = 40.0
 _NOTICE = (("tcp_keepalives_idle", 10), ("tcp_keepalives_interval", 5), ("tcp_keepalives_count", 3))
 
-Release = Callable[[], None]
+
+class Claim(Protocol):
+    """A name that is held."""
+
+    def is_lost(self) -> bool:
+        """Whether another server has the name now. Raises the driver's errors while it cannot be
+        known."""
+
+    def release(self) -> None: ...
 
 
-def claim(engine: Engine, owner: str, *, wait_s: float = WAIT_S) -> Release:
-    """Take the name; gives what ends it. Raises `StoreError` where another server has it."""
-    release = _lock_file(engine, owner) if _is_sqlite(engine) else _lock_row(engine, owner, wait_s)
-    if release is None:
+def claim(engine: Engine, owner: str, *, wait_s: float = WAIT_S) -> Claim:
+    """Take the name. Raises `StoreError` where another server has it."""
+    if engine.dialect.name == "sqlite":
+        held: Claim | None = _FileClaim.take(engine, owner)
+    else:
+        held = _SessionClaim.take(engine, owner, wait_s)
+    if held is None:
         raise StoreError(
             f"another server runs as {owner!r} on this ledger; stop it, or give each server a "
             "billing.server_name of its own"
         )
-    return release
+    return held
 
 
-def _is_sqlite(engine: Engine) -> bool:
-    return engine.dialect.name == "sqlite"
+@dataclass(frozen=True, slots=True)
+class _FileClaim:
+    """Ends with the process, and never before."""
+
+    file: IO[str]
+
+    @classmethod
+    def take(cls, engine: Engine, owner: str) -> "_FileClaim | None":
+        path = Path(f"{engine.url.database}-{quote(owner, safe='')}.lock")
+        file = path.open("a")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        return cls(file)
+
+    def is_lost(self) -> bool:
+        return False
+
+    def release(self) -> None:
+        self.file.close()
 
 
-def _lock_file(engine: Engine, owner: str) -> Release | None:
-    path = Path(f"{engine.url.database}-{quote(owner, safe='')}.lock")
-    file = path.open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file.close
+@dataclass(slots=True)
+class _SessionClaim:
+    """Ends with its session: when the database restarts or fails over, long before the server."""
+
+    engine: Engine
+    number: int  # the second half of the lock's, an int4
+    session: Connection
+
+    @classmethod
+    def take(cls, engine: Engine, owner: str, wait_s: float) -> "_SessionClaim | None":
+        number = zlib.crc32(owner.encode()) - 2**31
+        held = cls(engine, number, _session(engine))
+        deadline = time.monotonic() + wait_s
+        while not held._locks():
+            if time.monotonic() >= deadline:
+                held.release()
+                return None
+            log.warning("another server runs as %r on this ledger, or did; waiting for it", owner)
+            time.sleep(min(5.0, wait_s))
+        return held
+
+    def is_lost(self) -> bool:
+        """The name is taken again where the session has ended and nobody else has it."""
+        try:
+            self.session.scalar(text("SELECT 1"))
+        except DBAPIError:
+            self.release()
+            self.session = _session(self.engine)
+            if not self._locks():
+                return True
+            log.warning("the database ended the session that held this server's name; taken again")
+        return False
+
+    def release(self) -> None:
+        self.session.invalidate()  # ends the session, and the lock with it
+        self.session.close()
+
+    def _locks(self) -> bool:
+        ours = text(f"SELECT pg_try_advisory_lock({CLAIMS}, {self.number})")
+        return bool(self.session.scalar(ours))
 
 
-def _lock_row(engine: Engine, owner: str, wait_s: float) -> Release | None:
+def _session(engine: Engine) -> Connection:
     connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
     for name, value in _NOTICE:
         connection.execute(text(f"SET {name} = {value}"))
-    number = zlib.crc32(owner.encode()) - 2**31  # the second half, an int4
-    ours = text(f"SELECT pg_try_advisory_lock({CLAIMS}, {number})")
-    deadline = time.monotonic() + wait_s
-    while not connection.scalar(ours):
-        if time.monotonic() >= deadline:
-            connection.invalidate()
-            connection.close()
-            return None
-        log.warning("another server runs as %r on this ledger, or did; waiting for it", owner)
-        time.sleep(min(5.0, wait_s))
-
-    def release() -> None:
-        connection.invalidate()  # ends the session, and the lock with it
-        connection.close()
-
-    return release
+    return connection

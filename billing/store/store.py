@@ -50,7 +50,7 @@ class LedgerStore:
     def __init__(self, engine: Engine, revision: str) -> None:
         self.engine = engine
         self._revision = revision  # of the schema that it was opened with
-        self._outdated = ""  # why it must not write, once that is so
+        self._closed = ""  # why it must not write, once that is so
         self.insert: Callable[..., Any] = partial(insert_into, dialect=engine.dialect.name)
         self._hot = HotStatements(engine.dialect.name)
         self._lane = threading.Lock()
@@ -58,18 +58,19 @@ class LedgerStore:
         is_sqlite = engine.dialect.name == "sqlite"
         self._log = WriteAheadLog(Path(str(engine.url.database))) if is_sqlite else None
         self._commands_since_checkpoint = 0
-        self._release: Callable[[], None] = lambda: None
+        self._claim: store_claim.Claim | None = None
         driver: Any = engine.dialect.dbapi  # the hot statements raise its errors unwrapped
         self._passing = (OperationalError, driver.OperationalError)
         self._failures = (DBAPIError, driver.Error)
 
     def claim(self, owner: str, *, wait_s: float = store_claim.WAIT_S) -> None:
         """Hold a server's name until `close`. Raises `StoreError` where another server has it."""
-        self._release = store_claim.claim(self.engine, owner, wait_s=wait_s)
+        self._claim = store_claim.claim(self.engine, owner, wait_s=wait_s)
 
     def close(self) -> None:
         self._leave_lane()
-        self._release()
+        if self._claim is not None:
+            self._claim.release()
         self.engine.dispose()
         if self._log is not None:
             self._log.close()
@@ -192,7 +193,23 @@ class LedgerStore:
     @property
     def failed(self) -> str:
         """Why nothing can be written until a restart; empty while all is well."""
-        return self._outdated or (self._log.failed if self._log is not None else "")
+        return self._closed or (self._log.failed if self._log is not None else "")
+
+    def check_claim(self) -> None:
+        """Write nothing from now on if another server has taken the name: it has settled our
+        holds as those of an earlier run, and charged what was known of them then.
+
+        Raises `LedgerUnavailable` while that cannot be known.
+        """
+        try:
+            lost = self._claim is not None and self._claim.is_lost()
+        except self._failures as error:
+            raise LedgerUnavailable(f"the ledger cannot be read: {self._why(error)}") from error
+        if lost:
+            self._closed = (
+                "the database restarted, and another server has taken this server's name; give "
+                "each a billing.server_name of its own, and start this one again"
+            )
 
     def check_schema(self) -> None:
         """Write nothing from now on if a newer version has migrated the database meanwhile: this
@@ -201,14 +218,14 @@ class LedgerStore:
         with self.reading() as connection:
             found = connection.scalar(text("SELECT version_num FROM alembic_version"))
         if found != self._revision:
-            self._outdated = (
+            self._closed = (
                 f"another version brought the ledger from schema {self._revision} to {found}; "
                 "start this server again with that version"
             )
 
     def _check_open(self) -> None:
-        if self._outdated:
-            raise LedgerUnavailable(f"the ledger is closed: {self._outdated}")
+        if self._closed:
+            raise LedgerUnavailable(f"the ledger is closed: {self._closed}")
         if self._log is not None:
             self._log.check()
 

@@ -6,18 +6,21 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 
 import psycopg
 import pytest
 from sqlalchemy import create_engine, text
 
-from billing.errors import LedgerUnavailable
+from billing.errors import LedgerUnavailable, StoreError
 from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.proof import audit
 from billing.store import reports as store_reports
+from billing.store.claim import CLAIMS
+from billing.store.opening import open_store
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 from tests.postgres_server import fresh_database, postgres_server
@@ -128,6 +131,9 @@ def test_connections_that_the_server_ends_at_random_cost_nobody_anything(
                         "WHERE datname LIKE 'ledger\\_%' AND pid <> pg_backend_pid()"
                     )
                 )
+            give_up = time.monotonic() + 60
+            while len(answered) <= 20 and time.monotonic() < give_up:  # a busy machine's
+                time.sleep(0.05)
     finally:
         engine.dispose()
         over.set()
@@ -135,3 +141,49 @@ def test_connections_that_the_server_ends_at_random_cost_nobody_anything(
             thread.join()
     assert len(answered) > 20
     prove(house, answered)
+
+
+END_ALL = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname LIKE 'ledger\\_%'"
+NAMES_HELD = f"SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND classid = {CLAIMS}"
+
+
+def test_a_server_takes_its_name_again_after_the_database_restarted(
+    house: TestLedger, url: str, postgres: str
+) -> None:
+    """A second one of its name would settle its running requests, for nothing."""
+    house.ledger.store.claim("server", wait_s=0)
+    hold = house.reserve("r1", 10**7)
+    with administrator(postgres) as ask_postgres:
+        ask_postgres(END_ALL)
+        give_up = time.monotonic() + 60
+        while not ask_postgres(NAMES_HELD):
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+    with closing(open_store(url)) as second, pytest.raises(StoreError, match="another server"):
+        second.claim("server", wait_s=0)
+    assert not house.ledger.settle(hold, USED, Outcome.FINISHED).result().repeated
+
+
+def test_a_server_whose_name_was_taken_meanwhile_writes_no_more(url: str, postgres: str) -> None:
+    with closing(open_store(url)) as first, closing(open_store(url)) as second:
+        first.claim("server", wait_s=0)
+        with administrator(postgres) as ask_postgres:
+            ask_postgres(END_ALL)
+        second.claim("server", wait_s=60)
+        first.check_claim()
+        assert "another server has taken this server's name" in first.failed
+        with pytest.raises(LedgerUnavailable, match=r"billing\.server_name"):
+            first.retrying(lambda connection: None)
+        second.check_claim()
+        assert second.failed == ""
+
+
+@contextmanager
+def administrator(postgres: str) -> Iterator[Callable[[str], int]]:
+    """Asks PostgreSQL itself: a statement, and the number it gives."""
+    engine = create_engine(postgres, isolation_level="AUTOCOMMIT")
+    try:
+        with engine.connect() as connection:
+            yield lambda statement: int(connection.scalar(text(statement)) or 0)
+    finally:
+        engine.dispose()
