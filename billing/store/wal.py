@@ -18,6 +18,7 @@ from billing.errors import LedgerUnavailable
 WAL_BYTES = 32 << 20
 INDEX_BYTES = 96 << 10  # of the log's index: 32 KiB for each 4,096 of its 8,144 pages, and more
 ROOM_BYTES = 256 << 10  # a disk with less has none for the ledger
+DESCRIPTORS = Path("/dev/fd")  # those of this process, by number
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _SYNC_FAILED = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
 
@@ -109,9 +110,12 @@ class WriteAheadLog:
     def _lengthen_index(self) -> None:
         """Through the descriptor that SQLite has open. To open the index and close it again would
         drop every lock that this process has on it (POSIX): the next process to come would take
-        itself for the only one and cut it to nothing, under the mapping of this one.
+        itself for the only one and cut it to nothing, under the mapping of this one. Where no
+        descriptor can be found, as in a chroot without /proc, it grows when SQLite needs it.
         """
         index = _descriptor_of(self._index)
+        if index is None:
+            return
         length = os.fstat(index).st_size
         if length < INDEX_BYTES:
             os.pwrite(index, bytes(INDEX_BYTES - length), length)
@@ -134,15 +138,19 @@ class WriteAheadLog:
         return self._handle
 
 
-def _descriptor_of(path: Path) -> int:
-    """A descriptor that this process has open for the file. Raises FileNotFoundError for none."""
+def _descriptor_of(path: Path) -> int | None:
+    """A descriptor that this process has open for the file; None where none can be found."""
     wanted = _file_id(path)
-    for each in Path("/dev/fd").iterdir():
+    try:
+        descriptors = list(DESCRIPTORS.iterdir())
+    except OSError:
+        return None
+    for each in descriptors:
         with suppress(OSError):  # of those that were closed meanwhile
             found = os.fstat(int(each.name))
             if (found.st_dev, found.st_ino) == wanted:
                 return int(each.name)
-    raise FileNotFoundError(errno.ENOENT, "no connection of this process has it open", str(path))
+    return None
 
 
 def _file_id(path: Path) -> tuple[int, int] | None:

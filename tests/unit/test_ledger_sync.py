@@ -211,6 +211,16 @@ def _in_use(database: Path) -> bool:
     return done.returncode != 0
 
 
+def test_a_ledger_starts_where_no_descriptor_can_be_listed(
+    house: TestLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a chroot, or a container without /proc."""
+    monkeypatch.setattr("billing.store.wal.DESCRIPTORS", tmp_path / "none")
+    house.ledger.store.renew_log()
+    house.fund(UNITS)
+    assert house.ledger.balance("acme").balance == 2 * UNITS
+
+
 def test_a_log_that_finds_no_room_says_how_much_it_needs(
     house: TestLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
