@@ -15,7 +15,7 @@ from tiers.disk.inspection.opening import repair_folder
 from tiers.disk.inspection.verify import verify_all
 from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
-from tiers.disk.recovery.check import ShardCheck, check_shard
+from tiers.disk.recovery.check import ShardCheck, ShardReport, check_shard
 from tiers.disk.recovery.pages import BRANCH, LEAF, PageFile
 from tiers.disk.shard import ShardBusy
 from tiers.disk.storage import Storage
@@ -247,6 +247,27 @@ def test_entries_that_contradict_each_other_are_taken_out(filled: Path) -> None:
         assert verify_all(view.shards).sound
         assert [account.num_blocks for account in view.accounts().values()] == [79]
     tier.close()
+
+
+def test_a_list_of_free_pages_may_have_several_levels(filled: Path) -> None:
+    """A long reader keeps every commit's pages on the list, whose keys are integers."""
+    room = 16 << 20
+    env = lmdb.open(str(data_file(filled).parent), max_dbs=8, map_size=room, sync=False)
+    state = env.open_db(b"state", create=False)
+    with env.begin(state) as reader:
+        key, value = next(iter(reader.cursor()))
+        for _ in range(300):
+            with env.begin(state, write=True) as writer:
+                writer.delete(key)
+                writer.put(key, value)
+    env.close()
+    with data_file(filled).open("rb") as file:
+        head = PageFile(file.fileno(), room).heads()[0]
+    assert (head.free.depth, head.free.branch_pages) == (2, 1)
+    assert head.free.leaf_pages > 2
+    assert check_shard(filled / "shard-000", room) == ShardReport(
+        slot=head.slot, transaction=head.transaction
+    )
 
 
 def test_commands_refuse_a_damaged_shard_and_repair_replaces_it(filled: Path) -> None:

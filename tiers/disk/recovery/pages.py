@@ -152,7 +152,7 @@ class PageFile:
             page = self._page(number)
             if _kind(page) == LEAF:
                 return next((node for node in self._leaf(page, number) if node.key == key), None)
-            first, *others = self._branch(page, number)
+            first, *others = self._branch(page, number, tree)
             number = next((child for start, child in reversed(others) if start <= key), first[1])
         raise Torn("the tree is deeper than any")
 
@@ -166,7 +166,7 @@ class PageFile:
         num_entries = 0
         last: bytes | None = None
         for node in self._walk(tree, walked):
-            order = node.key[::-1] if tree.flags & INTEGER_KEYS else node.key
+            order = _order(node.key, tree)
             if last is not None and order <= last:
                 raise Torn("keys are out of order")
             last = order
@@ -204,7 +204,7 @@ class PageFile:
                 if depth >= min(tree.depth, MAX_DEPTH):
                     raise Torn(f"page {number} is a branch at the depth of leaves")
                 walked.branch.append(number)
-                children = self._branch(page, number)
+                children = self._branch(page, number, tree)
                 starts = [low, *(start for start, _ in children[1:])]
                 ends = [*starts[1:], high]
                 rows = [
@@ -222,9 +222,8 @@ class PageFile:
             if len(walked.leaf) > self.num_pages:
                 raise Torn("the tree has more pages than the file")
             nodes = self._leaf(page, number)
-            if not tree.flags & INTEGER_KEYS and (
-                nodes[0].key < low or (high is not None and nodes[-1].key >= high)
-            ):
+            first, last = (_order(nodes[at].key, tree) for at in (0, -1))
+            if first < _order(low, tree) or (high is not None and last >= _order(high, tree)):
                 raise Torn(f"page {number} has keys that belong elsewhere")
             for node in nodes:
                 if node.run:
@@ -239,7 +238,7 @@ class PageFile:
             raise Torn(f"page {number} is another page, or cut short")
         return page
 
-    def _branch(self, page: bytes, number: int) -> list[tuple[bytes, int]]:
+    def _branch(self, page: bytes, number: int, tree: LmdbTree) -> list[tuple[bytes, int]]:
         """(first key, page) of each child; the first child's key says nothing."""
         children: list[tuple[bytes, int]] = []
         spans: list[tuple[int, int]] = []
@@ -249,7 +248,8 @@ class PageFile:
             key = page[at + _NODE : at + _NODE + key_nbytes]
             children.append((key, low | middle << 16 | high << 32))
         _check_spans(page, number, spans)
-        if len(children) < 2 or any(a >= b for (a, _), (b, _) in pairwise(children[1:])):
+        order = [_order(key, tree) for key, _ in children[1:]]
+        if not order or any(a >= b for a, b in pairwise(order)):
             raise Torn(f"the children of page {number} are out of order")
         return children
 
@@ -280,6 +280,11 @@ class PageFile:
         if not nodes:
             raise Torn(f"page {number} is an empty leaf")
         return nodes
+
+
+def _order(key: bytes, tree: LmdbTree) -> bytes:
+    """What keys are sorted by: an integer's first byte is its least."""
+    return key[::-1] if tree.flags & INTEGER_KEYS else key
 
 
 def _kind(page: bytes) -> int:
