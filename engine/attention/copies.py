@@ -181,13 +181,17 @@ class WorkingCopies:
         start = self._take(size, busy)
         if start is None:
             return None
-        runs, at = [], start
+        return WorkingCopy(start, size, self._views(start, capacity))
+
+    def _views(self, start: int, capacity: int) -> list[torch.Tensor]:
+        """Of each run the part of the buffer that a copy at `start` has for it."""
+        views = []
         for run in self._kv.runs:
             _, parts, _, heads, dim = run.shape
-            end = at + parts * heads * capacity * dim
-            runs.append(self._buffer[at:end].view(parts, heads, capacity, dim))
-            at = end
-        return WorkingCopy(start, size, runs)
+            end = start + parts * heads * capacity * dim
+            views.append(self._buffer[start:end].view(parts, heads, capacity, dim))
+            start = end
+        return views
 
     def _take(self, size: int, busy: set[int]) -> int | None:
         """Room for a copy. Copies of ended sequences go before more memory is touched than a
@@ -196,10 +200,26 @@ class WorkingCopies:
             if (start := self._make_room(size, limit)) is not None:
                 return start
         for sequence_id in [known for known in self._running if known not in busy]:
+            if self._free.total >= size:
+                break
             self._give_up(sequence_id)
-            if (start := self._free.take(size, len(self._buffer))) is not None:
-                return start
-        return None
+        if self._free.total < size:
+            return None
+        if (start := self._free.take(size, len(self._buffer))) is None:
+            self._close_gaps()
+            start = self._free.take(size, len(self._buffer))
+        return start
+
+    def _close_gaps(self) -> None:
+        """Move the copies together: a long prompt needs what is free in one piece, and without a
+        copy each of its steps takes many times as long (docs/measurements, "Working copies")."""
+        elements, end = self._buffer.numpy(), 0  # unlike torch, NumPy copies between what overlaps
+        for copy in sorted(self._running.values(), key=lambda copy: copy.start):
+            if copy.start > end:
+                elements[end : end + copy.size] = elements[copy.start : copy.start + copy.size]
+                copy.start, copy.runs = end, self._views(end, copy.capacity)
+            end += copy.size
+        self._free = FreeRanges(len(elements), end)
 
     def _make_room(self, size: int, limit: int) -> int | None:
         if size > limit:
@@ -260,8 +280,13 @@ class Rows:
 class FreeRanges:
     """What is free of [0, size): a range is taken at the lowest place where it fits."""
 
-    def __init__(self, size: int) -> None:
-        self._ranges = [(0, size)]  # sorted, none beside another
+    def __init__(self, size: int, first: int = 0) -> None:
+        """The elements before `first` are taken."""
+        self._ranges = [(first, size)]  # sorted, none beside another
+
+    @property
+    def total(self) -> int:
+        return sum(end - start for start, end in self._ranges)
 
     def take(self, size: int, limit: int) -> int | None:
         """The start of a range of `size` that ends at or below `limit`, or None."""

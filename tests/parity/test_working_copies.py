@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count, pairwise
 
 import numpy as np
@@ -196,6 +197,27 @@ def test_copies_lie_apart_and_within_the_budget() -> None:
         ranges = sorted((copy.start, copy.start + copy.size) for copy in everyone)
         assert all(one[1] <= other[0] for one, other in pairwise(ranges))
         assert ranges[-1][1] * 4 <= 1 << 18
+
+
+@pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
+def test_free_memory_in_pieces_serves_a_long_prompt(layers: tuple[LayerLayout, ...]) -> None:
+    """Short sequences that lie between ended long ones left no room for a copy in one piece."""
+    pool = Pool(layers)
+    token_bytes = pool.copies._token_items * torch.float32.itemsize
+    pool = Pool(layers, 4096 * token_bytes)
+    prompts = {number: 100 if number % 2 else 600 for number in range(8)}  # 256 and 768 in a copy
+    spans = [
+        replace(span(number, [number], 0, 5), num_prompt_tokens=prompt)
+        for number, prompt in prompts.items()
+    ]
+    pool.check_step(spans)
+    for number in range(0, 8, 2):
+        pool.fast.forget(number)
+    later = [replace(one, start=5) for one in spans[1::2]]
+    long = replace(span(99, [9], 0, 5), num_prompt_tokens=1500)
+    pool.check_step([later[0], long, *later[1:]])
+    assert 99 in pool.copies._running
+    pool.check_step([replace(one, start=one.start + 5) for one in (*later, long)])
 
 
 def test_a_system_that_promises_less_memory_gives_fewer_copies() -> None:
