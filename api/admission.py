@@ -1,10 +1,10 @@
-"""From a checked body to an answer on its way: limits, hold, engine, delivery.
+"""Admission of a request: from a checked body to the start of its delivery.
 
     Job ─► claim ─► place ─► permit (limits) ─► charge (hold) ─► generation (engine) ─► Delivery
 
-Each step pushes its undoing on one `AsyncExitStack`. It unwinds when a step refuses, or else when
-the delivery has ended. An undoing that has nothing left to undo does nothing: a settled charge is
-not voided, a kept answer keeps its claim, and a finished generation is not aborted.
+Each step pushes its cleanup on one `AsyncExitStack`, which unwinds when a step refuses or when the
+delivery has ended. A cleanup does nothing if nothing is left to clean up: a settled charge is not
+voided, a stored answer keeps its claim, and a finished generation is not aborted.
 """
 
 import hashlib
@@ -42,13 +42,13 @@ from engine.bounds import check_params
 from engine.structure import Grammar, GrammarSource
 from tiers.blocks.keys import CacheScope
 
-USER_CHARS, TAG_CHARS, TAG_VALUE_CHARS, TAGS_MOST = 256, 64, 512, 16  # what the ledger keeps
+USER_CHARS, TAG_CHARS, TAG_VALUE_CHARS, TAGS_MOST = 256, 64, 512, 16  # the ledger's bounds
 
 
 def scope_for(
     salts: Salts, model: ServedModel, principal: Principal, share: str | None
 ) -> CacheScope:
-    """The model's scope with the salt of the tenant, or of the group that it shares in."""
+    """The model's scope, with the salt of the tenant or of the requested sharing group."""
     salt = salts.of_group(share, principal.tenant) if share else salts.of_tenant(principal.tenant)
     return replace(model.scope, tenant=salt)
 
@@ -56,11 +56,10 @@ def scope_for(
 def request_context(
     request: Request, principal: Principal, raw: bytes, body: GenerationBody
 ) -> RequestContext:
-    """Who asked, and for what, as the ledger keeps it.
+    """The caller and the request's labels, as the ledger stores them.
 
-    The fingerprint tells a retry of the same request from a new one: the same body under the same
-    API key, and under the same Idempotency-Key or else by a client library that says
-    x-stainless-retry-count.
+    The fingerprint distinguishes a retry from a new request. A retry has the same body, API key and
+    Idempotency-Key, or comes from a client library that sends x-stainless-retry-count.
     """
     name = single_header(request, IDEMPOTENCY_KEY)
     asked = f"{principal.tenant}\0{principal.key_id}\0{request.url.path}\0{name}\0".encode()
@@ -80,7 +79,7 @@ def request_context(
 
 
 def _tags(metadata: object) -> tuple[tuple[str, str], ...]:
-    """The pairs that the ledger keeps of a request's `metadata`, within OpenAI's bounds."""
+    """The pairs of a request's `metadata` that the ledger stores, within OpenAI's bounds."""
     if not isinstance(metadata, dict):
         return ()
     pairs = ((_label(k, TAG_CHARS), _label(v, TAG_VALUE_CHARS)) for k, v in metadata.items())
@@ -88,7 +87,7 @@ def _tags(metadata: object) -> tuple[tuple[str, str], ...]:
 
 
 def _label(text: object, most: int) -> str:
-    """A label of the client's own; empty where it is none, too long, or does not print."""
+    """A label from the client; empty if it is no text, too long or not printable."""
     is_label = isinstance(text, str) and len(text) <= most and text.isprintable()
     return str(text) if is_label else ""
 
@@ -98,7 +97,7 @@ def trail_of(request: Request) -> Trail:
 
 
 def asked_for(request: Request, body: GenerationBody) -> Asked:
-    """The vendor parts asked for, by the body's `cachesvc` or by the header X-Cachesvc."""
+    """The requested vendor parts, from the body's `cachesvc` or the header X-Cachesvc."""
     words = {word.strip() for word in request.headers.get("x-cachesvc", "").lower().split(",")}
     extension = body.extension
     return Asked(
@@ -108,7 +107,7 @@ def asked_for(request: Request, body: GenerationBody) -> Asked:
 
 
 def check_size(wire: Collaborators, body: GenerationBody, num_prompts: int) -> None:
-    """Refuses more choices than one request may have."""
+    """Raises InvalidRequest for more choices than one request may have."""
     choices = num_prompts * (body.n or 1)
     if choices > wire.settings.max_choices:
         raise InvalidRequest(
@@ -126,10 +125,10 @@ async def deliver(
     wire_format: WireFormat,
     raw: bytes,
 ) -> Response:
-    """Admits the job and returns the response that will carry its answer, or a kept one again.
+    """Admits the job and returns the response that will carry its answer, or a stored answer.
 
-    What the request acquires on the way is pushed on one stack. A refusal unwinds it here; an
-    admitted request takes it along, and its `_Ending` unwinds it after the last byte.
+    All that the request acquires is pushed on one stack. A refusal unwinds it here. After
+    admission, `_Ending` unwinds it after the last byte.
     """
     check_params(job.params, job.model.vocab_size)
     publisher = None
@@ -178,7 +177,7 @@ async def deliver(
 
 
 class _Ending:
-    """How a request ends: its journal and log entries, and the return of all that it holds."""
+    """The end of a request: its journal and log entries, and the release of all that it holds."""
 
     def __init__(
         self,
@@ -205,7 +204,7 @@ class _Ending:
     def refused(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        """Notes the refusal in the journal, where one ends the stack."""
+        """Records in the journal a refusal that unwinds the stack."""
         if error is not None:
             self._wire.journal.refuse(
                 self._job,
@@ -220,7 +219,7 @@ class _Ending:
         await permit.close(self._usage)
 
     def begin(self, generation: Generation, held: AsyncExitStack) -> None:
-        """The engine has the request. What it holds is given back by its delivery from now on."""
+        """The engine has the request. From now on the delivery releases what it holds."""
         self._wire.journal.begin(
             self._job,
             self._principal,
@@ -266,7 +265,7 @@ class _Ending:
             self._log.add(error=type(delivered.error).__name__)
 
     def _remember(self, served: Served) -> None:
-        """A turn's tokens, for the next turn to be compared with."""
+        """Remembers a turn's tokens, to compare the next turn with."""
         conversations, turn = self._wire.conversations, self._job.turn
         if conversations is not None and turn is not None and served.outcome is Outcome.FINISHED:
             conversations.remember(

@@ -1,7 +1,7 @@
-"""The application: `create_app` joins the routes, the middleware and the passed-in collaborators.
+"""The application: `create_app` joins the routes, the middleware and the collaborators.
 
-Nothing is built here and nothing is global: `app.state.wire` holds the collaborators, the rest of
-the state belongs to the running loop. `cachesvc.service` calls this once per server.
+There is no global state: `app.state.wire` holds the collaborators, and the rest belongs to the
+running loop. `cachesvc.service` calls this once per server.
 """
 
 import asyncio
@@ -74,9 +74,9 @@ def create_app(
         description=DESCRIPTION,
         version=version,
         lifespan=_lifespan,
-        docs_url=None,  # a page of scripts from elsewhere, in the origin of the dashboard
+        docs_url=None,  # it would load third-party scripts in the dashboard's origin
         redoc_url=None,
-        redirect_slashes=False,  # to a URL made of the Host header: http behind a TLS proxy
+        redirect_slashes=False,  # its URL comes from the Host header: http behind a TLS proxy
     )
     app.state.wire = wire
     app.state.deliveries = set()
@@ -97,7 +97,7 @@ def create_app(
 
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Binds the engine's outputs to this loop; at the end waits for what is still settling."""
+    """Binds the engine's outputs to this loop; at shutdown waits for unsettled deliveries."""
     app.state.wire.bridge.bind(asyncio.get_running_loop())
     try:
         yield
@@ -109,9 +109,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    """Every refusal in OpenAI's shape, or as a page where a person looks at `/admin`."""
+    """A refusal in its protocol's shape, or as a page if a browser asked for `/admin`."""
     if isinstance(error, HTTPException) and isinstance(error.__cause__, Exception):
-        # FastAPI's own 400: something stopped it from reading the body.
+        # FastAPI's own 400: reading the body failed.
         cause = error.__cause__
         error = cause if isinstance(cause, ApiError) else NotJson(SEND_JSON)
     answer = answer_to(error)
@@ -124,14 +124,14 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 
 def _encoded(request: Request, answer: Answer) -> bytes:
-    """The refusal in the shape of the protocol that the path belongs to."""
+    """The refusal in the shape of the path's protocol."""
     if request.url.path.startswith("/v1/messages"):
         return orjson.dumps(anthropic_error(answer))
     return answer.encoded()
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """A body, query or path of an admin route that does not fit, in the same shape."""
+    """The answer to an invalid body, query or path of an admin route, in the same shape."""
     assert isinstance(error, RequestValidationError), error
     found = [dict(one) | {"loc": one["loc"][1:] or one["loc"]} for one in error.errors()]
     if found[0]["type"] == "json_invalid" or found[0]["loc"] == ("body",):

@@ -1,4 +1,4 @@
-"""What the wire needs from the other packages, as protocols, and the one value that carries it.
+"""What the wire needs from the other packages: protocols, and one value that carries the parts.
 
 `cachesvc.service` builds the real parts and passes them to `api.app.create_app`; tests pass those
 of `api.testing`. The event loop alone uses them, except where a method says otherwise.
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether requests can be served now, and a sentence about it; `detail` is shown as JSON.
+    """Whether requests can be served now, with a sentence; `detail` is shown as JSON.
 
-    Not `alive`: nothing but a restart helps.
+    If `alive` is False, only a restart helps.
     """
 
     ready: bool
@@ -54,19 +54,19 @@ class WireSettings:
     write_timeout_s: float = 60.0  # disconnect a client that reads nothing for this long
     keepalive_s: float = 15.0  # send an SSE comment after this long without output
     inline_encode_chars: int = 2_000  # longer texts are tokenised in the thread pool
-    replay_turns: bool = False  # chats go on from the tokens of their last turn
+    replay_turns: bool = False  # chats continue from the tokens of their last turn
     drop_lines: tuple[str, ...] = ("claude-code-billing",)  # see api.shapes.volatile
-    perceptual_digests: bool = False  # whether contents may be named approximately
-    image_dir: Path | None = None  # of files that chats may show; None: none are read
+    perceptual_digests: bool = False  # whether contents may have approximate names
+    image_dir: Path | None = None  # folder of files that chats may show; None: no files
     default_completion_tokens: int = 16  # /v1/completions without max_tokens, as OpenAI does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collaborators:
-    """Everything the routes use; lives as `app.state.wire`, immutable."""
+    """Everything the routes use; stored as `app.state.wire`, immutable."""
 
     engine: EngineClient
-    queue: "QueueBound"  # who may still queue for it
+    queue: "QueueBound"  # bounds who may queue for it
     bridge: "OutputBridge"
     models: Mapping[str, ServedModel]  # the first is the default
     gatekeeper: "Gatekeeper"
@@ -78,15 +78,15 @@ class Collaborators:
     grammars: "GrammarPool | None" = None  # None: structured output is refused
     publisher: "Publisher | None" = None  # None: no store is shared with other servers
     conversations: "Conversations | None" = None  # None: divergences of turns are not reported
-    retention: "Retention | None" = None  # None: nothing is kept longer than it is used
+    retention: "Retention | None" = None  # None: nothing is pinned for tenants
     encoders: "FairPool"  # tokenise long texts
-    balances: Callable[[str], Tenant]  # of a tenant; may read a store, called off the loop
+    balances: Callable[[str], Tenant]  # by tenant; may read a store: called off the loop
     readiness: Callable[[], Readiness]
     render_metrics: Callable[[], tuple[bytes, str]]  # body and its content type
     settings: WireSettings
-    ledger_store: "LedgerStore | None" = None  # None: there is no usage to show
+    ledger_store: "LedgerStore | None" = None  # None: no usage to show
     receipt_keys: Mapping[str, str] = field(default_factory=dict)  # public keys in hex, by id
     responses: StoredResponses = field(default_factory=StoredResponses)
-    survey: "Survey | None" = None  # None: nothing is known to hit
+    survey: "Survey | None" = None  # None: hits cannot be predicted
     forecast: Forecast = field(default_factory=Forecast)
-    feeds: Feeds = field(default_factory=Feeds)  # listeners to what happens to blocks
+    feeds: Feeds = field(default_factory=Feeds)  # subscribers to block events

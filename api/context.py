@@ -1,7 +1,7 @@
-"""What every route does first: find its collaborators, and know the principal.
+"""What every route does first: find its collaborators and identify the principal.
 
-`RequestLog` gathers what the request's one log line says; the outermost middleware opens it and
-writes it, and every hand on the way adds its part. Nothing of a prompt, an answer or a key goes in.
+`RequestLog` gathers the fields of the request's one log line. The outermost middleware opens and
+writes it, and each step adds its part. No part of a prompt, an answer or a key goes in.
 """
 
 import time
@@ -20,7 +20,7 @@ from billing.keys import Principal, Scope
 
 @dataclass(slots=True)
 class RequestLog:
-    """One request's log line in the making."""
+    """The fields of one request's log line."""
 
     request_id: str
     arrival_ns: int = field(default_factory=time.monotonic_ns)
@@ -28,7 +28,7 @@ class RequestLog:
 
     @property
     def client_id(self) -> str:
-        """The id that the client gave the request, if it did."""
+        """The client's own id for the request, if any."""
         return self.facts.get("client_request_id") or ""
 
     def add(self, **facts: Any) -> None:
@@ -49,8 +49,10 @@ async def read_body(request: Request) -> bytes:
 
 
 def _credentials(request: Request) -> str | None:
-    """The Authorization header, or Anthropic's x-api-key as one. Raises InvalidRequest for two
-    that differ."""
+    """The Authorization header, or Anthropic's x-api-key as one.
+
+    Raises InvalidRequest if both are given and differ.
+    """
     bearer, key = single_header(request, "Authorization"), single_header(request, "x-api-key")
     if key is None:
         return bearer
@@ -60,9 +62,9 @@ def _credentials(request: Request) -> str | None:
 
 
 async def authorised(request: Request, scope: Scope = Scope.INFERENCE) -> Principal:
-    """The principal, who may do `scope`.
+    """The principal, checked for `scope`.
 
-    Raises MissingKey, MissingScope, UnknownKey, and ForeignPage where no key is needed.
+    Raises MissingKey, MissingScope and UnknownKey; ForeignPage if no key is needed.
     """
     gatekeeper = wire_of(request).gatekeeper
     principal = await gatekeeper.identify(_credentials(request))

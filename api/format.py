@@ -1,4 +1,4 @@
-"""Numbers as people read them, in commands, on pages and in `cachesvc top`. Pure."""
+"""Human-readable numbers for commands, pages and `cachesvc top`. Pure."""
 
 
 def size(num_bytes: float) -> str:
@@ -26,12 +26,12 @@ def ago(age_s: float) -> str:
 
 
 def _digits(number: float) -> str:
-    """Three digits, or all before the point; never an exponent."""
+    """Three significant digits, or all digits before the point; never an exponent."""
     return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
 
 
 def number_of(number: int, one: str, many: str = "") -> str:
-    """`1 block`, `2 blocks`; `many` where an s does not make the plural."""
+    """`1 block`, `2 blocks`; `many` is an irregular plural."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 

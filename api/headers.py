@@ -1,4 +1,4 @@
-"""Headers that several parts read or write, and which client-sent names are kept."""
+"""Headers that several parts read or write, and the rule for client-sent names."""
 
 import re
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ from fastapi import Request
 
 from api.errors import InvalidRequest
 
-FIT_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")  # what of a client's own names is kept
+FIT_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")  # client-sent names that are kept
 
 
 def single_header(request: Request, name: str) -> str | None:
-    """A header that decides who pays or what is replayed: it must not be open to two readings."""
+    """A header that decides who pays or what is replayed, so it may occur only once."""
     values = request.headers.getlist(name)
     if len(values) > 1:
         raise InvalidRequest(f"The header {name} was sent {len(values)} times; send it once.")

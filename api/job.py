@@ -1,4 +1,4 @@
-"""The values of one request on its way: what to generate, its text, what it came to, its bill.
+"""The values of one request: what to generate, its text, its result and its bill.
 
 Frozen values, made on the event loop; they depend on no route and no collaborator.
 """
@@ -31,15 +31,15 @@ from tiers.policy.retention import Pin
 
 
 class DivergenceReason(StrEnum):
-    """Why a turn's tokens part from the earlier turn's although the messages agree."""
+    """Why a turn's tokens diverge from the earlier turn's although the messages are equal."""
 
-    TEMPLATE = "template"  # it writes the old messages as another text
-    TOKENIZER = "tokenizer"  # the same text, in other tokens than it was generated in
+    TEMPLATE = "template"  # it renders the old messages differently
+    TOKENIZER = "tokenizer"  # the same text, in other tokens than were generated
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """`of_tokens` the earlier turn left for messages that came again; only `at_token` match."""
+    """Of the `of_tokens` that the earlier turn left for repeated messages, `at_token` match."""
 
     at_token: int
     of_tokens: int
@@ -48,7 +48,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request's messages: `keys[i]` names the conversation up to and with message i."""
+    """One request's messages: `keys[i]` names the conversation up to and including message i."""
 
     keys: tuple[bytes, ...]
     roles: tuple[str, ...]
@@ -57,7 +57,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """One choice of an answer: what the client read, and the tokens it was generated in."""
+    """One choice of an answer: the text the client read, and the tokens generated for it."""
 
     text: str
     tokens: tuple[int, ...]
@@ -68,7 +68,7 @@ HOUR_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Requested with a prompt: keep its first `num_tokens` for this long."""
+    """A request to pin the prompt's first `num_tokens` for this long."""
 
     num_tokens: int
     for_s: float
@@ -76,10 +76,10 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The conversation that a request belongs to, by the client's name for it.
+    """The conversation of a request, by the client's name for it.
 
-    `pause_s` is how long it may pause after this request, 0 where it ends with it; None where that
-    is to be learned. While the session runs its `parent` waits.
+    `pause_s` is how long it may pause after this request: 0 if it ends, None if the pause is to be
+    learned. While the session runs, its `parent` waits.
     """
 
     name: str
@@ -89,23 +89,23 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A pin as its owner sees it. `name` is the owner's own name for it."""
+    """A tenant's pin as the tenant sees it. `name` is the tenant's own name for it."""
 
     pin: Pin[PrefixKey]
     name: str
-    expires_s: float  # by the clock on the wall
+    expires_s: float  # Unix time
 
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What settling a request came to. Amounts are decimal strings in `currency`."""
+    """The settled cost of a request. Amounts are decimal strings in `currency`."""
 
     usage: Usage = EMPTY
     currency: str | None = None
     cost: str | None = None
-    saved: str | None = None  # against the same tokens with no cache
+    saved: str | None = None  # compared with the same tokens uncached
     price_version: str | None = None
-    rate: RateRef | None = None  # the price that it was rated at
+    rate: RateRef | None = None  # the price it was rated at
     lines: tuple[Line, ...] = ()
     receipt: Callable[[], Mapping[str, Any]] | None = None  # signs when called
 
@@ -120,51 +120,51 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What to generate. `prompts` are token ids, each not empty; `stop` strings are not either."""
+    """What to generate. `prompts` are token ids. No prompt and no `stop` string is empty."""
 
     request_id: str
     model: ServedModel
     prompts: "tuple[array[int], ...]"
     params: SamplingParams
     scope: CacheScope  # with the tenant's salt
-    tenant: str = ""  # whose part of the engine it takes
+    tenant: str = ""  # whose share of the engine it uses
     stop: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()  # special tokens that are part of the answer's text
-    source: GrammarSource | None = None  # what the answer must look like
+    source: GrammarSource | None = None  # the required form of the answer
     grammar: Grammar | None = None  # `source`, compiled
-    turn: Turn | None = None  # the chat's messages, where their tokens are to be remembered
-    divergence: Divergence | None = None  # from what the chat's earlier turn left
-    message_of: Callable[[str], Mapping[str, Any]] | None = None  # an answer as chats send it back
-    replayed_tokens: int = 0  # of the prompt: as the earlier turn left them
-    dropped_lines: tuple[str, ...] = ()  # rules that dropped a line that changes each time
+    turn: Turn | None = None  # the chat's messages, if their tokens are to be remembered
+    divergence: Divergence | None = None  # from the tokens of the chat's earlier turn
+    message_of: Callable[[str], Mapping[str, Any]] | None = None  # an answer as chats resend it
+    replayed_tokens: int = 0  # of the prompt, reused from the earlier turn
+    dropped_lines: tuple[str, ...] = ()  # rules that dropped a volatile line
     cache: bool = True
     keeps: tuple[Keep, ...] = ()  # of its one prompt
     session: Session | None = None
-    stream: bool = False  # text is sent as it comes, else the whole answer at its end
+    stream: bool = False  # send text as it comes, else the whole answer at once
     arrival_ns: int = 0
     context: RequestContext = field(default_factory=RequestContext)  # for the ledger
-    contents: tuple[tuple[Content, ...], ...] = ()  # of each prompt; none where it is empty
-    pictures: tuple[Picture, ...] = ()  # that native contents of its one prompt are tiles of
+    contents: tuple[tuple[Content, ...], ...] = ()  # of each prompt; empty: no contents
+    pictures: tuple[Picture, ...] = ()  # the images behind the native contents of its one prompt
 
     def only_prompt(self) -> "Job":
-        """The same prompt with no answer, and no turn to be remembered."""
+        """The same prompt without an answer and without a turn to remember."""
         params = replace(self.params, max_tokens=0, min_tokens=0)
         return replace(self, params=params, source=None, turn=None)
 
     @property
     def max_output(self) -> int:
-        """The most output tokens that all choices together may have."""
+        """The maximum of output tokens over all choices together."""
         limit = self.params.max_tokens
         return (self.model.max_context if limit is None else limit) * self.num_choices
 
     @property
     def tokens_for_1h(self) -> int:
-        """Leading tokens that are to be kept for an hour or longer."""
+        """Leading tokens to pin for an hour or longer."""
         return max((keep.num_tokens for keep in self.keeps if keep.for_s >= HOUR_S), default=0)
 
     @property
     def tokens_marked(self) -> int:
-        """Leading tokens that the request asked to keep."""
+        """Leading tokens that the request asked to pin."""
         return max((keep.num_tokens for keep in self.keeps), default=0)
 
     @property
@@ -184,7 +184,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of one choice. `tokens` are those behind it that were not told of before."""
+    """New text of one choice. `tokens` are the tokens not reported before."""
 
     choice: int  # index in the answer: prompt number * n + sequence index
     text: str
@@ -196,18 +196,18 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a request came to, and the `usage` that is billed for it."""
+    """The result of a request and its billed `usage`."""
 
     outcome: Outcome
     usage: Usage
     miss_reasons: Mapping[MissReason, int]
     timeline: Timeline  # of the first prompt
     error: str | None = None
-    approximate_tokens: int | None = None  # hits across perceptual contents; None: there were none
+    approximate_tokens: int | None = None  # hits across perceptual contents; None: no such contents
     lookups: tuple[Lookup, ...] = ()  # of the prompts that were admitted
     finishes: tuple[FinishReason | None, ...] = ()  # of the choices
-    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # by prompt, where asked for
-    transcripts: tuple[Transcript, ...] = ()  # of the choices, where the job is a chat's turn
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # by prompt, if requested
+    transcripts: tuple[Transcript, ...] = ()  # of the choices, if the job is a chat's turn
     divergence: Divergence | None = None
     replayed_tokens: int = 0
     dropped_lines: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Headers of our pages: browsers run our files only and show the page nowhere else."""
+"""Security headers of our pages: browsers run only our files and show the page in no frame."""
 
 import base64
 import hashlib
@@ -11,7 +11,7 @@ POLICY: Final = (
 HEADERS: Final = {
     "X-Frame-Options": "DENY",
     "X-Content-Type-Options": "nosniff",
-    # Not no-referrer: that would make browsers send `Origin: null` with our own forms.
+    # Not no-referrer, which would make browsers send `Origin: null` with our own forms.
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -20,7 +20,7 @@ HEADERS: Final = {
 
 
 def with_style(page: str) -> dict[str, str]:
-    """The headers of a page that is itself alone: nothing but its `<style>` is allowed."""
+    """The headers of a self-contained page: only its own `<style>` is allowed."""
     style = page.partition("<style>")[2].partition("</style>")[0]
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     rest = "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"

@@ -1,7 +1,7 @@
-"""The outermost middleware: names each request, answers what nobody caught, writes its one line.
+"""The outermost middleware: request ids, uncaught errors, and one log line per request.
 
-The id is the client's X-Request-Id where that is a fit name, and goes out with every answer. Pure
-ASGI, so that a stream passes through without a copy.
+The id is the client's X-Request-Id if that is a valid name. Every answer carries it. Pure ASGI, so
+that a stream passes through without a copy.
 """
 
 import logging
@@ -21,7 +21,7 @@ from billing.gate.outcomes import Outcome
 logger = logging.getLogger(__name__)
 request_logger = structlog.get_logger("api.request")
 
-QUIET = frozenset({"/health", "/health/ready", "/metrics"})  # asked every few seconds
+QUIET = frozenset({"/health", "/health/ready", "/metrics"})  # polled every few seconds
 
 
 class RequestLogger:
@@ -62,7 +62,7 @@ class RequestLogger:
             self._write(log, status)
 
     def _write(self, log: RequestLog, status: int | None) -> None:
-        """`status` is None where nothing was sent: the client had gone."""
+        """`status` is None if nothing was sent because the client had disconnected."""
         path = log.facts.get("path")
         if path in QUIET and status == 200:
             return
@@ -77,7 +77,7 @@ class RequestLogger:
 
 
 def request_id() -> str:
-    """A new id: 128 random bits as 32 hex digits. The ledger is unique by it."""
+    """A new id: 128 random bits as 32 hex digits. Ids are unique in the ledger."""
     return uuid.uuid4().hex
 
 

@@ -11,7 +11,7 @@ from tiers.blocks.keys import CacheScope
 
 
 class EngineClient(Protocol):
-    """The engine's face: thread-safe, never blocking."""
+    """The engine's interface for the wire: thread-safe, never blocking."""
 
     def submit(self, request: Request) -> None: ...
 
@@ -28,7 +28,7 @@ class EngineClient(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. Calls may come from several threads at once."""
+    """Text to ids and back. Thread-safe."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -73,7 +73,7 @@ class Tokenizer(Protocol):
 
 
 class Detokenizer(Protocol):
-    """One sequence's ids to text that is safe to send; finds stop strings."""
+    """Turns one sequence's ids into text that is safe to send; finds stop strings."""
 
     stopped: bool
     stop_string: str | None
@@ -84,21 +84,20 @@ class Detokenizer(Protocol):
 
 
 class NewDetokenizer(Protocol):
-    """Makes a detokenizer from stop strings, and the special tokens that are text here."""
+    """Makes a detokenizer from stop strings and the special tokens to show as text."""
 
     def __call__(self, stop: Sequence[str], *, shown: Sequence[str] = ()) -> Detokenizer: ...
 
 
 class ImageReader(Protocol):
-    """How a model sees images; see `engine.vision.pictures`. Calls may come from several threads
-    at once."""
+    """How a model reads images; see `engine.vision.pictures`. Thread-safe."""
 
     @property
     def tile_tokens(self) -> int: ...
 
     @property
     def mark(self) -> str:
-        """What a chat template writes where an image stands."""
+        """What a chat template writes in place of an image."""
         ...
 
     def read(self, data: bytes) -> Picture: ...
@@ -112,10 +111,10 @@ class ImageReader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A name that clients may ask for: the base model, or an adapter on it.
+    """A model name for clients: the base model, or an adapter on it.
 
-    `scope` lacks only the tenant's salt. `detokenizer` makes one per sequence. `max_context` is
-    what the engine can hold of prompt and answer together.
+    `scope` lacks only the tenant's salt. `detokenizer` makes one per sequence. `max_context` is the
+    maximum of prompt and answer tokens together.
     """
 
     name: str
@@ -124,7 +123,7 @@ class ServedModel:
     scope: CacheScope
     max_context: int
     vocab_size: int
-    images: ImageReader | None = None  # None: it sees none
+    images: ImageReader | None = None  # None: the model takes no images
     adapter: str | None = None
     parent: str | None = None
     created: int = 0  # Unix seconds
@@ -132,9 +131,9 @@ class ServedModel:
 
     @property
     def max_chars(self) -> int:
-        """A longer text has more tokens than the context, whatever it says.
+        """A text longer than this has more tokens than the context, whatever it contains.
 
-        A token stands for as many bytes of the text as tokenizers see; where they compose it first
-        (Unicode's NFC), up to four characters have become one.
+        It follows from the longest token in bytes. If the tokenizer composes the text first
+        (Unicode's NFC), up to four characters may become one.
         """
         return 4 * self.tokenizer.max_token_bytes * self.max_context

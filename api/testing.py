@@ -1,8 +1,8 @@
-"""Fakes of everything the wire works with, for tests in process: no model, no threads but its own.
+"""Fakes of everything the wire uses, for tests in process, without a model.
 
-`ScriptedEngine` answers by a `Script`: what the prompt's counts are, which tokens come, when it
-fails or waits. It delivers as the real engine does, from another thread, one call per step, and
-keeps the same promise: every accepted request gets exactly one `last` output.
+`ScriptedEngine` follows a `Script`: the prompt's counts, the tokens, and when to fail or wait. Like
+the real engine it delivers from another thread, one call per step, and every accepted request gets
+exactly one `last` output.
 """
 
 import threading
@@ -53,7 +53,7 @@ EOS = 256
 VOCAB_SIZE = 257
 
 
-TEMPLATE = "{{ tools }} <tool_call>"  # what the wire learns a style from
+TEMPLATE = "{{ tools }} <tool_call>"  # from which the wire finds the style
 
 
 class OpenGate:
@@ -114,11 +114,11 @@ class Script:
     answer: str | None = None
     hits: Mapping[str, int] = field(default_factory=dict)  # hit_device=..., the rest misses
     reasons: Mapping[MissReason, int] | None = None
-    lookup: Lookup | None = None  # what the cache is said to have answered
+    lookup: Lookup | None = None  # the cache's answer
     refuse: Exception | None = None  # raised by submit
     fail_after: int | None = None  # tokens until the engine fails
     step_s: float = 0.0
-    stall: bool = False  # admitted, then nothing until aborted
+    stall: bool = False  # admitted, then silent until aborted
     wait: bool = False  # never admitted, until aborted
     tokens_per_step: int = 1
     wait_s: Mapping[str, float] = field(default_factory=dict)  # predicted, by tenant
@@ -328,7 +328,7 @@ class CountingCharge:
 
 
 class CountingMeter:
-    """A `Meter` that remembers its charges."""
+    """A `Meter` that records its charges."""
 
     def __init__(self) -> None:
         self.charges: list[CountingCharge] = []
@@ -376,7 +376,7 @@ def byte_model(
 
 
 def rich_tenant(name: str) -> Tenant:
-    """An account with ten granted and a hundred paid."""
+    """An account with a grant of ten and a payment of a hundred."""
     return Tenant(name, "CNY", 0, False, 0, 10 * UNITS, 100 * UNITS, 0, 0, 1)
 
 
@@ -411,7 +411,7 @@ def fake_house(
     retention: Retention | None = None,
     survey: Survey | None = None,
 ) -> FakeHouse:
-    """A whole wire over a `ScriptedEngine`; pass what the test is about."""
+    """A whole wire over a `ScriptedEngine`; pass the parts under test."""
     bridge = OutputBridge()
     engine = ScriptedEngine(bridge.deliver)
     counting = CountingMeter()

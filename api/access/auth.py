@@ -15,29 +15,32 @@ from typing import Protocol
 from api.errors import MissingKey, MissingScope
 from billing.keys import Principal, Scope
 
-MAX_DERIVED = 10_000  # salts that are kept in memory
-EVERYONE = "*"  # as a member of a sharing group: every tenant
+MAX_DERIVED = 10_000  # salts kept in memory
+EVERYONE = "*"  # as a member of a sharing group, stands for every tenant
 
 
 class Gatekeeper(Protocol):
-    """Turns the Authorization header into a principal, or raises MissingKey, UnknownKey and kin."""
+    """Turns the Authorization header into a principal.
+
+    Raises MissingKey, UnknownKey and related errors.
+    """
 
     async def identify(self, authorization: str | None) -> Principal: ...
 
 
 class KeyRing(Protocol):
-    """The part of `billing.accounts.Accounts` that the gate asks."""
+    """The part of `billing.accounts.Accounts` that the gate uses."""
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it has just looked into its store, so that it answers from memory for now."""
+        """Whether the store was read recently enough that memory can answer."""
         ...
 
     @property
     def requires_keys(self) -> bool: ...
 
     def recall(self, key: str) -> Principal | None:
-        """The owner of a key, from memory; None if only `authenticate` can tell."""
+        """The owner of a key, from memory; None if only `authenticate` can know."""
         ...
 
     def authenticate(self, key: str) -> Principal: ...
@@ -46,11 +49,11 @@ class KeyRing(Protocol):
 
 
 class KeyGate:
-    """Asks the accounts. Keys are needed when `required`, and always once one was made.
+    """Checks keys against the accounts.
 
-    While none is, every request belongs to the open tenant, whatever key a client library sends.
-    A key ring that looks into its store now and then does so on a thread; between two looks its
-    memory answers on the event loop.
+    A key is needed when `required`, and always once one exists. Until then every request belongs to
+    the open tenant, whatever key a client library sends. A key ring reads its store on a worker
+    thread. Between two reads its memory answers on the event loop.
     """
 
     def __init__(self, keys: KeyRing, *, required: bool = False) -> None:
@@ -64,7 +67,8 @@ class KeyGate:
         return known if known is not None else await asyncio.to_thread(self._look, token)
 
     def _recall(self, token: str | None) -> Principal | None:
-        """From memory alone; None where the store must be asked, or the answer is a refusal."""
+        """The principal, from memory alone; None if only the store can decide, or if it is a
+        refusal."""
         if not self._keys.is_fresh:
             return None
         if not (self._required or self._keys.requires_keys):
@@ -97,7 +101,7 @@ class Salts:
         return self._derive(b"tenant", tenant)
 
     def of_group(self, group: str, tenant: str) -> bytes:
-        """The salt that all members share. Raises MissingScope for any other tenant."""
+        """The salt that all members share. Raises MissingScope for a tenant outside the group."""
         members = self.groups.get(group, frozenset())
         if tenant not in members and EVERYONE not in members:
             raise MissingScope(
@@ -108,12 +112,12 @@ class Salts:
         return self.group_salt(group)
 
     def group_salt(self, group: str) -> bytes:
-        """The same, for the server's own use: nobody's membership is checked."""
+        """The same salt for the server's own use, without a membership check."""
         return self._derive(b"group", group)
 
     def _derive(self, kind: bytes, name: str) -> bytes:
         salt = self._derived.get((kind, name))
-        if salt is None:  # OpenSSL lets other threads run meanwhile, and the event loop waits
+        if salt is None:  # OpenSSL releases the GIL here, which would stall the event loop
             salt = hmac.digest(self.secret, kind + b"\0" + name.encode(), hashlib.sha256)
             if len(self._derived) >= MAX_DERIVED:
                 self._derived.clear()
@@ -122,7 +126,7 @@ class Salts:
 
 
 def require(principal: Principal, scope: Scope) -> None:
-    """Raises MissingScope, with the command that makes a fitting key."""
+    """Raises MissingScope, naming the command that makes a suitable key."""
     if not principal.may(scope):
         raise MissingScope(
             f"This API key lacks the scope '{scope}'; use one that has it, made with "
@@ -131,6 +135,6 @@ def require(principal: Principal, scope: Scope) -> None:
 
 
 def bearer_token(authorization: str | None) -> str | None:
-    """The key of an `Authorization: Bearer KEY` header; None when there is none."""
+    """The key in an `Authorization: Bearer KEY` header; None if there is no such header."""
     scheme, _, token = (authorization or "").partition(" ")
     return token.strip() or None if scheme.lower() == "bearer" else None

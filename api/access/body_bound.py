@@ -1,8 +1,7 @@
-"""The bounds on request bodies: of each, and of all that are in memory at once.
+"""Bounds on request bodies: on each one, and on all that are in memory at once.
 
-They hold for every route and every reader: ours, or the framework, which reads the body
-of an admin route before any dependency asks who sent it. Pure ASGI; a body passes through without a
-copy.
+They apply to every route and every reader. The framework reads the body of an admin route before
+any dependency has checked the caller. Pure ASGI; a body passes through without a copy.
 """
 
 from collections.abc import MutableMapping
@@ -17,10 +16,10 @@ BODIES_AT_ONCE: Final = 16  # bodies of the largest size that fit in memory toge
 
 
 class BodyBound:
-    """Ends a body larger than `max_bytes` as soon as that is known, by BodyTooLarge.
+    """Rejects a body larger than `max_bytes`, with BodyTooLarge, as soon as that is known.
 
-    All bodies together have room for `BODIES_AT_ONCE` of that size, which tenants share. A body
-    counts until its route has read and parsed it, which is when the next message is asked for.
+    All bodies together may take `BODIES_AT_ONCE` times that size, which tenants share. A body
+    counts until its route has read and parsed it, that is, until the next message is requested.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -71,7 +70,7 @@ class _Body:
     def _take(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
         self._check(self._num_bytes)
-        if not self._taken:  # a route knows who asks before it reads a body
+        if not self._taken:  # a route identifies the caller before it reads a body
             self._tenant = self._scope["state"]["request_log"].facts.get("tenant", OPERATOR)
         if not self._shares.take(self._tenant, num_bytes):
             raise Overloaded(

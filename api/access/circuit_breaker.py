@@ -1,5 +1,7 @@
-"""A store of limits that fails is left alone for a while, so that one request waits for it in vain
-and not each. Limits are off meanwhile. Event loop only.
+"""Leaves a failing store of limits alone for a while.
+
+One request waits for the store in vain, instead of every request. Limits are off meanwhile. Event
+loop only.
 """
 
 import logging
@@ -12,7 +14,7 @@ PAUSE_S = 3.0
 
 
 class CircuitBreaker:
-    """Begins with a failure, and lasts `PAUSE_S` from the latest one."""
+    """Opens at a failure and stays open for `PAUSE_S` after the latest one."""
 
     def __init__(self, *, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s

@@ -1,9 +1,9 @@
-"""Places: how many requests of one key or tenant run at once, on this server or over many.
+"""Concurrency limits: how many requests of one key or tenant run at once, on one server or many.
 
 `LocalPlaces` counts in memory. `RedisPlaces` keeps a sorted set for each holder, with a member for
-every running request, scored by the end of its lease by Redis' own clock. A server renews the
-leases of its requests while it lives, so the places of one that was killed come back by
-themselves. A store that does not answer lets requests in. Event loop only.
+each running request. A member's score is the end of its lease by Redis' own clock. A server renews
+the leases of its requests while it runs, so the places of a killed server become free again. If the
+store does not answer, requests are let in. Event loop only.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 LEASE_S = 30.0
 RENEWALS_PER_LEASE = 3
 
-# KEYS: a set for each holder; ARGV: member, lease in seconds, then each holder's places.
-# Gives 0 once the member is in every set, or the number of the first that is full.
+# KEYS: a set for each holder; ARGV: member, lease in seconds, then each holder's places. Returns 0
+# once the member is in every set, else the number of the first set that is full.
 _ENTER = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
@@ -55,12 +55,12 @@ class Holder(NamedTuple):
 
 
 class Places(Protocol):
-    """Takes and gives back places of several holders at once."""
+    """Takes and releases places of several holders at once."""
 
     async def enter(self, member: str, wanted: Mapping[Holder, int]) -> Holder | None:
-        """Takes one place of each holder in `wanted`, which has so many; all or none.
+        """Takes one place of each holder, or none at all. `wanted` maps each holder to its limit.
 
-        None when taken, else the holder that is full.
+        Returns None when taken, else the holder that is full.
         """
         ...
 
@@ -92,7 +92,7 @@ class LocalPlaces:
                 del self._running[holder]
 
     async def close(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: there is no connection."""
 
 
 class RedisPlaces:
@@ -135,7 +135,8 @@ class RedisPlaces:
         return None
 
     async def leave(self, member: str) -> None:
-        """Where the store does not answer, the place comes back with its lease."""
+        """Gives the places back. If the store does not answer, they become free when the lease
+        ends."""
         name = self._name(member)
         sets = self._members.pop(name, ())
         if self._breaker.lasts:
@@ -155,7 +156,7 @@ class RedisPlaces:
         return f"{self._server}:{member}"
 
     async def _keep_leases(self) -> None:
-        """Runs while the server has requests under a limit."""
+        """Renews leases while this server has requests under a limit."""
         while True:
             await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
             places = [(key, name) for name, sets in self._members.items() for key in sets]

@@ -1,8 +1,8 @@
-"""Threads that tenants share. They are served in turn, not in one queue.
+"""Threads that tenants share, served in turn rather than from one queue.
 
-A plain pool serves in the order of arrival, so thirty slow grammars of one tenant would stand
-before the first one of every other. The work releases the interpreter lock, or runs in a child
-process, so a few threads keep the event loop free.
+A plain pool serves in order of arrival, so thirty slow grammars of one tenant would delay every
+other tenant's first. The work releases the interpreter lock or runs in a child process, so a few
+threads are enough to keep the event loop free.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ Made = TypeVar("Made")
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One piece of work, and where its result is waited for."""
+    """One piece of work and the future of its result."""
 
     tenant: str
     work: Callable[[], Any]
@@ -30,9 +30,9 @@ class _Call:
 
 
 class FairPool:
-    """Runs `num_threads` calls at once. `max_pending` bounds all that run or wait. Event loop only.
+    """Runs `num_threads` calls at once. `max_pending` bounds running and waiting calls together.
 
-    Invariant: no thread is idle while a call waits.
+    Invariant: no thread is idle while a call waits. Event loop only.
     """
 
     def __init__(self, num_threads: int, *, max_pending: int, name: str, what: str) -> None:
@@ -47,7 +47,7 @@ class FairPool:
         return self._shares.used
 
     async def run(self, tenant: str, work: Callable[[], Made]) -> Made:
-        """What `work` gives, made on a thread. Raises Overloaded, and what `work` raises."""
+        """The result of `work`, run on a thread. Raises Overloaded, and whatever `work` raises."""
         if not self._shares.take(tenant):
             raise Overloaded(
                 f"{self._shares.used} {self._what}, {self._shares.held(tenant)} of them of this "
@@ -62,11 +62,11 @@ class FairPool:
             self._withdraw(call)
 
     def close(self) -> None:
-        """Waits for what runs."""
+        """Waits for the running calls."""
         self._threads.shutdown()
 
     def _start(self) -> None:
-        """Gives idle threads their next calls: one of each tenant in turn."""
+        """Gives idle threads their next calls, one tenant after another."""
         while self._num_idle and self._waiting:
             tenant = next(iter(self._waiting))
             calls = self._waiting.pop(tenant)
@@ -79,7 +79,7 @@ class FairPool:
 
     def _hand_over(self, call: _Call, made: "Future[Any]") -> None:
         """Called on the thread that did the work."""
-        with contextlib.suppress(RuntimeError):  # the loop has gone: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             call.result.get_loop().call_soon_threadsafe(self._end, call, made)
 
     def _end(self, call: _Call, made: "Future[Any]") -> None:
@@ -93,7 +93,7 @@ class FairPool:
         self._start()
 
     def _withdraw(self, call: _Call) -> None:
-        """Takes a call out whose waiter has gone; one that runs goes on to its end."""
+        """Removes a waiting call whose caller is gone. A running call continues to its end."""
         calls = self._waiting.get(call.tenant)
         if calls is None or call not in calls:
             return

@@ -1,12 +1,13 @@
-"""Requests, miss tokens, output tokens a minute and concurrency, by key and by tenant.
+"""Limits by key and by tenant: requests, miss tokens and output tokens a minute, and concurrency.
 
-A request is let in while each of its windows has something left, and books what it really used
-when it ends: misses and output are not known before, and hits are never booked, so good prompts
-are rewarded. A window may thus be overdrawn by what was running when it ran out; the next request
-then waits for the new window. Requests are booked at the door. Windows live in the `limits`
-library and places in `api.access.concurrency`, both in memory, or in Redis for all servers that
-share it. A store that does not answer lets requests in: limits protect the machine, the ledger
-protects the money.
+A request is admitted while each of its windows has something left. The request itself is counted at
+admission. Its miss and output tokens are counted when it ends, because they are not known before.
+So running requests can overdraw a window, and the next request then waits for a new one. Hits are
+never counted, which rewards prompts that hit.
+
+Windows live in the `limits` library and places in `api.access.concurrency`, both in memory, or in
+Redis for all servers that share it. If the store does not answer, requests are admitted: limits
+protect the machine, the ledger protects the money.
 """
 
 import secrets
@@ -30,13 +31,13 @@ from billing.usage import Usage
 if TYPE_CHECKING:
     from redis.asyncio import ConnectionPool
 
-CONCURRENCY_RETRY_S = 1  # nobody knows when a place gets free
+CONCURRENCY_RETRY_S = 1  # when a place becomes free is not known
 STORE_TIMEOUT_S = 0.5  # a Redis nearby answers in a millisecond; one that takes longer is down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """What one key or tenant may use; None is no limit. Counts are per minute."""
+    """Limits of one key or tenant: counts per minute, and concurrent requests. None is no limit."""
 
     requests: int | None = None
     miss_tokens: int | None = None
@@ -57,7 +58,7 @@ class LimitSettings:
     keys: Mapping[str, Quota] = field(default_factory=dict)
 
     def of_tenant(self, tenant: str, overrides: Mapping[str, int]) -> Quota:
-        """A tenant's quota; `overrides` are what an admin set, by field, with 0 for no limit."""
+        """A tenant's quota; `overrides` are the limits an admin set, by field; 0 is no limit."""
         quota = self.tenants.get(tenant, self.tenant)
         if not overrides:
             return quota
@@ -68,13 +69,13 @@ Overrides = Callable[[str], Mapping[str, int]]
 
 
 class Permit(Protocol):
-    """One admitted request's place; `headers` go out with its answer."""
+    """The place of one admitted request; its answer carries `headers`."""
 
     @property
     def headers(self) -> Mapping[str, str]: ...
 
     async def close(self, usage: Usage) -> None:
-        """Gives the place back and books what was used. Called once."""
+        """Gives the place back and counts what was used. Called once."""
         ...
 
 
@@ -84,7 +85,7 @@ class RateLimits(Protocol):
     async def admit(self, principal: Principal) -> Permit: ...
 
     async def close(self) -> None:
-        """Ends connections; after the last request."""
+        """Closes connections, after the last request."""
         ...
 
 
@@ -95,12 +96,12 @@ class FreePass:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     async def close(self, usage: Usage) -> None:
-        """Nothing was taken."""
+        """Does nothing: no place was taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """One per-minute limit of one holder, and the word for it in OpenAI's headers."""
+    """One per-minute limit of one holder, and its name in OpenAI's headers."""
 
     holder: Holder
     what: str
@@ -116,8 +117,8 @@ class _Reading(NamedTuple):
 class WindowLimits:
     """`RateLimits` over a store of the `limits` library. Event loop only.
 
-    `pool` holds the connections to Redis where that is the store. `overrides` tells the limits that
-    an admin set for a tenant, and blocks on nothing.
+    `pool` holds the connections if the store is Redis. `overrides` returns the limits an admin set
+    for a tenant and must not block.
     """
 
     def __init__(
@@ -178,8 +179,8 @@ class WindowLimits:
             for reading in before:
                 window = reading.window
                 if window.what == "requests" and not await self._hit_once(window):
-                    raise _refusal(reading, before)  # another took the last one meanwhile
-            return [  # only these have changed
+                    raise _refusal(reading, before)  # another request took the last one meanwhile
+            return [  # only these changed
                 await self._read(each.window) if each.window.what == "requests" else each
                 for each in before
             ]
@@ -243,7 +244,7 @@ class _Place:
 def open_limits(
     settings: LimitSettings, url: str, overrides: Overrides = lambda tenant: {}
 ) -> WindowLimits:
-    """Limits counted at `memory://` or a `redis://` URL. Raises ConfigurationError of `limits`."""
+    """Limits counted at `memory://` or a `redis://` URL. Raises `limits`' ConfigurationError."""
     if url.startswith("memory"):
         return WindowLimits(settings, open_storage(url), overrides=overrides)
     from redis.asyncio import ConnectionPool
@@ -257,7 +258,7 @@ def open_limits(
 
 
 def open_storage(url: str, **options: Any) -> Storage:
-    """The store of windows at a URL, with its errors as StorageError."""
+    """The store of windows at a URL. Its errors are raised as StorageError."""
     if not url.startswith("memory"):
         options["implementation"] = "redispy"
     storage = storage_from_string(f"async+{url}", wrap_exceptions=True, **options)
@@ -290,7 +291,7 @@ def _refusal(worst: _Reading, readings: Sequence[_Reading]) -> RateLimited:
 
 
 def _headers(readings: Sequence[_Reading]) -> dict[str, str]:
-    """OpenAI's x-ratelimit headers, of the tightest window of each kind."""
+    """OpenAI's x-ratelimit headers, from the tightest window of each kind."""
     tightest: dict[str, _Reading] = {}
     for reading in readings:
         what = reading.window.what

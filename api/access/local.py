@@ -1,9 +1,9 @@
-"""Which web pages may use a server that needs no keys: only those of this machine.
+"""Lets only web pages of this machine use a server that needs no keys.
 
 Such a server trusts everyone who reaches it. Any web page can reach it through its visitor's
-browser, by a request across origins or under a name that it has pointed at this machine (DNS
-rebinding). It then reads the answers too, other clients' tokens at /v1/cache/events among them.
-Programs send no Origin, and name an address or localhost. Event loop only.
+browser, with a cross-origin request or under a name that it has pointed at this machine (DNS
+rebinding). With such a name it can read the answers too, including other clients' tokens at
+/v1/cache/events. Programs send no Origin and name an address or localhost. Event loop only.
 """
 
 import ipaddress
@@ -15,7 +15,7 @@ from api.errors import ForeignPage
 
 
 def check_local(request: Request) -> None:
-    """Raises ForeignPage."""
+    """Raises ForeignPage for a request from a page of another site."""
     host, origin = request.headers.get("host"), request.headers.get("origin", "")
     if host is not None and not _is_address(_name_in(f"//{host}")):
         raise _refusal(f"was sent to {host[:80]!r}")
@@ -25,7 +25,7 @@ def check_local(request: Request) -> None:
 
 
 def _name_in(url: str) -> str:
-    """The host of a URL; empty where it cannot be read."""
+    """The host in a URL; empty if the URL cannot be parsed."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

@@ -1,8 +1,8 @@
-"""Early refusal: a request that would wait too long gets a 503 at once, with a time to retry.
+"""Early refusal: a request that would wait too long gets a 503 at once, with Retry-After.
 
-A server that queues without end answers everybody late. Past what it can serve, each answer comes
-after its client has given up, and the work is lost. The engine predicts the wait of a tenant's next
-request from what that tenant has waiting, its fair share and the recent rate. Event loop only.
+A server with an unbounded queue answers everybody late. Under overload each answer comes after its
+client has given up, and the work is lost. The engine predicts the wait of a tenant's next request
+from the tenant's queue, its fair share and the recent rate. Event loop only.
 """
 
 import math
@@ -12,13 +12,13 @@ from api.access.shares import Shares
 from api.errors import Overloaded, QueueTooLong
 from api.served_model import EngineClient
 
-MAX_RETRY_S: Final = 60  # OpenAI's clients heed no longer Retry-After
+MAX_RETRY_S: Final = 60  # OpenAI's clients ignore a longer Retry-After
 
 
 class QueueBound:
-    """Who may still queue for the engine: by the predicted wait, and by a tenant's share of places.
+    """Limits who may queue: by the predicted wait, and by a tenant's share of places.
 
-    Invariant: at most `max_in_flight` prompts that were let in have not been given back.
+    Invariant: at most `max_in_flight` admitted prompts have not been given back.
     """
 
     def __init__(
@@ -29,9 +29,9 @@ class QueueBound:
         self._places = Shares(max_in_flight)
 
     def check_wait(self, tenant: str, num_tokens: int = 0) -> None:
-        """Raises QueueTooLong where a prompt of `num_tokens` would wait longer than is allowed.
+        """Raises QueueTooLong if a prompt of `num_tokens` would wait longer than is allowed.
 
-        Asked with no tokens before the body is read, so that a refusal costs next to nothing.
+        It is called without tokens before the body is read, so that a refusal costs almost nothing.
         """
         wait_s, bound_s = self._engine.predicted_wait_s(tenant, num_tokens), self._max_wait_s
         if wait_s <= bound_s:
@@ -44,7 +44,7 @@ class QueueBound:
         )
 
     def enter(self, tenant: str, num_prompts: int) -> None:
-        """Takes a place for each prompt, until `leave`. Raises Overloaded."""
+        """Takes a place for each prompt until `leave`. Raises Overloaded."""
         if not self._places.take(tenant, num_prompts):
             raise Overloaded(
                 f"{self._places.used} prompts are in flight, {self._places.held(tenant)} of them "

@@ -1,19 +1,18 @@
-"""A bounded resource that tenants share, so that none of them can take it from the others."""
+"""A bounded resource that tenants share and that no tenant can monopolise."""
 
 from collections import Counter
 from typing import Final
 
-OPERATOR: Final = ""  # acts for no tenant, as the dashboard does
+OPERATOR: Final = ""  # acts for no tenant, like the dashboard
 _ALPHA = 3  # a tenant alone may hold 3/4, two tenants 3/7 each, three 3/10 each
 
 
 class Shares:
-    """Who holds how much of `capacity`. Event loop only.
+    """How much of `capacity` each tenant holds. Event loop only.
 
-    A tenant may hold up to `_ALPHA` times what is free. So something is left for a newcomer, and
-    what nobody else wants does not lie idle. The rule is that of Choudhury and Hahne,
-    "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches" (IEEE/ACM Transactions on
-    Networking 6, 1998), section II.
+    A tenant may hold up to `_ALPHA` times what is free. So something is always left for a newcomer,
+    and little lies idle. The rule comes from Choudhury and Hahne, "Dynamic Queue Length Thresholds
+    for Shared-Memory Packet Switches" (IEEE/ACM Transactions on Networking 6, 1998), section II.
 
     Invariant: the held amounts sum to `used`, which is at most `capacity`.
     """
@@ -24,7 +23,7 @@ class Shares:
         self.used = 0
 
     def take(self, tenant: str, amount: int = 1) -> bool:
-        """Takes so much for the tenant, or gives False and takes nothing."""
+        """Takes `amount` for the tenant. Returns False, and takes nothing, if that is too much."""
         free = self._capacity - self.used
         if amount > free or self._held[tenant] + amount > _ALPHA * free:
             return False

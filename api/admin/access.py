@@ -1,10 +1,9 @@
-"""Who may enter: the dependencies of every admin route.
+"""Authorisation of the admin routes, as FastAPI dependencies.
 
-`reader` lets look, `admin` lets change. Three things open the door: a session's cookie (with its
-CSRF token on every request that is no GET), `Authorization: Bearer KEY` with a key that has the
-admin scope, and the operator's token, which the running server leaves for the command line of its
-own machine. A bearer comes from a program and never from a browser by itself, so it needs no CSRF
-token.
+`reader` allows reading, `admin` allows changes. Three credentials are accepted: a session cookie
+(with its CSRF token on every request but GET), `Authorization: Bearer KEY` with a key of the admin
+scope, and the operator's token, which the running server stores for the command line on its
+machine. A browser never sends a bearer token by itself, so it needs no CSRF token.
 """
 
 import asyncio
@@ -26,16 +25,16 @@ from billing.operations.books import OpenBooks
 __all__ = ["Admin", "Books", "MayChange", "MayRead", "Role", "admin", "reader"]
 
 CSRF_HEADER = "X-CSRF-Token"
-CSRF_FIELD = "csrf_token"  # of a form that is sent without a script
+CSRF_FIELD = "csrf_token"  # in a form submitted without a script
 ACTOR_HEADER = "X-Cachesvc-Actor"  # whom the operator's token acts for: the audit log's name
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 async def reader(request: Request) -> Admin:
-    """Who asks.
+    """The caller.
 
-    Raises LoginNeeded, CsrfFailed, UnknownKey and kin for a bad key, and InvalidRequest for a NUL
-    in the address, which PostgreSQL cannot look for.
+    Raises LoginNeeded, CsrfFailed, UnknownKey and related errors for a bad key, and InvalidRequest
+    for a NUL in the address, which PostgreSQL cannot search for.
     """
     if "\0" in request.scope["path"] or b"%00" in request.scope["query_string"]:
         raise InvalidRequest(
@@ -51,7 +50,7 @@ MayRead = Annotated[Admin, Depends(reader)]
 
 
 async def admin(asking: MayRead) -> Admin:
-    """Who asks, and may change things. Raises MissingScope for a reader."""
+    """The caller, who may make changes. Raises MissingScope for a reader."""
     if asking.role is not Role.ADMIN:
         raise MissingScope(
             f"{asking.name} may look but not change anything; log in as an admin, whose password "
@@ -68,13 +67,14 @@ def _books(request: Request, _: MayRead) -> Iterator[OpenBooks]:
         yield books_of(request)
 
 
-Books = Annotated[OpenBooks, Depends(_books)]  # for who may read; what they lack is a 404
+Books = Annotated[OpenBooks, Depends(_books)]  # for readers; a missing record is a 404
 
 
 def cookie_name(request: Request) -> str:
-    """Of this server's session: browsers keep one jar for all ports of a host.
+    """The name of this server's session cookie.
 
-    Over https the name begins with `__Host-`, which binds the cookie to this very host.
+    Browsers share cookies between all ports of a host, so the name is this port's own. Over https
+    it begins with `__Host-`, which binds the cookie to this host.
     """
     port = request.url.port or (443 if is_secure(request) else 80)
     return f"{'__Host-' if is_secure(request) else ''}cachesvc_admin_{port}"
@@ -116,7 +116,7 @@ async def _by_cookie(request: Request) -> Admin:
 
 
 async def _may_stay(parts: AdminParts, session: Session) -> bool:
-    """Whether the key that a login was made with still holds; ends the key's logins if not."""
+    """Whether the key that opened the session is still valid; if not, ends all of its sessions."""
     if not session.key_id or await asyncio.to_thread(parts.keys.is_live, session.key_id):
         return True
     parts.sessions.close_all(session.admin.name)

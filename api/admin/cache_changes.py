@@ -1,4 +1,4 @@
-"""Changes that an admin makes to the cache: one path for pages and JSON, so that both do the same.
+"""An admin's changes to the cache: the one path behind pages and JSON.
 
 `CacheAdmin` makes the change durable; then the audit entry is written. Event loop only.
 """
@@ -21,7 +21,7 @@ OwnerKind = Literal["tenant", "group"]
 
 
 def cache_admin_of(request: Request) -> CacheAdmin:
-    """Raises Unsupported where the server has no cache that can be changed."""
+    """Raises Unsupported if this server's cache cannot be changed."""
     cache_admin = parts_of(request).cache
     if cache_admin is None:
         raise Unsupported("this server has no cache to change")
@@ -41,9 +41,9 @@ async def whole_prefix(
 
 
 async def must_exist(request: Request, tenant: str) -> None:
-    """A name mistyped must not end in a pin that serves nobody, or a receipt that proves nothing.
+    """Raises RecordNotFound for an unknown tenant.
 
-    Raises RecordNotFound.
+    A mistyped name must not end in a pin that serves nobody or a receipt that proves nothing.
     """
     books = parts_of(request).books
     if books is None:
@@ -53,9 +53,9 @@ async def must_exist(request: Request, tenant: str) -> None:
 
 
 async def must_be_known(request: Request, name: str) -> None:
-    """A tenant or sharing group. A name mistyped has no blocks, which looks like a cold cache.
+    """Raises RecordNotFound for a name that is neither a tenant nor a sharing group.
 
-    Raises RecordNotFound.
+    A mistyped name has no blocks, which would look like a cold cache.
     """
     books = parts_of(request).books
     if books is None or name in wire_of(request).salts.groups:
@@ -75,9 +75,9 @@ async def pin(
     until_s: float,
     why: str,
 ) -> Pin[PrefixKey]:
-    """Keep a prefix until a moment (Unix seconds); a pin of that name is replaced.
+    """Pin a prefix until a moment (Unix seconds), replacing a pin of that name.
 
-    Raises InvalidRequest where the tiers refuse it: too many blocks, a moment gone by.
+    Raises InvalidRequest if the tiers refuse it: too many blocks, or a moment in the past.
     """
     scope, keys = prefix
     try:
@@ -90,7 +90,7 @@ async def pin(
 
 
 async def unpin(request: Request, by: Admin, name: str, why: str) -> None:
-    """End a pin. Raises RecordNotFound where there is none of that name."""
+    """End a pin. Raises RecordNotFound if there is none of that name."""
     if not await cache_admin_of(request).unpin(name):
         raise RecordNotFound(
             f"there is no pin {name[:64]!r}, or it has ended; `cachesvc cache pin` lists them"
@@ -101,7 +101,8 @@ async def unpin(request: Request, by: Admin, name: str, why: str) -> None:
 async def evict(
     request: Request, by: Admin, keys: Sequence[PrefixKey], why: str, *, subject: str = ""
 ) -> Mapping[str, int]:
-    """Remove blocks from every tier, but those in use or pinned; how many were, by tier.
+    """Remove blocks from every tier, except those in use or pinned. Returns the number removed by
+    tier.
 
     `subject` is what the audit entry calls them.
     """
@@ -115,9 +116,9 @@ async def evict(
 async def purge(
     request: Request, by: Admin, kind: OwnerKind, name: str, why: str
 ) -> dict[str, Any]:
-    """Remove every block of a tenant or group from every tier; the signed receipt.
+    """Remove every block of a tenant or group from every tier. Returns the signed receipt.
 
-    Raises RecordNotFound where there is no such tenant.
+    Raises RecordNotFound for an unknown tenant.
     """
     if kind == "tenant":
         await must_exist(request, name)
@@ -128,7 +129,7 @@ async def purge(
 
 
 def _look_again(parts: AdminParts) -> None:
-    """The explorer's picture of the disk is not right any more."""
+    """Drop the explorer's snapshot of the disk, which is out of date."""
     if parts.explorer is not None:
         parts.explorer.forget_disk()
 

@@ -1,9 +1,9 @@
-"""Headers of everything under `/admin`: browsers run our files only and show them nowhere
-else, keep nothing.
+"""Security headers of everything under `/admin`.
 
-Pure ASGI, so that refusals carry the headers too. No inline script or style is allowed, and no
-other host: what an attacker gets into a page does not run. A page that carries its own style, to be
-saved and printed, is allowed that one style by its digest (`api.page_headers`).
+Browsers run only our files, show our pages in no frame and cache nothing. Inline scripts and styles
+and other hosts are forbidden, so injected content does not run. A page that carries its own style,
+to be saved and printed, is allowed that one style by its digest (`api.page_headers`). Pure ASGI, so
+that refusals carry the headers too.
 """
 
 from typing import Final

@@ -1,8 +1,8 @@
 """What the admin routes need from the other packages, as one value.
 
 `cachesvc.server.dashboard` fills it in from the running server, tests from fakes. Each area of the
-admin pages adds the fields that it needs, with a default of None where a server may lack the part;
-a route whose part is None answers that this server has none.
+admin pages adds the fields it needs. A part that a server may lack is None by default, and its
+routes answer that this server has none.
 """
 
 import asyncio
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 
 class KeyRing(Protocol):
-    """Whose key it is. May read a store: called off the event loop. Raises UnknownKey and kin."""
+    """Finds the owner of a key. May read a store, so it is called off the event loop.
+
+    Raises UnknownKey and related errors.
+    """
 
     def authenticate(self, key: str) -> Principal: ...
 
@@ -42,13 +45,13 @@ class KeyRing(Protocol):
 
 
 class PasswordBook(Protocol):
-    """Whose password it is. Slow on purpose: called off the event loop."""
+    """Finds the admin of a password. Slow on purpose, so it is called off the event loop."""
 
     def verify(self, name: str, password: str) -> Admin | None: ...
 
 
 class Trail(Protocol):
-    """Leaves an audit entry: who did what to what, how it was and is, and why. Blocks."""
+    """Leaves an audit entry: who changed what, the values before and after, and why. Blocks."""
 
     def __call__(
         self,
@@ -73,12 +76,12 @@ class History(Protocol):
         ...
 
     def over(self, series: Sequence[str], *, window_s: float) -> Mapping[str, float | None]:
-        """Each series as one number: over the window, or for `value:` as it is now."""
+        """Each series as one number: over the window, or for `value:` the current value."""
         ...
 
 
 class MemoryReader(Protocol):
-    """Blocks above the disk, those of these scopes (None: all), as `tiers.memory.view` reads them.
+    """Blocks above the disk, of the given scopes (None: all), as `tiers.memory.view` reads them.
 
     Reads in short turns between the engine's steps.
     """
@@ -87,7 +90,7 @@ class MemoryReader(Protocol):
 
 
 class CacheAdmin(Protocol):
-    """Changes the running cache; each call returns when all of it is done, on disk as well."""
+    """Changes the running cache. Each call returns when the change is complete, on disk as well."""
 
     @property
     def block_size(self) -> int: ...
@@ -103,7 +106,7 @@ class CacheAdmin(Protocol):
     async def pins(self) -> Sequence[Pin[PrefixKey]]: ...
 
     async def prefix_of(self, key: PrefixKey) -> tuple[PrefixKey, Sequence[PrefixKey]]:
-        """Scope and keys of the prefix that ends with a block; no keys where it is not whole."""
+        """Scope and keys of the prefix that ends with a block; no keys if a block is missing."""
         ...
 
     async def evict(self, keys: Sequence[PrefixKey]) -> Mapping[str, int]:
@@ -115,7 +118,7 @@ class CacheAdmin(Protocol):
         ...
 
     async def receipt(self, finished_ns: int) -> Mapping[str, Any] | None:
-        """The receipt of the purge that ended at this moment, if one is kept."""
+        """The receipt of the purge that ended at this time, if it is stored."""
         ...
 
     async def working_set(self) -> TrafficReport: ...
@@ -128,19 +131,19 @@ class AdminParts:
     sessions: Sessions
     keys: KeyRing
     passwords: PasswordBook
-    operator_token: str  # opens everything; the command line of this machine reads it from a file
+    operator_token: str  # grants everything; this machine's command line reads it from a file
     record: Trail
     stats: Callable[[], Mapping[str, Any]]  # a JSON snapshot of the whole server
-    journal: "Journal | None" = None  # of the latest requests
-    explorer: "Explorer | None" = None  # looks into all tiers
+    journal: "Journal | None" = None  # of recent requests
+    explorer: "Explorer | None" = None  # reads all tiers
     decode: Callable[[Sequence[int]], str] | None = None  # token ids to text
-    # Role and size of each message that token ids are of.
+    # Role and size of each message in a run of token ids.
     outline: Callable[[Sequence[int]], Sequence[tuple[str, int]]] | None = None
     limits: "LimitSettings | None" = None  # of requests and tokens a minute
-    gib_month: Mapping[str, int] = field(default_factory=dict)  # a tier's price, in units
+    gib_month: Mapping[str, int] = field(default_factory=dict)  # price of each tier, in units
     currency: Callable[[], str] = lambda: ""  # of the rate card in force
     history: History | None = None
-    alerts: Callable[[], Sequence[Mapping[str, str]]] = tuple  # what fires now
+    alerts: Callable[[], Sequence[Mapping[str, str]]] = tuple  # firing now
     working_set: "Callable[[], Future[TrafficReport]] | None" = None
     books: OpenBooks | None = None  # accounts and ledger
     blocks: "MemoryReader | None" = None  # of the tiers in memory
@@ -156,9 +159,9 @@ def parts_of(request: Request) -> AdminParts:
 
 
 def books_of(request: Request) -> OpenBooks:
-    """The books of the server that this request came to. Raises Unsupported where it has none.
+    """The books of this request's server. Raises Unsupported if it has none.
 
-    What another process changed is read first: an admin sees every change at once. Blocks.
+    Changes by other processes are read first, so an admin sees them at once. Blocks.
     """
     books = parts_of(request).books
     if books is None:
@@ -169,7 +172,7 @@ def books_of(request: Request) -> OpenBooks:
 
 @contextmanager
 def found() -> Iterator[None]:
-    """A tenant, key or request that is named in a path and is not there is a 404, not a refusal."""
+    """Turns an unknown tenant, key or request in a path into a 404."""
     try:
         yield
     except (UnknownTenant, UnknownKey, UnknownHold, UnknownDeposit) as error:

@@ -1,4 +1,4 @@
-"""All admin routes as one router, and the parts that each of their requests carries."""
+"""All admin routes as one router, with the parts that each request carries."""
 
 from collections.abc import Callable
 
@@ -64,7 +64,7 @@ def admin_router(parts: AdminParts) -> APIRouter:
 
 
 def _carry(parts: AdminParts) -> Callable[[Request], None]:
-    """A dependency that runs before all others of a route and lets them find `parts`."""
+    """A dependency that runs before a route's others and gives them `parts`."""
 
     async def carry(request: Request) -> None:
         request.state.admin_parts = parts

@@ -33,7 +33,7 @@ class RecordingTrail:
 
     @property
     def actions(self) -> list[tuple[str, str]]:
-        """What was done by whom, oldest first."""
+        """Action and actor of each entry, oldest first."""
         return [(entry["action"], entry["by"]) for entry in self.entries]
 
 
@@ -55,7 +55,7 @@ class FixedKeys:
 
 @dataclass(frozen=True, slots=True)
 class FixedPasswords:
-    """Passwords as they are, of admins by name."""
+    """Plain-text passwords of admins by name."""
 
     known: Mapping[str, tuple[str, Role]]
 
@@ -81,7 +81,7 @@ class FlatHistory:
 
 
 def fake_parts(**overrides: Any) -> AdminParts:
-    """Parts over fakes; pass what the test is about."""
+    """Parts over fakes; pass the ones under test."""
     keys = {"sk-admin": frozenset({Scope.ADMIN}), "sk-plain": frozenset({Scope.INFERENCE})}
     values: dict[str, Any] = {
         "sessions": Sessions(),

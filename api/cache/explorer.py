@@ -1,8 +1,8 @@
-"""What the prefix explorer shows: all tiers as one tree, one block, and why a prompt missed.
+"""The prefix explorer's data: all tiers as one tree, single blocks, and why a prompt missed.
 
-Joins what lives on three threads: the index (engine thread, through `Engine.call`), a picture of
-the disk (a worker thread, kept for some seconds), and the owners' names (a worker thread). Called
-on the event loop, which waits for none of them.
+Joins data of three threads: the index (engine thread, through `Engine.call`), a snapshot of the
+disk (a worker thread; reused for some seconds), and the owners' names (a worker thread). Called on
+the event loop, which none of them blocks.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from tiers.disk.inspection.view import DiskView
 from tiers.explore import BlockDetail, DiskBlocks, TierForest, read_disk, same_start
 from tiers.tier import TierName
 
-DISK_FRESH_S = 5.0  # how long a picture of the disk is good enough
-MAX_BELOW = 20_000  # blocks named at once
-NOBODY = ("no tenant here", "another model")  # of scopes that none of today's names leads to
+DISK_FRESH_S = 5.0  # how long a snapshot of the disk is reused
+MAX_BELOW = 20_000  # blocks listed at once
+NOBODY = ("no tenant here", "another model")  # labels of scopes that no current name derives
 T = TypeVar("T")
 
 
@@ -40,7 +40,7 @@ class Caller(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """A tree, whose each scope is, and whether the picture of the disk leaves blocks off."""
+    """A tree, the owner of each scope, and whether the snapshot of the disk omits blocks."""
 
     tree: Tree
     owners: dict[PrefixKey, Owner]
@@ -49,7 +49,7 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What one owner's blocks take, by tier."""
+    """Bytes of one owner's blocks, by tier."""
 
     owner: str
     model: str
@@ -57,7 +57,7 @@ class Room:
 
 
 class Explorer:
-    """Reads what is cached, for admins. Raises BlockNotFound for a key that is nowhere held."""
+    """Reads the cache for admins. Raises BlockNotFound for a key that no tier holds."""
 
     def __init__(
         self,
@@ -76,7 +76,8 @@ class Explorer:
         self.block_bytes = block_bytes
 
     async def tree(self, query: TreeQuery, tenant: str = "") -> Grown:
-        """The tree below the query's roots, or of all scopes, or those of one tenant or group."""
+        """The tree below the query's roots, or of all scopes, or of one tenant's or group's
+        scopes."""
         disk = await self.fresh_disk()
         owners = await asyncio.to_thread(self._owners.by_root)
 
@@ -93,7 +94,7 @@ class Explorer:
         return Grown(await self.on_engine(grow), owners, disk.cut)
 
     async def find(self, key_start: str) -> list[PrefixKey]:
-        """Keys that begin with these hex digits, some of them."""
+        """Some of the keys that begin with these hex digits."""
         disk = await self.fresh_disk()
         return await self.on_engine(lambda cache: TierForest(cache.index, disk).starting(key_start))
 
@@ -108,9 +109,9 @@ class Explorer:
         return found, owners.get(found.block.scope) if found.block.scope else None
 
     async def below(self, key: PrefixKey, *, whole_run: bool = False) -> list[PrefixKey]:
-        """A block and all that continues it, the last first: the order to remove them in.
+        """A block and its continuations, last first, which is the order to remove them in.
 
-        With `whole_run` also the blocks before it that nothing parts from. At most MAX_BELOW.
+        `whole_run` adds the blocks before it, back to the last branch. At most MAX_BELOW.
         """
         detail, _ = await self.block(key)
         first = detail.trail[-detail.run] if whole_run else key
@@ -121,7 +122,7 @@ class Explorer:
         return keys[::-1]
 
     async def finding(self, record: RequestRecord, number: int) -> Finding:
-        """What else is known of why prompt `number` of a request missed; for admins alone."""
+        """More on why prompt `number` of a request missed; for admins only."""
         lookup = record.served.lookups[number] if record.served is not None else None
         absence = lookup.absence if lookup is not None else None
         if absence is None:
@@ -140,7 +141,7 @@ class Explorer:
         return Finding(rows, sibling.hex() if sibling else None, (*named, *strangers))
 
     async def room(self, blocks: Iterable[BlockView]) -> list[Room]:
-        """Who takes how much of which tier, the most first; `blocks` are those above the disk."""
+        """Bytes of each owner in each tier, largest first. `blocks` are those above the disk."""
         owners = await asyncio.to_thread(self._owners.by_root)
         taken: Counter[tuple[PrefixKey, TierName]] = Counter()
         for block in blocks:
@@ -159,11 +160,11 @@ class Explorer:
         return sorted(found, key=lambda each: -sum(each.num_bytes.values()))
 
     async def on_engine(self, function: Callable[[TieredCache], T]) -> T:
-        """What `function` finds, run between two steps of the engine."""
+        """The result of `function`, run between two steps of the engine."""
         return await asyncio.wrap_future(self._call(function))
 
     async def fresh_disk(self, max_age_s: float = DISK_FRESH_S) -> DiskBlocks:
-        """A picture of the disk that is not older than `max_age_s`; one is taken at a time."""
+        """A snapshot of the disk, at most `max_age_s` old. One is taken at a time."""
         if self._disk_view is None:
             return self._disk
         async with self._reading:
@@ -173,7 +174,7 @@ class Explorer:
             return self._disk
 
     def forget_disk(self) -> None:
-        """The picture of the disk is not right any more."""
+        """Drops the snapshot of the disk, which is out of date."""
         self._disk_read_s = 0.0
 
     @staticmethod
@@ -183,6 +184,6 @@ class Explorer:
 
 
 def _stored(disk_view: Callable[[], AbstractContextManager[DiskView]]) -> dict[PrefixKey, int]:
-    """Bytes of the disk by scope, from its own accounts: no block is read."""
+    """Bytes on disk by scope, from the disk tier's own counts; no block is read."""
     with disk_view() as view:
         return {root: account.stored_bytes for root, account in view.accounts().items()}

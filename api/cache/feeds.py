@@ -2,9 +2,9 @@
 
     EventStream ─► Subscription (bounded, drops and counts) ─► Feed ─► text/event-stream
 
-The publishers' threads only wake the loop. What a slow client does not read waits in its
-subscription's bound; a client that reads nothing for the write timeout is disconnected. Tenants
-share the number of feeds. Event loop only.
+The publishers' threads only wake the loop. Events that a slow client has not read wait in its
+bounded subscription. A client that reads nothing for the write timeout is disconnected. Tenants
+share a bounded number of feeds. Event loop only.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ CLOSING = b"event: closing\ndata: {}\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """Which events a client asked for and may see, and how much it wants of each."""
+    """Which events a client asked for and may see, and in what detail."""
 
     scopes: frozenset[PrefixKey] | None = None  # None: all
     tiers: frozenset[TierName] = frozenset(TierName)
@@ -37,14 +37,14 @@ class Filter:
     tokens: bool = False
 
     def passes(self, event: BlockEvent) -> bool:
-        """What tells of no block, such as a tier that was cleared, passes for everyone."""
+        """Events without a block, such as a cleared tier, pass for everyone."""
         mine = self.scopes is None or event.scope is None or event.scope in self.scopes
         return mine and event.tier in self.tiers and event.kind in self.kinds
 
 
 @dataclass(slots=True, eq=False)
 class Feed:
-    """One client's subscription, and what wakes the task that serves it."""
+    """One client's subscription, and the signal that wakes its task."""
 
     tenant: str
     subscription: Subscription
@@ -58,7 +58,7 @@ class Feed:
 
 @dataclass(slots=True)
 class Feeds:
-    """All open feeds of a server; `close` ends them, so that a stop does not wait for clients."""
+    """All open feeds of a server. `close` ends them, so that shutdown does not wait for clients."""
 
     stream: EventStream = field(default_factory=EventStream)
     _open: set[Feed] = field(default_factory=set)
@@ -66,7 +66,7 @@ class Feeds:
     _closed: bool = False
 
     def open(self, tenant: str, after: int | None) -> Feed:
-        """A feed of what happens from now on, or after number `after`. Raises Overloaded."""
+        """A feed of events from now on, or after number `after`. Raises Overloaded."""
         if self._closed:
             raise Overloaded("The server is shutting down.")
         if not self._shares.take(tenant):
@@ -78,7 +78,7 @@ class Feeds:
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has gone: nobody listens
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(woken.set)
 
         feed = Feed(tenant, self.stream.subscribe(wake, after=after), woken)
@@ -98,7 +98,7 @@ class Feeds:
 
 
 class FeedResponse(Response):
-    """Sends a feed's events until the client goes or the feed is closed."""
+    """Sends a feed's events until the client disconnects or the feed is closed."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class FeedResponse(Response):
         watcher = asyncio.create_task(self._watch(receive))
         try:
             await self._serve(send)
-        except OSError:  # the client has gone, or (a TimeoutError is one too) has stopped reading
+        except OSError:  # the client disconnected or (TimeoutError) stopped reading
             pass
         finally:
             watcher.cancel()
@@ -167,7 +167,7 @@ class FeedResponse(Response):
 
 
 def event_json(event: BlockEvent, *, tokens: bool = False) -> dict[str, Any]:
-    """An event as every reader gets it: keys in hex, times in Unix seconds."""
+    """An event as JSON: keys in hex, times in Unix seconds."""
     payload: dict[str, Any] = {
         "number": event.number,
         "kind": event.kind,
@@ -194,5 +194,5 @@ def block_event(event: BlockEvent, *, tokens: bool) -> bytes:
 
 
 def gap_event(missed: int | None) -> bytes:
-    """Events are lost: so many, or (None) all since the id that the client came back with."""
+    """Says that `missed` events are lost; None: all since the client's last id."""
     return b"event: gap\ndata: " + orjson.dumps({"missed": missed}) + b"\n\n"

@@ -1,8 +1,7 @@
-"""The owner of a scope's root: the tenant or sharing group, and the model, behind 16 bytes of a
-key.
+"""The owner behind the root of a scope: a tenant or sharing group, and a model.
 
-A root is a digest and tells nothing by itself; here it is found again by deriving the roots of all
-tenants and groups for all models. Reads the accounts: called off the event loop.
+A root is a 16-byte digest that reveals nothing by itself. Its owner is found by deriving the roots
+of all tenants and groups for all models. Reads the accounts, so it is called off the event loop.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +14,7 @@ from tiers.blocks.keys import PrefixKey
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who shares a scope's blocks, and for which model or adapter."""
+    """The tenant or group that shares a scope's blocks, and the model or adapter."""
 
     name: str
     model: str
@@ -27,7 +26,7 @@ class Owner:
 
 
 class Owners:
-    """Roots by owner; derived once each, 5 us apiece. Any thread."""
+    """Roots by owner. Each is derived once, in 5 us. Any thread."""
 
     def __init__(
         self, models: Mapping[str, ServedModel], salts: Salts, tenants: Callable[[], Iterable[str]]
@@ -38,7 +37,7 @@ class Owners:
         self._roots: dict[Owner, PrefixKey] = {}
 
     def by_root(self) -> dict[PrefixKey, Owner]:
-        """Every owner there is now, by the root of its scope."""
+        """Every current owner, by the root of its scope."""
         return {self._root(owner): owner for owner in self._all()}
 
     def roots_of(self, name: str) -> list[PrefixKey]:

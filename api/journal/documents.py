@@ -1,4 +1,4 @@
-"""One request of the journal as JSON, the same for the admin pages and for API users. Pure."""
+"""A journal record as JSON, for admin pages and API users alike. Pure."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -13,7 +13,7 @@ from engine.request import BlockRun, Lookup
 
 
 def summary(record: RequestRecord) -> dict[str, Any]:
-    """The row of a list: who, when, how much, how it ended."""
+    """The row of a list: tenant, times, tokens and outcome."""
     served, bill = record.served, record.bill
     usage = bill.usage if bill is not None else served.usage if served is not None else None
     return {
@@ -42,7 +42,7 @@ def summary(record: RequestRecord) -> dict[str, Any]:
 
 
 def details(record: RequestRecord, findings: Mapping[int, Finding] | None = None) -> dict[str, Any]:
-    """The whole of a record. `findings` by number of the prompt, for admins."""
+    """A whole record. `findings` are by prompt number, for admins."""
     served = record.served
     lookups = served.lookups if served is not None else ()
     found = findings or {}
@@ -84,7 +84,7 @@ def _error(record: RequestRecord) -> dict[str, Any] | None:
 
 
 def _timings(record: RequestRecord) -> dict[str, float | None]:
-    """Queue, load, prefill and decode lie end to end; `ttft` and `total` are from arrival."""
+    """Queue, load, prefill and decode follow each other; `ttft` and `total` count from arrival."""
     served = record.served
     if served is None:
         return {}
@@ -112,7 +112,7 @@ def _prompt(lookup: Lookup, reason: Why) -> dict[str, Any]:
 
 
 def _turn(divergence: Divergence) -> dict[str, Any]:
-    """Where a chat's next turn parts from the tokens that its earlier turn left, and why."""
+    """Where a chat's turn diverges from the tokens of its earlier turn, and why."""
     written = {
         DivergenceReason.TEMPLATE: "the model's chat template writes the old messages differently",
         DivergenceReason.TOKENIZER: "the old answer is not tokenized as it was generated",

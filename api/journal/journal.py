@@ -1,9 +1,9 @@
-"""The journal: the history of the latest requests, for people who ask why.
+"""The journal: a history of recent requests, which explains hits, times and bills.
 
-A bounded ring of running, finished and refused requests: who asked, where the time went,
-which tier served which tokens, why the rest was computed, and the bill's lines. Written where a
-request enters and where it settles; read by the admin pages and by `/v1/cache/requests`. It keeps
-no prompt and no answer, unless the operator's setting says so. Event loop only; nothing waits.
+A bounded ring of running, finished and refused requests. A record holds the tenant, the timeline,
+the tokens served by each tier, the reasons of misses and the lines of the bill. It is written at
+admission and at settlement, and read by the admin pages and `/v1/cache/requests`. Prompts and
+answers are kept only if the operator's setting says so. Event loop only; nothing waits.
 """
 
 import time
@@ -33,7 +33,7 @@ class State(StrEnum):
 
     RUNNING = "running"
     FINISHED = "finished"
-    REFUSED = "refused"  # after its key was known, before the engine took it
+    REFUSED = "refused"  # after its key was checked, before the engine took it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class JournalSettings:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error as the client saw it."""
+    """An error as sent to the client."""
 
     status: int
     type: str
@@ -57,7 +57,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """How the request came: its route, and the W3C trace context that the client sent, if any."""
+    """The request's route, and the client's W3C trace context, if any."""
 
     route: str = ""
     trace_parent: str = ""
@@ -68,7 +68,7 @@ NO_TRAIL = Trail()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request. `served` and `bill` are None of a refused one, `bill` of a running one."""
+    """One request. `served` and `bill` are None for a refused request, `bill` for a running one."""
 
     request_id: str
     client_id: str
@@ -84,16 +84,16 @@ class RequestRecord:
     arrived_s: float  # Unix time
     state: State
     trail: Trail = NO_TRAIL
-    prompts: "tuple[array[int], ...]" = ()  # token ids, only where the operator keeps them
+    prompts: "tuple[array[int], ...]" = ()  # token ids, only if the operator keeps them
     served: Served | None = None
     bill: Bill | None = None
-    delivered: bool | None = None  # to the last byte
+    delivered: bool | None = None  # whether the last byte was sent
     failure: Failure | None = None
     ended_s: float | None = None
 
     @property
     def nbytes(self) -> int:
-        """About how much memory it takes."""
+        """Its approximate size in memory."""
         size = RECORD_BYTES + sum(4 * len(tokens) for tokens in self.prompts)
         for lookup in self.served.lookups if self.served else ():
             size += RUN_BYTES * len(lookup.runs) + ABSENCE_BYTES * (lookup.absence is not None)
@@ -101,8 +101,11 @@ class RequestRecord:
 
 
 class Journal:
-    """The ring. Invariant: at most `max_requests` records are kept, of at most `max_bytes`; running
-    requests are counted by the server's own bounds and are not dropped."""
+    """The ring.
+
+    Invariant: at most `max_requests` ended records are kept, of at most `max_bytes` in all. Running
+    requests are bounded by the server and never dropped.
+    """
 
     def __init__(
         self,
@@ -111,11 +114,11 @@ class Journal:
         clock_s: Callable[[], float] = time.time,
         on_end: Callable[[RequestRecord], None] = lambda record: None,
     ) -> None:
-        self.on_end = on_end  # told of each request that finished or was refused
+        self.on_end = on_end  # called with each request that finished or was refused
         self.settings = settings or JournalSettings()
         self._clock_s = clock_s
         self._running: dict[str, tuple[RequestRecord, Generation]] = {}
-        self._ended: dict[str, RequestRecord] = {}  # in the order of their ends
+        self._ended: dict[str, RequestRecord] = {}  # ordered by end
         self._nbytes = 0
 
     @property
@@ -127,7 +130,7 @@ class Journal:
         return self._nbytes
 
     def restore(self, records: Iterable[RequestRecord]) -> None:
-        """Requests that ended in an earlier run, the oldest first; observers saw them then."""
+        """Loads requests of an earlier run, oldest first, without calling observers again."""
         for record in records:
             self._add(record)
 
@@ -141,7 +144,7 @@ class Journal:
         stream: bool,
         trail: Trail = NO_TRAIL,
     ) -> None:
-        """The engine has taken the request."""
+        """Records that the engine took the request."""
         record = self._record(job, principal, client_id, stream, State.RUNNING, trail)
         self._running[job.request_id] = record, generation
 
@@ -155,14 +158,14 @@ class Journal:
         stream: bool,
         trail: Trail = NO_TRAIL,
     ) -> None:
-        """A limit, the balance or the engine has turned the request away."""
+        """Records that a limit, the balance or the engine refused the request."""
         if not isinstance(error, Exception):
-            return  # the client left, or the server stops: nobody was refused
+            return  # the client left or the server is stopping: no refusal
         record = self._record(job, principal, client_id, stream, State.REFUSED, trail)
         self._keep(replace(record, failure=_failure(error), ended_s=self._clock_s()))
 
     def settle(self, request_id: str, delivered: "Delivered") -> None:
-        """The request has ended, and its charge stands."""
+        """Records that the request ended and its charge was posted."""
         record, _ = self._running.pop(request_id)
         bill = delivered.bill
         self._keep(
@@ -178,8 +181,10 @@ class Journal:
         )
 
     def find(self, name: str, *, tenant: str | None = None) -> RequestRecord | None:
-        """The request of this id, as the server, the answer or the client itself names it; of one
-        tenant or (None) of any."""
+        """The request with this id: the server's, the answer's or the client's own.
+
+        `tenant` limits the search to one tenant.
+        """
         name = bare_id(name)
         known = self._ended.get(name)
         if name in self._running:
@@ -191,7 +196,7 @@ class Journal:
         return None
 
     def newest(self) -> Iterator[RequestRecord]:
-        """Every request, the running ones first, then by their end, the latest first."""
+        """Every request: running ones first, then the ended ones, latest first."""
         for record, generation in reversed(list(self._running.values())):
             yield _live(record, generation)
         yield from reversed(list(self._ended.values()))
@@ -241,7 +246,7 @@ def _live(record: RequestRecord, generation: Generation) -> RequestRecord:
 
 
 def _without_content(served: Served) -> Served:
-    """What a request came to, without what anybody wrote or read."""
+    """A request's result without the text of prompt and answer."""
     return replace(served, transcripts=(), prompt_logprobs=())
 
 

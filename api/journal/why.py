@@ -1,7 +1,8 @@
-"""Why a prompt's tokens were computed rather than served, in words. Pure.
+"""Why a prompt's tokens were computed rather than served, in sentences. Pure.
 
-`why` reads a request's lookup, and what was found of it since (`Finding`, for admins alone: it
-speaks of other tenants). Its first sentence is the reason, the rest is what helps to act on it.
+`why` reads a request's lookup and an optional `Finding` made later. A finding may mention other
+tenants, so it is for admins only. The first sentence is the reason; the rest says what to do about
+it.
 """
 
 from dataclasses import dataclass
@@ -15,23 +16,23 @@ from tiers.tier import Cause
 
 
 class Kind(StrEnum):
-    """What kind of reason it is; closed, so that pages and programs may tell them apart."""
+    """The kind of reason: a closed set for pages and programs."""
 
     SERVED = "served"  # all but the last token was a hit
     NEVER_SEEN = "never_seen"
-    LEFT = "left"  # it was held, and evicted or purged
-    DIVERGED = "diverged"  # a cached prompt begins alike and goes on differently
-    ENDED = "ended"  # what is cached ends there
+    LEFT = "left"  # it was cached, then evicted or purged
+    DIVERGED = "diverged"  # a cached prompt has the same beginning and another continuation
+    ENDED = "ended"  # the cached prefix ends there
     OTHER_SCOPE = "other_scope"  # cached for another tenant, model or adapter
-    TAIL = "tail"  # what is left does not fill a block
-    REFUSED = "refused"  # it stands, and was not loaded
-    FAULT = "fault"  # it stands, and could not be read
+    TAIL = "tail"  # the rest does not fill a block
+    REFUSED = "refused"  # it is cached and was not loaded
+    FAULT = "fault"  # it is cached and could not be read
     DISABLED = "disabled"
 
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """One prompt's reason. `token` is where the computed part begins."""
+    """One prompt's reason. `token` is the first computed token."""
 
     kind: Kind
     token: int
@@ -40,8 +41,11 @@ class Why:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a look at all tiers found afterwards: `rows` leading tokens of the missed block stand in
-    `sibling`, on disk; `owners` hold the missed block itself, under other scopes."""
+    """The result of searching all tiers afterwards.
+
+    `rows` leading tokens of the missed block are in `sibling`, on disk. `owners` hold the missed
+    block itself under other scopes.
+    """
 
     rows: int = 0
     sibling: str | None = None
@@ -70,7 +74,7 @@ FAULTS = {
 
 
 def why(lookup: Lookup, arrived_s: float, finding: Finding = NOTHING) -> Why:
-    """The reason why the tokens of the lookup's last run were computed."""
+    """Why the tokens of the lookup's last run were computed."""
     computed = lookup.runs[-1]
     kind, text = _reason(lookup, computed, arrived_s, finding)
     return Why(kind, computed.start, text)

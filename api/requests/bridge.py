@@ -1,9 +1,9 @@
-"""From the engine's thread to the requests that wait on the event loop.
+"""Carries outputs from the engine's thread to the requests on the event loop.
 
-The engine calls `deliver` once per step, on its own thread, with the outputs of every sequence;
-one `call_soon_threadsafe` carries them over, and each request's `Feed` gets its share there.
-A feed holds at most what its request may generate, so a slow reader bounds itself: it finds all
-that has gathered at its next turn and sends it as one write.
+The engine calls `deliver` once per step, on its own thread, with the outputs of every sequence. One
+`call_soon_threadsafe` takes them to the loop, where each request's `Feed` gets its part. A feed is
+bounded by what its request may generate. A slow reader takes all that has gathered and sends it in
+one write.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class Feed:
         self._arrived.set()
 
     async def take(self, idle_s: float | None = None) -> list[StepOutput]:
-        """Everything that has come since the last call; an empty list after `idle_s` of silence."""
+        """All outputs since the last call; an empty list after `idle_s` of silence."""
         timer = None
         if idle_s is not None and not self._arrived.is_set():
             timer = asyncio.get_running_loop().call_later(idle_s, self._arrived.set)
@@ -47,11 +47,11 @@ class OutputBridge:
         self._feeds: dict[str, Feed] = {}
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Names the loop that `deliver` hands over to; called when the app starts."""
+        """Sets the loop that receives outputs; called when the app starts."""
         self._loop = loop
 
     def unbind(self) -> None:
-        """Drops what the engine still says; called after the last request has ended."""
+        """Drops further outputs; called after the last request has ended."""
         self._loop = None
 
     @property
@@ -76,7 +76,7 @@ class OutputBridge:
             return
         try:
             loop.call_soon_threadsafe(self._hand_out, tuple(outputs))
-        except RuntimeError:  # the loop was closed between the look and the call: nobody listens
+        except RuntimeError:  # the loop was closed since the check: nobody listens
             if not loop.is_closed():
                 raise
 

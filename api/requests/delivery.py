@@ -4,10 +4,10 @@
         │                          │ gone, or reads nothing for write_timeout_s
         └──────── abort ◄──────────┘
 
-A delivery runs in a task of its own, which goes on to the engine's last output and the settlement
-whatever becomes of the connection. What ends an answer (the last finish_reason, the usage,
-`[DONE]`, the JSON body) is sent after the settlement stands. Errors before the first byte are
-answers with their own status; after it they are an event.
+A delivery runs in its own task. Whatever happens to the connection, the task continues to the
+engine's last output and the settlement. The end of an answer (the last finish_reason, the usage,
+`[DONE]`, the JSON body) is sent after the settlement is durable. An error before the first byte is
+an answer with its own status; after it, an event.
 """
 
 import asyncio
@@ -34,18 +34,18 @@ KEEPALIVE = b": keep-alive\n\n"
 
 
 class WireFormat(Protocol):
-    """How one protocol writes an answer. Used by one delivery."""
+    """How one protocol writes one answer."""
 
     def opening(self, usage: Usage) -> bytes:
         """The events before any text. `usage` is empty while the request waits."""
         ...
 
     def chunk(self, delta: Delta, outcome: Outcome) -> bytes:
-        """The events of a delta, none where it shows nothing yet."""
+        """The events of a delta; empty if it has nothing to show yet."""
         ...
 
     def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
-        """The events after the settlement, the stream's end among them."""
+        """The events after the settlement, up to the end of the stream."""
         ...
 
     def error(self, answer: Answer) -> bytes:
@@ -53,7 +53,7 @@ class WireFormat(Protocol):
         ...
 
     def absorb(self, delta: Delta) -> None:
-        """Takes in a delta of an answer that goes out whole."""
+        """Takes in a delta of an answer that is sent whole."""
         ...
 
     def body(self, served: Served, bill: Bill, asked: Asked) -> Mapping[str, Any]:
@@ -61,13 +61,13 @@ class WireFormat(Protocol):
         ...
 
     def refusal(self, answer: Answer) -> Mapping[str, Any]:
-        """The body instead of an answer that failed."""
+        """The body for an answer that failed."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Delivery:
-    """One answer on its way. `ended` is called once, after settlement and the last byte."""
+    """The delivery of one answer. `ended` is called once, after settlement and the last byte."""
 
     generation: Generation
     charge: RunningCharge
@@ -78,7 +78,7 @@ class Delivery:
     write_timeout_s: float
     keepalive_s: float
     ended: Callable[[Delivered], Awaitable[None]]
-    keep: Callable[[bytes], Awaitable[None]] | None = None  # takes the whole answer, for replays
+    keep: Callable[[bytes], Awaitable[None]] | None = None  # stores the whole answer, for replays
     publisher: Publisher | None = None  # sends the prompt's blocks before the answer ends
     _kept: list[bytes] = field(default_factory=list)
     _gone: bool = False
@@ -87,8 +87,8 @@ class Delivery:
     _first_byte_ns: int = 0
 
     def _lost(self, outcome: Outcome) -> bool:
-        """No byte of the answer has reached the client, and none will, for it has gone and has no
-        key by which to ask for the answer again."""
+        """No byte of the answer has reached the client, and none will: it disconnected, and it sent
+        no Idempotency-Key to ask again with."""
         is_kept = self.keep is not None and outcome in (Outcome.FINISHED, Outcome.BUDGET)
         gone = self._gone and not is_kept
         return not self._first_byte_ns and (gone or outcome is Outcome.FAILED)
@@ -98,7 +98,7 @@ class Delivery:
         self.generation.cancel()
 
     async def run(self, send: Send) -> None:
-        """Delivers, settles, and reports; returns when nothing of the request is left."""
+        """Delivers, settles and reports; returns when all of the request is released."""
         tail, bill, error = b"", None, None
         try:
             tail = await self._send_stream(send) if self.stream else await self._gather()
@@ -113,7 +113,7 @@ class Delivery:
                 error = GenerationFailed(f"The engine ended this request: {served.error}.")
             if error is None:
                 await self._end(send, tail, served, bill)
-                if delivered and self._lost(served.outcome):  # it left while we settled
+                if delivered and self._lost(served.outcome):  # it disconnected during settlement
                     await self.charge.lost(served)
         except Exception as failure:  # noqa: BLE001  the ledger did not take it, or a bug
             error = error or failure
@@ -136,7 +136,7 @@ class Delivery:
         )
 
     async def _send_stream(self, send: Send) -> bytes:
-        """Sends text as it comes; returns what must wait for the settlement."""
+        """Sends text as it comes; returns the end, which must wait for the settlement."""
         held = b""
         async for deltas in self.generation.deltas(self.keepalive_s):
             if not deltas:
@@ -156,7 +156,7 @@ class Delivery:
         return b""
 
     async def _end(self, send: Send, tail: bytes, served: Served, bill: Bill) -> None:
-        """Sends what ends the answer. One that we fail to write, and have not begun, is free."""
+        """Sends the end of the answer. An answer that fails before its first byte is free."""
         try:
             await self._send_end(send, tail, served, bill)
         except Exception:
@@ -212,7 +212,7 @@ class Delivery:
         await self._write(send, _part(body, more=False))
 
     async def _write(self, send: Send, message: dict[str, Any]) -> None:
-        """One message to the client, unless it has gone or stops reading."""
+        """Sends one message, unless the client disconnects or stops reading."""
         if self.keep is not None and "body" in message:
             self._kept.append(message["body"])
         if self._gone:
@@ -221,17 +221,17 @@ class Delivery:
         try:
             async with asyncio.timeout(self.write_timeout_s):
                 await send(message)
-        except OSError:  # a broken connection, or the TimeoutError that is one of its kind
+        except OSError:  # a broken connection, or TimeoutError, which is an OSError
             self.client_gone()
 
 
 class DeliveryResponse(Response):
-    """The response whose body a `Delivery` writes; watches for the client's going meanwhile."""
+    """The response whose body a `Delivery` writes, while it watches for a disconnect."""
 
     def __init__(self, delivery: Delivery, tasks: set[asyncio.Task[None]]) -> None:
         super().__init__()
         self._delivery = delivery
-        self._tasks = tasks  # keeps deliveries alive that outlive their connection
+        self._tasks = tasks  # references deliveries that outlive their connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         delivery = asyncio.create_task(self._delivery.run(send))
@@ -240,7 +240,7 @@ class DeliveryResponse(Response):
         watcher = asyncio.create_task(self._watch(receive))
         try:
             await asyncio.shield(delivery)
-        except asyncio.CancelledError:  # the server ends the connection; the delivery settles
+        except asyncio.CancelledError:  # the server closes the connection; delivery goes on
             self._delivery.client_gone()
             raise
         finally:

@@ -1,9 +1,9 @@
-"""The threads that tokenise long texts. `cachesvc.service` makes and closes them."""
+"""The thread pool for long texts. `cachesvc.service` makes and closes it."""
 
 from api.access.fair_pool import FairPool
 
 NUM_THREADS = 2
-MAX_PENDING = 256  # long texts that are tokenised or wait for it
+MAX_PENDING = 256  # long texts being tokenised or waiting for it
 
 
 def encoder_pool() -> FairPool:

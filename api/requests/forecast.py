@@ -1,7 +1,7 @@
-"""How long a first token takes on this machine, learned from the requests that it served.
+"""Predicts the time to first token from the requests this machine has served.
 
-Requests are sorted by how many tokens they computed, a power of two each; within one the latest
-tell the range. Event loop only.
+Requests are grouped by computed tokens, in powers of two. The latest of a group give its range.
+Event loop only.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from api.job import Served
 from billing.gate.outcomes import Outcome
 
-MAX_SAMPLES = 64  # of each power of two; the latest
+MAX_SAMPLES = 64  # latest samples of each group
 MIN_SAMPLES = 3
 LOW, HIGH = 0.1, 0.9  # the quantiles that are shown
 
@@ -30,9 +30,9 @@ class Forecast:
         samples.append((miss, (when.first_token_ns - when.admitted_ns) / 1e9))
 
     def range_s(self, miss_tokens: int) -> tuple[float, float] | None:
-        """The usual range for so many tokens to compute; None where nothing like it was served.
+        """The usual range for `miss_tokens` to compute; None if no similar request was served.
 
-        From requests of the nearest size, in proportion where theirs is another.
+        Taken from requests of the nearest size and scaled in proportion.
         """
         known = {size: each for size, each in self._samples.items() if len(each) >= MIN_SAMPLES}
         if not known:

@@ -1,9 +1,9 @@
 """One client request from submission to its last output: engine, text and coverage meet here.
 
-A request has one or more prompts, each an engine request, each with `n` choices. The engine's
-outputs become `Delta`s of text that is safe to send. Tokens count as output when they reach a
-choice that has not ended: the one that completes a stop string counts, what the engine computed
-after it does not, and nothing counts that the hold does not cover. Event loop only.
+A request has one or more prompts. Each prompt is an engine request with `n` choices. The engine's
+outputs become `Delta`s of text that is safe to send. A token counts as output if it reaches a
+choice that has not ended. The token that completes a stop string counts; tokens computed after it
+do not. Tokens that the hold does not cover never count. Event loop only.
 """
 
 from collections import Counter
@@ -28,11 +28,11 @@ from engine.request import (
 from tiers.blocks.contents import first_perceptual
 from tiers.errors import MissReason
 
-ANSWERED = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # the reasons that a client sees
+ANSWERED = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # the reasons clients see
 
 
 class Coverage(Protocol):
-    """What pays for output tokens: says how many of them are covered so far."""
+    """Says how many output tokens are paid for so far."""
 
     async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int: ...
 
@@ -45,16 +45,16 @@ class _Choice:
     detokenizer: Detokenizer
     num_tokens: int = 0
     finish: FinishReason | None = None
-    ended_here: bool = False  # by the text or the money, and the engine has not been told
+    ended_here: bool = False  # by a stop string or lack of money; the engine does not know yet
 
     def read(self, output: StepOutput, allowed: int) -> Delta | None:
-        """Takes up to `allowed` tokens; ends at a stop string or as the engine says."""
+        """Takes up to `allowed` tokens; ends at a stop string or when the engine ends it."""
         text: list[str] = []
         used = 0
         for token in output.tokens[:allowed]:
             used += 1
             if output.finish is FinishReason.STOP and used == len(output.tokens):
-                break  # the end-of-sequence or stop token: it counts, and is no text
+                break  # the end-of-sequence or stop token counts but has no text
             text.append(self.detokenizer.feed((token,)))
             if self.detokenizer.stopped:
                 self.finish = FinishReason.STOP
@@ -72,7 +72,7 @@ class _Choice:
         return Delta(self.number, "".join(text), output.tokens[:used], logprobs, reason, stop)
 
     def cut(self, reason: FinishReason) -> Delta:
-        """Ends the choice here, with the text that was held back."""
+        """Ends the choice here and returns the text that was held back."""
         self.finish = reason
         self.ended_here = True
         return Delta(self.number, self.detokenizer.flush(), finish=reason)
@@ -80,7 +80,7 @@ class _Choice:
 
 @dataclass(slots=True)
 class _Part:
-    """One prompt's engine request, as far as it has come."""
+    """The state of one prompt's engine request."""
 
     choices: list[_Choice]
     counts: TokenCounts | None = None
@@ -95,7 +95,7 @@ class _Part:
 
 
 class Generation:
-    """Submits a `Job`, yields its text, and knows what it came to. Used once."""
+    """Submits a `Job`, yields its text and reports its result. Used once."""
 
     def __init__(
         self, job: Job, *, engine: EngineClient, bridge: OutputBridge, coverage: Coverage
@@ -123,36 +123,36 @@ class Generation:
         self._feed = bridge.open(job.engine_ids)
 
     def submit(self) -> None:
-        """Hands every prompt to the engine; `close` takes back what it had before it refused one.
+        """Submits every prompt to the engine. If it refuses one, `close` aborts those before it.
 
-        Raises what the engine refuses with.
+        Raises the engine's refusal.
         """
         for number, engine_id in enumerate(self.job.engine_ids):
             self._engine.submit(self._request(engine_id, number))
 
     def close(self) -> None:
-        """Ends what still runs, and listens no more."""
+        """Aborts what still runs and drops further outputs."""
         self._abort_all(FinishReason.ABORT)
         self._bridge.close(self._feed)
 
     def cancel(self) -> None:
-        """The client has gone: ends the work. `deltas` runs on to the engine's last output."""
+        """Aborts the work of a client that disconnected. `deltas` continues to the last output."""
         if self._outcome is Outcome.FINISHED and not self._over:
             self._outcome = Outcome.CLIENT_GONE
             self._abort_all(FinishReason.ABORT)
 
     def fail(self, reason: str) -> None:
-        """The wire could not go on with this request: ends the work as the server's own failure."""
+        """Aborts the work after an error of the wire, as a failure of the server."""
         self._abort_all(FinishReason.ABORT)
         if self._outcome is Outcome.FINISHED:
             self._outcome, self._error = Outcome.FAILED, reason
 
     async def deltas(self, idle_s: float | None = None) -> AsyncIterator[list[Delta]]:
-        """New text as it comes, an empty list after `idle_s` of silence; ends with the request."""
+        """Yields new text as it comes, and an empty list after `idle_s` of silence."""
         try:
             while not self._over:
                 outputs = await self._feed.take(idle_s)
-                if not outputs:  # a long silence: the hold is renewed
+                if not outputs:  # a long silence: renew the hold
                     await self._cover(self.output_tokens)
                     yield []
                 elif deltas := await self._read(outputs):
@@ -164,7 +164,7 @@ class Generation:
         return await self._coverage.cover(output_tokens, self._sent)
 
     def _sent(self) -> Usage:
-        """What the client has been sent so far: of an answer that goes out whole, nothing."""
+        """What the client has received so far; nothing if the answer is sent whole."""
         return self.usage() if self.job.stream else EMPTY
 
     def usage(self) -> Usage:
@@ -187,8 +187,10 @@ class Generation:
         return usage
 
     def _written(self, part: _Part, num_tokens: int) -> int:
-        """Of the first `num_tokens`, those computed in full blocks, which are kept for reuse. A
-        fully cached prompt computes its last token and writes nothing."""
+        """Of the first `num_tokens`, those computed in full blocks, which are committed.
+
+        A fully cached prompt computes its last token and commits nothing.
+        """
         counts, lookup = part.counts, part.lookup
         if not self.job.cache or counts is None or lookup is None:
             return 0
@@ -220,7 +222,7 @@ class Generation:
         )
 
     def _approximate_tokens(self) -> int | None:
-        """Hits from the first perceptual content on: their KV may be that of a like content."""
+        """Hits from the first perceptual content on. Their KV may be from a similar content."""
         firsts = [first_perceptual(contents) for contents in self.job.contents]
         if all(first is None for first in firsts):
             return None
@@ -236,12 +238,12 @@ class Generation:
 
     @property
     def answered(self) -> bool:
-        """Every choice has its finish; only the engine's last word may be missing."""
+        """Every choice has finished; only the engine's last output may be missing."""
         return all(part.ended for part in self._parts.values())
 
     @property
     def _over(self) -> bool:
-        """The engine has said its last word on every prompt."""
+        """The engine has sent its last output for every prompt."""
         return all(part.over for part in self._parts.values())
 
     @property
@@ -295,7 +297,7 @@ class Generation:
             self._error = output.error or "the server ended the request"
 
     def _end_uncovered(self) -> list[Delta]:
-        """No money for the next token: every open choice ends here, as if by its length."""
+        """Ends every open choice, as if at its length, because the next token is not paid for."""
         if self._outcome is Outcome.FINISHED:
             self._outcome = Outcome.BUDGET
         open_choices = [
@@ -307,7 +309,7 @@ class Generation:
         return [choice.cut(FinishReason.LENGTH) for choice in open_choices]
 
     def _stop_choices(self) -> None:
-        """Ends in the engine what has ended here by a stop string or for want of money."""
+        """Aborts in the engine the choices that ended here by a stop string or lack of money."""
         for engine_id, part in self._parts.items():
             for index, choice in enumerate(part.choices):
                 if part.over:

@@ -1,7 +1,7 @@
-"""Grammars compiled for requests, a few at a time on threads of their own.
+"""Compiles requests' grammars on a few threads of their own.
 
-Neither the event loop nor a prompt that is tokenised waits for one. `engine.grammar.compiler`
-bounds how long a grammar may take; here tenants take turns.
+Neither the event loop nor tokenisation waits for them. `engine.grammar.compiler` bounds the time of
+one grammar; here tenants take turns.
 """
 
 from typing import Protocol
@@ -10,7 +10,7 @@ from api.access.fair_pool import FairPool
 from engine.structure import Grammar, GrammarSource
 
 NUM_THREADS = 2  # so that one tenant's slow grammar does not keep the others waiting
-MAX_PENDING = 32  # grammars that are compiled or wait for it
+MAX_PENDING = 32  # grammars being compiled or waiting for it
 
 
 class Compiler(Protocol):
@@ -22,7 +22,7 @@ class Compiler(Protocol):
 
 
 class GrammarPool:
-    """Compiles grammars for requests. A known one is answered at once."""
+    """Compiles grammars for requests. A known grammar is returned at once."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
@@ -34,7 +34,7 @@ class GrammarPool:
         )
 
     async def get(self, tenant: str, source: GrammarSource) -> Grammar:
-        """The grammar. Raises Overloaded, and what the compiler raises."""
+        """The compiled grammar. Raises Overloaded, and the compiler's errors."""
         known = self._compiler.known(source, tenant)
         if known is not None:
             return known

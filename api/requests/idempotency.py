@@ -1,8 +1,8 @@
-"""`Idempotency-Key`: the same key and body get the first answer again, and pay once.
+"""`Idempotency-Key`: the same key and body get the first answer again and pay once.
 
-A claim is taken before any work. The answer is kept after it was settled and before its last bytes
-leave, so that a retry finds either the answer or a request that still runs. A request
-that ends without an answer gives its claim back, and the next one with the key starts again.
+A claim is taken before any work. The answer is stored after settlement and before its last bytes
+are sent, so a retry finds either the answer or a running request. A request that ends without an
+answer releases its claim, and the next one with the key starts again.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class AnswerStore(Protocol):
 
 @dataclass(slots=True)
 class Claim:
-    """One request's hold on its key. Ends kept or abandoned."""
+    """One request's claim on its key. Ends with a stored answer or abandoned."""
 
     store: AnswerStore
     tenant: str
@@ -50,7 +50,7 @@ class Claim:
     kept: bool = False
 
     async def keep(self, answer: bytes) -> None:
-        """Stores the whole answer. A store that fails costs the replay, not the answer."""
+        """Stores the whole answer. If the store fails, only the replay is lost."""
         try:
             await asyncio.to_thread(
                 self.store.finish, self.tenant, self.key, self.request_id, 200, answer
@@ -72,7 +72,7 @@ async def claim(
     request_id: str,
     fingerprint: str,
 ) -> Claim | Replay | None:
-    """The claim of a request with a key, or the answer that stands; None without a key.
+    """The claim of a request with a key, or the stored answer; None without a key.
 
     Raises InvalidRequest, IdempotencyConflict or IdempotencyBusy.
     """

@@ -1,7 +1,7 @@
-"""Turns and responses that outlive the server: a store of named bodies, each with its owner.
+"""Turns and responses that survive a restart: a store of named bodies with owners.
 
-Names are digests under the tenant's salt, so that nobody finds another's. `cachesvc.server` has the
-file; `NOTHING` is a server that keeps nothing. Event loop only.
+Names are digests under the tenant's salt, so no tenant finds another's. `cachesvc.server` owns the
+file. `NOTHING` is for a server that stores none. Event loop only.
 """
 
 from typing import Protocol
@@ -10,7 +10,7 @@ import xxhash
 
 
 class KeptBodies(Protocol):
-    """Bounded by bytes and age; what it loses it does not find, and nothing fails."""
+    """Bounded by bytes and age. A lost body is not found; it raises nothing."""
 
     def __contains__(self, name: object) -> bool: ...
 
@@ -21,12 +21,12 @@ class KeptBodies(Protocol):
     def delete(self, name: bytes) -> None: ...
 
     def forget(self, owner: bytes) -> None:
-        """Remove all that one owner has; see `owner_of`."""
+        """Remove everything of one owner; see `owner_of`."""
         ...
 
 
 def owner_of(salt: bytes) -> bytes:
-    """Whose a body is: a digest of the tenant's or the sharing group's salt."""
+    """The owner of a body: a digest of the tenant's or the sharing group's salt."""
     return xxhash.xxh3_128_digest(b"owner\0" + salt)
 
 
@@ -38,13 +38,13 @@ class _Nothing:
         return None
 
     def write(self, name: bytes, owner: bytes, body: bytes) -> None:
-        """It is not kept."""
+        """Does nothing."""
 
     def delete(self, name: bytes) -> None:
-        """It was not kept."""
+        """Does nothing."""
 
     def forget(self, owner: bytes) -> None:
-        """Nobody has anything."""
+        """Does nothing."""
 
 
 NOTHING: KeptBodies = _Nothing()

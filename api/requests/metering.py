@@ -1,11 +1,12 @@
-"""Where engine and money meet: a charge is opened before work and settled on every way out.
+"""Metering of one request: a charge is opened before work and always settled or voided.
 
-A charge opens with a hold for the whole prompt at its dearest price and one slice of output. While
-the answer is decoded, the next slice is held before it is needed, so decoding waits for the ledger
-only when the ledger is slow; output that no slice covers is neither delivered nor billed. The hold
-is a lease that each slice renews, and so does `cover` while the engine is silent. Whatever way the
-request leaves, `settle` or `void` ends the hold; what a crash leaves behind, the ledger settles
-from the progress told with the last slice. Event loop only; the ledger has its own thread.
+A charge opens with a hold for the whole prompt at its highest price and one slice of output. During
+decode the next slice is held before it is needed, so decode waits only for a slow ledger. Output
+that no slice covers is neither delivered nor billed.
+
+The hold is a lease. Each slice renews it, and so does `cover` while the engine is silent. `settle`
+or `void` ends the hold, however the request ends. After a crash the ledger settles the hold from
+the progress reported with the last slice. Event loop only; the ledger has its own thread.
 """
 
 import asyncio
@@ -38,29 +39,29 @@ class RunningCharge(Protocol):
     """One request's money. `settle` or else `void` ends it."""
 
     async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int:
-        """How many output tokens are paid for, at most `output_tokens` of them.
+        """How many of `output_tokens` are paid for.
 
-        `progress` says what has been sent so far, for the journal.
+        `progress` returns what has been sent so far, for settling after a crash.
         """
         ...
 
     async def settle(self, served: Served, *, delivered: bool) -> Bill:
-        """Posts what `served` costs and releases the rest; durable when it returns.
+        """Posts the cost of `served` and releases the rest of the hold; durable on return.
 
-        `delivered` is False only where no byte of the answer reached the client.
+        `delivered` is False only if no byte of the answer reached the client.
         """
         ...
 
     async def lost(self, served: Served) -> None:
-        """After `settle`: no byte of the answer reached the client after all."""
+        """Called after `settle`: no byte of the answer reached the client after all."""
         ...
 
     async def give_back(self) -> None:
-        """After `settle`: the server could not send the answer."""
+        """Called after `settle`: the server could not send the answer."""
         ...
 
     async def void(self) -> None:
-        """Releases the hold. Does nothing once `settle` was called."""
+        """Releases the hold. Does nothing after `settle`."""
         ...
 
 
@@ -70,7 +71,7 @@ class Meter(Protocol):
     async def admit(self, principal: Principal, job: Job) -> RunningCharge: ...
 
     def price(self, principal: Principal, job: Job, usage: Usage) -> Priced:
-        """What the job's prompt costs as `usage` has it, and all of its output. Raises NoPrice."""
+        """The price of the prompt by `usage`, and of the largest output. Raises NoPrice."""
         ...
 
 
@@ -78,7 +79,7 @@ Receipts = Callable[[Settled], Mapping[str, Any]]
 
 
 class LedgerMeter:
-    """A `Meter` on a running ledger. `receipts` makes the signed receipt of a settled request."""
+    """A `Meter` on a running ledger. `receipts` signs the receipt of a settled request."""
 
     def __init__(
         self,
@@ -96,8 +97,8 @@ class LedgerMeter:
         self._clock_ns = clock_ns
 
     async def admit(self, principal: Principal, job: Job) -> "LedgerCharge":
-        """Pins the price of this instant and holds what the request may cost at first."""
-        now_ns = self._clock_ns()  # one instant, or the proof finds another window than the price
+        """Fixes the current price and takes the first hold."""
+        now_ns = self._clock_ns()  # one instant, so the proof finds the same window as the price
         pinned = self._pinned(principal, job, now_ns)
         slice_tokens = min(self._slice_tokens * job.num_choices, job.max_output)
         amount = hold_amount(pinned, prompt_tokens=job.prompt_tokens, output_tokens=slice_tokens)
@@ -111,7 +112,7 @@ class LedgerMeter:
         )
         try:
             hold = await durable(reserved)
-        except asyncio.CancelledError:  # the server ends the connection: nobody will settle this
+        except asyncio.CancelledError:  # the server closes the connection: nobody will settle this
             reserved.cancel()
             reserved.add_done_callback(self._let_go)
             raise
@@ -139,13 +140,13 @@ class LedgerMeter:
         return self._ledger.book.at(job.model.name, now_ns, principal.currency or None, terms)
 
     def _let_go(self, reserved: "Future[Hold]") -> None:
-        """Ends a hold that was taken for a request that is not there any more. Ledger thread."""
+        """Releases a hold taken for a request that has already ended. Ledger thread."""
         if not reserved.cancelled() and reserved.exception() is None:
             self._ledger.void(reserved.result())
 
 
 class LedgerCharge:
-    """The `Charge` of one hold."""
+    """The `RunningCharge` of one hold."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class LedgerCharge:
         self._most = most
         self._lease_s = lease_s
         self._receipts = receipts
-        self._asked: asyncio.Future[int] | None = None  # a slice under way
+        self._asked: asyncio.Future[int] | None = None  # the requested slice
         self._asked_tokens = 0
         self._refused = False
         self._ended = False
@@ -223,7 +224,7 @@ class LedgerCharge:
         return time.monotonic() >= self._renew_at
 
     def _ask(self, progress: Callable[[], Usage]) -> None:
-        """Starts the next slice, or a renewal of the lease alone where all output is covered."""
+        """Requests the next slice, or only a renewal of the lease if all output is covered."""
         if self._asked is not None:
             return
         tokens = 0 if self._refused else min(self._slice, self._most - self._covered)
@@ -237,7 +238,7 @@ class LedgerCharge:
         )
 
     def _take_in(self) -> None:
-        """Takes in a slice that has been answered. Raises what a failing ledger says."""
+        """Takes in an answered slice. Raises the ledger's errors, except InsufficientBalance."""
         if self._asked is None or not self._asked.done():
             return
         asked, self._asked = self._asked, None
@@ -248,7 +249,8 @@ class LedgerCharge:
             self._refused = True
 
     async def _let_slice_end(self) -> None:
-        """The ledger takes commands in order; only the answer must not stay unread."""
+        """Awaits the pending slice, so that its result is read. The ledger takes commands in
+        order."""
         if self._asked is not None:
             await asyncio.wait([self._asked])
             self._asked.exception()
@@ -256,7 +258,7 @@ class LedgerCharge:
 
 
 async def durable(future: "Future[Made]") -> Made:
-    """The ledger's answer. A waiter that is cancelled does not cancel the ledger's work."""
-    if future.done():  # a hold out of an advance: no turn of the loop for it
+    """The ledger's answer. Cancelling the waiter does not cancel the ledger's work."""
+    if future.done():  # a hold from an advance needs no turn of the loop
         return future.result()
     return await asyncio.shield(asyncio.wrap_future(future))

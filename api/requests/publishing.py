@@ -1,7 +1,7 @@
-"""An answer that waits until the shared store has its prompt's blocks.
+"""Delays an answer until the shared store has its prompt's blocks.
 
-For prefill apart from decode: one server computes a prompt and answers with one token, another
-finds the blocks. What cannot be sent in time is computed there. Event loop only.
+For disaggregated prefill: one server computes a prompt and answers with one token, and another
+server loads the blocks. It computes those that could not be sent in time. Event loop only.
 """
 
 from typing import Final, Protocol
@@ -16,12 +16,12 @@ class Publisher(Protocol):
     """See `cachesvc.operator.publisher`."""
 
     async def publish(self, job: Job) -> int:
-        """How many leading tokens of the first prompt any server may load from now on."""
+        """How many leading tokens of the first prompt any server can load from now on."""
         ...
 
 
 def check_publishable(job: Job, publisher: Publisher | None) -> Publisher:
-    """Raises Unsupported where there is no shared store, or nothing that may be sent to it."""
+    """Raises Unsupported without a shared store, or if the job may not be sent to it."""
     if publisher is None:
         raise Unsupported(
             "publish needs a tier that servers share, and this server has none; its operator sets "

@@ -1,8 +1,7 @@
-"""What a request would hit and cost now, without computing it; and requests that set a limit on
-that.
+"""What a request would hit and cost now, without computing it; and requests with limits on that.
 
-A quote is a look: blocks may come or leave before the request does, which is billed as it is
-served. Event loop only.
+A quote is a snapshot: blocks may come or leave before the request does, and the bill follows what
+is served. Event loop only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,16 +21,16 @@ from billing.usage import Usage
 
 
 class Survey(Protocol):
-    """Where the blocks of a prompt stand now."""
+    """Which tiers hold the blocks of a prompt now."""
 
     async def __call__(self, job: Job) -> Sequence[Mapping[str, int]]:
-        """Of each prompt: tokens that would hit, by tier."""
+        """For each prompt: tokens that would hit, by tier."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A usage at the price of this instant, in units; `output` for as much as the answer may be."""
+    """A usage at the current price, in units; `output` is the price of the longest answer."""
 
     currency: str
     prompt: int
@@ -41,7 +40,7 @@ class Priced:
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """Tokens by class, their price, and how long the first token takes, in milliseconds."""
+    """Tokens by class, their price, and the expected time to first token in milliseconds."""
 
     model: str
     usage: Usage
@@ -91,7 +90,7 @@ class Meter(Protocol):
 
 
 class Parts(Protocol):
-    """What of the collaborators a quote is made with."""
+    """The collaborators that a quote needs."""
 
     @property
     def engine(self) -> EngineClient: ...
@@ -104,7 +103,7 @@ class Parts(Protocol):
 
 
 async def quote_of(wire: Parts, principal: Principal, job: Job) -> Quote:
-    """Raises NoPrice where the model has none."""
+    """The quote of a job. Raises NoPrice if the model has no price."""
     found = await wire.survey(job) if wire.survey is not None and job.cache else []
     hits = {name: sum(one.get(name, 0) for one in found) for name in _TIERS}
     miss = job.prompt_tokens - sum(hits.values())
@@ -122,8 +121,7 @@ async def quote_of(wire: Parts, principal: Principal, job: Job) -> Quote:
 
 
 async def check_quote(wire: Parts, principal: Principal, job: Job, extension: Extension) -> None:
-    """Raises QuoteRefused where the request asked for more hits, or a lower price, than it would
-    have now."""
+    """Raises QuoteRefused if the job would miss the request's own limits on hits or price."""
     if extension.require_hit is None and extension.max_price is None:
         return
     most = _units(extension.max_price)

@@ -1,7 +1,7 @@
-"""Stored responses, which clients can read or continue until newer ones need their space.
+"""Stored responses, which clients can read or continue until newer ones need the space.
 
-Each tenant's apart: their names are made with its salt. The latest are in memory, all are in
-`kept`; an answer that was not stored is not found. Event loop only.
+Names are made with the tenant's salt, so tenants are separate. The latest are in memory, and all
+are in `kept`. Event loop only.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A response; the items that it answered; and the whole chat that it ended."""
+    """A response, its input items, and the whole chat up to it."""
 
     response: dict[str, Any]
     items: Sequence[dict[str, Any]]
@@ -27,7 +27,7 @@ class Kept:
 
 
 class StoredResponses:
-    """At most `max_bytes` in memory, least recently used out first. `salt` is a tenant's."""
+    """At most `max_bytes` in memory; the least recently used leave first. `salt` is a tenant's."""
 
     def __init__(self, max_bytes: int = MAX_BYTES, kept: KeptBodies = NOTHING) -> None:
         self._max_bytes = max_bytes
@@ -52,7 +52,7 @@ class StoredResponses:
             return None
         try:
             kept = Kept(*orjson.loads(body))
-        except (ValueError, TypeError):  # another version's
+        except (ValueError, TypeError):  # written by another version
             return None
         self._remember(name, owner_of(salt), body)
         return kept

@@ -1,9 +1,9 @@
-"""Blocks that requests keep beyond their use: breakpoints and sessions, as pins that give way.
+"""Blocks kept for tenants after their requests: breakpoints and sessions, as soft pins.
 
-A request that asked for its prompt to be kept has it pinned once it was served. A session's blocks
-are pinned from turn to turn for as long as its tenant's pauses last, as learned here, and so are
-its parent's while it runs. All that is remembered is bounded by tenant, so that nobody gains by
-making sessions without end. Event loop only; nothing here waits, and a failure costs hits alone.
+If a request asks to keep its prompt, the prompt is pinned after it is served. A session's blocks
+are pinned between turns, for as long as its tenant usually pauses, which is learned here. While a
+session runs, its parent's blocks are pinned too. Memory is bounded by tenant, so that endless
+sessions gain nothing. Event loop only; nothing here waits, and a failure costs only hits.
 """
 
 import time
@@ -21,13 +21,13 @@ from billing.gate.outcomes import Outcome
 from tiers.blocks.keys import PrefixKey
 from tiers.policy.retention import PinKind
 
-FIRST_PAUSE_S = 60.0  # until enough pauses were seen
-MIN_PAUSE_S, MAX_PAUSE_S = 10.0, 600.0  # what is learned stays within
+FIRST_PAUSE_S = 60.0  # until enough pauses have been seen
+MIN_PAUSE_S, MAX_PAUSE_S = 10.0, 600.0  # bounds of the learned pause
 MIN_SAMPLES = 8
-MAX_SAMPLES = 200  # of a tenant; the latest
+MAX_SAMPLES = 200  # latest pauses of a tenant
 PAUSE_QUANTILE = 0.9  # of pauses that a session's blocks outlive ...
 PAUSE_MARGIN = 1.25  # ... and a little longer
-MAX_SESSIONS = 256  # of a tenant, whose last turn is remembered
+MAX_SESSIONS = 256  # of a tenant, with the time of their last turn
 MAX_TENANTS = 1024
 
 
@@ -47,11 +47,11 @@ class TenantPins(Protocol):
         owner: str,
         kind: PinKind,
     ) -> None:
-        """Pin in passing, soon; what cannot be is logged."""
+        """Pin without waiting. A failure is logged."""
         ...
 
     def renew(self, name: str, for_s: float) -> None:
-        """Let a pin of that name last so much longer from now, if there is one."""
+        """Extend a pin of that name to `for_s` from now, if there is one."""
         ...
 
     def release(self, name: str) -> None:
@@ -65,7 +65,7 @@ class TenantPins(Protocol):
         ...
 
     async def end(self, name: str, *, owner: str) -> bool:
-        """End a pin, durably; whether the owner had one of that name."""
+        """End a pin, durably. Returns whether the owner had one of that name."""
         ...
 
     async def of_owner(self, owner: str) -> Sequence[Kept]: ...
@@ -73,7 +73,7 @@ class TenantPins(Protocol):
 
 @dataclass(slots=True)
 class Pauses:
-    """One tenant's: the latest, and when each session's last turn ended."""
+    """One tenant's recent pauses, and when each session's last turn ended."""
 
     latest: deque[float] = field(default_factory=deque)
     ordered: list[float] = field(default_factory=list)
@@ -93,10 +93,11 @@ class Pauses:
 
 
 class Retention:
-    """Hears of requests as they begin and end. `pins` are also the explicit caches' hands.
+    """Keeps blocks as requests begin and end. `pins` also serves the explicit caches.
 
-    `guesses`: a session is kept for as long as its tenant usually pauses. Otherwise it is kept
-    where its request says for how long, and the policy, which learns by itself, has the rest.
+    With `guesses`, a session is kept for as long as its tenant usually pauses. Without, it is kept
+    only for the time its request gives, and the eviction policy, which learns by itself, decides
+    the rest.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Retention:
         self._tenants: OrderedDict[str, Pauses] = OrderedDict()
 
     def began(self, job: Job) -> None:
-        """A turn begins: its session's pause is over, and its parent waits on."""
+        """A turn begins: its session's pause is over, and its parent still waits."""
         session = job.session
         if session is None:
             return
@@ -124,7 +125,7 @@ class Retention:
             self.pins.renew(_pin_name(job, session.parent), pauses.usual_s())
 
     def ended(self, job: Job, served: Served) -> None:
-        """Keep what a served request asked to be kept."""
+        """Pin what a served request asked to keep."""
         if served.outcome is not Outcome.FINISHED or not job.cache:
             return
         for keep in job.keeps:

@@ -1,11 +1,11 @@
-"""The tokens that a chat's turns left in the cache, for the next turn to compare with or continue.
+"""The tokens of a chat's recent turns, for the next turn to compare with or continue.
 
-A client sends the whole conversation again with each turn. If the model's template writes an old
-message differently (without its reasoning, say), or the tokenizer cuts the old answer differently
-from how it was generated, the new prompt parts from the cached tokens before the messages do, and
-what follows is computed again. `Conversations` remembers recent turns' tokens, each under its own
-tenant's salt, and says at which token a new turn parted and why. Answers are written to `kept` as
-well, from where `recall` brings them back after a restart. Event loop only.
+A client sends the whole conversation again with each turn. The template may render an old message
+differently (without its reasoning, say), or the tokenizer may split the old answer into other
+tokens than were generated. Then the new prompt diverges from the cached tokens before the messages
+do, and the rest is computed again. `Conversations` remembers recent turns' tokens under each
+tenant's salt, and reports at which token a new turn diverged and why. Answers are also written to
+`kept`, and `recall` loads them after a restart. Event loop only.
 """
 
 from array import array
@@ -24,17 +24,17 @@ from api.requests.kept import NOTHING, KeptBodies, owner_of
 from api.served_model import Tokenizer
 from tiers.blocks.keys import CacheScope
 
-MAX_TOKENS = 1 << 20  # of all turns in memory, 4 MiB; those on disk come back by `recall`
-MIN_ENTRY_TOKENS = 64  # what a turn counts at least, for its keys and its place
-_LOOKED_AT = 16  # tokens after the divergence whose text tells the reason
+MAX_TOKENS = 1 << 20  # of all turns in memory, 4 MiB; `recall` loads those on disk
+MIN_ENTRY_TOKENS = 64  # minimum count of a turn, for its keys and its entry
+_LOOKED_AT = 16  # tokens after the divergence whose text gives the reason
 
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What a turn left: of `tokens`, the first `num_tokens` belong to the messages of its key.
+    """A remembered turn: the first `num_tokens` of `tokens` belong to the messages of its key.
 
-    `rest` is the text of the answer behind them: a piece of a token that a stop string ended in.
-    None where the tokens cannot stand for the text.
+    `rest` is the answer's text after them: the part of a token before a stop string. None if the
+    tokens cannot represent the text.
     """
 
     tokens: "array[int]"
@@ -48,7 +48,7 @@ class _Left:
 
     @classmethod
     def unpacked(cls, body: bytes, owner: bytes) -> "_Left | None":
-        """None for what this version cannot read."""
+        """None for a body that this version cannot read."""
         try:
             head, _, tokens = body.partition(b"\n")
             num_tokens, rest = orjson.loads(head)
@@ -60,7 +60,8 @@ class _Left:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A conversation's tokens up to and with its message number `place`, and text to follow."""
+    """A conversation's tokens up to and including message number `place`, and the text after
+    them."""
 
     place: int
     tokens: "array[int]"
@@ -72,7 +73,7 @@ def turn_of(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Turn:
-    """The names of a conversation's beginnings; other tenants, models and tools name others."""
+    """The keys of a conversation's beginnings. They differ by tenant, model and tools."""
     key = xxhash.xxh3_128_digest(scope.root() + orjson.dumps(tools or None))
     keys = []
     for message in messages:
@@ -83,12 +84,12 @@ def turn_of(
 
 
 def assistant_message(text: str) -> Mapping[str, Any]:
-    """An answer that is all text, as the next turn sends it back."""
+    """A text-only answer, as the next turn sends it back."""
     return {"role": "assistant", "content": text}
 
 
 class Conversations:
-    """Recent turns by name, least recently used out first, at most `max_tokens` in all."""
+    """Recent turns by key, at most `max_tokens` in all; the least recently used leave first."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS, kept: KeptBodies = NOTHING) -> None:
         self._max_tokens = max_tokens
@@ -97,7 +98,7 @@ class Conversations:
         self.num_tokens = 0
 
     async def recall(self, turn: Turn) -> None:
-        """Bring back the latest answer of the conversation that is on disk and not here."""
+        """Load the conversation's latest answer from disk if it is not in memory."""
         for key in reversed(turn.keys):
             if key in self._turns:
                 return
@@ -117,8 +118,10 @@ class Conversations:
     def divergence(
         self, turn: Turn, tokens: "array[int]", tokenizer: Tokenizer
     ) -> Divergence | None:
-        """Where `tokens` part from what the longest known beginning of the conversation left;
-        None where they do not part, or nothing is known."""
+        """Where `tokens` diverge from those of the longest known beginning of the conversation.
+
+        None if they do not diverge, or nothing is known.
+        """
         left = self._known(turn)
         if left is None:
             return None
@@ -129,7 +132,7 @@ class Conversations:
         return Divergence(at, left.num_tokens, reason)
 
     def replay(self, turn: Turn) -> Replay | None:
-        """What to go on from: the last answer whose tokens are known."""
+        """What to continue from: the last answer whose tokens are known."""
         for place in reversed(range(len(turn.keys))):
             if turn.roles[place] != "assistant":
                 continue
@@ -147,7 +150,7 @@ class Conversations:
         tokenizer: Tokenizer,
         message_of: Callable[[str], Mapping[str, Any]] = assistant_message,
     ) -> None:
-        """Keep a served turn: its prompt, and its prompt with each answer."""
+        """Remember a served turn: its prompt, and its prompt with each answer."""
         self._keep(turn.keys[-1], _Left(prompt, len(prompt), owner=turn.owner))
         for answer in answers:
             key = _continued(turn.keys[-1], message_of(answer.text))
@@ -157,13 +160,13 @@ class Conversations:
             self._keep(key, left)
             self._kept.write(key, turn.owner, left.packed())
         for key in [key for key in turn.keys if key in self._kept][:-1]:
-            self._kept.delete(key)  # turns that two later ones go on from
+            self._kept.delete(key)  # superseded by later turns
 
     def _known(self, turn: Turn) -> _Left | None:
-        """Of the messages that came before the last, the most that are known.
+        """The longest known run of the messages before the last.
 
-        A turn that is known without its answer counts only where an answer follows: what a
-        template puts at a prompt's end for the answer to follow is no message.
+        A turn known without its answer counts only if an answer follows, because the template's
+        generation prompt at the end of a prompt is no message.
         """
         following = [*turn.roles[1:], None]
         for key, role, after in reversed(list(zip(turn.keys, turn.roles, following, strict=True))):
@@ -198,15 +201,15 @@ def _weight(left: _Left) -> int:
 
 
 def common_length(old: "array[int]", new: "array[int]") -> int:
-    """How many leading tokens are the same."""
+    """The number of equal leading tokens."""
     size = min(len(old), len(new))
     differ = np.flatnonzero(np.frombuffer(old[:size], "i4") != np.frombuffer(new[:size], "i4"))
     return int(differ[0]) if len(differ) else size
 
 
 def _canonical(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An answer as far as clients send it back alike: without its reasoning, the ids of its calls
-    and the spelling of their arguments."""
+    """The parts of an answer that clients send back unchanged: without its reasoning, the ids of
+    its calls and the spelling of their arguments."""
     calls = [_call(call) for call in message.get("tool_calls") or ()]
     return {"role": "assistant", "content": (message.get("content") or "").strip(), "calls": calls}
 
@@ -225,10 +228,10 @@ def _call(call: Mapping[str, Any]) -> list[Any]:
 
 
 def _num_spelled(tokenizer: Tokenizer, answer: Transcript) -> tuple[int, str | None]:
-    """The answer's tokens that are wholly in its text, and what of the text they leave.
+    """The number of the answer's tokens that are wholly in its text, and the text after them.
 
-    Not counted: the end of the sequence, and tokens that a stop string begins in. Special tokens
-    that no text shows count where others follow.
+    The end of the sequence and tokens in which a stop string begins do not count. Special tokens
+    without text count if others follow.
     """
     text, place, num_told = answer.text.encode(), 0, 0
     for number, token in enumerate(answer.tokens):
@@ -245,7 +248,8 @@ def _num_spelled(tokenizer: Tokenizer, answer: Transcript) -> tuple[int, str | N
 
 
 def _reason(tokenizer: Tokenizer, old: "array[int]", new: "array[int]") -> DivergenceReason:
-    """Whether the same text goes on, for as long as the first token on either side is."""
+    """TOKENIZER if the same text continues on both sides, for the length of the first token on
+    either."""
     pieces = [[tokenizer.token_bytes(t) for t in side[:_LOOKED_AT]] for side in (old, new)]
     longest = max((len(side[0]) for side in pieces if side), default=0)
     texts = [b"".join(side) for side in pieces]

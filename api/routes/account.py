@@ -1,4 +1,4 @@
-"""What callers can ask about themselves: balance, requests, and the keys of their receipts."""
+"""A caller's own balance and requests, and the keys that sign receipts."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ router = APIRouter()
 @router.get("/user/balance", tags=["balance"])
 @router.get("/v1/user/balance", include_in_schema=False)
 async def user_balance(request: Request) -> dict[str, Any]:
-    """Amounts are decimal strings. What running requests hold is not taken off; what is owed is."""
+    """Amounts are decimal strings. Debt is subtracted; holds of running requests are not."""
     principal = await authorised(request, Scope.USAGE)
     account = await asyncio.to_thread(wire_of(request).balances, principal.tenant)
     available = account.available
@@ -36,7 +36,8 @@ async def user_balance(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/receipts/keys", tags=["receipts"])
 async def receipt_keys(request: Request) -> dict[str, list[dict[str, str]]]:
-    """Every key that ever signed here, in hex (Ed25519, 32 bytes); a receipt names its `key_id`."""
+    """Every public key that ever signed here, in hex (Ed25519, 32 bytes). A receipt names its
+    `key_id`."""
     await authorised(request, Scope.USAGE)
     keys = wire_of(request).receipt_keys
     return {"keys": [{"key_id": name, "public_key": key} for name, key in keys.items()]}
@@ -44,9 +45,10 @@ async def receipt_keys(request: Request) -> dict[str, list[dict[str, str]]]:
 
 @router.get("/v1/cache/requests/{request_id}", tags=["cache"])
 async def request_details(request: Request, request_id: str) -> dict[str, Any]:
-    """By the `id` of the answer, or the X-Request-Id: timeline, hits by block, reasons and bill.
+    """A request by its answer's `id` or its X-Request-Id: timeline, hits by block, reasons and
+    bill.
 
-    Kept in memory for the latest requests. Another tenant's request does not exist for the caller.
+    Recent requests are kept in memory. Another tenant's request is not found.
     """
     principal = await authorised(request, Scope.USAGE)
     record = wire_of(request).journal.find(request_id, tenant=principal.tenant)

@@ -1,8 +1,8 @@
-"""GET /v1/cache/events: what happens to blocks, as server-sent events.
+"""GET /v1/cache/events: block events, as server-sent events.
 
-For routers that send a prompt where its prefix is, and for people who watch. A key with the scope
-admin sees every tenant's blocks; any other key sees those of its own tenant and of the sharing
-groups that it is in.
+For routers that send a prompt to the server with its prefix, and for people who watch. A key with
+the admin scope sees every tenant's blocks. Any other key sees those of its own tenant and its
+sharing groups.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ router = APIRouter(tags=["cache"])
 
 @router.get("/v1/cache/events")
 async def cache_events(request: Request) -> Response:
-    """A stream without end. `Last-Event-ID`, or `after`, brings what was missed meanwhile."""
+    """An endless stream. `Last-Event-ID` or `after` resumes after that event."""
     wire = wire_of(request)
     principal = await authorised(request)
     scopes = None if principal.may(Scope.ADMIN) else scopes_of_tenant(wire, principal.tenant)
@@ -38,7 +38,7 @@ async def cache_events(request: Request) -> Response:
 
 
 def feed_for(request: Request, tenant: str, scopes: frozenset[PrefixKey] | None) -> FeedResponse:
-    """The stream that the query asks for: `tier` and `kind` (repeatable), `tokens`, `after`.
+    """The stream for a query: `tier` and `kind` (repeatable), `tokens`, `after`.
 
     Raises InvalidRequest and Overloaded.
     """
@@ -61,7 +61,7 @@ def feed_for(request: Request, tenant: str, scopes: frozenset[PrefixKey] | None)
 
 
 def _named(kind: type[Name], param: str, given: Iterable[str]) -> frozenset[Name]:
-    """The members of `kind` that are named, or all where none is."""
+    """The named members of `kind`, or all if none is named."""
     try:
         return frozenset(kind(name) for name in given) or frozenset(kind)
     except ValueError as error:
@@ -81,7 +81,7 @@ def _number(text: str | None) -> int | None:
 
 
 def scopes_of_tenant(wire: Collaborators, tenant: str) -> frozenset[PrefixKey]:
-    """The roots of every scope that the tenant's requests may have."""
+    """The roots of every scope that the tenant's requests can use."""
     principal = Principal(tenant)
     groups = [
         group

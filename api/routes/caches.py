@@ -1,7 +1,7 @@
 """/v1/caches: prefixes that a tenant pins by name, under its own key.
 
-A cache is computed when it is made, as a prompt without an answer, and pinned before that, so that
-what the tiers or the balance refuse costs nothing.
+A cache is computed when it is created, as a prompt without an answer. It is pinned first, so that a
+refusal by the tiers or the balance costs nothing.
 """
 
 import uuid
@@ -30,7 +30,7 @@ router = APIRouter(prefix="/v1/caches", tags=["caches"])
 
 @router.post("")
 async def make_cache(request: Request) -> Response:
-    """Keep `messages` or `prompt` for `ttl`; one of the same name is replaced."""
+    """Keep `messages` or `prompt` for `ttl`. Replaces a cache of the same name."""
     principal = await authorised(request)
     wire = wire_of(request)
     retention = _retention(wire)
@@ -53,7 +53,7 @@ async def make_cache(request: Request) -> Response:
 
 @router.get("")
 async def list_caches(request: Request) -> dict[str, Any]:
-    """What the tenant keeps now: caches, breakpoints and sessions."""
+    """The tenant's caches, breakpoints and sessions."""
     principal = await authorised(request)
     wire = wire_of(request)
     caches = [
@@ -72,7 +72,7 @@ async def show_cache(request: Request, name: str) -> dict[str, Any]:
 
 @router.patch("/{name}")
 async def change_cache(request: Request, name: str) -> dict[str, Any]:
-    """Let it last for `ttl` from now."""
+    """Set a cache to expire `ttl` from now."""
     principal = await authorised(request)
     wire = wire_of(request)
     body = parse(await read_body(request), CacheChange)
@@ -86,7 +86,7 @@ async def change_cache(request: Request, name: str) -> dict[str, Any]:
 
 @router.delete("/{name}")
 async def delete_cache(request: Request, name: str) -> dict[str, Any]:
-    """End it; its blocks then leave in their turn."""
+    """End a cache; its blocks may be evicted."""
     principal = await authorised(request)
     wire = wire_of(request)
     kept = await _found(wire, principal, name)

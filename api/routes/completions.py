@@ -51,7 +51,7 @@ async def completions(request: Request) -> Response:
 async def completion_job(
     request: Request, principal: Principal, body: CompletionBody, raw: bytes
 ) -> Job:
-    """Raises what is wrong with the body, by field."""
+    """The job of a body. Raises what is wrong with it, by field."""
     wire, story = wire_of(request), request_log_of(request)
     body.refuse_unserved()
     model = find_model(wire.models, body.model)
@@ -88,7 +88,8 @@ def _answer_limit(
     body: CompletionBody,
     prompts: list["array[int]"],
 ) -> int:
-    """What every prompt has room for; without max_tokens the default, or less if less fits."""
+    """The answer length that fits after every prompt. Without max_tokens: the default, or less if
+    less fits."""
     longest = max(map(len, prompts))
     if body.max_tokens is not None:
         return room_for_answer(model, longest, body.max_tokens, prompt="prompt")
@@ -97,7 +98,7 @@ def _answer_limit(
 
 
 def _echoes(job: Job, body: CompletionBody) -> list[str]:
-    """The text that goes before each prompt's answers; empty strings without `echo`."""
+    """The text before each prompt's answers; empty strings without `echo`."""
     if not body.echo:
         return ["" for _ in job.prompts]
     decode = job.model.tokenizer.decode
@@ -175,7 +176,7 @@ class CompletionFormat:
         return self._head | {"choices": choices} | closing(served, bill, asked)
 
     def _logprobs_of(self, delta: Delta) -> dict[str, Any] | None:
-        """The delta's logprobs; moves the choice's text offset on."""
+        """The delta's logprobs; advances the choice's text offset."""
         if self._job.params.logprobs is None or not delta.logprobs:
             return None
         tokenizer = self._job.model.tokenizer
@@ -184,7 +185,7 @@ class CompletionFormat:
         return shown
 
     def _whole_logprobs(self, number: int, served: Served) -> dict[str, Any] | None:
-        """Of the answer's tokens; with `echo` the prompt's go before them."""
+        """The logprobs of the answer's tokens, after the prompt's if `echo` is set."""
         if self._job.params.logprobs is None:
             return None
         tokenizer, answer = self._job.model.tokenizer, self._logprobs[number]

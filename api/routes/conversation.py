@@ -1,4 +1,4 @@
-"""A chat from its checked body to a job and the reader of its answer, for every protocol."""
+"""Turns a chat's checked body into a job and a reader of its answer, for every protocol."""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -36,8 +36,8 @@ from engine.structure import GrammarSource
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
 
-SESSION_CHARS = 256  # of a client's name for its conversation
-_TAIL_TOKENS = 8  # of a prompt: enough to tell whether it ends with the mark of reasoning
+SESSION_CHARS = 256  # limit of a client's name for its conversation
+_TAIL_TOKENS = 8  # of a prompt, enough to contain the marker of reasoning
 
 
 DAY_S = 86_400
@@ -45,7 +45,7 @@ DAY_S = 86_400
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where a client asks for its prompt to be kept up to: the chat cut there, None at its end."""
+    """A point up to which a client asks to keep its prompt: the chat cut there; None: the end."""
 
     for_s: float
     cut: ChatBody | None = None
@@ -53,7 +53,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What the model is asked, and how each choice of its answer is read."""
+    """The prompt for the model, and how to read each choice of its answer."""
 
     job: Job
     new_reply: Callable[[], Reply]
@@ -68,8 +68,11 @@ async def chat_of(
     marks: Sequence[Mark] = (),
     replays: bool = False,
 ) -> Chat:
-    """Raises what is wrong with the body, by field. `marks`: what of the prompt is to be kept.
-    `replays`: go on from the last turn's tokens, also where the settings do not say so."""
+    """The chat of a body. Raises what is wrong with it, by field.
+
+    `marks` are the points up to which the prompt is to be kept. `replays` continues from the last
+    turn's tokens even if the settings do not.
+    """
     wire, log = wire_of(request), request_log_of(request)
     body.refuse_unserved()
     model = find_model(wire.models, body.model)
@@ -103,7 +106,7 @@ async def chat_of(
         contents=(encoded.contents,) if seen else _named_contents(wire, body, tokens),
         pictures=encoded.pictures,
         markers=_markers(prompt, model),
-        # What is pinned in passing is found by its tokens alone.
+        # Pins of requests find blocks by tokens alone, so chats with images get none.
         keeps=()
         if seen
         else await _keeps(wire, model, body, tokens, marks, tenant=principal.tenant),
@@ -126,7 +129,7 @@ def _refuse_named_images(prompt: ChatPrompt, body: ChatBody) -> None:
 
 
 def _room(model: ServedModel, body: ChatBody, num_tokens: int) -> int:
-    """The most tokens of the answer. Raises where the prompt leaves too few."""
+    """The maximum of answer tokens. Raises ContextLengthExceeded if the prompt leaves too few."""
     limit = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
     return room_for_answer(model, num_tokens, body.completion_limit, prompt="messages", limit=limit)
 
@@ -134,7 +137,7 @@ def _room(model: ServedModel, body: ChatBody, num_tokens: int) -> int:
 def _named_contents(
     wire: Collaborators, body: ChatBody, tokens: "array[int]"
 ) -> tuple[tuple[Content, ...], ...]:
-    """What placeholder tokens stand for, as the request says."""
+    """The contents behind placeholder tokens, from the request."""
     perceptual = wire.settings.perceptual_digests
     return contents_of(body.extension, (tokens,), allow_perceptual=perceptual)
 
@@ -142,7 +145,7 @@ def _named_contents(
 def _remembered(
     wire: Collaborators, job: Job, turn: Turn, num_same: int, new_reply: Callable[[], Reply]
 ) -> Job:
-    """The job as one turn of a conversation that goes on from its last turn's tokens."""
+    """The job as a turn that continues from its conversation's last tokens."""
     if wire.conversations is None:
         return job
     return replace(
@@ -157,7 +160,7 @@ def _remembered(
 
 
 def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> ChatPrompt:
-    """What the model's template is given. Raises as `chat_of`."""
+    """The input of the model's template. Raises like `chat_of`."""
     if not model.tokenizer.has_chat_template:
         raise Unsupported(
             f"The model '{model.name}' has no chat template; use /v1/completions.",
@@ -189,9 +192,9 @@ def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> Chat
 
 
 def session_of(request: Request, body: ChatBody) -> Session | None:
-    """The conversation that the client names, by X-Session-Id or else by prompt_cache_key.
+    """The conversation named by X-Session-Id, or else by prompt_cache_key.
 
-    None where what it leaves is another's to keep: nothing, or a sharing group's.
+    None if the tenant cannot keep the blocks: not cached, named contents, or a sharing group's.
     """
     name = single_header(request, "X-Session-Id") or body.prompt_cache_key or ""
     extension = body.extension
@@ -210,7 +213,7 @@ async def _keeps(
     *,
     tenant: str,
 ) -> tuple[Keep, ...]:
-    """The marks in tokens: how far the chat that is cut at each begins as the whole chat does."""
+    """The marks in tokens: the common beginning of the whole chat and the chat cut at each mark."""
     if body.extension.share or body.extension.contents:
         return ()
     keeps = [Keep(len(tokens), DAY_S)] if body.prompt_cache_retention == "24h" else []
@@ -220,7 +223,7 @@ async def _keeps(
             try:
                 cut = replace(chat_prompt(wire, model, mark.cut), add_generation_prompt=False)
                 cut_tokens = (await encode_chat(wire, model, cut, tenant=tenant)).tokens
-            except (ApiError, RequestError):  # the template refuses a chat that ends there
+            except (ApiError, RequestError):  # the template rejects a chat that ends there
                 continue
             same = common_length(tokens, cut_tokens)
         keeps.append(Keep(same, mark.for_s))
@@ -230,14 +233,14 @@ async def _keeps(
 def _turn(
     wire: Collaborators, body: ChatBody, scope: CacheScope, prompt: ChatPrompt
 ) -> Turn | None:
-    """The turn that the chat is of its conversation; None where turns are not remembered."""
+    """The chat as a turn of its conversation; None if turns are not remembered."""
     if wire.conversations is None or body.extension.cache is False or prompt.images:
-        return None  # tokens alone say nothing of images
+        return None  # tokens do not identify images
     return turn_of(scope, prompt.messages, prompt.told_tools)
 
 
 def _replay(wire: Collaborators, prompt: ChatPrompt, turn: Turn | None) -> Replay | None:
-    """What the chat goes on from. Not from calls in harmony, which end in a mark of their own."""
+    """What the chat continues from. Never calls in harmony, which end with their own marker."""
     if wire.conversations is None or turn is None or prompt.continue_final_message:
         return None
     replay = wire.conversations.replay(turn)
@@ -248,26 +251,26 @@ def _replay(wire: Collaborators, prompt: ChatPrompt, turn: Turn | None) -> Repla
 
 
 def _num_same(replay: Replay | None, tokens: "array[int]") -> int:
-    """Tokens that were replayed; none where the template's own were taken after all."""
+    """The number of replayed tokens; 0 if the template's own were used after all."""
     if replay is None or tokens[: len(replay.tokens)] != replay.tokens:
         return 0
     return len(replay.tokens)
 
 
 def _is_bare(prompt: ChatPrompt, source: GrammarSource | None) -> bool:
-    """A grammar has the calls written as JSON without the style's marks."""
+    """Whether a grammar makes the model write calls as JSON without the style's markers."""
     return source is not None and prompt.tooling.may_call and not prompt.style.has_text_marks
 
 
 def _answered(new_reply: Callable[[], Reply], text: str) -> Mapping[str, Any]:
-    """An answer as the message that the next turn sends back."""
+    """An answer as the message that the next turn sends."""
     reply = new_reply()
     reply.read(Delta(0, text, finish=FinishReason.STOP))
     return message_of(reply)
 
 
 def _markers(prompt: ChatPrompt, model: ServedModel) -> tuple[str, ...]:
-    """Special tokens that the answer's reader must see."""
+    """Special tokens that the answer's reader needs as text."""
     calls = prompt.tooling.may_call or prompt.style is Style.HARMONY
     thought = THOUGHT_MARKERS if thinks(model.tokenizer.chat_template) else ()
     return (*(prompt.style.markers if calls else ()), *thought)
@@ -281,7 +284,7 @@ def _new_reply(prompt: ChatPrompt, model: ServedModel, *, opened: bool, forced: 
 
 
 def _ends_thinking(model: ServedModel, tokens: "array[int]") -> bool:
-    """The prompt ends inside of reasoning, which the answer goes on with."""
+    """Whether the prompt ends inside reasoning, so that the answer begins with it."""
     if not thinks(model.tokenizer.chat_template):
         return False
     tail = b"".join(model.tokenizer.token_bytes(token) for token in tokens[-_TAIL_TOKENS:])

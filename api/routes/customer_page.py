@@ -1,7 +1,7 @@
-"""/account: a page that shows customers what `/v1/usage*` says.
+"""/account: a page that shows customers the data of `/v1/usage*`.
 
-The page itself is the same for everybody. It reads those routes with a key that the visitor types
-in, which stays in the page.
+The page is the same for everybody. The visitor types in a key, which stays in the page, and the
+page reads those routes with it.
 """
 
 from importlib import resources
@@ -17,7 +17,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/account")
 async def account_page() -> Response:
-    """The page; it asks for a key and reads the routes above with it."""
+    """The page, which asks for a key."""
     return _asset("account.html", "text/html")
 
 

@@ -9,9 +9,9 @@ router = APIRouter(tags=["health"])
 
 
 @router.get("/health")
-@router.head("/health", include_in_schema=False)  # what watchers of sites ask with
+@router.head("/health", include_in_schema=False)  # site monitors use HEAD
 async def alive(request: Request) -> Response:
-    """200 while the process can go on; 503 with the reason when only a restart helps."""
+    """200 while the process works; 503 with the reason if only a restart helps."""
     state = wire_of(request).readiness()
     if state.alive:
         return JSONResponse({"status": "ok"})
@@ -21,7 +21,7 @@ async def alive(request: Request) -> Response:
 @router.get("/health/ready")
 @router.head("/health/ready", include_in_schema=False)
 async def ready(request: Request) -> Response:
-    """200 when requests can be served now, 503 with the reason when not."""
+    """200 if requests can be served now, else 503 with the reason."""
     state = wire_of(request).readiness()
     body = {"status": "ready" if state.ready else "not ready", "reason": state.reason}
     return JSONResponse(body | dict(state.detail), status_code=200 if state.ready else 503)
@@ -29,6 +29,6 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus text, as the renderer that was passed in writes it."""
+    """Metrics as Prometheus text."""
     body, content_type = wire_of(request).render_metrics()
     return Response(body, headers={"Content-Type": content_type})

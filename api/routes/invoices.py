@@ -1,4 +1,4 @@
-"""/v1/invoices: the invoices sent to the caller's own tenant, without drafts."""
+"""/v1/invoices: the invoices issued to the caller's own tenant, without drafts."""
 
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ Number = Annotated[str, Path(pattern=r"^[A-Z0-9-]{1,40}$", description="Such as 
 
 @router.get("")
 async def invoices(request: Request) -> list[dict[str, Any]]:
-    """Your invoices and credit notes, the newest first."""
+    """Your invoices and credit notes, newest first."""
 
     return await read_own(
         request, lambda store, tenant: [*map(summary, InvoiceRegister(store).listing(tenant))]
@@ -29,7 +29,7 @@ async def invoices(request: Request) -> list[dict[str, Any]]:
 async def invoice(
     request: Request, number: Number, form: Annotated[Form, Query(alias="format")] = Form.JSON
 ) -> Response:
-    """One of them, as JSON, CSV, a page to print, or PDF."""
+    """One invoice or credit note, as JSON, CSV, a printable page or PDF."""
 
     def read(store: LedgerStore, tenant: str) -> dict[str, Any] | bytes:
         found = InvoiceRegister(store).find(number, tenant=tenant)

@@ -35,7 +35,7 @@ async def messages(request: Request) -> Response:
 
 
 def _marks(body: MessagesBody) -> list[Mark]:
-    """The last breakpoint of each ttl; one that a longer-lived one lies behind says nothing."""
+    """The last breakpoint of each ttl, without those that a later, longer-lived one covers."""
     last: dict[str, Breakpoint] = {}
     for point in body.breakpoints():
         last[point.ttl] = point
@@ -50,7 +50,7 @@ def _marks(body: MessagesBody) -> list[Mark]:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request) -> dict[str, Any]:
-    """The tokens of the prompt that the same body would have."""
+    """The number of prompt tokens that the same body would have."""
     principal = await authorised(request)
     wire = wire_of(request)
     body = parse(await read_body(request), CountBody)

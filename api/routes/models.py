@@ -1,4 +1,4 @@
-"""GET /v1/models: what is served, in OpenAI's list shape; and the look-up that routes share."""
+"""GET /v1/models: the served models in OpenAI's list shape; and the lookup that routes share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ router = APIRouter(tags=["models"])
 
 
 def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
-    """The model of that name. Raises ModelNotFound with the names that are served."""
+    """The model of that name. Raises ModelNotFound, with the served names."""
     try:
         return models[name]
     except KeyError:
@@ -38,7 +38,7 @@ def card(model: ServedModel) -> dict[str, Any]:
 @router.post("/v1/embeddings")
 @router.post("/embeddings", include_in_schema=False)
 async def embeddings(request: Request) -> None:
-    """Not served; the refusal says what is."""
+    """Not served. Raises Unsupported, naming what is."""
     await authorised(request)
     served = ", ".join(f"'{name}'" for name in wire_of(request).models)
     raise ModelNotFound(
@@ -51,7 +51,7 @@ async def embeddings(request: Request) -> None:
 @router.get("/v1/models")
 @router.get("/models", include_in_schema=False)
 async def list_models(request: Request) -> dict[str, Any]:
-    """The model that is served, and its adapters."""
+    """The served model and its adapters."""
     await authorised(request)
     models = wire_of(request).models
     return {"object": "list", "data": [card(model) for model in models.values()]}
@@ -60,6 +60,6 @@ async def list_models(request: Request) -> dict[str, Any]:
 @router.get("/v1/models/{name:path}")
 @router.get("/models/{name:path}", include_in_schema=False)
 async def show_model(request: Request, name: str) -> dict[str, Any]:
-    """One of them; 404 where no such name is served."""
+    """One model or adapter; 404 if the name is not served."""
     await authorised(request)
     return card(find_model(wire_of(request).models, name))

@@ -24,20 +24,20 @@ from tiers.blocks.contents import Content
 
 Made = TypeVar("Made")
 
-MESSAGE_CHARS = 50  # a template takes as long for a message as the tokenizer for so many
+MESSAGE_CHARS = 50  # rendering one message takes as long as tokenising this many
 
 
 async def encode_text(
     wire: Collaborators, model: ServedModel, text: str, *, tenant: str
 ) -> "array[int]":
-    """Raises ContextLengthExceeded for a text that is too long before it is looked at."""
+    """Token ids of a text. Raises ContextLengthExceeded before reading a text that is too long."""
     _check_length(model, len(text), "prompt")
     return await _encode(wire, tenant, len(text), lambda: model.tokenizer.encode(text))
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A prompt in tokens, and the images that some of them stand for."""
+    """A prompt in tokens, and the images behind some of them."""
 
     tokens: "array[int]"
     contents: tuple[Content, ...] = ()
@@ -46,7 +46,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """What a chat template is given. `messages` are as the client sent them, in plain values."""
+    """The input of a chat template. `messages` are as the client sent them, in plain values."""
 
     messages: Sequence[Mapping[str, Any]]
     tooling: Tooling
@@ -70,11 +70,11 @@ async def encode_chat(
     tenant: str,
     replay: Replay | None = None,
 ) -> Encoded:
-    """The chat as the model's template writes it; after what `replay` has of it, where the template
-    shows what follows.
+    """The tokens of a chat as the model's template renders it. With `replay`, the replayed tokens
+    and the template's rendering of the rest, if the rest can be determined.
 
-    Raises InvalidParameter for calls nested without measure, InvalidRequest or Unsupported for an
-    image, and ContextLengthExceeded as `encode_text`.
+    Raises InvalidParameter for calls nested too deeply, InvalidRequest or Unsupported for an image,
+    and ContextLengthExceeded like `encode_text`.
     """
     for number, message in enumerate(prompt.messages):
         check_document(message.get("tool_calls"), f"messages[{number}].tool_calls")
@@ -91,13 +91,13 @@ async def encode_chat(
         text = _rendered(model, prompt, prompt.messages)
         return Encoded(model.tokenizer.encode(text, add_special_tokens=False))
 
-    if prompt.images:  # read and unpacked beside the event loop, however short the text
+    if prompt.images:  # read and decoded off the event loop, however short the text
         return await wire.encoders.run(tenant, work)
     return await _encode(wire, tenant, size + MESSAGE_CHARS * len(prompt.messages), work)
 
 
 def _seen(model: ServedModel, prompt: ChatPrompt, folder: Path | None) -> Encoded:
-    """A chat that shows images. Raises InvalidRequest, Unsupported or ContextLengthExceeded."""
+    """A chat with images. Raises InvalidRequest, Unsupported or ContextLengthExceeded."""
     reader = model.images
     assert reader is not None
     pictures = tuple(picture_of(model, asked, folder) for asked in prompt.images)
@@ -132,9 +132,10 @@ def _rendered(model: ServedModel, prompt: ChatPrompt, messages: Sequence[Mapping
 
 
 def _after(model: ServedModel, prompt: ChatPrompt, replay: Replay) -> "array[int] | None":
-    """The replayed tokens, and what the template writes behind the answer that they end with.
+    """The replayed tokens, and what the template renders after the answer at their end.
 
-    None where it does not show: it refuses a stand-in for the answer, or does not write it once.
+    None if that cannot be determined: the template rejects a placeholder for the answer, or does
+    not render it exactly once.
     """
     stand_in = uuid.uuid4().hex
     messages = list(prompt.messages)
@@ -152,7 +153,7 @@ def _after(model: ServedModel, prompt: ChatPrompt, replay: Replay) -> "array[int
 async def encode_prompt(
     wire: Collaborators, model: ServedModel, prompt: str | list[int], *, tenant: str
 ) -> "array[int]":
-    """A completion's prompt: text, or ids that must be the model's."""
+    """A completion's prompt: a text, or token ids of the model's vocabulary."""
     if isinstance(prompt, str):
         return await encode_text(wire, model, prompt, tenant=tenant)
     if (highest := max(prompt)) >= model.vocab_size or min(prompt) < 0:
@@ -172,7 +173,7 @@ def room_for_answer(
     prompt: str,
     limit: str = "max_tokens",
 ) -> int:
-    """How many tokens an answer may have. `prompt` and `limit` name the fields that say so.
+    """The maximum of answer tokens. `prompt` and `limit` name the fields for the error.
 
     Raises ContextLengthExceeded with the numbers.
     """
@@ -194,7 +195,7 @@ def room_for_answer(
 
 
 def _size(message: Mapping[str, Any]) -> int:
-    """Characters that a template may write of a message."""
+    """The number of characters that a template may render for a message."""
     return sum(len(v) if isinstance(v, str) else len(orjson.dumps(v)) for v in message.values())
 
 

@@ -18,7 +18,7 @@ router = APIRouter(tags=["caches"])
 
 @router.post("/v1/cache/quote")
 async def quote(request: Request) -> dict[str, Any]:
-    """Of the body of a chat (`messages`) or a completion (`prompt`), as it would be sent."""
+    """Quotes the body of a chat (`messages`) or a completion (`prompt`) as it would be sent."""
     principal = await authorised(request)
     wire = wire_of(request)
     wire.queue.check_wait(principal.tenant)
@@ -27,7 +27,7 @@ async def quote(request: Request) -> dict[str, Any]:
 
 
 async def quoted_job(request: Request, principal: Principal, raw: bytes) -> Job:
-    """What a body asks for. Raises what is wrong with it, by field."""
+    """The job of a body. Raises what is wrong with it, by field."""
     if parse(raw, QuoteBody).messages is not None:
         return (await chat_of(request, principal, parse(raw, ChatBody), raw)).job
     return await completion_job(request, principal, parse(raw, CompletionBody), raw)

@@ -1,4 +1,4 @@
-"""POST /v1/responses and what belongs to it: OpenAI's Responses over the same chats."""
+"""POST /v1/responses and related routes: OpenAI's Responses over the same chats."""
 
 from functools import partial
 from typing import Any
@@ -24,8 +24,10 @@ router = APIRouter(tags=["responses"])
 @router.post("/v1/responses")
 @router.post("/responses", include_in_schema=False)
 async def responses(request: Request) -> Response:
-    """A response as JSON, or as events with `stream`; kept for later turns unless `store` is
-    false."""
+    """A response as JSON, or as events with `stream`.
+
+    It is stored for later turns unless `store` is false.
+    """
     principal = await authorised(request)
     wire = wire_of(request)
     wire.queue.check_wait(principal.tenant)
@@ -42,7 +44,7 @@ async def responses(request: Request) -> Response:
 
 @router.post("/v1/responses/input_tokens")
 async def input_tokens(request: Request) -> dict[str, Any]:
-    """The tokens of the prompt that the same body would have."""
+    """The number of prompt tokens that the same body would have."""
     principal = await authorised(request)
     wire = wire_of(request)
     body = parse(await read_body(request), InputBody)
@@ -60,7 +62,7 @@ async def show_response(request: Request, name: str) -> dict[str, Any]:
 
 @router.get("/v1/responses/{name}/input_items")
 async def show_items(request: Request, name: str) -> dict[str, Any]:
-    """What the response answered, oldest first."""
+    """The input items of a response, oldest first."""
     principal = await authorised(request)
     items = list((await _found(wire_of(request), principal.tenant, name)).items)
     ends = {"first_id": None, "last_id": None, "has_more": False}
@@ -77,7 +79,7 @@ async def delete_response(request: Request, name: str) -> dict[str, Any]:
 
 
 async def _history(wire: Collaborators, tenant: str, body: InputBody) -> list[dict[str, Any]]:
-    """The chat that the body goes on from; instructions are each request's own."""
+    """The chat that the body continues, without instructions, which belong to one request."""
     if body.previous_response_id is None:
         return []
     named = body.previous_response_id

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: what a text or a chat is in the model's tokens, and back."""
+"""POST /tokenize and /detokenize: texts and chats to the model's tokens, and back."""
 
 from typing import Any
 
@@ -20,7 +20,8 @@ router = APIRouter(tags=["tokens"])
 @router.post("/tokenize")
 @router.post("/v1/tokenize", include_in_schema=False)
 async def tokenize(request: Request) -> dict[str, Any]:
-    """Ids and their count of `prompt` (or `text`), or of `messages` under the chat template."""
+    """Token ids and their count for `prompt` (or `text`), or for `messages` in the chat
+    template."""
     tenant = (await authorised(request)).tenant
     wire = wire_of(request)
     body = parse(await read_body(request), TokenizeBody)

@@ -1,6 +1,6 @@
-"""What customers see of their usage and money: usage, requests, statements, receipts, limits.
+"""A customer's view of usage and money: usage, requests, statements, receipts, limits.
 
-Only ever of the caller's own tenant. The store is read off the event loop.
+Only the caller's own tenant is shown. The store is read off the event loop.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 
 async def read_own(request: Request, read: Callable[[LedgerStore, str], Read]) -> Read:
-    """What `read` finds in the store of the caller's tenant."""
+    """The result of `read` for the caller's tenant."""
     principal = await authorised(request, Scope.USAGE)
     store = wire_of(request).ledger_store
     if store is None:
@@ -63,7 +63,7 @@ async def usage(
     breakdown: Breakdown = None,
     form: Form = "json",
 ) -> list[Row] | Response:
-    """Your usage by day, month, or all in one; the last 31 days where nothing else is asked."""
+    """Your usage by day, by month or in total; by default the last 31 days."""
 
     def read(store: LedgerStore, tenant: str) -> list[Row]:
         first = since or (None if unit is Unit.ALL else "30d")
@@ -81,7 +81,7 @@ async def sessions(
     limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = 100,
     form: Form = "json",
 ) -> list[Row] | Response:
-    """Your usage by the session that requests name, the latest first."""
+    """Your usage by session, latest first."""
 
     def read(store: LedgerStore, tenant: str) -> list[Row]:
         query = parse_query(tenant=tenant, since=since, until=until)
@@ -100,7 +100,7 @@ async def entries(
     limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = 100,
     form: Form = "json",
 ) -> list[Row] | Response:
-    """Your charges, payments and corrections, the newest first; or those of one request."""
+    """Your charges, payments and corrections, newest first; or those of one request."""
 
     def read(store: LedgerStore, tenant: str) -> list[Row]:
         with store.reading() as connection:
@@ -124,7 +124,7 @@ async def statement(
     breakdown: Breakdown = None,
     form: Annotated[Literal["json", "csv", "html"], Query(alias="format")] = "json",
 ) -> Row | Response:
-    """Your month, as JSON, CSV or a page to print; with a breakdown also by user and key."""
+    """Your month, as JSON, CSV or a printable page, with an optional breakdown by user and key."""
     zone = find_zone(timezone)
     made = await read_own(
         request, lambda store, tenant: statements.statement(store, tenant, month, zone, breakdown)
@@ -139,7 +139,7 @@ async def statement(
 
 @router.get("/v1/usage/account")
 async def account(request: Request) -> Row:
-    """What you have, owe and have on hold, your limits, what is left of your grants and plan."""
+    """Your balance, debt, holds and limits, and what is left of your grants and plan."""
     principal = await authorised(request, Scope.USAGE)
     tenant = await asyncio.to_thread(wire_of(request).balances, principal.tenant)
     more = await read_own(request, lambda store, name: standing(store, name, time.time_ns()))

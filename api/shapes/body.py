@@ -1,7 +1,7 @@
-"""A request's body: strict, bounded, and refused with the name of the field that is wrong.
+"""Request bodies: strict and bounded. A refusal names the wrong field.
 
-A stranger sends it and it is checked on the event loop. So no list is read beyond its bound or its
-first wrong item: pydantic's report on eight million of them took two minutes.
+Bodies are untrusted and are checked on the event loop. So no list is read beyond its bound or its
+first wrong item: pydantic's report on eight million items took two minutes.
 """
 
 import gc
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from api.errors import InvalidRequest, NotJson
 
 MESSAGES_MAX = 10_000
-ITEMS_MAX = 1_024  # of tools, calls, parts, contents, token ids that stop
+ITEMS_MAX = 1_024  # of tools, calls, parts, contents, stop token ids
 
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(max_length=ITEMS_MAX, fail_fast=True)]
@@ -30,7 +30,7 @@ BodyType = TypeVar("BodyType", bound=Body)
 
 
 def parse(raw: bytes, kind: type[BodyType]) -> BodyType:
-    """`raw` as a `kind`. Raises NotJson or InvalidRequest; quotes no text of the request."""
+    """`raw` as a `kind`. Raises NotJson or InvalidRequest, without text from the request."""
     try:
         document = _loaded(raw)
     except orjson.JSONDecodeError as error:
@@ -47,8 +47,11 @@ def parse(raw: bytes, kind: type[BodyType]) -> BodyType:
 
 
 def _loaded(raw: bytes) -> object:
-    """The JSON, without collections in between: every new object of a large body would be walked
-    again and again, for 4 s instead of 1 where 16 MiB are all brackets."""
+    """The parsed JSON.
+
+    Garbage collection is off meanwhile: it would walk every new object of a large body again and
+    again. 16 MiB of brackets would take 4 s instead of 1 s.
+    """
     paused = gc.isenabled()
     gc.disable()
     try:
@@ -59,7 +62,7 @@ def _loaded(raw: bytes) -> object:
 
 
 def refusal(found: Sequence[Mapping[str, Any]]) -> InvalidRequest:
-    """The first thing wrong, in OpenAI's words: the path of the field and what it should be.
+    """The first error, in OpenAI's wording: the path of the field and what it should be.
 
     `found` are pydantic's errors.
     """
@@ -75,7 +78,7 @@ def refusal(found: Sequence[Mapping[str, Any]]) -> InvalidRequest:
 
 
 def _deepest(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The most telling error: of a union's branches, the one that got furthest into the value."""
+    """The most specific error: of a union's branches, the one that got furthest into the value."""
     field = found[0]["loc"][0]
     return max(
         (one for one in found if one["loc"][0] == field),
@@ -95,7 +98,7 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as errors and logs may show it: numbers and words, never a text."""
+    """A value as errors and logs may show it: numbers and single words, never a text."""
     if value is None or isinstance(value, bool | float):
         return orjson.dumps(value).decode()
     if isinstance(value, int) and abs(value) < 1 << 64:

@@ -31,7 +31,7 @@ Ttl = Annotated[int, BeforeValidator(_seconds), Field(ge=MIN_TTL_S, le=MAX_TTL_S
 
 
 class NewCache(Body):
-    """What prompts will begin with: `messages` as a chat has them, or `prompt`."""
+    """A prefix to cache: `messages` as in a chat, or `prompt`."""
 
     model: str
     name: str | None = None
@@ -46,7 +46,8 @@ class NewCache(Body):
     cachesvc: Extension | None = None
 
     def checked_name(self) -> str | None:
-        """Raises InvalidRequest for a name that a path cannot contain."""
+        """The name, if one is given. Raises InvalidRequest for a name that a path cannot
+        contain."""
         if self.name is not None and not FIT_NAME.fullmatch(self.name):
             raise InvalidRequest(
                 "name must be up to 128 letters, digits and . _ : @ -", param="name"
@@ -83,7 +84,7 @@ class CacheChange(Body):
 
 
 def told(kept: Kept, model: str | None) -> dict[str, Any]:
-    """A cache as clients read it; `model` is None where it is not served any more."""
+    """A cache as JSON. `model` is None if it is no longer served."""
     pin = kept.pin
     return {
         "id": kept.name,
@@ -98,7 +99,7 @@ def told(kept: Kept, model: str | None) -> dict[str, Any]:
 
 
 class CacheFormat:
-    """A cache as it was made, with what computing it came to; see `delivery.WireFormat`."""
+    """A new cache, with the usage of computing it; see `delivery.WireFormat`."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
@@ -119,7 +120,7 @@ class CacheFormat:
         return answer.body()
 
     def absorb(self, delta: Delta) -> None:
-        """There is no text."""
+        """Does nothing: there is no text."""
 
     def body(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
         return self._document | closing(served, bill, asked)

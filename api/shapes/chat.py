@@ -112,7 +112,7 @@ class ChatFormat:
 
 
 def message_of(reply: Reply) -> dict[str, Any]:
-    """The assistant's message; without a text where it only calls."""
+    """The assistant's message, without text if it only calls tools."""
     text: str | None = reply.text
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if reply.thoughts:

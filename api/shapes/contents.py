@@ -1,7 +1,7 @@
-"""The `cachesvc.contents` of a request: what placeholder tokens stand for, checked.
+"""The `cachesvc.contents` of a request: the contents behind placeholder tokens, checked.
 
-For an engine above this one that turns images or sound into placeholder tokens: it names each by a
-digest, and KV is shared only where tokens and content are equal. Event loop only.
+For an upstream engine that turns images or sound into placeholder tokens. It names each content by
+a digest, and KV is shared only if tokens and content are equal. Event loop only.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MIN_EXACT_BYTES = 16  # 128 bits: shorter digests of different contents could be
 def contents_of(
     extension: Extension, prompts: Sequence[Sequence[int]], *, allow_perceptual: bool
 ) -> tuple[tuple[Content, ...], ...]:
-    """The contents of each prompt, in order. Raises InvalidRequest or Unsupported by name."""
+    """The contents of each prompt, in order. Raises InvalidRequest or Unsupported."""
     given = list(enumerate(extension.contents or ()))
     for number, span in given:
         _check_span(f"cachesvc.contents[{number}]", span, extension, len(prompts), allow_perceptual)

@@ -1,4 +1,4 @@
-"""Images in a chat: which model takes them, and what each one becomes."""
+"""Images in a chat: which models take them, and how one is read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from engine.vision.sources import data_of
 
 @dataclass(frozen=True, slots=True)
 class ImageAsked:
-    """An image that a message shows. `where` is the field that names it."""
+    """An image in a message. `where` is the path of its field."""
 
     url: str
     where: str
 
 
 def check_images(model: ServedModel, images: Sequence[ImageAsked]) -> None:
-    """Raises Unsupported for a model that sees none, and for more than a prompt may have."""
+    """Raises Unsupported for a model without images, and for too many images in a prompt."""
     if not images:
         return
     if model.images is None:
@@ -37,7 +37,7 @@ def check_images(model: ServedModel, images: Sequence[ImageAsked]) -> None:
 
 
 def picture_of(model: ServedModel, asked: ImageAsked, folder: Path | None) -> Picture:
-    """Reads and checks an image; not on the event loop. Raises InvalidRequest."""
+    """Reads and checks an image. Blocks: not for the event loop. Raises InvalidRequest."""
     assert model.images is not None
     try:
         return model.images.read(data_of(asked.url, folder))

@@ -1,4 +1,4 @@
-"""An invoice as an answer: JSON, CSV, a page to print, or PDF. For admins and customers alike."""
+"""An invoice as a response: JSON, CSV, a printable page or PDF. For admins and customers."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from billing.invoices.render import MEDIA_TYPES, Form
 
 
 def invoice_answer(made: dict[str, Any] | bytes, form: Form, name: str) -> Response:
-    """A page brings its own style; what is saved has a name."""
+    """The response. A page carries its own style; a download has a file name."""
     if isinstance(made, dict):
         return JSONResponse(made)
     headers = dict(with_style(made.decode())) if form is Form.HTML else {}

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes OpenAI gives them: by token for chat, by column for text."""
+"""Log-probabilities in OpenAI's two shapes: by token for chat, by column for text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from api.served_model import Tokenizer
 from engine.request import TokenLogprob
 
-FLOOR = -9999.0  # what OpenAI writes for a token that cannot be; JSON knows no infinity
+FLOOR = -9999.0  # OpenAI's value for an impossible token; JSON has no infinity
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def text_logprobs(
 ) -> dict[str, Any]:
     """`choices[].logprobs` of a completion; `offset` is where the first token's text begins.
 
-    `first` is an echoed prompt's first token, of which nothing tells how likely it was.
+    `first` is an echoed prompt's first token, which has no probability.
     """
     names = [_name(tokenizer, each.token) for each in tokens]
     values: list[float | None] = [_finite(each.logprob) for each in tokens]
@@ -50,7 +50,7 @@ def text_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]
 ) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs` as vLLM has it: None for the first token, then by token id."""
+    """`prompt_logprobs` in vLLM's shape: None for the first token, then by token id."""
     entries: list[dict[str, Any] | None] = [None]
     for each in tokens:
         ranked = [(token, value, rank) for rank, (token, value) in enumerate(each.top, 1)]

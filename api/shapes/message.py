@@ -9,7 +9,7 @@ from api.shapes.images import ImageAsked
 
 class ImageUrl(Body):
     url: str
-    detail: str | None = None  # the model's own processor decides
+    detail: str | None = None  # ignored: the model's processor decides
 
 
 class ContentPart(Body):
@@ -27,7 +27,7 @@ class Message(Body):
     reasoning_content: str | None = None
 
     def text(self, number: int) -> str:
-        """The content as one string; parts other than text are refused, by position."""
+        """The content as one string. Raises for parts other than text, by position."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "".join(
@@ -35,7 +35,7 @@ class Message(Body):
         )
 
     def images(self, number: int) -> list[ImageAsked]:
-        """The images that a message of the user shows, in order; of others none are read."""
+        """The images of a user's message, in order; empty for other roles."""
         if self.role != "user" or not isinstance(self.content, list):
             return []
         where = f"messages[{number}].content[{{}}].image_url.url"
@@ -46,7 +46,7 @@ class Message(Body):
         ]
 
     def _parts(self, number: int) -> list[dict[str, Any]]:
-        """The content as templates of models that see read it."""
+        """The content as parts, in the form that templates of vision models read."""
         assert isinstance(self.content, list)
         return [
             {"type": "image"}
@@ -67,7 +67,7 @@ class Message(Body):
         return part.text
 
     def for_template(self, number: int) -> dict[str, Any]:
-        """The message as chat templates know it: `developer` is their `system`."""
+        """The message as chat templates expect it: `developer` becomes `system`."""
         plain: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self._parts(number) if self.images(number) else self.text(number),

@@ -82,8 +82,11 @@ class OutputConfig(Body):
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """Behind so many messages, and blocks of the last of them (0: all); before the first message
-    behind so many blocks of the system prompt (None: all), with the tools."""
+    """A point of the prompt to keep it up to.
+
+    It is after `messages` messages and `blocks` blocks of the last of them (0: all). Before the
+    first message it is after `blocks` blocks of the system prompt (None: all), including the tools.
+    """
 
     ttl: Literal["5m", "1h"]
     messages: int = 0
@@ -92,7 +95,7 @@ class Breakpoint:
 
 
 class CountBody(Body):
-    """What a prompt is made of: all that `count_tokens` needs."""
+    """The fields that make up the prompt, which are all that `count_tokens` needs."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -110,7 +113,7 @@ class CountBody(Body):
     context_management: dict[str, Any] | None = None
 
     def as_chat(self, **more: object) -> ChatBody:
-        """Raises InvalidRequest or Unsupported by the field's name."""
+        """The body as a chat. Raises InvalidRequest or Unsupported, by field."""
         refuse_unserved(self.model_extra or {}, _UNSERVED)
         self._refuse_edits()
         output = self.output_config or OutputConfig()
@@ -131,7 +134,7 @@ class CountBody(Body):
         )
 
     def breakpoints(self) -> "Iterator[Breakpoint]":
-        """Where the client asks for what comes before to be kept, in the prompt's order."""
+        """The points up to which the client asks to keep the prompt, in order."""
         for tool in self.tools or []:
             if tool.cache_control is not None:
                 yield Breakpoint(tool.cache_control.ttl or "5m")
@@ -148,10 +151,10 @@ class CountBody(Body):
             yield Breakpoint(self.cache_control.ttl or "5m", messages=len(self.messages))
 
     def until(self, point: "Breakpoint") -> "CountBody | None":
-        """The body cut at a breakpoint; None where that is its end.
+        """The body cut at a breakpoint; None if that is its end.
 
-        A chat must have a message: before the first one stands an empty one, which parts from the
-        whole chat where that one's text begins.
+        A chat must have a message. A cut before the first one gets an empty message, which diverges
+        from the whole chat where the first message's text begins.
         """
         if not point.messages:
             system = self.system
@@ -167,7 +170,8 @@ class CountBody(Body):
         return self.model_copy(update={"messages": [*before, cut]})
 
     def _refuse_edits(self) -> None:
-        """Old reasoning is the template's to keep or drop; results of tools are never dropped."""
+        """Refuses context edits: the template decides about old reasoning, and tool results are
+        never dropped."""
         for edit in (self.context_management or {}).get("edits") or []:
             kind = edit.get("type", "") if isinstance(edit, dict) else ""
             if not str(kind).startswith("clear_thinking"):
@@ -208,7 +212,7 @@ class MessagesBody(CountBody):
     cachesvc: Extension | None = None
 
     def generation(self) -> ChatBody:
-        """The chat with all that decides on its answer."""
+        """The chat with the fields that shape its answer."""
         return self.as_chat(
             max_tokens=self.max_tokens,
             stop=self.stop_sequences or None,
@@ -253,7 +257,8 @@ def _call(extra: Plain, where: str) -> Plain:
 
 
 def _user(message: TurnMessage, where: str) -> Iterator[Plain]:
-    """Results of tools come first, each as a message of its own, in order with the texts."""
+    """A user's turn as messages. Each tool result is a message of its own, in order with the
+    texts."""
     parts: list[Plain] = []
     assert isinstance(message.content, list)
     for number, block in enumerate(message.content):
@@ -272,7 +277,7 @@ def _user(message: TurnMessage, where: str) -> Iterator[Plain]:
 
 
 def _joined(parts: Sequence[Plain]) -> str | list[Plain]:
-    """Texts side by side as one; a text where there is nothing else."""
+    """The parts with adjacent texts joined; a plain text if there is nothing else."""
     joined: list[Plain] = []
     for kind, group in groupby(parts, key=lambda part: part["type"]):
         if kind == "text":

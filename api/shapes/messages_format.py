@@ -1,4 +1,4 @@
-"""An answer as an Anthropic message, whole or in events; and errors in Anthropic's shape."""
+"""An answer as an Anthropic message, whole or as events; and errors in Anthropic's shape."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ _KINDS = {
 
 
 def anthropic_error(answer: Answer) -> dict[str, Any]:
-    """An error as Anthropic's clients read it; `param` and `code` are this server's own."""
+    """An error in Anthropic's shape; `param` and `code` are this server's additions."""
     error: dict[str, Any] = {
         "type": _KINDS.get(answer.status, "api_error"),
         "message": answer.message,
@@ -40,7 +40,7 @@ def anthropic_error(answer: Answer) -> dict[str, Any]:
 
 
 def anthropic_usage(usage: Usage) -> dict[str, Any]:
-    """The same record in Anthropic's classes: read, written and other input make up the prompt."""
+    """Usage in Anthropic's classes: cache read, cache written and other input sum to the prompt."""
     written = usage.written
     return {
         "input_tokens": usage.miss - written,
@@ -61,12 +61,12 @@ class MessagesFormat:
     def __init__(self, job: Job, new_reply: Callable[[], Reply]) -> None:
         self._job = job
         self._reply = new_reply()
-        self._blocks = 0  # opened so far
+        self._blocks = 0  # number opened so far
         self._open: str | None = None  # the kind of the block that is open
         self._stop: str | None = None
 
     def opening(self, usage: Usage) -> bytes:
-        if not usage.prompt:  # not admitted yet: what it is made of is not known
+        if not usage.prompt:  # not admitted yet, so its classes are unknown
             usage = Usage(miss=self._job.prompt_tokens)
         message = self._message([], None, anthropic_usage(usage))
         return _event({"type": "message_start", "message": message})
@@ -166,7 +166,7 @@ class MessagesFormat:
 
 
 def _read(arguments: str) -> Any:
-    """A call's arguments; none where the answer was cut before they were whole."""
+    """A call's arguments; empty if the answer was cut off inside them."""
     try:
         read = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:

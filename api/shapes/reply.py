@@ -1,4 +1,4 @@
-"""One choice of a chat's answer as it is read: reasoning, text and calls, for every protocol."""
+"""Reads one choice of a chat's answer into reasoning, text and calls, for every protocol."""
 
 import uuid
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from api.tools.pieces import CallArguments, CallStart, Parser, Piece, Text, Thou
 from api.tools.style import Style
 from engine.request import FinishReason, TokenLogprob
 
-MISTRAL_ID_CHARS = 9  # what its templates ask of a call's id: nine letters or digits
+MISTRAL_ID_CHARS = 9  # its templates require ids of nine letters or digits
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Call:
 
 @dataclass(slots=True)
 class Reply:
-    """What one choice has said so far."""
+    """The content of one choice so far."""
 
     parser: Parser
     style: Style
@@ -40,7 +40,7 @@ class Reply:
     _thinking: bool = False
 
     def read(self, delta: Delta) -> list[Piece]:
-        """Takes in a delta; gives what it adds."""
+        """Takes in a delta and returns the pieces it adds."""
         pieces = self.parser.feed(delta.text)
         if delta.finish is not None:
             self.finish = delta.finish
@@ -78,5 +78,5 @@ class Reply:
 
     @property
     def called(self) -> bool:
-        """It ended with calls, for the client to run."""
+        """Whether it ended with calls for the client to run."""
         return bool(self.calls) and self.finish is FinishReason.STOP

@@ -27,7 +27,7 @@ _UNSERVED = {
     "top_logprobs": Unserved("use /v1/chat/completions", (0,)),
     "truncation": Unserved("shorten the input yourself", ("disabled",)),
 }
-_INCLUDES = frozenset({"reasoning.encrypted_content"})  # reasoning comes in the open, always
+_INCLUDES = frozenset({"reasoning.encrypted_content"})  # accepted; reasoning is never encrypted
 _TEXTS = frozenset({"input_text", "output_text", "text", "refusal", "reasoning_text"})
 
 
@@ -52,7 +52,7 @@ class TextConfig(Body):
 
 
 class InputBody(Body):
-    """What a prompt is made of: all that `input_tokens` needs."""
+    """The fields that make up the prompt, which are all that `input_tokens` needs."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -68,7 +68,7 @@ class InputBody(Body):
 
     @property
     def namespaces(self) -> dict[str, str]:
-        """The namespace of each function that has one; calls to it name it too."""
+        """The namespace of each function that has one. Calls name it too."""
         return {
             function.get("name", ""): str(tool.get("name", ""))
             for tool in self.tools or []
@@ -77,13 +77,13 @@ class InputBody(Body):
         }
 
     def messages(self) -> list[Plain]:
-        """The input alone, without what came before. Raises InvalidRequest or Unsupported."""
+        """The input as messages, without the history. Raises InvalidRequest or Unsupported."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}] if self.input else []
         return _merged(_messages(self.input))
 
     def as_chat(self, history: Sequence[Plain], **more: object) -> ChatBody:
-        """The chat after `history`, which ends where `previous_response_id` did."""
+        """The chat after `history`, the chat up to `previous_response_id`."""
         refuse_unserved(self.model_extra or {}, _UNSERVED)
         for name in (self.model_extra or {}).get("include") or []:
             if name not in _INCLUDES:
@@ -120,7 +120,7 @@ class ResponsesBody(InputBody):
     cachesvc: Extension | None = None
 
     def generation(self, history: Sequence[Plain]) -> ChatBody:
-        """The chat with all that decides on its answer."""
+        """The chat with the fields that shape its answer."""
         return self.as_chat(
             history,
             max_completion_tokens=self.max_output_tokens,
@@ -137,7 +137,7 @@ class ResponsesBody(InputBody):
 
 
 def _messages(items: Sequence[Item]) -> Iterator[Plain]:
-    """Each item as a message; those of one answer are merged by the caller."""
+    """Each item as a message. The caller merges those of one answer."""
     for number, item in enumerate(items):
         where, extra = f"input[{number}]", item.model_extra or {}
         match item.type:
@@ -162,7 +162,7 @@ def _messages(items: Sequence[Item]) -> Iterator[Plain]:
 
 
 def _merged(messages: Iterator[Plain]) -> list[Plain]:
-    """An answer's items as one message: its reasoning, its text and its calls."""
+    """Merges the items of one answer into one message with reasoning, text and calls."""
     merged: list[Plain] = []
     for message in messages:
         last = merged[-1] if merged else {}
@@ -191,7 +191,7 @@ def _summary(extra: Plain) -> str:
 
 
 def _content(item: Item, where: str) -> str | list[Plain]:
-    """A message's text; of the user's with images, its parts in their order."""
+    """A message's text; for a user's message with images, its parts in order."""
     parts = item.content if isinstance(item.content, list) else []
     if item.role != "user" or all(part.get("type") != "input_image" for part in parts):
         return _text(item.content, where)
@@ -230,7 +230,8 @@ def _text(content: object, where: str) -> str:
 
 
 def _functions(tools: Sequence[Plain], where: str) -> Iterator[Plain]:
-    """As a chat has them. A namespace's functions keep their names; its first tells of it."""
+    """The tools in a chat's shape. A namespace's functions keep their names; the first describes
+    it."""
     for number, tool in enumerate(tools):
         place, kind = f"{where}[{number}]", tool.get("type")
         if kind == "namespace" and where == "tools":
@@ -269,7 +270,7 @@ def _chosen(choice: str | Plain | None) -> object:
 
 
 def _format(given: Plain | None) -> Plain | None:
-    """Its fields are flat; those of a chat are in an object of their own."""
+    """The format in a chat's shape, which nests the fields that are flat here."""
     if given is None or given.get("type") != "json_schema":
         return given
     names = ("name", "schema", "strict")

@@ -1,4 +1,4 @@
-"""An answer as an OpenAI response: output items, whole or in events."""
+"""An answer as an OpenAI response: output items, whole or as events."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -17,11 +17,11 @@ from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from engine.request import FinishReason
 
-Keep = Callable[[dict[str, Any], dict[str, Any]], None]  # the response, the message it is
+Keep = Callable[[dict[str, Any], dict[str, Any]], None]  # stores a response and its message
 
 
 class ResponsesFormat:
-    """One response; see `api.requests.delivery.WireFormat`. `keep` stores it, where it may."""
+    """One response; see `api.requests.delivery.WireFormat`. `keep`, if given, stores it."""
 
     def __init__(
         self, job: Job, new_reply: Callable[[], Reply], body: ResponsesBody, keep: Keep | None
@@ -125,7 +125,7 @@ class ResponsesFormat:
         return self._event("response.output_item.added", output_index=len(self._items), item=shown)
 
     def _close(self) -> bytes:
-        """Ends the item that is open."""
+        """Ends the open item."""
         if self._open is None:
             return b""
         item, events = self._open, b""
@@ -155,7 +155,7 @@ class ResponsesFormat:
 
 
 def _head(job: Job, body: ResponsesBody) -> dict[str, Any]:
-    """The fields of a response that repeat the request."""
+    """The fields of a response that repeat the request's."""
     reasoning, text = body.reasoning, body.text
     return {
         "id": f"resp_{job.request_id}",
@@ -186,7 +186,7 @@ def _head(job: Job, body: ResponsesBody) -> dict[str, Any]:
 
 
 def _usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
-    """The billed record in the classes of Responses."""
+    """The billed usage in the classes of Responses."""
     written = usage.written
     return {
         "input_tokens": usage.prompt,

@@ -1,7 +1,7 @@
-"""The request bodies as OpenAI documents them, checked strictly, and their sampling parameters.
+"""Request bodies as OpenAI documents them, checked strictly, and their sampling parameters.
 
-Unknown fields are ignored, wrong types and values out of range are refused with the field's name.
-Known fields that would change the answer and are not served are refused, never dropped silently.
+Unknown fields are ignored. Wrong types and values out of range are refused with the field's name. A
+known field that would change the answer and is not served is refused, never silently dropped.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from engine.request import SamplingParams
 
 TOP_LOGPROBS_MAX = 20  # OpenAI's bound for chat; served for completions too
 STOP_STRINGS_MAX = 16
-STOP_CHARS_MAX = 512  # of one stop string; looking for it takes time in its length, each token
+STOP_CHARS_MAX = 512  # of one stop string; searching takes time in its length at each token
 BIASES_MAX = 10_000
 IDS_MAX = 1 << 20  # token ids in a body
 
@@ -40,7 +40,7 @@ class StreamOptions(Body):
 class JsonSchemaFormat(Body):
     name: str | None = None
     schema_: dict[str, Any] | bool = Field(alias="schema")
-    strict: bool | None = None  # generated as if True: nothing that the schema does not name
+    strict: bool | None = None  # always strict: nothing outside the schema is generated
 
 
 class ResponseFormat(Body):
@@ -49,16 +49,16 @@ class ResponseFormat(Body):
 
 
 class ContentSpan(Body):
-    """Tokens of a prompt that stand for an image, a sound or other content."""
+    """Placeholder tokens of a prompt for an image, a sound or other content."""
 
     start: Annotated[int, Field(ge=0, lt=1 << 31)]
     length: Annotated[int, Field(ge=1, lt=1 << 31)]
     digest: Annotated[str, Field(pattern=r"^([0-9a-fA-F]{2}){1,64}$")]
     kind: Literal["exact", "perceptual"] = "exact"
-    prompt: Annotated[int, Field(ge=0)] = 0  # which one, where a request has several
+    prompt: Annotated[int, Field(ge=0)] = 0  # its number, if a request has several
 
 
-MAX_PAUSE_S = 3600  # the longest that a session keeps its blocks; a cache can keep them longer
+MAX_PAUSE_S = 3600  # a session keeps its blocks no longer; a cache can
 
 
 class Extension(Body):
@@ -68,17 +68,17 @@ class Extension(Body):
     receipt: bool | None = None  # a signed receipt in the answer
     cache: bool | None = None  # False: neither read nor written
     share: str | None = None  # name of a sharing group that the tenant belongs to
-    contents: Items[ContentSpan] | None = None  # what placeholder tokens stand for
+    contents: Items[ContentSpan] | None = None  # the contents behind placeholder tokens
     require_hit: Probability | None = None  # of the prompt, else 409 with a quote
     max_price: Annotated[str, Field(max_length=40)] | None = None  # a decimal, else the same
     pause_s: Annotated[float, Field(ge=0, le=MAX_PAUSE_S)] | None = None  # of the session; 0 ends
-    publish: bool | None = None  # answer when the prompt's blocks are in the shared tier
+    publish: bool | None = None  # answer once the prompt's blocks are in the shared tier
 
 
 class GenerationBody(Body):
-    """What chat and completions share. None everywhere means the default."""
+    """The fields common to chat and completions. None means the default."""
 
-    model_config = ConfigDict(extra="allow")  # kept to be refused by name, where they must be
+    model_config = ConfigDict(extra="allow")  # kept, so that some can be refused by name
 
     unserved: ClassVar[Mapping[str, Unserved]] = {}
 
@@ -225,7 +225,7 @@ class CompletionBody(GenerationBody):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
-    max_tokens: Count | None = None  # 0 computes the prompt alone
+    max_tokens: Count | None = None  # 0 computes only the prompt
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
@@ -233,7 +233,7 @@ class CompletionBody(GenerationBody):
     @field_validator("prompt", mode="plain")
     @classmethod
     def _prompt_is_texts_or_ids(cls, prompt: object) -> object:
-        """Instead of pydantic's look, which would try each of the four shapes on every item."""
+        """Replaces pydantic's check, which would try each of the four shapes on every item."""
         if isinstance(prompt, list) and len(prompt) > IDS_MAX:
             raise ValueError(f"should have at most {IDS_MAX} items")
         if not (isinstance(prompt, str) or _is_list_of(prompt, str) or _is_ids(prompt)):
@@ -243,7 +243,7 @@ class CompletionBody(GenerationBody):
         return prompt
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts one by one, each a text or its token ids; refuses those without a token."""
+        """The prompts, each a text or token ids. Raises InvalidRequest for an empty one."""
         prompt = self.prompt
         if isinstance(prompt, str):
             several: list[str | list[int]] = [prompt]
@@ -275,14 +275,14 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompt_logprobs_asked(self) -> int | None:
-        """By the field of that name, or by `echo` with `logprobs`."""
+        """The requested number: from the field of that name, or from `echo` with `logprobs`."""
         echoed = self.logprobs if self.echo else None
         given = [count for count in (echoed, self.prompt_logprobs) if count is not None]
         return max(given, default=None)
 
 
 class QuoteBody(Body):
-    """Enough of a body to tell what it is."""
+    """The fields that identify the kind of a body."""
 
     messages: list[Any] | None = None
 
@@ -297,7 +297,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
 
     def as_chat(self, model: str) -> ChatBody:
-        """The chat that is asked about."""
+        """The body as a chat."""
         fields = {"messages", "tools", "chat_template_kwargs", "add_generation_prompt"}
         given = {name: getattr(self, name) for name in fields & self.model_fields_set}
         return ChatBody.model_construct(model=model, **given)
@@ -314,7 +314,7 @@ def sampling_params(
     max_tokens: int,
     logprobs: int | None,
 ) -> SamplingParams:
-    """The engine's parameters. Stop strings stay with the text side, which finds them."""
+    """The engine's parameters. Stop strings are not among them: the detokenizer finds them."""
     given: dict[str, Any] = {
         "n": body.n,
         "temperature": body.temperature,

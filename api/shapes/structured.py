@@ -1,4 +1,4 @@
-"""The required form of an answer, from the fields of the body that ask for it.
+"""The required form of an answer, from the body's fields.
 
 `response_format` is OpenAI's; `structured_outputs` and `guided_*` are vLLM's, `regex`, `ebnf` and
 `json_schema` SGLang's. `api.requests.grammars` compiles it.
@@ -13,7 +13,7 @@ from engine.structure import GrammarSource, StructuredOutputs, source_of
 
 _SERVED = ("json", "regex", "choice", "grammar", "json_object")
 _REFUSED = ("structural_tag", "whitespace_pattern")
-_FIELDS = (  # a field of the body, and what it asks for
+_FIELDS = (  # a field of the body, and its constraint
     ("guided_json", "json"),
     ("guided_regex", "regex"),
     ("guided_choice", "choice"),
@@ -25,8 +25,10 @@ _FIELDS = (  # a field of the body, and what it asks for
 
 
 def source_asked(body: GenerationBody) -> GrammarSource | None:
-    """The one constraint that a body asks for. Raises InvalidRequest for several, and what
-    `engine.structure.source_of` raises."""
+    """The one constraint that a body asks for.
+
+    Raises InvalidRequest for several, and the errors of `engine.structure.source_of`.
+    """
     asked = list(_asked(body))
     if len(asked) > 1:
         names = " and ".join(field for field, _ in asked)
@@ -37,7 +39,7 @@ def source_asked(body: GenerationBody) -> GrammarSource | None:
 
 
 def _asked(body: GenerationBody) -> Iterator[tuple[str, StructuredOutputs]]:
-    """Each field that constrains the answer, and how."""
+    """Each field that constrains the answer, with its constraint."""
     chosen = body.response_format
     if chosen is not None and chosen.type == "json_object":
         yield "response_format", StructuredOutputs(json_object=True)

@@ -1,5 +1,7 @@
-"""What a chat passes to the model's template besides its messages: `chat_template_kwargs`,
-`thinking` and `reasoning_effort`. A template that does not read an argument cannot honour it.
+"""A chat's arguments to the model's template: `chat_template_kwargs`, `thinking` and
+`reasoning_effort`.
+
+An argument is refused if the template does not read it.
 """
 
 import re
@@ -11,8 +13,8 @@ from api.shapes.schemas import ChatBody
 from api.tools.style import thinks
 from engine.structure import check_document
 
-SWITCHES: Final = ("enable_thinking", "thinking")  # what templates call it
-_TAKEN: Final = frozenset(  # what the server gives a template, or its renderer
+SWITCHES: Final = ("enable_thinking", "thinking")  # names used by templates
+_TAKEN: Final = frozenset(  # set by the server or the renderer
     """messages conversation tools documents chat_template add_generation_prompt tokenize padding
     continue_final_message truncation max_length return_tensors return_dict tokenizer_kwargs
     return_assistant_tokens_mask processor_kwargs template_kwargs""".split()  # noqa: SIM905  a word list
@@ -20,7 +22,8 @@ _TAKEN: Final = frozenset(  # what the server gives a template, or its renderer
 
 
 def template_arguments(body: ChatBody, template: str | None) -> dict[str, Any]:
-    """Raises InvalidRequest or Unsupported for what the template cannot be told."""
+    """The arguments. Raises InvalidRequest or Unsupported for one that the template does not
+    read."""
     given = dict(body.chat_template_kwargs or {})
     check_document(given, "chat_template_kwargs")
     for name, value in given.items():
@@ -32,7 +35,7 @@ def template_arguments(body: ChatBody, template: str | None) -> dict[str, Any]:
 def fitting_thinking(
     thinking: Mapping[str, Any] | None, template: str | None
 ) -> Mapping[str, Any] | None:
-    """`thinking`, where the model can be told to; agents send it to every model alike."""
+    """`thinking`, if the template has a switch; agents send it to every model alike."""
     can = any(_reads(template, name) for name in SWITCHES)
     return dict(thinking) if thinking is not None and can else None
 
@@ -69,7 +72,7 @@ def _enabled(thinking: Mapping[str, Any]) -> bool:
 
 
 def _effort(body: ChatBody, template: str | None) -> dict[str, Any]:
-    """A hint, told where the template takes it; `none` turns thinking off where that is known."""
+    """A hint, passed if the template reads it. `none` turns thinking off if there is a switch."""
     if body.reasoning_effort is None:
         return {}
     if _reads(template, "reasoning_effort"):

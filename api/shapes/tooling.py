@@ -1,4 +1,4 @@
-"""The tools of a chat as its body names them, checked, and whether the model must call one."""
+"""The tools of a chat, checked, and whether the model must call one."""
 
 import json
 import re
@@ -17,10 +17,10 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Tooling:
-    """The tools that the model sees, and whether it may call them.
+    """The tools in the prompt, and whether the model may call them.
 
-    It also sees them if `tool_choice` is none: a prompt that named them in one turn and not
-    in the next would part at its head, and the whole conversation would miss.
+    They are in the prompt even if `tool_choice` is none. A prompt with tools in one turn and
+    without them in the next would diverge at its beginning, and the whole conversation would miss.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -34,7 +34,7 @@ class Tooling:
 
 
 def tooling_of(body: ChatBody) -> Tooling:
-    """Raises InvalidRequest or Unsupported by the field's name."""
+    """The tools of a body. Raises InvalidRequest or Unsupported, by field."""
     given = body.tools or []
     check_document(given, "tools")
     tools = tuple(_tool(number, one) for number, one in enumerate(given))
@@ -49,7 +49,7 @@ def tooling_of(body: ChatBody) -> Tooling:
 def tools_source(
     tooling: Tooling, style: Style, source: GrammarSource | None, *, thinking: bool
 ) -> GrammarSource | None:
-    """The grammar of an answer that may be calls; `source` is what else it must look like."""
+    """The grammar of an answer that may be calls; `source` is the required form otherwise."""
     if not tooling.may_call:
         return source
     tools, choice = tooling.tools, tooling.choice
@@ -72,8 +72,11 @@ def tools_source(
 
 
 def _is_of_text(source: GrammarSource) -> bool:
-    """OpenAI's field shapes the text of an answer, and a forced call has none; vLLM's and SGLang's
-    shape the whole answer."""
+    """Whether the constraint applies only to the text of an answer.
+
+    OpenAI's field does, and a forced call has no text. vLLM's and SGLang's fields constrain the
+    whole answer.
+    """
     return source.field.startswith("response_format")
 
 

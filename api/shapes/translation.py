@@ -1,4 +1,4 @@
-"""What the translations of other protocols into a chat share."""
+"""Shared parts of the translations of other protocols into a chat."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ Plain = dict[str, Any]
 
 
 def chat_body(fields: Mapping[str, Any]) -> ChatBody:
-    """The chat of those fields; None is left out. Raises InvalidRequest as `parse`."""
+    """A chat from these fields, without those that are None. Raises InvalidRequest like `parse`."""
     given = {name: value for name, value in fields.items() if value is not None}
     try:
         return ChatBody.model_validate(given)
@@ -30,7 +30,7 @@ def image_part(url: str) -> Plain:
 
 
 def merged_systems(messages: list[Plain]) -> list[Plain]:
-    """The system's messages at the beginning as one: templates know one only."""
+    """Merges the leading system messages into one, because templates accept only one."""
     texts = []
     for message in messages:
         if message["role"] not in ("system", "developer"):
@@ -42,6 +42,6 @@ def merged_systems(messages: list[Plain]) -> list[Plain]:
 
 
 def call_message(name: str, call_id: str, arguments: object) -> Plain:
-    """One of an assistant's `tool_calls`. `arguments` is JSON text, or what it says."""
+    """One of an assistant's `tool_calls`. `arguments` is JSON text or the parsed value."""
     written = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": written}}

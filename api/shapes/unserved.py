@@ -1,7 +1,7 @@
-"""Fields of other servers that change an answer and are not served: refused, never ignored.
+"""Fields of other servers that would change the answer and are not served. They are refused.
 
-A field is named here with the values that change nothing, and with what to do instead. A field
-that is in no table is unknown and ignored.
+Each field is listed with the values that change nothing and with what to do instead. A field in no
+table is unknown and ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from api.errors import Unsupported
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """`neutral` are the values that ask for what happens anyway; None always does."""
+    """`neutral` are the values that change nothing; None never does."""
 
     advice: str
     neutral: tuple[object, ...] = (False,)
@@ -55,7 +55,7 @@ COMPLETIONS: Final[Mapping[str, Unserved]] = {
 
 
 def refuse_unserved(given: Mapping[str, Any], *tables: Mapping[str, Unserved]) -> None:
-    """Raises Unsupported for the first of `given` that a table names and that is not neutral."""
+    """Raises Unsupported for the first field in `given` that is in a table and not neutral."""
     for table in tables:
         for name in given.keys() & table.keys():
             value, field = given[name], table[name]
@@ -64,5 +64,5 @@ def refuse_unserved(given: Mapping[str, Any], *tables: Mapping[str, Unserved]) -
 
 
 def _is_among(value: object, neutral: Sequence[object]) -> bool:
-    """Equal and of the same kind: False is not 0."""
+    """Whether a neutral value is equal and of the same type: False is not 0."""
     return any(type(value) is type(one) and value == one for one in neutral)

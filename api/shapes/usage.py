@@ -1,4 +1,4 @@
-"""What clients read about tokens and money, every form derived from the one billed record."""
+"""Usage and cost as clients read them, all derived from the one billed record."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from engine.request import Timeline
 def wire_usage(
     usage: Usage, approximate_tokens: int | None = None, reasoning_tokens: int = 0
 ) -> dict[str, Any]:
-    """OpenAI's and DeepSeek's fields together. hit + miss == prompt; the tiers sum to the hits.
+    """OpenAI's and DeepSeek's usage fields. hit + miss == prompt; the tiers sum to the hits.
 
-    `approximate_tokens` of the hits stand behind perceptual digests; None where none was sent.
+    `approximate_tokens` of the hits come after perceptual digests; None if none was sent.
     """
     tiers = {"device": usage.hit_device, "host": usage.hit_host, "disk": usage.hit_disk}
     if usage.hit_remote:
@@ -35,14 +35,15 @@ def wire_usage(
 def closing(
     served: Served, bill: Bill, asked: Asked, *, reasoning_tokens: int = 0
 ) -> dict[str, Any]:
-    """What closes an answer: `usage`, and the vendor block where there is one."""
+    """The closing fields of an answer: `usage` and the optional vendor block."""
     block = vendor_block(served, bill, asked)
     usage = wire_usage(bill.usage, served.approximate_tokens, reasoning_tokens)
     return {"usage": usage} | ({"cachesvc": block} if block else {})
 
 
 def vendor_block(served: Served, bill: Bill, asked: Asked) -> dict[str, Any] | None:
-    """The `cachesvc` object of an answer: the requested details, and always why it ended early."""
+    """The `cachesvc` object of an answer: the requested details, and the reason if it ended
+    early."""
     block: dict[str, Any] = {}
     if served.outcome is Outcome.BUDGET:
         block["ended_by"] = "insufficient_balance"
@@ -73,7 +74,7 @@ def vendor_block(served: Served, bill: Bill, asked: Asked) -> dict[str, Any] | N
 
 
 def timings_ms(timeline: Timeline, output_tokens: int) -> dict[str, float | None]:
-    """Where the time went, in milliseconds; None for what was not reached."""
+    """The time of each phase in milliseconds; None for a phase that was not reached."""
     start, admitted, loaded = timeline.arrival_ns, timeline.admitted_ns, timeline.loaded_ns
     first, last = timeline.first_token_ns, timeline.last_token_ns
     per_token = _ms(first, last)

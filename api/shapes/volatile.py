@@ -1,5 +1,7 @@
-"""Lines that clients put at the head of a system prompt and change with every request: each would
-make the whole prompt miss. A named rule drops them, and the answer's details name the rule.
+"""Drops volatile lines from the head of a system prompt.
+
+Some clients put a line there that changes with every request, which makes the whole prompt miss. A
+named rule drops it, and the answer's details name the rule.
 """
 
 import re
@@ -7,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 RULES: Final[Mapping[str, re.Pattern[str]]] = {
-    # Claude Code says its version and a digest of the conversation for its own billing.
+    # Claude Code sends its version and a digest of the conversation for its own billing.
     "claude-code-billing": re.compile(r"x-anthropic-billing-header:[^\n]*\n*"),
 }
 
@@ -15,7 +17,7 @@ RULES: Final[Mapping[str, re.Pattern[str]]] = {
 def without_volatile(
     messages: Sequence[Mapping[str, Any]], rules: Collection[str]
 ) -> tuple[list[Mapping[str, Any]], tuple[str, ...]]:
-    """The messages, and the rules of `rules` that took a line from the head of the first one."""
+    """The messages, and the `rules` that dropped a line from the head of the first one."""
     plain = list(messages)
     head = plain[0] if plain else {}
     if head.get("role") not in ("system", "developer") or not isinstance(head["content"], str):

@@ -14,14 +14,14 @@ _ANY_OBJECT: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One function that the client runs. `schema` is of its arguments."""
+    """One function that the client runs. `schema` describes its arguments."""
 
     name: str
     description: str = ""
     schema: Mapping[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know it."""
+        """The tool in the shape of chat templates."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -32,20 +32,20 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """`forced`: the answer must be a call, of `name` where one is given."""
+    """`forced`: the answer must be a call, of `name` if given."""
 
     forced: bool = False
     name: str | None = None
-    several: bool = False  # a forced answer may go on with further calls
+    several: bool = False  # a forced answer may contain further calls
 
 
 def forced_format(
     style: Style, tools: Sequence[Tool], choice: ToolChoice, *, thinking: bool
 ) -> dict[str, Any]:
-    """The structural tag of an answer that is calls. `thinking`: it begins inside of reasoning.
+    """The structural tag of an answer of calls. `thinking`: it begins inside reasoning.
 
-    Hermes' calls are written between their marks; all other styles as bare JSON, since marks that
-    are special tokens are no text that a grammar could ask for.
+    Calls in Hermes' style have their markers. In all other styles they are bare JSON, because
+    markers that are special tokens are not text, which a grammar could require.
     """
     return _after_thought(_calls(style, tools, choice), thinking=thinking)
 
@@ -58,14 +58,14 @@ def either_format(
     *,
     thinking: bool,
 ) -> dict[str, Any]:
-    """Of an answer that is calls, or a document of `schema`."""
+    """The tag of an answer that is either calls or a document of `schema`."""
     document = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
     either = {"type": "or", "elements": [_calls(style, tools, choice), document]}
     return _after_thought(either, thinking=thinking)
 
 
 def strict_format(style: Style, tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any]:
-    """Of an answer that is any text, in which every call is one of `tools` with its arguments."""
+    """The tag of any text in which every call is one of `tools` with valid arguments."""
     return {
         "type": "triggered_tags",
         "triggers": [OPEN],

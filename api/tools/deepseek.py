@@ -1,4 +1,4 @@
-"""DeepSeek's style: calls between marks of their own, in V3's and R1's form and in V3.1's."""
+"""DeepSeek's style: calls between its own markers, in the form of V3 and R1 or of V3.1."""
 
 from api.tools.pieces import CallArguments, CallStart, Piece, Prose, Stepwise, cut
 
@@ -11,8 +11,11 @@ _FENCE = "```json"
 
 
 class DeepSeekParser(Stepwise):
-    """V3 and R1 write `function SEPARATOR name` and the arguments in a fence; V3.1 writes
-    `name SEPARATOR arguments`."""
+    """Reads both forms.
+
+    V3 and R1 write `function SEPARATOR name` and the arguments in a fence. V3.1 writes `name
+    SEPARATOR arguments`.
+    """
 
     def __init__(self) -> None:
         self._prose = Prose()
@@ -65,13 +68,13 @@ class DeepSeekParser(Stepwise):
         return True
 
     def _close(self, pieces: list[Piece]) -> bool:
-        """Behind the fence."""
+        """The step after the fence."""
         _, marker, self._buffer = cut(self._buffer, (CALL_END,))
         if marker is not None:
             self._step = self._say
         return marker is not None
 
     def _spoken(self, text: str) -> list[Piece]:
-        """Arguments without the white space around them."""
+        """Arguments without surrounding white space."""
         said = self._arguments.say(text)
         return [CallArguments(self._num_calls, piece.text) for piece in said]  # type: ignore[union-attr]

@@ -14,8 +14,11 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
 class HarmonyParser(Stepwise):
-    """The channel analysis is reasoning; commentary to a function is a call where the answer may
-    call, all else is text."""
+    """Reads messages by channel.
+
+    The channel analysis is reasoning. Commentary to a function is a call if the answer may call.
+    Everything else is text.
+    """
 
     def __init__(self, *, may_call: bool = True) -> None:
         self._may_call = may_call

@@ -8,7 +8,7 @@ CLOSE = "</tool_call>"
 
 
 class HermesParser(Stepwise):
-    """What is no call between its marks is text, marks and all."""
+    """Content between the markers that is no call is text, including the markers."""
 
     def __init__(self) -> None:
         self._prose = Prose()
@@ -25,7 +25,7 @@ class HermesParser(Stepwise):
         return pieces + self._prose.finish()
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Moves on; False where more text is needed."""
+        """Takes one step; False if it needs more text."""
         if self._closing:
             _, marker, self._buffer = cut(self._buffer, (CLOSE, OPEN))
             if marker is None:

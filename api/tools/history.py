@@ -23,8 +23,10 @@ def for_template(
 
 
 def _called(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """Arguments as objects, which templates write as JSON themselves; as text for those that do
-    not."""
+    """A message with its calls' arguments as objects, which templates render as JSON.
+
+    `as_text` keeps them as text, for templates that do not.
+    """
     plain = dict(message)
     if plain.get("tool_calls"):
         plain["tool_calls"] = [_call(call, as_text=as_text) for call in plain["tool_calls"]]
@@ -52,6 +54,6 @@ def _read(arguments: str) -> Any:
 
 
 def _thinking(message: dict[str, Any]) -> dict[str, Any]:
-    """harmony's name for reasoning."""
+    """Renames reasoning as harmony's templates expect."""
     thought = message.pop("reasoning_content", None)
     return {**message, "thinking": thought} if thought else message

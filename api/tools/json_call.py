@@ -1,4 +1,4 @@
-"""One call written as a JSON object, read as it comes: `{"name": "f", "arguments": {...}}`."""
+"""Incremental reader of one call as a JSON object: `{"name": "f", "arguments": {...}}`."""
 
 import json
 from collections.abc import Collection
@@ -11,7 +11,7 @@ _SPACE = " \t\r\n"
 
 
 class ValueReader:
-    """Finds where one JSON value ends. White space before it must be skipped by the caller."""
+    """Finds the end of one JSON value. The caller must skip white space before it."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -22,7 +22,7 @@ class ValueReader:
         self.done = False
 
     def feed(self, text: str, start: int = 0) -> int:
-        """The index behind what belongs to the value; `done` where it has ended."""
+        """The index after the part that belongs to the value. Sets `done` at its end."""
         for place in range(start, len(text)):
             if self._take(text[place]):
                 self.done = True
@@ -64,9 +64,10 @@ class _State(Enum):
 
 
 class CallReader:
-    """Reads one object. Ends `done`, or `failed`: then it was no call, and `raw` is its text.
+    """Reads one object. Ends as `done` or as `failed`, which means it was no call; `raw` is its
+    text.
 
-    `names`, where given, are the only tools that make an object a call.
+    If `names` are given, only an object that names one of them is a call.
     """
 
     def __init__(self, index: int, names: Collection[str] | None = None) -> None:
@@ -77,7 +78,7 @@ class CallReader:
         self._key = ""
         self._value = ""
         self._name: str | None = None
-        self._arguments = ""  # that came before the name
+        self._arguments = ""  # read before the name
         self._has_arguments = False
         self.raw = ""
         self.started = False
@@ -85,7 +86,7 @@ class CallReader:
         self.failed = False
 
     def feed(self, text: str) -> tuple[list[Piece], str]:
-        """The pieces of `text`, and what of it comes after the object."""
+        """The pieces of `text`, and the rest of it after the object."""
         pieces: list[Piece] = []
         place = 0
         while place < len(text) and not self.done and not self.failed:
@@ -97,7 +98,7 @@ class CallReader:
         return pieces, text[place:]
 
     def _between(self, char: str, place: int, pieces: list[Piece]) -> int:
-        """One character outside of keys and values; gives the next place."""
+        """Reads one character outside keys and values; returns the next index."""
         if char in _SPACE:
             return place + 1
         match self._state, char:
@@ -126,7 +127,7 @@ class CallReader:
 
     @property
     def _streams(self) -> bool:
-        """The value's text is passed on as it comes: arguments written as an object."""
+        """Whether the value's text is passed on as it comes: arguments that are an object."""
         return self._key in ARGUMENTS and self._value[:1] == "{" and not self._has_arguments
 
     def _read_value(self, text: str, place: int, pieces: list[Piece]) -> int:
@@ -147,7 +148,7 @@ class CallReader:
             if self._key == "name":
                 self._learn(_text(value), pieces)
             elif self._key in ARGUMENTS and not self._has_arguments:
-                if value[:1] != "{":  # arguments as a text, or null
+                if value[:1] != "{":  # arguments as a string, or null
                     pieces += self._argue(_text(value) or "{}")
                 self._has_arguments = True
             self._state = _State.AFTER
@@ -192,7 +193,7 @@ class CallReader:
 
 
 def _text(value: str) -> str | None:
-    """The text that a JSON string stands for; None for anything else."""
+    """The value of a JSON string; None for anything else."""
     try:
         read = json.loads(value, strict=False)
     except ValueError:

@@ -1,5 +1,7 @@
-"""Calls as bare JSON: Llama 3's `{"name": ..., "parameters": ...}`, several after one another, and
-the lists that Mistral's models write behind `[TOOL_CALLS]`.
+"""Calls as bare JSON.
+
+Llama 3 writes `{"name": ..., "parameters": ...}`, one or several in a row. Mistral's models write a
+list after `[TOOL_CALLS]`.
 """
 
 from collections.abc import Collection
@@ -12,7 +14,7 @@ _BETWEEN = " \t\r\n;,"
 
 
 class JsonParser(Stepwise):
-    """An answer that is calls from its beginning, or from `<|python_tag|>` on; else text.
+    """Reads an answer that consists of calls, from its beginning or from `<|python_tag|>` on.
 
     Only an object that names one of `names` is a call: the model may answer in JSON too.
     """
@@ -47,7 +49,7 @@ class JsonParser(Stepwise):
         return marker is not None
 
     def _look(self, pieces: list[Piece]) -> bool:
-        """For the beginning of an object."""
+        """Looks for the beginning of an object."""
         rest = self._buffer.lstrip(_BETWEEN if self._num_calls else None)
         self._skipped += self._buffer[: len(self._buffer) - len(rest)]
         self._buffer = rest

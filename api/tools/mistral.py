@@ -10,8 +10,11 @@ _BETWEEN = " \t\r\n,"
 
 
 class MistralParser(Stepwise):
-    """Both forms: a list since the 7B's third version, names before arguments since the eleventh
-    version of the tokenizer."""
+    """Reads both forms.
+
+    The list is used since version 3 of the 7B, names before arguments since version 11 of the
+    tokenizer.
+    """
 
     def __init__(self) -> None:
         self._prose = Prose()
@@ -38,7 +41,7 @@ class MistralParser(Stepwise):
         return marker is not None
 
     def _form(self, _: list[Piece]) -> bool:
-        """Which of the forms it is, by the first character."""
+        """Detects the form by the first character."""
         self._buffer = self._buffer.lstrip()
         if not self._buffer:
             return False
@@ -48,7 +51,7 @@ class MistralParser(Stepwise):
         return True
 
     def _list(self, pieces: list[Piece]) -> bool:
-        """Objects, until something else follows."""
+        """Reads objects until something else follows."""
         if self._reader is None:
             self._buffer = self._buffer.lstrip(_BETWEEN)
             if not self._buffer:

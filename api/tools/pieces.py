@@ -1,7 +1,7 @@
-"""The pieces that a model's text is cut into, and what the parsers share.
+"""The pieces of a model's text, and the common parts of the parsers.
 
-A parser takes text in any split and gives the same pieces, but for where one text was cut in two.
-Text that looks like the beginning of a marker is held back until it is known to be one or not.
+A parser returns the same pieces however the text is split, except that one text may come in two
+pieces. Text that may be the beginning of a marker is held back until that is known.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,21 +11,21 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What the model says to the user."""
+    """Text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """What it thinks before."""
+    """The model's reasoning before it answers."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call of the tool `name`, the answer's number `index`."""
+    """The start of a call of tool `name`, number `index` in the answer."""
 
     index: int
     name: str
@@ -33,18 +33,18 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments: JSON as the model writes it."""
+    """More of a call's arguments: JSON text as the model writes it."""
 
     index: int
     text: str
 
 
 Piece = Text | Thought | CallStart | CallArguments
-Step = Callable[[list[Piece]], bool]  # of a parser: adds pieces; False where it needs more text
+Step = Callable[[list[Piece]], bool]  # adds pieces; returns False if it needs more text
 
 
 class Parser(Protocol):
-    """Cuts one answer into pieces. `finish` is called once, at the answer's end."""
+    """Cuts one answer into pieces. `finish` is called once, at the end of the answer."""
 
     def feed(self, text: str) -> list[Piece]: ...
 
@@ -52,9 +52,9 @@ class Parser(Protocol):
 
 
 class Stepwise:
-    """What parsers share that go through an answer in steps."""
+    """Base of parsers that read an answer in steps."""
 
-    _buffer = ""  # text that no step has used
+    _buffer = ""  # text not yet read by a step
     _step: Step
 
     def feed(self, text: str) -> list[Piece]:
@@ -66,7 +66,7 @@ class Stepwise:
 
 
 class Plain:
-    """All of it is text."""
+    """Treats the whole answer as text."""
 
     def feed(self, text: str) -> list[Piece]:
         return [Text(text)] if text else []
@@ -76,7 +76,7 @@ class Plain:
 
 
 class Prose:
-    """Text whose white space at its end waits: before a call it is dropped."""
+    """Text that holds back trailing white space and drops it before a call."""
 
     def __init__(self, kind: type[Text] | type[Thought] = Text, *, skip_leading: bool = False):
         self._kind = kind
@@ -93,7 +93,7 @@ class Prose:
         return [self._kind(shown)] if shown else []
 
     def drop(self) -> None:
-        """A call follows: the white space before it, and after it, is no text."""
+        """A call follows: drops the white space before and after it."""
         self._held, self._skip = "", True
 
     def finish(self) -> list[Piece]:
@@ -102,8 +102,11 @@ class Prose:
 
 
 def cut(text: str, markers: Sequence[str]) -> tuple[str, str | None, str]:
-    """The text before the first marker, the marker, the rest; without one, what is surely no
-    marker's beginning, None, and what may be."""
+    """The text before the first marker, the marker, and the rest.
+
+    Without a marker: the text that is surely none, None, and the text that may be the beginning of
+    one.
+    """
     found = [(text.find(marker), marker) for marker in markers if marker in text]
     if found:
         place, marker = min(found)
@@ -113,7 +116,7 @@ def cut(text: str, markers: Sequence[str]) -> tuple[str, str | None, str]:
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that `marker` begins with, short of all of it."""
+    """Length of the longest proper prefix of `marker` at the end of `text`."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length

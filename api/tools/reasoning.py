@@ -1,4 +1,4 @@
-"""Reasoning between `<think>` and `</think>`, before all else."""
+"""Reasoning between `<think>` and `</think>`, before the rest of an answer."""
 
 from api.tools.pieces import Parser, Piece, Prose, Stepwise, Thought, cut
 
@@ -7,7 +7,8 @@ CLOSE = "</think>"
 
 
 class ThinkParser(Stepwise):
-    """Cuts reasoning off an answer and passes the rest on. `opened`: the prompt ends inside it."""
+    """Separates reasoning from the rest of an answer. `opened`: the prompt ends inside
+    reasoning."""
 
     def __init__(self, inner: Parser, *, opened: bool) -> None:
         self._inner = inner
@@ -21,7 +22,7 @@ class ThinkParser(Stepwise):
         return [*self._inner.feed(rest), *self._inner.finish()]
 
     def _look(self, _: list[Piece]) -> bool:
-        """Whether the answer begins with reasoning."""
+        """Checks whether the answer begins with reasoning."""
         begun = self._buffer.lstrip()
         if OPEN.startswith(begun[: len(OPEN)]):
             if len(begun) < len(OPEN):
@@ -40,7 +41,7 @@ class ThinkParser(Stepwise):
         return marker is not None
 
     def _skip(self, _: list[Piece]) -> bool:
-        """White space between the reasoning and the answer."""
+        """Skips white space between the reasoning and the answer."""
         self._buffer = self._buffer.lstrip()
         if self._buffer:
             self._step = self._pass_on

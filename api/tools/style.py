@@ -1,4 +1,4 @@
-"""The style in which a model writes calls, as its chat template tells."""
+"""The style in which a model writes calls, found from its chat template."""
 
 import re
 from collections.abc import Collection
@@ -16,7 +16,7 @@ _TOOLS = re.compile(r"\{[{%][^{}]*\btools\b")
 
 
 class Style(StrEnum):
-    """`TAUGHT` is Hermes' style, told to the model by the server: its template knows no tools."""
+    """`TAUGHT` is Hermes' style, explained in the prompt because the template has no tools."""
 
     HERMES = "hermes"
     LLAMA = "llama"
@@ -27,12 +27,12 @@ class Style(StrEnum):
 
     @property
     def has_text_marks(self) -> bool:
-        """Its marks are text, which a grammar can ask for."""
+        """Whether its markers are text, which a grammar can require."""
         return self in (Style.HERMES, Style.TAUGHT)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Special tokens that its parser must see."""
+        """Special tokens that its parser needs."""
         return _MARKERS.get(self, ())
 
 
@@ -52,8 +52,10 @@ THOUGHT_MARKERS = (reasoning.OPEN, reasoning.CLOSE)
 
 
 def style_of(template: str | None) -> Style:
-    """By the marks that the template writes; a template that reads no `tools` is not used for
-    them."""
+    """The style, by the markers in the template.
+
+    `TAUGHT` if the template does not read `tools` or writes no known markers.
+    """
     template = template or ""
     if harmony.CHANNEL in template:
         return Style.HARMONY
@@ -71,12 +73,12 @@ def style_of(template: str | None) -> Style:
 
 
 def thinks(template: str | None) -> bool:
-    """The template knows reasoning between `<think>` and `</think>`."""
+    """Whether the template has reasoning between `<think>` and `</think>`."""
     return reasoning.CLOSE in (template or "")
 
 
 def parser_of(style: Style, names: Collection[str], *, forced: bool) -> Parser:
-    """For an answer that may hold calls of `names`; without names what looks like one is text."""
+    """The parser of an answer that may call `names`. Without names, calls are text."""
     match style:
         case Style.HARMONY if not forced:
             return HarmonyParser(may_call=bool(names))

@@ -1,6 +1,6 @@
-"""Tools for a model whose chat template knows none: told in the system prompt, as Hermes' are.
+"""Tools for a model whose template has none: explained in the system prompt in Hermes' style.
 
-Calls and results of earlier turns become text that any template can write.
+Calls and results of earlier turns become text, which any template can render.
 """
 
 import json
@@ -22,7 +22,7 @@ To call one, answer with its name and arguments as a JSON object between these m
 
 
 def taught(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The messages with `tools` in the first, which is the system's, and no call but as text."""
+    """The messages with `tools` in the leading system message, and all calls as text."""
     listed = "\n".join(json.dumps(tool.for_template(), ensure_ascii=False) for tool in tools)
     head = _HEAD.format(tools=listed)
     plain = [_plain(message) for message in messages]
@@ -50,8 +50,10 @@ def _written(call: Mapping[str, Any]) -> str:
 
 
 def _merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Results in a row, and what the user says after them, are one message: templates want turns
-    to alternate."""
+    """Merges consecutive results, and the user's text after them, into one message.
+
+    Templates expect roles to alternate.
+    """
     merged: list[dict[str, Any]] = []
     after_result = False
     for message in messages:

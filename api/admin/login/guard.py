@@ -1,5 +1,4 @@
-"""The guards of a login: how often it may be tried, and whether the form is ours. Event loop
-only."""
+"""The guards of a login: a limit on attempts, and proof that the form is ours. Event loop only."""
 
 import hmac
 import secrets
@@ -15,7 +14,7 @@ PER_SERVER = 60
 
 
 class LoginLimits:
-    """How often somebody may try. Event loop only."""
+    """How often one address may try."""
 
     def __init__(self, per_address: int = PER_ADDRESS, per_server: int = PER_SERVER) -> None:
         self._limiter = MovingWindowRateLimiter(MemoryStorage())
@@ -23,7 +22,7 @@ class LoginLimits:
         self._server: RateLimitItem = RateLimitItemPerMinute(per_server, namespace="logins")
 
     async def attempt(self, address: str) -> None:
-        """Raises RateLimited."""
+        """Counts an attempt. Raises RateLimited."""
         if not await self._limiter.hit(self._address, address):
             raise _too_often(self._address)
         if not await self._limiter.hit(self._server):
@@ -38,7 +37,8 @@ def _too_often(item: RateLimitItem) -> RateLimited:
 
 
 class LoginForms:
-    """Forms of this server: a nonce that the browser keeps, and its HMAC that the form carries."""
+    """Proof that a form is this server's: the browser keeps a nonce and the form carries its
+    HMAC."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
@@ -47,7 +47,7 @@ class LoginForms:
         return hmac.digest(self._secret, nonce.encode(), "sha256").hex()
 
     def check(self, nonce: str, proof: str) -> None:
-        """Raises CsrfFailed."""
+        """Raises CsrfFailed if the proof does not match the nonce."""
         if not nonce or not hmac.compare_digest(self.proof(nonce).encode(), proof.encode()):
             raise CsrfFailed(
                 "The login form is old or came from elsewhere, or your browser keeps no cookies: "

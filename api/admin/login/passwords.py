@@ -1,8 +1,8 @@
 """The admins who log in with a password, in a file of the data directory, hashed with argon2id.
 
-The command line writes the file and the server reads it again when it has changed, so a new
-password holds at once. Names and roles are not secret, but the file is its owner's alone. Any
-thread; a check takes 64 MiB and some tens of milliseconds, on purpose.
+The command line writes the file and the server reads it again when it changes, so a new password
+works at once. Only its owner can read the file. Any thread. A check takes 64 MiB and some tens of
+milliseconds, on purpose.
 """
 
 import json
@@ -32,14 +32,15 @@ class _Entry:
 
 
 class Passwords:
-    """The names that have a password. Reads the file on each question; it is small and rare."""
+    """The admins who have a password. Every call reads the file: it is small and calls are rare."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / FILE_NAME
         self._nobody = _hasher.hash(os.urandom(16).hex())
 
     def verify(self, name: str, password: str) -> Admin | None:
-        """Whose password it is. An unknown name takes as long as a wrong password."""
+        """The admin with this name and password, if any. An unknown name takes as long as a wrong
+        password."""
         entry = self._entries().get(name)
         try:
             _hasher.verify(entry.hash if entry else self._nobody, password[:MAX_LENGTH])
@@ -58,7 +59,7 @@ class Passwords:
         self._write({**self._entries(), name: _Entry(role.value, _hasher.hash(password))})
 
     def remove(self, name: str) -> bool:
-        """Whether there was such a name."""
+        """Remove a name. Returns whether it existed."""
         entries = dict(self._entries())
         found = entries.pop(name, None)
         self._write(entries)

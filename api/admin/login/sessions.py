@@ -1,8 +1,8 @@
-"""Who is logged in: sessions, which outlive a restart, and one-time links, which do not.
+"""Logins: sessions, which survive a restart, and one-time links, which do not.
 
-A session's id is 256 random bits in a cookie; the server keeps its digest only, so that nothing in
-its memory or on its disk opens a session. Ids are made at login and never taken from a request, so
-none can be planted beforehand. Event loop only.
+A session's id is 256 random bits in a cookie. The server keeps only its digest, so nothing in its
+memory or on its disk opens a session. Ids are made at login and never taken from a request, which
+prevents session fixation. Event loop only.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 TOKEN_BYTES = 32
-MAX_SESSIONS = 1000  # further logins end the session that was used least recently
+MAX_SESSIONS = 1000  # a further login ends the least recently used session
 MAX_LINKS = 100
 
 
@@ -28,7 +28,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Admin:
-    """Who acts; `name` is what the audit log says."""
+    """The person or program acting; the audit log records `name`."""
 
     name: str
     role: Role = Role.ADMIN
@@ -36,9 +36,9 @@ class Admin:
 
 @dataclass(slots=True)
 class Session:
-    """A login. `csrf_token` must come with every request that is no GET.
+    """A login. Every request but GET must carry `csrf_token`.
 
-    `key_id` names the API key that it was opened with, if it was one; it ends when that key does.
+    `key_id` names the API key that opened it, if one did; the session ends with that key.
     """
 
     admin: Admin
@@ -67,7 +67,7 @@ class Sessions:
         self.lifetime_s = lifetime_s
         self.idle_s = idle_s
         self._clock_s = clock_s
-        self.on_end: Callable[[], None] = lambda: None  # told when a session was ended on purpose
+        self.on_end: Callable[[], None] = lambda: None  # called when a session is ended on purpose
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()  # least recently used first
         self._links: OrderedDict[bytes, _Link] = OrderedDict()
 
@@ -82,7 +82,7 @@ class Sessions:
         return token, session
 
     def find(self, token: str) -> Session | None:
-        """The session of a cookie, if it has not ended; notes that it is used."""
+        """The session of a cookie, if it has not ended; marks it as used."""
         digest, now = _digest(token), self._clock_s()
         session = self._sessions.get(digest)
         if session is None:
@@ -99,7 +99,7 @@ class Sessions:
             self.on_end()
 
     def close_all(self, name: str) -> int:
-        """End every session of an admin, after a new password; returns how many there were."""
+        """End every session of an admin, after a new password. Returns how many there were."""
         ended = [digest for digest, each in self._sessions.items() if each.admin.name == name]
         for digest in ended:
             del self._sessions[digest]
@@ -108,10 +108,9 @@ class Sessions:
         return len(ended)
 
     def dump(self, wall_s: float) -> bytes:
-        """Every session, for `restore` after a restart; what is in it opens none.
+        """Every session, for `restore` after a restart. The dump opens no session.
 
-        Spans are of this process' clock, which restarts with the next: ends are given as times of
-        the day.
+        This process' clock restarts with the next, so ends are stored as Unix times.
         """
         now = self._clock_s()
         payload = [
@@ -129,9 +128,10 @@ class Sessions:
         return json.dumps(payload).encode()
 
     def restore(self, body: bytes, wall_s: float) -> None:
-        """The sessions of an earlier run that have not ended. Raises ValueError for other bytes.
+        """The sessions of an earlier run that have not ended. Raises ValueError for malformed
+        bytes.
 
-        A clock that was set back lets none last longer than a new one.
+        If the clock was set back, no session lasts longer than a new one.
         """
         now = self._clock_s()
         try:
@@ -156,7 +156,7 @@ class Sessions:
         return token
 
     def use_link(self, token: str) -> Admin | None:
-        """Who the link was made for, the first time and in time; None ever after."""
+        """The admin the link was made for, on its first use and in time; None otherwise."""
         link = self._links.pop(_digest(token), None)
         return link.admin if link is not None and self._clock_s() < link.ends_s else None
 

@@ -1,7 +1,8 @@
 """The value of more cache: from the measured curve, the measured traffic and the rate card.
 
-A tier's hits are those of the curve between the capacity above it and its own; each hit token is
-worth what a miss costs more than a hit in that tier. Pure; amounts are 1e-12 currency units.
+A tier's hits are the curve's between the capacity above the tier and the capacity including it. A
+hit token is worth the price of a miss minus that of a hit in the tier. Pure; amounts are 1e-12
+currency units.
 """
 
 from bisect import bisect_right
@@ -18,11 +19,11 @@ MONTH_S = 30 * 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A tier as the curve sees it: how many blocks it holds, and what one takes of it."""
+    """A tier on the curve: how many blocks it holds, and the bytes of one."""
 
     tier: TierName
     blocks: float
-    block_bytes: float  # on disk, what compression leaves
+    block_bytes: float  # on disk, after compression
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,12 @@ class Advice:
 
     tier: TierName
     hit_rate_gain: float  # of all prompt tokens, over all tiers
-    tokens: float  # that would be hits and are misses now
+    tokens: float  # misses now that would be hits
     worth: int  # 1e-12 currency units
 
 
 def hit_rate(curve: MissRatioCurve, blocks: float) -> float:
-    """The curve at any capacity: straight between its points, from nothing at no capacity."""
+    """The curve at any capacity, interpolated linearly, starting at 0."""
     if not curve.capacities or blocks <= 0:
         return 0.0
     above = bisect_right(curve.capacities, blocks)
@@ -55,7 +56,8 @@ def advise(
     *,
     extra_bytes: int = GIB,
 ) -> list[Advice]:
-    """One piece of advice for each tier, hottest first. `levels` are all tiers, hottest first."""
+    """One piece of advice for each tier, hottest first. `levels` are all tiers in the same
+    order."""
     now_rate, now_worth = _month(curve, levels, rates, tokens_per_month)
     advice = []
     for number, level in enumerate(levels):
@@ -70,7 +72,7 @@ def advise(
 def _month(
     curve: MissRatioCurve, levels: Sequence[Level], rates: Rates, tokens: float
 ) -> tuple[float, int]:
-    """The hit rate over all tiers, and what a month's hits cost less than misses would."""
+    """The hit rate over all tiers, and what a month's hits save against misses."""
     prices = {
         TierName.DEVICE: rates.hit_device,
         TierName.HOST: rates.hit_host,

@@ -1,8 +1,8 @@
-"""The files that pages need: our own, and two libraries from the packages that ship them.
+"""Static files of the pages: our own, and two libraries from the packages that ship them.
 
-htmx (0BSD) and uPlot (MIT) come with the installed packages `django-js-lib-htmx` and `youplot`, of
-which nothing is imported; their digests are held here, so no other file is ever served in their
-place. Every file is read and compressed once, and asked for by its digest, so browsers keep it.
+htmx (0BSD) and uPlot (MIT) come with the installed packages `django-js-lib-htmx` and `youplot`,
+neither of which is imported. Their digests are fixed here, so no other file is ever served in their
+place. Every file is read and compressed once and addressed by its digest, so browsers can cache it.
 """
 
 import gzip
@@ -29,7 +29,7 @@ TYPES: Final = {
 
 
 class Vendored(NamedTuple):
-    """A file of an installed package, and the SHA-256 that it must have."""
+    """A file of an installed package and its expected SHA-256."""
 
     package: str
     path: str
@@ -56,12 +56,12 @@ VENDORED: Final[Mapping[str, Vendored]] = {
 
 
 class AssetMissing(Exception):
-    """An installed package lacks a file, or has another one in its place."""
+    """A file of an installed package is missing or has another digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """One file as it goes out."""
+    """One file as it is sent."""
 
     name: str
     body: bytes
@@ -83,7 +83,7 @@ class Assets:
         return {name: _asset(name, body) for name, body in found.items()}
 
     def url(self, name: str) -> str:
-        """For templates; KeyError for a name that no file has."""
+        """The URL of a file, for templates. Raises KeyError for an unknown name."""
         return self.files[name].url
 
 
@@ -93,7 +93,7 @@ router = APIRouter(prefix=PREFIX, include_in_schema=False)
 
 @router.get("/{name}")
 async def asset(request: Request, name: str) -> Response:
-    """No login: the login page needs them, and they say nothing of the server."""
+    """Needs no login: the login page uses these files, and they reveal nothing about the server."""
     found = ASSETS.files.get(name)
     if found is None:
         raise HTTPException(404, "Not Found")

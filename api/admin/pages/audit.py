@@ -23,7 +23,7 @@ def page(
     q: Filter = "",
     before: Before = None,
 ) -> Response:
-    """The newest first; `before` is the number of the oldest entry that was seen already."""
+    """The newest entries first. `before` is the number of the oldest entry already seen."""
     accounts = books_of(request).accounts
     rows = accounts.trail.newest(
         PAGE + 1, before=before, actor=actor, action=action, text=q.strip()

@@ -1,7 +1,7 @@
-"""How a page is made: the templates, what all of them know, and the list that the menu shows.
+"""How a page is made: the templates, their common values, and the entries of the menu.
 
-An area declares its page in `PAGES` and calls `render`. Templates escape everything; they hold no
-script and no style, which the content security policy would refuse.
+An area declares its page in `PAGES` and calls `render`. Templates escape everything. They contain
+no script or style, which the content security policy would block.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ _templates.filters.update(FILTERS)
 
 
 def render(request: Request, template: str, admin: Admin | None, **values: Any) -> HTMLResponse:
-    """A page for who is logged in, or for nobody yet."""
+    """A page for the admin who is logged in, if one is."""
     session = session_of(request) if admin is not None else None
     theme = request.cookies.get(THEME_COOKIE, "")
     return HTMLResponse(
@@ -73,9 +73,9 @@ def render(request: Request, template: str, admin: Admin | None, **values: Any) 
 
 
 def refusal_page(request: Request, answer: Answer) -> Response | None:
-    """A refusal as a page, where a person is looking; None where a program asked.
+    """A refusal as a page for a browser; None if a program asked.
 
-    Who is not logged in is sent to the login page, and back from there.
+    A visitor who is not logged in is sent to the login page and returns after it.
     """
     if not request.url.path.startswith("/admin"):
         return None
@@ -95,6 +95,6 @@ def refusal_page(request: Request, answer: Answer) -> Response | None:
 
 
 def _login_for(page: SplitResult) -> str:
-    """The login that leads back to `page`, with what was chosen on it."""
+    """The login page's URL that leads back to `page` with its query."""
     back = page.path + (f"?{page.query}" if page.query else "")
     return f"/admin/login?next={quote(back)}"

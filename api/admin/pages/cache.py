@@ -1,4 +1,4 @@
-"""The cache page: what the tiers hold, serve, move and lose."""
+"""The cache page: what each tier holds, serves, moves and evicts."""
 
 from typing import Final
 

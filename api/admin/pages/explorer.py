@@ -1,7 +1,7 @@
 """The prefix explorer under /admin/explorer: all tiers as one tree, and one block.
 
-What changes something is in `pages_keeping`. Tokens are decoded only when an admin asks, which
-leaves an audit entry.
+Actions are in `api.admin.pages.pins`. Tokens are decoded only when an admin asks, and that leaves
+an audit entry.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ router = APIRouter(tags=["admin: cache"])
 
 KEY_BYTES = 16
 DEPTH = 12
-MAX_ROWS = 100  # of a page, some 900 bytes each: a page stays under 150 KB with its files
+MAX_ROWS = 100  # of a page, about 900 bytes each; a page stays under 150 KB with its files
 IDLE = {"": 0, "1m": 60, "1h": 3600, "1d": 86_400, "7d": 7 * 86_400}
 DONE = {
     "pinned": "Pinned. It stays in at least one tier until the pin ends.",
@@ -50,7 +50,8 @@ async def tree(
     below: Filter = "",
     depth: Annotated[int, Query(ge=1, le=64)] = 8,
 ) -> dict[str, Any]:
-    """The prefixes of all tiers as a tree; those of a tenant, or `below` a block's key."""
+    """The prefixes of all tiers as a tree: of one tenant, or below one block if `below` is its
+    key."""
     if tenant:
         await must_be_known(request, tenant)
     roots = (key_of(below),) if below else ()
@@ -65,7 +66,7 @@ async def tree(
 
 @router.get("/admin/api/cache/owners")
 async def owners(request: Request, _: MayRead) -> list[dict[str, Any]]:
-    """Bytes that each tenant and sharing group takes of each tier, the most first."""
+    """Bytes of each tenant and sharing group in each tier, largest first."""
     return [
         {"owner": each.owner, "model": each.model, "bytes": dict(each.num_bytes)}
         for each in await room_of(request)
@@ -73,7 +74,7 @@ async def owners(request: Request, _: MayRead) -> list[dict[str, Any]]:
 
 
 async def room_of(request: Request) -> list[Room]:
-    """Who takes how much of which tier. Raises Unsupported where there is no cache."""
+    """Bytes of each owner in each tier. Raises Unsupported if there is no cache."""
     read = parts_of(request).blocks
     return await explorer_of(request).room(await read(None) if read is not None else ())
 
@@ -90,7 +91,7 @@ async def page(
     done: Filter = "",
     receipt: Annotated[int | None, Query(ge=0)] = None,
 ) -> Response:
-    """The tree, or the block that a search names."""
+    """The tree, or the block that a search found."""
     explorer = explorer_of(request)
     found: list[PrefixKey] = []
     if q.strip():
@@ -143,7 +144,7 @@ async def block_page(request: Request, key: str, admin: MayRead, done: Filter = 
 
 @router.post("/admin/explorer/{key}/text", include_in_schema=False)
 async def text_page(request: Request, key: str, admin: MayChange) -> Response:
-    """The block's tokens as text. Leaves an audit entry."""
+    """A block's tokens as text. Leaves an audit entry."""
     decode = parts_of(request).decode
     if decode is None:
         raise Unsupported("This server has no tokenizer to read blocks with.")
@@ -154,7 +155,7 @@ async def text_page(request: Request, key: str, admin: MayChange) -> Response:
 
 
 def explorer_of(request: Request) -> Explorer:
-    """Raises Unsupported where the server has no cache to look into."""
+    """Raises Unsupported if the server has no cache to explore."""
     explorer = parts_of(request).explorer
     if explorer is None:
         raise Unsupported("This server has no cache that can be looked into.")
@@ -162,7 +163,7 @@ def explorer_of(request: Request) -> Explorer:
 
 
 def key_of(text: str) -> PrefixKey:
-    """A whole key, in hex."""
+    """A complete key, in hex."""
     try:
         key = bytes.fromhex(text)
     except ValueError:
@@ -206,7 +207,7 @@ async def show_block(
 
 
 def labels_for(request: Request, admin: Admin) -> Decode | None:
-    """What reads the first words of prefixes: where prompts are kept, and for admins alone."""
+    """The decoder of prefixes' first words: for admins, if the server keeps prompts."""
     parts = parts_of(request)
     kept = parts.journal is not None and parts.journal.settings.keep_prompts
     return parts.decode if kept and admin.role is Role.ADMIN else None
@@ -220,7 +221,7 @@ def _hex(text: str) -> str:
 
 
 def _leaves_off(node: TreeNode) -> bool:
-    """Whether blocks that could be reached are not in the tree."""
+    """Whether the tree omits reachable blocks."""
     return node.left_off > 0 or any(map(_leaves_off, node.children))
 
 

@@ -1,4 +1,4 @@
-"""Numbers as people read them, for templates: sizes, counts, spans, moments, money. Pure."""
+"""Template filters for sizes, counts, durations, times and money. Pure."""
 
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -17,7 +17,7 @@ def count(number: float) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """A span given in milliseconds; "–" where it was not reached."""
+    """A duration in milliseconds; "–" if it was not reached."""
     return "–" if value is None else duration(value / 1000)
 
 
@@ -31,8 +31,10 @@ def share(part: float, whole: float) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """Unix seconds as "2026-11-21 08:15:03" in UTC, which the page's script shows in the zone that
-    its reader has chosen."""
+    """Unix seconds as "2026-11-21 08:15:03" in UTC.
+
+    The page's script shows it in the reader's chosen time zone.
+    """
     if seconds is None:
         return "–"
     text = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
@@ -49,8 +51,10 @@ def amount(units: int, places: int | None = None) -> str:
 
 
 def rounded(text: str | None, places: int = 4) -> str:
-    """A decimal text cut to `places`, or to three digits where it begins with more zeros; the
-    exact one belongs into a title."""
+    """A decimal text cut to `places`, or to three digits if it begins with more zeros.
+
+    The exact value belongs in a title.
+    """
     if text is None:
         return "–"
     whole, _, fraction = text.partition(".")

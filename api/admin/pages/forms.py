@@ -1,4 +1,4 @@
-"""The values of forms and filters: bounded text, a reason, and a change to try."""
+"""The values of forms and filters: bounded text, reasons, and changes that may fail."""
 
 from collections.abc import Callable
 from typing import Annotated
@@ -14,23 +14,23 @@ Text = Annotated[str, Form(max_length=500)]
 Filter = Annotated[str, Query(max_length=128)]
 Before = Annotated[
     int | None, Query(ge=1, lt=1 << 63)
-]  # the number of the oldest entry that was seen already
+]  # the number of the oldest entry already seen
 
 
 def reason_in(why: str) -> str:
-    """Why a change is made. Raises InvalidRequest for none."""
+    """The reason for a change. Raises InvalidRequest if it is empty."""
     if not any(map(str.isalnum, why)):
         raise InvalidRequest("Say why; the audit log keeps it. Nothing was changed.")
     return why.strip()
 
 
 def names_in(text: str) -> list[str]:
-    """Names with commas between."""
+    """Names separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def tried(request: Request, change: Callable[[Books], object]) -> str:
-    """Changes the books; returns what was wrong, or an empty text. Blocks."""
+    """Applies a change to the books. Returns the error's text, or "" on success. Blocks."""
     try:
         change(books_of(request))
     except (ApiError, BillingError) as error:
@@ -44,7 +44,7 @@ def limit_in(text: str) -> str | None:
 
 
 def count_in(text: str) -> int | None:
-    """A whole number; None for an empty field. Raises InvalidRequest for other texts."""
+    """A whole number; None for an empty field. Raises InvalidRequest for anything else."""
     typed = text.strip().replace(",", "").replace("\u202f", "").replace(" ", "")
     if not typed:
         return None

@@ -1,6 +1,6 @@
-"""What a browser gets from the server: the dashboard at `/`, and the API at `/docs`.
+"""What a browser sees first: the dashboard at `/`, and the API at `/docs`.
 
-The page of the API is made from the routes themselves and runs no script.
+The API page is generated from the routes and runs no script.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ async def front() -> Response:
 
 @router.get("/docs")
 async def api_page(request: Request) -> Response:
-    """Every route with what it takes; `/openapi.json` has the same for programs."""
+    """Every route with its parameters; `/openapi.json` has the same for programs."""
     page = render(request, "api.html", None, routes=_routes(request.app.openapi()))
     page.headers.update(HEADERS | {"Content-Security-Policy": POLICY})
     return page

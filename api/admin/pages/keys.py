@@ -1,7 +1,6 @@
 """Keys, of all tenants: pages under /admin/keys.
 
-Plain functions: the server runs them on its thread pool, for they read and write the ledger's
-database.
+Plain functions: the server runs them on its thread pool, because they use the ledger's database.
 """
 
 import time
@@ -45,7 +44,7 @@ def create_key(
     days: Text = "",
     why: Text = "",
 ) -> Response:
-    """A new key, which this answer shows and nothing ever shows again."""
+    """A new key, shown by this answer only."""
     made: list[str] = []
 
     def create(books: Books) -> None:

@@ -1,8 +1,8 @@
 """Logging in and out: the login page, one-time links, logging out.
 
-A form that logs in proves that it is ours by a nonce in a cookie and its HMAC in the form, since
-there is no session yet. Attempts are limited by address and over all, before the costly check of a
-password. Every login, failed login and logout leaves an audit entry.
+There is no session yet, so a login form proves that it is ours by a nonce in a cookie and its HMAC
+in the form. Attempts are limited by address and in total, before the costly password check. Every
+login, failed login and logout leaves an audit entry.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _NEXT = re.compile(r"/admin(/[A-Za-z0-9_./-]*)?(\?[A-Za-z0-9_.=&%+,~-]*)?")
 
 @router.get("/login")
 async def login_page(request: Request, token: str = "", next: str = "/admin") -> Response:  # noqa: A002  the name in the URL
-    """The form; or, with a one-time link's `token`, the way in."""
+    """The form; with a one-time link's `token`, logs in."""
     if token:
         found = parts_of(request).sessions.use_link(token)
         if found is not None:
@@ -82,7 +82,7 @@ async def log_out(request: Request, found: MayRead) -> Response:
 
 @router.post("/api/links")
 async def make_link(request: Request, found: MayChange, role: Role = Role.ADMIN) -> dict[str, Any]:
-    """A way in that works once, for who cannot or need not type a password."""
+    """A one-time login link, for someone who cannot or need not type a password."""
     token = parts_of(request).sessions.make_link(Admin(found.name, role), LINK_TTL_S)
     await _audit(request, "admin.link", found.name, found.name, role=role)
     return {"path": f"/admin/login?token={token}", "ttl_s": LINK_TTL_S}
@@ -90,14 +90,14 @@ async def make_link(request: Request, found: MayChange, role: Role = Role.ADMIN)
 
 @router.post("/api/sessions/end")
 async def end_sessions(request: Request, found: MayChange, name: str) -> dict[str, int]:
-    """Ends every session of an admin: after a new password, or when one is removed."""
+    """Ends every session of an admin, after a new password or when the admin is removed."""
     ended = parts_of(request).sessions.close_all(name)
     await _audit(request, "admin.sessions_end", name, found.name, ended=ended)
     return {"ended": ended}
 
 
 async def _identify(request: Request, name: str, secret: str) -> tuple[Admin | None, str]:
-    """Who has this password or key, and which of the two it is."""
+    """The admin with this password or key, and which of the two it is."""
     parts = parts_of(request)
     if not secret.startswith(PREFIX):
         async with parts.password_checks:
@@ -111,7 +111,7 @@ async def _identify(request: Request, name: str, secret: str) -> tuple[Admin | N
 
 
 async def _enter(request: Request, found: Admin, how: str, answer: Response) -> Response:
-    """A new session; whatever the browser had before ends, so that none can be planted."""
+    """Opens a new session. Any session the browser had ends, which prevents session fixation."""
     sessions, cookie = parts_of(request).sessions, cookie_name(request)
     sessions.close(request.cookies.get(cookie, ""))
     await _audit(request, "admin.login", found.name, found.name, how=how, role=found.role)
@@ -150,7 +150,7 @@ def _form(request: Request, target: str, message: str = "") -> Response:
 
 
 def _cookie_path(request: Request) -> str:
-    return "/" if is_secure(request) else "/admin"  # `__Host-` asks for the whole host
+    return "/" if is_secure(request) else "/admin"  # `__Host-` requires the path /
 
 
 def _nonce_cookie(request: Request) -> str:

@@ -1,6 +1,6 @@
 """The money page: revenue, savings, balances, holds, the proof, and the prices.
 
-Reads the ledger's database: plain functions, on the server's thread pool.
+Plain functions: the server runs them on its thread pool, because they read the ledger's database.
 """
 
 import time
@@ -62,12 +62,12 @@ def verify(request: Request, _: MayRead) -> Response:
 
 
 def _earning(days: list[Revenue]) -> list[str]:
-    """The classes that any day has money in."""
+    """The classes that earned money on any day."""
     return [name for name in REVENUE_CLASSES if any(day.amounts[name] for day in days)]
 
 
 def _sums(days: list[Revenue]) -> dict[str, dict[str, Any]]:
-    """What all these days come to, by currency."""
+    """The totals of all these days, by currency."""
     sums: dict[str, dict[str, Any]] = {}
     for day in days:
         total = sums.setdefault(
@@ -82,7 +82,7 @@ def _sums(days: list[Revenue]) -> dict[str, dict[str, Any]]:
 
 
 def _cards(books: Books, now_ns: int) -> list[dict[str, Any]]:
-    """Every card, the one in force first; with the window open now and the next."""
+    """Every card, the one in force first, with its current and next price windows."""
     book = books.accounts.book
     rows = [
         _card(card, card is book.in_force(now_ns, card.currency), now_ns) for card in book.cards

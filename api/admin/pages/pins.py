@@ -1,6 +1,6 @@
-"""The cache's actions on the pages: pin, unpin, evict, purge.
+"""Actions on the cache: pin, unpin, evict, purge.
 
-Forms that need no script. Every one asks for a reason and leaves an audit entry.
+Forms work without a script. Each asks for a reason and leaves an audit entry.
 """
 
 import json
@@ -53,7 +53,7 @@ async def unpin(request: Request, name: str, admin: MayChange) -> Response:
 async def evict(
     request: Request, key: str, admin: MayChange, what: Text = "run", why: Text = ""
 ) -> Response:
-    """Remove the block, or the run that it ends, and all that continues it, from every tier."""
+    """Remove the block (or the run that it ends) and all its continuations from every tier."""
     try:
         reason = reason_in(why)
         keys = await explorer_of(request).below(key_of(key), whole_run=what == "run")
@@ -82,7 +82,7 @@ async def purge(
 
 @router.get("/explorer-receipts/{finished_ns}.json")
 async def receipt(request: Request, finished_ns: int, _: MayRead) -> Response:
-    """The signed receipt of a purge, as a file."""
+    """The signed receipt of a purge, as a file to download."""
     signed = await cache_admin_of(request).receipt(finished_ns)
     if signed is None:
         raise RecordNotFound(f"No purge that ended at {finished_ns} has a receipt here.")

@@ -1,4 +1,4 @@
-"""The rows of the prefixes page as CSV, for a spreadsheet: numbers whole, times in seconds."""
+"""The rows of the prefixes page as CSV for a spreadsheet: unrounded numbers, times in seconds."""
 
 import io
 
@@ -27,7 +27,7 @@ HEADER = (
 async def table(
     request: Request, admin: MayRead, tenant: Filter = "", idle: Filter = "", sort: Filter = ""
 ) -> Response:
-    """More rows than the page shows, by the same filters and in the same order."""
+    """More rows than the page shows, with the same filters and order."""
     explorer = explorer_of(request)
     query = TreeQuery(
         depth=64, max_nodes=MAX_ROWS, max_children=MAX_ROWS, num_tokens=OUTLINE_TOKENS

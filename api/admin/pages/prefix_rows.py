@@ -1,7 +1,7 @@
-"""The tree of prefixes as the rows of a table, with what each has saved and costs to keep. Pure.
+"""The tree of prefixes as the rows of a table, with each one's savings and storage cost. Pure.
 
-Ends of one block and partly filled blocks are folded into the row that they continue: they are what
-a question left behind its document, and would hide it.
+An end of one block, or of a partly filled block, is folded into the row that it continues. Such
+ends are the questions asked after a document, and would hide the document.
 """
 
 import time
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from api.admin.parts import AdminParts
 
 GIB = 1 << 30
-LABEL_TOKENS = 12  # of a row, read as its first words
-OUTLINE_TOKENS = 1 << 20  # of a row, looked through for messages: all of any prompt
+LABEL_TOKENS = 12  # of a row, shown as its first words
+OUTLINE_TOKENS = 1 << 20  # of a row, searched for messages; more than any prompt has
 LABEL_MESSAGES = 3
 TIERS: Final = (TierName.DEVICE, TierName.HOST, TierName.DISK)
 Decode = Callable[[Sequence[int]], str]
@@ -36,11 +36,11 @@ Strip = tuple[str, int, int, int]  # class of its colour, lane, first block, num
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Prices to value a prefix by: what a hit saves a client now, and what a GiB costs a month."""
+    """Prices of a prefix: what a hit saves a client now, and what a GiB costs a month."""
 
     block_bytes: int
     book: PriceBook | None = None
-    gib_month: Mapping[str, int] = field(default_factory=dict)  # units, by tier; what is known
+    gib_month: Mapping[str, int] = field(default_factory=dict)  # units, by tier, where known
 
     @classmethod
     def of(cls, parts: "AdminParts", block_bytes: int) -> "Costs":
@@ -48,7 +48,7 @@ class Costs:
         return cls(block_bytes, book, parts.gib_month)
 
     def saved(self, owner: Owner | None, tier: str, hit_tokens: int) -> tuple[int, str] | None:
-        """About what these hits saved clients, at today's price; None where there is no price."""
+        """Estimated savings of these hits at today's price; None without a price."""
         if self.book is None or owner is None:
             return None
         try:
@@ -60,7 +60,7 @@ class Costs:
         return hit_tokens * (rates.miss - hit), pinned.currency
 
     def keeping(self, places: list[str]) -> int | None:
-        """Units a month that blocks in these places cost to keep; None where no price is set."""
+        """Units a month to keep blocks in these places; None if no price is set."""
         if not self.gib_month:
             return None
         return sum(self.gib_month.get(place, 0) for place in places) * self.block_bytes // GIB
@@ -68,10 +68,12 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One node, and the `num_folded` short ends that continue it. `level` counts from 0 below the
-    scope; `left_off` blocks continue it and are not shown; `strips` and `num_in` tell where its own
-    blocks stand. `label` is its first words where they may be shown, else its messages' roles and
-    sizes."""
+    """One node, together with the `num_folded` short ends that continue it.
+
+    `level` counts from 0 below the scope. `left_off` blocks continue the node and are not shown.
+    `strips` and `num_in` say where its own blocks are. `label` is its first words if they may be
+    shown, else the roles and sizes of its messages.
+    """
 
     level: int
     key: str | None
@@ -110,7 +112,7 @@ SORTS: Final[Mapping[str, Callable[[Row], float]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScopeRows:
-    """A scope, its sums, and its rows from the top down."""
+    """A scope, its totals, and its rows from the top down."""
 
     root: str
     owner: Owner | None
@@ -146,7 +148,7 @@ def rows_of(
 ) -> list[ScopeRows]:
     """Every scope with its rows; with `min_idle_s` only rows unused for that long.
 
-    Among those that continue the same prefix, rows are in the order of SORTS[sort].
+    Rows that continue the same prefix are in the order of SORTS[sort].
     """
     scopes = []
     for root in grown.tree.roots:
@@ -168,7 +170,7 @@ def rows_of(
     return scopes
 
 
-Messages = list[tuple[str, int, bool]]  # role, tokens, and whether it began before
+Messages = list[tuple[str, int, bool]]  # role, tokens, and whether it began in an earlier node
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,7 @@ class _Walk:
     outline: Outline | None
 
     def below(self, nodes: Sequence[TreeNode], level: int, role: str) -> Iterator[Row]:
-        """These nodes, each followed by what continues it. `role` is of the message before."""
+        """These nodes, each followed by its continuations. `role` is the preceding message's."""
         rows = []
         for node in nodes:
             messages = self._messages(node, role)
@@ -223,7 +225,8 @@ class _Walk:
         return value[0] if value is not None else None
 
     def _messages(self, node: TreeNode, role: str) -> Messages:
-        """The messages of a node. The first continues one of this `role` where it has no mark."""
+        """The messages of a node. Without a mark, the first one continues a message of this
+        `role`."""
         if self.outline is None:
             return []
         messages = self.outline(array("i", node.tokens))
@@ -243,12 +246,12 @@ class _Walk:
 
 
 def _is_end(node: TreeNode) -> bool:
-    """Whether it is one block, or a partly filled one, that nothing continues."""
+    """Whether the node is one block, or a partly filled one, without continuations."""
     return node.num_blocks == 1 and not node.children and not node.left_off
 
 
 def _strips(node: TreeNode) -> list[Strip]:
-    """Where the blocks are: one lane for each tier, since several tiers may hold a block."""
+    """Where the blocks are, with a lane per tier, because several tiers may hold a block."""
     strips: list[Strip] = []
     for lane, tier in enumerate(TIERS):
         at = 0

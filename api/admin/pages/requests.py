@@ -1,4 +1,4 @@
-"""The latest requests and why their prompts missed: pages under /admin/requests, and JSON."""
+"""Recent requests and why their prompts missed: pages under /admin/requests, and JSON."""
 
 import asyncio
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ async def requests(
     state: Filter = "",
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> list[dict[str, Any]]:
-    """The latest requests that the journal remembers, running ones first."""
+    """Recent requests in the journal, running ones first."""
     chosen = _chosen(journal_of(request), tenant, state, "")
     return [summary(record) for record in islice(chosen, limit)]
 
@@ -53,7 +53,7 @@ async def page(
     state: Filter = "",
     skip: Annotated[int, Query(ge=0, le=MAX_SKIP)] = 0,
 ) -> Response:
-    """The list. A search that names one request leads to it."""
+    """The list. A search that matches one request redirects to it."""
     journal = journal_of(request)
     record = journal.find(q.strip()) if q.strip() else None
     if record is not None:
@@ -83,7 +83,7 @@ async def request_page(request: Request, request_id: str, admin: MayRead) -> Res
 
 @router.post("/admin/requests/{request_id}/prompt", include_in_schema=False)
 async def prompt_page(request: Request, request_id: str, admin: MayChange) -> Response:
-    """The prompt's text, where the operator keeps it. Leaves an audit entry."""
+    """The prompt's text, if the operator keeps prompts. Leaves an audit entry."""
     record, parts = _found(request, request_id), parts_of(request)
     if not record.prompts or parts.decode is None:
         raise Unsupported("This server keeps no prompts; `journal.keep_prompts` would.")
@@ -95,7 +95,7 @@ async def prompt_page(request: Request, request_id: str, admin: MayChange) -> Re
 
 
 def journal_of(request: Request) -> Journal:
-    """The journal of the server that this request came to. Raises Unsupported without one."""
+    """The journal of this request's server. Raises Unsupported if it has none."""
     journal = parts_of(request).journal
     if journal is None:
         raise Unsupported("This server keeps no journal of requests.")
@@ -114,7 +114,7 @@ def _found(request: Request, request_id: str) -> RequestRecord:
 
 
 def _chosen(journal: Journal, tenant: str, state: str, text: str) -> Iterator[RequestRecord]:
-    """Newest first, of a tenant, in a state or with an outcome, with `text` in an id or a name."""
+    """Newest first; filtered by tenant, by state or outcome, and by `text` in an id or a name."""
     for record in journal.newest():
         outcome = record.served.outcome if record.served is not None else ""
         names = (record.request_id, record.client_id, record.key_id, record.session, record.model)
@@ -134,7 +134,7 @@ def _row(record: RequestRecord) -> dict[str, Any]:
 
 
 async def _findings(request: Request, record: RequestRecord) -> dict[int, Finding]:
-    """What a look at all tiers adds to the lookups' own words."""
+    """What a search of all tiers adds to the lookups' own reasons."""
     explorer = parts_of(request).explorer
     if explorer is None or record.served is None:
         return {}
@@ -160,7 +160,7 @@ async def _show(
 
 
 def _spans(timings: dict[str, float | None]) -> list[dict[str, Any]]:
-    """The four spans that lie end to end, each with its place in thousandths of the whole."""
+    """The four consecutive spans, each with its position in thousandths of the whole."""
     names = ("queue", "load", "prefill", "decode")
     lengths = [timings.get(name) or 0.0 for name in names]
     total = sum(lengths)

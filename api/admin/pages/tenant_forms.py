@@ -1,7 +1,7 @@
 """The forms of a tenant's page: money in and out, limits, budgets and invoices.
 
-Forms over `billing.operations`, which come back to the page. Plain functions: the server runs them
-on its thread pool, because they write the ledger's database.
+Forms over `billing.operations`, which return to the page. Plain functions: the server runs them on
+its thread pool, because they write to the ledger's database.
 """
 
 import secrets
@@ -26,14 +26,14 @@ router = APIRouter(prefix="/admin/tenants/{tenant}", include_in_schema=False)
 
 
 class _TenantForm:
-    """A form of a tenant's page: who sent it, and why."""
+    """A submitted form of a tenant's page: its sender and its reason."""
 
     def __init__(self, request: Request, tenant: str, admin: MayChange, why: Text = "") -> None:
         self.tenant = tenant
         self._request, self._admin, self._why = request, admin, why
 
     def change(self, done: str, operation: Callable[..., object], **values: Any) -> Response:
-        """Back to the page: changed, or with what was wrong."""
+        """Runs the operation and returns to the page, with the error if there was one."""
 
         def change(books: Books) -> None:
             why = reason_in(self._why)
@@ -60,7 +60,8 @@ def deposit(
 ) -> Response:
     """Book money in or out.
 
-    `once` is the page's own reference, new each time it is shown: a double click books once.
+    `once` is the page's own reference, new each time the page is shown, so a double click books
+    once.
     """
 
     def book(books: Books, **sent: Any) -> None:
@@ -136,7 +137,7 @@ def rates(
     output_tokens: Text = "",
     concurrency: Text = "",
 ) -> Response:
-    """Limit requests and tokens a minute; an empty field is as the settings say."""
+    """Limit requests and tokens a minute; an empty field keeps the limit of the settings."""
     typed = zip(RATE_LIMITS, (requests, miss_tokens, output_tokens, concurrency), strict=True)
 
     def change(books: Books, **sent: Any) -> None:
@@ -148,7 +149,7 @@ def rates(
 
 @router.post("/state")
 def set_state(form: TenantForm, suspended: Text = "") -> Response:
-    """Suspend a tenant, or serve it again."""
+    """Suspend or resume a tenant."""
     if suspended == "yes":
         return form.change("suspend", tenants.suspend_tenant)
     return form.change("resume", tenants.resume_tenant)
@@ -164,7 +165,7 @@ def budget(
     value: Text = "",
     ask: Text = "",
 ) -> Response:
-    """Set a budget of this tenant, or with an empty amount remove it."""
+    """Set a budget of this tenant; an empty amount removes it."""
 
     def change(books: Books, *, tenant: str, by: str, why: str) -> None:
         named = name.strip()
@@ -197,7 +198,7 @@ def budget(
 
 @router.post("/invoice")
 def invoice(form: TenantForm, do: Text = "", month: Text = "", number: Text = "") -> Response:
-    """Issue the invoice of a month, or mark or credit one that was issued."""
+    """Issue a month's invoice, or mark or credit an issued one."""
 
     def change(books: Books, *, tenant: str, by: str, why: str) -> object:
         if do == "finalize":

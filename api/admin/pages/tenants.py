@@ -124,7 +124,7 @@ def _tenants(
 
 
 async def _room_of(request: Request) -> dict[str, Counter[TierName]]:
-    """Bytes of each tenant in each tier, over all models; nothing where there is no cache."""
+    """Bytes of each tenant in each tier, over all models; empty if there is no cache."""
     room: dict[str, Counter[TierName]] = {}
     for each in await room_of(request) if parts_of(request).explorer is not None else ():
         room.setdefault(each.owner, Counter()).update(each.num_bytes)
@@ -175,7 +175,7 @@ def _state(tenant: Tenant) -> str:
 
 
 def _limits(request: Request, tenant: str) -> list[tuple[str, str, int | None, int | None]]:
-    """Each limit: its name, its words, what holds now, and what an admin set for this tenant."""
+    """Each limit: its name, its label, the value in force, and the value an admin set."""
     limits, overrides = parts_of(request).limits, books_of(request).accounts.rate_limits(tenant)
     quota = (limits or LimitSettings()).of_tenant(tenant, overrides)
     return [

@@ -1,8 +1,8 @@
-"""The working set: how the hit rate changes with the size of the cache, and what that is worth.
+"""The working set: how the hit rate depends on the size of the cache, and what that is worth.
 
-The curve comes from sampled traffic (`tiers.telemetry.working_set`), so it knows sizes that the
-cache never had. Money is the rate card's: what clients would pay less, which is what the computing
-is sold for.
+The curve comes from sampled traffic (`tiers.telemetry.working_set`), so it covers sizes that the
+cache never had. Amounts are by the rate card: what clients would pay less, which is the price of
+the computing saved.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from tiers.tier import TierName
 
 router = APIRouter(include_in_schema=False)
 
-WINDOW_S = 86_400.0  # whose traffic a month is made of: a day has its busy and its quiet hours
-MIN_USES = 100  # blocks asked for; a curve of fewer says little
+WINDOW_S = 86_400.0  # of traffic, scaled to a month; a day has busy and quiet hours
+MIN_USES = 100  # blocks requested; a curve from fewer says little
 NO_RATES = Rates(hit_device=0, hit_host=0, hit_disk=0, hit_remote=0, miss=0, output=0)
 
 
@@ -48,7 +48,7 @@ async def working_set(request: Request, found: MayRead) -> Response:
 async def report(request: Request, _: MayRead) -> Response:
     """The curve in bytes of KV, the tiers on it, and advice for one more GiB of each.
 
-    Amounts are decimal strings in the card's currency, a month has thirty days.
+    Amounts are decimal strings in the card's currency. A month has thirty days.
     """
     parts = parts_of(request)
     if parts.working_set is None:
@@ -98,7 +98,7 @@ def _told(parts: AdminParts, found: TrafficReport) -> dict[str, Any]:
 
 
 def _levels(found: TrafficReport, tiers: dict[str, Any]) -> list[Level]:
-    """Each tier by itself: the report counts a tier with all above it as one."""
+    """Each tier by itself; in the report a tier includes all tiers above it."""
     levels, above = [], 0
     for point in found.tiers:
         held = tiers.get(point.tier, {})
@@ -110,13 +110,13 @@ def _levels(found: TrafficReport, tiers: dict[str, Any]) -> list[Level]:
 
 
 def _cost(parts: AdminParts, tier: TierName) -> str | None:
-    """What a GiB of the tier costs a month, if the operator has said so (`costs.gib_month`)."""
+    """The monthly cost of a GiB in the tier, if the operator set it (`costs.gib_month`)."""
     units = parts.gib_month.get(tier)
     return None if units is None else format_units(units)
 
 
 def _traffic(parts: AdminParts, uptime_s: float) -> tuple[float, float]:
-    """Prompt tokens a second, and over how many seconds that was measured."""
+    """Prompt tokens a second, and the seconds over which they were measured."""
     series = "rate:traffic.prompt_tokens.*"
     if parts.history is None:
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""/admin/api/tenants, keys, balance and budgets: who is billed, by which keys, and what they have.
+"""/admin/api/tenants, keys, balance and budgets.
 
 Plain functions: the server runs them on its thread pool, because they read and write the ledger's
 database. Every change leaves an audit entry in its own transaction. The operations themselves are
@@ -58,7 +58,7 @@ def set_credit_limit(by: MayChange, books: Books, tenant: str, body: CreditLimit
 def set_rate_limits(
     by: MayChange, books: Books, tenant: str, body: NewRateLimits
 ) -> dict[str, int]:
-    """Limit a tenant's requests and tokens a minute; gives all limits that were set for it."""
+    """Limit a tenant's requests and tokens a minute. Returns all limits set for it."""
     return tenants.set_rate_limits(books, tenant=tenant, **body.model_dump(), by=by.name)
 
 
@@ -76,25 +76,25 @@ def resume_tenant(by: MayChange, books: Books, tenant: str, body: AdminBody) -> 
 
 @router.post("/tenants/{tenant}/projects", status_code=201)
 def create_project(by: MayChange, books: Books, tenant: str, body: NewProject) -> list[str]:
-    """A new project, to split a tenant's usage by; gives all of them."""
+    """A new project, to split a tenant's usage by. Returns all projects of the tenant."""
     return tenants.create_project(books, tenant=tenant, **body.model_dump(), by=by.name)
 
 
 @router.get("/keys")
 def list_keys(books: Books, tenant: OfTenant = None) -> list[Document]:
-    """Keys by their prefix, never the keys."""
+    """Keys, shown by their prefixes only."""
     return keys.list_keys(books, tenant=tenant)
 
 
 @router.post("/keys", status_code=201)
 def create_key(by: MayChange, books: Books, body: NewKey) -> Document:
-    """A new key. `key` is in this answer only: it is not kept and cannot be shown again."""
+    """A new key. `key` is in this answer only: it is not stored and cannot be shown again."""
     return keys.create_key(books, **body.model_dump(), by=by.name)
 
 
 @router.post("/keys/{key_id}/revoke")
 def revoke_key(by: MayChange, books: Books, key_id: str, body: AdminBody) -> Document:
-    """End a key at once, by its id or its shown prefix."""
+    """Revoke a key at once, by its id or its prefix."""
     return keys.revoke_key(books, key_id=key_id, by=by.name, why=body.why)
 
 
@@ -106,7 +106,7 @@ def show_balance(books: Books, tenant: str) -> Document:
 
 @router.post("/balance/{tenant}/adjust")
 def adjust_deposit(by: MayChange, books: Books, tenant: str, body: Adjustment) -> Document:
-    """Correct a mistyped top-up or grant by an entry of the difference."""
+    """Correct a mistyped top-up or grant with an entry for the difference."""
     return balance.adjust_deposit(books, tenant=tenant, **body.model_dump(), by=by.name)
 
 
@@ -120,17 +120,17 @@ def book_deposit(
 
 @router.get("/budgets")
 def list_budgets(books: Books) -> list[Document]:
-    """What tenants, keys, users and tags may spend before an alert."""
+    """The budgets of tenants, keys, users and tags."""
     return budgets.list_budgets(books)
 
 
 @router.post("/budgets/{name}")
 def set_budget(by: MayChange, books: Books, name: str, body: NewBudget) -> Document:
-    """Make a budget, or change the one of that name. It stops nothing; it tells."""
+    """Create or change a budget. A budget alerts; it stops no request."""
     return budgets.set_budget(books, name=name, **body.model_dump(), by=by.name)
 
 
 @router.post("/budgets/{name}/remove")
 def remove_budget(by: MayChange, books: Books, name: str, body: AdminBody) -> list[Document]:
-    """Remove a budget; gives those that are left."""
+    """Remove a budget. Returns the remaining ones."""
     return budgets.remove_budget(books, name=name, by=by.name, why=body.why)

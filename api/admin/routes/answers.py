@@ -1,4 +1,4 @@
-"""JSON for the pages' scripts: fast, and compressed where that pays."""
+"""JSON answers for the pages' scripts, compressed if they are large enough."""
 
 import gzip
 from typing import Any
@@ -7,8 +7,8 @@ import orjson
 from fastapi import Request
 from starlette.responses import Response
 
-MIN_PACKED = 1024  # bytes; below one packet nothing is won
-LEVEL = 4  # of gzip: numbers compress to a fifth at 60 MB/s
+MIN_PACKED = 1024  # bytes; compressing less than a packet gains nothing
+LEVEL = 4  # of gzip; numbers compress to a fifth at 60 MB/s
 
 
 def json_answer(request: Request, value: Any) -> Response:

@@ -33,10 +33,10 @@ async def blocks(
     limit: Annotated[int, Query(ge=1, le=MAX_BLOCKS)] = 100,
     tokens: bool = False,
 ) -> dict[str, Any]:
-    """Blocks in device and host memory, those with the most hits first.
+    """Blocks in device and host memory, most hits first.
 
-    `tenant` is a tenant or a sharing group.
-    `key` is how a key begins, `idle_s` the least time unused, `tokens` adds token ids.
+    `tenant` is a tenant or a sharing group. `key` is the beginning of a key, `idle_s` the minimum
+    time since last use; `tokens` adds token ids.
     """
     read = parts_of(request).blocks
     if read is None:
@@ -59,7 +59,7 @@ async def blocks(
 
 
 def _scopes_of(wire: Collaborators, name: str) -> frozenset[PrefixKey]:
-    """The roots of a tenant and of a sharing group of this name."""
+    """The roots of the tenant and of the sharing group with this name."""
     salts = (wire.salts.of_tenant(name), wire.salts.group_salt(name))
     return frozenset(
         replace(model.scope, tenant=salt).root() for model in wire.models.values() for salt in salts
@@ -74,7 +74,7 @@ class Tokens(BaseModel):
 
 @router.post("/detokenize")
 async def detokenize(request: Request, body: Tokens, _: MayRead) -> dict[str, str]:
-    """The text of these tokens, by the tokenizer of the model that is served."""
+    """The text of these tokens, by the served model's tokenizer."""
     tokenizer = next(iter(wire_of(request).models.values())).tokenizer
     if any(not 0 <= token < tokenizer.vocab_size for token in body.token_ids):
         raise InvalidRequest(

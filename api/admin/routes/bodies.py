@@ -1,6 +1,6 @@
-"""The bodies of the admin routes that change money: strict types, and no field that is not known.
+"""Bodies of the admin routes that change money. Types are strict and unknown fields are refused.
 
-Every one says `why`, which the audit log keeps.
+Each has a `why`, which goes into the audit log.
 """
 
 from typing import Annotated, Literal
@@ -106,7 +106,7 @@ class Correction(AdminBody):
 
 
 class CorrectionOf(BaseModel):
-    """One correction of many."""
+    """One correction in a batch."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -144,7 +144,7 @@ class NewParties(AdminBody):
 
 
 class CardSource(BaseModel):
-    """A rate card: its TOML, or the name of one that ships or was applied."""
+    """A rate card: its TOML, or the name of a built-in or applied card."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 

@@ -1,6 +1,6 @@
-"""/admin/api/cache: pin and unpin prefixes, evict blocks, purge tenants, and see what is kept.
+"""/admin/api/cache: pins, evictions, purges and the working set.
 
-Every change leaves an audit entry. What an answer says was done is done, on disk as well.
+Every change leaves an audit entry. A change is complete, on disk as well, before its answer.
 """
 
 import time
@@ -36,7 +36,8 @@ MAX_PIN_S = 366 * 86_400
 
 
 class NewPin(AdminBody):
-    """A prefix by its last block's `key`, or by the `prompt` or `messages` that begin with it."""
+    """A prefix, named by its last block's `key` or by the `prompt` or `messages` that begin with
+    it."""
 
     name: Name
     for_s: float = Field(gt=0, le=MAX_PIN_S, description="How long it is kept, in seconds")
@@ -69,7 +70,7 @@ async def pins(request: Request, _: MayRead) -> list[dict[str, Any]]:
 
 @router.get("/working-set")
 async def working_set(request: Request, _: MayRead) -> dict[str, Any]:
-    """Hit rate against capacity, estimated from what requests asked for."""
+    """Hit rate by capacity, estimated from the requests' lookups."""
     report = await cache_admin_of(request).working_set()
     return {
         "capacity_blocks": report.curve.capacities,
@@ -93,7 +94,7 @@ async def working_set(request: Request, _: MayRead) -> dict[str, Any]:
 
 @router.post("/pin")
 async def pin(request: Request, body: NewPin, by: MayChange) -> dict[str, Any]:
-    """Keep a prefix in at least one tier; a pin of that name is replaced."""
+    """Pin a prefix, which keeps it in at least one tier. Replaces a pin of that name."""
     prefix = await _prefix(request, body, cache_admin_of(request))
     until_s = time.time() + body.for_s
     return pin_json(
@@ -103,21 +104,22 @@ async def pin(request: Request, body: NewPin, by: MayChange) -> dict[str, Any]:
 
 @router.post("/unpin")
 async def unpin(request: Request, body: OldPin, by: MayChange) -> dict[str, Any]:
-    """End a pin; its blocks leave in their turn."""
+    """End a pin; its blocks may be evicted again."""
     await cache_changes.unpin(request, by, body.name, body.why)
     return {"name": body.name, "pinned": False}
 
 
 @router.post("/evict")
 async def evict(request: Request, body: Eviction, by: MayChange) -> dict[str, Any]:
-    """Remove blocks from every tier, but those that are in use or pinned."""
+    """Remove blocks from every tier, except those in use or pinned."""
     keys = [PrefixKey(bytes.fromhex(key)) for key in body.keys]
     return {"removed": await cache_changes.evict(request, by, keys, body.why)}
 
 
 @router.post("/purge")
 async def purge(request: Request, body: Purging, by: MayChange) -> dict[str, Any]:
-    """Remove every block of a tenant or sharing group from every tier; the signed receipt."""
+    """Remove every block of a tenant or sharing group from every tier. Returns the signed
+    receipt."""
     return await cache_changes.purge(request, by, body.kind, body.name, body.why)
 
 

@@ -1,4 +1,4 @@
-"""GET /admin/api/events: what /v1/cache/events streams, for the dashboard and for commands."""
+"""GET /admin/api/events: the stream of /v1/cache/events, for the dashboard and for commands."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -12,5 +12,5 @@ router = APIRouter(prefix="/admin/api", tags=["admin"])
 
 @router.get("/events")
 async def events(request: Request, _: MayRead) -> Response:
-    """Every tenant's blocks, as they come, move and go."""
+    """Events of every tenant's blocks."""
     return feed_for(request, OPERATOR, None)

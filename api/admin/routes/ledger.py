@@ -1,6 +1,6 @@
-"""/admin/api/usage, holds, ledger, audit and receipts: what was used, charged, changed and proved.
+"""/admin/api/usage, holds, ledger, audit and receipts.
 
-Reading a proof is cheap, making one reads every entry. The operations themselves are in
+Reading a proof is cheap; making one reads every entry. The operations themselves are in
 `billing.operations`.
 """
 
@@ -46,7 +46,7 @@ def period_usage(
     timezone: Timezone = "UTC",
     breakdown: Breakdown = None,
 ) -> list[Document]:
-    """Usage by tenant and by day or month, oldest first. Days go back a month without `since`."""
+    """Usage by tenant and by day or month, oldest first. Without `since`, days go back a month."""
     return usages.period_usage(
         books,
         unit=unit,
@@ -67,7 +67,7 @@ def session_usage(
     timezone: Timezone = "UTC",
     limit: Limit = 50,
 ) -> list[Document]:
-    """Usage by the session that requests name, the latest first."""
+    """Usage by session, latest first."""
     return usages.session_usage(
         books, tenant=tenant, since=since, until=until, timezone=timezone, limit=limit
     )
@@ -82,7 +82,7 @@ def make_statement(
     timezone: Timezone = "UTC",
     breakdown: Breakdown = None,
 ) -> Document | Response:
-    """A tenant's month, as JSON, CSV or a page for a printer; with a breakdown also by part."""
+    """A tenant's month, as JSON, CSV or a printable page, with an optional breakdown."""
     made = usages.make_statement(
         books, tenant=tenant, month=month, timezone=timezone, breakdown=breakdown, format=form
     )
@@ -95,13 +95,13 @@ def make_statement(
 
 @router.get("/holds")
 def list_holds(books: Books, tenant: OfTenant = None) -> list[Document]:
-    """What running requests have on hold, the oldest first."""
+    """Holds of running requests, oldest first."""
     return ledgers.list_holds(books, tenant=tenant)
 
 
 @router.get("/ledger")
 def ledger(books: Books) -> Document:
-    """How large the ledger is, what its thread did, and the last proof of it."""
+    """The ledger's size, its thread's counters and its last proof."""
     with books.store.reading() as connection:
         num_entries = store_reports.num_entries(connection)
         num_holds = len(store_reports.hold_list(connection))
@@ -122,13 +122,13 @@ def ledger(books: Books) -> Document:
 
 @router.post("/ledger/verify")
 def verify(books: Books) -> Document | None:
-    """Prove the whole ledger now; `ok` is false where anything differs. Changes nothing."""
+    """Prove the whole ledger now; `ok` is false if anything differs. Changes nothing."""
     return _proved(books.prover.prove())
 
 
 @router.get("/ledger/heads")
 def heads(books: Books) -> Document:
-    """The last hash of each tenant and of the admin trail, to keep where nobody can change it."""
+    """The last hash of each tenant and of the admin trail, to store where nobody can change it."""
     return heads_document(heads_of(books.store))
 
 
@@ -142,7 +142,7 @@ def list_entries(
     ] = None,
     limit: Limit = 50,
 ) -> list[Document]:
-    """Entries of a tenant, newest first; or those of one request."""
+    """Entries of a tenant or of one request, newest first."""
     return ledgers.list_entries(
         books, tenant=tenant, request_id=request_id, before=before, limit=limit
     )
@@ -150,31 +150,31 @@ def list_entries(
 
 @router.get("/ledger/rerate")
 def rerate_history(books: Books, tenant: OfTenant = None, days: Days = 31) -> Document:
-    """What past requests would cost under the cards as they stand now. Changes nothing."""
+    """What past requests would cost under the current cards. Changes nothing."""
     return ledgers.rerate_history(books, tenant=tenant, days=days)
 
 
 @router.get("/ledger/refunds")
 def make_refunds(books: Books, by: MayRead, tenant: OfTenant = None, days: Days = 31) -> Document:
-    """A batch of what was charged beyond the cards as they stand now. Books nothing."""
+    """A batch of corrections for charges above the current cards. Books nothing."""
     return ledgers.make_refunds(books, tenant=tenant, days=days, by=by.name)
 
 
 @router.post("/ledger/correct")
 def correct_charge(by: MayChange, books: Books, body: Correction) -> Document:
-    """Give back a charge, or a part of it, by a new entry that names it."""
+    """Refund a charge or a part of it, with a new entry that refers to it."""
     return ledgers.correct_charge(books, **body.model_dump(), by=by.name)
 
 
 @router.post("/ledger/corrections")
 def correct_charges(by: MayChange, books: Books, body: Corrections) -> list[str]:
-    """Book many corrections, each once for its reference; gives what was refused, and why."""
+    """Book many corrections, each reference once. Returns the refused ones with reasons."""
     return ledgers.correct_charges(books, **body.model_dump(), by=by.name)
 
 
 @router.get("/audit")
 def admin_trail(books: Books, limit: Limit = 50) -> list[Document]:
-    """What administrators changed: who, what, before, after and why; the newest first."""
+    """Changes by administrators: who, what, before, after and why; newest first."""
     return ledgers.admin_trail(books, limit=limit)
 
 

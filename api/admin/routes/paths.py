@@ -1,8 +1,8 @@
-"""Where the JSON routes offer each operation, for clients that call operations by HTTP.
+"""The JSON route of each operation, for clients that call operations over HTTP.
 
-`{name}` takes that argument of the operation; the others are query parameters of a GET and fields
-of a POST's body. A test holds this table against the routes. Operations are named, not imported:
-a command that asks a server imports the one that it asks for.
+`{name}` is replaced by that argument of the operation. The other arguments are a GET's query
+parameters or the fields of a POST's body. A test compares this table with the routes. Operations
+are named, not imported, so a command imports only the one that it calls.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,5 +61,5 @@ PATHS: Mapping[str, Path] = {
 
 
 def path_of(operation: Callable[..., Any]) -> Path:
-    """Where this function of `billing.operations` is offered."""
+    """The route of this function of `billing.operations`."""
     return PATHS[f"{operation.__module__.rpartition('.')[2]}.{operation.__name__}"]

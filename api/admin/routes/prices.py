@@ -1,4 +1,4 @@
-"""/admin/api/prices: rate cards linted, tried on real usage, and put in force.
+"""/admin/api/prices: lint rate cards, try them on real usage, and put them in force.
 
 Only `apply` changes anything. The operations themselves are in `billing.operations.prices`.
 """
@@ -15,7 +15,7 @@ router = APIRouter(prefix="/admin/api/prices", tags=["admin: prices"])
 
 @router.get("")
 def applied_cards(books: Books) -> list[Document]:
-    """The cards that were applied, oldest first."""
+    """Applied cards, oldest first."""
     return prices.applied_cards(books)
 
 
@@ -27,7 +27,7 @@ def show_card(books: Books, source: CardSource) -> Document:
 
 @router.post("/lint")
 def lint_card(books: Books, source: CardSource) -> list[Document]:
-    """What of a card can be gamed, loses money, or is unclear."""
+    """Warnings on a card: what can be gamed, loses money or is unclear."""
     return prices.lint_card(books, card=source.model_dump())
 
 
@@ -39,5 +39,5 @@ def plan_card(books: Books, body: PlanBody) -> Document:
 
 @router.post("/apply")
 def apply_card(by: MayChange, books: Books, body: ApplyCard) -> Document:
-    """Put a card in force from its `valid_from` on. It never changes afterwards."""
+    """Put a card in force from its `valid_from` on. An applied card never changes."""
     return prices.apply_card(books, **body.model_dump(), by=by.name)

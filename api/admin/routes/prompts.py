@@ -1,7 +1,7 @@
 """/admin/api/cache/quote and /diff: what a request would hit, and where two prompts diverge.
 
-For the command line, which has a request in a file and asks before it is sent. Admins alone, since
-prompts of any tenant can be looked at where the journal keeps them.
+For the command line, which has a request in a file and asks before sending it. For admins only: if
+the journal keeps prompts, these routes can show any tenant's.
 """
 
 import json
@@ -25,11 +25,11 @@ from billing.keys import Principal
 
 router = APIRouter(prefix="/admin/api/cache", tags=["admin: cache"])
 
-AROUND = 12  # tokens shown on either side of where two prompts part
+AROUND = 12  # tokens shown on either side of a divergence
 
 
 class Asked(BaseModel):
-    """A request's body as it would be sent, and whose it is."""
+    """A request's body as it would be sent, and its tenant."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -38,7 +38,7 @@ class Asked(BaseModel):
 
 
 class Pair(BaseModel):
-    """Two bodies, or ids of requests whose prompts the journal keeps."""
+    """Two bodies, or ids of two requests whose prompts the journal keeps."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -49,7 +49,7 @@ class Pair(BaseModel):
 
 @router.post("/quote")
 async def quote(request: Request, body: Asked, _: MayChange) -> dict[str, Any]:
-    """As POST /v1/cache/quote, for any tenant."""
+    """Like POST /v1/cache/quote, for any tenant."""
     await must_exist(request, body.tenant)
     principal = Principal(body.tenant)
     job = await quoted_job(request, principal, json.dumps(body.request).encode())
@@ -58,7 +58,7 @@ async def quote(request: Request, body: Asked, _: MayChange) -> dict[str, Any]:
 
 @router.post("/diff")
 async def diff(request: Request, body: Pair, _: MayChange) -> dict[str, Any]:
-    """The first token at which two prompts part, and the text around it."""
+    """The first token at which two prompts diverge, and the text around it."""
     one, other = (
         await _tokens(request, body.tenant, body.a),
         await _tokens(request, body.tenant, body.b),

@@ -13,12 +13,12 @@ from api.errors import Unsupported
 router = APIRouter(prefix="/admin/api", tags=["admin"])
 
 MAX_SERIES = 100
-MAX_TIME_S = 1e12  # some thirty thousand years; infinity is no window
+MAX_TIME_S = 1e12  # about thirty thousand years; rejects infinity
 
 
 @router.get("/whoami")
 async def whoami(found: MayRead) -> dict[str, str]:
-    """Whom the server takes the caller for."""
+    """The caller's identity, as the server sees it."""
     return {"name": found.name, "role": found.role}
 
 
@@ -30,7 +30,7 @@ async def stats(request: Request, _: MayRead) -> Response:
 
 @router.get("/alerts")
 async def alerts(request: Request, _: MayRead) -> Response:
-    """The alerts of `ops/prometheus/rules.yml` that fire now, by this server's own history."""
+    """The alerts of `ops/prometheus/rules.yml` that are firing, by this server's own history."""
     return json_answer(request, list(parts_of(request).alerts()))
 
 
@@ -43,9 +43,9 @@ async def history(
     window_s: Annotated[float, Query(gt=0, le=MAX_TIME_S)] = 600.0,
     since_s: Annotated[float, Query(ge=0, le=MAX_TIME_S)] = 0.0,
 ) -> Response:
-    """`series` over the last `window_s` seconds, or what came after `since_s` (Unix seconds).
+    """`series` over the last `window_s` seconds, or the samples after `since_s` (Unix seconds).
 
-    `over` are series of which one number over the whole window is asked.
+    `over` names series to return as one number for the whole window.
     """
     source = parts_of(request).history
     if source is None:
