@@ -14,7 +14,7 @@ from cachesvc.cli.replay_fleet import fleet_json, fleet_table, fleets
 from cachesvc.cli.replay_report import Prices, as_json, as_table, chart_svg, chart_text
 from tiers.errors import ConfigurationError
 from tiers.policy.admission import WritePolicy
-from tiers.policy.registry import PolicyName, policy_in
+from tiers.policy.registry import PolicyName, policy_in, unknown_policy
 from tiers.replay.replay import MIN, ReplayResult, TierPlan, check_plans
 from tiers.replay.replay import replay as run_replay
 from tiers.replay.trace import MOONCAKE_BLOCK_TOKENS, Trace, TraceError, read_trace
@@ -160,10 +160,7 @@ def _policies(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in POLICIES:
-            raise typer.BadParameter(
-                f"there is no policy {name!r}; use any of {', '.join(POLICIES)}",
-                param_hint="--policy",
-            )
+            raise typer.BadParameter(unknown_policy(name, POLICIES), param_hint="--policy")
     return names
 
 

@@ -135,9 +135,7 @@ class CacheSection(Section):
             "disk_bytes"
         ),
     )
-    policy: str = Field(
-        "lru", description="What to evict from memory: lru, sieve, s3fifo, arc, ..."
-    )
+    policy: str = Field("lru", description="What to evict from memory: lru, arc or adaptive")
     write_policy: Literal["on_evict", "write_through", "on_second_hit"] = Field(
         "on_evict", description="When a block is copied to the tier below"
     )

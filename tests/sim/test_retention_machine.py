@@ -30,7 +30,7 @@ def check_quotas(world: World) -> None:
 
 
 @pytest.mark.parametrize("host_moves", [False, True])
-@pytest.mark.parametrize("policy", [PolicyName.LRU, PolicyName.S3FIFO, PolicyName.ARC])
+@pytest.mark.parametrize("policy", list(PolicyName))
 @pytest.mark.parametrize("seed", range(3))
 def test_any_interleaving_with_an_operator_is_exact(
     seed: int, policy: PolicyName, host_moves: bool

@@ -152,3 +152,5 @@ def test_an_unknown_policy_is_refused_by_name():
     """The message lists those there are."""
     with pytest.raises(ConfigurationError, match=r"no policy 'lfu'.*lru.*adaptive"):
         make_policy("lfu", 4)
+    with pytest.raises(ConfigurationError, match=r"sieve was removed.* 35 points.* use lru"):
+        make_policy("sieve", 4)

@@ -1,11 +1,8 @@
 """In which order each policy evicts, on sequences short enough to follow by hand."""
 
 from tiers.policy.arc import Arc
-from tiers.policy.fifo import Fifo
 from tiers.policy.lru import Lru
 from tiers.policy.policy import Policy, Use
-from tiers.policy.s3fifo import S3Fifo
-from tiers.policy.sieve import Sieve
 from tiers.replay.belady import Belady, future_uses
 
 USE = Use(0.0, 1)
@@ -39,40 +36,6 @@ def test_lru_given_a_chain_tail_first_evicts_the_tail_first():
             else:
                 policy.insert(key, USE)
     assert victims(policy, 4) == "cdba"
-
-
-def test_fifo_ignores_use_and_keeps_a_held_block_in_its_place():
-    policy = filled(Fifo(), "abc")
-    policy.touch("a", USE)
-    policy.hold("a")
-    assert victims(policy, 1) == "b"
-    policy.release("a", USE)
-    assert victims(policy, 3) == "ac-"
-
-
-def test_sieve_spares_a_used_block_once():
-    """The example of the paper's figure: the hand passes over a, whose bit is then spent."""
-    policy = filled(Sieve(), "abc")
-    policy.touch("a", USE)
-    assert policy.coldest(3) == ["b", "c"]
-    assert victims(policy, 1) == "b"
-    filled(policy, "d")
-    assert victims(policy, 3) == "cda"
-
-
-def test_s3fifo_evicts_a_scan_before_what_was_used_twice():
-    policy = filled(S3Fifo(10), "abcd")
-    for _ in range(2):
-        policy.touch("a", USE)
-    assert victims(policy, 3) == "bcd"
-    assert victims(policy, 2) == "a-"
-
-
-def test_s3fifo_takes_a_ghost_back_into_the_main_queue():
-    policy = filled(S3Fifo(10), "abc")
-    assert victims(policy, 1) == "a"
-    filled(policy, "a")
-    assert victims(policy, 3) == "bca"
 
 
 def test_arc_prefers_blocks_used_again_and_learns_from_ghosts():

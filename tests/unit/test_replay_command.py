@@ -89,7 +89,8 @@ def test_a_plot_is_an_svg_file(trace, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "lru,lfu"], "there is no policy 'lfu'"),
+        (["--policy", "lru,lfu"], "there is no policy 'lfu'; the policies are lru, arc"),
+        (["--policy", "lru,s3fifo"], "the policy s3fifo was removed"),
         (["--capacity-blocks", "0"], "'0' is neither a number of blocks"),
         (["--capacity-blocks", "5,"], "'' is neither a number of blocks"),
         (["--capacity-blocks", "nan%"], "'nan%' is neither"),

@@ -67,7 +67,7 @@ def rank(
     """The policy over a memory tier's blocks where the cache's is `name`. Raises
     ConfigurationError if unknown.
 
-    LRU and FIFO need no names of what left, and order the blocks themselves: it is the hot path.
+    LRU needs no names of what left, and orders the blocks themselves: it is the hot path.
     With quotas, each group has a policy of its own.
     """
     own = policy_in(tier, name)
@@ -75,8 +75,7 @@ def rank(
     def make() -> Policy[Block]:
         if own == PolicyName.LRU:
             return DeviceLru() if tier is TierName.DEVICE else HostLru()
-        policy = make_policy(own, capacity_blocks)
-        return policy if own == PolicyName.FIFO else ByPrefix(policy)
+        return ByPrefix(make_policy(own, capacity_blocks))
 
     if quotas is None:
         return make()
