@@ -20,7 +20,7 @@ from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.inspection.verify import verify_all
 from tiers.disk.open import open_disk
-from tiers.disk.settings import DiskOrder, DiskSettings
+from tiers.disk.settings import DiskSettings
 from tiers.disk.tier import DiskTier
 from tiers.errors import MissReason
 from tiers.testing.faulty_storage import (
@@ -58,7 +58,7 @@ class Life:
         self.storage = FaultyStorage()
         self.num_shards = self.random.choice([1, 1, 2])
         self.settings = DiskSettings(
-            order=self.random.choice(list(DiskOrder)),
+            moves=self.random.choice([False, True]),
             idle_ttl_s=self.random.choice([None, 5000]),
         )
         self.frames = take(FrameArena(LAYOUT, CHAIN_BLOCKS + 1), CHAIN_BLOCKS + 1)

@@ -29,7 +29,7 @@ from tiers.disk.inspection.maintenance import count, purge
 from tiers.disk.inspection.view import DiskView
 from tiers.disk.reader import BlockReader, Scratch, trimmed
 from tiers.disk.sampling import sample_of
-from tiers.disk.settings import DiskOrder, DiskSettings
+from tiers.disk.settings import DiskSettings
 from tiers.disk.shard import Shard, ShardBusy, ShardDamaged
 from tiers.disk.slot import ShardSlot
 from tiers.disk.storage import PageBuffer, StorageError
@@ -101,9 +101,8 @@ class DiskTier:
             # Tail first, so that a prefix outlives what follows it.
             keys = [place.key for place in reversed(served) if place.number == number]
             self._counts.hit(number, keys, self.layout.nbytes)
-            if self.settings.moves or self.settings.order is DiskOrder.LRU:
-                uses = [(key, int(now_s)) for key in keys]
-                self._counts.use(number, uses, duplicated=self.settings.moves)
+            uses = [(key, int(now_s)) for key in keys]
+            self._counts.use(number, uses, duplicated=self.settings.moves)
         ages = tuple(max(0.0, now_s - place.header.computed_s) for place in served)
         return Loaded(len(served), loaded.reason or reason, ages=ages)
 
@@ -129,14 +128,11 @@ class DiskTier:
 
     def demoted(self, keys: Sequence[PrefixKey], idle_s: Sequence[float]) -> None:
         """The tiers above gave these up: they leave after what is here, last used or not."""
-        if self.settings.moves or self.settings.order is DiskOrder.LRU:
-            now_s = self._clock()
-            uses = [
-                (key, max(0, int(now_s - idle))) for key, idle in zip(keys, idle_s, strict=True)
-            ]
-            for number in range(len(self._slots)):
-                mine = [use for use in uses if shard_of(use[0], len(self._slots)) == number]
-                self._counts.use(number, mine, duplicated=False)
+        now_s = self._clock()
+        uses = [(key, max(0, int(now_s - idle))) for key, idle in zip(keys, idle_s, strict=True)]
+        for number in range(len(self._slots)):
+            mine = [use for use in uses if shard_of(use[0], len(self._slots)) == number]
+            self._counts.use(number, mine, duplicated=False)
 
     def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
         """Which of these are held, each for itself. Raises what storage raises."""
