@@ -2,9 +2,12 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import lmdb
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -14,6 +17,7 @@ from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.inspection.opening import open_shards
+from tiers.disk.inspection.verify import verify
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
 from tiers.testing.faulty_storage import chain, fill, take
@@ -131,6 +135,35 @@ def test_verify_names_a_bad_block_fails_and_repairs_it(data_dir: Path, ids: list
     verified = call("verify", "--data-dir", str(data_dir))
     assert 1 == verified.exit_code
     assert "1 bad block: checksum" in verified.stdout
+    assert "--repair" in verified.stderr
+    assert 0 == call("verify", "--data-dir", str(data_dir), "--repair").exit_code
+    assert 0 == call("verify", "--data-dir", str(data_dir)).exit_code
+
+
+def test_verify_counts_at_one_moment_beside_another_process(
+    data_dir: Path, ids: list[BlockId]
+) -> None:
+    with open_shards(disk_path(data_dir), readonly=True) as (_, (shard,)):
+        evict = "from cachesvc.cli import main; main()"
+        subprocess.run(
+            [sys.executable, "-c", evict, "cache", "evict", "--all", "--yes"],
+            env={**os.environ, "CACHESVC_SERVER__DATA_DIR": str(data_dir)},
+            check=True,
+        )
+        assert NUM_BLOCKS == shard.totals.num_blocks  # as it was opened
+        assert verify(shard).sound
+
+
+def test_verify_fails_where_the_databases_disagree(data_dir: Path) -> None:
+    shard = disk_path(data_dir) / "shard-000"
+    with lmdb.open(str(shard), map_size=64 << 20, max_dbs=8) as env:
+        order = env.open_db(b"order", create=False)
+        with env.begin(order, write=True) as change:
+            change.delete(next(change.cursor().iternext(values=False)))
+
+    verified = call("verify", "--data-dir", str(data_dir))
+    assert 1 == verified.exit_code
+    assert "its databases disagree" in verified.stdout
     assert "--repair" in verified.stderr
     assert 0 == call("verify", "--data-dir", str(data_dir), "--repair").exit_code
     assert 0 == call("verify", "--data-dir", str(data_dir)).exit_code

@@ -230,7 +230,10 @@ class Shard:
 
     def read_totals(self) -> Totals:
         with self._reading() as txn:
-            return Totals.unpack(self._storage.get(txn, b"totals", self._dbs.state))
+            return self._totals(txn)
+
+    def _totals(self, txn: Transaction) -> Totals:
+        return Totals.unpack(self._storage.get(txn, b"totals", self._dbs.state))
 
     def _look_around(self) -> IdleClock:
         with self._reading() as txn, txn.cursor(db=self._dbs.order) as cursor:
@@ -255,8 +258,9 @@ class Shard:
             for name, db in zip(Databases._fields, self._dbs, strict=True):
                 with txn.cursor(db=db) as cursor:
                     counts[name] = sum(1 for _ in cursor.iternext(keys=True, values=False))
-        if not counts["data"] == counts["index"] == counts["order"] == self.totals.num_blocks:
-            return f"its databases disagree: {counts}, {self.totals.num_blocks} blocks in all"
+            num_blocks = self._totals(txn).num_blocks
+        if not counts["data"] == counts["index"] == counts["order"] == num_blocks:
+            return f"its databases disagree: {counts}, {num_blocks} blocks in all"
         return None
 
     def used_bytes(self) -> int:

@@ -45,5 +45,10 @@ def verify(
             typer.echo(problem)
         if total.num_repaired:
             typer.echo(f"{total.num_repaired} of them were deleted")
+    if total.structure:
+        fail(
+            "the databases of the disk tier disagree; a server that starts mends them, and so does "
+            "--repair where none runs"
+        )
     if not total.sound and total.num_repaired < sum(total.bad.values()):
         fail("the disk tier holds bad blocks; none of them will be served. --repair removes them")
