@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from api.errors import TABLE, UNEXPECTED
 from cachesvc.cli import COMMANDS, load
 from cachesvc.cli.config import shown
-from cachesvc.cli.lazy import LazyGroup
+from cachesvc.cli.lazy import LazyGroup, unescaped
 from cachesvc.config.settings import Settings, env_name, known_settings
 from cachesvc.observability.names import SPECS
 
@@ -94,11 +94,11 @@ def _command(path: str, command: Any) -> Iterator[tuple[str, str, str]]:
 
 def _section(path: str, command: Any) -> tuple[str, str, str]:
     rows = [
-        (", ".join(f"`{name}`" for name in _names(parameter)), parameter.help or "")
+        (", ".join(f"`{name}`" for name in _names(parameter)), unescaped(parameter.help or ""))
         for parameter in command.params
         if not getattr(parameter, "hidden", False)
     ]
-    help_text = " ".join((command.help or "").split())
+    help_text = " ".join(unescaped(command.help or "").split())
     return path, help_text, table(("option", "meaning"), rows) if rows else ""
 
 

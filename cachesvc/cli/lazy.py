@@ -1,6 +1,7 @@
 """Groups of commands: what they say of removed ones, and how they import only the one called."""
 
 import importlib
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +10,8 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from cachesvc.importing import importing
+
+_STYLE = re.compile(r"\[(?=[a-z#/@][^\[\]]*\])")
 
 
 class Command(NamedTuple):
@@ -71,11 +74,25 @@ def load(name: str, entry: Command) -> Any:
         outer.add_typer(target, name=name)
         group = get_command(outer)
         assert isinstance(group, TyperGroup), group
-        return group.commands[name]
+        return _literal(group.commands[name])
     outer = typer.Typer(add_completion=False, rich_markup_mode="rich")
     settings = getattr(target, "context_settings", None)
     outer.command(name, context_settings=settings)(target)
-    return get_command(outer)
+    return _literal(get_command(outer))
+
+
+def unescaped(help_text: str) -> str:
+    """What `--help` shows of a help text of a loaded command."""
+    return help_text.replace("\\[", "[")
+
+
+def _literal(command: Any) -> Any:
+    """The command with its help as text: Rich takes `[all time]` for a style, and drops it."""
+    for each in (command, *command.params):
+        each.help = _STYLE.sub(r"\\\g<0>", getattr(each, "help", None) or "") or None
+    for child in getattr(command, "commands", {}).values():
+        _literal(child)
+    return command
 
 
 def _stub() -> None:

@@ -28,6 +28,21 @@ def test_help_lists_every_command() -> None:
     assert [] == [name for name in COMMANDS if name not in shown]
 
 
+def test_help_shows_what_stands_in_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich takes them for styles: `[all time]`, `[seller]`."""
+    monkeypatch.setenv("COLUMNS", "200")
+    written = (Path(cachesvc.__file__).parents[1] / "docs" / "commands.md").read_text()
+    lost, num_found = [], 0
+    for section in written.split("\n## cachesvc ")[1:]:
+        found = re.findall(r"\[[^\[\]]+\]", section)
+        if found:
+            shown = call(*section.partition("\n")[0].split(), "--help").stdout
+            lost += [text for text in found if text not in shown]
+            num_found += len(found)
+    assert [] == lost
+    assert num_found > 15
+
+
 def test_only_commands_that_compute_import_torch() -> None:
     """In a process of its own, where nothing else has imported it."""
     code = (
