@@ -1,6 +1,7 @@
 """A shard is checked before LMDB opens it; one that takes long is read meanwhile."""
 
 import os
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,9 @@ import lmdb
 import pytest
 
 from tiers.blocks.frames import FrameArena
-from tiers.blocks.keys import BlockId
+from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
+from tiers.disk.format.rows import pack_order, pack_sequence
 from tiers.disk.inspection.opening import repair_folder
 from tiers.disk.inspection.verify import verify_all
 from tiers.disk.inspection.view import open_view
@@ -131,6 +133,23 @@ def test_a_broken_shard_is_given_up_when_its_check_ends(filled: Path) -> None:
     assert tier.stats().faults[MissReason.TORN] >= 1
     store(tier, 1)
     assert load(tier, 1) == Loaded(8, None)
+    tier.close()
+
+
+def test_a_check_that_finds_much_ends_all_the_same(filled: Path) -> None:
+    """The child has more to say than a pipe holds, 64 KiB."""
+    with lmdb.open(str(filled / "shard-000"), map_size=CAPACITY, max_dbs=8) as env:
+        order = env.open_db(b"order", create=False)
+        with env.begin(write=True) as txn:
+            for number in range(12_000):
+                row = pack_order(PrefixKey(b"nobody's".ljust(16)), 0)
+                txn.put(pack_sequence((1 << 40) + number), row, db=order, append=True)
+    report = check_shard(filled / "shard-000", CAPACITY)
+    assert len(pickle.dumps(report)) > 64 << 10
+    tier = opened(filled, check_s=0)
+    wait_for_check(tier)
+    assert load(tier, 5) == Loaded(8, None)
+    assert store(tier, 10) == []
     tier.close()
 
 

@@ -16,6 +16,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from array import array
 from collections.abc import Iterator
@@ -197,6 +198,8 @@ class ShardCheck:
         self._path = path
         self._map_bytes = map_bytes
         self._child: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None  # or the child would wait: a pipe has 64 KiB
+        self._told = (b"", b"")  # what the child wrote and what went wrong, once it has ended
         self._began = 0
 
     def begin(self, within_s: float) -> ShardReport | None:
@@ -211,11 +214,11 @@ class ShardCheck:
 
     def poll(self) -> ShardReport | None:
         """What the child found, once it has; begun again where somebody wrote meanwhile."""
-        child = self._child
-        if child is None or child.poll() is None:
+        child, reader = self._child, self._reader
+        if child is None or reader is None or reader.is_alive():
             return None
-        output, errors = child.communicate()
-        self._child = None
+        output, errors = self._told
+        self._child = self._reader = None
         if child.returncode:
             said = errors.decode(errors="replace").strip()[-200:]
             return ShardReport(problem=said or f"the check ended with {child.returncode}")
@@ -227,9 +230,10 @@ class ShardCheck:
 
     def cancel(self) -> None:
         child, self._child = self._child, None
-        if child is not None:
+        reader, self._reader = self._reader, None
+        if child is not None and reader is not None:
             child.kill()
-            child.communicate()
+            reader.join()
 
     def _start(self) -> None:
         self._began = last_transaction(self._path, self._map_bytes)
@@ -241,3 +245,11 @@ class ShardCheck:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
+        name = f"cachesvc-check-{self._path.name}"
+        self._reader = threading.Thread(
+            target=self._read, args=(self._child,), name=name, daemon=True
+        )
+        self._reader.start()
+
+    def _read(self, child: "subprocess.Popen[bytes]") -> None:
+        self._told = child.communicate()
