@@ -66,6 +66,12 @@ class _FileClaim:
         except BlockingIOError:
             file.close()
             return None
+        except OSError as error:
+            file.close()
+            raise StoreError(
+                f"{path} cannot be locked ({error.strerror}): its file system has no locks, as "
+                "some network mounts have none; keep the ledger on a local disk, or in PostgreSQL"
+            ) from error
         return cls(file)
 
     def is_lost(self) -> bool:

@@ -4,21 +4,27 @@ A child process (forked, so that it is quick) writes and dies inside its storage
 reopens the folder.
 """
 
+import errno
 import os
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from billing.errors import StoreError
+from billing.store.opening import open_store
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
-from tiers.disk.directory import DirectoryLock, Meta, read_meta, write_meta
+from tiers.disk.directory import DirectoryLock, Meta, is_locked, read_meta, write_meta
 from tiers.disk.open import open_disk
 from tiers.disk.storage import Storage
 from tiers.disk.tier import DiskTier
-from tiers.errors import DirectoryLocked, MissReason
+from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
 from tiers.testing.faulty_storage import KillingStorage, chain, fill, holds, take, wipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -140,6 +146,41 @@ def test_a_killed_server_leaves_no_lock(tmp_path: Path) -> None:
     tier.close()
     for end in (*ready, *go):
         os.close(end)
+
+
+def test_a_look_at_the_lock_does_not_refuse_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command asks whether a server holds the folder, in the moment in which one starts."""
+    monkeypatch.setattr("tiers.disk.directory.LOOK_S", 60.0)
+    looks = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_SH); "
+    command = [sys.executable, "-Ic", looks + "print(flush=True); sys.stdin.read()"]
+    with subprocess.Popen(
+        [*command, str(tmp_path / "server.lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as looker:
+        assert looker.stdin is not None
+        assert looker.stdout is not None
+        looker.stdout.readline()
+        assert not is_locked(tmp_path)
+        threading.Timer(0.2, looker.stdin.close).start()
+        lock = DirectoryLock(tmp_path)
+    assert is_locked(tmp_path)
+    lock.release()
+
+
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(ConfigurationError, match=r"server\.lock cannot be locked .*network mounts"):
+        DirectoryLock(tmp_path)
+    store = open_store(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
+    with pytest.raises(StoreError, match=r"cannot be locked .* or in PostgreSQL"):
+        store.claim("server")
+    store.close()
 
 
 def after_power_cut(root: Path) -> None:

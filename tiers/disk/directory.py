@@ -15,8 +15,10 @@ import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import IO
 
 import xxhash
 
@@ -29,6 +31,7 @@ LOCK_NAME = "server.lock"
 ELSEWHERE_NAME = "elsewhere.json"
 ID_NAME = "disk.id"
 ID_BYTES = 16
+LOOK_S = 5.0  # the longest that a start waits for those who only look at the lock
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -48,16 +51,16 @@ class DirectoryLock:
     """Holds `server.lock` until `release`."""
 
     def __init__(self, root: Path) -> None:
-        """Raise DirectoryLocked where another process serves this folder, naming it."""
-        self._file = (root / LOCK_NAME).open("a+")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = read_holder(root)
-            self._file.close()
-            raise DirectoryLocked(
-                f"{root} is served by {holder}; stop that server or choose another --data-dir"
-            ) from error
+        """Raise DirectoryLocked where another process serves this folder, naming it, and
+        ConfigurationError where its file system has no locks."""
+        with ExitStack() as opened:
+            self._file = opened.enter_context((root / LOCK_NAME).open("a+"))
+            if not _take(self._file):
+                raise DirectoryLocked(
+                    f"{root} is served by {read_holder(root)}; stop that server or choose another "
+                    "--data-dir"
+                )
+            opened.pop_all()
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._file.truncate(0)
         self._file.write(f"pid {os.getpid()} on {socket.gethostname()} since {started}\n")
@@ -66,6 +69,31 @@ class DirectoryLock:
     def release(self) -> None:
         self._file.truncate(0)
         self._file.close()
+
+
+def _take(file: IO[str]) -> bool:
+    """Whether the lock is ours now. A command that looks (`is_locked`) shares it for a moment, and
+    is waited for: it must not end the start of a server."""
+    deadline = time.monotonic() + LOOK_S
+    while not _locks(file, fcntl.LOCK_EX):
+        if not _locks(file, fcntl.LOCK_SH) or time.monotonic() > deadline:
+            return False
+        fcntl.flock(file, fcntl.LOCK_UN)
+        time.sleep(0.001)
+    return True
+
+
+def _locks(file: IO[str], how: int) -> bool:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ConfigurationError(
+            f"{file.name} cannot be locked ({error.strerror}): its file system has no locks, as "
+            "some network mounts have none; choose a folder on a local disk"
+        ) from error
+    return True
 
 
 def read_holder(root: Path) -> str:
@@ -80,12 +108,11 @@ def is_locked(root: Path) -> bool:
     """Whether a server holds this folder now."""
     try:
         with (root / LOCK_NAME).open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return not _locks(file, fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
     except OSError:
         return True
-    return False
 
 
 def boot_id() -> str:
