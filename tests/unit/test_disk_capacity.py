@@ -1,18 +1,24 @@
 """A disk tier within its bounds: compacted, opened with less or more, and beside a slow reader."""
 
+import contextlib
+import errno
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.unit.test_disk_ops import CAPACITY, blocks, load, opened, store
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.directory import read_meta
+from tiers.disk.directory import read_meta, shard_path
 from tiers.disk.inspection.compact import compact_folder
 from tiers.disk.inspection.verify import verify_all
 from tiers.disk.inspection.view import open_view
 from tiers.disk.open import shard_map_bytes
 from tiers.disk.pin_file import save_pins
 from tiers.disk.shard import Shard
+from tiers.disk.storage import LOCK_BYTES
 from tiers.errors import ConfigurationError, MissReason
 from tiers.policy.retention import Pin
 
@@ -42,6 +48,63 @@ def test_compaction_keeps_blocks_and_their_order(tmp_path: Path) -> None:
         newest = [info.key for info in view.blocks(oldest=True)][-4:]
     assert set(newest) == {block.key for block in blocks(41)}
     tier.close()
+
+
+def test_a_command_that_reads_during_the_swap_keeps_no_page_of_the_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opens the old file after its lock file has gone, and stays in a read transaction."""
+    tier = opened(tmp_path)
+    for seed in range(60):
+        store(tier, blocks(seed))
+    tier.close()
+    reads = (
+        "import lmdb, sys; env = lmdb.open(sys.argv[1], readonly=True); txn = env.begin(); "
+        "print(flush=True); sys.stdin.read()"
+    )
+    command, pipe = [sys.executable, "-c", reads, str(shard_path(tmp_path, 0))], subprocess.PIPE
+    with contextlib.ExitStack() as stack:
+        replace = Path.replace
+
+        def read_and_replace(path: Path, target: Path) -> Path:
+            if path.name == "data.mdb":
+                reader = subprocess.Popen(command, stdin=pipe, stdout=pipe)
+                stack.enter_context(reader)
+                assert reader.stdout is not None
+                reader.stdout.readline()
+            return replace(path, target)
+
+        monkeypatch.setattr(Path, "replace", read_and_replace)
+        compact_folder(tmp_path)
+        monkeypatch.undo()
+        tier = opened(tmp_path)
+        for seed in range(100, 160):
+            store(tier, blocks(seed))
+        assert tier.stats().faults == {}
+        assert load(tier, blocks(159)) == 4
+        tier.close()
+
+
+def test_the_lock_file_of_a_shard_has_its_room(tmp_path: Path) -> None:
+    """LMDB writes into its mapping: where the disk had none left, the process ended by SIGBUS."""
+    opened(tmp_path).close()
+    status = (shard_path(tmp_path, 0) / "lock.mdb").stat()
+    assert status.st_size >= LOCK_BYTES
+    assert status.st_blocks * 512 >= status.st_size
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_shard_without_room_for_its_lock_file_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fallocate(file: int, offset: int, length: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        opened(tmp_path)
+    monkeypatch.undo()
+    opened(tmp_path).close()
 
 
 def test_a_lowered_capacity_keeps_the_newest(tmp_path: Path) -> None:

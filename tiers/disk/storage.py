@@ -5,6 +5,7 @@ first says its own name to `before`, which does nothing here; `tiers.testing.fau
 overrides it to fail the Nth call or to kill the process at a named point of a write.
 """
 
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import lmdb
 
 MAX_READERS = 512
+LOCK_BYTES = MAX_READERS * 64 + mmap.PAGESIZE  # of lock.mdb: 64 a reader, and its head
 NUM_DATABASES = 8
 
 StorageError = (lmdb.Error, OSError)
@@ -57,6 +59,8 @@ class Storage:
     def open_env(self, path: Path, *, map_bytes: int, readonly: bool) -> Environment:
         """Open one LMDB environment without a fsync per commit and without its readahead."""
         self.before("open_env")
+        if not readonly:
+            _reserve_lock(path / "lock.mdb")
         return lmdb.open(
             str(path),
             map_size=map_bytes,
@@ -155,6 +159,22 @@ class Storage:
         self.before("will_need")
         if file.direct is None:
             os.posix_fadvise(file.cached, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def _reserve_lock(path: Path) -> None:
+    """Give LMDB's file of locks and readers its room: LMDB makes it sparse and maps it, and on a
+    full disk the first write to a page of it would end the process (SIGBUS). Raises OSError where
+    there is no room; LMDB says what else is wrong with the file.
+
+    Only while this process has the shard closed: to close the file here would drop LMDB's locks.
+    """
+    try:
+        with path.open("ab") as file:
+            if file.tell() < LOCK_BYTES:
+                os.posix_fallocate(file.fileno(), 0, LOCK_BYTES)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 class PageBuffer:

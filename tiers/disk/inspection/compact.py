@@ -141,8 +141,10 @@ def _copy(source: Shard, writer: Writer, rows: list[Row]) -> tuple[int, bool]:
 def swap_files(old: Path, new: Path) -> None:
     """Put `new`'s file in place of `old`'s.
 
-    The lock file goes first: it holds transaction numbers of the file it was made for.
+    The lock file goes first: it holds transaction numbers of the file it was made for. It goes
+    again afterwards: a command that opened the shard in between has made one, for the old file.
     """
     (old / "lock.mdb").unlink(missing_ok=True)
     (new / "data.mdb").replace(old / "data.mdb")
+    (old / "lock.mdb").unlink(missing_ok=True)
     shutil.rmtree(new, ignore_errors=True)
