@@ -1,7 +1,7 @@
-"""A context cache for LLM serving. `from cachesvc import LLM, SamplingParams` is the offline face.
+"""A context cache for LLM serving. `from cachesvc import LLM, SamplingParams` is the offline API.
 
-Its names are looked up when they are asked for: the command line imports this package too, and
-does not wait for torch.
+Names are imported on first use, because the command line imports this package too and must not wait
+for torch.
 """
 
 from importlib import import_module

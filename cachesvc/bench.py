@@ -1,8 +1,8 @@
-"""The document-question scenario: a long document, one question about it, then another one.
+"""The document-question scenario: a long document, one question about it, then another.
 
-Measures time to first token of the second question with the document's blocks on the device, in
-host memory, on disk, and on disk after a restart, beside the cold first question, in one run. The
-engine is driven in process, without HTTP. Used by `cachesvc bench ttft`.
+Measures the time to first token of the second question with the document's blocks on the device, in
+host memory, on disk, and on disk after a restart. The same run measures the cold first question.
+The engine is driven in process, without HTTP. Used by `cachesvc bench ttft`.
 """
 
 import queue
@@ -51,11 +51,11 @@ class Measured:
     worst_s: float
     hit_tokens: int
     computed_tokens: int
-    ratio: float = 1.0  # cold time over this one's
+    ratio: float = 1.0  # cold time divided by this time
 
 
 class BenchError(Exception):
-    """A measurement that cannot be taken; the message says why."""
+    """A measurement that is not possible; the message says why."""
 
 
 class Probe:
@@ -72,7 +72,7 @@ class Probe:
             self._outputs.put((output, now_ns))
 
     def ask(self, running: Core, tokens: "array[int]") -> tuple[float, StepOutput]:
-        """Seconds to the first token, and the output that brought it."""
+        """Seconds to the first token, and its output."""
         self._number += 1
         request = Request(
             request_id=f"bench-{self._number}",
@@ -186,7 +186,7 @@ class Scenario:
             raise BenchError(f"{case}: only {served} of {whole_blocks} tokens came from there")
 
     def _warm_up(self, running: Core) -> None:
-        """Let kernels and allocators settle on a prompt that no case uses."""
+        """Warm up kernels and allocators with a prompt that no case uses."""
         document = Document(self._loaded.tokenizer, 4 * self._cache.block_size, seed=-1)
         for question in (0, 1, 2):
             self._probe.ask(running, document.ask(question))
@@ -209,7 +209,7 @@ class Scenario:
 
 
 class Document:
-    """A made-up text of `size` tokens and endless questions about it, the same for each seed."""
+    """A synthetic text of `size` tokens and endless questions about it, fixed by the seed."""
 
     def __init__(self, tokenizer: Tokenizer, size: int, *, seed: int) -> None:
         self.size = size
@@ -222,7 +222,7 @@ class Document:
         self._tokens = tokens[:size]
 
     def ask(self, number: int) -> "array[int]":
-        """The document and question `number`: no two questions begin with the same token run."""
+        """The document and question `number`. No two questions begin with the same tokens."""
         question = f"\n{number}. Which badge has person {number * 7919}?"
         return self._tokens + self._tokenizer.encode(question)[:QUESTION_TOKENS]
 
@@ -234,7 +234,7 @@ def _fact(source: random.Random) -> str:
 
 
 def sink(cache: TieredCache, *, to_disk: bool) -> None:
-    """Engine thread: push every block off the device, and with `to_disk` out of the host tier."""
+    """Demotes every block from the device, and with `to_disk` from the host tier. Engine thread."""
     if to_disk:
         cache.flush()
     residency = cache.residency
@@ -247,7 +247,7 @@ def sink(cache: TieredCache, *, to_disk: bool) -> None:
 
 
 def with_ratios(results: Sequence[Measured]) -> list[Measured]:
-    """The same results by size, each with its ratio to the cold one of its size."""
+    """The results ordered by size, each with its ratio to the cold time of its size."""
     cold = {each.prompt_tokens: each.ttft_s for each in results if each.case is Case.COLD}
     by_size = sorted(results, key=lambda each: each.prompt_tokens)
     return [replace(each, ratio=cold[each.prompt_tokens] / each.ttft_s) for each in by_size]

@@ -1,7 +1,7 @@
 """Imports without the garbage collector, for the command line and `serve`.
 
-What a module makes while it is imported lives as long as the process. A collection that runs
-meanwhile finds nothing, and takes a sixth of the time that SQLAlchemy needs, a quarter of torch's.
+Objects made by imports live as long as the process, so a collection during imports finds nothing.
+It takes a sixth of SQLAlchemy's import time and a quarter of torch's.
 """
 
 import gc
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Collect nothing inside. Where it was on before, the collector is on again afterwards."""
+    """Disables the garbage collector inside the block, and restores it afterwards."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""Reference pages written from code: settings, commands, metrics, errors. `make docs` writes them.
+"""Generates reference pages from code: settings, commands, metrics, errors. See `make docs`.
 
-`tests/unit/test_docs.py` fails when a page in `docs/` is not what the code says.
+`tests/unit/test_docs.py` fails if a page in `docs/` is out of date.
 """
 
 import sys
@@ -47,7 +47,7 @@ for the same status.
 
 
 def pages() -> dict[str, str]:
-    """Each page's file name and text."""
+    """The text of each page by file name."""
     return {
         "settings.md": f"{SETTINGS_INTRO}\n{_settings()}",
         "commands.md": f"{COMMANDS_INTRO}\n{_commands()}",

@@ -1,7 +1,7 @@
-"""`serve`: from settings to a server that runs until a signal says to stop. Main thread.
+"""`serve`: runs a server from settings until a signal stops it. Main thread.
 
-What cannot work is refused first: a data directory in use, a model that is not there, an address
-that is not ours. Then the port answers, and only then is imported and loaded what takes its time.
+First it rejects what cannot work: a data directory in use, a missing model, a foreign address. Then
+the port answers. Slow imports and loading come last.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ def serve(
     startup: Startup | None = None,
     on_ready: Callable[[Settings, str, str], None] = lambda settings, url, link: None,
 ) -> None:
-    """Serve until a signal says to stop. Raises what cannot work, before the first request.
+    """Serves until a signal stops it. Raises configuration errors before the first request.
 
-    Once it accepts requests, `on_ready` is called with the settings as they are served, the URL of
-    the server and a link that logs in to its dashboard once.
+    Once it accepts requests, `on_ready` is called with the effective settings, the server's URL and
+    a one-time login link for its dashboard.
     """
     server, startup = settings.server, startup or Startup()
     make_data_dir(server.data_dir)
@@ -54,7 +54,7 @@ def serve(
                 with startup.during(f"loading {settings.model.name}"):
                     with ThreadPoolExecutor(1, thread_name_prefix="cachesvc-prepare") as thread:
                         prepared = thread.submit(prepare, settings, startup.progress)
-                        with _importing():  # the rest, while that thread reads weights
+                        with _importing():  # the rest, while that thread loads weights
                             from cachesvc.service import Service
                     settings, make_backend = prepared.result()
                 opening = "starting vLLM" if over_vllm else TIERS
@@ -74,7 +74,7 @@ def serve(
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    """Imports whose modules no later collection looks at either."""
+    """Runs imports without garbage collection, and freezes the imported objects."""
     with importing():
         try:
             yield

@@ -1,10 +1,10 @@
-"""The composition root: builds every part from settings, joins them, serves, and stops in order.
+"""The composition root: builds every part from settings, joins them, serves, and shuts down.
 
     Settings ─► model ─► tiers ─► engine ─┬─► app ─► HTTP server
              └► store ─► accounts ─► ledger ┘
 
-Runs on the main thread, whose event loop is the server's. A stop (SIGTERM, SIGINT) lets running
-requests finish for `server.drain`, then closes the engine, flushes the tiers, closes the ledger.
+Runs on the main thread, whose event loop is the server's. Shutdown (SIGTERM, SIGINT) lets running
+requests finish for `server.drain`, then closes the engine, flushes the tiers and closes the ledger.
 """
 
 import asyncio
@@ -71,10 +71,10 @@ from tiers.tier import TierStats
 
 logger = logging.getLogger(__name__)
 
-WATCH_S = 0.5  # how often the engine is looked at
-CHECK_S = 60.0  # how often an idle engine's blocks are counted
-MONEY_S = 10.0  # how often holds and balances are looked at
-AUDIT_EVERY = 360  # of these looks is a proof of the whole ledger
+WATCH_S = 0.5  # interval of checks on the engine
+CHECK_S = 60.0  # interval of checks on an idle engine's blocks
+MONEY_S = 10.0  # interval of checks on holds and balances
+AUDIT_EVERY = 360  # of these checks, one proves the whole ledger
 
 
 class Service:
@@ -189,7 +189,7 @@ class Service:
         return Timed(app, self.metrics)
 
     def start(self) -> None:
-        """Take commands: the ledger, the app and the engine. Its first steps warm it up."""
+        """Starts the ledger, the app and the engine, whose first steps warm it up."""
         self._config = http_config(
             self.app(self._money.start(self.metrics.observe_bill)),
             loop="uvloop",
@@ -199,7 +199,7 @@ class Service:
         self.core.start(self._settings.engine.chunk_tokens)
 
     def run(self, listener: socket.socket, on_ready: Callable[[str, str], None]) -> None:
-        """After `start`: serve on `listener` until a signal comes."""
+        """Serves on `listener` until a signal comes. Call after `start`."""
         server, config, url = self._settings.server, self._config, url_of(listener)
         http = HttpServer(
             config, lambda: on_ready(url, self.dashboard.first_link(url)), self._begin_drain
@@ -216,11 +216,11 @@ class Service:
             ) from failure
 
     def close(self) -> None:
-        """Stop the engine, flush the tiers. The ledger stays open for its owner to close."""
+        """Stops the engine and flushes the tiers. The ledger's owner closes the ledger."""
         self._closing = True
         started = time.monotonic()
         unsaved = self.core.close()
-        self.dashboard.keep_hits(self.core.cache.index.dump_hits())  # its thread has ended
+        self.dashboard.keep_hits(self.core.cache.index.dump_hits())  # the engine's thread has ended
         self._encoders.close()
         self._grammars.close()
         if self._tracer is not None:
@@ -257,13 +257,13 @@ class Service:
                 task.cancel()
 
     async def _watch_engine(self, http: "HttpServer") -> None:
-        """End the server when its engine is dead, so that its supervisor restarts it."""
+        """Ends the server if its engine has died, so that the supervisor restarts it."""
         while self.core.engine.failure is None:  # noqa: ASYNC110 - its thread knows no loop
             await asyncio.sleep(WATCH_S)
         http.should_exit = True
 
     async def _count_blocks(self) -> None:
-        """Check the tiers' invariants while nobody computes; what is broken is counted."""
+        """Checks the tiers' invariants while the engine is idle, and counts violations."""
         while True:
             await asyncio.sleep(CHECK_S)
             stats = self.core.engine.stats()
@@ -279,7 +279,7 @@ class Service:
                 logger.error(f"an invariant of the tiers is broken: {error}")
 
     async def _watch_money(self) -> None:
-        """Keep the ledger's snapshot fresh, and prove the ledger now and then."""
+        """Refreshes the ledger's snapshot, and proves the ledger from time to time."""
         for turn in itertools.count():
             try:
                 await asyncio.to_thread(self._money.refresh)
@@ -290,29 +290,29 @@ class Service:
                     self._violations["ledger"] += await asyncio.to_thread(self._money.audit)
             except BillingError:
                 logger.exception("the ledger cannot be read")
-            except Exception:  # the top of this task: it goes on, or nobody watches the money
+            except Exception:  # the top of this task, which must go on
                 logger.exception("a look at the money failed")
             await asyncio.sleep(MONEY_S)
 
     def _begin_drain(self) -> None:
         self._closing = True
-        self._feeds.close()  # they have no end of their own to wait for
+        self._feeds.close()  # feeds never end by themselves
 
     def _on_end(self, record: RequestRecord) -> None:
-        """A request has ended."""
+        """Passes an ended request to its observers."""
         self._remembered.keep_record(record)
         if self._tracer is not None:
             self._tracer.trace(record)
 
     def _forget_owner(self, kind: Kind, name: str) -> None:
-        """A purge: forget the conversations together with their blocks."""
+        """Removes a purged owner's conversations together with its blocks."""
         salts = self._money.salts
         salt = salts.of_tenant(name) if kind is Kind.TENANT else salts.group_salt(name)
         self._responses.forget(owner_of(salt))
         self._conversations.forget(owner_of(salt))
 
     def _on_outputs(self, outputs: Sequence[StepOutput]) -> None:
-        """Engine thread: hand over first, count afterwards."""
+        """Delivers outputs, then counts them. Engine thread."""
         self.bridge.deliver(outputs)
         self.metrics.observe_outputs(outputs)
 
@@ -330,7 +330,8 @@ class Service:
         )
 
     def _storage_meter(self) -> StorageMeter:
-        """Begins with the pins on record: also those whose time was over before this start."""
+        """The storage meter, with all recorded pins, including those that expired before this
+        start."""
         data_dir, books = self._settings.server.data_dir, self._money.books
         return StorageMeter(
             self.core.engine.call,
@@ -375,7 +376,7 @@ class Service:
 
 
 def _degraded(disk: TierStats | None) -> dict[str, object]:
-    """What does not serve as it should though requests do; nothing where all is well."""
+    """The parts that are degraded although requests are served; empty if none."""
     if disk is None:
         return {}
     checking = [shard.name for shard in disk.shards if shard.checking]

@@ -1,8 +1,8 @@
-"""The command line: `cachesvc COMMAND`. Each command is imported when it is called, so that
-`cachesvc --help` does not wait for torch.
+"""The command line: `cachesvc COMMAND`.
 
-Exit codes: 0 done, 1 it could not be done, 2 the command line was wrong, 130 interrupted,
-143 terminated before it served.
+A command is imported when it is called, so `cachesvc --help` does not wait for torch.
+
+Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted, 143 terminated before it served.
 """
 
 import errno
@@ -46,7 +46,7 @@ COMMANDS = {
 
 
 def load(name: str) -> Any:
-    """The command itself, imported."""
+    """Imports the command."""
     return load_entry(name, COMMANDS[name])
 
 
@@ -56,7 +56,7 @@ REMOVED = {
     "latency": "`cachesvc top` and the dashboard show percentiles, GET /metrics has them",
 }
 
-# Of a file: not this user's, a folder in its place or the reverse, or a file system to read only.
+# Errors of a file: wrong owner, a folder in its place or the reverse, a read-only file system.
 _UNUSABLE = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS)
 
 app = lazy_group(
@@ -85,8 +85,10 @@ def _options(
 
 
 def main() -> None:
-    """The console script. What is printed of an error is the last word: Python taking torch apart
-    would add pages about what its extension modules leak.
+    """The console script.
+
+    The process ends right after an error is printed: at exit, torch's extension modules would add
+    pages of reported leaks.
     """
     try:
         run()
@@ -102,21 +104,21 @@ def main() -> None:
 
 
 def run() -> None:
-    """One command, in a process that may go on. An error that a user can act on is one sentence,
-    without a traceback.
+    """Runs one command, in a process that may go on.
 
-    What it writes is its user's alone, in a data directory that others may enter too: the ledger,
-    the tokens and the KV of prompts.
+    An error that a user can fix is printed as one sentence without a traceback. Files are created
+    for their owner only, even in a data directory that others can enter: the ledger, and the tokens
+    and KV of prompts.
     """
     os.umask(0o077)
-    # The first process of a container is not ended by a signal that it does not handle, and `serve`
-    # handles its own only once it serves.
+    # A container's first process ignores signals that it does not handle, and `serve` installs its
+    # own handlers only when it serves.
     signal.signal(signal.SIGTERM, _end)
     try:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except BrokenPipeError:  # the reader closed the pipe
         sys.stderr.close()
         sys.exit(0)
     except Exception as error:
@@ -131,16 +133,16 @@ def run() -> None:
 
 
 def _skip_last_collection() -> None:
-    """The interpreter collects garbage as it ends, which takes a third of a short command's time.
+    """Skips the interpreter's garbage collection at exit, a third of a short command's time.
 
-    Not beside torch: its extension modules would report all that was not freed as leaked.
+    Not with torch loaded: its extension modules would report everything not freed as leaked.
     """
     if "torch" not in sys.modules:
         gc.freeze()
 
 
 def _leave(code: int) -> NoReturn:
-    """End without taking modules apart, which prints what extension modules leak."""
+    """Exits without unloading modules, which would print leaks of extension modules."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -148,7 +150,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _end(number: int, _: object) -> NoReturn:
-    """As the signal does where it is not handled; an exception could end in whatever catches it."""
+    """Ends like the unhandled signal. An exception might be caught on its way."""
     os._exit(128 + number)
 
 

@@ -1,4 +1,5 @@
-"""`cachesvc bench`: what this machine makes of a long document and short questions about it."""
+"""`cachesvc bench`: time to first token on this machine, for short questions about a long
+document."""
 
 import json as jsonlib
 import logging

@@ -1,4 +1,4 @@
-"""`cachesvc config show`: the effective value of every setting, and where it came from."""
+"""`cachesvc config show`: the effective value and origin of every setting."""
 
 import re
 from pathlib import Path
@@ -39,7 +39,7 @@ def show(
 
 
 def shown(name: str, value: Any) -> str:
-    """A value as a person writes it; passwords in URLs are masked."""
+    """A value as a user writes it, with passwords in URLs masked."""
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_defaults=True)
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""`cachesvc doctor`: is this machine fit to serve, and what to fix where it is not.
+"""`cachesvc doctor`: checks whether this machine can serve, and says what to fix.
 
-Each check is a function that returns findings; it neither changes anything nor needs a server.
+Each check is a function that returns findings. It changes nothing and needs no server.
 """
 
 import importlib.metadata
@@ -29,7 +29,7 @@ from tiers.disk.directory import FORMAT, is_locked, read_holder, read_meta
 
 PACKAGES = ("cachesvc", "api", "engine", "billing", "tiers")
 LEAST_FILES = 1024
-EARLIEST_S = 1_767_225_600  # 2026-01-01: an earlier clock was never set
+EARLIEST_S = 1_767_225_600  # 2026-01-01: a clock before this was never set
 NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph"})
 
 
@@ -41,7 +41,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found, and how to fix it where it is not in order."""
+    """The result of a check, and how to fix a problem."""
 
     check: str
     level: Level
@@ -76,7 +76,7 @@ def examine(data_dir: Path) -> Iterator[Finding]:
 
 
 def check_layout(folders: Mapping[str, Path | None]) -> Finding:
-    """The five packages must be ours: all in one parent folder."""
+    """Checks that the five packages are ours: all in one parent folder."""
     missing = [name for name, folder in folders.items() if folder is None]
     if missing:
         return Finding(
@@ -195,7 +195,7 @@ def check_lock(data_dir: Path) -> Finding:
 
 
 def check_privacy(data_dir: Path) -> Finding:
-    """What other users of this machine may read: prompts, the ledger, and keys that sign."""
+    """Checks that other users cannot read prompts, the ledger or signing keys."""
     if not data_dir.exists() or not data_dir.stat().st_mode & 0o077:
         return Finding("privacy", Level.OK, f"{data_dir} is its owner's alone")
     shown = [each for each in data_dir.rglob("*") if each.is_file() and each.stat().st_mode & 0o077]
@@ -234,7 +234,7 @@ def check_limits(soft: int, hard: int) -> Iterator[Finding]:
 
 
 def file_system(path: Path, mounts: Path) -> str | None:
-    """The type of the file system that holds `path`; None where the system does not say."""
+    """The type of the file system that holds `path`; None if the system does not report it."""
     try:
         lines = [line.split()[1:3] for line in mounts.read_text().splitlines()]
     except OSError:

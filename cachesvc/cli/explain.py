@@ -1,4 +1,4 @@
-"""`cachesvc explain`: why a prompt missed, or will; where two prompts part."""
+"""`cachesvc explain`: why a prompt missed or will miss, and where two prompts diverge."""
 
 import json as jsons
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def explain(
 def _explained(
     server: LiveServer, tenant: str, request: str, other: str | None, bodies: list[Any]
 ) -> tuple[Any, Callable[[], list[str]]]:
-    """What the server says, and what makes its lines. A body is None for a request's id."""
+    """The server's answer, and the function that renders it. A body is None for a request's id."""
     if other is not None:
         a, b = (body or name for body, name in zip(bodies, (request, other), strict=True))
         payload = server.post("/admin/api/cache/diff", {"tenant": tenant, "a": a, "b": b})
@@ -59,7 +59,7 @@ def _explained(
 
 
 def _body(name: str) -> Any:
-    """The request in a file of this name; None where there is none, so that it is an id."""
+    """The request in the file of this name; None if there is no such file, so it is an id."""
     file = Path(name)
     if not file.exists():
         return None
@@ -116,5 +116,5 @@ def _diff_lines(payload: dict[str, Any], a: str, b: str) -> list[str]:
 
 
 def _shown(text: str) -> str:
-    """On one line, each character as wide as it looks."""
+    """The text on one line, with control characters made visible."""
     return "".join(c if c.isprintable() else {"\n": "⏎", "\t": "⇥"}.get(c, "·") for c in text)

@@ -1,4 +1,4 @@
-"""Groups of commands: what they say of removed ones, and how they import only the one called."""
+"""Command groups that import only the called command and explain removed ones."""
 
 import importlib
 import re
@@ -15,14 +15,14 @@ _STYLE = re.compile(r"\[(?=[a-z#/@][^\[\]]*\])")
 
 
 class Command(NamedTuple):
-    """Where a command lives, as `module:attribute` (a function or a `Typer`), and what it does."""
+    """A command's `module:attribute` (a function or a `Typer`) and its help."""
 
     target: str
     help: str
 
 
 class Group(TyperGroup):
-    """Says of each removed command what to do instead."""
+    """A group that says for each removed command what to do instead."""
 
     removed: Mapping[str, str] = {}
 
@@ -33,7 +33,7 @@ class Group(TyperGroup):
 
 
 class LazyGroup(Group):
-    """Knows each command by name and help, and imports the one that is called."""
+    """A group that knows its commands by name and help, and imports the called one."""
 
     entries: Mapping[str, Command] = {}
 
@@ -55,7 +55,7 @@ def lazy_group(
 ) -> typer.Typer:
     """A group of `commands`; `options` are those of `typer.Typer`.
 
-    `removed` says of commands that are gone what to do instead.
+    `removed` says for each removed command what to do instead.
     """
     kind = type("Lazy", (LazyGroup,), {"entries": commands, "removed": removed or {}})
     group = typer.Typer(cls=kind, no_args_is_help=True, **options)
@@ -65,7 +65,7 @@ def lazy_group(
 
 
 def load(name: str, entry: Command) -> Any:
-    """The command itself, imported."""
+    """Imports the command."""
     module, _, attribute = entry.target.partition(":")
     with importing():
         target = getattr(importlib.import_module(module), attribute)
@@ -96,4 +96,4 @@ def _literal(command: Any) -> Any:
 
 
 def _stub() -> None:
-    """Stands for a command in the list of commands; the group calls the command itself."""
+    """Placeholder in the list of commands; the group calls the real command."""

@@ -1,4 +1,4 @@
-"""What commands about the running server share: finding it, or saying what to do."""
+"""Finds the running server for commands, or ends them with what to do."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from cachesvc.server.server_file import LiveServer, find_server
 
 
 def running_server(data_dir: Path | None) -> LiveServer:
-    """The server on this data directory; ends the command where none runs."""
+    """The server on this data directory; ends the command if none is running."""
     path = existing_data_dir(data_dir)
     server = find_server(path)
     if server is None:

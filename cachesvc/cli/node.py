@@ -1,4 +1,4 @@
-"""`cachesvc node`: the tiers of this machine as a process that engines share."""
+"""`cachesvc node`: this machine's tiers in a process that engines share."""
 
 import os
 import select
@@ -177,7 +177,7 @@ def _bytes(option: str, told: str) -> int:
 
 
 def _stop(path: Path) -> None:
-    """Ask the node to end, and wait until it has: its socket goes first, its process last."""
+    """Asks the node to stop and waits: its socket disappears first, its process last."""
     from tiers.errors import NodeError
     from tiers.node.client import NodeClient
 

@@ -23,12 +23,12 @@ DataDir = Annotated[
 
 
 def duration(text: str) -> float:
-    """Parser of an option such as 12h or 7d."""
+    """Parses an option like 12h or 7d."""
     return _parsed(parse_duration, text)
 
 
 def size(text: str) -> int:
-    """Parser of an option such as 4GiB."""
+    """Parses an option like 4GiB."""
     return _parsed(parse_size, text)
 
 
@@ -40,7 +40,7 @@ def _parsed(parse: Callable[[str], Value], text: str) -> Value:
 
 
 def existing_data_dir(data_dir: Path | None) -> Path:
-    """The directory to read from. Raises ConfigError where there is none."""
+    """The directory to read from. Raises ConfigError if it does not exist."""
     path = (data_dir or default_data_dir()).expanduser()
     if not path.is_dir():
         raise ConfigError(f"there is no data directory {path}; check --data-dir")

@@ -26,12 +26,13 @@ def fail(message: str, code: int = 1) -> NoReturn:
 
 
 def note(message: str) -> None:
-    """A line for the person at the terminal, kept out of what a program reads."""
+    """Prints a line for the user on standard error, apart from the output that programs read."""
     Console(stderr=True, highlight=False).print(_escape(message), soft_wrap=True)
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask on standard error before what cannot be undone; end the command without a yes."""
+    """Asks on standard error before an irreversible step; ends the command unless the answer is
+    yes."""
     if yes:
         return
     try:
@@ -47,9 +48,9 @@ def confirm(question: str, *, yes: bool) -> None:
 
 @contextmanager
 def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error while the block runs, where that is a terminal.
+    """A progress bar while the block runs, if standard error is a terminal.
 
-    Yields what moves it on; `total` None for work whose length is unknown.
+    Yields the function that advances it. `total` is None if the length is unknown.
     """
     console = Console(stderr=True)
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -68,7 +69,7 @@ def print_json(data: Any) -> None:
 
 
 def print_json_line(data: Any) -> None:
-    """Print `data` as one line, for programs that read as it comes."""
+    """Prints `data` as one line, for programs that read a stream."""
     typer.echo(json.dumps(data, default=str, ensure_ascii=False))
 
 
@@ -80,13 +81,13 @@ def print_table(
     right: Sequence[str] = (),
     spare: Sequence[str] = (),
 ) -> None:
-    """Print rows; the columns named in `right` hold numbers, which are never broken.
+    """Prints rows. The columns in `right` hold numbers, which are never wrapped.
 
-    Where the terminal is too narrow, the columns in `spare` are left out, the first of them first.
+    If the terminal is too narrow, columns in `spare` are omitted, in their order.
     """
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_WIDTH)  # a file has no edge to fold at
+        console = Console(highlight=False, width=PIPE_WIDTH)  # do not wrap in a file
     cells = [[str(cell) for cell in row] for row in rows]
     widths = {
         name: max(map(cell_len, (name, *column)))
@@ -119,7 +120,7 @@ def print_pairs(pairs: Mapping[str, object]) -> None:
 
 
 def _plain(value: object) -> object:
-    """Words for what Python would print as True, False and None."""
+    """Replaces True, False and None by words."""
     if value is None:
         return "-"
     return ("no", "yes")[value] if isinstance(value, bool) else value

@@ -1,4 +1,4 @@
-"""`cachesvc replay`: what a trace of requests would have hit, moved and cost, without a model."""
+"""`cachesvc replay`: hits, transfers and cost of a request trace, without a model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -140,7 +140,7 @@ def _progress(stderr: Console, total: int) -> Iterator[Callable[[int], None]]:
 def _plans(
     trace: Trace, names: Sequence[str], capacities: str, tiers: str | None
 ) -> list[list[TierPlan]]:
-    """What to replay: each policy at each capacity, or each policy over the tiers."""
+    """The replays to run: each policy at each capacity, or each policy over the tiers."""
     working_set = trace.working_set_blocks()
     if tiers is not None:
         sizes = [_tier(part, working_set) for part in tiers.split(",")]

@@ -1,4 +1,4 @@
-"""What `cachesvc replay --servers N` prints: hit rates, traffic and balance of a fleet."""
+"""The output of `cachesvc replay --servers N`: hit rates, traffic and balance of a fleet."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ def fleets(
     shared_blocks: int,
     progress: Callable[[int], None],
 ) -> list[FleetReplay]:
-    """Each way of routing, without the store below and with it."""
+    """Each routing, without and with the shared store."""
     stores = [0, shared_blocks] if shared_blocks else [0]
     return [
         replay_fleet(trace, plans, num_servers, routing, shared_blocks=blocks, progress=progress)

@@ -1,4 +1,4 @@
-"""What `cachesvc replay` shows: a table, JSON, a chart in characters and one in SVG."""
+"""The output of `cachesvc replay`: a table, JSON, a text chart and an SVG chart."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,17 +26,17 @@ class Prices:
     currency: str
 
     def cost(self, result: ReplayResult) -> Decimal:
-        """What the prompts of the trace cost, exact."""
+        """The exact cost of the trace's prompts."""
         misses = result.tokens - result.hit_tokens
         return (self.hit * result.hit_tokens + self.miss * misses) / MILLION
 
     def saved(self, result: ReplayResult) -> Decimal:
-        """What they would have cost more without a cache."""
+        """The additional cost without a cache."""
         return (self.miss - self.hit) * result.hit_tokens / MILLION
 
 
 def as_json(results: Sequence[ReplayResult], prices: Prices, block_bytes: int) -> str:
-    """One object a result; money as decimal strings."""
+    """One JSON object per result; money as decimal strings."""
     records = [_record(result, prices, block_bytes) for result in results]
     return orjson.dumps(records, option=orjson.OPT_INDENT_2).decode()
 
@@ -104,7 +104,7 @@ def as_table(
 
 
 def _moved_blocks(result: ReplayResult) -> int:
-    """Copies between tiers: blocks promoted out of a lower tier, and blocks written to one."""
+    """Copies between tiers: blocks promoted from a lower tier, and blocks written to one."""
     return sum(tier.hit_blocks + tier.written_blocks for tier in result.tiers[1:])
 
 

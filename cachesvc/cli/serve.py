@@ -1,4 +1,4 @@
-"""`cachesvc serve`: one command from nothing to an answer."""
+"""`cachesvc serve`: starts a server with one command."""
 
 import logging
 import os
@@ -26,7 +26,8 @@ HELP = known_settings()
 
 
 def _option(setting: str, *flags: str) -> typer.models.OptionInfo:
-    """An option that overrides `setting`; unset, the environment, the file or the default holds."""
+    """An option that overrides `setting`. Unset, the environment, the file or the default
+    applies."""
     option: typer.models.OptionInfo = typer.Option(*flags, help=HELP[setting], show_default=False)
     return option
 
@@ -107,7 +108,7 @@ def serve(
     _leave()
 
 
-# vLLM's arguments come as they are; `read_options` refuses whatever else is left over.
+# vLLM's arguments are passed through; `read_options` refuses anything else left over.
 serve.context_settings = {  # type: ignore[attr-defined]
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -115,7 +116,7 @@ serve.context_settings = {  # type: ignore[attr-defined]
 
 
 def _adapters(given: list[str]) -> dict[str, str]:
-    """Source by name of `NAME=SOURCE`s. Raises ConfigError for what is written otherwise."""
+    """Sources by name, from `NAME=SOURCE`. Raises ConfigError for any other form."""
     adapters: dict[str, str] = {}
     for one in given:
         name, equals, source = one.partition("=")
@@ -128,7 +129,7 @@ def _adapters(given: list[str]) -> dict[str, str]:
 
 
 def _announce(settings: Settings, startup: Startup, console: Console, url: str, link: str) -> None:
-    """Where it listens; and a way into the dashboard, for a person and not for log files."""
+    """Prints the server's address and, on a terminal only, a login link for the dashboard."""
     cache = settings.cache
     tiers = ", ".join(
         f"{name} {size(num_bytes)}"
@@ -154,8 +155,8 @@ def _announce(settings: Settings, startup: Startup, console: Console, url: str, 
 def _leave() -> NoReturn:
     """End the process now that all is closed and written.
 
-    Python would first take torch and all that came with it apart, object by object: 5.9 s after
-    Ctrl-C instead of 0.7 s, on two busy cores (`py-spy dump --native` shows `gc_collect_main`).
+    Python would first destroy torch's modules object by object: 5.9 s after Ctrl-C instead of 0.7
+    s, on two busy cores (`py-spy dump --native` shows `gc_collect_main`).
     """
     logging.shutdown()
     sys.stdout.flush()

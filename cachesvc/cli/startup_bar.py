@@ -1,4 +1,4 @@
-"""What a person sees of a server's start: one bar whose words change, gone before it serves."""
+"""The progress bar of a server's start, removed before it serves."""
 
 import logging
 from types import TracebackType
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 class StartupBar:
     """A bar on a terminal, a log line for each kind of work elsewhere.
 
-    While it stands, log lines are written above it. Used by the starting thread alone.
+    Log lines are written above it. Used by the starting thread only.
     """
 
     def __init__(self, console: Console) -> None:
@@ -42,7 +42,7 @@ class StartupBar:
         self.stop()
 
     def show(self, what: str, part: float | None) -> None:
-        """`what` is done now, `part` of it where that is known."""
+        """Shows the current work `what` and, if known, the done `part` of it."""
         if self._bar is None:
             if what not in self._said:
                 self._said.add(what)
@@ -52,7 +52,7 @@ class StartupBar:
         self._bar.update(self._task, description=what, total=total, completed=part or 0.0)
 
     def stop(self) -> None:
-        """Take the bar away; twice is once."""
+        """Removes the bar. Idempotent."""
         if self._bar is None:
             return
         self._bar.stop()
@@ -61,7 +61,7 @@ class StartupBar:
             handler.setStream(stream)
 
     def _log_above(self) -> None:
-        """A line written straight to the terminal would end up within the bar."""
+        """Sends log lines above the bar. Written to the terminal directly, they would break it."""
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.StreamHandler):
                 above = FileProxy(self._console, self._console.file)

@@ -1,4 +1,4 @@
-"""`cachesvc top`: the running server on one screen."""
+"""`cachesvc top`: a live view of the running server."""
 
 import sys
 from typing import Annotated

@@ -1,7 +1,7 @@
-"""Settings: every value that a user may choose, its meaning, and where the one in force came from.
+"""Settings: every value that a user can choose, its meaning and its origin.
 
-Flags win over the environment, the environment over the file, the file over the defaults. The only
-package that reads the environment. `places`, `quantities` and `errors` import nothing heavy, since
+Flags override the environment, which overrides the file, which overrides the defaults. Only this
+package reads the environment. `places`, `quantities` and `errors` import nothing heavy, because
 every command needs them.
 
     sources -> settings -> sections -> places, quantities, errors

@@ -1,5 +1,5 @@
-"""What is wrong with a setting or a data directory."""
+"""Errors in settings and data directories."""
 
 
 class ConfigError(Exception):
-    """A setting that cannot be used; the message names it, its origin, and what would do."""
+    """An invalid setting. The message names it, its origin and valid values."""

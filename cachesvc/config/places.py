@@ -1,4 +1,4 @@
-"""Where a server keeps its files: the data directory that commands take, and what lies in it."""
+"""Paths of a server's files: the data directory and what it contains."""
 
 import os
 from pathlib import Path
@@ -6,27 +6,27 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 
 def data_home() -> Path:
-    """Where a user's programs keep data: `$XDG_DATA_HOME`, or `~/.local/share`."""
+    """The user's data folder: `$XDG_DATA_HOME`, or `~/.local/share`."""
     home = os.environ.get("XDG_DATA_HOME")
     return Path(home) if home else Path.home() / ".local" / "share"
 
 
 def default_data_dir() -> Path:
-    """The data directory of commands that are given none."""
+    """The data directory if a command is given none."""
     chosen = os.environ.get("CACHESVC_SERVER__DATA_DIR")
     return Path(chosen).expanduser() if chosen else data_home() / "cachesvc"
 
 
 def disk_path(data_dir: Path) -> Path:
-    """Where the disk tier of a data directory lies."""
+    """The folder of a data directory's disk tier."""
     return data_dir / "disk"
 
 
 def found_disk(data_dir: Path) -> Path:
-    """The disk tier that commands look into: the server's own, or else a node's.
+    """The disk tier for commands: the server's own, or else a node's.
 
-    A node keeps a folder for each block layout, in its own folder or in that of the server which
-    started it; the one that was opened last is meant, and any can be named itself.
+    A node has a folder for each block layout, in its own folder or in that of the server that
+    started it. This returns the one opened last. A command can also name any of them.
     """
     own = disk_path(data_dir)
     for folder in (data_dir, own):
@@ -37,12 +37,12 @@ def found_disk(data_dir: Path) -> Path:
 
 
 def models_path(data_dir: Path) -> Path:
-    """Where prepared models of a data directory lie."""
+    """The folder of a data directory's prepared models."""
     return data_dir / "models"
 
 
 def local_zone_name() -> str:
-    """The IANA name of this process's time zone; `local` where it has none, as TZ=CET-1CEST."""
+    """The IANA name of this process's time zone; `local` if it has none, as with TZ=CET-1CEST."""
     named = os.environ.get("TZ", "").removeprefix(":")
     if not named:
         named = os.path.realpath("/etc/localtime").partition("/zoneinfo/")[2]
@@ -53,6 +53,6 @@ def local_zone_name() -> str:
 
 
 def notify_socket() -> str | None:
-    """Where systemd listens for this process, if it does; `@` begins an abstract address."""
+    """The address of systemd's notify socket, if set; `@` begins an abstract address."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     return address.replace("@", "\0", 1) if address.startswith("@") else address or None

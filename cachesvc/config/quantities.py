@@ -35,7 +35,7 @@ def parse_duration(text: str | float) -> float:
 
 
 def format_size(num_bytes: int) -> str:
-    """The shortest exact form of a size that `parse_size` reads back."""
+    """The shortest exact form of a size, readable by `parse_size`."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if num_bytes and num_bytes % _UNITS[unit] == 0:
             return f"{num_bytes // _UNITS[unit]}{unit}"
@@ -43,7 +43,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """The shortest exact form of a duration that `parse_duration` reads back."""
+    """The shortest exact form of a duration, readable by `parse_duration`."""
     for unit in ("d", "h", "m"):
         if seconds and seconds % _SECONDS[unit] == 0:
             return f"{seconds / _SECONDS[unit]:.0f}{unit}"

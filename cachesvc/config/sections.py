@@ -22,7 +22,7 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
 
 
-LEAST_BYTES = 1 << 20  # less is a unit forgotten: a block of the smallest model here is 1.4 MiB
+LEAST_BYTES = 1 << 20  # less means a forgotten unit: the smallest model's block is 1.4 MiB
 
 
 def _with_its_unit(num_bytes: int) -> int:
@@ -38,13 +38,13 @@ TierSize = Annotated[Size, AfterValidator(_with_its_unit)]
 
 
 class Section(BaseModel):
-    """One table of the file. Unknown keys are refused, values never change."""
+    """One table of the file. Immutable; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
 class ServerSection(Section):
-    """Where the server listens and what it lets in."""
+    """The server's address and what it accepts."""
 
     host: str = Field(
         "127.0.0.1", description="Address to listen on; any address but loopback requires keys"
@@ -82,7 +82,7 @@ class ServerSection(Section):
 
 
 class ModelSection(Section):
-    """What is served, and in which arithmetic."""
+    """The served model and its arithmetic."""
 
     name: str = Field(
         "smollm2-135m",
@@ -115,7 +115,7 @@ class ModelSection(Section):
 
 
 class CacheSection(Section):
-    """The tiers: how large they are and how blocks move between them."""
+    """The tiers: their sizes and how blocks move between them."""
 
     block_size: int = Field(64, ge=1, le=4096, description="Tokens in a block")
     device_bytes: TierSize = Field(
@@ -171,7 +171,7 @@ class CacheSection(Section):
 
 
 class EngineSection(Section):
-    """What computes, and how requests share it."""
+    """The engine, and how requests share it."""
 
     backend: Literal["embedded", "vllm"] = Field(
         "embedded", description="Engine: embedded, or vllm with a cachesvc node below it"
@@ -263,10 +263,10 @@ class LimitsSection(Section):
 
 
 class ZmqTable(Section):
-    """Where and how block events are published, in the words of vLLM's `--kv-events-config`."""
+    """How block events are published, with the names of vLLM's `--kv-events-config`."""
 
     endpoint: str
-    replay_endpoint: str = ""  # empty: missed batches cannot be asked for
+    replay_endpoint: str = ""  # empty: no replay of missed batches
     topic: str = "kv-events"
     format: Literal["map", "array"] = "map"  # vLLM writes maps from 0.24 on
 
@@ -285,7 +285,7 @@ class EventsSection(Section):
 
     @property
     def publisher(self) -> ZmqTable | None:
-        """None where nothing is published."""
+        """The ZMQ settings; None if events are not published."""
         if isinstance(self.zmq, ZmqTable):
             return self.zmq
         return ZmqTable(endpoint=self.zmq) if self.zmq else None
@@ -308,7 +308,7 @@ class LogFormat(StrEnum):
 
 
 class LogSection(Section):
-    """What the log says and how."""
+    """The log's level and format."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Lowest level of log lines to write"
@@ -319,7 +319,7 @@ class LogSection(Section):
 
 
 class JournalSection(Section):
-    """What is remembered of the latest requests for the admin pages, also over a restart."""
+    """The journal of recent requests for the admin pages, which survives a restart."""
 
     requests: int = Field(2000, ge=0, description="Number of ended requests to remember")
     keep_prompts: bool = Field(
@@ -337,7 +337,7 @@ Price = Annotated[str, AfterValidator(_price)]
 
 
 class CostsSection(Section):
-    """What memory and disk cost the operator, to weigh it against what they save."""
+    """The operator's cost of memory and disk, to compare with their savings."""
 
     gib_month: dict[Literal["device", "host", "disk"], Price] = Field(
         default_factory=dict,

@@ -1,4 +1,4 @@
-"""All settings: the sections together, and each setting by its name `section.key`."""
+"""All settings: the sections, and each setting by its name `section.key`."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -54,7 +54,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what `load_settings` has merged: it keeps each value's origin."""
+        """Uses only the values merged by `load_settings`, which tracks their origins."""
         return (init_settings,)
 
 
@@ -68,7 +68,8 @@ def known_settings() -> dict[str, str]:
 
 
 def parser_of(name: str) -> Callable[..., Any] | None:
-    """What reads a setting's text, or its table's values: `parse_size`, `parse_duration`, ..."""
+    """The parser of a setting's text or of its table's values: `parse_size`, `parse_duration`,
+    ..."""
     section, key = name.split(".")
     field = _sections()[section].model_fields[key]
     inner = (getattr(part, "__metadata__", ()) for part in get_args(field.annotation))
@@ -77,7 +78,7 @@ def parser_of(name: str) -> Callable[..., Any] | None:
 
 
 def env_name(name: str) -> str:
-    """The variable that overrides a setting."""
+    """The environment variable that overrides a setting."""
     return ENV_PREFIX + name.upper().replace(".", ENV_DELIMITER)
 
 

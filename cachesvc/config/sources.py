@@ -1,6 +1,6 @@
-"""Settings as they are read: flags over the environment over the file over the defaults.
+"""Loads settings: flags override the environment, then the file, then the defaults.
 
-One rule names every variable: `server.port` is `CACHESVC_SERVER__PORT`. Values keep their origin.
+Variables follow one rule: `server.port` is `CACHESVC_SERVER__PORT`. Values keep their origin.
 Called once, by a command, before any thread starts.
 """
 
@@ -27,13 +27,13 @@ class Setting:
 
     name: str
     value: Any
-    origin: str  # default, flag, env VARIABLE, or the file's path
+    origin: str  # default, flag, env VARIABLE or the file's path
     help: str
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """The settings in force and, by name, where each that is no default came from."""
+    """The settings in force, and the origin of each that is not the default."""
 
     settings: Settings
     origins: Mapping[str, str]
@@ -50,7 +50,7 @@ def load_settings(
 ) -> LoadedSettings:
     """Settings from `flags` (by name; None means not given), the environment and the file.
 
-    Raises ConfigError for an unknown key, an unreadable file and a value that does not do.
+    Raises ConfigError for an unknown key, an unreadable file or an invalid value.
     """
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     path = config_file or (Path(os.environ[ENV_CONFIG]) if os.environ.get(ENV_CONFIG) else None)
@@ -178,6 +178,6 @@ def _unknown(name: str, origin: str, known: Mapping[str, Any]) -> str:
 def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"][:2]))
-    inside = "".join(f"{part}: " for part in first["loc"][2:])  # of a value that is a table
+    inside = "".join(f"{part}: " for part in first["loc"][2:])  # the path inside a table
     message = inside + first["msg"].removeprefix("Value error, ")
     return f"{name} = {first['input']!r} (from {origins.get(name, 'default')}): {message}"

@@ -1,11 +1,11 @@
-"""The environment that vLLM is started in."""
+"""The environment in which vLLM starts."""
 
 import os
 
 from tiers.remote.settings import RemoteSettings
 
 _DEFAULTS = {
-    # A server with threads must not be forked: a lock that another thread held stays locked.
+    # A process with threads must not fork: a lock held by another thread would stay locked.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -13,14 +13,18 @@ _DEFAULTS = {
 
 
 def prepare_vllm_environment() -> None:
-    """Set what vLLM reads at its import; what the user has set stays. Before vLLM is imported."""
+    """Sets variables that vLLM reads at import, unless the user set them. Call before importing
+    vLLM."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
 def node_environment(remote: RemoteSettings | None) -> dict[str, str]:
-    """Of a node that a server starts. The remote tier is told by names and not by arguments, which
-    every user of the machine can read, with the password in them."""
+    """The environment of a node that a server starts.
+
+    It carries the remote tier's settings, because arguments, including a password, are visible to
+    every user of the machine.
+    """
     told = {"URL": remote.url, "WRITES": str(remote.writes)} if remote is not None else {"URL": ""}
     if remote is not None and remote.key_file is not None:
         told["KEY_FILE"] = str(remote.key_file)

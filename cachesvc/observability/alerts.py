@@ -1,8 +1,8 @@
 """The alerts of `ops/prometheus/rules.yml`, evaluated over the server's own history.
 
-For the dashboard of a server that nobody scrapes. Each function reads as its rule does. A test
-compares names, severities, spans and runbooks with the file, and gives promtool the same series.
-Event loop only.
+For the dashboard of a server without Prometheus. Each function follows its rule. A test compares
+names, severities, durations and runbooks with the file, and gives promtool the same series. Event
+loop only.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,16 @@ Firing = Callable[["Recent"], str | None]
 
 
 class Recent:
-    """A history as rules read it."""
+    """The history in the form that rules need."""
 
     def __init__(self, history: History) -> None:
         self._history = history
 
     def points(self, series: Sequence[str], window_s: float) -> tuple[Floats, list[Floats]]:
-        """Seconds before now, and the values of each series; both empty where the history does not
-        reach back so far."""
+        """Ages in seconds and the values of each series.
+
+        Both are empty if the history does not reach back far enough.
+        """
         told = self._history.read(series, window_s=window_s)
         times = np.array(told["times"], float)
         if not len(times) or times[-1] - times[0] < window_s - 2 * told["step_s"]:
@@ -40,7 +42,7 @@ class Recent:
     def throughout(
         self, series: str, window_s: float, is_so: Callable[[Floats], npt.NDArray[np.bool_]]
     ) -> bool:
-        """Whether each value of the last `window_s` seconds is so."""
+        """Whether the condition held for every value of the last `window_s` seconds."""
         _, (values,) = self.points([series], window_s)
         return bool(len(values) and is_so(values).all())
 
@@ -48,14 +50,14 @@ class Recent:
         return self._history.over([series], window_s=MINUTE_S)[series] or 0.0
 
     def grown(self, series: str, window_s: float) -> dict[str, float]:
-        """The counters that grew, by the last parts of their names."""
+        """The counters that grew, by the last part of their names."""
         told = self._history.over([series], window_s=window_s)
         return {name: value for name, value in told.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """A rule: `firing` gives what is wrong now, or None."""
+    """A rule. `firing` returns what is wrong now, or None."""
 
     name: str
     severity: str
@@ -69,7 +71,7 @@ class Alert:
 
 
 def firing_alerts(history: History) -> list[dict[str, str]]:
-    """What fires now, as the dashboard and `/admin/api/alerts` tell it."""
+    """The firing alerts, for the dashboard and `/admin/api/alerts`."""
     recent = Recent(history)
     return [
         {
@@ -99,7 +101,7 @@ def _invariant_broken(recent: Recent) -> str | None:
 
 
 def _hit_rate_dropped(recent: Recent) -> str | None:
-    """The share of the last five minutes, throughout fifteen, against that of a day before."""
+    """Compares the five-minute hit rate, over fifteen minutes, with that of a day before."""
     window_s, span_s = 15 * MINUTE_S, 5 * MINUTE_S
     ages_s, (hits, prompts) = recent.points(
         [f"delta:{HITS}", f"delta:{PROMPTS}"], window_s + span_s
@@ -130,7 +132,7 @@ def _disk_shard_not_ready(recent: Recent) -> str | None:
 
 
 def _disk_tier_full(recent: Recent) -> str | None:
-    """Full, and evicting within each hour, for six."""
+    """Fires if the disk tier has been full for six hours and evicted in each of them."""
     disk = "cache.tiers.disk"
     series = [f"value:{disk}.used_bytes", f"value:{disk}.capacity_bytes"]
     ages_s, (used, capacity, evicted) = recent.points(

@@ -1,14 +1,14 @@
-"""What the server did recently: every number of its snapshot, each second, in bounded memory.
+"""The server's recent history: every number of its snapshot, each second, in bounded memory.
 
-Rings of growing coarseness keep fifteen minutes by the second, three hours by ten seconds, a day by
-the minute and a week by ten minutes. A series is asked for by an expression over the snapshot's
-paths, so a page decides what it draws and nothing is declared twice:
+Four rings hold fifteen minutes by the second, three hours by ten seconds, a day by the minute and a
+week by ten minutes. A series is an expression over the snapshot's paths, so a page chooses what it
+draws and nothing is declared twice:
 
-    value:engine.num_running              as it was at each time
-    rate:traffic.generation_tokens        growth of a counter, by the second
+    value:engine.num_running              the value at each time
+    rate:traffic.generation_tokens        growth of a counter per second
     delta:cache.events.host.stored        growth of a counter, from one time to the next
-    ratio:a.hits+b.hits/a.asked           growth over growth; null where the lower one stood still
-    p95:latency.ttft                      percentile of what was observed from time to time, seconds
+    ratio:a.hits+b.hits/a.asked           ratio of growths; null if the lower one did not grow
+    p95:latency.ttft                      percentile of the observations in between, in seconds
 
 `a+b` is a sum, and a path with `*` the sum of all that match. The plurals `values:`, `rates:` and
 `deltas:` of such a path are one series for each that matches.
@@ -32,21 +32,21 @@ from cachesvc.observability.snapshot import numbers
 from tiers.histogram import Spread
 
 RINGS = ((1, 900), (10, 1080), (60, 1440), (600, 1008))  # seconds between samples, and how many
-MAX_POINTS = 120  # of one answer: more show noise rather than the course of things
-DIGITS = 5  # significant ones of an answer's numbers
+MAX_POINTS = 120  # of one answer; more would show noise
+DIGITS = 5  # significant digits of an answer's numbers
 
 Floats = npt.NDArray[np.float64]
 _SERIES = re.compile(r"(values?|rates?|deltas?|ratio|p\d{1,2}):(.+)")
 
 
 class _Ring:
-    """The latest samples, `step` seconds apart. Columns are added as names come up."""
+    """The latest samples, `step` seconds apart. Columns are added as names appear."""
 
     def __init__(self, step: int, capacity: int) -> None:
         self.step = step
         self.capacity = capacity
         self.count = 0  # samples ever written
-        self.starts = [0]  # the number of each run's first sample: counters begin anew with each
+        self.starts = [0]  # number of each run's first sample; counters restart with a run
         self.times: Floats = np.zeros(capacity)
         self.values: Floats = np.zeros((capacity, 64))
         self.spreads = np.zeros((capacity, len(NAMES), len(BOUNDS_S) + 1), np.uint32)
@@ -72,7 +72,7 @@ class _Ring:
         width: int,
         before_s: float,
     ) -> None:
-        """The samples of an earlier run; those of a clock that was ahead are left out."""
+        """Loads samples of an earlier run, without those from a clock that was ahead."""
         num = int(np.searchsorted(times, before_s))
         first = max(0, num - self.capacity)
         if spreads.shape[1:] != self.spreads.shape[1:] or len(values) != len(times):
@@ -87,9 +87,9 @@ class _Ring:
         self.spreads[: self.count] = spreads[first:num]
 
     def pick(self, window_s: float, since_s: float) -> npt.NDArray[np.int64]:
-        """Places of the samples to show and, first, of the one that their growth starts from.
+        """Indices of the samples to show, after that of the sample from which growth counts.
 
-        Every nth sample by its number, so that the next answer goes on where this one ended.
+        Takes every nth sample by its number, so that the next answer continues this one.
         """
         stride = max(1, -(-int(window_s / self.step) // MAX_POINTS))
         oldest = max(0, self.count - self.capacity)
@@ -100,8 +100,11 @@ class _Ring:
         return picked[max(0, wanted - 1) :] % self.capacity
 
     def whole(self, window_s: float) -> "tuple[Floats, Floats, npt.NDArray[np.int64]]":
-        """The window as two samples: the latest, and one before it by all that counters grew, in
-        this run and in earlier ones. Times, values, spreads; nothing of an empty ring."""
+        """The window as two samples.
+
+        They are the latest sample and one that is lower by all that counters grew, in this run and
+        earlier ones. Returns times, values and spreads; empty for an empty ring.
+        """
         held = np.arange(max(0, self.count - self.capacity), self.count)
         places = held % self.capacity
         times, spreads = self.times[places], self.spreads[places].astype(np.int64)
@@ -124,7 +127,7 @@ class _Ring:
 
 
 class History:
-    """Samples of `read`, which returns the snapshot, and of `spreads`, the latencies."""
+    """Samples of `read` (the snapshot) and `spreads` (the latencies)."""
 
     def __init__(
         self,
@@ -141,7 +144,7 @@ class History:
         self._ticks = 0
 
     def sample(self) -> None:
-        """Take one sample; called each second. About 0.4 ms."""
+        """Takes one sample, in about 0.4 ms. Called each second."""
         row = self._row()
         found = self._spreads()
         spreads = np.array([found[name].counts for name in NAMES], np.uint32)
@@ -152,9 +155,9 @@ class History:
         self._ticks += 1
 
     def dump(self) -> dict[str, npt.NDArray[Any]]:
-        """Copies of all samples, some 20 MB of them: on another thread, while samples are taken.
+        """Copies of all samples, about 20 MB. Called on another thread while samples are taken.
 
-        The oldest two of a full ring are left out, whose places the next samples take.
+        Omits the oldest two of a full ring, which the next samples overwrite.
         """
         arrays: dict[str, npt.NDArray[Any]] = {"columns": np.array(list(self._columns))}
         for ring in self._rings:
@@ -167,7 +170,8 @@ class History:
         return arrays
 
     def restore(self, body: bytes) -> None:
-        """Samples of an earlier run, before the first of this. Raises ValueError for others."""
+        """Loads samples of an earlier run, before this run's first. Raises ValueError for malformed
+        ones."""
         try:
             with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
                 columns = [str(name) for name in arrays["columns"]]
@@ -184,7 +188,7 @@ class History:
     ) -> dict[str, Any]:
         """`{"step_s", "times", "series": {name: values}}` of the last `window_s` seconds.
 
-        With `since_s`, only what is newer. Raises InvalidRequest for an expression it cannot read.
+        With `since_s`, only newer samples. Raises InvalidRequest for an invalid expression.
         """
         ring = next((r for r in self._rings if r.step * r.capacity >= window_s), self._rings[-1])
         picked = ring.pick(window_s, since_s)
@@ -198,8 +202,10 @@ class History:
         }
 
     def over(self, series: Sequence[str], *, window_s: float) -> dict[str, float | None]:
-        """Each series as one number: over the whole window, restarts within it too, or for
-        `value:` as it is now."""
+        """Each series as one number for the whole window, across restarts.
+
+        For `value:` it is the current value.
+        """
         rings = (
             r
             for r in self._rings
@@ -221,14 +227,14 @@ class History:
 
 
 def pack(samples: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """What `History.dump` gave, as bytes for `restore`. Any thread."""
+    """The result of `History.dump` as bytes for `restore`. Any thread."""
     body = io.BytesIO()
     np.savez(body, allow_pickle=False, **samples)
     return body.getvalue()
 
 
 class _View:
-    """Some samples of a ring, and the series over them. The first only starts the growth."""
+    """Some samples of a ring, and series over them. Growth counts from the first."""
 
     def __init__(
         self,
@@ -294,7 +300,7 @@ class _View:
         return total
 
     def _column(self, name: str) -> Floats:
-        """A name that has not come up yet is a counter that has not begun."""
+        """A column. A name that has not appeared yet is a counter at 0."""
         column = self._columns.get(name)
         return np.zeros(len(self._times)) if column is None else self._values[:, column]
 
@@ -303,7 +309,7 @@ class _View:
 
 
 def _told(values: Floats) -> list[float | None]:
-    """Numbers of five digits, and None for what is not a number: short and fit for JSON."""
+    """Values rounded to five digits, with None for NaN, as short JSON."""
     magnitude = np.floor(np.log10(np.abs(values), where=np.abs(values) > 0, out=values * 0.0))
     scale = 10.0 ** (DIGITS - 1 - magnitude)
     rounded = np.round(values * scale) / scale

@@ -1,13 +1,13 @@
-"""Block events over ZMQ in vLLM's format, so that routers made for vLLM know what is cached here.
+"""Block events over ZMQ in vLLM's format, for routers made for vLLM.
 
     PUB     topic, number (8 bytes, big-endian), msgpack of [ts, events, data_parallel_rank]
     ROUTER  asked with a number, answers with each kept batch from there on as it was published,
             and ends with (empty, -1, empty)
 
-An event is a map tagged `type`, or with the format `array` a list that begins with the tag:
-BlockStored, BlockRemoved, AllBlocksCleared. Maps are vLLM's form from 0.24 on; its replays have
-topics from 0.26 on, those of `array` have none. Block hashes are the last 64 bits of our keys,
-`medium` is GPU, CPU or DISK. The format is that of vllm/distributed/kv_events.py.
+An event (BlockStored, BlockRemoved or AllBlocksCleared) is a map tagged `type`, or in the format
+`array` a list that begins with the tag. vLLM uses maps from 0.24 on. Its replays have topics from
+0.26 on; replays in `array` have none. Block hashes are the last 64 bits of our keys, and `medium`
+is GPU, CPU or DISK. The format is that of vllm/distributed/kv_events.py.
 
 One thread of its own, which owns both sockets. Needs the extra `events`; nothing else imports zmq
 or msgspec.
@@ -42,9 +42,9 @@ _HASH_BYTES = 8
 
 @contextlib.contextmanager
 def published(settings: EventsSection, stream: EventStream, block_size: int) -> Iterator[None]:
-    """The stream's events are published while the block runs, where the settings say so.
+    """Publishes the stream's events while the block runs, if the settings enable it.
 
-    `block_size` is 0 where each event tells it. Raises ConfigError.
+    `block_size` is 0 if each event carries it. Raises ConfigError.
     """
     if settings.publisher is None:
         yield
@@ -61,7 +61,7 @@ class KvEventPublisher:
     """Publishes a stream's events until closed. Sequence numbers begin at 0 with each server."""
 
     def __init__(self, stream: EventStream, settings: ZmqTable, block_size: int) -> None:
-        """Binds the sockets. Raises ConfigError where that cannot be."""
+        """Binds the sockets. Raises ConfigError if that fails."""
         try:
             import msgspec
             import zmq
@@ -99,7 +99,7 @@ class KvEventPublisher:
 
     @property
     def endpoints(self) -> tuple[str, str | None]:
-        """Where subscribers and replay requests connect to, with the ports that were taken."""
+        """The endpoints for subscribers and replay requests, with the bound ports."""
         last = self._zmq.LAST_ENDPOINT
         replay = self._router.getsockopt_string(last) if self._router is not None else None
         return self._pub.getsockopt_string(last), replay
@@ -108,7 +108,7 @@ class KvEventPublisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Send what is left, and let the sockets go."""
+        """Sends the remaining events and closes the sockets."""
         self._closing = True
         self._wake()
         if self._thread.is_alive():
@@ -128,7 +128,7 @@ class KvEventPublisher:
             ) from None
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake already
+        with contextlib.suppress(BlockingIOError, OSError):  # full: the thread is awake already
             self._waker.send(b"\0")
 
     # The publisher's thread.
@@ -160,7 +160,7 @@ class KvEventPublisher:
     def _publish_taken(self) -> None:
         events = self._subscription.take()
         if self._subscription.missed > self._missed:
-            # A router that believes in blocks that left sends prompts to them: start afresh.
+            # Lost removals would make a router send prompts to missing blocks, so clear all.
             self._missed = self._subscription.missed
             logger.warning(f"{self._missed} block events were lost so far; routers start afresh")
             self._publish([{"type": "AllBlocksCleared"}])
@@ -178,7 +178,7 @@ class KvEventPublisher:
 
 
 def wire_events(events: Sequence[BlockEvent], block_size: int) -> Iterator[dict[str, Any]]:
-    """The events in vLLM's words; blocks that follow each other in one tier become one event."""
+    """The events in vLLM's form. Consecutive blocks in one tier become one event."""
     run: list[BlockEvent] = []
     for event in events:
         if run and not _continues(run[-1], event):
@@ -190,7 +190,7 @@ def wire_events(events: Sequence[BlockEvent], block_size: int) -> Iterator[dict[
 
 
 def as_array(event: dict[str, Any]) -> list[Any]:
-    """The positional form that vLLM had before 0.24; fields keep their order."""
+    """The positional form of vLLM before 0.24, with fields in order."""
     return list(event.values())
 
 
@@ -227,5 +227,5 @@ def _told(run: Sequence[BlockEvent], block_size: int) -> dict[str, Any]:
         "lora_id": None,
         "medium": medium,
         "lora_name": None,
-        "extra_keys": [(scope,) for _ in run],  # as vLLM's cache salt: whose block it is
+        "extra_keys": [(scope,) for _ in run],  # like vLLM's cache salt: the owner's scope
     }

@@ -1,8 +1,7 @@
-"""How long requests take, finely enough for percentiles of any window.
+"""Latency histograms, fine enough for percentiles over any window.
 
-Prometheus' buckets are few, for a scrape's sake; these are four to the octave, so that a percentile
-interpolated in one is off by at most 9 per cent. Fed by
-`cachesvc.observability.metrics`, on the engine thread.
+Prometheus' buckets are few, to keep scrapes small. These are four per octave, so an interpolated
+percentile is off by at most 9 %. Fed by `cachesvc.observability.metrics` on the engine thread.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,7 @@ class Latencies:
 def percentile(counts: Sequence[int], share: float, bounds: Sequence[float] = BOUNDS_S) -> float:
     """The value below which `share` of the values lie, interpolated within its bucket.
 
-    Not a number where there are none. Values above the last bound count as equal to it.
+    NaN if there are no values. Values above the last bound count as equal to it.
     """
     total = sum(counts)
     if not total:

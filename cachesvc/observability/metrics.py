@@ -1,9 +1,9 @@
-"""What `/metrics` answers with; the only module that knows prometheus_client.
+"""The content of `/metrics`; the only module that imports prometheus_client.
 
-Two sources feed it. Snapshots are read when someone scrapes: the engine's and the tiers' stats, the
-ledger's. Observers are called while it happens: `observe_outputs` on the engine thread, once per
-step; `observe_bill` and `observe_http` on the event loop. Base units, closed label sets; ratios
-are left to queries. The names are declared in `cachesvc.observability.names`.
+It has two sources. Snapshots of engine, tiers and ledger are read at each scrape. Observers are
+called at each event: `observe_outputs` on the engine thread, once per step; `observe_bill` and
+`observe_http` on the event loop. Units are base units, label sets are closed, and ratios are left
+to queries. Names are declared in `cachesvc.observability.names`.
 """
 
 from collections import defaultdict
@@ -40,9 +40,9 @@ _SECOND = 1e9  # nanoseconds
 
 
 class Metrics:
-    """The observers, and the text that `/metrics` answers with.
+    """The observers and the text of `/metrics`.
 
-    `latencies` get each span of a request as well.
+    Each request's durations also go to `latencies`.
     """
 
     def __init__(self, snapshots: Snapshots, latencies: Latencies) -> None:
@@ -77,7 +77,7 @@ class Metrics:
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def counters(self) -> dict[tuple[str, tuple[str, ...]], float]:
-        """What was counted so far, by metric and label values; cheap enough for every second."""
+        """Current counts by metric and label values; cheap enough to call each second."""
         return {
             (name, tuple(sample.labels.values())): sample.value
             for name, counter in self._counters.items()
@@ -111,7 +111,7 @@ class Metrics:
     def observe_bill(
         self, currency: str, units_by_class: Mapping[str, int], saved_units: int
     ) -> None:
-        """Event loop, when a request is settled; amounts in 1e-12 of the currency unit."""
+        """Event loop, when a request is settled. Amounts are 1e-12 of the currency unit."""
         for token_class, units in units_by_class.items():
             counter = self._counters["cachesvc_billed_units_total"]
             counter.labels(token_class, currency).inc(units)
@@ -154,9 +154,9 @@ class Metrics:
 
 
 def serve_samples(host: str, port: int, read: Callable[[], Iterable[MetricSample]]) -> int:
-    """Answer scrapes at an address with what `read` gives; the port. Raises OSError.
+    """Serves the samples of `read` to scrapes at an address. Returns the port. Raises OSError.
 
-    On threads of its own, until the process ends.
+    Runs on its own threads until the process ends.
     """
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)
@@ -172,7 +172,7 @@ def hit_class(counts: TokenCounts) -> str:
 
 
 SOURCES = ("device", "host", "disk", "remote", "computed")
-# Present with 0 from the start: the growth from nothing to the first scrape is lost to a rate.
+# Present with 0 from the start, because a rate misses growth before the first sample.
 _LABELS: Mapping[str, Sequence[str]] = {
     "cachesvc_requests_total": tuple(FinishReason),
     "cachesvc_prompt_tokens_total": SOURCES,
@@ -242,7 +242,7 @@ class _SnapshotCollector(Collector):
 
 
 class _AliasCollector(Collector):
-    """The same values once more under vLLM's names, with its `model_name` label."""
+    """The same values under vLLM's names, with its `model_name` label."""
 
     def __init__(self, sources: Sequence[Collector], model: str) -> None:
         self._sources = sources
@@ -271,7 +271,7 @@ class _AliasCollector(Collector):
 
 
 def _sums(family: Metric, alias: Alias) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Values by suffix and the labels that stay: a bucket's bound, and what the alias keeps."""
+    """Values by suffix and remaining labels: a bucket's bound, and the label kept by the alias."""
     sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
     for sample in family.samples:
         if sample.name.endswith("_created"):

@@ -10,8 +10,8 @@ _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120
 class Spec(NamedTuple):
     """A metric's kind, meaning and labels.
 
-    `buckets` are a histogram's upper bounds; one without them comes from a snapshot that has its
-    own.
+    `buckets` are a histogram's upper bounds. A histogram without them comes from a snapshot with
+    its own.
     """
 
     kind: Literal["counter", "gauge", "histogram"]
@@ -188,7 +188,7 @@ SPECS: Mapping[str, Spec] = {
 
 
 class Alias(NamedTuple):
-    """A metric under another name, summed over its labels but `by`, which is called otherwise.
+    """A metric under another name, summed over all labels except `by`, which is renamed.
 
     `where` keeps the samples whose label has one of the values. `per` divides by another metric.
     """
@@ -199,7 +199,7 @@ class Alias(NamedTuple):
     per: str | None = None
 
 
-HITS = frozenset({"device", "host", "disk", "remote"})  # sources that are no computation
+HITS = frozenset({"device", "host", "disk", "remote"})  # sources other than computation
 
 VLLM_ALIASES: Mapping[str, Alias] = {
     "vllm:num_requests_running": Alias("cachesvc_running_requests"),

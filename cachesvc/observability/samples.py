@@ -1,4 +1,4 @@
-"""What snapshots of engine, tiers and ledger say, as samples under the metrics' names.
+"""Turns snapshots of engine, tiers and ledger into samples under the metrics' names.
 
 Pure; called at each scrape, on the thread that scrapes.
 """
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tiers.stats import CacheStats
 
 _SECOND = 1e9  # nanoseconds
-# A counter that begins at its first event has not grown to Prometheus: `increase` would miss the
-# first fault. So what can happen is told from the start.
+# Counters of possible events are exported from the start. If a counter appeared with its first
+# event, Prometheus' `increase` would miss the first fault.
 _MEMORY = (TierName.DEVICE, TierName.HOST)
 
 
@@ -37,7 +37,8 @@ class MetricSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MoneyStats:
-    """The ledger's snapshot: open holds, the oldest one's age, what does not add up, its thread."""
+    """The ledger's snapshot: open holds, the age of the oldest, the drift, and its thread's
+    counters."""
 
     num_holds: int = 0
     oldest_hold_s: float = 0.0
@@ -47,7 +48,7 @@ class MoneyStats:
 
 @dataclass(frozen=True, slots=True)
 class Snapshots:
-    """Where a scrape finds the state of now; each is called on the thread that scrapes."""
+    """The sources of the current state, each called on the scraping thread."""
 
     engine: "Callable[[], EngineStats]"
     model: str = ""
@@ -128,7 +129,7 @@ def _cache_samples(cache: "CacheStats") -> Iterator[MetricSample]:
 
 
 def node_samples(node: "NodeCounters") -> Iterator[MetricSample]:
-    """Of a node that serves alone; nothing while it does not answer."""
+    """Samples of a stand-alone node; none while it does not answer."""
     if not node:
         return
     yield MetricSample("cachesvc_build_info", (cachesvc.__version__, ""), 1)
@@ -144,7 +145,7 @@ def node_samples(node: "NodeCounters") -> Iterator[MetricSample]:
 
 
 def _quota_samples(groups: "Sequence[GroupUse]") -> Iterator[MetricSample]:
-    """By group; scopes that have the default quota are one, for they are many."""
+    """Samples by group. Scopes with the default quota are many, so they count as one group."""
     used: Counter[tuple[str, str]] = Counter()
     share: Counter[tuple[str, str]] = Counter()
     for use in groups:
@@ -176,7 +177,7 @@ def _tier_samples(tier: TierStats) -> Iterator[MetricSample]:
 
 
 def shard_states(shards: Sequence[ShardStats]) -> Iterator[tuple[str, int]]:
-    """How many shards take blocks, are read while they are checked, or are being replaced."""
+    """The number of shards that are in service, read-only while checked, or being replaced."""
     num_ready = sum(shard.ready for shard in shards)
     num_checking = sum(shard.checking for shard in shards)
     yield "ready", num_ready

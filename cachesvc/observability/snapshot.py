@@ -1,7 +1,7 @@
 """The whole server's state as one JSON value: `/admin/api/stats`, `cachesvc top` and the history.
 
-Reads the snapshots that engine, tiers and ledger publish, on the event loop; asks none of them to
-do anything. Sizes are bytes, times seconds, amounts of money 1e-12 of the currency unit.
+Reads the published snapshots of engine, tiers and ledger on the event loop, without work on their
+threads. Sizes are bytes, times seconds, amounts of money 1e-12 of the currency unit.
 """
 
 import time
@@ -16,12 +16,12 @@ from engine.engine import EngineStats
 from tiers.stats import CacheStats
 
 Counters = Mapping[tuple[str, tuple[str, ...]], float]
-_OWN_ROUTES = frozenset({"/admin", "/metrics", "/health", "/health/ready"})  # nobody's requests
+_OWN_ROUTES = frozenset({"/admin", "/metrics", "/health", "/health/ready"})  # not clients' requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Where the state of now is found; each call is cheap and blocks nothing."""
+    """The sources of the current state. Each call is cheap and does not block."""
 
     model: str
     engine: Callable[[], EngineStats]
@@ -32,7 +32,7 @@ class Sources:
 
 
 def snapshot(sources: Sources) -> dict[str, Any]:
-    """Everything, now."""
+    """The current state."""
     now_s = time.time()
     engine = sources.engine()
     engine_state: dict[str, Any] = plain(engine)
@@ -53,7 +53,7 @@ def snapshot(sources: Sources) -> dict[str, Any]:
 def traffic(counters: Counters) -> dict[str, Any]:
     """The counters as `{metric: value}` or `{metric: {label: value}}`, without their prefix.
 
-    `responses` are the answers to clients by status code, over all routes.
+    `responses` counts answers to clients by status code, over all routes.
     """
     totals: dict[str, Any] = {}
     responses: dict[str, float] = {}
@@ -98,7 +98,7 @@ def plain(value: Any) -> Any:
 
 
 def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Every number in nested dicts, by its path joined with dots; lists are passed over."""
+    """Every number in nested dicts, by its dotted path. Lists are skipped."""
     if isinstance(value, dict):
         for name, each in value.items():
             yield from numbers(each, f"{path}.{name}" if path else str(name))

@@ -1,11 +1,11 @@
-"""OpenTelemetry traces of requests: one span for each, and under it where its time went.
+"""OpenTelemetry traces of requests: one span each, with child spans for its phases.
 
     chat smollm2-135m ├─ queue ─┤├─ load ─┤├─ prefill ─┤├─ decode ─┤
 
-Attributes have the names of OpenTelemetry's conventions for generative AI (`gen_ai.*`); what they
-have no name for begins with `cachesvc.`. Nothing of a prompt or an answer goes in. Spans are made
-from the journal's record when a request has ended, on the event loop, some 0.3 ms each, and sent by
-a thread of the exporter's. Needs the extra `otel`; nothing else imports opentelemetry.
+Attributes use OpenTelemetry's conventions for generative AI (`gen_ai.*`); others begin with
+`cachesvc.`. They contain no part of a prompt or an answer. When a request has ended, its spans are
+made from the journal's record on the event loop, in about 0.3 ms. The exporter's thread sends them.
+Needs the extra `otel`; nothing else imports opentelemetry.
 """
 
 import logging
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 CHAT_ROUTES = ("/v1/chat/completions", "/chat/completions")
 PROVIDER = "cachesvc"
-EXPORT_S = 3.0  # for a batch to be sent, retries included; a stop waits no longer for the last one
+EXPORT_S = 3.0  # to send a batch, including retries; shutdown waits no longer for the last one
 
 Attributes = dict[str, Any]
 
 
 def open_tracer(settings: TracingSection) -> "RequestTracer | None":
-    """A tracer where the settings name a collector. Raises ConfigError without the extra."""
+    """A tracer, if the settings name a collector. Raises ConfigError without the extra."""
     if not settings.endpoint:
         return None
     if not settings.endpoint.startswith(("http://", "https://")):
@@ -75,7 +75,7 @@ class RequestTracer:
         self._offset_ns = offset_ns or _offset_ns
 
     def trace(self, record: RequestRecord) -> None:
-        """Send the spans of a request that has ended."""
+        """Sends the spans of an ended request."""
         offset_ns = self._offset_ns()
         timeline = record.served.timeline if record.served is not None else Timeline()
         ended_ns = round((record.ended_s or time.time()) * 1e9)
@@ -104,7 +104,7 @@ class RequestTracer:
         span.end(max(began_ns, ended_ns))
 
     def close(self) -> None:
-        """Send what waits, within EXPORT_S."""
+        """Sends pending spans, within EXPORT_S."""
         self._provider.shutdown()
 
 
@@ -113,7 +113,7 @@ def operation(record: RequestRecord) -> str:
 
 
 def attributes(record: RequestRecord) -> Attributes:
-    """What the request's own span says."""
+    """The attributes of the request's own span."""
     fields: Attributes = {
         "gen_ai.operation.name": operation(record),
         "gen_ai.provider.name": PROVIDER,
@@ -148,7 +148,7 @@ def attributes(record: RequestRecord) -> Attributes:
 def phases(
     record: RequestRecord, timeline: Timeline
 ) -> list[tuple[str, int, int, Mapping[str, Any]]]:
-    """(name, start, end, attributes) of what was reached, by the monotonic clock in ns."""
+    """(name, start, end, attributes) of each phase reached, in ns of the monotonic clock."""
     usage = record.served.usage if record.served is not None else None
     load = _hits(usage) if usage is not None else {}
     decode = {"gen_ai.usage.output_tokens": usage.output} if usage is not None else {}
@@ -182,5 +182,5 @@ def _hits(usage: Usage) -> Attributes:
 
 
 def _offset_ns() -> int:
-    """What turns the monotonic clock, by which requests are timed, into time of day."""
+    """The offset from the monotonic clock, which times requests, to Unix time."""
     return time.time_ns() - time.monotonic_ns()

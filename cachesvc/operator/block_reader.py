@@ -1,4 +1,4 @@
-"""Reading the live index from the event loop, a few milliseconds of the engine thread at a time."""
+"""Reads the live index for the event loop, a few milliseconds of the engine thread at a time."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,9 +18,9 @@ Call = Callable[[Callable[[TieredCache], Any]], "Future[Any]"]
 
 
 async def read_blocks(call: Call, scopes: frozenset[PrefixKey] | None) -> list[BlockView]:
-    """Every block above the disk, or those of these scopes.
+    """Every block above the disk, or those of the given scopes.
 
-    Blocks that come or go meanwhile are seen or not.
+    Blocks that come or go meanwhile may or may not be included.
     """
     blocks: list[Block] = await asyncio.wrap_future(call(lambda cache: list(cache.index)))
     found: list[BlockView] = []

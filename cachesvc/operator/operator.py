@@ -1,7 +1,7 @@
 """Operators' actions on the running cache: the admin routes' calls on the engine thread.
 
-Event loop only. Every call runs between two steps of the engine; what the disk has to do is waited
-for here, so that an answer means that it is done, durably.
+Event loop only. Every call runs between two steps of the engine and then waits for the disk, so an
+answer means that the change is durable.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class UnpaidPin(PinError):
-    """A pin whose first hour nobody can pay for."""
+    """A pin whose first hour is not covered by the balance."""
 
 
 class CacheOperator:
@@ -42,7 +42,7 @@ class CacheOperator:
         *,
         forget: Callable[[Kind, str], None] = lambda kind, name: None,
     ) -> None:
-        """`forget` removes what else is remembered of a tenant or group that is purged."""
+        """`forget` removes everything else that is stored for a purged tenant or group."""
         self._call_engine = call
         self.block_size = block_size
         self._data_dir = data_dir
@@ -61,7 +61,7 @@ class CacheOperator:
         *,
         owner: str = "",
     ) -> Pin[PrefixKey]:
-        """Pin a prefix, durably. Raises PinError, also where its first hour is not paid for."""
+        """Pins a prefix, durably. Raises PinError, also if its first hour is not paid for."""
         await self._settle_storage()
         for_s = until_s - self._wall_clock()  # the cache's own clock is not set when this one is
 
@@ -85,11 +85,12 @@ class CacheOperator:
         return await self._call(lambda cache: cache.pins())
 
     async def pins_now(self) -> tuple[float, Sequence[Pin[PrefixKey]]]:
-        """The pins, and the moment by the clock that they end by."""
+        """The pins, and the current time of the clock by which they end."""
         return await self._call(lambda cache: (cache.now_s, cache.pins()))
 
     async def prefix_of(self, key: PrefixKey) -> tuple[PrefixKey, Sequence[PrefixKey]]:
-        """The scope and the keys of the prefix that ends with this block; no keys if not whole."""
+        """The scope and keys of the prefix that ends with this block; no keys if a block is
+        missing."""
         return await self._done(lambda cache: cache.prefix_of(key))
 
     async def evict(self, keys: Sequence[PrefixKey]) -> dict[str, int]:
@@ -101,7 +102,8 @@ class CacheOperator:
         return await self._call(lambda cache: cache.working_set())
 
     async def purge(self, kind: str, name: str, *, by: str, why: str) -> dict[str, Any]:
-        """Purge a tenant or group from every tier; the signed receipt, also kept as a file."""
+        """Purges a tenant or group from every tier. Returns the signed receipt, also stored as a
+        file."""
         started_s = time.time()
         order = Order(kind=kind, name=name, by=by, why=why, started_s=started_s)
         roots = await asyncio.to_thread(roots_of, self._data_dir, name, Kind(kind))
@@ -112,7 +114,7 @@ class CacheOperator:
         return signed
 
     async def receipt(self, finished_ns: int) -> Mapping[str, Any] | None:
-        """A purge's receipt as it was kept, by the moment that the purge ended."""
+        """A purge's stored receipt, by the time when the purge ended."""
         return await asyncio.to_thread(read_receipt, self._data_dir, finished_ns)
 
     async def _purge(self, roots: Collection[PrefixKey]) -> Done:
@@ -133,11 +135,11 @@ class CacheOperator:
         return await asyncio.wrap_future(self._call_engine(work))
 
     async def _done(self, work: "Callable[[TieredCache], Future[T]]") -> T:
-        """Wait for the engine to begin, then for the disk to be done."""
+        """Waits until the engine has begun, then until the disk is done."""
         return await asyncio.wrap_future(await self._call(work))
 
     async def _settle_storage(self) -> Collection[str]:
-        """Charge the pins' hours that have begun; the names of pins released unpaid."""
+        """Charges the pins' started hours. Returns the names of pins released unpaid."""
         return await self._storage.settle() if self._storage is not None else ()
 
     def _forget(self, names: Collection[str]) -> None:
@@ -146,5 +148,5 @@ class CacheOperator:
                 self._storage.forget(name)
 
     async def _saved(self) -> None:
-        """The pins as they are now are on disk."""
+        """Waits until the current pins are on disk."""
         await self._done(lambda cache: cache.saved())

@@ -1,6 +1,7 @@
-"""Sends a prompt's blocks to the store that servers share, and waits until they are there.
+"""Sends a prompt's blocks to the shared store and waits until they are there.
 
-Event loop only; asks the engine thread, which asks the disk's writer and the remote tier's sender.
+Event loop only. The engine thread passes the work to the disk's writer and the remote tier's
+sender.
 """
 
 import asyncio
@@ -11,8 +12,8 @@ from api.job import Job
 from tiers.blocks.chain import Chain
 from tiers.blocks.contents import block_contents
 
-LOOK_S = 0.01  # between two looks whether the disk has the blocks
-PUBLISH_S = 10.0  # whoever needs the rest computes it
+LOOK_S = 0.01  # between two checks whether the disk has the blocks
+PUBLISH_S = 10.0  # after that the rest is left to be computed
 
 
 class BlockPublisher:

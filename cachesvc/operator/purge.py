@@ -1,8 +1,9 @@
-"""`purge --tenant`: every block of a tenant or group out of every tier, with a signed receipt.
+"""`purge --tenant`: removes every block of a tenant or group from every tier, with a signed
+receipt.
 
-On a live server its cache operator calls; on a stopped one the command line, which holds the
-folder's lock meanwhile. A receipt says what was removed, and that a look at every block found none
-left; anyone with the server's public key can prove it word for word (`billing.reports.receipts`).
+Called by the cache operator of a running server, or by the command line, which holds the folder's
+lock. A receipt states what was removed, and that a scan of every block found none left. Anyone with
+the server's public key can verify it (`billing.reports.receipts`).
 """
 
 import json
@@ -27,7 +28,7 @@ RECEIPTS = "receipts"  # folder of the data directory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Whose blocks are to go, and who says so."""
+    """Whose blocks to remove, and who ordered it."""
 
     kind: str  # tenant, group or scope
     name: str
@@ -38,7 +39,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """What a purge did; tiers by name."""
+    """The result of a purge, by tier name."""
 
     roots: Collection[PrefixKey]
     removed: Mapping[str, Removed]
@@ -49,11 +50,11 @@ class Done:
 
 
 class PurgeFailed(Exception):
-    """Blocks were left; the message says how many."""
+    """Blocks were left. The message says how many."""
 
 
 def receipt(signer: ReceiptSigner, order: Order, done: Done) -> dict[str, Any]:
-    """The signed receipt. Raises PurgeFailed where blocks were left."""
+    """The signed receipt. Raises PurgeFailed if blocks were left."""
     if done.num_left:
         raise PurgeFailed(f"{done.num_left} blocks of {order.kind} {order.name} were left")
     told = {
@@ -86,7 +87,7 @@ def keep_receipt(data_dir: Path, signed: Mapping[str, Any]) -> Path:
 
 
 def read_receipt(data_dir: Path, finished_ns: int) -> dict[str, Any] | None:
-    """The receipt of the purge that ended at this moment; None where there is none."""
+    """The receipt of the purge that ended at this time, or None."""
     try:
         signed: dict[str, Any] = json.loads(_receipt_path(data_dir, finished_ns).read_text())
     except FileNotFoundError:
@@ -99,10 +100,10 @@ def _receipt_path(data_dir: Path, finished_ns: int) -> Path:
 
 
 def purge_stopped(data_dir: Path, roots: Collection[PrefixKey]) -> Done:
-    """Purge the disk of a server that does not run.
+    """Purges the disk of a stopped server.
 
-    Raises DirectoryLocked where it does, ConfigurationError where there is no disk tier, or where
-    its blocks are kept elsewhere too.
+    Raises DirectoryLocked if the server is running, and ConfigurationError if there is no disk tier
+    or its blocks are also stored elsewhere.
     """
     folder = disk_path(data_dir)
     if places := [place for place in read_elsewhere(folder) if "://" in place]:

@@ -1,8 +1,8 @@
-"""Quotas of tenants and sharing groups, from settings to the groups that the tiers count.
+"""Maps the quotas of tenants and sharing groups to the groups that the tiers count.
 
-The tiers know scopes alone. The server's secret and the list of served models tell whose each scope
-is; a scope of somebody without a quota of its own is one of the common ones, or with a default
-quota an owner by itself.
+The tiers know only scopes. The owner of a scope follows from the server's secret and the list of
+served models. A scope whose owner has no quota belongs to the common group. With a default quota,
+it is a group by itself.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -23,17 +23,17 @@ GROUP = "group:"
 
 
 class QuotaBook:
-    """Which owner's each scope is; read by the tiers' threads, filled before they serve."""
+    """The owner of each scope. Filled before the tiers serve; read by their threads."""
 
     def __init__(self, cache: CacheSection, data_dir: Path) -> None:
         self._names = [_owner(name) for name in cache.quotas if name != OTHERS]
         self.owners = ScopeOwners()
         self.shares = self._shares(cache)
-        for kind, name in self._names:  # of models served earlier: their blocks are on disk
+        for kind, name in self._names:  # models served earlier may have blocks on disk
             self.owners.learn(dict.fromkeys(roots_of(data_dir, name, kind), label(kind, name)))
 
     def add(self, salts: Salts, models: Iterable[ServedModel]) -> None:
-        """Learn the scopes of the models that are served now."""
+        """Adds the scopes of the served models."""
         for model in models:
             for kind, name in self._names:
                 salt = salts.of_tenant(name) if kind is Kind.TENANT else salts.group_salt(name)
@@ -54,17 +54,17 @@ class QuotaBook:
 
 
 def labelled(quotas: Mapping[str, int]) -> dict[str, int]:
-    """Quotas by owner, as tiers and metrics name owners; * stays as it is."""
+    """Quotas by owner label, as in tiers and metrics; * stays as it is."""
     return {name if name == OTHERS else label(*_owner(name)): size for name, size in quotas.items()}
 
 
 def _owner(name: str) -> tuple[Kind, str]:
-    """Whose a quota is, of its name in the settings; a tenant's name has no colon."""
+    """The owner behind a quota's name in the settings. A tenant's name has no colon."""
     if name.startswith(GROUP):
         return Kind.GROUP, name.removeprefix(GROUP)
     return Kind.TENANT, name
 
 
 def label(kind: Kind, name: str) -> str:
-    """An owner as metrics and JSON name it."""
+    """An owner's label in metrics and JSON."""
     return f"{kind}:{name}"

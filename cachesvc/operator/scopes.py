@@ -1,8 +1,8 @@
-"""The owners of blocks, from a data directory alone: the scopes that were served from it.
+"""Finds the owners of blocks from a data directory alone.
 
-A scope's root is a digest and names nobody. The server notes the scopes of its models, which are no
-secret; with the server's own secret a command derives from them the root of any tenant. Written
-at the start, read by commands.
+A scope's root is a digest that names nobody. At its start the server records the scopes of its
+models, which are not secret. With the server's secret, a command derives the root of any tenant
+from them.
 """
 
 import json
@@ -20,21 +20,21 @@ FILE_NAME = "scopes.json"
 
 
 class Kind(StrEnum):
-    """Who can have blocks under a name."""
+    """The kinds of owners."""
 
     TENANT = "tenant"
     GROUP = "group"
 
 
 class Payer(NamedTuple):
-    """Who pays for a scope's pins, and whose price it is."""
+    """The tenant that pays for a scope's pins, and the model whose price applies."""
 
     tenant: str
     model: str
 
 
 class Scoped(Protocol):
-    """A served model, as far as its scope goes."""
+    """The part of a served model that determines its scope."""
 
     @property
     def name(self) -> str: ...
@@ -43,11 +43,11 @@ class Scoped(Protocol):
     def scope(self) -> CacheScope: ...
 
 
-MAX_SCOPES = 200  # of models that were served one after the other; the oldest are forgotten
+MAX_SCOPES = 200  # of models served over time; the oldest are dropped
 
 
 def note_scopes(data_dir: Path, models: Iterable[Scoped]) -> None:
-    """Add the scopes of these models, which lack a tenant's salt, to the directory's list."""
+    """Adds the scopes of these models, without a tenant's salt, to the directory's list."""
     path = data_dir / FILE_NAME
     known = _read(path)
     for model in models:
@@ -60,9 +60,9 @@ def note_scopes(data_dir: Path, models: Iterable[Scoped]) -> None:
 
 
 def roots_of(data_dir: Path, name: str, *kinds: Kind) -> Mapping[PrefixKey, str]:
-    """The roots under which blocks of a tenant or sharing group may lie, and the model of each.
+    """The possible roots of a tenant's or sharing group's blocks, with the model of each.
 
-    Without `kinds`, of both.
+    Without `kinds`, roots of both kinds.
     """
     if not has_secret(data_dir):
         return {}
@@ -78,7 +78,7 @@ def roots_of(data_dir: Path, name: str, *kinds: Kind) -> Mapping[PrefixKey, str]
 
 
 def payers(data_dir: Path, tenants: Iterable[str]) -> dict[PrefixKey, Payer]:
-    """Who pays for storage in a scope; a sharing group's scopes belong to no tenant."""
+    """The payer for each scope. Nobody pays for a sharing group's scopes."""
     return {
         root: Payer(tenant, model)
         for tenant in tenants
@@ -87,7 +87,7 @@ def payers(data_dir: Path, tenants: Iterable[str]) -> dict[PrefixKey, Payer]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """What was noted; nothing where there is no list, or none that this version reads."""
+    """The recorded scopes; empty if there is no list that this version can read."""
     try:
         known = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The server's secret, from which the salts of tenants and sharing groups are derived."""
+"""The server's secret, from which salts are derived."""
 
 import secrets
 from pathlib import Path
@@ -11,15 +11,15 @@ SECRET_BYTES = 32
 
 
 def has_secret(data_dir: Path) -> bool:
-    """Whether a server was started on this directory; asking makes no secret."""
+    """Whether a server was ever started on this directory. Creates no secret."""
     return (data_dir / SECRET_NAME).exists()
 
 
 def read_secret(data_dir: Path) -> bytes:
-    """The server's secret, from which tenants' salts come; made at the first start.
+    """The server's secret, created at the first start.
 
-    Blocks on disk are found again only under the secret that they were stored under. Raises
-    ConfigError for a file that does not hold one.
+    Blocks on disk are found only with the secret under which they were stored. Raises ConfigError
+    for a malformed file.
     """
     path = data_dir / SECRET_NAME
     held = secret_file.read_or_make(

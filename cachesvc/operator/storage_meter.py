@@ -1,11 +1,11 @@
-"""Charges for pinned prefixes: each started hour of a pin, once, where the rate card sells storage;
-or each started minute, where it sells that.
+"""Charges for pinned prefixes: each started hour once, or each started minute if the rate card
+prices minutes.
 
-An hour is charged when it begins, at the card and window of that instant, under a request id made
-of the pin's name, its beginning and the hour's number: the ledger takes one charge for each, so
-that a restart finds what was charged and charges what was missed. The card at the beginning of an
-hour says whether its minutes are charged instead, each as it begins. Event loop only; the
-operator's hands settle before and after they change a pin, `run` settles in between.
+An hour is charged when it begins, at the card and window of that instant. The request id is made of
+the pin's name, its beginning and the hour's number. The ledger takes one charge for each id, so a
+restart charges exactly what was missed. The card at the beginning of an hour decides whether its
+minutes are charged instead. Event loop only. The cache operator settles before and after it changes
+a pin, and `run` settles in between.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 HOUR_S, MINUTE_S = 3600, 60
 MINUTES = HOUR_S // MINUTE_S
-LOOK_S = 60.0  # the longest between two looks: clocks jump, and a ledger may be away
+LOOK_S = 60.0  # maximum between two checks: clocks jump, and a ledger may be unreachable
 T = TypeVar("T")
 
 
@@ -51,20 +51,20 @@ Payers = Callable[[], Mapping[PrefixKey, Payer]]
 
 
 class StorageCharges(Protocol):
-    """What the operator's hands need of it."""
+    """The part that the cache operator uses."""
 
     async def settle(self) -> Collection[str]:
-        """Charge every hour that has begun; the names of pins that were released unpaid."""
+        """Charges every started hour. Returns the names of pins released unpaid."""
         ...
 
     def forget(self, name: str) -> None:
-        """A pin was ended before its time; its hours until now were settled."""
+        """Forgets a pin that was ended early and whose hours are settled."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTime:
-    """One hour, or one minute, of one pin, to be charged to a tenant."""
+    """One hour or minute of one pin, to charge to a tenant."""
 
     hold: Hold
     usage: Usage
@@ -77,8 +77,11 @@ class StoredTime:
 
 
 class StorageMeter:
-    """Owns which hours of which pins are settled. `pins` are those of an earlier run's file, also
-    ended ones, whose last hours may be open."""
+    """Tracks which hours of which pins are settled.
+
+    `pins` come from an earlier run's file. They include ended pins, whose last hours may be
+    unsettled.
+    """
 
     def __init__(
         self,
@@ -90,19 +93,19 @@ class StorageMeter:
         pins: Iterable[Pin[PrefixKey]] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`payers` reads the accounts, off the event loop."""
+        """`payers` reads the accounts, so it is called off the event loop."""
         self._call = call
         self._ledger = ledger
         self._payers = payers
         self._record = record
         self._clock = clock
         self._known = _sold(pins)
-        self._next: dict[str, int] = {}  # by pin: the first minute that is not settled
+        self._next: dict[str, int] = {}  # by pin: the first unsettled minute
         self._of_scope: Mapping[PrefixKey, Payer] = {}
         self._settling = asyncio.Lock()
 
     async def run(self) -> None:
-        """Settle whenever an hour begins, until cancelled."""
+        """Settles whenever an hour begins, until cancelled."""
         while True:
             try:
                 await self.settle()
@@ -111,7 +114,7 @@ class StorageMeter:
             await asyncio.sleep(self._until_next_s())
 
     async def settle(self) -> Collection[str]:
-        """See `StorageCharges`. Raises BillingError where the ledger fails; none is lost."""
+        """See `StorageCharges`. Raises BillingError if the ledger fails; no charge is lost."""
         async with self._settling:
             pins = await self._look()
             unpaid = [pin for pin in pins if not await self._charge(pin)]
@@ -124,7 +127,7 @@ class StorageMeter:
             self._drop(known)
 
     async def _look(self) -> list[Pin[PrefixKey]]:
-        """Pins with hours that may be open. One that ended before its time was settled then."""
+        """Pins with possibly unsettled hours. A pin that ended early was settled then."""
         standing = _sold(await self._on_engine(lambda cache: cache.pins()))
         self._known |= standing
         for known, pin in list(self._known.items()):
@@ -136,7 +139,7 @@ class StorageMeter:
         return pins
 
     async def _charge(self, pin: Pin[PrefixKey]) -> bool:
-        """Settle what has begun of a pin; whether what runs is paid for."""
+        """Settles the started part of a pin. Returns whether the current span is paid for."""
         known, now_s = pin_id(pin), self._clock()
         payer = self._of_scope.get(pin.scope)
         begun = spans_begun(pin, now_s, MINUTE_S)
@@ -153,8 +156,10 @@ class StorageMeter:
         return True
 
     def _due(self, pin: Pin[PrefixKey], payer: Payer, minutes: range) -> list[StoredTime]:
-        """What is sold and not charged of `minutes`, in order; looks from the last back to one
-        that was charged, as they are charged in order. A worker thread."""
+        """The sold and uncharged spans of `minutes`, in order. Worker thread.
+
+        Charges are made in order, so it searches from the last one back to one that was charged.
+        """
         tenant = self._ledger.accounts.find_tenant(payer.tenant)
         if tenant is None:
             return []
@@ -173,7 +178,7 @@ class StorageMeter:
     def _spans(
         self, pin: Pin[PrefixKey], payer: Payer, currency: str, minutes: range
     ) -> Iterator[StoredTime]:
-        """What is sold of `minutes`, the last first."""
+        """The sold spans of `minutes`, last first."""
         for hour in reversed(range(minutes.start // MINUTES, -(-minutes.stop // MINUTES))):
             first = hour * MINUTES
             pinned = self._pinned(pin, payer, currency, first)
@@ -195,7 +200,7 @@ class StorageMeter:
     def _pinned(
         self, pin: Pin[PrefixKey], payer: Payer, currency: str, minute: int
     ) -> PinnedRate | None:
-        """The price as a minute of a pin begins."""
+        """The price at the beginning of a pin's minute."""
         try:
             return self._ledger.book.at(
                 payer.model, _begins_ns(pin, minute), currency, Terms(tenant=payer.tenant)
@@ -204,9 +209,9 @@ class StorageMeter:
             return None
 
     async def _post(self, span: StoredTime, *, prepaid: bool) -> bool:
-        """Charge a span; False where the balance does not cover one that runs.
+        """Charges a span. Returns False if the balance does not cover a current one.
 
-        One that is over was kept already: what the balance lacks for it is owed.
+        A past span was already provided, so a missing amount becomes debt.
         """
         hold = span.hold
         if prepaid:
@@ -217,7 +222,7 @@ class StorageMeter:
                     )
                 )
             except DuplicateRequest:
-                pass  # reserved before a crash; to be settled all the same
+                pass  # reserved before a crash; settle it now
             except (InsufficientBalance, TenantSuspended) as error:
                 logger.warning(f"a pin's time could not be charged: {error}")
                 return False
@@ -225,7 +230,7 @@ class StorageMeter:
         return True
 
     async def _release(self, pin: Pin[PrefixKey]) -> None:
-        """End a pin that nobody pays for, durably, and write it into the audit."""
+        """Ends an unpaid pin, durably, with an audit entry."""
         await self._on_engine(lambda cache: cache.unpin(pin.name))
         self._drop(pin_id(pin))
         await asyncio.wrap_future(await self._on_engine(lambda cache: cache.saved()))
@@ -241,7 +246,7 @@ class StorageMeter:
         self._next.pop(known, None)
 
     def _until_next_s(self) -> float:
-        """Until the next minute of a pin begins, at most LOOK_S."""
+        """Seconds until the next minute of a pin begins, at most LOOK_S."""
         now_s = self._clock()
         begin = (
             pin.since_s + spans_begun(pin, now_s, MINUTE_S) * MINUTE_S
@@ -254,17 +259,17 @@ class StorageMeter:
 
 
 def _sold(pins: Iterable[Pin[PrefixKey]]) -> dict[str, Pin[PrefixKey]]:
-    """By id. What was pinned in passing was paid for with what its request wrote."""
+    """The chargeable pins by id. Pins of requests were paid for with their cache writes."""
     return {pin_id(pin): pin for pin in pins if not pin.kind.gives_way}
 
 
 def pin_id(pin: Pin[PrefixKey]) -> str:
-    """Identifies this pin for good: pinning a prefix again under the same name is a new pin."""
+    """A permanent id of this pin. Pinning a prefix again under the same name makes a new pin."""
     return f"pin:{pin.name}:{round(pin.since_s * 1000)}"
 
 
 def spans_begun(pin: Pin[PrefixKey], now_s: float, length_s: int) -> int:
-    """How many hours or minutes of a pin have begun; one that would begin as it ends does not."""
+    """The number of a pin's started hours or minutes. None starts at the pin's end."""
     until_now = floor((now_s - pin.since_s) / length_s) + 1
     return max(0, min(until_now, ceil((pin.until_s - pin.since_s) / length_s)))
 

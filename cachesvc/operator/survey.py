@@ -1,6 +1,6 @@
-"""Where the blocks of a prompt are now, for quotes: first in memory, then on disk.
+"""Finds the blocks of a prompt for quotes: first in memory, then on disk.
 
-Event loop only. The disk is looked at by a thread of its own, few at a time; nothing is loaded.
+Event loop only. A few threads probe the disk; nothing is loaded.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from tiers.blocks.keys import BlockId
 from tiers.cache import TieredCache
 from tiers.tier import TierName
 
-AT_ONCE = 2  # looks at the disk
+AT_ONCE = 2  # concurrent probes of the disk
 
 
 class CacheSurvey:

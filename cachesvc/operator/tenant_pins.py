@@ -1,7 +1,6 @@
-"""The pins of tenants: their caches, which are durable, and the pins their requests make in
-passing.
+"""The pins of tenants: durable ones for their caches, and soft ones for their requests.
 
-Event loop only; the cache is the engine thread's. See `api.requests.retention`.
+Event loop only; the cache belongs to the engine thread. See `api.requests.retention`.
 """
 
 import logging

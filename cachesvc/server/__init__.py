@@ -1,4 +1,4 @@
-"""The running server's parts: model and engine, money, dashboard, HTTP, and the file that finds it.
+"""The running server's parts: model and engine, money, dashboard, HTTP, and the server file.
 
 `cachesvc.service` joins them.
 """

@@ -1,6 +1,6 @@
-"""What a server needs of its engine: our own over its tiers, or vLLM over a node.
+"""A server's interface to its engine: our own over its tiers, or vLLM over a node.
 
-`engine.composition.Core` and `cachesvc.server.vllm.core.VllmCore` are one each.
+`engine.composition.Core` and `cachesvc.server.vllm.core.VllmCore` implement it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class ServedEngine(EngineClient, Protocol):
-    """The engine's face for the server itself; see `engine.engine.Engine`."""
+    """The engine's interface for the server itself; see `engine.engine.Engine`."""
 
     max_tokens: int
 
@@ -44,7 +44,7 @@ class Adapters(Protocol):
 
 
 class Weights(Protocol):
-    """The model that is loaded, as far as the wire needs it."""
+    """The part of the loaded model that the wire needs."""
 
     @property
     def name(self) -> str: ...
@@ -66,7 +66,7 @@ class Weights(Protocol):
 
 
 class Backend(Protocol):
-    """What computes. Made stopped; `close` undoes `start`, and returns blocks not saved."""
+    """The engine. It is created stopped. `close` returns the number of blocks not saved."""
 
     @property
     def loaded(self) -> Weights: ...
@@ -82,7 +82,7 @@ class Backend(Protocol):
 
     @property
     def disk_view(self) -> Callable[[], AbstractContextManager[DiskView]] | None:
-        """Opens the disk tier for an inspector; None where this process has none."""
+        """Opens the disk tier for inspection; None if this process has none."""
 
     @property
     def engine(self) -> ServedEngine: ...
@@ -94,7 +94,7 @@ class Backend(Protocol):
     def grammars(self) -> Compiler: ...
 
     def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
-        """Whose these scopes are, for tiers that are in another process."""
+        """Passes the owners of scopes to tiers in another process."""
 
     def start(self, warm_up_tokens: int = 0) -> None: ...
 

@@ -1,6 +1,6 @@
-"""The compute half, built from settings: the loaded model, its tiers, and the engine over both.
+"""Builds the compute half from settings: the model, its tiers, and the engine over both.
 
-Used by the server and by `cachesvc bench`. What joins them is `engine.composition`.
+Used by the server and by `cachesvc bench`. `engine.composition` joins the parts.
 """
 
 import logging
@@ -34,17 +34,17 @@ from tiers.telemetry.events import EventStream
 
 Progress = Callable[[str, float], None]
 
-# LMDB files of a new disk tier, at most one per GiB; an existing tier keeps its number.
+# Number of LMDB files in a new disk tier, at most one per GiB. An existing tier keeps its number.
 NEW_SHARDS = 2
 
 logger = logging.getLogger(__name__)
 
 
 def prepare(settings: Settings, progress: Progress | None = None) -> tuple[Settings, MakeBackend]:
-    """Do what takes long before the tiers are opened: load the model, or start vLLM's node.
+    """Does the slow work before the tiers are opened: loads the model, or starts vLLM's node.
 
-    The settings come back with the size that the device tier takes where none was given. Raises
-    ModelError and ConfigError, with the reason, for what cannot be served.
+    Returns the settings with the size of the device tier filled in. Raises ModelError or
+    ConfigError, with the reason, if the model cannot be served.
     """
     if settings.engine.backend == "vllm":
         from cachesvc.server.vllm.core import build as build_vllm
@@ -64,7 +64,7 @@ def _sized(settings: Settings, device: str) -> Settings:
 
 
 def over(loaded: LoadedModel, settings: Settings) -> MakeBackend:
-    """What makes the tiers and the embedded engine of a loaded model."""
+    """The builder of tiers and embedded engine for a loaded model."""
     return lambda on_outputs, stream, shares: build(
         loaded,
         kv_dtype=settings.model.kv_dtype,
@@ -78,7 +78,7 @@ def over(loaded: LoadedModel, settings: Settings) -> MakeBackend:
 
 
 def load(settings: ModelSection, data_dir: Path, progress: Progress | None = None) -> LoadedModel:
-    """Load the model and its adapters. Raises ModelError, with the reason, for what cannot be
+    """Loads the model and its adapters. Raises ModelError, with the reason, if they cannot be
     served."""
     return run_apart(lambda: _load(settings, data_dir, progress))
 
@@ -109,7 +109,7 @@ def build(
     stream: EventStream | None = None,
     shares: QuotaShares | None = None,
 ) -> Core:
-    """Tiers and engine for a loaded model. Raises what the tiers say of sizes and directories."""
+    """Tiers and engine for a loaded model. Raises the tiers' errors on sizes and directories."""
     layout = loaded.layout(cache.block_size, None if kv_dtype == "auto" else kv_dtype)
     stream = stream or EventStream()
     disk = _open_disk(layout, cache, data_dir, stream, shares)

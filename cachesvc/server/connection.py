@@ -1,9 +1,9 @@
-"""A client's connection, bounded while its request arrives: in bytes and in time; and their number.
+"""Bounds on clients' connections: bytes and time of an arriving request, and their number.
 
-uvicorn keeps headers and trailers of any length, queues any number of pipelined requests, waits for
-the rest of a request for ever, and accepts until the process has no descriptors left. All of this
-happens before a key is checked, so anyone who reaches the port could fill the memory or hold every
-connection. Event loop only.
+uvicorn accepts headers and trailers of any length, queues any number of pipelined requests, waits
+forever for the rest of a request, and accepts connections until the process runs out of
+descriptors. All of this happens before a key is checked, so anyone who reaches the port could fill
+the memory or hold every connection. Event loop only.
 """
 
 import asyncio
@@ -21,19 +21,19 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 MAX_HEAD_BYTES: Final = 64 << 10  # of a request line and its headers; proxies allow 8 to 32 KiB
-MAX_PIPELINED: Final = 32  # requests of one connection that wait for the answer before theirs
-MAX_UNREAD_BYTES: Final = 1 << 20  # of a body that nobody reads, its request being answered
-HEAD_S: Final = 20.0  # for a head to arrive, from its connection's beginning or its first byte
-BODY_S: Final = 60.0  # without a byte of a body that is still to come
-WRITE_S: Final = 120.0  # without room for a byte of an answer: the client reads nothing
-BODY_BYTES_PER_S: Final = 1024  # a body that arrives more slowly, beyond BODY_S, is given up
-MAX_CONNECTIONS: Final = 4096  # open at once: with heads and bodies that only begin, 256 MiB
-DESCRIPTORS: Final = 3 / 4  # of the process's, that connections may take
+MAX_PIPELINED: Final = 32  # requests of one connection that wait for earlier answers
+MAX_UNREAD_BYTES: Final = 1 << 20  # of a body that nobody reads while its request is answered
+HEAD_S: Final = 20.0  # for a head to arrive, from the connection's start or the head's first byte
+BODY_S: Final = 60.0  # without a byte of an unfinished body
+WRITE_S: Final = 120.0  # without room for a byte of an answer, because the client does not read
+BODY_BYTES_PER_S: Final = 1024  # minimum rate of a body after BODY_S
+MAX_CONNECTIONS: Final = 4096  # open at once; with unfinished heads and bodies, 256 MiB
+DESCRIPTORS: Final = 3 / 4  # share of the process's descriptors for connections
 CLOSED_AT_ONCE: Final = 1 / 16  # of the bound, so that a flood pays for few looks at all of them
 
 
 def connection_bound() -> int:
-    """How many connections may be open: the ledger and the disk tier need descriptors as well."""
+    """The maximum of open connections. The ledger and the disk tier need descriptors too."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -41,7 +41,7 @@ def connection_bound() -> int:
 
 
 def http_config(app: Callable[..., Any], **options: Any) -> uvicorn.Config:
-    """What the servers of this program share: bounded connections, and our own logs."""
+    """The configuration shared by all servers here: bounded connections and our own logs."""
     return uvicorn.Config(
         app,
         http=BoundedConnection,
@@ -54,15 +54,15 @@ def http_config(app: Callable[..., Any], **options: Any) -> uvicorn.Config:
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Invariant: while a request is on its way, a timer runs that ends the connection.
+    """Invariant: while a request arrives, a timer runs that ends the connection.
 
-    Where one connection too many comes, those that have waited longest for a request are closed,
-    first of the address that has more than half of all. One whose request is being answered stays;
-    if all are, the new one gets a 503.
+    At the limit, a new connection closes those that have waited longest for a request, first those
+    of an address with more than half of all. A connection whose request is being answered stays. If
+    all are being answered, the new one gets a 503.
 
-    `_framing` counts raw bytes that brought no body since the last progress, which is the end of
-    a head, a piece of a body, or the end of a message. The parser is never fed more of them than
-    the bound allows, so a head, a chunk's extensions and the trailers all stay below it.
+    `_framing` counts raw bytes without body data since the last progress: the end of a head, a
+    piece of a body, or the end of a message. The parser gets no more of them than the bound, so a
+    head, a chunk's extensions and the trailers all stay below it.
     """
 
     max_head_bytes = MAX_HEAD_BYTES
@@ -73,7 +73,7 @@ class BoundedConnection(HttpToolsProtocol):
     body_bytes_per_s = BODY_BYTES_PER_S
     max_connections = connection_bound()
 
-    _waiting_since_s = 0.0  # for its next request, or for all of one that has begun to arrive
+    _waiting_since_s = 0.0  # for its next request, or for the rest of one
     _stuck: asyncio.TimerHandle | None = None
     _patience: asyncio.TimerHandle | None = None
     _in_head = True
@@ -102,7 +102,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether no request is being answered: none has come, or not all of it."""
+        """Whether no complete request has arrived, so none is being answered."""
         cycle: RequestResponseCycle | None = self.cycle
         return self._patience is not None or cycle is None or cycle.response_complete
 
@@ -111,7 +111,7 @@ class BoundedConnection(HttpToolsProtocol):
         return self.client[0] if self.client else ""
 
     def _close_longest_waiting(self) -> bool:
-        """Close others that wait, longest first; False where there is none."""
+        """Closes other waiting connections, longest first. Returns False if there is none."""
         others = [c for c in self.connections if c is not self and isinstance(c, type(self))]
         waiting = [other for other in others if other._is_waiting]
         address, num_open = Counter(other._address for other in others).most_common(1)[0]
@@ -125,7 +125,8 @@ class BoundedConnection(HttpToolsProtocol):
         return bool(closed)
 
     def pause_writing(self) -> None:
-        """The client does not read. One that never does is cut off: closing waits for it."""
+        """The client does not read. After WRITE_S it is cut off, because closing would wait for
+        it."""
         super().pause_writing()
         self._end_stuck()
         self._stuck = self.loop.call_later(self.write_s, self.transport.abort)
@@ -150,7 +151,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._wait_for(self.head_s)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Ignores trailers, which uvicorn would add to the headers that were checked already."""
+        """Ignores trailers, which uvicorn would add to the already checked headers."""
         if self._in_head:
             super().on_header(name, value)
 
@@ -183,7 +184,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._framing = 0 if self._progressed else self._framing + len(part)
 
     def _renew_patience(self) -> None:
-        """A byte of a body has come: more time, as long as the body is not too slow altogether."""
+        """Extends the timer after a byte of a body, unless the whole body is too slow."""
         if self._in_head or self._patience is None:
             return
         allowed_s = self.body_s + self._body_bytes / self.body_bytes_per_s
@@ -191,7 +192,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._wait_for(min(self.body_s, max(0.0, left_s)))
 
     def _wait_for(self, seconds: float | None) -> None:
-        """End the connection after this long; None waits forever, as for an answer."""
+        """Ends the connection after this time; None waits forever, as for an answer."""
         if self._patience is not None:
             self._patience.cancel()
         self._patience = None
@@ -216,7 +217,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._refuse(status, f"Trailers or chunk sizes exceed {self.max_head_bytes} bytes.")
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
-        """Says why and ends the connection. In the middle of an answer it only ends."""
+        """Sends the reason and ends the connection; in the middle of an answer only ends it."""
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is None or not cycle.response_started or cycle.response_complete:
             head = f"content-type: text/plain\r\ncontent-length: {len(message)}\r\n"

@@ -1,6 +1,7 @@
-"""The admin half, built from settings: the parts that the routes under `/admin` get.
+"""Builds the admin half from settings: the parts for the routes under `/admin`.
 
-The composition root makes one per server and runs `keep_history` while it serves. Event loop only.
+The composition root creates one per server and runs `keep_history` while it serves. Event loop
+only.
 """
 
 import asyncio
@@ -34,12 +35,12 @@ from tiers.telemetry.working_set import TrafficReport
 logger = logging.getLogger(__name__)
 
 SAMPLE_S = 1.0
-KEEP_SESSIONS_EVERY = 5  # samples; a session that is ended on purpose is kept at once
+KEEP_SESSIONS_EVERY = 5  # samples; a session ended on purpose is saved at once
 KEEP_HISTORY_EVERY = 300
-SESSION_S = 12 * 3600.0  # after which a login ends
-IDLE_S = 2 * 3600.0  # without a use, after which a login ends
+SESSION_S = 12 * 3600.0  # maximum age of a login
+IDLE_S = 2 * 3600.0  # idle time after which a login ends
 RECENT_S = 60.0
-FIRST_LINK_S = 24 * 3600.0  # a server is often started long before somebody looks
+FIRST_LINK_S = 24 * 3600.0  # servers are often started long before the first login
 RECENT = {
     "requests_per_s": "rate:traffic.requests.*",
     "prompt_tokens_per_s": "rate:traffic.prompt_tokens.*",
@@ -100,18 +101,18 @@ class Dashboard:
         )
 
     def stats(self) -> dict[str, Any]:
-        """The snapshot, and what the last minute was like."""
+        """The snapshot and the last minute's figures."""
         recent = self.history.over(list(RECENT.values()), window_s=RECENT_S)
         told = {name: recent[series] for name, series in RECENT.items()}
         return snapshot(self._sources) | {"recent": {"window_s": RECENT_S} | told}
 
     def first_link(self, url: str) -> str:
-        """Logs in once, for who started the server."""
+        """A one-time login link for the user who started the server."""
         token = self.parts.sessions.make_link(Admin("operator"), FIRST_LINK_S)
         return f"{reachable(url)}/admin/login?token={token}"
 
     def remember(self, remembered: Remembered, index: BlockIndex) -> None:
-        """Go on where the last run ended; what cannot be read is left out."""
+        """Restores the last run's state, without what cannot be read."""
         self._remembered = remembered
         sessions = self.parts.sessions
         for name, restore in (
@@ -128,7 +129,7 @@ class Dashboard:
         sessions.on_end = self._keep_sessions
 
     async def keep_history(self) -> None:
-        """Takes a sample each second until cancelled, and keeps what a restart would lose."""
+        """Takes a sample each second until cancelled, and saves what a restart would lose."""
         for turn in itertools.count(1):
             self.history.sample()
             if turn % KEEP_SESSIONS_EVERY == 0:
@@ -142,7 +143,7 @@ class Dashboard:
         self._remembered.keep("hits", packed)
 
     def close(self) -> None:
-        """Keep what is known now. After the last request."""
+        """Saves the current state, after the last request."""
         self.history.sample()
         self._keep_sessions()
         self._remembered.keep("history", self._packed())
@@ -155,5 +156,5 @@ class Dashboard:
 
 
 def _gib_month(costs: CostsSection) -> dict[str, int]:
-    """Units that a GiB of each tier costs a month, of the tiers with a price."""
+    """Units per GiB and month, of each tier with a price."""
     return {tier: parse_amount(text) for tier, text in costs.gib_month.items() if text}

@@ -1,4 +1,4 @@
-"""The HTTP server: its signals, and the count of what it answered. Event loop only."""
+"""The HTTP server: its signals and its response counts. Event loop only."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from cachesvc.observability.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-CLIENT_GONE = 499  # as nginx counts who went away before an answer began
+CLIENT_GONE = 499  # nginx' code for a client that left before the answer
 
 _Message = MutableMapping[str, Any]
 Asgi = Callable[
@@ -30,7 +30,7 @@ Asgi = Callable[
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with signals that end it as finished: the process exits with 0."""
+    """uvicorn, except that a signal ends it normally: the process exits with 0."""
 
     def __init__(
         self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]
@@ -47,7 +47,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Unlike uvicorn's own, does not raise the signal again once the server has stopped."""
+        """Unlike uvicorn's, does not raise the signal again after the server has stopped."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)

@@ -1,7 +1,7 @@
-"""Where signed heads of the ledger are kept: a file, a receiver at a URL, or a bucket.
+"""Stores signed heads of the ledger in a file, at a URL, or in a bucket.
 
-A file and a receiver get a line each time; a bucket gets an object each time, and none is ever
-written twice, so that a retention lock may hold them. Off the event loop.
+A file or a URL gets a line each time, a bucket an object. No object is written twice, so a
+retention lock may hold them. Off the event loop.
 """
 
 import urllib.error
@@ -22,7 +22,7 @@ TIMEOUT_S = 30.0
 
 
 def keep_heads(line: dict[str, Any], to: str) -> None:
-    """Returns once they are kept. Raises `ExportError`."""
+    """Stores a line. Returns once it is stored. Raises `ExportError`."""
     if not to.startswith(BUCKET):
         send_heads(line, to)
         return

@@ -1,8 +1,8 @@
-"""Turns of chats and stored responses on disk, so that a conversation goes on after a restart.
+"""Turns of chats and stored responses on disk, so that conversations continue after a restart.
 
-One SQLite file beside the journal's. Entries are found under names made with their tenant's salt,
-bounded by number, bytes and age, the least recently used out first, and removed when their owner is
-purged. The names are in memory; a body is read when it is asked for, off the event loop.
+One SQLite file beside the journal's. Entries have names made with their tenant's salt. They are
+bounded by number, bytes and age, the least recently used leave first, and a purge removes their
+owner's. Names are in memory. A body is read on demand, off the event loop.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ PRUNE_EVERY: Final = 64  # writes
 
 
 class KeptTurns:
-    """The file: see `api.requests.kept`. With no `path` it keeps nothing. Event loop only.
+    """The file; see `api.requests.kept`. Without a `path` it stores nothing. Event loop only.
 
-    Invariant: at most `max_entries` names, in the order of their use, whatever becomes of the file.
+    Invariant: at most `max_entries` names, in order of use, whatever happens to the file.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class KeptTurns:
             self._oldest_s(),
             max_entries,
         )
-        self._lock = threading.Lock()  # the writer forgets what it has pruned
-        self._same: dict[bytes, bytes] = {}  # each owner once, not with each of its names
+        self._lock = threading.Lock()  # the writer thread removes pruned names
+        self._same: dict[bytes, bytes] = {}  # interned owners: one object for all names
         self._owners = {bytes(name): self._one(bytes(owner)) for name, owner in reversed(found)}
 
     def start(self) -> None:
@@ -74,7 +74,7 @@ class KeptTurns:
         return name in self._owners
 
     async def read(self, name: bytes) -> bytes | None:
-        """The value kept under a name; None if it can no longer be read."""
+        """The body stored under a name; None if it can no longer be read."""
         if name not in self._owners:
             return None
         found = await asyncio.to_thread(
@@ -120,14 +120,14 @@ class KeptTurns:
             self._file.hand_over(lambda db: db.execute("DELETE FROM kept WHERE name = ?", (name,)))
 
     def forget(self, owner: bytes) -> None:
-        """Remove all that one owner has."""
+        """Removes all entries of one owner."""
         with self._lock:
             for name in [name for name, other in self._owners.items() if other == owner]:
                 del self._owners[name]
         self._file.hand_over(lambda db: db.execute("DELETE FROM kept WHERE owner = ?", (owner,)))
 
     def _prune(self, db: sqlite3.Connection) -> None:
-        """Writer thread: what is too old or too much leaves."""
+        """Removes entries beyond the bounds of age and size. Writer thread."""
         oldest_s, gone = self._oldest_s(), []
         number, nbytes = db.execute("SELECT count(*), coalesce(sum(size), 0) FROM kept").fetchone()
         more, over = number - self._max_entries, nbytes - self._max_bytes

@@ -1,6 +1,6 @@
-"""What a server needs before it does anything slow: its data directory, its address, its socket.
+"""The quick first steps of a server: its data directory, its address, its socket.
 
-Imports nothing that computes, so that what cannot work is refused within half a second.
+Imports no torch, so that errors are reported within half a second.
 """
 
 import ipaddress
@@ -14,13 +14,13 @@ from cachesvc.config.sections import ServerSection
 from tiers.disk.directory import is_locked, read_holder
 from tiers.errors import DirectoryLocked
 
-BACKLOG = 2048  # connections that wait for somebody to accept them, as uvicorn has it
+BACKLOG = 2048  # connections waiting to be accepted; uvicorn's default
 
 
 def make_data_dir(path: Path) -> None:
-    """Create the data directory, for its owner alone: it holds prompts' KV and the ledger.
+    """Creates the data directory for its owner only: it holds prompts' KV and the ledger.
 
-    Raises ConfigError where it cannot be made, DirectoryLocked where another server runs on it.
+    Raises ConfigError if it cannot be created, DirectoryLocked if another server runs on it.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def make_data_dir(path: Path) -> None:
 
 
 def check_address(server: ServerSection, *, requires_keys: bool) -> None:
-    """A server that anybody may use must not be reachable by everybody. Raises ConfigError."""
+    """Raises ConfigError if a server without keys would be reachable from other machines."""
     if requires_keys or is_loopback(server.host):
         return
     raise ConfigError(
@@ -52,7 +52,7 @@ def check_address(server: ServerSection, *, requires_keys: bool) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """Whether the address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -60,9 +60,9 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket: a connection waits in its queue until somebody serves on it.
+    """A listening socket. Connections wait in its queue until a server accepts them.
 
-    Raises ConfigError for a port in use and a host that is none.
+    Raises ConfigError for a port in use or an invalid host.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(

@@ -1,7 +1,7 @@
-"""How the log looks: structlog renders what every `logging.getLogger(__name__)` says.
+"""Configures logging: structlog renders every logger's lines.
 
-Called once by a command, before threads start. Prompts, block contents and keys are never logged;
-a processor masks what looks like a key, should one end up in a message all the same.
+Called once by a command, before threads start. Prompts, block contents and keys are never logged.
+As a safeguard, a processor masks anything that looks like a key.
 """
 
 import logging
@@ -48,7 +48,7 @@ def configure(settings: LogSection, stream: TextIO | None = None) -> None:
         else [
             structlog.dev.ConsoleRenderer(
                 colors=_takes_colours(out),
-                # Not the formatter that prints local variables: they hold prompts and keys.
+                # Not the formatter that prints local variables, which hold prompts and keys.
                 exception_formatter=structlog.dev.plain_traceback,
             )
         ]
@@ -71,13 +71,13 @@ def configure(settings: LogSection, stream: TextIO | None = None) -> None:
 
 
 def _takes_colours(out: TextIO) -> bool:
-    """Whether it is a terminal that knows them, and nobody asked for none (no-color.org)."""
+    """Whether it is a terminal with colours and NO_COLOR is unset (no-color.org)."""
     console = Console(file=out)
     return out.isatty() and console.color_system is not None and not console.no_color
 
 
 def mask_keys(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """Keep of an API key only the prefix that its owner may be shown."""
+    """Cuts API keys to the prefix that may be shown."""
     return {
         key: KEY_PATTERN.sub(r"\1***", value) if isinstance(value, str) else value
         for key, value in event.items()

@@ -1,4 +1,4 @@
-"""The money half, built from settings: store, accounts, ledger, and what the wire needs of them.
+"""Builds the money half from settings: store, accounts, ledger, and their parts for the wire.
 
 `start` before the first request, `close` after the last. The ledger has its own thread; `refresh`
 and `audit` read the store and are called off the event loop.
@@ -52,8 +52,8 @@ from cachesvc.server.kept_heads import keep_heads
 WEBHOOK_SECRET = "webhook_secret"  # noqa: S105  the file's name, not the secret
 logger = logging.getLogger(__name__)
 
-PASSWORD = re.compile(r"://[^/\s]*@")  # with its user's name, in a URL that is shown
-LEASE_S = 120  # of a hold: twice the longest silence of a live request, of a client that stalls
+PASSWORD = re.compile(r"://[^/\s]*@")  # with the user name, in a URL to print
+LEASE_S = 120  # of a hold: twice the longest silence of a live request with a stalled client
 OTHERS = "*"  # every tenant or key without limits of its own
 SOLD = (*HIT_CLASSES, "miss", "output")
 ObserveBill = Callable[[str, Mapping[str, int], int], None]
@@ -61,7 +61,7 @@ ObserveBill = Callable[[str, Mapping[str, int], int], None]
 
 @dataclass(slots=True)
 class Money:
-    """The parts, and the snapshot that a scrape reads."""
+    """The parts, and a snapshot for scrapes."""
 
     books: OpenBooks
     bills: "Bills"
@@ -85,12 +85,13 @@ class Money:
         return self.required or self.accounts.requires_keys
 
     def start(self, observe_bill: ObserveBill) -> LedgerMeter:
-        """Settle what an earlier run left, take commands; `observe_bill` hears of every charge."""
+        """Settles what an earlier run left and starts the ledger. `observe_bill` is called per
+        charge."""
         self.bills.observe = observe_bill
         self.books.store.renew_log()
         self.books.ledger.start()
         for currency in {card.currency for card in self.accounts.book.cards}:
-            observe_bill(currency, dict.fromkeys(SOLD, 0), 0)  # what grows later is there from now
+            observe_bill(currency, dict.fromkeys(SOLD, 0), 0)  # exports the counters from the start
         return LedgerMeter(
             self.books.ledger,
             lease_s=self.lease_s,
@@ -102,11 +103,12 @@ class Money:
         self.books.store.close()
 
     def stats(self) -> MoneyStats:
-        """Holds and drift as of the last `refresh`, the ledger's thread as of now; any thread."""
+        """Holds and drift as of the last `refresh`, and the ledger thread's current counters. Any
+        thread."""
         return replace(self._stats, ledger=self.books.ledger.stats())
 
     def refresh(self) -> None:
-        """Look at holds and balances. Reads the store."""
+        """Updates holds and drift. Reads the store."""
         with self.books.store.reading() as connection:
             holds = store_reports.hold_list(connection)
             accounts = store_reports.all_accounts(connection)
@@ -119,17 +121,18 @@ class Money:
         self._stats = MoneyStats(len(holds), max(0.0, (time.time_ns() - oldest_ns) / 1e9), drift)
 
     def audit(self) -> int:
-        """Prove the whole ledger; returns how many things differ, and says them in the log."""
+        """Proves the whole ledger. Logs the differences and returns their number."""
         problems = self.books.prover.prove().proof.problems
         for problem in problems:
             logger.error(f"the ledger does not add up: {problem}")
         return len(problems)
 
     def alert(self) -> None:
-        """Tell of budgets that are reached. What is not taken waits in the outbox.
+        """Sends alerts for budgets that are reached. Undelivered alerts wait in the outbox.
 
-        Not by a wrong clock: a message would count as three days old and be given up, or wait
-        until that day for its next try, and what was spent on a day be looked up on another.
+        Does nothing while the clock is wrong. Otherwise an alert could count as three days old and
+        be dropped, its next try could wait for days, and spending would be summed for the wrong
+        day.
         """
         if self.outbox is not None and self.watch is not None and not self.books.ledger.refuses:
             now_ns = time.time_ns()
@@ -137,7 +140,7 @@ class Money:
             self.outbox.deliver(now_ns)
 
     def keep_heads(self) -> None:
-        """Send the signed heads to their store; failures are logged."""
+        """Sends the signed heads to their store. Failures are logged."""
         if not self.heads_to:
             return
         try:
@@ -152,7 +155,7 @@ class Money:
 
 @dataclass(slots=True)
 class Bills:
-    """The ledger's observer: tells the metrics what each charge came to. Ledger thread."""
+    """The ledger's observer, which reports each charge to the metrics. Ledger thread."""
 
     accounts: Accounts
     observe: ObserveBill | None = None
@@ -170,8 +173,8 @@ class Bills:
 def open_money(settings: Settings) -> Money:
     """Open the ledger of a data directory, or of `billing.database_url`.
 
-    Raises StoreError, and ConfigError for a first card or a quota's store that cannot be
-    used; then nothing is left open.
+    Raises StoreError, and ConfigError for an unusable first card or store of limits. Nothing is
+    left open then.
     """
     data_dir = settings.server.data_dir
     first_card = _first_card(settings.billing.first_card)
@@ -208,12 +211,12 @@ def open_money(settings: Settings) -> Money:
             outbox=_outbox(settings, store),
             watch=BudgetWatch(store),
         )
-        opened.pop_all()  # from here on `Money.close` closes it
+        opened.pop_all()  # from here on `Money.close` closes them
         return money
 
 
 def _first_card(name_or_path: str) -> RateCard | None:
-    """The card that a new ledger begins with; None is the one that ships for it."""
+    """The first card of a new ledger; None for the built-in one."""
     if not name_or_path:
         return None
     card = find_card(name_or_path)
@@ -224,7 +227,8 @@ def _first_card(name_or_path: str) -> RateCard | None:
 
 
 def _outbox(settings: Settings, store: LedgerStore) -> Outbox | None:
-    """The receiver checks signatures with the text in the file `webhook_secret`."""
+    """The outbox of alerts. Receivers check signatures with the secret in the file
+    `webhook_secret`."""
     url = settings.billing.alerts_to
     if not url:
         return None
@@ -238,7 +242,7 @@ def _outbox(settings: Settings, store: LedgerStore) -> Outbox | None:
 
 
 def _say_if_ignored(setting: str, card: RateCard, accounts: Accounts) -> None:
-    """Warn that a first card has no effect once another was applied."""
+    """Warns that a first card has no effect after another one was applied."""
     cards = accounts.book.cards
     if cards and all(other.text != card.text for other in cards):
         first = cards[0]
@@ -250,7 +254,7 @@ def _say_if_ignored(setting: str, card: RateCard, accounts: Accounts) -> None:
 
 
 def limit_settings(section: LimitsSection) -> LimitSettings:
-    """The quotas of tenants and keys as the settings have them; * stands for all others."""
+    """The quotas of tenants and keys from the settings; * means all others."""
     tenants = {name: _quota(table) for name, table in section.tenants.items()}
     keys = {name: _quota(table) for name, table in section.keys.items()}
     return LimitSettings(

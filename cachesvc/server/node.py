@@ -1,4 +1,4 @@
-"""`cachesvc node` in this process: the node, what it publishes, and what answers Prometheus."""
+"""Runs `cachesvc node`: the node, its published events and its Prometheus endpoint."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ SCRAPE_S = 5.0
 def run_node(
     settings: NodeSettings, *, events: EventsSection, metrics: str, on_ready: Callable[[], None]
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError and what `NodeServer.open` raises."""
+    """Serves until SIGTERM or SIGINT. Raises ConfigError and the errors of `NodeServer.open`."""
     serving = NodeServer(settings)
     serving.open()
     with closing(serving), published(events, serving.stream, 0):
@@ -34,7 +34,7 @@ def run_node(
 
 
 def _answer_scrapes(address: str, socket: Path) -> None:
-    """Raises ConfigError for what is no address, or none of this machine."""
+    """Serves metrics. Raises ConfigError for an invalid or foreign address."""
     from cachesvc.observability.metrics import serve_samples
 
     host, _, port = address.rpartition(":")
@@ -47,7 +47,7 @@ def _answer_scrapes(address: str, socket: Path) -> None:
 
 
 def _read(socket: Path) -> Iterator[MetricSample]:
-    """The counters as the node tells any client: the node's own thread reads them."""
+    """The counters, requested like any client does, so that the node's own thread reads them."""
     try:
         with closing(NodeClient(socket, timeout_s=SCRAPE_S)) as client:
             client.open()

@@ -1,6 +1,7 @@
-"""The dashboard's memory, kept over restarts: ended requests, the history's samples, logins.
+"""The dashboard's state that survives restarts: ended requests, the history's samples, logins.
 
-A convenience and no record: the ledger alone says what was charged. Prompts are never written.
+It is a convenience, not a record: the ledger alone says what was charged. Prompts are never
+written.
 """
 
 import io
@@ -26,9 +27,9 @@ OURS: Final = ("api.", "billing.", "engine.", "tiers.")
 
 
 class Remembered:
-    """The file. `records` and `read` before `start`; after it any thread hands over.
+    """The file. Call `records` and `read` before `start`; after it any thread may write.
 
-    With no `path` it remembers nothing.
+    Without a `path` it stores nothing.
     """
 
     def __init__(self, path: Path | None, *, max_records: int) -> None:
@@ -36,12 +37,12 @@ class Remembered:
         self._file = SideFile(path, schema=SCHEMA, tables=TABLES, what="the dashboard's requests")
 
     def records(self) -> Sequence[RequestRecord]:
-        """Ended requests, the oldest first. What another version wrote may be left out."""
+        """Ended requests, oldest first. Records of other versions may be omitted."""
         found = self._file.rows("SELECT body FROM records ORDER BY number")
         return [record for (body,) in found if (record := _record(body)) is not None]
 
     def read(self, name: str) -> bytes | None:
-        """The value kept under a name."""
+        """The value stored under a name."""
         found = self._file.rows("SELECT body FROM states WHERE name = ?", name)
         return zlib.decompress(found[0][0]) if found else None
 
@@ -49,7 +50,7 @@ class Remembered:
         self._file.start()
 
     def close(self) -> None:
-        """Write what waits, and stop."""
+        """Writes what is pending and stops."""
         self._file.close()
 
     def keep_record(self, record: RequestRecord) -> None:
@@ -72,7 +73,7 @@ class Remembered:
 
 
 class _Reader(pickle.Unpickler):
-    """Reads values of our own frozen types and nothing that runs code."""
+    """Unpickles only our own frozen types, so nothing can run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name) if module.startswith(OURS) else None
@@ -84,7 +85,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _record(body: bytes) -> RequestRecord | None:
-    """None for what this version cannot read."""
+    """None for a record that this version cannot read."""
     try:
         record = _Reader(io.BytesIO(zlib.decompress(body))).load()
         assert isinstance(record, RequestRecord) and record.nbytes

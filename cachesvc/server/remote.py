@@ -1,11 +1,11 @@
-"""The tier beneath the disk, as the settings name it, for the embedded engine and for vLLM."""
+"""The settings of the remote tier, for the embedded engine and for vLLM."""
 
 from cachesvc.config.sections import CacheSection
 from tiers.remote.settings import RemoteSettings, RemoteWrites
 
 
 def remote_settings(cache: CacheSection) -> RemoteSettings | None:
-    """What the tier beneath the disk is to be; None where there is none."""
+    """The remote tier below the disk, or None."""
     if not cache.remote_url:
         return None
     writes = RemoteWrites(cache.remote_writes)

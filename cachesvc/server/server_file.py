@@ -1,7 +1,8 @@
-"""How commands find the server that runs on a data directory, and talk to it.
+"""How commands find and call the server that runs on a data directory.
 
-While it runs, the server keeps `server.json` in its data directory, for its owner alone: where it
-listens, its process, and the operator's token. Commands call `find_server` on their only thread.
+While it runs, the server has a `server.json` in its data directory, readable by its owner only. It
+holds the address, the process id and the operator's token. Commands call `find_server` on their
+only thread.
 """
 
 import contextlib
@@ -18,38 +19,39 @@ from urllib.parse import urlsplit
 
 FILE_NAME = "server.json"
 TIMEOUT_S = 30.0
-FIND_TIMEOUT_S = 30.0  # a busy server's answer to who we are
+FIND_TIMEOUT_S = 30.0  # a busy server's answer to the first question
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  an address to connect to instead
 
 
 class LiveError(Exception):
-    """The running server refused or did not answer; the message is its own, or says why."""
+    """The running server refused or did not answer. The message is the server's or gives the
+    reason."""
 
 
 class ServerSilent(LiveError):
-    """Nothing came from the server in time, though something listens where it does."""
+    """The server did not answer in time, although something listens at its address."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveServer:
-    """A running server, and the right to do everything on it."""
+    """A running server with full access to it."""
 
     url: str
     pid: int
     token: str = field(repr=False)
 
     def get(self, path: str, *, timeout_s: float = TIMEOUT_S) -> Any:
-        """The JSON at `path`, or the text where it is none. Raises LiveError."""
+        """The JSON at `path`, or the text if it is not JSON. Raises LiveError."""
         return self._ask("GET", path, None, timeout_s)
 
     def post(self, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S) -> Any:
-        """The JSON that `path` answers to `body` with. Raises LiveError."""
+        """The JSON answer of `path` to `body`. Raises LiveError."""
         return self._ask("POST", path, body, timeout_s)
 
     def follow(self, path: str, *, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[str, Any]]:
-        """The server-sent events at `path`: name and JSON, until the server ends them.
+        """The server-sent events at `path`, as name and JSON, until the server ends them.
 
-        Raises LiveError, also after `timeout_s` without as much as a comment.
+        Raises LiveError, also after `timeout_s` without even a comment.
         """
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection(
@@ -92,9 +94,9 @@ class LiveServer:
 
 
 def find_server(data_dir: Path) -> LiveServer | None:
-    """The server that runs on `data_dir` and takes our token, or None.
+    """The server that runs on `data_dir` and accepts our token, or None.
 
-    Raises ServerSilent where it is too busy to answer: what it holds must not be changed beside it.
+    Raises ServerSilent if it is too busy to answer, because its data must not be changed behind it.
     """
     try:
         told = json.loads((data_dir / FILE_NAME).read_text())
@@ -110,7 +112,7 @@ def find_server(data_dir: Path) -> LiveServer | None:
 
 @contextlib.contextmanager
 def announced(data_dir: Path, url: str, token: str) -> Iterator[None]:
-    """`server.json` stands while the block runs."""
+    """Keeps `server.json` while the block runs."""
     path = data_dir / FILE_NAME
     fresh = data_dir / f"{FILE_NAME}.{os.getpid()}"
     fresh.unlink(missing_ok=True)
@@ -125,12 +127,12 @@ def announced(data_dir: Path, url: str, token: str) -> Iterator[None]:
 
 
 def new_token() -> str:
-    """An operator's token, good for one run of the server."""
+    """An operator's token for one run of the server."""
     return "op-" + secrets.token_urlsafe(32)
 
 
 def reachable(url: str) -> str:
-    """`url` with an address that can be connected to, where the server listens on all."""
+    """`url` with a connectable address, if the server listens on all addresses."""
     address = urlsplit(url)
     host = _ANY_ADDRESS.get(address.hostname or "", address.hostname or "")
     return f"http://{f'[{host}]' if ':' in host else host}:{address.port}"
@@ -163,7 +165,7 @@ def _taken(status: int, text: bytes) -> Any:
 
 
 def _file(data: bytes) -> str | bytes:
-    """A table or a page as text, a PDF as it is."""
+    """A table or a page as text, a PDF as bytes."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -171,7 +173,7 @@ def _file(data: bytes) -> str | bytes:
 
 
 def actor() -> str:
-    """Who acts at this terminal, for the audit log."""
+    """The user at this terminal, for the audit log."""
     try:
         return f"cli:{getpass.getuser()}"
     except (KeyError, OSError):

@@ -1,8 +1,8 @@
-"""A SQLite file beside the data that a server would rather not forget: a convenience, no record.
+"""A SQLite file for state worth keeping over a restart: a convenience, not a record.
 
-One thread writes it, in small transactions. A damaged file begins anew, one that cannot be opened
-is left as it is, a write that fails costs what it held, and the first such is logged. What must not
-be lost is in the ledger.
+One thread writes it, in small transactions. A damaged file is replaced. A file that cannot be
+opened is left as it is. A failed write loses its data, and the first failure is logged. What must
+not be lost is in the ledger.
 """
 
 import logging
@@ -16,35 +16,35 @@ from typing import Any, Final
 
 logger = logging.getLogger(__name__)
 
-QUEUE: Final = 10_000  # writes that may wait; further ones are dropped
-QUEUE_BYTES: Final = 64 << 20  # and what they may hold, together
-GATHER: Final = 500  # writes of one transaction, at most
+QUEUE: Final = 10_000  # maximum of pending writes; further ones are dropped
+QUEUE_BYTES: Final = 64 << 20  # maximum of their bytes together
+GATHER: Final = 500  # maximum of writes in one transaction
 
 Write = Callable[[sqlite3.Connection], object]
 
 
 class SideFile:
-    """The file. `rows` from any thread; after `start` any thread hands over, and one writes.
+    """The file. Any thread may call `rows` and, after `start`, `hand_over`. One thread writes.
 
-    With no `path` it remembers nothing.
+    Without a `path` it stores nothing.
     """
 
     def __init__(self, path: Path | None, *, schema: int, tables: str, what: str) -> None:
-        """`what` will not be remembered over a restart, if the file fails: for the log."""
+        """`what` names the data in the log if the file fails."""
         self._path = path
         self._schema = schema
         self._tables = tables
         self._what = what
         self._queue: queue.Queue[tuple[Write, int] | None] = queue.Queue(QUEUE)
         self._lock = threading.Lock()
-        self._waiting_bytes = 0  # of writes handed over and not done
+        self._waiting_bytes = 0  # of pending writes
         self._thread: threading.Thread | None = None
         self._failed = False
         if path is not None:
             self._begin(path)
 
     def rows(self, statement: str, *values: object) -> list[Any]:
-        """What a query finds; nothing where the file cannot be read."""
+        """The result of a query; empty if the file cannot be read."""
         if self._path is None or self._failed:
             return []
         try:
@@ -65,8 +65,10 @@ class SideFile:
             self._thread.start()
 
     def hand_over(self, write: Write, nbytes: int = 0) -> None:
-        """Let the thread write; nothing before `start`, and nothing once too much waits.
-        nbytes: of what `write` holds."""
+        """Queues a write. Drops it before `start` and while too much is pending.
+
+        `nbytes` is the size of the data that `write` holds.
+        """
         if self._thread is None:
             return
         with self._lock, suppress(queue.Full):
@@ -76,14 +78,14 @@ class SideFile:
             self._waiting_bytes += nbytes
 
     def close(self) -> None:
-        """Write what waits, and stop."""
+        """Writes what is pending and stops."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
 
     def _begin(self, path: Path) -> None:
-        """Make the file usable; replace one that is damaged or of another version."""
+        """Prepares the file; replaces one that is damaged or of another version."""
         for attempt in range(2):
             try:
                 with closing(self._connect(path)) as connection:
@@ -94,7 +96,7 @@ class SideFile:
                         f"{self._tables}; PRAGMA user_version = {self._schema}"
                     )
                 return
-            except (sqlite3.OperationalError, OSError) as error:  # locked, no room, no file
+            except (sqlite3.OperationalError, OSError) as error:  # locked, disk full or no file
                 self._give_up(error)
                 return
             except sqlite3.Error as error:
@@ -140,7 +142,7 @@ class SideFile:
             connection.close()
 
     def _next_batch(self) -> list[tuple[Write, int]] | None:
-        """What waits, at least one; None at the end."""
+        """The pending writes, at least one; None at the end."""
         first = self._queue.get()
         if first is None:
             return None

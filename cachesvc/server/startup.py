@@ -1,8 +1,8 @@
-"""The start of a server: its phases, and the answers that its port gives meanwhile.
+"""The start of a server: its phases, and its port's answers meanwhile.
 
-Importing torch and loading a model take seconds to minutes. From the first of them on `/health`
-says that the process lives, `/health/ready` what it is waiting for, and everything else 503. The
-main thread starts the server; a thread of its own answers until `answering` ends.
+Importing torch and loading a model take seconds to minutes. Meanwhile `/health` reports that the
+process is alive, `/health/ready` what it is waiting for, and everything else answers 503. The main
+thread starts the server. A separate thread answers until `answering` ends.
 """
 
 import contextlib
@@ -17,14 +17,15 @@ import uvicorn
 
 from cachesvc.server.connection import http_config
 
-Show = Callable[[str, float | None], None]  # what is done now, and how much of it where known
+Show = Callable[[str, float | None], None]  # the current work, and its done part if known
 RETRY_AFTER_S = 2
 
 _Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Startup:
-    """Which phase runs and how long each took. `show` hears of every change; any thread reads."""
+    """The current phase and the time of each. `show` is called at every change. Any thread may
+    read."""
 
     def __init__(
         self, show: Show = lambda what, part: None, clock: Callable[[], float] = time.monotonic
@@ -37,7 +38,7 @@ class Startup:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """The block is `phase`."""
+        """Counts the block as `phase`."""
         began_s = self._clock()
         self.phase = phase
         self._show(phase, None)
@@ -45,12 +46,12 @@ class Startup:
         self._took_s[phase] = self._clock() - began_s
 
     def progress(self, what: str, part: float) -> None:
-        """Some work within a phase: a share of 1 of it is done."""
+        """Reports work within a phase; `part` is the done share, from 0 to 1."""
         self._show(*((what, part) if part < 1 else (self.phase, None)))
 
     @property
     def took_s(self) -> Mapping[str, float]:
-        """Seconds of each phase that is over, in order."""
+        """Seconds of each finished phase, in order."""
         return self._took_s
 
     @property
@@ -60,15 +61,15 @@ class Startup:
 
 @contextlib.contextmanager
 def answering(listener: socket.socket, startup: Startup) -> Iterator[None]:
-    """Answer on `listener` that the server is starting, while the block runs.
+    """Answers on `listener` that the server is starting, while the block runs.
 
-    Connections that come as it ends wait in the listener's queue for who serves on it next.
+    Connections that arrive at its end wait in the listener's queue for the next server.
     """
     config = http_config(
         _Starting(startup), loop="asyncio", lifespan="off", timeout_graceful_shutdown=1
     )
     server = uvicorn.Server(config)
-    sockets = [listener.dup()]  # which the server closes as it ends; the listener stays
+    sockets = [listener.dup()]  # the server closes it at its end; the listener stays
     thread = threading.Thread(target=server.run, args=(sockets,), name="starting", daemon=True)
     thread.start()
     try:
@@ -79,7 +80,7 @@ def answering(listener: socket.socket, startup: Startup) -> Iterator[None]:
 
 
 class _Starting:
-    """The ASGI app of a server that does not serve yet."""
+    """The ASGI app of a starting server."""
 
     def __init__(self, startup: Startup) -> None:
         self._startup = startup
@@ -91,7 +92,7 @@ class _Starting:
             await _answer(send, 200, {"status": "ok"})
         elif scope["path"] == "/health/ready":
             await _answer(send, 503, {"status": "not ready", "reason": reason}, retry)
-        elif scope["path"] in ("/", "/admin"):  # a person's browser, which looks again
+        elif scope["path"] in ("/", "/admin"):  # a browser, which reloads
             refresh = (b"refresh", str(RETRY_AFTER_S).encode())
             await _answer(send, 503, f"cachesvc: {reason}\n", retry, refresh)
         else:
@@ -108,7 +109,7 @@ async def _answer(
     headers = [
         (b"content-type", b"text/plain; charset=utf-8" if is_text else b"application/json"),
         (b"content-length", str(len(data)).encode()),
-        (b"connection", b"close"),  # the next request goes to who serves then
+        (b"connection", b"close"),  # the next request goes to the next server
         *more,
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})

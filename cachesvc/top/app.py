@@ -1,4 +1,4 @@
-"""The screen of `cachesvc top`. Textual's event loop; the server is read on a worker thread."""
+"""The screen of `cachesvc top`. Runs on Textual's event loop; a worker thread reads the server."""
 
 from typing import ClassVar
 
@@ -38,7 +38,7 @@ Any key closes this page."""
 
 
 class HelpScreen(ModalScreen[None]):
-    """What the keys do and the columns mean."""
+    """Help on keys and columns."""
 
     def compose(self) -> ComposeResult:
         yield Static(HELP, id="help")
@@ -87,7 +87,7 @@ class TopApp(App[None]):
         self._before: Reading | None = None
         self._reading: Reading | None = None
         self._trouble = ""
-        self._asked = False  # a reading is on its way
+        self._asked = False  # a reading is in progress
         self._sort = "requests"
         self._down = True
         self._wanted = ""
@@ -113,7 +113,7 @@ class TopApp(App[None]):
     # Reading.
 
     def _read(self) -> None:
-        """Ask for a reading, unless the last one is still on its way."""
+        """Starts a reading, unless one is still in progress."""
         if not self.paused and not self._asked:
             self._asked = True
             self._ask()
@@ -243,7 +243,7 @@ def _fill(
     columns: tuple[model.Column, ...],
     rows: list[list[str]],
 ) -> None:
-    """Show these rows, and keep the cursor where it was."""
+    """Shows these rows and keeps the cursor's position."""
     row = table.cursor_row
     table.clear(columns=True)
     table.add_columns(*labels)

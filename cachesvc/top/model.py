@@ -1,4 +1,4 @@
-"""From readings to what the screen says: pure functions over the admin routes' JSON."""
+"""Turns readings into the screen's content: pure functions over the admin routes' JSON."""
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -13,14 +13,14 @@ TIERS = ("device", "host", "disk", "remote")
 
 
 class Column(NamedTuple):
-    """One column of a table; numbers are ranked by value, whatever their text."""
+    """One column of a table. Numbers are sorted by value, not by text."""
 
     name: str
     right: bool = True
 
 
 class Cell(NamedTuple):
-    """What a table shows, and what it is sorted by."""
+    """A cell's text and its sort key."""
 
     text: str
     rank: float | str
@@ -46,7 +46,7 @@ def headline(reading: Reading) -> str:
 
 
 def summary(reading: Reading, width: int = 200) -> list[str]:
-    """Queues, traffic and latencies of the last minute; no figure is cut off at the edge."""
+    """Queues, traffic and latencies of the last minute. No figure is cut off at the edge."""
     engine, recent = reading.stats["engine"], reading.stats.get("recent", {})
     errors = sum(
         count
@@ -69,7 +69,7 @@ def summary(reading: Reading, width: int = 200) -> list[str]:
 
 
 def _folded(text: str, width: int) -> list[str]:
-    """Lines of at most `width`, parted between figures."""
+    """Lines of at most `width`, broken between figures."""
     lines = [""]
     for part in text.split("  "):
         longer = f"{lines[-1]}  {part}" if lines[-1] else part
@@ -81,7 +81,7 @@ def _folded(text: str, width: int) -> list[str]:
 
 
 def alarms(reading: Reading) -> list[str]:
-    """What an operator must know at once."""
+    """Problems that an operator must see at once."""
     stats = reading.stats
     problems = []
     if stats["engine"].get("failed"):
@@ -95,7 +95,7 @@ def alarms(reading: Reading) -> list[str]:
 
 
 def spark_lines(reading: Reading, width: int) -> list[str]:
-    """A line for each series: name, last value, and its course over the window."""
+    """A line for each series: name, last value and sparkline."""
     lines = []
     for name, values in reading.history.items():
         last = next((each for each in reversed(values) if each is not None), None)
@@ -106,9 +106,9 @@ def spark_lines(reading: Reading, width: int) -> list[str]:
 
 
 def sparkline(values: Sequence[float | None], width: int, highest: float | None = None) -> str:
-    """The last `width` values as bars; a full one is `highest`, or the highest of them.
+    """The last `width` values as bars. A full bar is `highest`, or the maximum.
 
-    A gap where there is no value.
+    A missing value is a gap.
     """
     shown = list(values[-width:])
     if highest is None:
@@ -123,7 +123,7 @@ def sparkline(values: Sequence[float | None], width: int, highest: float | None 
 
 
 def tier_rows(reading: Reading, before: Reading | None) -> list[list[str]]:
-    """One row for each tier, hottest first; rates since the reading before."""
+    """One row per tier, hottest first, with rates since the previous reading."""
     rows = []
     for name in TIERS:
         tier = reading.stats["cache"]["tiers"].get(name)
@@ -152,7 +152,7 @@ def tier_rows(reading: Reading, before: Reading | None) -> list[list[str]]:
 def tenant_rows(
     reading: Reading, before: Reading | None, *, wanted: str = "", by: str = "requests", down: bool
 ) -> list[list[Cell]]:
-    """One row for each tenant whose name has `wanted` in it, sorted by a column."""
+    """One row for each tenant whose name contains `wanted`, sorted by a column."""
     old = {row["tenant"]: row for row in before.usage} if before is not None else {}
     elapsed_s = reading.at_s - before.at_s if before is not None else 0.0
     balances = {row["tenant"]: row for row in reading.tenants}
@@ -199,7 +199,7 @@ def _short(model: str) -> str:
 
 
 def _money(amount: str) -> str:
-    """Fewer digits for a screen; the bill itself is never rounded."""
+    """An amount with fewer digits for the screen. The bill itself is never rounded."""
     value = Decimal(amount)
     return f"{value:.2f}" if abs(value) >= 100 else f"{value:.5f}"
 
@@ -222,7 +222,7 @@ def _ms(value_s: float | None) -> str:
 
 
 def _idle(tier: Mapping[str, Any]) -> str:
-    """How long blocks lay unused before they left."""
+    """How long evicted blocks had been unused."""
     idle = tier["lives"]["idle"]
     if not sum(idle["counts"]):
         return "-"

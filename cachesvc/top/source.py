@@ -1,4 +1,4 @@
-"""What `top` reads of the running server, in three requests over its admin routes. Any thread."""
+"""Reads the running server for `top`, in three requests to its admin routes. Any thread."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -21,18 +21,18 @@ SPARKS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The server at one moment, as its admin routes tell it."""
+    """The server's state at one moment, from its admin routes."""
 
     url: str
     stats: Mapping[str, Any]  # /admin/api/stats
     history: Mapping[str, Sequence[float | None]]  # by the names in SPARKS
-    usage: Sequence[Mapping[str, Any]]  # of each tenant, since ever
+    usage: Sequence[Mapping[str, Any]]  # of each tenant, all time
     tenants: Sequence[Mapping[str, Any]]  # their balances
     at_s: float = field(default_factory=time.time)
 
 
 class Source(Protocol):
-    """Where readings come from. Blocks; raises LiveError where the server does not answer."""
+    """A source of readings. Blocks. Raises LiveError if the server does not answer."""
 
     def read(self) -> Reading: ...
 

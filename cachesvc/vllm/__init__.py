@@ -1,4 +1,4 @@
-"""The tiers under vLLM: a KV connector, by `kv_connector_module_path: cachesvc.vllm`.
+"""A KV connector that puts the tiers under vLLM; set `kv_connector_module_path: cachesvc.vllm`.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "CachesvcConnector",
         "kv_connector_module_path": "cachesvc.vllm", "kv_role": "kv_both",

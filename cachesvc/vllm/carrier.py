@@ -1,7 +1,8 @@
-"""The workers' side of the connector: moves blocks between vLLM's KV tensors and the node's memory.
+"""The workers' side of the connector: copies blocks between vLLM's KV tensors and the node's
+memory.
 
-One thread loads and one stores, each with a link of its own, so that neither holds up a step or the
-other. In the node's frame a block is a run of slabs, one for each layer, in the layers' order.
+One thread loads and one stores, each with its own link, so that neither delays a step or the other.
+In the node's frame a block is a run of slabs, one per layer, in the layers' order.
 """
 
 import logging
@@ -24,10 +25,10 @@ TIMEOUT_S = 30.0  # of a load from the disk, or of a store
 
 
 def slabs_of(tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
-    """A layer's KV as views `[num_blocks, bytes]`, in the order in which it lies in memory.
+    """A layer's KV as views `[num_blocks, bytes]`, in memory order.
 
-    Takes any order of dimensions that is dense in memory with the block at most second: one view
-    where blocks come first, two where K and V do. Raises Unsupported.
+    Accepts any dense order of dimensions in which the block is first or second. There is one view
+    if blocks come first, and two if K and V do. Raises Unsupported.
     """
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     dense = tensor.permute(order)
@@ -41,12 +42,12 @@ def slabs_of(tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
 @dataclass(slots=True)
 class _Job:
     transfer: Transfer
-    ready: "torch.cuda.Event | None"  # what the device does to these blocks before
+    ready: "torch.cuda.Event | None"  # completes when the device is done with these blocks
 
 
 @dataclass(slots=True)
 class _Done:
-    """What the threads have finished since vLLM last asked. Under the lock."""
+    """What the threads have finished since vLLM last asked. Guarded by the lock."""
 
     loaded: set[str] = field(default_factory=set)
     saved: set[str] = field(default_factory=set)
@@ -54,7 +55,7 @@ class _Done:
 
 
 class Carrier:
-    """Moves one rank's blocks. `start` after vLLM has made its KV tensors."""
+    """Moves one rank's blocks. Call `start` after vLLM has created its KV tensors."""
 
     def __init__(self, identity: EngineIdentity, node: Path, rank: int) -> None:
         self._identity = identity
@@ -67,7 +68,7 @@ class Carrier:
         self._done = _Done()
 
     def start(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
-        """Begin to serve these tensors. Raises Unsupported if their blocks have another shape."""
+        """Starts to serve these tensors. Raises Unsupported if their blocks have another shape."""
         self._slabs = [slab for name in kv_caches for slab in slabs_of(kv_caches[name], num_blocks)]
         block_bytes = sum(slab.shape[1] for slab in self._slabs)
         if block_bytes != self._identity.block_bytes:
@@ -86,27 +87,27 @@ class Carrier:
             thread.start()
 
     def move(self, loads: Sequence[Transfer], saves: Sequence[Transfer]) -> None:
-        """Begin these; what the device was told before this call comes before them."""
+        """Starts these transfers, after the device work submitted before this call."""
         ready = _mark() if (loads or saves) and self._slabs[0].is_cuda else None
         for queue, transfers in zip(self._queues, (loads, saves), strict=True):
             for transfer in transfers:
                 queue.put(_Job(transfer, ready))
 
     def take_done(self) -> tuple[set[str], set[str]]:
-        """Requests whose blocks were (loaded, saved) since the last call, well or badly."""
+        """Requests whose (loads, saves) have ended since the last call, with or without success."""
         with self._lock:
             done = (self._done.loaded, self._done.saved)
             self._done.loaded, self._done.saved = set(), set()
         return done
 
     def take_failed_blocks(self) -> set[int]:
-        """vLLM's numbers of blocks that could not be loaded: they must be computed."""
+        """vLLM's numbers of blocks that could not be loaded and must be computed."""
         with self._lock:
             failed, self._done.failed_blocks = self._done.failed_blocks, set()
         return failed
 
     def close(self) -> None:
-        """Finish what was begun, and leave the node."""
+        """Finishes started transfers and leaves the node."""
         for queue in self._queues:
             queue.put(None)
         for thread in self._threads:
@@ -115,17 +116,17 @@ class Carrier:
             link.close()
 
     def _serve(self, work: Callable[[Transfer], None], queue: "SimpleQueue[_Job | None]") -> None:
-        if self._slabs[0].is_cuda:  # copies run beside the model's own stream
+        if self._slabs[0].is_cuda:  # copies use a stream beside the model's
             torch.cuda.set_stream(torch.cuda.Stream(self._slabs[0].device))
         while (job := queue.get()) is not None:
             if job.ready is not None:
                 job.ready.synchronize()
             try:
                 work(job.transfer)
-            except Exception:  # the top of this thread: a fault here is a miss, so say so
+            except Exception:  # the top of this thread: a fault is a miss, and is logged
                 logger.exception(f"cachesvc: moving blocks of {job.transfer.request_id} failed")
                 is_load = work == self._load
-                self._links[0 if is_load else 1].close()  # the node takes its leases back
+                self._links[0 if is_load else 1].close()  # makes the node take its leases back
                 self._end(job.transfer, 0, is_load=is_load)
 
     def _load(self, transfer: Transfer) -> None:
@@ -176,6 +177,6 @@ def _mark() -> "torch.cuda.Event":
 
 
 def _wait(slab: torch.Tensor) -> None:
-    """The copies of this thread are done."""
+    """Waits until this thread's copies are done."""
     if slab.is_cuda:
         torch.cuda.current_stream(slab.device).synchronize()

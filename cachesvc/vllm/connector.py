@@ -1,7 +1,7 @@
 """The class that vLLM loads, once in its engine core and once in every worker.
 
-A thin face: `Planner` decides in the engine core, `Carrier` copies in the workers. What this
-connector cannot serve exactly it does not serve: vLLM then runs without it, and the log says why.
+A thin layer: `Planner` decides in the engine core, `Carrier` copies in the workers. If this
+connector cannot serve a configuration exactly, vLLM runs without it and the log says why.
 """
 
 import logging
@@ -26,20 +26,20 @@ from tiers.tier import TierName
 
 logger = logging.getLogger(__name__)
 
-PROBE_TIMEOUT_S = 2.0  # of a lookup; past it, the prompt is a miss
+PROBE_TIMEOUT_S = 2.0  # of a lookup; after that the prompt is a miss
 _EXTRA = {"node", "reports"}
 
 
 @dataclass(frozen=True)
 class Transfers(KVConnectorMetadata):  # type: ignore[misc]
-    """What one step moves. Goes from the engine core to the workers."""
+    """The transfers of one step, sent from the engine core to the workers."""
 
     loads: tuple[Transfer, ...] = ()
     saves: tuple[Transfer, ...] = ()
 
 
 class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Loads prefixes from a `cachesvc node`, and stores what vLLM computed in it."""
+    """Loads prefixes from a `cachesvc node` and stores what vLLM computed there."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -71,7 +71,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # what is not stored is a later miss
+        return False  # a block that is not stored is a later miss
 
     # In the engine core.
 
@@ -152,12 +152,13 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._carrier.move(step.loads, step.saves)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: vLLM runs no request before its blocks are there."""
+        """Does nothing: loads are asynchronous, and vLLM runs no request before its blocks are
+        loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Blocks are stored when their request has ended."""
+        """Does nothing: blocks are stored when their request has ended."""
 
     def wait_for_save(self) -> None:
         """See `save_kv_layer`."""
@@ -181,7 +182,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def _node_of(extra: Mapping[str, Any]) -> Path:
-    """Where the node listens. Raises ValueError for what was mistyped."""
+    """The node's socket. Raises ValueError for an unknown key."""
     if unknown := sorted(set(extra) - _EXTRA):
         raise ValueError(
             f"kv_connector_extra_config has {', '.join(unknown)}, which cachesvc does not know; "

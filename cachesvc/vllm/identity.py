@@ -1,8 +1,8 @@
-"""What determines a token's KV in a vLLM engine, as the scopes and blocks of the tiers.
+"""The identity of KV in a vLLM engine, as scopes and block ids of the tiers.
 
-The scheduler and every worker compute the same identity from the same configuration, so that what
-one rank stores is found by the same rank of another engine, and by nothing else: the weights by
-content, everything that changes how KV is computed or laid out, and the rank that holds this part.
+The scheduler and every worker compute the same identity from the same configuration. It covers the
+content of the weights, everything that affects how KV is computed or laid out, and the rank. So
+blocks that one rank stores are found by the same rank of another engine, and by nothing else.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ _ADAPTER_FILES = ("*.safetensors", "*.bin", "adapter_config.json")
 
 
 class Unsupported(Exception):
-    """The engine keeps its KV in a way that this connector does not serve; the reason in words."""
+    """The engine's KV has a form that this connector does not support; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """One rank's blocks. `block_bytes` is what one block takes over all of the rank's layers."""
+    """One rank's blocks. `block_bytes` is the size of a block over all of the rank's layers."""
 
     scope: CacheScope
     layout: BlockLayout
@@ -42,8 +42,10 @@ class EngineIdentity:
         return self.layout.nbytes
 
     def roots_of(self, request: Any) -> list[PrefixKey]:
-        """The root of a vLLM request's blocks on each rank: its tenant's salt and its adapter's
-        content decide it too."""
+        """The root of a vLLM request's blocks on each rank.
+
+        It also depends on the tenant's salt and the adapter's content.
+        """
         scope = self.scope
         if request.cache_salt:
             scope = replace(scope, tenant=tenant_of(request.cache_salt))
@@ -53,24 +55,26 @@ class EngineIdentity:
 
 
 def rank_roots(root: PrefixKey, num_ranks: int) -> list[PrefixKey]:
-    """The roots of each tensor-parallel rank's parts of the blocks under a scope's root, which is
-    the first rank's."""
+    """The roots of each tensor-parallel rank's parts of the blocks of a scope.
+
+    `root` is the scope's own root and the first rank's.
+    """
     others = (f"cachesvc.vllm.rank {rank}".encode() for rank in range(1, num_ranks))
     return [root, *(PrefixKey(xxhash.xxh3_128_digest(root + name)) for name in others)]
 
 
 def adapter_digest(path: str) -> bytes:
-    """What an adapter in a folder computes with, by content. Raises Unsupported for none."""
+    """The digest of an adapter folder's contents. Raises Unsupported if it holds no adapter."""
     return _digest(path, _ADAPTER_FILES)
 
 
 def salt_of(tenant: bytes) -> str:
-    """The `cache_salt` whose blocks are those of a tenant's salt in our own scopes."""
+    """The vLLM `cache_salt` for a tenant's salt."""
     return _HEX + tenant.hex()
 
 
 def tenant_of(salt: str) -> bytes:
-    """The inverse of `salt_of`; any other salt stands for itself."""
+    """The inverse of `salt_of`. Any other salt is used as it is."""
     with contextlib.suppress(ValueError):
         if salt.startswith(_HEX):
             return bytes.fromhex(salt.removeprefix(_HEX))
@@ -78,7 +82,7 @@ def tenant_of(salt: str) -> bytes:
 
 
 def identity_of(config: Any, kv_cache: Any) -> EngineIdentity:
-    """The identity of an engine of this `VllmConfig` and `KVCacheConfig`. Raises Unsupported."""
+    """The identity of an engine with this `VllmConfig` and `KVCacheConfig`. Raises Unsupported."""
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise Unsupported("pipeline parallelism keeps other layers on every rank")
@@ -99,7 +103,7 @@ def identity_of(config: Any, kv_cache: Any) -> EngineIdentity:
 
 
 def contents_of(features: Sequence[Any], num_blocks: int, block_size: int) -> list[bytes]:
-    """What each block covers beyond tokens: the content digests of images and the like in it."""
+    """What each block covers besides tokens: the digests of images and similar contents in it."""
     if not features:
         return []
     contents = [b""] * num_blocks
@@ -114,7 +118,7 @@ def contents_of(features: Sequence[Any], num_blocks: int, block_size: int) -> li
 
 
 def _layout(spec: Any, num_layers: int) -> BlockLayout:
-    """A block as the tiers see it. Which bytes are K and which V is the engine's affair."""
+    """A block's layout for the tiers. Only the engine knows which bytes are K and which V."""
     dtype = str(spec.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise Unsupported(f"KV of dtype {dtype} is not served; use --kv-cache-dtype auto")
@@ -126,7 +130,7 @@ def _layout(spec: Any, num_layers: int) -> BlockLayout:
 
 
 def _described(config: Any, spec: Any) -> bytes:
-    """Everything about this engine that changes where in a block a number lies."""
+    """Everything about this engine that affects the position of a number in a block."""
     import vllm
 
     try:
@@ -148,7 +152,8 @@ def _described(config: Any, spec: Any) -> bytes:
 
 
 def _device() -> str:
-    """The kind of device: attention on a CPU packs K by its instruction set."""
+    """The kind of device. On a CPU it includes the instruction set, which determines how K is
+    packed."""
     from vllm.platforms import current_platform
 
     name = f"{current_platform.device_type} {current_platform.get_device_name()}"
@@ -175,7 +180,7 @@ def _weights(model: Any) -> bytes:
 
 
 def _snapshot(name: str, revision: str | None) -> Path:
-    """The folder in the hub's cache that vLLM has loaded this model from."""
+    """The folder in the hub's cache from which vLLM loaded this model."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(name, "config.json", revision=revision)
@@ -186,7 +191,7 @@ def _snapshot(name: str, revision: str | None) -> Path:
 
 @lru_cache(maxsize=256)
 def _digest(path: str, patterns: tuple[str, ...]) -> bytes:
-    """16 bytes over the contents of a file, or of a folder's files of these patterns."""
+    """A 16-byte digest of a file, or of a folder's files that match the patterns."""
     root = Path(path)
     files = [root] if root.is_file() else sorted({f for p in patterns for f in root.glob(p)})
     if not files:

@@ -1,4 +1,4 @@
-"""A connection to the node that comes back: a node that is away is a miss, never an error."""
+"""A self-reconnecting connection to the node. An unreachable node is a miss, never an error."""
 
 import logging
 import time
@@ -14,13 +14,13 @@ from tiers.tier import TierName
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 1.0  # how long a node that failed is left alone
+RETRY_S = 1.0  # pause after a failure of the node
 
 T = TypeVar("T")
 
 
 class NodeLink:
-    """One thread's way to the node. `faults` counts what was missed because the node failed."""
+    """One thread's connection to the node. `faults` counts calls that failed."""
 
     def __init__(
         self,
@@ -33,17 +33,17 @@ class NodeLink:
         self._client = NodeClient(path, layout, timeout_s=timeout_s)
         self._clock_s = clock_s
         self._not_before_s = float("-inf")
-        self._is_away = False  # and its absence was told
+        self._is_away = False  # and that was logged
         self.faults = 0
 
     def probe(self, ids: Sequence[BlockId]) -> list[TierName]:
-        """The tiers of the leading run that is held; none while the node is away."""
+        """The tiers of the leading blocks that are held; empty while the node is unreachable."""
         return self.attempt(lambda node: node.probe(ids)) or []
 
     def attempt(self, use: Callable[[NodeClient], T]) -> T | None:
-        """What `use` makes of the connected node; None where the node is away or fails.
+        """The result of `use` with the connected node; None if the node is unreachable or fails.
 
-        An old connection may lead to a node that has restarted, so a new one is opened.
+        The node may have restarted behind an old connection, so a new one is tried.
         """
         try:
             if self._client.is_connected:
@@ -51,7 +51,7 @@ class NodeLink:
                     return use(self._client)
                 except NodeGone as error:
                     if isinstance(error.__cause__, TimeoutError):
-                        raise  # it hangs, and would again
+                        raise  # it hangs, and would hang again
             elif self._clock_s() < self._not_before_s:
                 return None
             self._client.connect()
@@ -60,7 +60,7 @@ class NodeLink:
             self.faults += 1
             self._client.close()
             self._not_before_s = self._clock_s() + RETRY_S
-            if not self._is_away:  # once: a node may be away for a day
+            if not self._is_away:  # log once: a node may be away for a day
                 self._is_away = True
                 logger.warning(f"cachesvc: served without the node until it is back: {error}")
             return None

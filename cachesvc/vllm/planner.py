@@ -1,10 +1,10 @@
-"""The scheduler's side of the connector: what to load for a request, and what to store of it.
+"""The scheduler's side of the connector: decides what to load and store for a request.
 
-Runs in vLLM's engine core, on its scheduling loop. A thread of its own asks the node how much of a
-prompt is held. The loop waits `WAIT_S` for the answer, which is enough for a lookup in memory; for
-one that takes longer vLLM goes on and asks again. The blocks themselves move in the workers. They
-are stored when a request ends, while vLLM keeps them for us, so that a save never holds up a step
-and never reads a block that was given to somebody else.
+Runs in vLLM's engine core, on its scheduling loop. A separate thread asks the node how much of a
+prompt it holds. The loop waits `WAIT_S` for the answer, which is enough for a lookup in memory. If
+it takes longer, vLLM continues and asks again. The workers move the blocks. Blocks are stored when
+a request ends, and vLLM keeps them until then, so a save never delays a step and never reads a
+reused block.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from cachesvc.vllm.reports import tag_of
 from tiers.blocks.keys import BlockId, block_ids, token_bytes
 from tiers.tier import TierName
 
-WAIT_S = 0.005  # for the node's answer, at the first time that a prompt is looked for
+WAIT_S = 0.005  # for the node's answer, at the first lookup of a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Blocks to move between the node and vLLM's: `ids[r][i]` is rank r's part of block i."""
+    """Blocks to move between the node and vLLM. `ids[r][i]` is rank r's part of block i."""
 
     request_id: str
     ids: tuple[tuple[BlockId, ...], ...]
@@ -32,7 +32,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class _Match:
-    """What the node holds of a request's prompt, from block `start` on."""
+    """The node's blocks of a request's prompt, from block `start` on."""
 
     start: int
     tiers: list[TierName]
@@ -40,7 +40,7 @@ class _Match:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """Which blocks of a prompt the node was asked for, on the thread that asks."""
+    """A pending lookup of a prompt's blocks on the lookup thread."""
 
     start: int
     end: int
@@ -53,7 +53,7 @@ def _one_thread() -> Executor:
 
 @dataclass(slots=True)
 class Planner:
-    """What the steps of one engine load and store."""
+    """Plans the loads and stores of one engine."""
 
     identity: EngineIdentity
     link: NodeLink
@@ -68,9 +68,10 @@ class Planner:
     _saving: set[str] = field(default_factory=set)
 
     def match(self, request: Any, num_computed_tokens: int) -> int | None:
-        """How many tokens the node has beyond those; the last token is always computed.
+        """The number of tokens the node has beyond `num_computed_tokens`. The last token is always
+        computed.
 
-        None while the node has not answered: it looks into a disk, or asks a store far away.
+        None while the node has not answered, because it reads a disk or asks a remote store.
         """
         size = self.identity.layout.block_size
         start, end = num_computed_tokens // size, (request.num_tokens - 1) // size
@@ -83,7 +84,7 @@ class Planner:
         return None if tiers is None else len(tiers) * size
 
     def _ask(self, request: Any, start: int, end: int) -> list[TierName] | None:
-        """What the node holds of these blocks; None where it has not answered yet."""
+        """The tiers of these blocks in the node; None if it has not answered yet."""
         name, wait_s = request.request_id, 0.0
         question = self._asked.get(name)
         if question is None or (question.start, question.end) != (start, end):
@@ -98,14 +99,14 @@ class Planner:
         return tiers
 
     def _probe(self, runs: Sequence[Sequence[BlockId]]) -> list[TierName]:
-        """On the thread that asks."""
+        """Asks the node. Lookup thread."""
         tiers = self.link.probe(runs[0])
-        for run in runs[1:]:  # a block is complete when every rank has its part
+        for run in runs[1:]:  # a block is complete if every rank has its part
             tiers = _farther(tiers, self.link.probe(run[: len(tiers)]))
         return tiers
 
     def allocated(self, request: Any, blocks: Sequence[int], num_tokens: int) -> None:
-        """vLLM gave the request room for `num_tokens` of the match: load them."""
+        """vLLM allocated blocks for `num_tokens` of the match: plans their load."""
         match = self._matches.pop(request.request_id, None)
         if not num_tokens or match is None:
             return
@@ -120,11 +121,12 @@ class Planner:
         self._loading.add(request.request_id)
 
     def hits(self, request: Any) -> dict[str, int]:
-        """Prompt tokens that the node was asked to serve, by tier."""
+        """Prompt tokens requested from the node, by tier."""
         return self._hits.get(request.request_id, {})
 
     def finished(self, request: Any, blocks: Sequence[int]) -> tuple[bool, dict[str, Any]]:
-        """The request is over. Whether vLLM is to keep its blocks until they are stored."""
+        """The request has ended. Returns whether vLLM must keep its blocks until they are
+        stored."""
         hits = self._hits.pop(request.request_id, {})
         self._matches.pop(request.request_id, None)
         self._asked.pop(request.request_id, None)
@@ -140,29 +142,29 @@ class Planner:
         return True, params
 
     def take(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-        """What the next step is to load and to save."""
+        """The loads and saves of the next step."""
         loads, saves = tuple(self._loads), tuple(self._saves)
         self._loads.clear()
         self._saves.clear()
         return loads, saves
 
     def moved(self, loaded: set[str], saved: set[str]) -> None:
-        """The workers are done with these requests."""
+        """The workers have finished these requests."""
         self._loading -= loaded
         self._saving -= saved
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stops the lookup thread."""
         self._asking.shutdown(cancel_futures=True)
         self.link.close()
 
     @property
     def is_busy(self) -> bool:
-        """Blocks are still to be moved, so vLLM has to go on stepping."""
+        """Whether transfers are pending, so that vLLM must keep stepping."""
         return bool(self._loads or self._saves or self._saving)
 
     def _ids(self, request: Any, start: int, end: int) -> list[list[BlockId]]:
-        """Each rank's identities of the request's full blocks from `start` to `end`."""
+        """Each rank's ids of the request's full blocks from `start` to `end`."""
         size = self.identity.layout.block_size
         tokens = token_bytes(request.all_token_ids[: end * size])
         contents = contents_of(request.mm_features, end, size)
@@ -175,7 +177,7 @@ def _transfer(request: Any, ids: Sequence[Sequence[BlockId]], blocks: Sequence[i
 
 
 def _has_identity(request: Any) -> bool:
-    """A prompt of embeddings is no tokens, and nothing says what it is."""
+    """False for a prompt of embeddings, which has no tokens to identify it."""
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
@@ -185,5 +187,5 @@ def _farther(some: Sequence[TierName], others: Sequence[TierName]) -> list[TierN
 
 
 def _first_null(blocks: Sequence[int]) -> int:
-    """The first place whose block vLLM has let go: its number is 0."""
+    """The first index whose block vLLM has freed; its number is 0."""
     return next((place for place, number in enumerate(blocks) if number == 0), len(blocks))

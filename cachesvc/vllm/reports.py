@@ -1,10 +1,9 @@
-"""What the connector reports to the server that runs vLLM: a request's hits by tier, and its
-progress.
+"""The connector's reports to the server that runs vLLM: a request's hits by tier, and its progress.
 
-vLLM's outputs say how many tokens were cached, and not where; of a request that was aborted in the
-middle of its prompt they say nothing. Reports are datagrams on a Unix socket, sent before the
-output that they belong to. The sender never waits: a report that does not fit is lost, and its
-request is then counted by what vLLM's output says. `vllm serve` has nobody to report to.
+vLLM's outputs say how many tokens were cached but not in which tier, and nothing about a request
+aborted within its prompt. Reports are datagrams on a Unix socket, sent before the output that they
+belong to. The sender never waits. If a report does not fit, it is lost, and the request is counted
+from vLLM's output. `vllm serve` has nobody to report to.
 """
 
 import contextlib
@@ -21,14 +20,14 @@ from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.node.messages import describe_layout, described_layout
 
-PARAMETER = "cachesvc"  # what requests for us carry in vLLM's kv_transfer_params
+PARAMETER = "cachesvc"  # our key in vLLM's kv_transfer_params
 _MAX_BYTES = 1 << 16
-_RECEIVE_BYTES = 4 << 20  # some ten thousand reports
+_RECEIVE_BYTES = 4 << 20  # about ten thousand reports
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine's blocks, as the connector knows them; told once."""
+    """The engine's block layout and scope, reported once."""
 
     layout: BlockLayout
     scope: CacheScope  # without adapter and salt
@@ -37,12 +36,12 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is known of a request. `local` and `hits` are prompt tokens at its first admission."""
+    """A report on a request. `local` and `hits` are prompt tokens at its first admission."""
 
     local: int = 0  # from vLLM's own prefix cache, in whole blocks
     hits: Mapping[str, int] = field(default_factory=dict)  # from the node, by tier
-    admitted_ns: int = 0  # 0: it was not admitted yet
-    computed: int | None = None  # tokens of the prompt that stand, once it is over
+    admitted_ns: int = 0  # 0: not admitted yet
+    computed: int | None = None  # completed prompt tokens, once the request is over
 
     @property
     def external(self) -> int:
@@ -50,7 +49,7 @@ class Report:
 
 
 def tag_of(request: Any) -> Mapping[str, Any]:
-    """What our server says of a vLLM request; empty for anybody else's."""
+    """Our server's data in a vLLM request; empty for a foreign request."""
     params = getattr(request, "kv_transfer_params", None) or {}
     tag = params.get(PARAMETER)
     return tag if isinstance(tag, dict) else {}
@@ -63,7 +62,7 @@ class Reporter:
         self._path = str(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.setblocking(False)
-        self._local: dict[str, int] = {}  # looked for, not admitted yet
+        self._local: dict[str, int] = {}  # looked up, not admitted yet
         self._told: set[str] = set()
         self.lost = 0
 
@@ -80,12 +79,12 @@ class Reporter:
         )
 
     def looked(self, request: Any, num_local: int) -> None:
-        """vLLM looks for a request's prefix, and has so much of it itself."""
+        """vLLM looks up a request's prefix and has `num_local` tokens of it itself."""
         if request.request_id not in self._told and "id" in tag_of(request):
             self._local[request.request_id] = num_local
 
     def admitted(self, request: Any, hits: Mapping[str, int]) -> None:
-        """The request has its blocks. Only the first admission is reported."""
+        """The request has its blocks. Reports only the first admission."""
         local = self._local.pop(request.request_id, None)
         if local is not None:
             self._told.add(request.request_id)
@@ -93,7 +92,7 @@ class Reporter:
             self._send({"id": tag_of(request)["id"], **told})
 
     def finished(self, request: Any) -> None:
-        """The request is over, at the end of its answer or before."""
+        """The request is over, with or without a complete answer."""
         self._local.pop(request.request_id, None)
         self._told.discard(request.request_id)
         tag = tag_of(request)
@@ -114,7 +113,7 @@ class Reporter:
 
 
 class Reports:
-    """The server's end. `take` reads what has come; it belongs to one thread."""
+    """The server's end. Only one thread may call `take`."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,11 +130,11 @@ class Reports:
         self.engine: Ready | None = None
 
     def expect(self, name: str) -> None:
-        """Keep the reports of this request until `forget`. Others are dropped."""
+        """Keeps the reports of this request until `forget`. Others are dropped."""
         self._expected.add(name)
 
     def take(self) -> None:
-        """Read every report that has come."""
+        """Reads every pending report."""
         while True:
             try:
                 data = self.socket.recv(_MAX_BYTES)

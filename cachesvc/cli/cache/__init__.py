@@ -1,4 +1,4 @@
-"""`cachesvc cache ...`: look into the disk tier and the running server's blocks, and change them.
+"""`cachesvc cache ...`: show and change the disk tier and the running server's blocks.
 
 The tiers themselves are in `tiers`.
 """

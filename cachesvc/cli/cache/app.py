@@ -1,7 +1,7 @@
-"""The commands of `cachesvc cache`, which look into the disk tier beside a live server or alone.
+"""The commands of `cachesvc cache`, which work on the disk tier with or without a running server.
 
-`stats`, `tree`, `ls`, `show` and their like read in short transactions, so that a server goes on
-undisturbed. Those that remove and move blocks are in `change` and `purge`.
+`stats`, `tree`, `ls`, `show` and similar commands read in short transactions, which do not disturb
+a server. Commands that remove or move blocks are in `change` and `purge`.
 """
 
 from cachesvc.cli.lazy import Command, lazy_group

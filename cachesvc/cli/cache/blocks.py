@@ -1,7 +1,7 @@
 """`cachesvc cache ls|show`: single blocks, on disk and in a server's memory.
 
-The disk is read by the command itself, memory is asked for at the running server; without one only
-the disk is there to be seen.
+The command reads the disk itself and asks the running server for its memory. Without a server it
+shows only the disk.
 """
 
 import time
@@ -26,7 +26,7 @@ from tiers.disk.format.codec import CodecId
 from tiers.disk.inspection.view import BlockInfo, DiskView, open_view
 from tiers.tier import TierName
 
-MOST = 100_000  # blocks that a server tells of at once
+MOST = 100_000  # blocks that a server returns at once
 
 
 class By(StrEnum):
@@ -112,7 +112,7 @@ def show(
 
 
 def _list_by_hits(path: Path, tenant: str | None, limit: int, json: bool) -> None:
-    """The blocks in memory with the most hits; without a server, those on disk used last."""
+    """The blocks in memory with the most hits; without a server, the most recently used on disk."""
     server = find_server(path)
     if server is not None:
         asked = {"limit": limit} | ({"tenant": tenant} if tenant else {})
@@ -192,7 +192,7 @@ def _list_memory(
 
 
 def _live_block(server: LiveServer | None, key: str) -> dict[str, Any] | None:
-    """The one block in memory whose key begins so."""
+    """The one block in memory whose key begins with `key`."""
     if server is None or not key or set(key.lower()) - set("0123456789abcdef") or len(key) > 32:
         return None
     query = urlencode({"key": key.lower(), "tokens": "1", "limit": 2})
@@ -226,7 +226,7 @@ def _starts(view: DiskView, key: str) -> bool:
 
 
 def block_json(block: BlockInfo) -> dict[str, Any]:
-    """A block on disk as JSON; what it shares with /admin/api/blocks has the same names."""
+    """A block on disk as JSON, with the field names of /admin/api/blocks."""
     return {
         "key": block.key.hex(),
         "parent": block.parent.hex(),

@@ -1,7 +1,7 @@
 """`cachesvc cache` commands that change the disk tier or move its blocks.
 
-All but `compact` run beside a live server, in short transactions of their own. Blocks that the
-server holds in memory are out of their reach, and each says so where it matters.
+All but `compact` also work while a server runs, in short transactions of their own. They cannot
+reach blocks in the server's memory, and say so if it matters.
 """
 
 import sys
@@ -89,7 +89,7 @@ def evict(
         with _counted(rule, view, "evicting") as counted:
             gone = _sum(remove(shard, counted, at_most_bytes=share) for shard in view.shards)
         for shard in view.shards:
-            shard.sync()  # so that no power cut brings a block back
+            shard.sync()  # so that no block comes back after a power cut
     _tell_removed(gone, view.path, json)
 
 
@@ -241,7 +241,7 @@ def _both(first: Rule, second: Rule) -> Rule:
 
 
 def _planned(shard: Shard, rule: Rule, at_most_bytes: int | None) -> Removed:
-    """What `remove` would take away now."""
+    """What `remove` would remove now."""
     total = Removed()
     for rows in pages_by_age(shard):
         for key, entry in rows:
@@ -254,7 +254,7 @@ def _planned(shard: Shard, rule: Rule, at_most_bytes: int | None) -> Removed:
 
 @contextmanager
 def _counted(rule: Rule, view: DiskView, what: str) -> Iterator[Rule]:
-    """`rule` under a bar that moves with every block it judges."""
+    """`rule` with a progress bar that advances at each block."""
     with progress(what, sum(shard.read_totals().num_blocks for shard in view.shards)) as advance:
 
         def judge(key: PrefixKey, entry: IndexEntry) -> bool:
@@ -266,7 +266,7 @@ def _counted(rule: Rule, view: DiskView, what: str) -> Iterator[Rule]:
 
 @contextmanager
 def _written(file: Path) -> Iterator[BinaryIO]:
-    """Standard output, or `file`, which appears only when it is whole."""
+    """Standard output, or `file`, which appears only when it is complete."""
     if file == STREAM:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
@@ -290,7 +290,7 @@ def _read(file: Path) -> Iterator[BinaryIO]:
 
 
 class _Watched:
-    """A file whose reads move a bar."""
+    """A file whose reads advance a progress bar."""
 
     def __init__(self, source: BinaryIO, advance: Callable[[int], None]) -> None:
         self._source = source

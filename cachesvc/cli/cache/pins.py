@@ -1,4 +1,4 @@
-"""`cachesvc cache pin`: prefixes that the cache keeps, whatever else is asked for."""
+"""`cachesvc cache pin`: prefixes that are not evicted."""
 
 import time
 from pathlib import Path
@@ -90,7 +90,7 @@ def _post(what: str, body: dict[str, Any], data_dir: Path | None) -> Any:
 
 
 def _list(path: Path, json: bool) -> None:
-    """The pins in force; those on record while no server runs."""
+    """The pins in force; without a server, the recorded ones."""
     server = find_server(path)
     if server is not None:
         found = server.get("/admin/api/cache/pins")

@@ -1,4 +1,4 @@
-"""`cachesvc cache ls --by room`: which prefixes take the most room on disk."""
+"""`cachesvc cache ls --by room`: the largest prefixes on disk."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from tiers.disk.inspection.view import BlockInfo, open_view
 
 
 def list_by_room(path: Path, tenant: str | None, limit: int, json: bool) -> None:
-    """The prefixes that take the most room on disk: how prompts begin, and all that follows."""
+    """Lists the largest prefixes on disk: a prompt's first block with all its continuations."""
     wanted = scope_filter(path, tenant, None)
     with open_view(found_disk(path)) as view:
         children = view.children()
@@ -52,7 +52,7 @@ def list_by_room(path: Path, tenant: str | None, limit: int, json: bool) -> None
 
 @dataclass(slots=True)
 class _Prefix:
-    """A prompt's first block, and all blocks that follow it."""
+    """A prompt's first block and all blocks that follow it."""
 
     key: PrefixKey
     scope: PrefixKey

@@ -103,7 +103,7 @@ def _purge_stopped(
 
 
 def _purge_disk(path: Path, order: Order, roots: Collection[PrefixKey]) -> Mapping[str, Any]:
-    """From the disk of a server that does not run; the receipt, which is kept there."""
+    """Purges the disk of a stopped server. Returns the receipt, which is also stored there."""
     try:
         signed = receipt(ReceiptSigner.open(path), order, purge_stopped(path, roots))
     except (TierError, PurgeFailed) as error:
@@ -142,7 +142,7 @@ def _purge_scopes(
     order = Order(kind="scope", name=names, by=actor(), why=why, started_s=time.time())
     signed = _purge_disk(path, order, roots)
     ledger = Path(ledger_url(path).removeprefix("sqlite:///"))
-    if database_url is not None or ledger.exists():  # an engine without a server keeps none
+    if database_url is not None or ledger.exists():  # an engine without a server has no ledger
         with books(path, database_url) as open_books:
             open_books.accounts.trail.record(
                 "cache.purge", names, by=order.by, after=signed, reason=why
@@ -154,7 +154,7 @@ def _purge_scopes(
 
 
 def _chosen(folder: Path, starts: list[str]) -> tuple[set[PrefixKey], Removed]:
-    """The scopes that begin so, and what lies in them."""
+    """The scopes that begin with `starts`, and what they contain."""
     planned: dict[PrefixKey, Removed] = {}
     with open_shards(folder, readonly=True) as (_, shards):
         for shard in shards:
@@ -165,7 +165,7 @@ def _chosen(folder: Path, starts: list[str]) -> tuple[set[PrefixKey], Removed]:
 
 
 def _purge_beside(folder: Path, roots: set[PrefixKey], server: str, *, json: bool) -> None:
-    """From the disk that a server holds. What is in its memory stays, so there is no receipt."""
+    """Purges the disk of a running server. Blocks in its memory stay, so there is no receipt."""
     gone = Removed()
     with (
         open_shards(folder, readonly=False) as (_, shards),

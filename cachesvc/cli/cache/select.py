@@ -1,4 +1,4 @@
-"""What commands about the cache choose by: keys, scopes and tenants; and who holds the folder."""
+"""Selects blocks by key, scope and tenant; and finds the server that holds the folder."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +18,7 @@ Tenant = Annotated[str | None, typer.Option(help="Only blocks of this tenant or 
 
 
 def find_block(view: DiskView, start: str) -> BlockInfo:
-    """The one block whose key begins so; ends the command where there is none, or more."""
+    """The one block whose key begins with `start`; ends the command unless there is exactly one."""
     found = [
         block for block in view.find(_whole_bytes(start)) if block.key.hex().startswith(_low(start))
     ]
@@ -27,7 +27,8 @@ def find_block(view: DiskView, start: str) -> BlockInfo:
 
 
 def find_scope(scopes: Iterable[PrefixKey], start: str) -> PrefixKey:
-    """The one scope whose root begins so; ends the command where there is none, or more."""
+    """The one scope whose root begins with `start`; ends the command unless there is exactly
+    one."""
     _whole_bytes(start)
     found = [root for root in scopes if root.hex().startswith(_low(start))]
     _exactly_one(len(found), f"scope's root begins with {start}", "`cachesvc cache tree`")
@@ -35,9 +36,9 @@ def find_scope(scopes: Iterable[PrefixKey], start: str) -> PrefixKey:
 
 
 def scope_filter(path: Path, tenant: str | None, start: str | None) -> Callable[[PrefixKey], bool]:
-    """Whether a scope is asked for; ends the command for a tenant that is not known, or its scopes.
+    """A test whether a scope is selected; ends the command for an unknown tenant.
 
-    Who is known, the running server says; without one a name mistyped has no blocks.
+    The running server knows the tenants. Without a server, a mistyped name has no blocks.
     """
     server = find_server(path) if tenant else None
     if server is not None:
@@ -53,7 +54,7 @@ def scope_filter(path: Path, tenant: str | None, start: str | None) -> Callable[
 
 
 def server_of(path: Path) -> str | None:
-    """The server that holds the folder of a disk tier now, in words."""
+    """A description of the server that holds a disk tier's folder, if any."""
     return read_holder(path) if is_locked(path) else None
 
 

@@ -32,7 +32,7 @@ def stats(data_dir: DataDir = None, json: AsJson = False) -> None:
 
 
 def _print_tiers(tiers: Mapping[str, Any]) -> None:
-    """The tiers of a running server as a table; nothing where there is none."""
+    """Prints the tiers of a running server as a table; nothing without a server."""
     if not tiers:
         return
     typer.echo("")
@@ -56,7 +56,7 @@ def _print_tiers(tiers: Mapping[str, Any]) -> None:
 
 
 def _print_owners(owners: Sequence[Mapping[str, Any]]) -> None:
-    """Who takes the room, the most first."""
+    """Prints bytes by owner, largest first."""
     if not owners:
         return
     typer.echo("")

@@ -1,4 +1,4 @@
-"""`cachesvc cache tree`: the tree of prefixes, of the disk tier or of a live server's tiers."""
+"""`cachesvc cache tree`: the prefix tree of the disk tier or of a running server's tiers."""
 
 import sys
 import time
@@ -18,7 +18,7 @@ from tiers.blocks.tree import MAX_DEPTH, Tree, TreeNode, TreeQuery, tree_json
 from tiers.disk.inspection.view import open_view
 from tiers.tier import TierName
 
-SHOWN = 10_000  # nodes of a tree: what a person or a page can still take in
+SHOWN = 10_000  # nodes of a tree that a person or a page can handle
 
 Label = Callable[[TreeNode], str]
 
@@ -71,7 +71,7 @@ def tree_from_json(told: Mapping[str, Any]) -> Tree:
 
 
 def owners_in(told: Mapping[str, Any]) -> dict[PrefixKey, str]:
-    """Whose each scope is, where the server says so."""
+    """The owner of each scope, if the server reports it."""
     found = ((_key(scope["scope"]), scope.get("owner")) for scope in told["scopes"])
     return {key: owner for key, owner in found if key is not None and owner}
 
@@ -97,14 +97,14 @@ def _key(text: str | None) -> PrefixKey | None:
 
 
 def key_label(node: TreeNode) -> str:
-    """A node by its key; what is partly filled has none."""
+    """A node's key as a label; a partly filled block has none."""
     return node.key.hex()[:12] if node.key else "(partial)"
 
 
 def tree_lines(
     tree: Tree, label: Label = key_label, *, names: Mapping[PrefixKey, str] = NO_NAMES
 ) -> Iterator[str]:
-    """One line a scope, one a node, and one where something is left off."""
+    """One line per scope and per node, and one where nodes are omitted."""
     for root in tree.roots:
         owner = names.get(root.last) if root.last else None
         yield f"scope {root.last.hex() if root.last else ''}" + (f" of {owner}" if owner else "")
@@ -125,7 +125,7 @@ def _below(node: TreeNode, label: Label, indent: str) -> Iterator[str]:
 
 
 def told(node: TreeNode) -> str:
-    """`34 blocks, 2176 tokens`, and for the live index also where and how many in use."""
+    """`34 blocks, 2176 tokens`; for a running server also the tiers and the number in use."""
     parts = [number_of(node.num_blocks, "block"), number_of(node.num_tokens, "token")]
     if node.runs == [(TierName.DISK, node.num_blocks)]:
         return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""`cachesvc cache verify`: every block read and checked."""
+"""`cachesvc cache verify`: reads and checks every block."""
 
 import time
 from dataclasses import asdict

@@ -1,4 +1,4 @@
 """Commands about tenants, keys, balances, prices, usage and the ledger.
 
-What they call is in `billing`.
+The operations themselves are in `billing`.
 """

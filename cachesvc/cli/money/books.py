@@ -1,5 +1,7 @@
-"""Options that the commands about money share, and the books of a directory for commands that work
-on the database itself: proofs, rebuilding, exports and passwords.
+"""Shared options of the money commands, and direct access to a directory's books.
+
+Direct access is for commands that work on the database itself: proofs, rebuilding, exports and
+passwords.
 """
 
 from collections.abc import Iterator
@@ -19,8 +21,8 @@ from cachesvc.server.server_file import actor
 if TYPE_CHECKING:
     from billing.operations.books import FolderBooks
 
-MOST_DAYS = 3660  # that the JSON routes look back
-MOST_ROWS = 1000  # that the JSON routes answer with
+MOST_DAYS = 3660  # the JSON routes' limit on days
+MOST_ROWS = 1000  # the JSON routes' limit on rows
 NO_REASON = "no reason given"
 
 DatabaseUrl = Annotated[
@@ -58,7 +60,7 @@ __all__ = [
 def books(
     data_dir: Path | None, database: str | None, *, create: bool = False
 ) -> "Iterator[FolderBooks]":
-    """The ledger of a data directory or URL; a billing error ends the command with its sentence."""
+    """The ledger of a data directory or URL. A billing error ends the command with its message."""
     path = (data_dir or default_data_dir()).expanduser()
     try:
         with open_books(path, database, create=create) as found:
@@ -70,7 +72,7 @@ def books(
 @contextmanager
 def open_books(path: Path, database: str | None, *, create: bool) -> "Iterator[FolderBooks]":
     """The ledger of a data directory or URL. Raises `BillingError`."""
-    # Here, since the database takes longer to import than a running server to answer.
+    # Imported here, because importing the database takes longer than a running server's answer.
     with importing():
         from billing.operations.books import FolderBooks
         from billing.store.opening import database_url, open_store

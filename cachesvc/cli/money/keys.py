@@ -116,5 +116,5 @@ def _seconds(text: str | None) -> int | None:
 
 
 def _day(at_ns: int | None) -> str:
-    """A day of UTC, or nothing for never."""
+    """A UTC day; empty for never."""
     return "" if at_ns is None else datetime.fromtimestamp(at_ns // NS, UTC).strftime("%Y-%m-%d")

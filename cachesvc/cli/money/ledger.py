@@ -1,4 +1,4 @@
-"""`cachesvc ledger`: prove it, rebuild what is derived from it, correct it by a new entry."""
+"""`cachesvc ledger`: proves the ledger, rebuilds derived tables, corrects by new entries."""
 
 import json as jsonlib
 import sys
@@ -206,7 +206,7 @@ def correct(
 
 
 def _print_trail(found: list[Document], json: bool) -> None:
-    """Who, what, before, after and why."""
+    """Prints the audit trail."""
     if json:
         print_json(found)
         return

@@ -1,7 +1,7 @@
-"""How commands carry out `billing.operations`: through the running server, or on its directory.
+"""Carries out `billing.operations` for commands: through the running server, or on its directory.
 
-Where a server runs on the data directory, its JSON API does the work. Where none runs, or where
---database-url names a database, the same function runs here. Commands cannot tell the difference.
+If a server runs on the data directory, its JSON API does the work. If none runs, or --database-url
+names a database, the same function runs here. Commands cannot tell the difference.
 """
 
 import re
@@ -22,7 +22,7 @@ from cachesvc.server.server_file import LiveError, LiveServer, find_server
 P = ParamSpec("P")
 R = TypeVar("R")
 
-PATIENCE_S = 600.0  # to rate or refund a long history takes minutes
+PATIENCE_S = 600.0  # rating or refunding a long history takes minutes
 
 
 class Operations(Protocol):
@@ -46,7 +46,7 @@ class LocalOperations:
 
 
 class ServerOperations:
-    """Operations that a running server carries out. Headers tell it who the user is."""
+    """Operations carried out by a running server. A header names the user."""
 
     def __init__(self, server: LiveServer) -> None:
         self._server = server
@@ -72,9 +72,9 @@ class ServerOperations:
 def operations(
     data_dir: Path | None, database: str | None, *, create: bool = False
 ) -> Iterator[Operations]:
-    """What a command calls operations with; an error ends the command with its sentence.
+    """The operations for a command. An error ends the command with its message.
 
-    `create` makes the ledger where there is none.
+    `create` creates the ledger if there is none.
     """
     path = (data_dir or default_data_dir()).expanduser()
     try:

@@ -48,7 +48,7 @@ Card = Annotated[str, typer.Argument(help="A TOML file, or the name of a shipped
 
 
 def _lint(card: str, json: bool) -> None:
-    """Ends with 1 where the card can be gamed or loses money against its stated cost."""
+    """Exits with 1 if the card can be gamed or loses money against its stated cost."""
     found = lint(_card(card))
     if json:
         print_json([finding_document(finding) for finding in found])

@@ -1,4 +1,4 @@
-"""`cachesvc usage receipt`: signed receipts, the keys to check them with, and the check."""
+"""`cachesvc usage receipt`: prints signed receipts and checks them."""
 
 import json as jsonlib
 import sys

@@ -18,7 +18,7 @@ AT_ONCE = 256  # corrections in one call
 
 
 def refund(call: Operations, path: Path, approve: str | None, *, reason: str) -> None:
-    """Book a batch of corrections, each once, if `approve` is its digest; else only show it."""
+    """Books a batch of corrections, each once, if `approve` is its digest; else only shows it."""
     batch = _read(path)
     _print_batch(batch)
     if approve is None:
@@ -36,7 +36,7 @@ def refund(call: Operations, path: Path, approve: str | None, *, reason: str) ->
 
 
 def _book(call: Operations, batch: RefundBatch, why: str) -> list[str]:
-    """Books the refunds; gives what was refused, and why."""
+    """Books the refunds. Returns the refused ones with reasons."""
     refused: list[str] = []
     for start in range(0, len(batch.refunds), AT_ONCE):
         corrections = [
@@ -56,7 +56,7 @@ def _correction(each: Refund, digest: str) -> dict[str, str]:
 
 
 def write_batch(out: Path, document: dict[str, Any]) -> None:
-    """Write what `prices plan --out` found, for somebody else to approve."""
+    """Writes the batch of `prices plan --out`, for somebody else to approve."""
     text = jsonlib.dumps(document, indent=1) + "\n"
     try:
         out.write_text(text)

@@ -100,13 +100,13 @@ def show(
 def _room(
     found: list[Document], data_dir: Path | None, database: str | None
 ) -> list[dict[str, int]]:
-    """Bytes in each tier, of each tenant in turn; empty where no server with a cache runs here."""
+    """Bytes of each tenant in each tier; empty if no server with a cache is running."""
     server = find_server((data_dir or default_data_dir()).expanduser()) if not database else None
     if server is None:
         return []
     try:
         owners = server.get("/admin/api/cache/owners")
-    except LiveError:  # it has no cache to look into
+    except LiveError:  # the server has no cache to show
         return []
     taken: dict[str, Counter[str]] = {}
     for owner in owners:
@@ -192,12 +192,12 @@ def set_(
 
 
 def credit_limit(text: str) -> str | None:
-    """A credit limit as operations take it; None is unlimited."""
+    """A credit limit for operations; None is unlimited."""
     return None if text == "unlimited" else text
 
 
 def rate_limit(text: str) -> tuple[str, int | None]:
-    """A limit as operations take it; None is as the settings say."""
+    """A limit for operations; None means the settings' limit."""
     name, _, value = text.partition("=")
     if value == "default":
         return name, None
@@ -235,7 +235,7 @@ def print_tenant(values: Document, json: bool) -> None:
 
 
 def _warn_unpriced(currency: str, cards: list[Document], json: bool) -> None:
-    """Say so where no card prices this currency yet."""
+    """Warns if no card has prices in this currency yet."""
     now_ns = time.time_ns()
     if any(card["currency"] == currency and card["valid_from_ns"] <= now_ns for card in cards):
         return
@@ -249,7 +249,7 @@ def _warn_unpriced(currency: str, cards: list[Document], json: bool) -> None:
 
 
 def _grant_text(grant: Document) -> str:
-    """What is left of a grant, and of what it pays."""
+    """The rest of a grant, and what it pays for."""
     scope = grant.get("scope")
     pays = f" for {' and '.join(scope)}" if scope else ""
     return f"{grant['reference']} {grant['left']}{pays}"

@@ -145,7 +145,7 @@ def _print_line(call: Operations, tenant: str | None, timezone: str, json: bool)
 def _checked_span(
     since: str | None, until: str | None, timezone: str, breakdown: str | None
 ) -> str:
-    """The zone as operations take it; ends the command for a day, zone or part that is none."""
+    """The time zone for operations; ends the command for an invalid day, zone or part."""
     zone = _zone(timezone)
     try:
         parse_query(since=since, until=until, zone=zone, split=breakdown)
@@ -164,12 +164,12 @@ def _zone(name: str) -> tzinfo:
 
 
 def _sent_zone(name: str) -> str:
-    """`local` is this terminal's time zone, not the server's."""
+    """Replaces `local` by this terminal's time zone, not the server's."""
     return local_zone_name() if name == "local" else name
 
 
 def _sums(periods: list[Document]) -> list[dict[str, object]]:
-    """One document a currency."""
+    """The totals, one document per currency."""
     counts = ("requests", "prompt_tokens", "hit_tokens", "output_tokens")
     return [
         {
@@ -209,8 +209,8 @@ def _print_statement(
     data_dir: Path | None,
     database: str | None,
 ) -> None:
-    """A tenant's month as JSON, CSV or a page for a printer."""
-    from billing.reports.statement import month_days  # it brings the templates of pages
+    """Prints a tenant's month as JSON, CSV or a printable page."""
+    from billing.reports.statement import month_days  # it imports page templates
 
     if tenant is None:
         fail("a statement is for one tenant: add --tenant NAME", 2)
@@ -309,7 +309,7 @@ def _reconcile(
 
 
 def _send(open_books: Books, position: str, to: str, source: str, token: str) -> None:
-    """Ends with 1 where an event was refused."""
+    """Sends the events; exits with 1 if one was refused."""
     from billing.push.delivery import deliver
     from billing.push.receiver import find_format
 

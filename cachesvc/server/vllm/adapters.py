@@ -1,4 +1,4 @@
-"""LoRA adapters as vLLM loads them: folders, by content, with their ranks read from disk."""
+"""LoRA adapters for vLLM: folders identified by content, with their ranks."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's; the least that holds ever
 
 @dataclass(frozen=True, slots=True)
 class VllmAdapter:
-    """One adapter. `number` is what vLLM calls it, for as long as the process lives."""
+    """One adapter. `number` is its id in vLLM for the life of the process."""
 
     number: int
     folder: str
@@ -22,7 +22,7 @@ class VllmAdapter:
 
 
 def read_adapters(sources: Mapping[str, str]) -> dict[str, VllmAdapter]:
-    """Adapters by name. Raises AdapterError for what is no folder of one."""
+    """Adapters by name. Raises AdapterError for a folder that is not an adapter."""
     return {
         name: _read(name, Path(source).expanduser(), number)
         for number, (name, source) in enumerate(sources.items(), 1)
@@ -30,7 +30,7 @@ def read_adapters(sources: Mapping[str, str]) -> dict[str, VllmAdapter]:
 
 
 def max_rank(adapters: Mapping[str, VllmAdapter]) -> int:
-    """The rank that vLLM reserves room for."""
+    """The rank for which vLLM reserves memory."""
     most = max(adapter.rank for adapter in adapters.values())
     return next((rank for rank in RANKS if rank >= most), most)
 

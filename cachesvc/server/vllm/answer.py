@@ -1,7 +1,7 @@
-"""One request as vLLM answers it, as the engine's outputs: counts, hits by tier, logprobs.
+"""Turns vLLM's outputs of one request into the engine's: counts, hits by tier, logprobs.
 
-Pure but for the clock; used on the engine's loop. The prompt's counts are fixed when its first
-output, or its end, comes: what the node was asked for then stays a hit whatever becomes of it.
+Pure except for the clock; used on the engine's loop. The prompt's counts are fixed at its first
+output or its end. What was requested from the node by then stays a hit, whatever happens to it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ _FINISHES: Mapping[str, FinishReason] = {
 
 
 class Answer:
-    """A request and its `n` sequences. Invariant: exactly one output of it has `last` set."""
+    """A request and its `n` sequences. Invariant: exactly one of its outputs has `last` set."""
 
     def __init__(self, request: Request, block_size: int, now_ns: int) -> None:
         self.request = request
@@ -63,7 +63,7 @@ class Answer:
         return sorted(self._live)
 
     def admit(self, report: Report | None, num_cached: int, now_ns: int) -> None:
-        """The prompt stands: `num_cached` tokens of it were not computed, by vLLM's count."""
+        """The prompt is complete. By vLLM's count, `num_cached` of its tokens were not computed."""
         below = dict(report.hits) if report is not None else {}
         external = sum(below.values())
         device = max(0, num_cached - external)
@@ -75,7 +75,7 @@ class Answer:
         )
 
     def cut_short(self, report: Report | None) -> None:
-        """The request was ended within its prompt: what was served or computed counts."""
+        """The request ended during its prompt. Tokens served or computed by then count."""
         if report is None or not report.admitted_ns:
             self._counts = TokenCounts(prompt=0)
             return
@@ -94,7 +94,7 @@ class Answer:
         finish: FinishReason | None = None,
         error: str | None = None,
     ) -> StepOutput:
-        """What came of sequence `index`. `finish` ends it."""
+        """An output of sequence `index`. `finish` ends it."""
         if finish is not None:
             self._live.discard(index)
         self._num_output += len(tokens)
@@ -116,7 +116,7 @@ class Answer:
         )
 
     def end(self, index: int) -> None:
-        """A sequence that never began is not to come any more."""
+        """A sequence ended before it began."""
         self._live.discard(index)
 
     def _fix(self, prompt: int, device: int, below: Mapping[str, int]) -> None:
@@ -125,7 +125,8 @@ class Answer:
         self._lookup = self._looked(self._counts)
 
     def _looked(self, counts: TokenCounts) -> Lookup:
-        """What the caches said, as one run for each tier. vLLM tells no reason but absence."""
+        """The lookup's result, as one run per tier. vLLM reports no reason for a miss except
+        absence."""
         size, runs, start = self._block_size, [], 0
         hits = (counts.hit_device, counts.hit_host, counts.hit_disk, counts.hit_remote)
         keys = prefix_keys(self.request.scope.root(), token_bytes(self.request.tokens), size)
@@ -158,14 +159,14 @@ class Answer:
 
 
 def finish_of(reason: str | None) -> FinishReason | None:
-    """vLLM's word for how a sequence ended. What it does not share with us is an error."""
+    """Our finish reason for vLLM's. A reason that we do not have is an error."""
     return None if reason is None else _FINISHES.get(reason, FinishReason.ERROR)
 
 
 def logprobs_of(
     tokens: Sequence[int], entries: Sequence[Mapping[int, Any] | None] | None, most: int | None
 ) -> list[TokenLogprob]:
-    """vLLM's entries, one for each token: the token's own and the `most` likely ones."""
+    """The logprobs of vLLM's entries, one per token: the token's own and the `most` likely ones."""
     if entries is None or most is None:
         return []
     told = []

@@ -1,6 +1,6 @@
-"""vLLM's own arguments, as `--vllm.NAME VALUE` or in the file, and those that are ours to give.
+"""vLLM's own arguments, from `--vllm.NAME VALUE` or the file, and those set by the server.
 
-vLLM's own parser reads them, so that they mean what they mean to `vllm serve`.
+vLLM's own parser reads them, so they mean the same as in `vllm serve`.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from cachesvc.config.errors import ConfigError
 
-# What would say twice, or against it, what the server says; and what to use instead.
+# Arguments that would repeat or contradict the server's, and what to use instead.
 OURS: Mapping[str, str] = {
     "model": "--model",
     "tokenizer": "the model's own tokenizer",
@@ -27,7 +27,8 @@ OURS: Mapping[str, str] = {
 
 
 def vllm_flags(given: Mapping[str, Any]) -> list[str]:
-    """The command line of vLLM that settings stand for. Raises ConfigError for one of ours."""
+    """vLLM's command line for these settings. Raises ConfigError for an argument that the server
+    sets."""
     flags: list[str] = []
     for name, value in given.items():
         plain = name.replace("_", "-")
@@ -43,7 +44,7 @@ def vllm_flags(given: Mapping[str, Any]) -> list[str]:
 
 
 def engine_arguments(given: Mapping[str, Any], ours: Mapping[str, Any]) -> Any:
-    """vLLM's `AsyncEngineArgs`. Raises ConfigError for what vLLM does not know or accept."""
+    """vLLM's `AsyncEngineArgs`. Raises ConfigError for arguments that vLLM rejects."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -59,7 +60,7 @@ def engine_arguments(given: Mapping[str, Any], ours: Mapping[str, Any]) -> Any:
 
 
 def read_options(rest: Sequence[str]) -> dict[str, Any]:
-    """Settings of `--vllm.NAME VALUE`, `--vllm.NAME=VALUE` and `--vllm.NAME` on a command line.
+    """Settings from `--vllm.NAME VALUE`, `--vllm.NAME=VALUE` and `--vllm.NAME` on a command line.
 
     Raises ConfigError for anything else.
     """
@@ -82,9 +83,11 @@ def read_options(rest: Sequence[str]) -> dict[str, Any]:
 
 
 def has_windows(folder: Path) -> bool:
-    """Whether a model's layers are of two kinds that one group of blocks can hold: attention over a
-    window, and over everything. vLLM otherwise keeps a group for each, and frees what has left the
-    window; a prefix's blocks are then incomplete. A model with states is not meant."""
+    """Whether a model mixes sliding-window and full attention, which one group of blocks can hold.
+
+    Otherwise vLLM uses a group for each and frees blocks outside the window, which leaves a
+    prefix's blocks incomplete. False for a model with recurrent states.
+    """
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):

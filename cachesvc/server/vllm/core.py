@@ -1,4 +1,4 @@
-"""The compute half of a server whose engine is vLLM: model, node, AsyncLLM, all from settings.
+"""Builds the compute half of a server with vLLM from settings: model, node, AsyncLLM.
 
 The counterpart of `cachesvc.server.compute`. Imports vLLM when `build` runs.
 """
@@ -43,14 +43,14 @@ NODE_SOCKET = "node.sock"
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """LoRA adapters by name: their content's digests, as scopes know them."""
+    """LoRA adapters by name, with the content digests used in scopes."""
 
     digests: Mapping[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class VllmModel:
-    """The served model, as far as the wire needs to know it."""
+    """The part of the served model that the wire needs."""
 
     name: str
     spoken: Spoken
@@ -67,13 +67,13 @@ class VllmModel:
 
     @property
     def images(self) -> None:
-        """vLLM may see them, but is given tokens alone here."""
+        """None: even if the model reads images, it gets only tokens here."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class VllmCore:
-    """See `engine.composition.Core`, whose place it takes."""
+    """Takes the place of `engine.composition.Core`."""
 
     loaded: VllmModel
     layout: BlockLayout
@@ -92,20 +92,20 @@ class VllmCore:
         return self.node is not None and self.node.counters.is_shared
 
     def start(self, warm_up_tokens: int = 0) -> None:
-        """vLLM has warmed up when it was opened."""
+        """Does nothing: vLLM warms up when it is opened."""
         if self.node is not None:
             self.node.start()
         if self.relay is not None:
             self.relay.start()
 
     def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
-        """The node counts quotas by them, now and after its next start."""
+        """Passes the owners to the node for quotas, now and after its next start."""
         if self.operations is not None and self.node is not None:
             self.operations.owners = owners
             self.node.join_again()
 
     def close(self, drain_s: float = 0.0) -> int:
-        """End vLLM. The node stays, with the blocks."""
+        """Stops vLLM. The node keeps running with the blocks."""
         self.engine.close(drain_s)
         self.grammars.close()
         if self.operations is not None:
@@ -129,8 +129,10 @@ def build(
     stream: EventStream,
     progress: Callable[[str, float], None] | None = None,
 ) -> VllmCore:
-    """Find the model, see that a node runs, start vLLM over it. Raises ConfigError, ModelError and
-    what the node says."""
+    """Finds the model, ensures that a node runs, and starts vLLM over it.
+
+    Raises ConfigError, ModelError and the node's errors.
+    """
     prepare_vllm_environment()
     _check_installed()
     data_dir = settings.server.data_dir
@@ -174,7 +176,7 @@ def build(
                 forget=engine.forget_prefixes,
                 in_flight=engine.in_flight,
             )
-            operations.pins()  # the node opens this layout's tiers when it is first asked for them
+            operations.pins()  # the first request makes the node open this layout's tiers
         node = (
             NodeWatch(socket, operations.introduce) if operations is not None else NodeWatch(socket)
         )
@@ -207,7 +209,7 @@ def _check_installed() -> None:
 
 
 def _node(settings: Settings) -> Path | None:
-    """The socket of the node under the engine; None where there is to be none."""
+    """The socket of the engine's node; None to run without one."""
     cache, data_dir = settings.cache, settings.server.data_dir
     remote = remote_settings(cache)
     if remote is not None and not (cache.host_bytes and cache.disk_bytes):
@@ -235,7 +237,7 @@ def _node(settings: Settings) -> Path | None:
 def _ours(
     settings: Settings, spoken: Spoken, adapters: Mapping[str, VllmAdapter]
 ) -> dict[str, Any]:
-    """What the server says to vLLM: what is not here is vLLM's, or its user's, to choose."""
+    """The arguments that the server sets. All others are up to vLLM or its user."""
     model, given = settings.model, {name.replace("_", "-") for name in settings.engine.vllm}
     ours: dict[str, Any] = {
         "model": str(spoken.folder),
@@ -260,7 +262,7 @@ def _ours(
 
 
 def _chooses_groups(given: Mapping[str, Any]) -> bool:
-    """The user has said how vLLM is to group layers."""
+    """Whether the user chose how vLLM groups layers."""
     return any("hybrid-kv-cache-manager" in name.replace("_", "-") for name in given)
 
 
@@ -285,7 +287,7 @@ def _is_cpu() -> bool:
 def _blocks(
     engine: VllmEngine, reports: Reports | None, spoken: Spoken
 ) -> tuple[BlockLayout, CacheScope]:
-    """vLLM's blocks and what names them; without a connector that tells, a stand-in for both."""
+    """The layout and scope of vLLM's blocks; placeholders if no connector reports them."""
     if reports is not None and reports.engine is not None:
         return reports.engine.layout, reports.engine.scope
     if reports is not None:

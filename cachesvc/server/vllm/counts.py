@@ -1,4 +1,4 @@
-"""vLLM's own statistics as the server's: how many run and wait, steps, tokens, the KV in use.
+"""vLLM's statistics in the server's form: running, waiting, steps, tokens, KV in use.
 
 vLLM calls `record` once per step, on the engine's loop; any thread may read `stats`.
 """
@@ -12,7 +12,7 @@ from tiers.stats import CacheStats
 
 
 class Counts:
-    """Counters that only grow, and what the last step said."""
+    """Monotonic counters, and the values of the last step."""
 
     def __init__(self, on_step: Callable[[], None]) -> None:
         self._on_step = on_step
@@ -26,14 +26,14 @@ class Counts:
         self._loading = 0
 
     def logger(self, config: Any, index: int) -> Any:
-        """What vLLM reports to. Made on its demand, one for each engine core."""
+        """The stat logger for vLLM, which asks for one per engine core."""
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         record = self.record
 
         class Steps(StatLoggerBase):  # type: ignore[misc]
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-                """Nothing to keep."""
+                """Stores nothing."""
 
             def record(
                 self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any
@@ -41,12 +41,12 @@ class Counts:
                 record(scheduler_stats, iteration_stats)
 
             def log_engine_initialized(self) -> None:
-                """The server says so itself."""
+                """Does nothing: the server logs its own start."""
 
         return Steps(config, index)
 
     def begun(self, num_tokens: int) -> None:
-        """A prompt of so many tokens stands."""
+        """Counts a completed prompt."""
         self.begin_rate.begun(num_tokens)
 
     def record(self, scheduler: Any, iteration: Any) -> None:

@@ -1,9 +1,9 @@
-"""The engine's interface over vLLM's `AsyncLLM`: one thread with an event loop that owns it.
+"""The engine's interface over vLLM's `AsyncLLM`, which one thread with an event loop owns.
 
     submit ─► VllmRequests ─► AsyncLLM ─► on_outputs
 
-vLLM's engine core and workers are processes. When they die the engine has failed: whatever is in
-flight ends in an error, and the server ends so that a supervisor starts it again.
+vLLM's engine core and workers are processes. If they die, the engine has failed: requests in flight
+end with an error, and the server exits so that a supervisor restarts it.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from tiers.stats import CacheStats
 
 logger = logging.getLogger(__name__)
 
-HEALTH_S = 0.5  # how often vLLM is asked whether it lives
+HEALTH_S = 0.5  # interval of vLLM's health checks
 SHUTDOWN_S = 30.0
 T = TypeVar("T")
 
@@ -59,8 +59,10 @@ class VllmEngine:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         generate: Generate | None = None,
     ) -> None:
-        """`open_llm` makes the AsyncLLM, on the engine's loop, with a factory of stat loggers.
-        `reports` are the connector's; None where vLLM runs without it."""
+        """`open_llm` creates the AsyncLLM on the engine's loop, with a factory of stat loggers.
+
+        `reports` come from the connector; None if vLLM runs without it.
+        """
         self._open_llm = open_llm
         self._settings = settings
         self._on_outputs = on_outputs
@@ -85,18 +87,19 @@ class VllmEngine:
     # Any thread.
 
     def open(self) -> None:
-        """Start vLLM and wait until it has loaded the model. Raises ModelError with its reason."""
+        """Starts vLLM and waits until it has loaded the model. Raises ModelError with vLLM's
+        reason."""
         opened: Future[None] = Future()
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._open(opened), self._loop)
         opened.result()
 
     def use(self, cache: TieredCache, stats: Callable[[], CacheStats]) -> None:
-        """What `call` works on, and what `stats` says of the tiers."""
+        """Sets the cache for `call` and the tiers' stats for `stats`."""
         self._cache, self._read_cache = cache, stats
 
     def submit(self, request: Request) -> None:
-        """Queue a request; raises as `engine.engine.Engine.submit`."""
+        """Queues a request. Raises like `engine.engine.Engine.submit`."""
         self._check(request)
         with self._lock:
             if self._failed is not None:
@@ -123,13 +126,13 @@ class VllmEngine:
         self._post(lambda: self._requests.abort(request_id, reason, index))
 
     def predicted_wait_s(self, share: str, num_tokens: int) -> float:
-        """How long a prompt of `share` would wait to begin, at the recent rate."""
+        """Seconds that a prompt of `share` would wait to begin, at the recent rate."""
         with self._lock:
             waiting = Counter(self._arriving)
         return Backlog(waiting, self.counts.begin_rate.tokens_per_s).wait_s(share, num_tokens)
 
     def call(self, function: Callable[[TieredCache], T]) -> "Future[T]":
-        """Run `function` on the engine's thread, on the stand-in for the tiers."""
+        """Runs `function` on the engine's thread, with the tiers' stand-in."""
         future: Future[T] = Future()
         if self._failed is not None:
             future.set_exception(EngineFailed(f"the engine has failed: {self._failed}"))
@@ -146,12 +149,12 @@ class VllmEngine:
         return future
 
     def in_flight(self) -> frozenset[str]:
-        """The requests that were submitted and have not ended."""
+        """The submitted requests that have not ended."""
         with self._lock:
             return frozenset(self._submitted)
 
     def forget_prefixes(self) -> "Future[bool]":
-        """Let vLLM empty its own prefix cache; running requests compute theirs again."""
+        """Makes vLLM empty its prefix cache. Running requests recompute their prefixes."""
         forgetting: Future[bool] = asyncio.run_coroutine_threadsafe(
             self._llm.reset_prefix_cache(reset_running_requests=True), self._loop
         )
@@ -159,7 +162,7 @@ class VllmEngine:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the engine, if something did. It serves nothing from then on."""
+        """The error that ended the engine, if any. After it, no request is served."""
         return self._failed
 
     def stats(self) -> EngineStats:
@@ -168,7 +171,7 @@ class VllmEngine:
         return self.counts.stats(self._read_cache(), failed)
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Refuse new requests, let running ones finish for `drain_s` seconds, end vLLM."""
+        """Refuses new requests, lets running ones finish for `drain_s` seconds, then stops vLLM."""
         with self._lock:
             self._closing = True
         give_up = time.monotonic() + drain_s
@@ -201,14 +204,14 @@ class VllmEngine:
         check_served(request)
 
     def _post(self, command: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # closed: everything in flight has ended
+        with contextlib.suppress(RuntimeError):  # closed: all requests in flight have ended
             self._loop.call_soon_threadsafe(command)
 
     # The engine's thread.
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        # Ctrl-C reaches every process of the terminal; vLLM's are to end when we say so.
+        # Ctrl-C reaches every process of the terminal. vLLM's must end only when we say so.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self._loop.run_forever()
 
@@ -263,7 +266,7 @@ class VllmEngine:
             self._submitted.discard(request.request_id)
 
     def _fail(self, error: BaseException) -> None:
-        """vLLM has died: this server serves nothing more."""
+        """vLLM has died: this server can serve no more requests."""
         if self._failed is not None or self._closing:
             return
         logger.critical(f"the engine has failed: {error!r}")
@@ -272,7 +275,7 @@ class VllmEngine:
         self._requests.fail(f"the engine has failed: {error}")
 
     def _look_at_backlog(self) -> None:
-        """Once per step of vLLM's."""
+        """Called once per vLLM step."""
         with self._lock:
             waits = bool(self._arriving)
         self.counts.begin_rate.look(self._clock_ns(), waits=waits)

@@ -1,6 +1,6 @@
 """A request in vLLM's own classes: its prompt, its sampling, its adapter.
 
-vLLM is imported when the first request is made, so that its classes need not be there in tests.
+vLLM is imported at the first request, so tests can run without it.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from engine.request import Request, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """Bounds, and what the engine must know of the model."""
+    """Bounds, and the model's parameters that the engine needs."""
 
     max_waiting: int
     eos_token_ids: frozenset[int]

@@ -1,8 +1,8 @@
 """Structured output with vLLM: our bounds on compiling a grammar, vLLM's own matching.
 
-vLLM compiles a grammar in its engine core, which everybody shares. So each is compiled before in a
-process that the kernel ends at a bound on CPU time, and what does not compile there never reaches
-vLLM.
+vLLM compiles grammars in its engine core, which all requests share. So each grammar is first
+compiled in a process that the kernel kills at a bound on CPU time. A grammar that fails there never
+reaches vLLM.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class CheckedGrammars:
 
 
 def structure_in(grammar: Grammar | None) -> Any:
-    """vLLM's parameters of a request's grammar; None where it has none."""
+    """vLLM's parameters for a request's grammar, if any."""
     if grammar is None:
         return None
     assert isinstance(grammar, CheckedGrammar), grammar

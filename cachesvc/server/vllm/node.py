@@ -1,7 +1,7 @@
-"""The node that a server's vLLM engine uses: found running, or started, and looked at.
+"""The node of a server's vLLM engine: finds or starts it, and watches it.
 
-A node that the server starts is a process of its own, in a session of its own: it outlives the
-server, and the next one finds its blocks in memory. `cachesvc node --stop` ends it.
+A node that the server starts is a process in its own session. It outlives the server, and the next
+server finds its blocks in memory. `cachesvc node --stop` ends it.
 """
 
 import contextlib
@@ -37,7 +37,8 @@ def ensure_node(
     remote: RemoteSettings | None = None,
     quotas: Mapping[str, int] | None = None,
 ) -> bool:
-    """See that a node serves `socket`; whether it had to be started. Raises ConfigurationError."""
+    """Ensures that a node serves `socket`. Returns whether it was started. Raises
+    ConfigurationError."""
     quotas = quotas or {}
     if (found := _answer_of(socket)) is not None:
         logger.info(f"using the running node at {socket} with its own sizes")
@@ -87,9 +88,10 @@ def _answer_of(socket: Path) -> NodeCounters | None:
 
 
 class NodeWatch:
-    """The node's counters, looked at every second. A node that is away shows nothing.
+    """The node's counters, read every second. Without a node there are none.
 
-    `on_joined` is called on the watch's thread with each new connection: the node may be another.
+    `on_joined` is called on the watch's thread with each new connection, because the node may be a
+    new one.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class NodeWatch:
         self._thread.start()
 
     def look(self) -> None:
-        """Read the counters now."""
+        """Reads the counters now."""
         try:
             if self._stale or not self._client.is_connected:
                 self._stale = False
@@ -119,7 +121,7 @@ class NodeWatch:
             self._client.close()
 
     def join_again(self) -> None:
-        """With the next look, so that `on_joined` is called."""
+        """Reconnects at the next read, so that `on_joined` is called."""
         self._stale = True
 
     def close(self) -> None:

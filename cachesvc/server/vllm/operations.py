@@ -1,8 +1,8 @@
-"""What operators do to blocks in a node, for a server whose engine is vLLM.
+"""Operations on blocks in a node, for a server with vLLM.
 
-The node does it; here are the ways to it. What may take long has threads of its own, and each
-thread a connection. A purge closes its scopes in the node first, then makes vLLM forget its own
-cache, and keeps the scopes closed until every request that was running has ended and stored.
+The node carries them out. Slow calls have their own threads, each with a connection. A purge first
+closes its scopes in the node, then makes vLLM empty its own cache. The scopes stay closed until
+every running request has ended and stored its blocks.
 """
 
 import logging
@@ -28,22 +28,24 @@ from tiers.tier import Removed, TierName
 
 logger = logging.getLogger(__name__)
 
-QUICK_S = 2.0  # for an answer that the engine's thread waits for
-SLOW_S = 120.0  # for one that a disk has to give
-FORGET_S = 30.0  # how long vLLM is asked to forget its own cache
-STORE_S = 10.0  # after its end, a request's blocks are stored by then
+QUICK_S = 2.0  # for answers that the engine's thread waits for
+SLOW_S = 120.0  # for answers that need the disk
+FORGET_S = 30.0  # how long to try to empty vLLM's own cache
+STORE_S = 10.0  # time to store a request's blocks after its end
 PUBLISH_S = 8.0
 LOOK_S = 0.02
 T = TypeVar("T")
 
 
 class ElsewhereError(EngineError):
-    """Blocks are not in this process; the message says where."""
+    """The blocks are not in this process; the message says where they are."""
 
 
 class NodeOperations:
-    """Operators' hands on the node at `socket`. `forget` empties vLLM's own cache; `in_flight`
-    names the requests that run."""
+    """Operations on the node at `socket`.
+
+    `forget` empties vLLM's own cache. `in_flight` returns the running requests.
+    """
 
     def __init__(
         self,
@@ -63,10 +65,10 @@ class NodeOperations:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="cachesvc-node-operate")
         self._pins: list[Pin[PrefixKey]] = []
         self._ended = threading.Event()
-        self.owners: Mapping[PrefixKey, str] = {}  # whose each scope is, for the node's quotas
+        self.owners: Mapping[PrefixKey, str] = {}  # owner of each scope, for the node's quotas
 
     def introduce(self, node: NodeClient) -> None:
-        """Tell a node that was just joined whose the scopes are. Raises NodeError."""
+        """Sends the owners of scopes to a newly joined node. Raises NodeError."""
         if self.owners:
             ranks = self._num_ranks
             node.know(
@@ -112,14 +114,14 @@ class NodeOperations:
         return bool(self._ask("unpin", name=name)["found"])
 
     def pins(self) -> list[Pin[PrefixKey]]:
-        """The node's pins; while it is away, those that it had."""
+        """The node's pins; while it is unreachable, the last known ones."""
         try:
             self._pins = [pin_of(fields) for fields in self._ask("pins")["pins"]]
         except PinError as error:
             logger.warning(f"pins are shown as they were: {error}")
         return self._pins
 
-    # Whose results come later.
+    # Calls whose results come later.
 
     def saved(self) -> "Future[None]":
         return self._later(lambda node: (node.operate("saved"), None)[1])
@@ -132,7 +134,8 @@ class NodeOperations:
         return self._later(evict)
 
     def publish(self, chain: Chain) -> "Future[int]":
-        """How many of the prefix's blocks the store has, once it has all or time is over."""
+        """The number of the prefix's blocks in the store, once all are there or the time is
+        over."""
         ids = chain.block_ids(0, len(chain.keys))
         runs = [_under(root, ids) for root in rank_roots(chain.root, self._num_ranks)]
 
@@ -173,7 +176,7 @@ class NodeOperations:
                 result.set_exception(ElsewhereError(f"the purge has failed: {error}"))
 
     def _empty_device(self) -> None:
-        """Raises ElsewhereError where vLLM goes on keeping its own cache."""
+        """Raises ElsewhereError if vLLM does not empty its own cache."""
         give_up = time.monotonic() + FORGET_S
         while True:
             try:
@@ -211,7 +214,7 @@ def _purged(roots: Collection[PrefixKey], told: dict[str, Any]) -> Purged:
 
 
 def _under(root: PrefixKey, ids: Sequence[BlockId]) -> list[BlockId]:
-    """The same tokens as another rank's blocks."""
+    """The ids of the same tokens' blocks on another rank."""
     if not ids or ids[0].scope == root:
         return list(ids)
     found, parent = [], root

@@ -1,4 +1,4 @@
-"""One sequence of a request in vLLM's words. Pure: vLLM's classes are made by the engine.
+"""One sequence of a request in vLLM's terms. Pure: the engine creates vLLM's classes.
 
 Each field of `engine.request.SamplingParams` is mapped here, or refused by name.
 """
@@ -12,7 +12,7 @@ from engine.request import Request
 from engine.scheduling.group import seed_of
 from engine.structure import GrammarSource, SourceKind
 
-_MAX_SEED = (1 << 63) - 1  # vLLM's seeds are signed, and -1 is none
+_MAX_SEED = (1 << 63) - 1  # vLLM's seeds are signed; -1 means no seed
 _SAME_NAME = (
     *("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos", "logprobs"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -26,7 +26,7 @@ _STRUCTURES: Mapping[SourceKind, str] = {
 
 
 def check_served(request: Request) -> None:
-    """Raises InvalidParameter for what this engine does not serve."""
+    """Raises InvalidParameter for parameters that this engine does not support."""
     if request.contents:
         raise InvalidParameter(
             "contents are not served by the vLLM engine; leave them out, or use the embedded "
@@ -38,19 +38,21 @@ def check_served(request: Request) -> None:
 def sampling_of(
     request: Request, index: int, *, end: Collection[int], name: str, max_tokens: int
 ) -> dict[str, Any]:
-    """vLLM's `SamplingParams` of sequence `index`, by field. `end` are the model's own ids that end
-    an answer, `max_tokens` is how many fit the context; `name` is what reports call the sequence.
+    """The fields of vLLM's `SamplingParams` for sequence `index`.
+
+    `end` are the model's end-of-answer ids, `max_tokens` is what fits the context, and `name`
+    identifies the sequence in reports.
     """
     params = request.params
     wanted = max_tokens if params.max_tokens is None else min(params.max_tokens, max_tokens)
     stop = {*params.stop_token_ids, *(() if params.ignore_eos else end)}
     if params.structured_outputs is not None or request.grammar is not None:
-        stop |= set(end)  # a grammar allows the end where it has ended
+        stop |= set(end)  # a complete grammar allows the end token
     tag = {"id": name, "store": request.cache}
     return {
         **{field: getattr(params, field) for field in _SAME_NAME},
         "seed": _seed(params.seed, index),
-        # Of no tokens vLLM knows nothing: one is computed, and not told.
+        # vLLM cannot generate zero tokens: one is generated and not reported.
         "max_tokens": max(1, wanted),
         "min_tokens": min(params.min_tokens, wanted),
         "stop_token_ids": sorted(stop),
@@ -63,7 +65,7 @@ def sampling_of(
 
 
 def structure_of(source: GrammarSource) -> dict[str, Any]:
-    """vLLM's `StructuredOutputsParams`, by field."""
+    """The fields of vLLM's `StructuredOutputsParams`."""
     if source.kind is SourceKind.JSON_OBJECT:
         return {"json_object": True}
     return {_STRUCTURES[source.kind]: source.text}

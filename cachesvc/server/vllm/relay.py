@@ -1,7 +1,7 @@
 """Block events of the node, repeated in the server's own stream.
 
-So the events' route, `cachesvc monitor` and the publisher for routers show host and disk as they do
-over the embedded engine. The node is asked only while somebody listens here. One thread.
+With it the events route, `cachesvc monitor` and the publisher for routers show host and disk as
+with the embedded engine. The node is polled only while somebody listens here. One thread.
 """
 
 import logging
@@ -16,8 +16,8 @@ from tiers.tier import TierName
 
 logger = logging.getLogger(__name__)
 
-REST_S = 0.2  # between two looks whether somebody listens, or whether the node is back
-_TIMEOUT_S = 10.0  # the node answers after two seconds in which nothing happens
+REST_S = 0.2  # between two checks for listeners, or for the node
+_TIMEOUT_S = 10.0  # the node answers after two idle seconds
 
 
 class NodeRelay:
@@ -50,7 +50,7 @@ class NodeRelay:
             self._ended.wait(REST_S)
 
     def _hear(self) -> bool:
-        """Wait for what happens next, and say it; False where the node does not answer."""
+        """Waits for events and repeats them. Returns False if the node does not answer."""
         was_connected = self._client.is_connected
         try:
             if not was_connected:
@@ -67,7 +67,7 @@ class NodeRelay:
             logger.debug(f"the node's events are not heard: {error}")
             self._client.close()
             if was_connected:
-                self._clear(TierName.HOST)  # its memory went with it; its disk stays
+                self._clear(TierName.HOST)  # its memory is lost; its disk stays
             return False
         return True
 

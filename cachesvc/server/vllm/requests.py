@@ -1,9 +1,9 @@
-"""Requests on their way through vLLM: a task for each sequence, from its prompt to its last output.
+"""Requests in vLLM: a task per sequence, from its prompt to its last output.
 
     begin ─► _serve, one task a sequence ─► AsyncLLM ─► Answer ─► on_outputs, once per turn
 
-Called by `VllmEngine`, on the loop of its thread alone. Invariant: every request that begins gets
-one `last` output.
+Called by `VllmEngine`, only on its thread's loop. Invariant: every request that begins gets one
+`last` output.
 """
 
 import asyncio
@@ -21,27 +21,30 @@ from engine.scheduling.shares import ServedShares
 
 logger = logging.getLogger(__name__)
 
-REPORT_S = 2.0  # how long the end of an aborted prompt waits to hear how far it came
+REPORT_S = 2.0  # how long an aborted prompt waits for its progress report
 
-# AsyncLLM, the request, which of its sequences, its name in vLLM, its priority: vLLM's outputs.
+# (AsyncLLM, request, sequence index, name in vLLM, priority) -> vLLM's outputs.
 Generate = Callable[[Any, Request, int, str, int], AsyncIterator[Any]]
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A request on its way, with a task for each sequence that has begun."""
+    """A running request, with a task for each sequence that has begun."""
 
     answer: Answer
     tasks: dict[int, "asyncio.Task[None]"] = field(default_factory=dict)
-    begun: set[int] = field(default_factory=set)  # whose task has taken its first step
-    ended: dict[int, FinishReason] = field(default_factory=dict)  # by us, and why
+    begun: set[int] = field(default_factory=set)  # sequences whose task has taken its first step
+    ended: dict[int, FinishReason] = field(default_factory=dict)  # ended by us, with the reason
     is_arriving: bool = True  # its prompt has not begun
     error: str | None = None
 
 
 class VllmRequests:
-    """Owns them and their tasks. A tenant that asks for much waits behind one that asks for little:
-    vLLM's priorities are the tokens that a share was served."""
+    """Owns the requests and their tasks.
+
+    Shares are fair: vLLM's priority of a request is the number of tokens already served to its
+    share, and the lowest goes first.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,8 @@ class VllmRequests:
         on_over: Callable[[Request], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
-        """`on_begun`: the prompt stands, or never will. `on_death`: vLLM has died."""
+        """`on_begun` is called when a prompt is complete or will never be, `on_death` when vLLM has
+        died."""
         self._loop = loop
         self._llm = llm
         self._generate = generate
@@ -74,7 +78,7 @@ class VllmRequests:
         self._shares = ServedShares()
 
     def begin(self, request: Request, failed: BaseException | None) -> None:
-        """Start to serve a request; with an error where the engine has `failed`."""
+        """Starts a request; ends it with an error if the engine has `failed`."""
         answer = Answer(request, self._block_size, self._clock_ns())
         running = self._running[request.request_id] = _Running(answer)
         self._shares.enter(request.share)
@@ -84,12 +88,12 @@ class VllmRequests:
         self._spawn(running, 0)
 
     def fail(self, error: str) -> None:
-        """End everything that runs with an error."""
+        """Ends every running request with an error."""
         for running in list(self._running.values()):
             self._end_with_error(running, error)
 
     async def close(self, error: str) -> None:
-        """End everything that runs, and wait until it has ended."""
+        """Ends every running request and waits until all have ended."""
         for running in list(self._running.values()):
             running.error = error
             self.abort(running.answer.request.request_id, FinishReason.ABORT, None)
@@ -103,7 +107,7 @@ class VllmRequests:
         running.tasks[index] = task
 
     async def _serve(self, running: _Running, index: int) -> None:
-        """One sequence, to its end."""
+        """Serves one sequence to its end."""
         running.begun.add(index)
         answer = running.answer
         request, name = answer.request, f"{answer.request.request_id}:{index}"
@@ -119,7 +123,7 @@ class VllmRequests:
             finish, error = running.ended.get(index, FinishReason.ABORT), running.error
             if not answer.is_admitted:
                 answer.cut_short(await self._last_report(name))
-        except Exception as fault:  # vLLM's errors have no common root
+        except Exception as fault:  # vLLM's errors have no common base class
             if self._llm.errored:
                 self._on_death(fault)
             else:
@@ -132,13 +136,14 @@ class VllmRequests:
             self._end(running, index, finish, error)
 
     def _priority(self, request: Request) -> int:
-        """What its share has been served: vLLM takes the least first, where it has priorities."""
+        """Tokens served to the request's share. vLLM takes the lowest first, if it has
+        priorities."""
         priority = int(self._shares[request.share])
         self._shares.charge(request.share, len(request.tokens))
         return priority if self._llm.vllm_config.scheduler_config.policy == "priority" else 0
 
     def _take_in(self, running: _Running, index: int, name: str, output: Any) -> None:
-        """An output of vLLM's becomes ours."""
+        """Converts an output of vLLM."""
         answer, now_ns = running.answer, self._clock_ns()
         request = answer.request
         if not answer.is_admitted:
@@ -181,7 +186,7 @@ class VllmRequests:
             self._close_if_over(running)
 
     def _admitted(self, running: _Running) -> None:
-        """The prompt stands: the other sequences find it in the cache, and begin now."""
+        """The prompt is complete. The other sequences begin now and hit it in the cache."""
         self._arrived(running)
         self._counts.begun(len(running.answer.request.tokens))
         for index in running.answer.live:
@@ -194,7 +199,7 @@ class VllmRequests:
             self._on_begun(running.answer.request)
 
     async def _last_report(self, name: str) -> Report | None:
-        """What the connector says of a prompt that was ended; None where it says nothing."""
+        """The connector's report on an aborted prompt, or None."""
         if self._reports is None:
             return None
         give_up = time.monotonic() + REPORT_S
@@ -208,7 +213,7 @@ class VllmRequests:
             await asyncio.sleep(0.01)
 
     def abort(self, request_id: str, reason: FinishReason, index: int | None) -> None:
-        """End a request, or one sequence of it, that runs; others are none of ours."""
+        """Ends a running request, or one of its sequences. Ignores unknown requests."""
         running = self._running.get(request_id)
         if running is None:
             return
@@ -217,7 +222,7 @@ class VllmRequests:
             if each in running.begun:
                 running.tasks[each].cancel()
                 continue
-            if each in running.tasks:  # its coroutine will not run: nobody else tells of it
+            if each in running.tasks:  # its coroutine will not run, so report its end here
                 running.tasks[each].cancel()
             if len(running.answer.live) > 1:
                 running.answer.end(each)
@@ -246,7 +251,7 @@ class VllmRequests:
         self._on_over(request)
 
     def _end_with_error(self, running: _Running, error: str) -> None:
-        """End a request that cannot go on; the task that found it out ends its own sequence."""
+        """Ends a failed request. The task that found the failure ends its own sequence."""
         running.error = error
         current = asyncio.current_task(self._loop)
         for index in running.answer.live:
@@ -254,13 +259,13 @@ class VllmRequests:
                 self.abort(running.answer.request.request_id, FinishReason.ERROR, index)
 
     def _tell(self, output: StepOutput) -> None:
-        """Outputs of one turn of the loop go out together."""
+        """Queues an output. Outputs of one turn of the loop are sent together."""
         if not self._outputs:
             self._loop.call_soon(self._flush)
         self._outputs.append(output)
 
     def _flush(self) -> None:
-        """Hand on the outputs so far."""
+        """Sends the queued outputs."""
         outputs, self._outputs = self._outputs, []
         if outputs:
             self._on_outputs(outputs)

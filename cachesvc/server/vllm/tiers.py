@@ -1,7 +1,7 @@
 """The stand-in for the tiers in a server whose blocks are in vLLM and in a node.
 
-Reads like an empty cache, so that every page and command works; its counters are vLLM's and the
-node's. What changes blocks goes to the node.
+It reads like an empty cache, so that every page and command works. Its counters come from vLLM and
+the node. Changes go to the node.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,8 +23,10 @@ from tiers.tier import TierName, TierStats
 
 
 class TiersElsewhere(TieredCache):
-    """An empty cache of vLLM's block layout. `operations` are the node's; None where there is
-    none."""
+    """An empty cache of vLLM's block layout.
+
+    `operations` are the node's, or None.
+    """
 
     def __init__(
         self, layout: BlockLayout, stream: EventStream, operations: NodeOperations | None
@@ -86,7 +88,8 @@ def cache_stats(
     node: NodeWatch | None,
     num_device_blocks: Callable[[], int],
 ) -> CacheStats:
-    """The device is vLLM's own cache; host and disk are the node's, with all its users."""
+    """Stats with vLLM's own cache as device, and the node's host and disk, which all its users
+    share."""
     nbytes, capacity = empty.layout.nbytes, num_device_blocks()
     used = round(counts.kv_usage * capacity)
     device = TierStats(
