@@ -53,12 +53,9 @@ def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     Yields the function that advances it. `total` is None if the length is unknown.
     """
     console = Console(stderr=True)
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+    from rich.progress import Progress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda amount: bar.advance(task, amount)
 

@@ -1,17 +1,16 @@
 """`cachesvc replay`: hits, transfers and cost of a request trace, without a model."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cachesvc.cli.render import progress
 from cachesvc.cli.replay_fleet import fleet_json, fleet_table, fleets
-from cachesvc.cli.replay_report import Prices, as_json, as_table, chart_svg, chart_text
+from cachesvc.cli.replay_report import Prices, as_json, as_table
 from tiers.errors import ConfigurationError
 from tiers.policy.admission import WritePolicy
 from tiers.policy.registry import PolicyName, policy_in, unknown_policy
@@ -54,9 +53,6 @@ def replay(
         str | None, typer.Option(help="Size of a store below all servers, such as 50%.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON list of results.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Write the hit rates as SVG here; - draws them as text.")
-    ] = None,
 ) -> None:
     """Replay a request trace through cache policies, with no tensors.
 
@@ -66,7 +62,6 @@ def replay(
     """
     prices = Prices(_price(hit_price, "--hit-price"), _price(miss_price, "--miss-price"), currency)
     names = _policies(policy)
-    stderr = Console(stderr=True)
     try:
         loaded = read_trace(trace, block_tokens)
         plans = _plans(loaded, names, capacity_blocks, tiers)
@@ -77,21 +72,16 @@ def replay(
             raise typer.BadParameter(
                 "it stands below several; give --servers", param_hint="--shared"
             )
-        results = _run(loaded, plans, write_policy, stderr)
+        results = _run(loaded, plans, write_policy)
     except TraceError as error:
         raise typer.BadParameter(str(error), param_hint="TRACE") from error
     except ConfigurationError as error:
         raise typer.BadParameter(str(error)) from error
     block_bytes = block_tokens * token_bytes
-    if plot is not None and str(plot) != "-":
-        _write(plot, chart_svg(loaded.name, results))
-        stderr.print(f"wrote {plot}")
     if json:
         typer.echo(as_json(results, prices, block_bytes))
         return
     Console().print(as_table(loaded, results, prices, block_bytes))
-    if plot is not None and str(plot) == "-":
-        typer.echo(chart_text(results))
 
 
 def _print_fleet(
@@ -106,7 +96,7 @@ def _print_fleet(
     rounds = 2 * (2 if size else 1) * len(plans)
     if any(tier.policy == MIN for plan in plans for tier in plan):
         raise typer.BadParameter("min knows one server's future", param_hint="--policy")
-    with _progress(Console(stderr=True), rounds * len(trace.requests)) as advance:
+    with progress("replay", rounds * len(trace.requests)) as advance:
         found = [fleets(trace, plan, num_servers, size, advance) for plan in plans]
     if as_text:
         typer.echo(fleet_json([result for each in found for result in each], block_bytes))
@@ -121,20 +111,11 @@ def _run(
     trace: Trace,
     plans: Sequence[Sequence[TierPlan]],
     write_policy: WritePolicy,
-    stderr: Console,
 ) -> list[ReplayResult]:
-    with _progress(stderr, len(plans) * len(trace.requests)) as advance:
+    with progress("replay", len(plans) * len(trace.requests)) as advance:
         return [
             run_replay(trace, plan, write_policy=write_policy, progress=advance) for plan in plans
         ]
-
-
-@contextmanager
-def _progress(stderr: Console, total: int) -> Iterator[Callable[[int], None]]:
-    columns = (TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, transient=True) as bar:
-        task = bar.add_task("replay", total=total)
-        yield lambda num_requests: bar.advance(task, num_requests)
 
 
 def _plans(
@@ -210,10 +191,3 @@ def _price(text: str, option: str) -> Decimal:
     if not price.is_finite() or price < 0:
         raise typer.BadParameter(f"{text!r} is not a price of 0 or more", param_hint=option)
     return price
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write {path}: {error}", param_hint="--plot") from error
