@@ -203,7 +203,6 @@ class Served:
     miss_reasons: Mapping[MissReason, int]
     timeline: Timeline  # of the first prompt
     error: str | None = None
-    approximate_tokens: int | None = None  # hits across perceptual contents; None: no such contents
     lookups: tuple[Lookup, ...] = ()  # of the prompts that were admitted
     finishes: tuple[FinishReason | None, ...] = ()  # of the choices
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # by prompt, if requested

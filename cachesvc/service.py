@@ -391,7 +391,6 @@ def _wire_settings(settings: Settings) -> WireSettings:
     return WireSettings(
         max_body_bytes=server.max_body_bytes,
         image_dir=server.data_dir / "images",
-        perceptual_digests=settings.cache.perceptual_digests,
         replay_turns=server.replay_turns,
         drop_lines=server.drop_lines,
     )

@@ -25,7 +25,6 @@ from engine.request import (
     TokenCounts,
     TokenLogprob,
 )
-from tiers.blocks.contents import first_perceptual
 from tiers.errors import MissReason
 
 ANSWERED = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # the reasons clients see
@@ -208,7 +207,6 @@ class Generation:
             reasons,
             first.timeline,
             self._error,
-            approximate_tokens=self._approximate_tokens(),
             lookups=tuple(part.lookup for part in parts if part.lookup is not None),
             finishes=tuple(choice.finish for part in parts for choice in part.choices),
             prompt_logprobs=tuple(part.prompt_logprobs for part in parts),
@@ -219,17 +217,6 @@ class Generation:
             replayed_tokens=self.job.replayed_tokens,
             dropped_lines=self.job.dropped_lines,
             jumped_tokens=self._jumped_tokens,
-        )
-
-    def _approximate_tokens(self) -> int | None:
-        """Hits from the first perceptual content on. Their KV may be from a similar content."""
-        firsts = [first_perceptual(contents) for contents in self.job.contents]
-        if all(first is None for first in firsts):
-            return None
-        return sum(
-            max(0, part.counts.hit - first)
-            for part, first in zip(self._parts.values(), firsts, strict=True)
-            if first is not None and part.counts is not None
         )
 
     @property

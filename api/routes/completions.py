@@ -76,9 +76,7 @@ async def completion_job(
         stream=bool(body.stream),
         arrival_ns=story.arrival_ns,
         context=request_context(request, principal, raw, body),
-        contents=contents_of(
-            body.extension, prompts, allow_perceptual=wire.settings.perceptual_digests
-        ),
+        contents=contents_of(body.extension, prompts),
     )
 
 

@@ -138,8 +138,7 @@ def _named_contents(
     wire: Collaborators, body: ChatBody, tokens: "array[int]"
 ) -> tuple[tuple[Content, ...], ...]:
     """The contents behind placeholder tokens, from the request."""
-    perceptual = wire.settings.perceptual_digests
-    return contents_of(body.extension, (tokens,), allow_perceptual=perceptual)
+    return contents_of(body.extension, (tokens,))
 
 
 def _remembered(

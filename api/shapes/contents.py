@@ -6,20 +6,20 @@ a digest, and KV is shared only if tokens and content are equal. Event loop only
 
 from collections.abc import Sequence
 
-from api.errors import InvalidRequest, Unsupported
+from api.errors import InvalidRequest
 from api.shapes.schemas import ContentSpan, Extension
 from tiers.blocks.contents import Content, refusal
 
-MIN_EXACT_BYTES = 16  # 128 bits: shorter digests of different contents could be equal
+MIN_BYTES = 16  # 128 bits: shorter digests of different contents could be equal
 
 
 def contents_of(
-    extension: Extension, prompts: Sequence[Sequence[int]], *, allow_perceptual: bool
+    extension: Extension, prompts: Sequence[Sequence[int]]
 ) -> tuple[tuple[Content, ...], ...]:
-    """The contents of each prompt, in order. Raises InvalidRequest or Unsupported."""
+    """The contents of each prompt, in order. Raises InvalidRequest."""
     given = list(enumerate(extension.contents or ()))
     for number, span in given:
-        _check_span(f"cachesvc.contents[{number}]", span, extension, len(prompts), allow_perceptual)
+        _check_span(f"cachesvc.contents[{number}]", span, len(prompts))
     return tuple(_of_prompt(number, tokens, given) for number, tokens in enumerate(prompts))
 
 
@@ -31,8 +31,7 @@ def _of_prompt(
         key=lambda each: each[1].start,
     )
     contents = tuple(
-        Content(span.start, span.length, bytes.fromhex(span.digest), span.kind == "perceptual")
-        for _, span in own
+        Content(span.start, span.length, bytes.fromhex(span.digest)) for _, span in own
     )
     if wrong := refusal(contents, len(tokens)):
         place, why = wrong
@@ -41,31 +40,15 @@ def _of_prompt(
     return contents
 
 
-def _check_span(
-    name: str, span: ContentSpan, extension: Extension, num_prompts: int, allow_perceptual: bool
-) -> None:
+def _check_span(name: str, span: ContentSpan, num_prompts: int) -> None:
     if span.prompt >= num_prompts:
         raise InvalidRequest(
             f"{name} is of prompt {span.prompt}; the request has {num_prompts}, counted from 0.",
             param=f"{name}.prompt",
         )
-    if span.kind == "exact":
-        if len(span.digest) < 2 * MIN_EXACT_BYTES:
-            raise InvalidRequest(
-                f"{name} has an exact digest of {len(span.digest) // 2} bytes; send "
-                f"{2 * MIN_EXACT_BYTES} hex digits or more, as of SHA-256.",
-                param=f"{name}.digest",
-            )
-        return
-    if not allow_perceptual:
-        raise Unsupported(
-            f"{name} is perceptual: a hit across it would be an approximation, which this server "
-            "is not set to serve (cache.perceptual_digests). Send an exact digest.",
-            param=f"{name}.kind",
-        )
-    if extension.share:
-        raise Unsupported(
-            f"{name} is perceptual, and what is approximate is not shared between tenants; leave "
-            "out share, or send an exact digest.",
-            param=f"{name}.kind",
+    if len(span.digest) < 2 * MIN_BYTES:
+        raise InvalidRequest(
+            f"{name} has a digest of {len(span.digest) // 2} bytes; send {2 * MIN_BYTES} hex "
+            "digits or more, as of SHA-256.",
+            param=f"{name}.digest",
         )

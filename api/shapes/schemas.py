@@ -54,7 +54,7 @@ class ContentSpan(Body):
     start: Annotated[int, Field(ge=0, lt=1 << 31)]
     length: Annotated[int, Field(ge=1, lt=1 << 31)]
     digest: Annotated[str, Field(pattern=r"^([0-9a-fA-F]{2}){1,64}$")]
-    kind: Literal["exact", "perceptual"] = "exact"
+    kind: Literal["exact"] = "exact"
     prompt: Annotated[int, Field(ge=0)] = 0  # its number, if a request has several
 
 

@@ -8,19 +8,11 @@ from billing.usage import Usage
 from engine.request import Timeline
 
 
-def wire_usage(
-    usage: Usage, approximate_tokens: int | None = None, reasoning_tokens: int = 0
-) -> dict[str, Any]:
-    """OpenAI's and DeepSeek's usage fields. hit + miss == prompt; the tiers sum to the hits.
-
-    `approximate_tokens` of the hits come after perceptual digests; None if none was sent.
-    """
+def wire_usage(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
+    """OpenAI's and DeepSeek's usage fields. hit + miss == prompt; the tiers sum to the hits."""
     tiers = {"device": usage.hit_device, "host": usage.hit_host, "disk": usage.hit_disk}
     if usage.hit_remote:
         tiers["remote"] = usage.hit_remote
-    details: dict[str, Any] = {"cached_tokens": usage.hit, "cached_tokens_details": tiers}
-    if approximate_tokens is not None:
-        details["approximate_cached_tokens"] = min(approximate_tokens, usage.hit)
     thought = {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
     return {
         "prompt_tokens": usage.prompt,
@@ -28,7 +20,7 @@ def wire_usage(
         "total_tokens": usage.prompt + usage.output,
         "prompt_cache_hit_tokens": usage.hit,
         "prompt_cache_miss_tokens": usage.miss,
-        "prompt_tokens_details": details,
+        "prompt_tokens_details": {"cached_tokens": usage.hit, "cached_tokens_details": tiers},
     } | (thought if reasoning_tokens else {})
 
 
@@ -37,7 +29,7 @@ def closing(
 ) -> dict[str, Any]:
     """The closing fields of an answer: `usage` and the optional vendor block."""
     block = vendor_block(served, bill, asked)
-    usage = wire_usage(bill.usage, served.approximate_tokens, reasoning_tokens)
+    usage = wire_usage(bill.usage, reasoning_tokens)
     return {"usage": usage} | ({"cachesvc": block} if block else {})
 
 

@@ -139,9 +139,6 @@ class CacheSection(Section):
     write_policy: Literal["on_evict", "write_through", "on_second_hit"] = Field(
         "on_evict", description="When a block is copied to the tier below"
     )
-    perceptual_digests: bool = Field(
-        False, description="Allow hits by perceptual content digest, labelled approximate"
-    )
     weigh_loads: bool = Field(
         True,
         description="Load a block only if that is faster than computing it; false always loads",

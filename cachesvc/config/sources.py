@@ -76,6 +76,7 @@ REMOVED = {
     "cache.device_idle_ttl": "blocks leave memory for room alone; take it out",
     "cache.host_idle_ttl": "blocks leave memory for room alone; take it out",
     "cache.partial_blocks": "partly filled blocks are always reused; take it out",
+    "cache.perceptual_digests": "every hit is exact; take it out, and send exact digests",
     "cache.readers": "two threads read; take it out",
     "server.max_choices": "a request may have 64 answers; take it out",
     "engine.order": "requests with more cached go first; take it out",

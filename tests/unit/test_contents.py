@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from tiers.blocks.chain import Chain
-from tiers.blocks.contents import Content, block_contents, first_perceptual, refusal
+from tiers.blocks.contents import Content, block_contents, refusal
 from tiers.blocks.keys import CacheScope
 
 ROOT = CacheScope().root()
@@ -30,7 +30,7 @@ def test_only_blocks_that_content_covers_carry_it() -> None:
         Content(5, 6, DOG),
         Content(4, 6, CAT),
         Content(5, 5, CAT),
-        Content(5, 6, CAT, perceptual=True),
+        Content(5, 6, CAT, native=True),
         Content(5, 6, CAT[:16]),
     ],
 )
@@ -88,8 +88,3 @@ def test_what_does_not_fit_the_prompt_is_refused(contents: list[Content], said: 
 
 def test_what_fits_is_not_refused() -> None:
     assert refusal([Content(0, 4, CAT), Content(4, 6, DOG)], 10) is None
-
-
-def test_what_follows_a_perceptual_content_is_approximate() -> None:
-    assert first_perceptual([Content(2, 1, CAT)]) is None
-    assert 5 == first_perceptual([Content(2, 1, CAT), Content(5, 1, DOG, perceptual=True)])

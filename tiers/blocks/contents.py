@@ -12,8 +12,8 @@ from dataclasses import dataclass
 MAX_DIGEST_BYTES = 64  # as long as SHA-512's
 MAX_CONTENTS = 1024  # of one prompt
 
-# Rows of the block [first, end), row within the content, length of the content, its kind (1:
-# perceptual, 2: native), length of the digest; the digest follows.
+# Rows of the block [first, end), row within the content, length of the content, its kind (0: named
+# by a client, 2: native), length of the digest; the digest follows.
 _PIECE = struct.Struct("<HHIIBB")
 
 
@@ -21,15 +21,13 @@ _PIECE = struct.Struct("<HHIIBB")
 class Content:
     """`length` tokens from `start` on stand for the content that `digest` names.
 
-    An exact digest is of the content's bytes; a perceptual one is equal for what looks or sounds
-    alike, so a hit across it is an approximation. A native one is the server's own, over content
-    that it computes itself: no client can name it. The three never meet.
+    The digest is of the content's bytes. A native one is the server's own, over content that it
+    computes itself: no client can name it, and it never equals one that a client sent.
     """
 
     start: int
     length: int
     digest: bytes
-    perceptual: bool = False
     native: bool = False
 
     @property
@@ -78,13 +76,8 @@ def block_contents(contents: Sequence[Content], block_size: int) -> list[bytes]:
                 end - number * block_size,
                 first - content.start,
                 content.length,
-                content.perceptual + 2 * content.native,
+                2 * content.native,
                 len(content.digest),
             )
             blocks[number] += content.digest
     return blocks
-
-
-def first_perceptual(contents: Sequence[Content]) -> int | None:
-    """From which token on KV may be that of like content instead of this one; None: nowhere."""
-    return next((content.start for content in contents if content.perceptual), None)
