@@ -1,7 +1,11 @@
 """A node over its socket: what clients hold ends with them, and nothing they send stops it."""
 
+import errno
+import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -111,6 +115,35 @@ def test_what_a_client_held_ends_with_it(node: NodeServer, path: Path) -> None:
         assert [TierName.HOST] * 3 == other.probe(prompt(1))
         assert [] == other.probe(prompt(2))
         assert 3 == len(other.reserve(prompt(2))), "its unfinished blocks are free again"
+
+
+def test_a_client_cannot_take_the_memory_from_under_the_node(node: NodeServer, path: Path) -> None:
+    """To read or write beyond the end of a file that was cut is SIGBUS, for everybody."""
+    cuts = (
+        "import os, sys; from pathlib import Path; from tests.unit.test_node_socket import joined\n"
+        "with joined(Path(sys.argv[1])) as client: os.ftruncate(client.memory.file, 0)"
+    )
+    with joined(path) as client:
+        write(client, prompt(1))
+        command = [sys.executable, "-c", cuts, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert "PermissionError" in done.stderr
+        assert len(client.lease(prompt(1))) == 3
+
+
+def test_a_disk_that_is_full_when_a_client_comes_is_told_to_it(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fallocate(file: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    with serving(path, disk_dirs=(tmp_path / "disk",), disk_bytes=8 << 20):
+        with pytest.raises(NodeError, match="No space left on device"), joined(path):
+            pass
+        monkeypatch.undo()
+        with joined(path) as client:
+            write(client, prompt(1))
 
 
 def refused(path: Path, send: Callable[[NodeClient], object], reason: str) -> None:

@@ -5,6 +5,7 @@ that it reserved, and out of those that it leased. The file has room for every f
 capacity allows; only frames in use take memory.
 """
 
+import fcntl
 import mmap
 import os
 
@@ -54,7 +55,13 @@ class SharedMemory:
 
 
 def create(layout: BlockLayout, num_frames: int) -> SharedMemory:
-    """New memory, named for the process list and reachable through its descriptor alone."""
-    file = os.memfd_create("cachesvc-node", os.MFD_CLOEXEC)
+    """New memory, named for the process list and reachable through its descriptor alone.
+
+    Its length is sealed: a client that cut it would end the node and all clients by SIGBUS.
+    """
+    file = os.memfd_create("cachesvc-node", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, frame_stride(layout) * num_frames)
+    fcntl.fcntl(
+        file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    )
     return SharedMemory(file, layout, num_frames)

@@ -56,7 +56,7 @@ def open_below(
         remote = settings.remote
         opened = remote.open() if remote is not None else None
         disk = open_array(folders, open_one) if folders[1:] else open_one(folders[0])
-    except TierError as error:
+    except (TierError, OSError) as error:  # a full disk, for one
         raise NodeError(f"the disk cache cannot be opened: {error}") from error
     return disk if remote is None or opened is None else stack(disk, layout, opened, remote)
 
