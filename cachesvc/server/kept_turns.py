@@ -1,8 +1,9 @@
 """Turns of chats and stored responses on disk, so that conversations continue after a restart.
 
 One SQLite file beside the journal's. Entries have names made with their tenant's salt. They are
-bounded by number, bytes and age, the least recently used leave first, and a purge removes their
-owner's. Names are in memory. A body is read on demand, off the event loop.
+bounded by number, bytes and age, and a purge removes their owner's. If there are too many, the
+owner with the most loses its least recently used entries first, so that no tenant can displace the
+others. Names are in memory. A body is read on demand, off the event loop.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +26,8 @@ TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS kept (name BLOB PRIMARY KEY, owner BLOB NOT NULL,"
     " used_s INTEGER NOT NULL, size INTEGER NOT NULL, body BLOB NOT NULL) WITHOUT ROWID;"
     "CREATE INDEX IF NOT EXISTS kept_used ON kept (used_s);"
-    "CREATE INDEX IF NOT EXISTS kept_owner ON kept (owner)"
+    "CREATE INDEX IF NOT EXISTS kept_shares ON kept (owner, used_s, size);"
+    "DROP INDEX IF EXISTS kept_owner"  # older files have it
 )
 MAX_BYTES: Final = 256 << 20
 MAX_AGE_S: Final = 30 * 86_400
@@ -36,7 +38,8 @@ PRUNE_EVERY: Final = 64  # writes
 class KeptTurns:
     """The file; see `api.requests.kept`. Without a `path` it stores nothing. Event loop only.
 
-    Invariant: at most `max_entries` names, in order of use, whatever happens to the file.
+    Invariant: at most `max_entries` names, each owner's in order of use, whatever happens to the
+    file.
     """
 
     def __init__(
@@ -61,7 +64,10 @@ class KeptTurns:
         )
         self._lock = threading.Lock()  # the writer thread removes pruned names
         self._same: dict[bytes, bytes] = {}  # interned owners: one object for all names
-        self._owners = {bytes(name): self._one(bytes(owner)) for name, owner in reversed(found)}
+        self._owners: dict[bytes, bytes] = {}  # by name
+        self._names: dict[bytes, dict[bytes, None]] = {}  # by owner, in order of use
+        for name, owner in reversed(found):
+            self._add(bytes(name), bytes(owner))
 
     def start(self) -> None:
         self._file.start()
@@ -95,10 +101,9 @@ class KeptTurns:
 
     def write(self, name: bytes, owner: bytes, body: bytes) -> None:
         with self._lock:
-            self._owners.pop(name, None)
-            self._owners[name] = self._one(owner)
+            self._add(name, owner)
             full = len(self._owners) > self._max_entries
-            oldest = next(iter(self._owners)) if full else None
+            oldest = next(iter(self._largest())) if full else None
         if oldest is not None:
             self.delete(oldest)
         used_s = int(self._clock())
@@ -115,40 +120,73 @@ class KeptTurns:
 
     def delete(self, name: bytes) -> None:
         with self._lock:
-            known = self._owners.pop(name, None) is not None
-        if known:
+            known = self._remove(name)
+        if known is not None:
             self._file.hand_over(lambda db: db.execute("DELETE FROM kept WHERE name = ?", (name,)))
 
     def forget(self, owner: bytes) -> None:
         """Removes all entries of one owner."""
         with self._lock:
-            for name in [name for name, other in self._owners.items() if other == owner]:
+            for name in self._names.pop(owner, ()):
                 del self._owners[name]
         self._file.hand_over(lambda db: db.execute("DELETE FROM kept WHERE owner = ?", (owner,)))
 
     def _prune(self, db: sqlite3.Connection) -> None:
         """Removes entries beyond the bounds of age and size. Writer thread."""
-        oldest_s, gone = self._oldest_s(), []
-        number, nbytes = db.execute("SELECT count(*), coalesce(sum(size), 0) FROM kept").fetchone()
-        more, over = number - self._max_entries, nbytes - self._max_bytes
-        for name, size, used_s in db.execute("SELECT name, size, used_s FROM kept ORDER BY used_s"):
-            if over <= 0 and more <= 0 and used_s > oldest_s:
-                break
-            gone.append((name,))
-            over, more = over - size, more - 1
-        db.executemany("DELETE FROM kept WHERE name = ?", gone)
-        with self._lock:
-            for (name,) in gone:
-                self._owners.pop(name, None)
+        oldest_s = (self._oldest_s(),)
+        old = db.execute("SELECT name FROM kept WHERE used_s <= ?", oldest_s).fetchall()
+        db.execute("DELETE FROM kept WHERE used_s <= ?", oldest_s)
+        self._leave([name for (name,) in old])
+        shares = {
+            owner: (number, nbytes)
+            for owner, number, nbytes in db.execute(
+                "SELECT owner, count(*), sum(size) FROM kept GROUP BY owner"
+            )
+        }
+        more = sum(number for number, _ in shares.values()) - self._max_entries
+        over = sum(nbytes for _, nbytes in shares.values()) - self._max_bytes
+        while more > 0 or over > 0:
+            measure = 1 if over > 0 else 0
+            owner = max(shares, key=lambda owner: shares[owner][measure])
+            name, size = db.execute(
+                "SELECT name, size FROM kept WHERE owner = ? ORDER BY used_s LIMIT 1", (owner,)
+            ).fetchone()
+            db.execute("DELETE FROM kept WHERE name = ?", (name,))
+            self._leave([name])
+            shares[owner] = shares[owner][0] - 1, shares[owner][1] - size
+            more, over = more - 1, over - size
 
-    def _one(self, owner: bytes) -> bytes:
-        return self._same.setdefault(owner, owner)
+    def _leave(self, names: Iterable[bytes]) -> None:
+        with self._lock:
+            for name in names:
+                self._remove(name)
+
+    def _largest(self) -> dict[bytes, None]:
+        """The names of the owner with the most."""
+        return max(self._names.values(), key=lambda names: len(names))
+
+    def _add(self, name: bytes, owner: bytes) -> None:
+        """Adds a name as the last used. The caller holds the lock, as for `_remove`."""
+        self._remove(name)
+        owner = self._same.setdefault(owner, owner)
+        self._names.setdefault(owner, {})[name] = None
+        self._owners[name] = owner
+
+    def _remove(self, name: bytes) -> bytes | None:
+        """Removes a name and returns its owner."""
+        owner = self._owners.pop(name, None)
+        if owner is not None:
+            names = self._names[owner]
+            del names[name]
+            if not names:
+                del self._names[owner]
+        return owner
 
     def _use(self, name: bytes) -> None:
         with self._lock:
-            owner = self._owners.pop(name, None)
+            owner = self._remove(name)
             if owner is not None:
-                self._owners[name] = owner
+                self._add(name, owner)
 
     def _oldest_s(self) -> int:
         return int(self._clock()) - self._max_age_s

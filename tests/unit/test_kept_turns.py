@@ -112,6 +112,30 @@ async def test_the_names_in_memory_are_bounded_whatever_becomes_of_the_file(
     assert 4 == len(nowhere._owners)
 
 
+@pytest.mark.parametrize("bound", ["max_bytes", "max_entries"])
+async def test_one_tenant_does_not_take_the_place_of_the_others(tmp_path: Path, bound: str) -> None:
+    """What it writes beyond the bound costs it its own, though others' were used longer ago."""
+    bounds = {"max_bytes": 1 << 30, "max_entries": 1000, bound: 2000 if bound == "max_bytes" else 9}
+    clock = Clock()
+
+    def full() -> KeptTurns:
+        turns = KeptTurns(tmp_path / FILE_NAME, clock=clock, **bounds)
+        turns.start()
+        return turns
+
+    turns = full()
+    turns.write(b"small", OTHER, b"body")
+    for number in range(40):
+        clock.now_s += 1
+        turns.write(b"%d" % number, OWNER, bytes(array("i", range(number, number + 200))))
+    turns.close()
+    full().close()
+    turns = full()
+    assert b"body" == await turns.read(b"small")
+    assert b"39" in turns and b"0" not in turns
+    turns.close()
+
+
 async def test_a_purge_forgets_what_its_owner_said_and_nobody_else(tmp_path: Path) -> None:
     turns = opened(tmp_path)
     conversations, responses = Conversations(10_000, turns), StoredResponses(kept=turns)
