@@ -1,8 +1,8 @@
 """Tenants, projects and API keys, and the price book; every change leaves a trail entry.
 
-Called by api (authentication and admin routes) and the CLI, on any thread. `authenticate` works in
-memory: all keys are kept by digest, and read again when another process changed them. Admin writes
-are rare single transactions and may block.
+Called by api (authentication and admin routes) and the CLI, on any thread. `authenticate` works
+from memory: all keys are held by digest and reloaded when another process has changed them. Admin
+writes are rare single transactions and may block.
 """
 
 import secrets
@@ -45,9 +45,9 @@ from billing.store import reports as store_reports
 from billing.store.store import Connection, LedgerStore
 from billing.tenants import MAX_RATE_LIMIT, RATE_LIMITS, Tenant, tenant_of
 
-OPEN_TENANT = "default"  # whom requests belong to while no keys are configured
-REFRESH_S = 0.5  # how soon a change made by another process is seen
-MISS_REFRESH_S = 0.05  # the soonest an unknown key makes us look again
+OPEN_TENANT = "default"  # the tenant of all requests while no key exists
+REFRESH_S = 0.5  # delay until a change by another process is seen
+MISS_REFRESH_S = 0.05  # minimum interval between reloads for unknown keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +99,11 @@ class Accounts:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the last look at the store is young enough to answer from memory."""
+        """Whether the store was read recently enough to answer from memory."""
         return time.monotonic() - self._looked_s < REFRESH_S
 
     def recall(self, key: str) -> Principal | None:
-        """The owner of a key, from memory alone; None if `authenticate` must look."""
+        """The owner of a key, from memory alone; None if `authenticate` must read the store."""
         known = self._snapshot.keys.get(key_digest(self._secret, key))
         if known is None or known.revoked_ns is not None:
             return None
@@ -112,7 +112,8 @@ class Accounts:
         return known.principal
 
     def is_live(self, key_id: str) -> bool:
-        """Whether what a key opened may stay open: it was neither revoked nor has it expired."""
+        """Whether a session opened by a key may continue: the key is neither revoked nor
+        expired."""
         self.refresh(REFRESH_S)
         now_ns, keys = self._clock_ns(), self._snapshot.keys.values()
         known = (each for each in keys if each.principal.key_id == key_id and not each.revoked_ns)
@@ -120,22 +121,22 @@ class Accounts:
 
     @property
     def requires_keys(self) -> bool:
-        """Whether any key was ever made; from then on every request needs one."""
+        """Whether any key was ever created. From then on every request needs one."""
         self.refresh(REFRESH_S)
         return bool(self._snapshot.keys)
 
     @property
     def version(self) -> int:
-        """Grows with every change of tenants, keys or cards that the last look saw."""
+        """A number that grows with every change of tenants, keys or cards seen by the last read."""
         return self._snapshot.version
 
     @property
     def book(self) -> PriceBook:
-        """The cards in force, as of the last look."""
+        """All applied cards, as of the last read."""
         return self._snapshot.book
 
     def refresh(self, older_than_s: float = 0) -> None:
-        """Read again what another process may have changed, if the last look is older than this."""
+        """Reads the store again if the last read is older than `older_than_s`."""
         now = time.monotonic()
         if now - self._looked_s < older_than_s:
             return
@@ -167,9 +168,9 @@ class Accounts:
     # -- open mode ---------------------------------------------------------------------------------
 
     def prepare(self, card: RateCard) -> None:
-        """What a server needs before its first request: a rate card, and the open tenant.
+        """Ensures that a rate card and the open tenant exist, before a server's first request.
 
-        `card` is applied where none ever was.
+        `card` is applied if none ever was.
         """
         if not self.book.cards:
             with suppress(CardConflict):  # another server was first
@@ -182,13 +183,13 @@ class Accounts:
                 )
 
     def open_principal(self) -> Principal:
-        """Whom a request belongs to on a server without keys."""
+        """The principal of all requests on a server without keys."""
         tenant = self.tenant(OPEN_TENANT)
         return Principal(OPEN_TENANT, scopes=frozenset(Scope), currency=tenant.currency)
 
     @property
     def usual_currency(self) -> str:
-        """That of the last card; of the launch card that ships, while there is none."""
+        """The currency of the last card; without one, of the built-in card."""
         cards = self.book.cards or (default_card(),)
         return cards[-1].currency
 
@@ -220,22 +221,22 @@ class Accounts:
     def set_credit_limit(
         self, tenant: str, credit_limit: int | None, *, by: str, reason: str = ""
     ) -> Tenant:
-        """Make a tenant prepaid (0), postpaid up to a limit, or unlimited (None)."""
+        """Makes a tenant prepaid (0), postpaid up to a limit, or unlimited (None)."""
         _check_limit(credit_limit)
         return self._alter(tenant, by, reason, "tenant.limit", credit_limit=credit_limit)
 
     def set_suspended(self, tenant: str, suspended: bool, *, by: str, reason: str = "") -> Tenant:
-        """Stop or allow new requests of a tenant; running ones end as they would."""
+        """Stops or allows new requests of a tenant. Running ones finish."""
         return self._alter(tenant, by, reason, "tenant.suspend", suspended=suspended)
 
     def rate_limits(self, tenant: str) -> Mapping[str, int]:
-        """The limits that admins set for a tenant, by name; 0 is no limit. As of the last look."""
+        """The limits that admins set for a tenant, by name, as of the last read; 0 is no limit."""
         return self._snapshot.rate_limits.get(tenant, {})
 
     def set_rate_limits(
         self, tenant: str, limits: Mapping[str, int | None], *, by: str, reason: str = ""
     ) -> Mapping[str, int]:
-        """Change the limits that are named: 0 is no limit, None is as the settings say."""
+        """Changes the named limits: 0 is no limit, None returns to the settings' limit."""
         for name, value in limits.items():
             _check_rate_limit(name, value)
         self.tenant(tenant)
@@ -276,7 +277,7 @@ class Accounts:
         return None if row is None else tenant_of(row)
 
     def expect(self, tenant: str | None) -> None:
-        """Raises `UnknownTenant` where a list is asked of one that does not exist; None is all."""
+        """Raises `UnknownTenant` for a tenant that does not exist; None means all tenants."""
         if tenant is not None:
             self.tenant(tenant)
 
@@ -314,7 +315,7 @@ class Accounts:
         expires_ns: int | None = None,
         reason: str = "",
     ) -> tuple[str, KeyInfo]:
-        """A new key and its description. The key itself is not kept and cannot be shown again."""
+        """A new key and its description. The key itself is not stored and cannot be shown again."""
         self.tenant(tenant)
         check_text(name, "name of the key")
         if project and project not in self.projects(tenant):
@@ -344,7 +345,7 @@ class Accounts:
             return [key_of(row) for row in rows.key_rows(connection, tenant)]
 
     def revoke_key(self, key_id: str, *, by: str, reason: str = "") -> KeyInfo:
-        """End a key now, by its id or its shown prefix. Revoking twice changes nothing."""
+        """Revokes a key at once, by its id or its prefix. Revoking twice changes nothing."""
         matches = [key for key in self.keys() if key_id in (key.key_id, key.prefix)]
         if len(matches) != 1:
             raise UnknownKey(f"no API key has the id or prefix {key_id!r}")
@@ -363,9 +364,10 @@ class Accounts:
     # -- prices ------------------------------------------------------------------------------------
 
     def apply_card(self, card: RateCard, *, by: str, reason: str = "") -> bool:
-        """Add a card to the book for good; False where it was added before, word for word.
+        """Adds a card to the book permanently. Returns False if the identical card was added
+        before.
 
-        Raises `CardConflict`; lint it before (`billing.prices.lint`).
+        Raises `CardConflict`. Lint the card first (`billing.prices.lint`).
         """
         is_new = True
 

@@ -1,7 +1,7 @@
-"""The admin trail of one store: who changed what, how it was and is, and why.
+"""The admin trail of one store: who changed what, the values before and after, and why.
 
-Every change of accounts and prices leaves an entry in its own transaction; what changes elsewhere,
-such as a login or a pin, is recorded by itself. Any thread; every call may block.
+Every change of accounts and prices adds an entry in its own transaction. Changes elsewhere, such as
+a login or a pin, are recorded separately. Any thread; every call may block.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from billing.store.store import Connection, LedgerStore
 
 
 class AdminTrail:
-    """Entries are added, and never changed."""
+    """Append-only entries."""
 
     def __init__(self, store: LedgerStore, clock_ns: Callable[[], int]) -> None:
         self._store = store
@@ -29,7 +29,7 @@ class AdminTrail:
         after: Any,
         reason: str,
     ) -> None:
-        """Leave an entry in the transaction of the change that it tells."""
+        """Adds an entry in the transaction of the change it describes."""
         check_text(reason, "reason")
         store_trail.add_trail(
             connection,
@@ -52,7 +52,7 @@ class AdminTrail:
         after: Any = None,
         reason: str = "",
     ) -> None:
-        """Leave an entry for a change that is made elsewhere: a login, a pin, an eviction."""
+        """Adds an entry for a change made elsewhere: a login, a pin, an eviction."""
         self._store.retrying(
             lambda connection: self.add(connection, by, action, subject, before, after, reason)
         )
@@ -66,10 +66,9 @@ class AdminTrail:
         action: str = "",
         text: str = "",
     ) -> list[dict[str, Any]]:
-        """The newest admin changes first: at_ns, actor, action, subject, before, after, reason.
+        """Admin changes, newest first: at_ns, actor, action, subject, before, after, reason.
 
-        Only those older than number `before`, by an actor, of an action, with `text` in their
-        subject or reason.
+        Filters: older than number `before`, by actor, by action, and `text` in subject or reason.
         """
         with self._store.reading() as connection:
             found = store_trail.find_trail(
@@ -78,6 +77,6 @@ class AdminTrail:
         return [{k: v for k, v in row.items() if k != "hash"} for row in found]
 
     def actions(self) -> list[str]:
-        """Every kind of change that the trail has, by name."""
+        """The names of all actions in the trail."""
         with self._store.reading() as connection:
             return store_trail.trail_actions(connection)

@@ -1,12 +1,12 @@
-"""What this server may still give in holds of each busy tenant, without asking the store.
+"""Advances: amounts that this server may give as holds without asking the store.
 
-A tenant that takes many holds a second gets an advance: money that the database already holds for
-this server (`billing.gate.advances`). A hold out of it is one comparison in memory, on any thread,
-and is written behind the answer. Whatever may have changed since (a suspended tenant, a new limit,
-a refusal, a lease that grows old) ends the draws until the store was asked again.
+A tenant with many holds a second gets an advance: money that the database already holds for this
+server (`billing.gate.advances`). A hold from it is one comparison in memory, on any thread, and is
+written after the answer. Any possible change (a suspended tenant, a new limit, a refusal, an old
+lease) stops draws until the store has been asked again.
 
-All commands go through the one queue of the ledger, so a question to the store comes behind every
-draw that was made before it.
+All commands go through the ledger's one queue, so a request to the store comes after every earlier
+draw.
 """
 
 import logging
@@ -24,14 +24,14 @@ from billing.prices.book import NS
 
 log = logging.getLogger(__name__)
 
-LEASE_S = 120  # of an advance; draws end after half of it
-BUSY = 16  # holds between two looks of the ledger's sweeper, a second apart
-AHEAD = 32  # holds of the largest size that an advance aims at
+LEASE_S = 120  # of an advance; draws stop after half of it
+BUSY = 16  # holds between two runs of the ledger's sweeper, a second apart
+AHEAD = 32  # target size of an advance, in holds of the largest size
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What to ask of the store: to raise the advance towards `amount`, `anew` from nothing."""
+    """A request to raise an advance towards `amount`; `anew`: from nothing."""
 
     amount: int
     anew: bool
@@ -39,15 +39,15 @@ class Want:
 
 @dataclass(slots=True)
 class _Tenant:
-    """`left` is never more than what the store holds less the draws that are yet to be written."""
+    """`left` never exceeds the amount held in the store minus the unwritten draws."""
 
     currency: str = ""
-    version: int = 0  # of the accounts when the advance was given
+    version: int = 0  # of the accounts, when the advance was given
     left: int = 0
-    ends_s: float = 0.0  # by the monotonic clock; no draws from then on
+    ends_s: float = 0.0  # by the monotonic clock; no draws after it
     largest: int = 0
-    holds: int = 0  # since the sweeper looked
-    is_asking: bool = False  # one question at a time; the store answers in the order asked
+    holds: int = 0  # since the sweeper's last run
+    is_asking: bool = False  # one request at a time; the store answers in order
     has_row: bool = False
 
     def stop(self) -> None:
@@ -71,7 +71,7 @@ class Advances:
         self._known = Known()
 
     def reserve(self, command: Reserve, version: int) -> "Future[Hold]":
-        """The hold, done at once where it can be drawn. `version` is the accounts'."""
+        """The hold, done at once if it can be drawn. `version` is the accounts' version."""
         hold, currency = command.hold, command.hold.pinned.currency
         drawn = self._known.draw(hold.tenant, command.amount, currency, version)
         answer = self._submit(replace(command, drawn=drawn))
@@ -81,18 +81,18 @@ class Advances:
         return answer
 
     def give_back_idle(self) -> None:
-        """Give back what quiet tenants' advances hold."""
+        """Returns the advances of idle tenants to the store."""
         for tenant in self._known.idle():
             self._give_back(tenant)
 
     def end(self) -> None:
-        """Give everything back; nobody draws any more."""
+        """Returns all advances to the store and stops draws."""
         for tenant in self._known.end():
             self._give_back(tenant)
 
     def _ahead(self, hold: Hold, written: "Future[Any]") -> "Future[Any]":
-        """The answer of a hold that is written behind it."""
-        if written.done():  # the ledger is closed, or has too much to do
+        """The immediate answer for a hold that is written later."""
+        if written.done():  # the ledger is closed or its queue is full
             return written
         written.add_done_callback(partial(self._check_written, hold))
         answer: Future[Any] = Future()
@@ -132,13 +132,16 @@ class Advances:
     def _returned(self, tenant: str, written: "Future[Any]") -> None:
         if written.exception() is None:
             self._known.returned(tenant)
-        else:  # asked again while the tenant stays quiet
+        else:  # asked again while the tenant stays idle
             self._known.refused(tenant, asked=True)
 
 
 class Known:
-    """What memory knows of the advances. Whoever is told by `want`, `idle` or `end` to ask the
-    store answers with `given`, `refused` or `returned`."""
+    """The advances in memory.
+
+    `want`, `idle` and `end` say what to ask the store. The caller reports the answer with `given`,
+    `refused` or `returned`.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -146,7 +149,7 @@ class Known:
         self._is_open = True
 
     def draw(self, tenant: str, amount: int, currency: str, version: int) -> bool:
-        """Whether a hold of `amount` may be given now; it is taken off then."""
+        """Takes `amount` from the advance. Returns False if no hold may be given now."""
         with self._lock:
             found = self._tenants.setdefault(tenant, _Tenant())
             found.holds += 1
@@ -159,7 +162,7 @@ class Known:
             return True
 
     def want(self, tenant: str) -> Want | None:
-        """What to ask the store for now; None for nothing."""
+        """The request to send to the store now, if any."""
         with self._lock:
             found = self._tenants.setdefault(tenant, _Tenant())
             most = found.largest * AHEAD
@@ -181,7 +184,7 @@ class Known:
             found.ends_s, found.currency, found.version = ends_s, currency, version
 
     def refused(self, tenant: str, *, asked: bool = False) -> None:
-        """The advance is in doubt: no draws until the store has given a new one."""
+        """The advance is uncertain: stops draws until the store has given a new one."""
         with self._lock:
             found = self._tenants.setdefault(tenant, _Tenant())
             found.stop()
@@ -189,7 +192,7 @@ class Known:
                 found.is_asking = False
 
     def idle(self) -> list[str]:
-        """The tenants that took no hold since the last call and have something to give back."""
+        """The tenants without a hold since the last call that have an advance to return."""
         with self._lock:
             quiet = {n: t for n, t in self._tenants.items() if not t.holds and not t.is_asking}
             for name, found in quiet.items():
@@ -206,7 +209,7 @@ class Known:
             self._tenants.pop(tenant, None)
 
     def end(self) -> list[str]:
-        """The tenants that have something to give back; nobody draws any more."""
+        """The tenants that have an advance to return. Stops draws."""
         with self._lock:
             self._is_open = False
             for found in self._tenants.values():

@@ -171,8 +171,7 @@ class LedgerUnavailable(BillingError):
 
 
 class Unwritable(LedgerUnavailable):
-    """The database refuses what one of the commands would write; the others of its batch are
-    applied without it."""
+    """The database refuses the rows of one command; the rest of its batch is applied."""
 
 
 class ClockJumped(LedgerUnavailable):
@@ -184,7 +183,7 @@ class LedgerClosed(BillingError):
 
 
 class ReceiptKeyError(BillingError):
-    """The file of the key that signs receipts holds no such key."""
+    """The key file does not contain a key that can sign receipts."""
 
 
 class ExportError(BillingError):
@@ -192,7 +191,7 @@ class ExportError(BillingError):
 
 
 class ReceiverError(ExportError):
-    """A receiver elsewhere did not take what it was sent; the message says what it did."""
+    """An external receiver did not accept what it was sent; the message says what it answered."""
 
 
 class StoreError(BillingError):

@@ -1,11 +1,10 @@
-"""Group commit: all commands that wait are applied in one transaction.
+"""Group commit: applies all waiting commands in one transaction.
 
-Two threads take turns. One takes a batch out of the `inbox`, applies it, and lets the other take
-the next while it waits for the disk itself (`billing.syncer`): what moved money is answered once it
-is durable, with no further hand-off. One batch is applied at a time. Between batches the ledger's
-`tick` is called.
+Two threads take turns. One takes a batch from the `inbox` and applies it. While it waits for the
+disk (`billing.syncer`), the other takes the next batch. Commands that moved money are answered once
+they are durable. One batch is applied at a time. Between batches the ledger's `tick` is called.
 
-The inbox is bounded; when it is full a command fails at once with `LedgerUnavailable`.
+The inbox is bounded. When it is full, a command fails at once with `LedgerUnavailable`.
 """
 
 import logging
@@ -33,28 +32,28 @@ TICK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class LedgerStats:
-    """A snapshot; counters only grow. Amounts are in units, summed over all currencies' tenants."""
+    """A snapshot of monotonic counters. Amounts are in units, summed over all currencies."""
 
     batches: int = 0
     commands: int = 0
     refused: int = 0  # commands that ended in a billing error
     settled: int = 0
     swept: int = 0  # holds whose lease ended
-    recovered: int = 0  # holds of an earlier run, settled at start
+    recovered: int = 0  # holds of an earlier run, settled at the start
     failed_batches: int = 0
     queued: int = 0
-    clock_skew_s: int = 0  # how far the host's clock is from where it should be
-    commit_ns: int = 0  # spent in commits so far
+    clock_skew_s: int = 0  # how far the host's clock is off
+    commit_ns: int = 0  # total time in commits
     commit_ns_max: int = 0
 
 
-_Answer = tuple["Future[Any]", object]  # a result, or the exception that it is
+_Answer = tuple["Future[Any]", object]  # a result or an exception
 
 
 class GroupCommit:
     """The ledger's inbox and threads. `start` before `submit`, `close` after.
 
-    `applied` gets each command and its result, `observe` the entries once they are durable.
+    `applied` is called with each command and its result, `observe` with durable entries.
     """
 
     def __init__(
@@ -74,16 +73,16 @@ class GroupCommit:
         self._observe = observe
         self._tick = tick
         self._inbox = Inbox()
-        self._turn = threading.Lock()  # whose it is takes a batch and applies it
+        self._turn = threading.Lock()  # its holder takes and applies a batch
         self._ticked_s = 0.0
         self._threads = [
             threading.Thread(target=self._run, name=f"ledger-{n}", daemon=True) for n in range(2)
         ]
         self._syncer = Syncer(store)
-        self._counting = threading.Lock()  # of the counters: both threads count
+        self._counting = threading.Lock()  # guards the counters, which both threads change
         self._stats = LedgerStats()
         self.is_open = False
-        self.failing = False  # whether the last batch found that nothing can be written
+        self.failing = False  # whether the last batch could not be written
 
     def start(self) -> None:
         self._syncer.start()
@@ -93,7 +92,7 @@ class GroupCommit:
         self.is_open = True
 
     def close(self) -> None:
-        """Finish what is queued, then stop. Later commands fail with `LedgerClosed`."""
+        """Finishes queued commands, then stops. Later commands fail with `LedgerClosed`."""
         if self.is_open:
             self.is_open = False
             self._inbox.end()
@@ -106,7 +105,7 @@ class GroupCommit:
         return replace(self._stats, queued=len(self._inbox))
 
     def count(self, **more: int) -> None:
-        """Add to the counters. Any thread."""
+        """Adds to the counters. Any thread."""
         with self._counting:
             changes: dict[str, Any] = {k: getattr(self._stats, k) + n for k, n in more.items()}
             self._stats = replace(self._stats, **changes)
@@ -116,13 +115,13 @@ class GroupCommit:
             self._stats = replace(self._stats, clock_skew_s=seconds)
 
     def submit(self, command: Command) -> "Future[Any]":
-        """Queue a command; its future is done once the change is durable, or has failed."""
+        """Queues a command. Its future is done once the change is durable or has failed."""
         if not self.is_open:
             closed: Future[Any] = Future()
             closed.set_exception(LedgerClosed("the ledger is not running"))
             return closed
         future = self._inbox.put(command)
-        if self._inbox.is_over:  # it was closed meanwhile
+        if self._inbox.is_over:  # closed meanwhile
             self._inbox.refuse_rest()
         return future
 
@@ -135,13 +134,13 @@ class GroupCommit:
             self._syncer.sync_waiting()
 
     def _take_turn(self) -> None:
-        """Apply batches until there is something to sync, or the end came."""
+        """Applies batches until there is something to sync or the ledger closes."""
         while not self._inbox.is_over:
             if self._take_batch():
                 return
 
     def _take_batch(self) -> bool:
-        """Whether there is something to sync then."""
+        """Applies a batch. Returns whether there is something to sync."""
         if time.monotonic() - self._ticked_s >= TICK_S:
             self._ticked_s = time.monotonic()
             self._tick()
@@ -149,8 +148,10 @@ class GroupCommit:
         return bool(batch) and self._commit(batch)
 
     def _commit(self, batch: list[Item]) -> bool:
-        """Apply a batch. What holds wait for is done then; what moved money, once it is durable:
-        whether there is any such."""
+        """Applies a batch. Holds are answered at once, commands that moved money once durable.
+
+        Returns whether there are any of the latter.
+        """
         began_ns = time.monotonic_ns()
         commands = [command for command, _ in batch]
         try:
@@ -171,7 +172,7 @@ class GroupCommit:
         return bool(moved)
 
     def _durable(self, moved: list[_Answer], entries: list[Entry], error: Exception | None) -> None:
-        """A batch has reached the disk, or has not; told of one after the other, in order."""
+        """Answers a batch that has reached the disk or failed. Called for batches in order."""
         if error is not None:
             names = [f"{entry.tenant}/{entry.request_id}" for entry in entries]
             log.error("not known to be on the disk, correct what stands: %s", ", ".join(names))
@@ -182,12 +183,12 @@ class GroupCommit:
         self._observe(entries)
 
     def _not_written(self, batch: list[Item], error: Exception) -> bool:
-        """Say so to all; or, where it is the fault of one of them, to that one alone."""
+        """Fails the whole batch, or only the command that caused the error."""
         passing = isinstance(error, LedgerUnavailable) and not isinstance(error, Unwritable)
         if len(batch) > 1 and not passing:
             return sum(self._commit([item]) for item in batch) > 0
         self.failing = passing
-        if passing:  # it says why, and would say so for each request until the store is back
+        if passing:  # log the message only: it repeats for each request until the store is back
             log.error("a batch of %d ledger commands was not written: %s", len(batch), error)
         else:
             log.error("a batch of %d ledger commands failed", len(batch), exc_info=error)

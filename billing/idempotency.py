@@ -1,12 +1,12 @@
 """`Idempotency-Key`: the same key and body get the first answer again, without a new charge.
 
-Kept for 24 hours by tenant and key. api calls `begin` before it reserves, then `finish` with the
-answer or `abandon` when the request failed. Each call is a short transaction and blocks: not on the
-event loop.
+Answers are kept for 24 hours by tenant and key. api calls `begin` before it reserves, then `finish`
+with the answer, or `abandon` if the request failed. Each call is a short blocking transaction: not
+for the event loop.
 
-A server that dies leaves claims behind: those of its own earlier runs it knows by their `boot`,
-another server's by their age and their hold. A retry then starts again and pays once: if
-the dead request was charged, that charge is given back when the new one is.
+A server that dies leaves claims behind. Its next run recognises them by their `boot`, another
+server by their age and hold. A retry then starts again and pays once: if the dead request was
+charged, that charge is refunded when the retry is charged.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from billing.store import undelivered as store_undelivered
 from billing.store.store import Connection, LedgerStore
 
 KEPT_NS = 24 * 3600 * NS
-GRACE_NS = 30 * NS  # how long a first request may take to reserve before it counts as crashed
+GRACE_NS = 30 * NS  # time to reserve before a first request counts as crashed
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The key is the new request's own. `lost` is the dead request that had it, whose answer nobody
-    got."""
+    """The new request owns the key. `lost` is a dead request that had it and whose answer is
+    lost."""
 
     lost: str | None = None
 
@@ -61,10 +61,11 @@ class Idempotency:
     def begin(
         self, tenant: str, key: str, body: bytes, request_id: str, *, fingerprint: str = ""
     ) -> Replay | Claimed:
-        """`Claimed`: go on as `request_id`. Raises `IdempotencyConflict` for another body and
-        `IdempotencyBusy` while the first request runs.
+        """Claims a key for `request_id`, or returns the stored answer.
 
-        `fingerprint` is the request's own (`RequestContext`), under which a lost answer is noted.
+        Raises `IdempotencyConflict` for another body and `IdempotencyBusy` while the first request
+        runs. `fingerprint` is the request's own (`RequestContext`), under which a lost answer is
+        recorded.
         """
         digest = hashlib.sha256(body).hexdigest()
         now_ns = self._clock_ns()
@@ -96,7 +97,7 @@ class Idempotency:
     def _standing(
         self, connection: Connection, tenant: str, key: str, digest: str, now_ns: int
     ) -> Replay | str | None:
-        """The answer that stands, or the id of a dead first request, which is cleared away."""
+        """The stored answer, or the id of a dead first request, whose claim is removed."""
         row = rows.find(connection, tenant, key)
         if row is None:
             return None
@@ -115,16 +116,17 @@ class Idempotency:
         return str(row["request_id"])
 
     def _is_dead(self, row: Any, now_ns: int) -> bool:
-        """Whether the owner of a claim without a hold will not come back to it."""
+        """Whether the owner of a claim without a hold is gone."""
         ours_before = row["owner"] == self._owner and row["boot"] != self._boot
         return bool(ours_before or now_ns - (row["expires_ns"] - KEPT_NS) >= GRACE_NS)
 
     def finish(self, tenant: str, key: str, request_id: str, status: int, response: bytes) -> None:
-        """Keep the answer for those who ask again."""
+        """Stores the answer for retries."""
         self._store.retrying(
             lambda connection: rows.finish(connection, tenant, request_id, key, status, response)
         )
 
     def abandon(self, tenant: str, key: str, request_id: str) -> None:
-        """Forget a request that has no answer to repeat; the next one with its key starts again."""
+        """Releases the claim of a request without an answer. The next request with its key starts
+        again."""
         self._store.retrying(lambda connection: rows.remove(connection, tenant, key, request_id))

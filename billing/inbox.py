@@ -1,11 +1,10 @@
-"""The commands that wait for the ledger's thread, and what of them it takes into one transaction.
+"""The queue of commands for the ledger's thread, and their grouping into transactions.
 
-Bounded; any thread may `put`, one at a time may `take`. A command whose future was cancelled before
-it was taken is not applied.
+Bounded. Any thread may `put`; one at a time may `take`. A command whose future is cancelled before
+it is taken is not applied.
 
-A hold out of an advance was answered when it was asked for, so nobody waits for its writing, and a
-settlement need not: such holds are written `BEHIND_S` later, many in one transaction, or at once
-with whatever may depend on them.
+A hold from an advance is answered at once, so nobody waits for its writing. Such holds are written
+`BEHIND_S` later, many in one transaction, or together with a command that may depend on them.
 """
 
 import queue
@@ -20,20 +19,20 @@ from billing.gate.commands import Command, Reserve, Settle, fingerprint_of
 from billing.sweeper import BATCH_LIMIT
 
 QUEUE_LIMIT = 65_536
-WAIT_S = 1.0  # the longest that `take` waits for something
+WAIT_S = 1.0  # the longest wait of `take`
 BEHIND_S = 0.01
 
 Item = tuple[Command, "Future[Any]"]
 
 
 class Inbox:
-    """`is_over` once the end was taken: nothing is left then, and nothing comes any more."""
+    """`is_over` is set once the end was taken: the inbox is empty and stays empty."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
-        self._behind: list[Item] = []  # drawn holds that are yet to be written
-        self._due_s = 0.0  # when the first of them is, by the monotonic clock
+        self._behind: list[Item] = []  # unwritten drawn holds
+        self._due_s = 0.0  # when the first of them is due, by the monotonic clock
         self.is_over = False
 
     def __len__(self) -> int:
@@ -48,11 +47,11 @@ class Inbox:
         return future
 
     def end(self) -> None:
-        """What was put before is taken still."""
+        """Ends the inbox. Earlier commands are still taken."""
         self._queue.put(None)
 
     def refuse_rest(self) -> None:
-        """Answer what came too late to be taken."""
+        """Fails the commands that came after the end."""
         with suppress(queue.Empty):
             while True:
                 item = self._queue.get_nowait()
@@ -60,7 +59,7 @@ class Inbox:
                     item[1].set_exception(LedgerClosed("the ledger was closed"))
 
     def take(self) -> list[Item]:
-        """The next batch; empty where nothing came for a while."""
+        """The next batch; empty if nothing came within WAIT_S."""
         came = self._come() if len(self._behind) < BATCH_LIMIT else []
         if not self.is_over and not self._is_due() and _can_overtake(came, self._behind):
             now = [item for item in came if isinstance(item[0], Settle)]
@@ -70,7 +69,7 @@ class Inbox:
         return batch
 
     def _come(self) -> list[Item]:
-        """All that waits, up to the limit."""
+        """All waiting commands, up to the limit."""
         items: list[Item] = []
         wait_s = self._due_s - self._clock() if self._behind else WAIT_S
         with suppress(queue.Empty):
@@ -95,13 +94,13 @@ class Inbox:
 
 
 def _can_overtake(came: Sequence[Item], behind: Sequence[Item]) -> bool:
-    """Whether all that came is drawn holds, and settlements of requests whose holds are written."""
+    """Whether all new commands are drawn holds, or settlements of requests with written holds."""
     held = {command.hold.key for command, _ in (*behind, *came) if isinstance(command, Reserve)}
     for command, _ in came:
         if isinstance(command, Reserve) and command.drawn:
             continue
         if not isinstance(command, Settle) or command.hold.key in held:
             return False
-        if fingerprint_of(command) is not None:  # it tells the requests that run
+        if fingerprint_of(command) is not None:  # it affects running requests
             return False
     return True

@@ -1,8 +1,7 @@
-"""API keys: how they look, how they are stored, and whose they are. Pure.
+"""API keys: their form, their digests and their owners. Pure.
 
-A key is `sk-` and 256 random bits, so a keyed BLAKE2b of it is enough: there is nothing to guess,
-and a check costs a microsecond. The store has the digest and a prefix to recognise it by, never the
-key.
+A key is `sk-` and 256 random bits. It cannot be guessed, so a keyed BLAKE2b digest is enough, and a
+check takes a microsecond. The store has the digest and a recognisable prefix, never the key.
 """
 
 import hashlib
@@ -29,7 +28,7 @@ DEFAULT_SCOPES = frozenset({Scope.INFERENCE, Scope.USAGE})
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who makes a request. `key_id` is empty in open mode."""
+    """The caller of a request. `key_id` is empty in open mode."""
 
     tenant: str
     project: str = ""
@@ -57,17 +56,17 @@ class KeyInfo:
 
 
 def new_key() -> str:
-    """A fresh key; shown once."""
+    """A new key, to be shown once."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def key_digest(secret: bytes, key: str) -> bytes:
-    """What the store keeps of a key; `secret` (32 to 64 bytes) is the database's own."""
+    """The stored digest of a key. `secret` (32 to 64 bytes) is the database's own."""
     return hashlib.blake2b(key.encode(), key=secret, digest_size=32).digest()
 
 
 def parse_scopes(text: str) -> frozenset[Scope]:
-    """Scopes of a comma-separated text. Raises `ValueError` naming the unknown one."""
+    """The scopes in a comma-separated text. Raises `ValueError`, naming an unknown one."""
     return frozenset(Scope(part.strip()) for part in text.split(",") if part.strip())
 
 
@@ -76,7 +75,7 @@ def format_scopes(scopes: frozenset[Scope]) -> str:
 
 
 def key_of(row: Mapping[Any, Any]) -> KeyInfo:
-    """The key of a row of keys."""
+    """The key in a row."""
     return KeyInfo(
         key_id=row["key_id"],
         tenant=row["tenant"],

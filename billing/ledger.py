@@ -1,9 +1,9 @@
-"""The ledger: what it can be told to do, and the leases of the holds it gave out.
+"""The ledger: its operations, and the leases of the holds it gave.
 
 api calls `reserve`, `top_up`, `settle` and `void` from the event loop; each returns a
 `concurrent.futures.Future` that is done once the change is durable (await `asyncio.wrap_future`).
-`billing.group_commit` applies the commands on its thread; between batches `billing.sweeper` ends
-what is over, and new rate cards are looked for.
+`billing.group_commit` applies the commands on its threads. Between batches `billing.sweeper` ends
+expired holds and grants, and new rate cards are loaded.
 """
 
 import logging
@@ -43,16 +43,16 @@ from billing.usage import EMPTY, Usage
 
 log = logging.getLogger(__name__)
 
-DEFAULT_TTL_S = 120  # of a lease; each top-up renews it
+DEFAULT_TTL_S = 120  # of a hold's lease; each top-up renews it
 
 Observer = Callable[[Sequence[Entry]], None]
 
 
 class Ledger:
-    """The face of the ledger. `start` before use, `close` after; both by one thread.
+    """The interface of the ledger. One thread calls `start` before use and `close` after.
 
-    `owner` names this server in its holds; with one database for several servers, each needs its
-    own, and the same after a restart.
+    `owner` names this server in its holds. Servers that share a database each need their own, which
+    must be the same after a restart.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Ledger:
         self._observers = tuple(observers)
         self._first_card = first_card
         self._owner = owner
-        self._leases: dict[tuple[str, str], float] = {}  # our holds: end by the monotonic clock
+        self._leases: dict[tuple[str, str], float] = {}  # ends of our holds, by the monotonic clock
         self._commits = GroupCommit(
             store,
             lambda: self.book,
@@ -100,10 +100,10 @@ class Ledger:
     # -- life --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Settle what an earlier run left behind, then take commands.
+        """Settles what an earlier run left behind, then takes commands.
 
-        A `first_card` is put in force where no card ever was. Only a server has one: a command that
-        books money decides no prices.
+        A `first_card` is applied if no card ever was. Only servers pass one, because a command that
+        books money must not decide prices.
         """
         if self._first_card is not None:
             self.accounts.prepare(self._first_card)
@@ -111,7 +111,7 @@ class Ledger:
         self._commits.start()
 
     def close(self) -> None:
-        """Finish what is queued, then stop. Later commands fail with `LedgerClosed`."""
+        """Finishes queued commands, then stops. Later commands fail with `LedgerClosed`."""
         self._advances.end()
         self._commits.close()
 
@@ -120,7 +120,7 @@ class Ledger:
 
     @property
     def refuses(self) -> str:
-        """Why no request can be admitted now; empty while all is well."""
+        """Why no request can be admitted now; empty if they can."""
         if closed := self.store.failed:
             return f"the ledger is closed: {closed}"
         if self._commits.failing and (full := self.store.full_disk):
@@ -147,9 +147,9 @@ class Ledger:
         context: RequestContext | None = None,
         ttl_s: int = DEFAULT_TTL_S,
     ) -> "Future[Hold]":
-        """Hold `amount` units if the tenant has them. The result goes with the request to its end.
+        """Holds `amount` units if the tenant has them. The request keeps the result to its end.
 
-        Of a busy tenant it is given out of this server's advance, and done at once.
+        For a busy tenant it comes from this server's advance and is done at once.
 
         Fails with `InsufficientBalance`, `UnknownTenant`, `TenantSuspended`, `CurrencyMismatch` or
         `DuplicateRequest`.
@@ -173,9 +173,9 @@ class Ledger:
         usage: Usage | None = None,
         ttl_s: int = DEFAULT_TTL_S,
     ) -> "Future[int]":
-        """Raise a hold and renew its lease; gives the amount held. Zero only renews.
+        """Raises a hold and renews its lease. Returns the amount held. Zero only renews.
 
-        `usage` is what the client has been sent so far: a crash is billed from it. Fails with
+        `usage` is what the client has been sent so far, which is billed after a crash. Fails with
         `InsufficientBalance` (end the answer with `length`) or `UnknownHold`.
         """
         self._leases[hold.key] = time.monotonic() + ttl_s
@@ -184,20 +184,21 @@ class Ledger:
     def settle(
         self, hold: Hold, usage: Usage, outcome: Outcome, *, delivered: bool = True
     ) -> "Future[Settled]":
-        """Charge a request and end its hold. Again with the same hold, it finds the first charge.
+        """Charges a request and ends its hold. Repeated with the same hold, it returns the first
+        charge.
 
         `delivered=False` says that no byte of the answer reached the client.
         """
         return self._commits.submit(Settle(hold, usage, outcome, delivered))
 
     def void(self, hold: Hold) -> "Future[Settled]":
-        """End a hold without a charge: the server failed before the first token."""
+        """Ends a hold without a charge, if the server failed before the first token."""
         return self.settle(hold, EMPTY, Outcome.FAILED, delivered=False)
 
     # -- balances ----------------------------------------------------------------------------------
 
     def balance(self, tenant: str) -> Tenant:
-        """The account now. Reads the store: call it off the event loop, or rarely."""
+        """The current account. Reads the store: call it off the event loop, or rarely."""
         return self.accounts.tenant(tenant)
 
     def grant(
@@ -211,8 +212,11 @@ class Ledger:
         expires_ns: int = 0,
         scope: Sequence[str] = (),
     ) -> "Future[Entry]":
-        """Give promotional money, once for each reference; what is left of it at `expires_ns` is
-        taken back (0: never). With a `scope` only requests at these prices spend it."""
+        """Gives promotional money, once per reference.
+
+        What is left of it at `expires_ns` is removed (0: never). With a `scope`, only requests at
+        these prices spend it.
+        """
         kept = tuple(scope)
         command = Deposit(tenant, Kind.GRANT, reference, amount, by, reason, expires_ns, kept)
         return self._deposit(command)
@@ -220,33 +224,32 @@ class Ledger:
     def deposit(
         self, tenant: str, amount: int, *, reference: str, by: str, reason: str = ""
     ) -> "Future[Entry]":
-        """Book money that was paid, once for each reference; what is owed is settled first."""
+        """Books a payment, once per reference. It settles debt first."""
         return self._deposit(Deposit(tenant, Kind.TOPUP, reference, amount, by, reason))
 
     def withdraw(
         self, tenant: str, amount: int, *, reference: str, by: str, reason: str
     ) -> "Future[Entry]":
-        """Book paid money that was paid out again. Fails with `InsufficientBalance` where it is
-        spent or held."""
+        """Books a payout of paid money. Fails with `InsufficientBalance` if it is spent or held."""
         return self._deposit(Deposit(tenant, Kind.WITHDRAWAL, reference, amount, by, reason))
 
     def charge_back(
         self, tenant: str, amount: int, *, reference: str, by: str, reason: str
     ) -> "Future[Entry]":
-        """Book a payment that the payer's bank took back; what was spent of it is owed."""
+        """Books a payment reversed by the payer's bank. What was spent of it becomes debt."""
         return self._deposit(Deposit(tenant, Kind.CHARGEBACK, reference, amount, by, reason))
 
     def adjust(
         self, tenant: str, deposit: str, amount: int, *, reference: str, by: str, reason: str
     ) -> "Future[Entry]":
-        """Make the top-up or grant of reference `deposit` what it should have been."""
+        """Corrects the amount of the top-up or grant with reference `deposit`."""
         check_text(deposit, "reference of the deposit")
         return self._deposit(Adjust(tenant, deposit, reference, amount, by, reason))
 
     def pay_into_wallet(
         self, tenant: str, amount: int, currency: str, *, reference: str, by: str, reason: str = ""
     ) -> "Future[Entry]":
-        """Book money that was paid in another currency than the tenant's; below zero, paid out."""
+        """Books a payment in another currency than the tenant's; negative: a payout."""
         return self._deposit(MoveWallet(tenant, reference, currency, amount, by, reason))
 
     def convert(
@@ -262,7 +265,7 @@ class Ledger:
         by: str,
         reason: str = "",
     ) -> "Future[Entry]":
-        """Convert `amount` of a wallet into the balance, at a rate that the entry keeps."""
+        """Converts `amount` of a wallet into the balance, at a rate that the entry records."""
         rate = check_rate(rate, rate_date, rate_source)
         at = (rate, rate_date, rate_source)
         return self._deposit(MoveWallet(tenant, reference, currency, -amount, by, reason, *at))
@@ -282,14 +285,16 @@ class Ledger:
         reason: str,
         amount: int | None = None,
     ) -> "Future[Entry]":
-        """Give back a request's charge or part of it, once for each reference."""
+        """Refunds a request's charge or part of it, once per reference."""
         check_text(reference, "reference")
         check_text(reason, "reason")
         return self._commits.submit(Correct(tenant, request_id, reference, amount, by, reason))
 
     def _jumped(self) -> "Future[Any] | None":
-        """What says that the clock is wrong, in place of what would be dated by it. Requests that
-        run are settled all the same: they are billed by their admission."""
+        """A failed future if the clock has jumped, for commands that would be dated by it.
+
+        Running requests are still settled, because they are billed by their admission.
+        """
         try:
             self._watch.check()
         except ClockJumped as error:
@@ -301,7 +306,7 @@ class Ledger:
     # -- the thread of group commit ----------------------------------------------------------------
 
     def _applied(self, command: Command, result: object) -> None:
-        """A lease ends with its hold."""
+        """Removes the lease of an ended hold."""
         over = isinstance(command, Settle)
         refused = isinstance(result, BillingError) and not isinstance(result, DuplicateRequest)
         if isinstance(command, Reserve | Settle) and (over or refused):
@@ -324,10 +329,10 @@ class Ledger:
             self._note_skew()
             self._commits.count(swept=self.sweep())
             self._advances.give_back_idle()
-            if self._jumped() is None:  # a wrong clock would end grants early, for good
+            if self._jumped() is None:  # a wrong clock would end grants early and permanently
                 self.expire()
                 self._sweeper.close_months()
-        except LedgerUnavailable as error:  # commands say so to their callers
+        except LedgerUnavailable as error:  # commands report it to their callers
             log.error("the ledger was not swept: %s", error)
         except Exception:
             log.exception("the ledger's sweep failed")
@@ -341,9 +346,9 @@ class Ledger:
         self._commits.set_clock_skew(round(self._watch.skew_ns / NS))
 
     def sweep(self) -> int:
-        """End the holds whose lease is over; gives how many."""
+        """Ends holds with expired leases. Returns their number."""
         return self._sweeper.sweep()
 
     def expire(self) -> int:
-        """End the grants whose time is over; gives how many."""
+        """Ends expired grants. Returns their number."""
         return self._sweeper.expire()

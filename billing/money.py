@@ -2,7 +2,7 @@
 
 A rate is a decimal per million tokens, so the price of one token is `rate * 1e-6`, a whole number
 of units when the rate has at most six decimal places (0.028 per million is 28,000 units a token).
-Nothing rounds but rendering; no binary fraction enters.
+Only rendering rounds; there are no binary fractions.
 """
 
 import re
@@ -14,7 +14,7 @@ UNITS = 10**12  # units in one unit of the currency
 PLACES = 12
 TOKENS_PER_RATE = 10**6  # a rate is quoted for this many tokens
 
-# Digits after the point, ISO 4217 (table A.1), where they are not two.
+# Currencies with other than two decimal places, ISO 4217 (table A.1).
 _PLACES = {
     0: "BIF CLP DJF GNF ISK JPY KMF KRW PYG RWF UGX UYI VND VUV XAF XOF XPF",
     3: "BHD IQD JOD KWD LYD OMR TND",
@@ -23,7 +23,7 @@ _PLACES = {
 
 _AMOUNT = re.compile(r"[+-]?[0-9]{1,15}(\.[0-9]{1,40})?")
 _CURRENCY = re.compile(r"[A-Z]{3}")
-# Wide enough for any amount here; every use is exact or quantizes half-even on purpose.
+# Wide enough for any amount here. Every use is exact, or quantizes half-even on purpose.
 _CONTEXT = Context(prec=80, rounding=ROUND_HALF_EVEN)
 _EXACT = Context(prec=80, traps=[Inexact, InvalidOperation, Overflow])
 
@@ -75,8 +75,9 @@ def format_units(units: int, places: int | None = None) -> str:
 
 
 def minor_places(currency: str) -> int:
-    """The digits after the point of what can be paid in a currency: the one rounding of invoices
-    and statements.
+    """The decimal places of payable amounts in a currency.
+
+    This is the one rounding of invoices and statements.
     """
     return next((places for places, codes in _PLACES.items() if currency in codes.split()), 2)
 
@@ -91,7 +92,7 @@ def round_half_even(units: int, places: int) -> int:
 
 
 def units_per_token(rate: Decimal, field: str) -> int:
-    """Units one token costs at `rate` per million tokens. Raises `InvalidAmount` when not whole."""
+    """Units per token at `rate` per million tokens. Raises `InvalidAmount` if not whole."""
     try:
         units = _EXACT.multiply(rate, Decimal(UNITS // TOKENS_PER_RATE))
         whole: int = int(units.to_integral_exact(context=_EXACT))
@@ -115,6 +116,6 @@ def check_currency(code: str) -> str:
 
 
 def grouped(number: str | int) -> str:
-    """A decimal with its thousands apart."""
+    """A decimal with thousands separated."""
     whole, point, places = str(number).partition(".")
     return f"{int(whole):,}{point}{places}" if whole.strip("-0") else f"{whole}{point}{places}"

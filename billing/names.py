@@ -1,4 +1,4 @@
-"""What people name and write: names that are safe in files, URLs and logs, and texts of one line.
+"""Names that are safe in files, URLs and logs, and one-line texts.
 
 Pure. Called by `billing.accounts`, `billing.ledger` and everything else that stores typed names.
 """
@@ -9,12 +9,12 @@ from billing.errors import InvalidName
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
-# What the wire writes before a request's id in its answers.
+# Prefixes of the request id in answers' ids.
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 
 def bare_id(name: str) -> str:
-    """A request's id in the ledger, of the id of its answer."""
+    """The ledger's request id for an answer's id."""
     return next((name[len(p) :] for p in ANSWER_PREFIXES if name.startswith(p)), name)
 
 
@@ -29,10 +29,10 @@ def check_name(name: str, what: str) -> str:
 
 
 def check_text(text: str, what: str) -> str:
-    """A text of one line that says what it shows. Raises `InvalidName`.
+    """A one-line text of printable characters. Raises `InvalidName`.
 
-    What cannot be seen would deceive the reader of a log or a terminal: line ends, escapes, and
-    characters that turn the direction of writing. PostgreSQL keeps no NUL either.
+    Invisible characters would deceive the reader of a log or a terminal: line ends, escapes, and
+    changes of writing direction. PostgreSQL cannot store NUL either.
     """
     hidden = next((character for character in text if not character.isprintable()), None)
     if hidden is not None:

@@ -1,8 +1,8 @@
-"""One request over HTTP to a receiver elsewhere, which may be away, slow or hostile.
+"""One HTTP request to an external receiver, which may be down, slow or hostile.
 
-All of it takes `timeout_s` at most, however slowly the answer comes, and `most_bytes` of the answer
-are read. Redirects are not followed: a POST would become a GET without its body, whose success says
-nothing, and it would go where nobody said, with its key. No event loop.
+The whole exchange takes at most `timeout_s`, however slowly the answer comes, and at most
+`most_bytes` of the answer are read. Redirects are not followed: a POST would become a GET without
+its body, whose success means nothing, and the key would go to an unknown address. Blocks.
 """
 
 import http.client
@@ -17,12 +17,12 @@ from typing import Any
 
 from billing.errors import ReceiverError
 
-LONGEST_TOLD = 200  # characters of what it says
+LONGEST_TOLD = 200  # characters of its message
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer of any status, and the beginning of its body."""
+    """An answer of any status, with the beginning of its body."""
 
     status: int
     reason: str
@@ -31,7 +31,7 @@ class Reply:
 
     @property
     def refusal(self) -> str:
-        """Why it is no success; empty where it is one."""
+        """Why it is not a success; empty if it is."""
         if 200 <= self.status < 300:
             return ""
         told = f"HTTP {self.status} {self.reason}"[:LONGEST_TOLD]
@@ -46,7 +46,7 @@ class Reply:
 
 
 def send(request: urllib.request.Request, *, timeout_s: float, most_bytes: int) -> bytes:
-    """The beginning of its answer. Raises `ReceiverError` for a refusal and where none comes."""
+    """The beginning of the answer. Raises `ReceiverError` for a refusal or no answer."""
     reply = ask(request, silence_s=timeout_s, timeout_s=timeout_s, most_bytes=most_bytes)
     if reply.refusal:
         raise ReceiverError(reply.refusal)
@@ -56,8 +56,11 @@ def send(request: urllib.request.Request, *, timeout_s: float, most_bytes: int) 
 def ask(
     request: urllib.request.Request, *, silence_s: float, timeout_s: float, most_bytes: int
 ) -> Reply:
-    """Its answer, also one that refuses. Raises `ReceiverError` where none comes: nothing for
-    `silence_s`, or not all of it in `timeout_s`."""
+    """The answer, including a refusal.
+
+    Raises `ReceiverError` without an answer: nothing for `silence_s`, or not all of it in
+    `timeout_s`.
+    """
     with _Deadline(timeout_s) as deadline:
         opener = urllib.request.build_opener(_AsAnswered, _Web(deadline))
         try:
@@ -66,13 +69,14 @@ def ask(
         except (OSError, http.client.HTTPException, ValueError) as error:
             told = (str(error) or type(error).__name__)[:LONGEST_TOLD]
             raise ReceiverError(deadline.said or told) from error
-        if deadline.said:  # what was read before its end is not the whole answer
+        if deadline.said:  # the part read before it is not the whole answer
             raise ReceiverError(deadline.said)
         return Reply(answer.status, answer.reason, answer.headers, body)
 
 
 class _AsAnswered(urllib.request.HTTPErrorProcessor):
-    """Neither errors nor redirects are urllib's to act on: it resends keys to where it is sent."""
+    """Stops urllib from handling errors and redirects, since it would resend keys to the new
+    address."""
 
     def http_response(self, request: Any, response: Any) -> Any:
         return response
@@ -81,10 +85,10 @@ class _AsAnswered(urllib.request.HTTPErrorProcessor):
 
 
 class _Deadline:
-    """Ends a connection when its time is over: a socket's own timeout begins anew at each byte."""
+    """Ends a connection at its deadline, because a socket's own timeout restarts at each byte."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.said = ""  # once it is over
+        self.said = ""  # set once it has passed
         self._timeout_s = timeout_s
         self._timer = threading.Timer(timeout_s, self._end)
         self._lock = threading.Lock()
@@ -101,7 +105,8 @@ class _Deadline:
                 end.close()
 
     def follow(self, connection: socket.socket) -> None:
-        """Through a descriptor of its own: TLS and responses take the socket's away."""
+        """Watches a connection through its own descriptor, since TLS and responses detach the
+        socket's."""
         with self._lock:
             self._ends.append(socket.socket(fileno=os.dup(connection.fileno())))
         if self.said:
@@ -113,7 +118,7 @@ class _Deadline:
             for end in self._ends:
                 try:
                     end.shutdown(socket.SHUT_RDWR)
-                except OSError:  # it has ended, or ends now
+                except OSError:  # it has already ended
                     continue
 
 
@@ -126,11 +131,11 @@ class _Connection(http.client.HTTPConnection):
 
 
 class _TlsConnection(http.client.HTTPSConnection, _Connection):
-    """`HTTPSConnection.connect` calls `_Connection.connect`, and then shakes hands."""
+    """`HTTPSConnection.connect` calls `_Connection.connect` before the TLS handshake."""
 
 
 class _Web(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
-    """In the place of urllib's own two: connections that the deadline ends."""
+    """Replaces urllib's two handlers, with connections that the deadline ends."""
 
     def __init__(self, deadline: _Deadline) -> None:
         super().__init__()

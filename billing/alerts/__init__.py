@@ -1,4 +1,4 @@
-"""Budgets, and the messages that tell somebody outside that one is reached.
+"""Budgets, and the messages to external receivers when one is reached.
 
-A message waits in an outbox of the ledger's database until its receiver has taken it.
+A message waits in an outbox in the ledger's database until its receiver has accepted it.
 """

@@ -1,8 +1,9 @@
-"""Budgets: an amount that a tenant, key, user or tag may spend in a day or month, and a least
-balance. They stop nothing; they tell, or ask for a top-up.
+"""Budgets: maximum spending of a tenant, key, user or tag in a day or month, and minimum balances.
+
+They stop no request; they send alerts or ask for a top-up.
 
 Admins set them, with a row in the admin trail. `BudgetWatch` is called every few seconds, off the
-event loop, and reads what was posted since its last look.
+event loop, and reads the entries posted since its last call.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -27,7 +28,7 @@ from billing.store.store import Connection, LedgerStore
 from billing.store.trail import add_trail
 
 ALERT_AT = (80, 100)  # percent of a budget
-MOST_A_DAY = 100  # top-ups that one budget may ask for
+MOST_A_DAY = 100  # maximum of top-up requests of one budget
 
 
 class Of(StrEnum):
@@ -40,8 +41,11 @@ class Of(StrEnum):
 
 
 class BudgetSpan(StrEnum):
-    """What a budget bounds: a day's or month's charges (UTC), the balance from below, with or
-    without asking for a top-up, or an hour that costs far more than usual."""
+    """What a budget watches.
+
+    A day's or month's charges (UTC), a minimum balance with or without a top-up request, or an hour
+    that costs far more than usual.
+    """
 
     DAY = "day"
     MONTH = "month"
@@ -57,7 +61,7 @@ PERIODS = (BudgetSpan.DAY, BudgetSpan.MONTH)
 class Budget:
     """`value` is the key's id, the user, or the tag as `name=value`; empty for the tenant.
 
-    `ask` is the top-up to ask for, at most `most` times a day (UTC).
+    `ask` is the top-up to request, at most `most` times a day (UTC).
     """
 
     name: str
@@ -72,7 +76,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """Something to tell, once for each `id`."""
+    """A message to send once for each `id`."""
 
     id: str
     type: str
@@ -80,7 +84,7 @@ class Alert:
 
 
 def set_budget(accounts: Accounts, budget: Budget, *, by: str, now_ns: int, reason: str) -> None:
-    """Make a budget, or change the one of its name."""
+    """Creates a budget, or changes the one of its name."""
     check_name(budget.name, "budget")
     check_text(budget.value, "value")
     check_text(reason, "reason")
@@ -107,7 +111,7 @@ def set_budget(accounts: Accounts, budget: Budget, *, by: str, now_ns: int, reas
 
 
 def remove_budget(store: LedgerStore, name: str, *, by: str, now_ns: int, reason: str) -> None:
-    """Raises `UnknownBudget`."""
+    """Removes a budget. Raises `UnknownBudget`."""
     check_text(reason, "reason")
 
     def write(connection: Connection) -> None:
@@ -159,12 +163,14 @@ def _budget(row: Any) -> Budget:
     return Budget(**values | {"span": BudgetSpan(row["span"]), "of": Of(row["of"])})
 
 
-_Spent = dict[tuple[str, str, str], int]  # period, whose
+_Spent = dict[tuple[str, str, str], int]  # period, owner
 
 
 class _Spending:
-    """What a tenant was charged in the running month, by those whom a budget bounds: others may be
-    a new one in every request."""
+    """A tenant's charges in the current month, by budgeted owner.
+
+    Other owners are not counted, since there may be a new one in every request.
+    """
 
     def __init__(self) -> None:
         self.month = ""
@@ -175,7 +181,7 @@ class _Spending:
     def read(
         self, connection: Connection, tenant: str, now: datetime, wanted: frozenset[Whose]
     ) -> None:
-        """Add what was posted since. A new month, or a new owner, starts from zero."""
+        """Adds new charges. A new month or a new owner starts from zero."""
         month = now.strftime("%Y-%m")
         if month != self.month or wanted - self.wanted:
             self.month, self.wanted, self.sums = month, wanted, {}
@@ -206,7 +212,7 @@ class BudgetWatch:
         self._topups = TopUpRequests()
 
     def look(self, now_ns: int) -> list[Alert]:
-        """What is to be told as of now; the same again until the period is over."""
+        """The alerts due now. The same alerts are returned until their period ends."""
         now = datetime.fromtimestamp(now_ns // NS, UTC)
         budgets = all_budgets(self._store)
         with self._store.reading() as connection:
@@ -248,7 +254,7 @@ class BudgetWatch:
                 )
 
     def _spiked(self, budget: Budget, currency: str) -> Iterator[Alert]:
-        """Once for each hour."""
+        """One alert for each hour."""
         found = self._hourly[budget.tenant].spike((budget.of, budget.value), budget.amount)
         if found is None:
             return
@@ -269,7 +275,7 @@ class BudgetWatch:
     def _low(
         self, connection: Connection, budget: Budget, worth: int, currency: str
     ) -> Iterator[Alert]:
-        """Once after each payment."""
+        """One alert after each payment."""
         if worth >= budget.amount:
             return
         rare = store_reports.rare_entries(connection, budget.tenant)
@@ -283,7 +289,8 @@ class BudgetWatch:
     def _to_top_up(
         self, connection: Connection, budget: Budget, account: TenantAccount, now_ns: int
     ) -> Iterator[Alert]:
-        """Once for each time that the balance falls below; the id is the deposit's reference."""
+        """One request each time the balance falls below the budget. Its id is the deposit's
+        reference."""
         wanted = self._topups.wanted(
             connection,
             account,
@@ -301,7 +308,7 @@ class BudgetWatch:
 def _wanted(
     budgets: Iterable[Budget], spans: Collection[BudgetSpan]
 ) -> dict[str, frozenset[Whose]]:
-    """By tenant, whose spending the budgets of these spans bound."""
+    """The owners whose spending budgets of these spans watch, by tenant."""
     found: dict[str, frozenset[Whose]] = {}
     for each in budgets:
         if each.span in spans:

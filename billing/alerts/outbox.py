@@ -1,8 +1,8 @@
-"""The outbox: messages wait in the database until their receiver has taken them, at least once.
+"""The outbox: messages wait in the database until they are delivered, at least once.
 
-A message is posted as a CloudEvent, signed as Standard Webhooks says (webhook-id, -timestamp and
--signature; HMAC-SHA256 over `id.timestamp.body`). A receiver drops ids that it has. Retried after
-10 s, doubled up to an hour, for three days. Called off the event loop, by one thread.
+A message is posted as a CloudEvent, signed by the Standard Webhooks rules (webhook-id, -timestamp
+and -signature; HMAC-SHA256 over `id.timestamp.body`). A receiver drops repeated ids. Retries begin
+after 10 s and double up to an hour, for three days. Called off the event loop, by one thread.
 """
 
 import base64
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 FIRST_RETRY_NS = 10 * NS
 LAST_RETRY_NS = 3600 * NS
 TRIED_NS = 3 * 86_400 * NS
-KEPT_NS = 90 * 86_400 * NS  # delivered ones; longer than any period of a budget
+KEPT_NS = 90 * 86_400 * NS  # for delivered messages; longer than any budget period
 NEVER_NS = 2**63 - 1
 AT_ONCE = 20
 POST_TIMEOUT_S = 10.0
@@ -35,7 +35,7 @@ MOST_BYTES = 1024  # of an answer
 
 
 class Outbox:
-    """Takes alerts in and delivers what is due to one URL."""
+    """Stores alerts and delivers the due ones to one URL."""
 
     def __init__(self, store: LedgerStore, url: str, secret: bytes, *, source: str) -> None:
         self._store = store
@@ -44,11 +44,11 @@ class Outbox:
         self._source = source
 
     def take(self, alerts: Iterable[Alert], now_ns: int) -> int:
-        """Keep the alerts that are new; gives how many."""
+        """Stores new alerts. Returns their number."""
         return keep(self._store, alerts, now_ns, source=self._source)
 
     def deliver(self, now_ns: int) -> int:
-        """Post what is due; gives how many the receiver took."""
+        """Posts due messages. Returns the number accepted."""
         with self._store.reading() as connection:
             due = rows.due_messages(connection, now_ns, AT_ONCE)
         taken = 0
@@ -65,7 +65,7 @@ class Outbox:
                 log.warning("alert %s was not taken by %s: %s", message["id"], self._host, error)
             self._change(message["id"], changes)
             if error is not None:
-                break  # the receiver may be away, and each try waits for it
+                break  # the receiver may be down, and each try waits for it
         if due:
             self._store.retrying(lambda open_: rows.forget_messages(open_, now_ns - KEPT_NS))
         return taken
@@ -84,7 +84,7 @@ class Outbox:
         return urllib.request.Request(self._url).host or ""  # noqa: S310  for the log only
 
     def _post(self, name: str, body: str, now_ns: int) -> str | None:
-        """None once it was taken, else why it was not."""
+        """None if it was accepted, else the reason."""
         headers = {
             "content-type": "application/cloudevents+json",
             **signature(self._secret, name, now_ns // NS, body),
@@ -100,7 +100,7 @@ class Outbox:
 
 
 def keep(store: LedgerStore, alerts: Iterable[Alert], now_ns: int, *, source: str) -> int:
-    """Keep the alerts that are new, for a server to deliver; gives how many."""
+    """Stores new alerts for a server to deliver. Returns their number."""
     messages = [
         {
             "id": alert.id,

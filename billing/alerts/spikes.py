@@ -1,7 +1,7 @@
 """Hours that cost far more than usual: a key that leaked, an agent in a loop.
 
-An hour is a spike when it costs more than `FACTOR` times the median of the 24 hours before it, and
-no less than what its budget says. Told while the hour runs. Used by `BudgetWatch`, on its thread.
+An hour is a spike if it costs more than `FACTOR` times the median of the 24 hours before it, and at
+least its budget's amount. The alert is sent during the hour. Used by `BudgetWatch`, on its thread.
 """
 
 from collections import deque
@@ -14,14 +14,14 @@ from billing.store import reports as store_reports
 from billing.store.store import Connection
 
 FACTOR = 3
-HOURS = 24  # that an hour is compared with
+HOURS = 24  # number of hours to compare with
 HOUR_NS = 3600 * NS
 
-Whose = tuple[str, str]  # of what, and its value
+Whose = tuple[str, str]  # kind and value of an owner
 
 
 def whose(entry: Entry) -> Iterator[Whose]:
-    """Everybody whom a charge counts for."""
+    """Every owner for whom a charge counts."""
     details = entry.details
     yield "tenant", ""
     yield "key", details.get("key", "")
@@ -31,7 +31,7 @@ def whose(entry: Entry) -> Iterator[Whose]:
 
 
 class HourlySpending:
-    """What a tenant was charged in each of the last hours, by those whom a budget watches."""
+    """A tenant's charges in each of the last hours, by watched owner."""
 
     def __init__(self) -> None:
         self._last_seq = 0
@@ -41,8 +41,10 @@ class HourlySpending:
     def read(
         self, connection: Connection, tenant: str, now_ns: int, wanted: frozenset[Whose]
     ) -> None:
-        """Add what was posted since the last look; at the first, and when somebody new is watched,
-        what the last day was charged."""
+        """Adds the charges since the last call.
+
+        The first call, and a call with a new owner, reads the last day's charges.
+        """
         hour = now_ns // HOUR_NS
         if not self._hours or wanted - self._wanted:
             self._wanted = wanted
@@ -69,7 +71,7 @@ class HourlySpending:
                     sums[name] = sums.get(name, 0) - entry.amount
 
     def spike(self, name: Whose, least: int) -> tuple[int, int, int] | None:
-        """The running hour, what it cost so far, and the median before it; None while usual."""
+        """The current hour, its cost so far, and the median before it; None if it is no spike."""
         *before, (hour, sums) = self._hours
         spent = sums.get(name, 0)
         usual = median_low(each.get(name, 0) for _, each in before)

@@ -1,9 +1,10 @@
-"""When to ask the seller's system for a top-up: once for each time that a balance falls too low.
+"""Top-up requests to the seller's system: one each time a balance falls too low.
 
-What is asked has an id made from the ledger alone: the tenant, the budget, and the last entry after
-which the balance was high enough. So every look, every server of a database and every restart ask
-for the same. Only a top-up that was booked with that id as its reference, and was too small, makes
-the next id. Nothing is booked here: a receiver's answer is a promise, money comes by a deposit.
+A request's id is made from the ledger alone: the tenant, the budget, and the last entry after which
+the balance was high enough. So every check, every server of a database and every restart request
+the same top-up. The id changes only after a top-up with that id as its reference was booked and was
+too small. Nothing is booked here: a receiver's answer is only a promise, and the money comes by a
+deposit.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from billing.store.store import Connection
 
 @dataclass(slots=True)
 class TopUpRequests:
-    """`_after` keeps the balance after entries that raised it. One thread."""
+    """`_after` holds the balances after entries that raised them. One thread."""
 
     _after: dict[tuple[str, int], int] = field(default_factory=dict)
 
@@ -32,7 +33,7 @@ class TopUpRequests:
         most: int,
         now_ns: int,
     ) -> str | None:
-        """The id of what to ask for; None while there is enough, or the day's are used up."""
+        """The id of the request; None if the balance suffices or the day's requests are used up."""
         if account.free >= threshold or account.suspended:
             return None
         rare = store_reports.rare_entries(connection, account.tenant)
@@ -47,7 +48,7 @@ class TopUpRequests:
     def _last_above(
         self, connection: Connection, account: TenantAccount, threshold: int, rare: list[Entry]
     ) -> int:
-        """The number of the last entry after which there was enough; 0: there never was."""
+        """The number of the last entry after which the balance sufficed; 0 if it never did."""
         balance, last = account.free, account.seq
         for entry in reversed([entry for entry in rare if _moves(entry) > 0]):
             key = (account.tenant, entry.seq)
@@ -63,5 +64,5 @@ class TopUpRequests:
 
 
 def _moves(entry: Entry) -> int:
-    """What an entry moves of what may be spent on everything."""
+    """An entry's effect on the balance that may be spent on everything."""
     return entry.amount - entry.amounts.get("scoped", 0)

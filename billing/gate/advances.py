@@ -1,9 +1,9 @@
-"""Money held for a server in advance, out of which it gives holds without waiting. Pure.
+"""Money held in advance for a server, from which it gives holds without waiting. Pure.
 
-An advance is part of what an account holds, so whoever else spends the balance, in any process,
-cannot spend it too. A hold that a server gave out of its advance is booked behind the answer and
-moves that much from the one to the other. An advance has a lease and a run: what a dead server
-had is given back by its next start, or by any other server once the lease is over.
+An advance counts as held in the account, so no other process can spend it. A hold given from an
+advance is booked after the answer and moves its amount from the advance to the hold. An advance has
+a lease and belongs to one run of a server. After a crash it is returned by the server's next start,
+or by any server once the lease is over.
 """
 
 from billing.gate.commands import Allot, Reserve
@@ -14,22 +14,22 @@ SHARE = 8  # an advance is at most this part of what is available
 
 
 def draw(work: Work, command: Reserve) -> int:
-    """What of the hold's amount its server's advance covers; 0 for a hold that drew nothing."""
+    """The part of the hold's amount that its server's advance covers; 0 if it drew nothing."""
     standing = _standing(work, command.hold.tenant, command.owner, command.boot)
     return min(standing.amount, command.amount) if command.drawn and standing else 0
 
 
 def drawn(work: Work, command: Reserve, amount: int) -> None:
-    """Takes from the advance what went into the hold."""
+    """Subtracts the drawn amount from the advance."""
     standing = work.advances[command.hold.tenant, command.owner]
     work.put_advance(standing.left(standing.amount - amount))
 
 
 def allot(work: Work, command: Allot) -> int:
-    """Raise an advance to `command.amount`, or give all of it back with 0; by how much.
+    """Raises an advance to `command.amount`, or returns all of it with 0. Returns the change.
 
-    Nothing is given to a suspended tenant, nor to one whose balance it would be much of: near the
-    limit every hold asks the account itself, and money that is left is never out of reach.
+    A suspended tenant gets nothing, nor does one for whom it would be a large part of the balance.
+    Near the limit every hold asks the account itself, so the remaining money stays available.
     """
     standing = _standing(work, command.tenant, command.owner, command.boot)
     before = standing.amount if standing else 0

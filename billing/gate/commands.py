@@ -1,7 +1,7 @@
-"""What the money gate can be told to do: values that `billing.ledger` makes and `billing.gate.gate`
-applies.
+"""The commands of the money gate. `billing.ledger` creates these values and `billing.gate.gate`
+applies them.
 
-Each names every key that it touches, so that the store can read and lock those before.
+Each names every key it touches, so that the store can read and lock them first.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,13 @@ class Reserve:
     expires_ns: int
     owner: str
     boot: str
-    drawn: bool = False  # the server gave it out of its advance
+    drawn: bool = False  # given from the server's advance
 
 
 @dataclass(frozen=True, slots=True)
 class Allot:
-    """Raises a server's advance on a tenant towards `amount`; 0 gives it back, where
+    """Raises a server's advance on a tenant towards `amount`; 0 returns it.
+
     With `if_expired_ns`, only if its lease is over by then.
     """
 
@@ -41,7 +42,7 @@ class Allot:
 
 @dataclass(frozen=True, slots=True)
 class TopUp:
-    """Raises the hold by `amount` (zero only renews), and records progress if given."""
+    """Raises the hold by `amount` (zero only renews) and records progress, if given."""
 
     hold: Hold
     amount: int
@@ -59,17 +60,17 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class Reap:
-    """Settles a hold that nobody will settle, from its recorded progress."""
+    """Settles an abandoned hold from its recorded progress."""
 
     tenant: str
     request_id: str
     outcome: Outcome
-    expired_at_ns: int | None  # do nothing if it was renewed past this; None reaps regardless
+    expired_at_ns: int | None  # do nothing if it was renewed past this; None: always settle
 
 
 @dataclass(frozen=True, slots=True)
 class Deposit:
-    """A grant, top-up, withdrawal or chargeback; `reference` makes it happen once."""
+    """A grant, top-up, withdrawal or chargeback, booked once per `reference`."""
 
     tenant: str
     kind: Kind
@@ -77,13 +78,13 @@ class Deposit:
     amount: int
     by: str
     reason: str
-    expires_ns: int = 0  # of a grant that does
+    expires_ns: int = 0  # of a grant that expires
     scope: tuple[str, ...] = ()  # of a grant for some prices only
 
 
 @dataclass(frozen=True, slots=True)
 class Expire:
-    """Ends the grant of this reference, if its time is over."""
+    """Ends the grant of this reference, if it has expired."""
 
     tenant: str
     reference: str
@@ -91,7 +92,7 @@ class Expire:
 
 @dataclass(frozen=True, slots=True)
 class CloseMonth:
-    """Books what a month (UTC) that is over was short of the minimum of the tenant's card."""
+    """Books the shortfall of a past month (UTC) against the minimum of the tenant's card."""
 
     tenant: str
     month: str
@@ -99,7 +100,8 @@ class CloseMonth:
 
 @dataclass(frozen=True, slots=True)
 class MoveWallet:
-    """Moves `amount`, below zero out, of a wallet; with a rate, out of it and into the balance."""
+    """Moves `amount` into a wallet, out of it if negative. With a rate, converts it into the
+    balance."""
 
     tenant: str
     reference: str
@@ -114,7 +116,7 @@ class MoveWallet:
 
 @dataclass(frozen=True, slots=True)
 class Adjust:
-    """Makes the deposit of reference `deposit` what it should have been: `amount`."""
+    """Corrects the deposit of reference `deposit` to `amount`."""
 
     tenant: str
     deposit: str
@@ -126,7 +128,7 @@ class Adjust:
 
 @dataclass(frozen=True, slots=True)
 class Correct:
-    """Gives back `amount` of a request's charge, or all that is left of it."""
+    """Refunds `amount` of a request's charge, or all that is left of it."""
 
     tenant: str
     request_id: str
@@ -152,7 +154,7 @@ Command = (
 
 
 def moves_money(command: Command) -> bool:
-    """Whether a command may write an entry; a hold is no entry, and ends with its request."""
+    """Whether a command may write an entry. A hold is not an entry and ends with its request."""
     return not isinstance(command, Reserve | Allot | TopUp)
 
 
@@ -193,7 +195,7 @@ def advance_of(command: Command) -> str | None:
 
 
 def fingerprint_of(command: Command) -> Key | None:
-    """The (tenant, fingerprint) whose undelivered answers a command forgives."""
+    """The (tenant, fingerprint) whose undelivered answers a command refunds."""
     if isinstance(command, Settle) and command.hold.context.is_retry:
         fingerprint = command.hold.context.fingerprint
         return (command.hold.tenant, fingerprint) if fingerprint else None

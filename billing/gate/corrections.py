@@ -1,4 +1,4 @@
-"""Corrections: a charge, or a part of it, given back by a new entry that names it."""
+"""Corrections: a new entry refunds a charge, or a part of it, and refers to it."""
 
 from billing.errors import AlreadyExists, InvalidAmount, InvalidName, UnknownHold
 from billing.gate.commands import Correct
@@ -9,11 +9,11 @@ from billing.gate.work import SYSTEM, Work
 from billing.money import format_units
 from billing.names import bare_id
 
-OWN_REFERENCES = ("late:", "retry:", "failed:")  # of the corrections that the ledger makes itself
+OWN_REFERENCES = ("late:", "retry:", "failed:")  # of corrections made by the ledger itself
 
 
 def taken_by(work: Work, charged: Entry) -> dict[str, int]:
-    """What a charge took from each of the tenant's accounts, less what was given back since."""
+    """What a charge took from each of the tenant's accounts, minus refunds since."""
     taken = dict.fromkeys(TENANT_ACCOUNTS, 0)
     for entry in (charged, *work.corrections.get((charged.tenant, charged.seq), ())):
         for name, units in entry.amounts.items():
@@ -23,7 +23,7 @@ def taken_by(work: Work, charged: Entry) -> dict[str, int]:
 
 
 def scoped_taken_by(work: Work, charged: Entry) -> dict[int, int]:
-    """What a charge took of each scoped grant, less what was given back since."""
+    """What a charge took from each scoped grant, minus refunds since."""
     taken: dict[int, int] = {}
     for entry in (charged, *work.corrections.get((charged.tenant, charged.seq), ())):
         for seq, units in moved_by(entry.details).items():
@@ -32,12 +32,12 @@ def scoped_taken_by(work: Work, charged: Entry) -> dict[int, int]:
 
 
 def cost_of(work: Work, charged: Entry) -> int:
-    """What is left of a charge."""
+    """The rest of a charge after refunds."""
     return sum(taken_by(work, charged).values())
 
 
 def correct(work: Work, command: Correct) -> Entry:
-    """Give back a charge, or a part of it; a request is named by its id or that of its answer."""
+    """Refunds a charge or a part of it. The request is named by its id or its answer's id."""
     own = command.reference.startswith(OWN_REFERENCES)
     if own and command.by != SYSTEM:
         raise InvalidName(f"reference {command.reference!r} begins as the ledger's own do")
@@ -62,7 +62,7 @@ def correct(work: Work, command: Correct) -> Entry:
 
 
 def give_back(work: Work, charged: Entry, command: Correct) -> Entry:
-    """Return a charge, or `command.amount` of it, to the accounts it was taken from."""
+    """Refunds a charge, or `command.amount` of it, to the accounts it was taken from."""
     account = work.account(charged.tenant)
     taken = taken_by(work, charged)
     left = sum(taken.values())

@@ -1,7 +1,7 @@
-"""Money that comes in and goes out: deposits, withdrawals, chargebacks, and deposits put right.
+"""Money in and out: deposits, withdrawals, chargebacks, and corrections of deposits.
 
-Each is booked once for its reference, is a person's decision, and leaves one entry. A deposit that
-was mistyped stays in the chain: an `adjustment` books the difference and names it.
+Each is a person's decision, is booked once per reference, and adds one entry. A mistyped deposit
+stays in the chain: an `adjustment` books the difference and refers to it.
 """
 
 from billing.errors import AlreadyExists, InvalidAmount, InvalidName, UnknownDeposit
@@ -17,7 +17,7 @@ INCOMING = (Kind.GRANT, Kind.TOPUP)
 
 
 def deposit(work: Work, command: Deposit) -> Entry:
-    """A grant or top-up, or with a kind that goes out a withdrawal or a chargeback."""
+    """Books a grant, top-up, withdrawal or chargeback."""
     account = work.account(command.tenant)
     _decided(command.by)
     gain = command.amount if command.kind in INCOMING else -command.amount
@@ -39,7 +39,7 @@ def deposit(work: Work, command: Deposit) -> Entry:
 
 
 def adjust(work: Work, command: Adjust) -> Entry:
-    """Make a deposit what it should have been; what was spent of it meanwhile is owed."""
+    """Corrects a deposit's amount. What was already spent of it becomes debt."""
     account = work.account(command.tenant)
     _decided(command.by)
     found = (work.entry(command.tenant, command.deposit, kind) for kind in INCOMING)
@@ -71,7 +71,7 @@ def adjust(work: Work, command: Adjust) -> Entry:
 
 
 def _check_repeat(standing: Entry, command: Deposit, gain: int) -> None:
-    """The same reference again is the same deposit."""
+    """Raises unless a repeated reference is the same deposit."""
     details = standing.details
     same = {
         "amount": standing.amount == gain,
@@ -91,7 +91,7 @@ def _decided(by: str) -> None:
 
 
 def _check_withdrawal(account: TenantAccount, amount: int) -> None:
-    """Only paid money that is neither spent nor on hold can be paid out."""
+    """Raises unless the amount is paid money that is neither spent nor on hold."""
     held_beyond = max(0, account.held - account.balances["granted"])
     available = account.balances["topup"] - held_beyond
     if amount > available:

@@ -1,9 +1,10 @@
-"""Ledger entries: balanced, immutable, chained by hash. Pure values; the format that `verify`
+"""Ledger entries: balanced, immutable, chained by hash. Pure values in the format that `verify`
 proves.
 
-An entry moves money between the accounts of one tenant. Each posting says what is added to an
-account, credits positive, and the postings of an entry sum to zero: that is double entry. What the
-tenant has is `granted + topup + receivable + scoped`; the other three are the operator's side.
+An entry moves money between the accounts of one tenant. Each posting is the amount added to an
+account, with credits positive. The postings of an entry sum to zero (double entry). The tenant's
+balance is `granted + topup + receivable + scoped`; the other three accounts are the operator's
+side.
 
     granted     promotional money, spent before paid money  cash       where top-ups came from
     topup       money paid in advance                       promotion  where grants came from
@@ -11,7 +12,7 @@ tenant has is `granted + topup + receivable + scoped`; the other three are the o
     scoped      promotional money for some prices only, spent first
 
 The hash of an entry is `sha256(hash before + json([tenant, seq, kind, request_id, at_ns, currency,
-postings, body]))`; the first follows `genesis(tenant)`. Every number of money in JSON is a text.
+postings, body]))`; the first follows `genesis(tenant)`. Amounts of money in JSON are texts.
 """
 
 import hashlib
@@ -28,18 +29,18 @@ GRANTED = ("granted", "scoped")
 
 
 class Kind(StrEnum):
-    """What an entry is for; with tenant and request id it is unique."""
+    """The purpose of an entry; unique together with tenant and request id."""
 
-    CHARGE = "charge"  # one per settled request, also when it is zero
+    CHARGE = "charge"  # one per settled request, even if it is zero
     GRANT = "grant"
     TOPUP = "topup"
-    CORRECTION = "correction"  # gives back a charge, which it names
+    CORRECTION = "correction"  # refunds a charge, to which it refers
     WITHDRAWAL = "withdrawal"  # paid money paid out again
-    CHARGEBACK = "chargeback"  # a payment that the payer's bank took back
-    ADJUSTMENT = "adjustment"  # puts right a deposit, which it names
-    WALLET = "wallet"  # money in another currency, in or out; moves nothing of the balance
-    CONVERSION = "conversion"  # money of a wallet, converted into the balance
-    EXPIRY = "expiry"  # takes back what is left of a grant, which it names, when its time is over
+    CHARGEBACK = "chargeback"  # a payment reversed by the payer's bank
+    ADJUSTMENT = "adjustment"  # corrects a deposit, to which it refers
+    WALLET = "wallet"  # money in another currency, in or out; does not change the balance
+    CONVERSION = "conversion"  # money from a wallet, converted into the balance
+    EXPIRY = "expiry"  # removes the rest of an expired grant, to which it refers
 
 
 CORRECTABLE = (Kind.CHARGE, Kind.GRANT, Kind.TOPUP)
@@ -58,19 +59,19 @@ class Entry:
     """One entry. `request_id` is the request's, or the reference of a deposit or correction."""
 
     tenant: str
-    seq: int  # from 1, without gaps, by tenant
+    seq: int  # per tenant, from 1, without gaps
     kind: Kind
     request_id: str
-    at_ns: int  # never before the entry before it
+    at_ns: int  # never earlier than the previous entry's
     currency: str
     postings: str  # "topup:-8 revenue:8", in the order of ACCOUNTS, zeros left out
     body: str  # canonical JSON
     hash: bytes
-    billed_ns: int | None = None  # a copy from the body, to be found by; None: it is `at_ns`
+    billed_ns: int | None = None  # indexed copy from the body; None means `at_ns`
 
     @property
     def moment_ns(self) -> int:
-        """The instant whose day and month it belongs to: a charge's is its admission."""
+        """The instant that decides its day and month; for a charge, the admission."""
         return self.at_ns if self.billed_ns is None else self.billed_ns
 
     @property
@@ -79,7 +80,7 @@ class Entry:
 
     @property
     def amount(self) -> int:
-        """What the tenant gained, negative for a charge."""
+        """The tenant's gain; negative for a charge."""
         return sum(units for name, units in self.amounts.items() if name in TENANT_ACCOUNTS)
 
     @property
@@ -100,9 +101,7 @@ def format_postings(postings: Postings) -> str:
 
 
 def parse_postings(text: str) -> dict[str, int]:
-    """The postings of a text; raises `ValueError` on an unknown account or a sum that is not
-    zero.
-    """
+    """The postings in a text. Raises `ValueError` for an unknown account or a nonzero sum."""
     postings: dict[str, int] = {}
     for part in text.split():
         name, _, units = part.partition(":")
@@ -115,7 +114,7 @@ def parse_postings(text: str) -> dict[str, int]:
 
 
 def canonical(body: Mapping[str, Any]) -> str:
-    """JSON with sorted keys, without the empty values, the same on every machine."""
+    """JSON with sorted keys and without empty values, the same on every machine."""
     kept = {name: value for name, value in body.items() if value not in (None, "", {}, False)}
     return orjson.dumps(kept, option=orjson.OPT_SORT_KEYS).decode()
 

@@ -2,8 +2,8 @@
 store.
 
 The ledger thread loads what a batch of commands touches into a `Work`, applies them one by one, and
-writes what changed in one transaction. A command either changes everything it must or raises and
-changes nothing, so one refusal leaves the rest of its batch alone.
+writes the changes in one transaction. A command either applies completely or raises and changes
+nothing, so a refusal does not affect the rest of its batch.
 """
 
 from collections.abc import Iterable, Mapping
@@ -66,7 +66,7 @@ from billing.usage import Usage
 
 
 def apply(work: Work, command: Command) -> object:
-    """Apply one command. Returns its result or raises a `BillingError`, having changed nothing."""
+    """Applies one command. Returns its result, or raises a `BillingError` and changes nothing."""
     match command:
         case Reserve():
             return _reserve(work, command)
@@ -93,7 +93,7 @@ def apply(work: Work, command: Command) -> object:
 
 
 def apply_all(work: Work, commands: Iterable[Command]) -> list[object]:
-    """Apply a batch in order; a refused command's result is its exception."""
+    """Applies a batch in order. The result of a refused command is its exception."""
     results: list[object] = []
     for command in commands:
         try:
@@ -115,12 +115,12 @@ def _take(work: Work, account: TenantAccount, amount: int, ref: RateRef) -> None
 
 
 def _within_reach(work: Work, account: TenantAccount, ref: RateRef) -> int:
-    """What scoped grants add for a request at this price, beside all that is held now."""
+    """The amount scoped grants add for a request at this price, given all current holds."""
     if not any(grant.left for grant in account.grants.values()):
         return 0
     held = [hold for hold in work.holds.values() if hold.tenant == account.tenant]
     if sum(hold.amount for hold in held) < account.held:
-        return 0  # advances, of which nobody knows the price
+        return 0  # advances have no known price
     refs = {decode_request(hold.body)[0] for hold in held if hold.amount}
     return min(reach(account.grants, each) for each in {ref, *refs})
 
@@ -137,10 +137,10 @@ def _reserve(work: Work, command: Reserve) -> Hold:
         boot=command.boot,
         body=encode_request(hold),
     )
-    if work.holds.get(hold.key) == held:  # committed by a try that did not hear of it
+    if work.holds.get(hold.key) == held:  # committed by an attempt that did not learn of it
         return hold
     known = hold.key in work.holds or work.entry(*hold.key, Kind.CHARGE) is not None
-    if known and command.drawn:  # answered before: a try that did not hear of it went further
+    if known and command.drawn:  # already answered: an attempt that did not learn of it got further
         return hold
     if known:
         raise DuplicateRequest(f"request {hold.request_id!r} was reserved already")
@@ -207,7 +207,7 @@ def _settle(work: Work, command: Settle) -> Settled:
 
 
 def _left(work: Work, hold: Hold) -> dict[str, int]:
-    """The included tokens that are left for a request, in the month of its admission."""
+    """The included tokens left for a request, in the month of its admission."""
     if not hold.pinned.included:
         return {}
     month = month_of(hold.context.admitted_ns or work.now_ns)
@@ -227,8 +227,11 @@ def _billable(command: Settle) -> Usage:
 
 
 def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
-    """A second settlement changes nothing, unless the first was presumed by sweeper or recovery,
-    or says that the answer was lost after all."""
+    """A repeated settlement.
+
+    It changes nothing, unless the first was presumed by the sweeper or recovery, or this one says
+    that the answer was lost after all.
+    """
     hold, details = command.hold, charged.details
     work.drop_hold(hold.key)
     was = Usage.from_record(details.get("usage", {}))
@@ -270,14 +273,15 @@ def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
 
 
 def _may_amend(work: Work, charged: Entry) -> bool:
-    """A presumed charge yields to the server's own word, unless an admin corrected it meanwhile."""
+    """Whether a presumed charge may be replaced by the server's own, i.e. no admin has corrected
+    it."""
     presumed = charged.details["outcome"] in PRESUMED
     return presumed and not work.corrections.get((charged.tenant, charged.seq))
 
 
 def _note_delivery(work: Work, command: Settle, entry: Entry, *, answered: bool = False) -> None:
-    """Remember an answer that never arrived; a retry that arrives pays instead of it, not as
-    well, whichever of the two is settled first.
+    """Records an answer that never arrived. A delivered retry pays instead of it, not in addition,
+    whichever of the two is settled first.
     """
     context = command.hold.context
     if not context.fingerprint or command.outcome in PRESUMED:
@@ -296,17 +300,17 @@ def _note_delivery(work: Work, command: Settle, entry: Entry, *, answered: bool 
 
 
 def _forgive(work: Work, lost: Iterable[Entry]) -> None:
-    """Give back charges of answers that were lost, whose retry arrived."""
+    """Refunds charges of lost answers whose retry was delivered."""
     reason = "the answer was not delivered, and its retry was"
     for entry in lost:
-        if cost_of(work, entry):  # else it was free, or was given back by an admin
+        if cost_of(work, entry):  # else it was free or already refunded by an admin
             reference = f"retry:{entry.request_id}"
             command = Correct(entry.tenant, entry.request_id, reference, None, SYSTEM, reason)
             give_back(work, entry, command)
 
 
 def _tell_running(work: Work, fingerprint: Key) -> None:
-    """Mark the requests that a retry was delivered for while they still run."""
+    """Marks running requests whose retry has been delivered."""
     for hold in list(work.holds.values()):
         if (hold.tenant, decode_request(hold.body)[1].fingerprint) == fingerprint:
             work.put_hold(answered(hold))

@@ -1,9 +1,8 @@
-"""Grants that expire, and what is left of each. Pure; the gate and the audit both go by it.
+"""Expiring grants, and what is left of each. Pure; used by both the gate and the audit.
 
-A grant with a scope keeps count of itself (`scoped`). The rest of granted money is one balance.
-Whatever of it is not spent is deemed to be of the grants that expire last, so spending always
-counts against the grant that expires first, whichever came first. A grant that expires takes with
-it what the grants that expire later do not account for.
+A grant with a scope has its own count (`scoped`). All other granted money is one balance. The
+unspent part is attributed to the grants that expire last, so spending always counts against the
+grant that expires first. When a grant expires, the part not attributed to later grants is removed.
 """
 
 from collections.abc import Iterable
@@ -18,7 +17,7 @@ from billing.gate.work import NEVER, SYSTEM, Work
 
 @dataclass(slots=True)
 class Grant:
-    """`amount` is what it was made by adjustments."""
+    """A grant. `amount` includes adjustments."""
 
     seq: int
     reference: str
@@ -33,7 +32,7 @@ class Grant:
 
 
 def remaining(grants: Iterable[Grant], balance: int) -> dict[int, int]:
-    """What is left of each grant that is not over, by its entry's number."""
+    """What is left of each unexpired grant, by its entry's number."""
     left: dict[int, int] = {}
     for grant in sorted(grants, key=lambda grant: grant.order, reverse=True):
         if not grant.is_over:
@@ -43,7 +42,7 @@ def remaining(grants: Iterable[Grant], balance: int) -> dict[int, int]:
 
 
 def grant_of(entry: Entry, corrections: Iterable[Entry]) -> Grant:
-    """A grant as its own entry and those that name it make it."""
+    """The grant described by its entry and the entries that correct it."""
     scoped = bool(scope_of(entry.details))
     grant = Grant(entry.seq, entry.request_id, entry.amount, expires_ns_of(entry), scoped)
     for correction in corrections:
@@ -59,7 +58,7 @@ def expires_ns_of(entry: Entry) -> int:
 
 
 def expire(work: Work, command: Expire) -> Entry | None:
-    """End a grant whose time is over, once; None while it is not."""
+    """Ends an expired grant, once. Returns None if it has not expired."""
     made = work.entry(command.tenant, command.reference, Kind.GRANT)
     if made is None:
         raise UnknownDeposit(f"tenant {command.tenant!r} has no grant {command.reference!r}")

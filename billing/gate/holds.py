@@ -1,6 +1,4 @@
-"""Holds: money set aside for a running request, as a lease. Values shared by api, gate and
-store.
-"""
+"""Holds: money reserved for a running request, as a lease. Values shared by api, gate and store."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,18 +12,18 @@ from billing.usage import EMPTY, Usage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """Who asked, for statements and retries. Texts may be empty.
+    """The caller's labels, for statements and retries. Texts may be empty.
 
-    `fingerprint` digests key and body; `is_retry` says that the client may have asked for the same
-    before, and pays once.
+    `fingerprint` is a digest of key and body. `is_retry` says that the client may have sent the
+    same request before; it pays once.
     """
 
     project: str = ""
     key_id: str = ""
     session: str = ""
-    user: str = ""  # whom the client asks for
+    user: str = ""  # the client's own user
     tags: tuple[tuple[str, str], ...] = ()  # the request's `metadata`
-    service_tier: str = ""  # as asked for; where the card has a factor for it, the price says so
+    service_tier: str = ""  # as requested; if the card has a factor for it, the price names it
     fingerprint: str = ""
     is_retry: bool = False
     admitted_ns: int = 0
@@ -33,9 +31,7 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What the server keeps of a reserved request; enough to settle it whatever happened to the
-    row.
-    """
+    """The server's copy of a reserved request, enough to settle it even if the row is gone."""
 
     tenant: str
     request_id: str
@@ -49,9 +45,9 @@ class Hold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredHold:
-    """A hold as the store keeps it: the journal that a crash is settled from.
+    """A stored hold, from which a request is settled after a crash.
 
-    `usage` is the last recorded progress; `owner` and `boot` name the server and its run.
+    `usage` is the last recorded progress. `owner` and `boot` identify the server and its run.
     """
 
     tenant: str
@@ -60,7 +56,7 @@ class StoredHold:
     expires_ns: int
     owner: str
     boot: str
-    body: str  # the request's part of the future charge: rate reference and context
+    body: str  # for the future charge: rate reference and context
     usage: Usage = EMPTY
 
     @property
@@ -70,7 +66,7 @@ class StoredHold:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """Money held for a server, out of which it gives holds of a tenant; of one run of it."""
+    """Money held for one run of a server, from which it gives a tenant's holds."""
 
     tenant: str
     owner: str
@@ -87,7 +83,7 @@ class Advance:
 
 
 def request_body(ref: RateRef, context: RequestContext) -> dict[str, Any]:
-    """What an entry says of its price and its asker."""
+    """The price and caller in an entry's body."""
     return {
         "card": ref.card,
         "version": ref.version,
@@ -109,7 +105,7 @@ def encode_request(hold: Hold) -> str:
 
 
 def decode_request(body: str) -> tuple[RateRef, RequestContext]:
-    """The rate reference and context that `encode_request` wrote."""
+    """The rate reference and context from a body by `encode_request`."""
     data = orjson.loads(body)
     return rate_ref(data), RequestContext(
         project=data.get("project", ""),
@@ -129,7 +125,7 @@ def rate_ref(data: dict[str, Any]) -> RateRef:
 
 
 def answered(hold: StoredHold) -> StoredHold:
-    """The hold of a request whose client has had its answer from a retry meanwhile."""
+    """The hold of a request whose answer has meanwhile been delivered by a retry."""
     return replace(hold, body=canonical(orjson.loads(hold.body) | {"answered": True}))
 
 

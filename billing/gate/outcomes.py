@@ -1,6 +1,6 @@
-"""The written policy in code: each way out of a request, and what of its usage is billed.
+"""The billing policy in code: each outcome of a request, and the part of its usage that is billed.
 
-`docs/billing.md` says the same in words; `tests/unit/test_billing_policy.py` holds each line.
+`docs/billing.md` says the same in words; `tests/unit/test_billing_policy.py` tests each line.
 """
 
 from enum import StrEnum
@@ -9,25 +9,26 @@ from billing.usage import EMPTY, Usage
 
 
 class Outcome(StrEnum):
-    """How a request ended. Every request that was reserved is settled with exactly one."""
+    """How a request ended. Every reserved request is settled with exactly one outcome."""
 
     FINISHED = "finished"  # the answer is complete
-    BUDGET = "budget"  # a top-up failed; the answer ends early with finish_reason `length`
-    CLIENT_GONE = "client_gone"  # the client went away; work stopped at the abort
+    BUDGET = "budget"  # a top-up of the hold failed; the answer ends with finish_reason `length`
+    CLIENT_GONE = "client_gone"  # the client disconnected; work stopped at the abort
     FAILED = "failed"  # the server failed
-    CRASHED = "crashed"  # the server died; settled from the journal at the next start
-    LAPSED = "lapsed"  # nobody renewed its hold's lease
+    CRASHED = "crashed"  # the server died; settled from the hold at the next start
+    LAPSED = "lapsed"  # the lease of its hold ended
 
 
-# Settled by the ledger alone, from the last recorded progress; a later word of the server wins.
+# Settled by the ledger alone, from the last recorded progress; a later settlement by the server
+# wins.
 PRESUMED = frozenset({Outcome.CRASHED, Outcome.LAPSED})
 
 
 def billable(usage: Usage, outcome: Outcome, *, delivered: bool = True) -> Usage:
-    """The part of `usage` that is billed when a request ends so.
+    """The part of `usage` that is billed for this outcome.
 
     `delivered` is False only if no byte of the answer reached the client.
     """
     if outcome in (Outcome.FINISHED, Outcome.BUDGET, Outcome.CLIENT_GONE):
         return usage
-    return usage if usage.output and delivered else EMPTY  # failed before anything was sent
+    return usage if usage.output and delivered else EMPTY  # it failed before anything was sent

@@ -1,8 +1,8 @@
-"""What a card grants and asks by the month: included tokens, and a minimum. Pure.
+"""A card's monthly terms: included tokens and a minimum. Pure.
 
-Included tokens are spent in the order of a tenant's entries, so the chain alone tells how many were
-left for each charge. The minimum is booked once, when the month is over, as a charge of its own:
-the difference between it and what the month's charges came to. Months are of UTC.
+Included tokens are spent in the order of a tenant's entries, so the chain alone determines how many
+were left for each charge. The minimum is booked once, after the month, as a separate charge: its
+difference to the sum of the month's charges. Months are in UTC.
 """
 
 from collections.abc import Mapping
@@ -19,31 +19,31 @@ from billing.prices.book import MONTHLY, NS, PinnedRate, PriceBook, RateCard, Ra
 from billing.prices.rating import Charge, Line, rate
 from billing.usage import Usage
 
-GRACE_NS = 6 * 3600 * NS  # after the end of a month; what was admitted in it is settled by then
-REFERENCE = "minimum:"  # and the month
+GRACE_NS = 6 * 3600 * NS  # after a month's end; its requests are settled by then
+REFERENCE = "minimum:"  # followed by the month
 
 
 def month_of(at_ns: int) -> str:
-    """The month (UTC) that an instant lies in, such as 2026-11."""
+    """The month (UTC) of an instant, such as 2026-11."""
     return datetime.fromtimestamp(at_ns // NS, UTC).strftime("%Y-%m")
 
 
 def month_ns(month: str) -> tuple[int, int]:
-    """When a month begins, and when the next one does."""
+    """The beginnings of a month and of the next."""
     first = datetime.strptime(month, "%Y-%m").replace(tzinfo=UTC)
     after = (first + timedelta(days=31)).replace(day=1)
     return int(first.timestamp()) * NS, int(after.timestamp()) * NS
 
 
 def closing_ns(month: str) -> int:
-    """Where a month's minimum is dated: within its last day in nearly every zone of the world."""
+    """The date of a month's minimum: within the last day in nearly every time zone."""
     return month_ns(month)[1] - 18 * 3600 * NS
 
 
 def includes(
     pinned: PinnedRate, month: str, used: Mapping[Used, int], tenant: str
 ) -> dict[str, int]:
-    """How many tokens of each item are left in a month."""
+    """The tokens of each item left in a month."""
     return {
         item.name: item.tokens - used.get((tenant, month, pinned.ref.card, item.name), 0)
         for item in pinned.included
@@ -51,14 +51,14 @@ def includes(
 
 
 def included_body(charge: Charge) -> dict[str, Any]:
-    """What an entry says of the included tokens that it spent."""
+    """The included tokens of a charge, for an entry's body."""
     if not charge.taken:
         return {}
     return {"included": dict(charge.taken), "included_amount": str(charge.included)}
 
 
 def charge_in(details: Mapping[str, Any], pinned: PinnedRate) -> Charge:
-    """The charge that the body of an entry tells of."""
+    """The charge in an entry's body."""
     if "commitment" in details:
         missing = int(details.get("fees", 0))
         lines = (Line("monthly_minimum", 1, missing, missing),) if missing else ()
@@ -67,7 +67,7 @@ def charge_in(details: Mapping[str, Any], pinned: PinnedRate) -> Charge:
 
 
 def committing_card(book: PriceBook, tenant: str, currency: str, month: str) -> RateCard | None:
-    """The tenant's own card at the end of a month, if it asks a minimum and was valid all month."""
+    """The tenant's own card at the end of a month, if it has a minimum and was valid all month."""
     card = book.in_force(closing_ns(month), currency, tenant)
     if card is None or not card.monthly_minimum or card.valid_from_ns > month_ns(month)[0]:
         return None
@@ -75,12 +75,12 @@ def committing_card(book: PriceBook, tenant: str, currency: str, month: str) -> 
 
 
 def commitment_ref(card: RateCard) -> RateRef:
-    """The price of a card's minimum, which can be found like any other."""
+    """The rate reference of a card's minimum."""
     return RateRef(card.name, card.version, card.models[0].pattern, MONTHLY)
 
 
 def close_month(work: Work, command: CloseMonth) -> Entry | None:
-    """Book what the charges of a month are short of the minimum, once; None where none is asked."""
+    """Books a month's shortfall against the minimum, once. Returns None if the card has none."""
     account = work.account(command.tenant)
     reference = REFERENCE + command.month
     standing = work.entry(command.tenant, reference, Kind.CHARGE)

@@ -1,5 +1,6 @@
-"""Which of a tenant's accounts an amount is taken from or given to. Pure; the gate posts by these
-rules and the audit checks by them.
+"""Which of a tenant's accounts an amount is taken from or added to.
+
+Pure. The gate posts by these rules and the audit checks by them.
 """
 
 from billing.gate.entries import Kind, Postings
@@ -8,14 +9,14 @@ from billing.gate.work import TenantAccount
 
 
 def pay_in(account: TenantAccount, amount: int) -> dict[str, int]:
-    """Money paid in settles what is owed first."""
+    """Postings of a payment, which settles debt first."""
     owed = min(amount, -account.balances["receivable"])
     return {"receivable": owed, "topup": amount - owed}
 
 
 def spend(account: TenantAccount, amount: int, scoped: int = 0) -> dict[str, int]:
-    """Postings of a charge: what scoped grants pay of it, then granted money, then paid money; the
-    rest is owed."""
+    """Postings of a charge: scoped grants first, then granted, then paid money; the rest is
+    debt."""
     granted = min(amount - scoped, max(0, account.balances["granted"]))
     topup = min(amount - scoped - granted, max(0, account.balances["topup"]))
     owed = amount - scoped - granted - topup
@@ -24,10 +25,10 @@ def spend(account: TenantAccount, amount: int, scoped: int = 0) -> dict[str, int
 
 
 def refund(account: TenantAccount, taken: Postings, amount: int) -> dict[str, int]:
-    """Postings that give back `amount` of what was `taken`: paid money first, then granted money,
-    and what scoped grants paid last.
+    """Postings that refund `amount` of what was `taken`: paid money first, then granted, then
+    scoped.
 
-    Money that goes back settles what is owed before it can be spent again.
+    Refunded money settles debt before it can be spent again.
     """
     paid = min(amount, taken["topup"] + taken["receivable"])
     granted = min(amount - paid, taken["granted"])
@@ -36,7 +37,7 @@ def refund(account: TenantAccount, taken: Postings, amount: int) -> dict[str, in
 
 
 def take_back(account: TenantAccount, source: str, amount: int) -> dict[str, int]:
-    """Postings that take `amount` from one account as far as it reaches; the rest is owed."""
+    """Postings that take `amount` from one account as far as it reaches; the rest is debt."""
     left = min(amount, max(0, account.balances[source]))
     return {source: -left, "receivable": left - amount}
 
@@ -44,9 +45,9 @@ def take_back(account: TenantAccount, source: str, amount: int) -> dict[str, int
 def deposited(
     account: TenantAccount, kind: Kind, gain: int, scoped: ScopedGrant | None = None
 ) -> dict[str, int]:
-    """Postings of a deposit, withdrawal or chargeback, or of the difference that puts one right.
+    """Postings of a deposit, withdrawal or chargeback, or of the difference that corrects one.
 
-    `scoped` is the grant with a scope that it makes or puts right.
+    `scoped` is the scoped grant that it creates or corrects.
     """
     if scoped is not None:
         moved = max(gain, -scoped.left)

@@ -1,9 +1,9 @@
-"""Sums of charges by day and by session, kept beside the ledger so that a statement reads few rows.
+"""Sums of charges by day and by session, stored with the ledger so that a statement reads few rows.
 
-Pure: the store adds these rows in the transaction of their entries, the audit makes them again.
-Days are UTC. Corrections are few and stay out of the sums; a statement lists them. `granted` is
-what of the amount was taken from granted money, `owed` what was left to be owed, and `included`
-what included tokens would have cost.
+Pure: the store adds these rows in the transaction of their entries, and the audit recomputes them.
+Days are UTC. Corrections are few and not in the sums; a statement lists them. `granted` is the part
+of the amount taken from granted money, `owed` the part that became debt, and `included` the price
+of included tokens.
 """
 
 from collections.abc import Iterable
@@ -59,7 +59,7 @@ class Rollups:
         return _sorted(self._daily), _sorted(self._sessions)
 
     def stored(self) -> tuple[list[Row], list[Row]]:
-        """The same as they are stored."""
+        """The rows as stored."""
         daily, sessions = self.rows()
         return list(map(carried, daily)), list(map(carried, sessions))
 
@@ -95,7 +95,7 @@ def _sorted(rows: dict[tuple[Any, ...], Row]) -> list[Row]:
 def _add(row: Row, taken: dict[str, int], details: dict[str, Any]) -> None:
     usage = details.get("usage", {})
     is_request = set(usage) not in STORED and "commitment" not in details
-    row["requests"] += is_request  # an hour of a pin is none, nor is a month's minimum
+    row["requests"] += is_request  # an hour of a pin or a month's minimum is not a request
     for name, count in usage.items():
         row[name] += count
     row["amount"] += taken.get("revenue", 0)

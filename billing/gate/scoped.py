@@ -1,12 +1,12 @@
-"""Grants for some prices only: what fits a request, and what is left of each. Pure.
+"""Scoped grants, for some prices only: which fit a request, and what is left of each. Pure.
 
-The scope of a grant lists prices. `MODEL` is a model, or with a final `*` all that begin so;
-`MODEL@TERM` is that model only where the price has this term: a window, a group of tenants, a
-service tier. What is left of these grants is the account `scoped`, and each grant has its part.
+The scope of a grant lists prices. `MODEL` is a model, or with a final `*` all models with that
+prefix. `MODEL@TERM` is that model if its price has this term: a window, a group of tenants or a
+service tier. The account `scoped` is the sum of what is left of these grants.
 
-A hold counts the grants that fit its own price. Requests of several prices may wait for the same
-grant, so a hold is given only if, for each price that holds money, the balance and what fits that
-price cover everything that is held. However the requests are then settled, each is paid.
+A hold counts the grants that fit its price. Requests of several prices may need the same grant. So
+a hold is given only if, for each price with holds, the balance and the grants that fit that price
+cover everything held. Then every request is covered, in whatever order they settle.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ ScopedGrants = Mapping[int, ScopedGrant]  # by number
 
 
 def covers(scope: Iterable[str], ref: RateRef) -> bool:
-    """Whether a request at this price may spend the grant. A month's minimum is no request."""
+    """Whether a request at this price may spend the grant. False for a month's minimum."""
     terms = ref.window.split(AND)
     for each in scope:
         model, _, term = each.partition(_AT)
@@ -49,18 +49,18 @@ def covers(scope: Iterable[str], ref: RateRef) -> bool:
 
 
 def fitting(grants: ScopedGrants, ref: RateRef) -> list[ScopedGrant]:
-    """The grants that a request may spend, those first that are spent first."""
+    """The grants that a request may spend, in the order of spending."""
     found = (grant for grant in grants.values() if grant.left > 0 and covers(grant.scope, ref))
     return sorted(found, key=lambda grant: grant.order)
 
 
 def reach(grants: ScopedGrants, ref: RateRef) -> int:
-    """How much of scoped grants a request may spend."""
+    """The amount of scoped grants that a request may spend."""
     return sum(grant.left for grant in fitting(grants, ref))
 
 
 def taken_from(grants: ScopedGrants, ref: RateRef, amount: int) -> dict[int, int]:
-    """What a charge takes of each grant: of those that fit, the one that expires first first."""
+    """What a charge takes from each fitting grant, earliest expiry first."""
     taken: dict[int, int] = {}
     for grant in fitting(grants, ref):
         part = min(amount, grant.left)
@@ -71,7 +71,7 @@ def taken_from(grants: ScopedGrants, ref: RateRef, amount: int) -> dict[int, int
 
 
 def given_back(grants: ScopedGrants, taken: Mapping[int, int], amount: int) -> dict[int, int]:
-    """What of `amount` goes back to each grant that a charge took from: the last one first."""
+    """How `amount` is returned to the grants a charge took from, last one first."""
     back: dict[int, int] = {}
     for grant in sorted((grants[seq] for seq in taken), key=lambda g: g.order, reverse=True):
         part = min(amount, taken[grant.seq])
@@ -82,19 +82,19 @@ def given_back(grants: ScopedGrants, taken: Mapping[int, int], amount: int) -> d
 
 
 def scoped_body(moved: Mapping[int, int], sign: int = 1) -> dict[str, object]:
-    """What an entry says of the grants that it moves."""
+    """The scoped grants moved by an entry, for its body."""
     return {"scoped": {str(seq): str(sign * units) for seq, units in moved.items() if units}}
 
 
 def moved_by(details: Mapping[str, object]) -> dict[int, int]:
-    """What an entry's body says that it moves on each grant; the inverse of `scoped_body`."""
+    """The amounts an entry moves on each grant, from its body; the inverse of `scoped_body`."""
     moved = details.get("scoped", {})
     assert isinstance(moved, dict), moved
     return {int(seq): int(units) for seq, units in moved.items()}
 
 
 def check_scope(scope: Sequence[str], book: PriceBook, currency: str) -> tuple[str, ...]:
-    """The scope without repeats. Raises `InvalidName` where it names what no card prices."""
+    """The scope without repeats. Raises `InvalidName` for a price that no card has."""
     if len(scope) > MOST:
         raise InvalidName(f"a grant's scope lists at most {MOST} prices, and this one {len(scope)}")
     cards = [card for card in book.cards if card.currency == currency]
@@ -119,7 +119,7 @@ def _terms(card: RateCard) -> set[str]:
 
 
 def scope_of(details: Mapping[str, object]) -> tuple[str, ...]:
-    """The scope in the body of a grant; empty: it may be spent on everything."""
+    """The scope in the body of a grant; empty means everything."""
     scope = details.get("scope", ())
     assert isinstance(scope, list | tuple), scope
     return tuple(scope)

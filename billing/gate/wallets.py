@@ -1,8 +1,8 @@
-"""Wallets: money that a tenant paid in other currencies than it is charged in. Pure.
+"""Wallets: money that a tenant paid in other currencies than its own. Pure.
 
-A wallet pays for nothing by itself. What is in it goes out again, or is converted into the balance
-at a rate that the entry keeps, with its date and its source. Postings are all in the tenant's own
-currency, so nothing of a wallet is in them; the entry's body says what it moves.
+A wallet pays for nothing by itself. Its money is paid out, or converted into the balance at a rate
+that the entry records with its date and source. Postings are in the tenant's own currency and never
+include wallets; the entry's body says what it moves.
 """
 
 from collections.abc import Mapping
@@ -43,12 +43,12 @@ def check_rate(rate: str, on: str, source: str) -> str:
 
 
 def converted(amount: int, rate: str) -> int:
-    """`amount` times the rate, in whole units; what is less than one is dropped."""
+    """`amount` times the rate, rounded down to whole units."""
     return int(amount * Fraction(Decimal(rate)))
 
 
 def told(details: Mapping[str, Any]) -> str:
-    """What an entry does to a wallet, as the admin trail has it; empty where it does nothing."""
+    """An entry's effect on a wallet, for the admin trail; empty if none."""
     if "wallet" not in details:
         return ""
     text = f"{details['wallet']} {format_units(int(details['moves']))}"
@@ -58,7 +58,7 @@ def told(details: Mapping[str, Any]) -> str:
 
 
 def move(work: Work, command: MoveWallet) -> Entry:
-    """Pay into a wallet, out of it, or convert some of it into the balance; once by reference."""
+    """Pays into or out of a wallet, or converts some of it into the balance; once per reference."""
     account = work.account(command.tenant)
     check_currency(command.currency)
     if command.by == SYSTEM:

@@ -1,6 +1,6 @@
-"""What one ledger transaction read and is to write: accounts, holds and entries in memory. Pure.
+"""The data of one ledger transaction in memory: accounts, holds and entries. Pure.
 
-`billing.gate.gate` applies commands to it; `billing.store` fills it and writes what changed.
+`billing.store` fills it, `billing.gate.gate` applies commands, and the store writes the changes.
 """
 
 from dataclasses import dataclass, field
@@ -25,13 +25,13 @@ from billing.prices.book import PriceBook
 from billing.prices.rating import Charge
 from billing.usage import Usage
 
-SYSTEM = "system"  # who posts what no person decided
-NEVER = 2**63 - 1  # when what does not expire does
+SYSTEM = "system"  # the actor of entries that no person decided
+NEVER = 2**63 - 1  # the expiry of a grant without one
 
 
 @dataclass(slots=True)
 class TenantAccount:
-    """A tenant's projection: what its entries and holds sum to, and where its chain ends."""
+    """A tenant's projection: the sums of its entries and holds, and the end of its chain."""
 
     tenant: str
     currency: str
@@ -50,16 +50,16 @@ class TenantAccount:
 
     @property
     def free(self) -> int:
-        """What may be spent on everything, held or not."""
+        """The money that may be spent on everything, including held money."""
         return self.worth - self.balances["scoped"]
 
     @property
     def available(self) -> int | None:
-        """What a hold of any price may take; None is unlimited."""
+        """The money available to a hold of any price; None is unlimited."""
         return None if self.credit_limit is None else self.free + self.credit_limit - self.held
 
     def take(self, entry: Entry, details: dict[str, Any]) -> None:
-        """Move the balances, and what is left of scoped grants, as an entry says."""
+        """Applies an entry to the balances and scoped grants."""
         for name, units in entry.amounts.items():
             self.balances[name] += units
         if entry.kind is Kind.GRANT and (scope := scope_of(details)):
@@ -72,7 +72,7 @@ class TenantAccount:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A request's charge as it stands. `repeated` when it had been settled before."""
+    """A request's current charge. `repeated` if it had been settled before."""
 
     entry: Entry
     charge: Charge
@@ -85,7 +85,7 @@ Used = tuple[str, str, str, str]  # tenant, month, card, and an item of its incl
 
 @dataclass(slots=True)
 class Work:
-    """What one transaction read, and what it is to write. Mutated by `apply` alone."""
+    """The rows that one transaction read, and those it will write. Only `apply` changes it."""
 
     book: PriceBook
     now_ns: int
@@ -98,18 +98,18 @@ class Work:
         default_factory=dict
     )  # by corrected seq
     grants: dict[str, list[Entry]] = field(default_factory=dict)  # of tenants where one may expire
-    used: dict[Used, int] = field(default_factory=dict)  # included tokens that were spent
+    used: dict[Used, int] = field(default_factory=dict)  # included tokens already spent
     put_used: dict[Used, int] = field(default_factory=dict)
     wallets: dict[Key, int] = field(default_factory=dict)  # by tenant and currency
     put_wallets: dict[Key, int] = field(default_factory=dict)
     spent: dict[Key, int] = field(default_factory=dict)  # by tenant and month
-    put_scoped: set[tuple[str, int]] = field(default_factory=set)  # scoped grants that change
+    put_scoped: set[tuple[str, int]] = field(default_factory=set)  # changed scoped grants
     new_entries: list[Entry] = field(default_factory=list)
     put_holds: dict[Key, StoredHold] = field(default_factory=dict)
     dropped_holds: set[Key] = field(default_factory=set)
-    put_advances: dict[Key, Advance] = field(default_factory=dict)  # of 0: given back
+    put_advances: dict[Key, Advance] = field(default_factory=dict)  # 0: returned
     decisions: list[tuple[Entry, int]] = field(default_factory=list)  # an admin's, and worth before
-    touched: set[str] = field(default_factory=set)  # tenants whose account row changes
+    touched: set[str] = field(default_factory=set)  # tenants whose account row has changed
     put_undelivered: set[tuple[Key, str]] = field(default_factory=set)  # fingerprint, request id
     dropped_undelivered: set[Key] = field(default_factory=set)
 
@@ -134,7 +134,7 @@ class Work:
         self.touched.add(hold.tenant)
 
     def use(self, key: Used, more: int) -> None:
-        """Spend included tokens, or give them back."""
+        """Spends included tokens, or returns them."""
         if more:
             self.used[key] = self.put_used[key] = self.used.get(key, 0) + more
 
@@ -163,10 +163,10 @@ class Work:
         *,
         billed_ns: int = 0,
     ) -> Entry:
-        """Append an entry to the tenant's chain and move its balances.
+        """Appends an entry to the tenant's chain and updates its balances.
 
         It belongs to the day and month of `billed_ns`, or of now. A chain's dates never go back, so
-        behind an entry of a clock that was ahead its own date is that one's.
+        after an entry from a clock that was ahead, it gets that entry's date.
         """
         seq, at_ns = account.seq + 1, max(self.now_ns, account.at_ns)
         billed = billed_ns or self.now_ns
@@ -193,7 +193,7 @@ class Work:
 def insufficient_balance(
     tenant: str, *, needed: int, available: int, currency: str
 ) -> InsufficientBalance:
-    """The refusal of a hold, with the amounts in it."""
+    """The refusal of a hold, with the amounts."""
     message = (
         f"insufficient balance: {format_units(needed)} {currency} is needed and "
         f"{format_units(max(0, available))} {currency} is available to tenant {tenant!r}; "

@@ -1,5 +1,5 @@
-"""Invoices that can be sent: who they are from and to, numbers without a gap, PDF and HTML.
+"""Invoices: seller and buyers, numbers without gaps, PDF and HTML.
 
-Issued documents never change. What a month comes to is in `reports/statement`; money moves in
-`ledger` alone.
+Issued documents never change. A month's total comes from `reports/statement`; money moves only in
+`ledger`.
 """

@@ -1,13 +1,13 @@
-"""What an invoice says, as a JSON document that is kept as it was issued. Pure but for its reads.
+"""The content of an invoice, as a JSON document that is stored as issued. Pure except for reads.
 
-Amounts are exact to the ledger. What is asked for is rounded half-even to the currency's places
-(`money.minor_places`), and what rounding left is carried to the tenant's next invoice:
+Amounts are exact to the ledger. The amount due is rounded half-even to the currency's places
+(`money.minor_places`), and the rounding difference is carried to the tenant's next invoice:
 
     net = round(everything in the months invoiced so far and this one, and what credit notes told of
                 in other months - net of the standing invoices + net of their credit notes)
 
-so the nets of a tenant's invoices and what is carried always add up to its ledger, also when a
-charge of an earlier month comes late, or an invoice is void and made again.
+So the nets of a tenant's invoices plus the carried amount always equal its ledger, even if a charge
+of an earlier month comes late or an invoice is void and issued again.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -28,12 +28,12 @@ from billing.store.store import Connection
 Document = dict[str, Any]
 Span = tuple[date, date]  # first and last day
 INVOICE, CREDIT_NOTE = "invoice", "credit_note"
-TENTHS = 10**4  # of a percent, that a rate is written in
+TENTHS = 10**4  # of a percent, the precision of a rate
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What charges less corrections come to: in all, of granted money, and still owed."""
+    """Sums of charges minus corrections: total, paid by grants, and owed."""
 
     exact: int = 0
     granted: int = 0
@@ -44,25 +44,25 @@ class Sums:
 
     @property
     def net(self) -> int:
-        """What is sold: granted money is a discount."""
+        """The net amount; granted money is a discount."""
         return self.exact - self.granted
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What the tenant's invoices that are not void, and their credit notes, asked for so far."""
+    """The totals of the tenant's valid invoices and their credit notes so far."""
 
     months: Sequence[Span]
     net: int
     owed: int
-    told: Collection[int] = ()  # numbers of the corrections that credit notes told of
-    told_from_ns: int = 0  # when the first of those could be
+    told: Collection[int] = ()  # numbers of the corrections in credit notes
+    told_from_ns: int = 0  # the earliest possible time of those
 
 
 def invoice_document(
     connection: Connection, parties: Parties, tenant: str, month: str, standing: Standing
 ) -> Document:
-    """The invoice of a month, without a number and a date."""
+    """The invoice of a month, without number and date."""
     account = store_reports.all_accounts(connection).get(tenant)
     if account is None:
         raise UnknownTenant(f"tenant {tenant!r} does not exist; see `cachesvc tenants show`")
@@ -106,7 +106,7 @@ def invoice_document(
 
 
 def credit_document(invoiced: Document, back: Sequence[Entry], net: int, reason: str) -> Document:
-    """A credit note over `net` of an invoice: what these corrections gave back, rounded."""
+    """A credit note for `net` of an invoice: the rounded refunds of these corrections."""
     places = invoiced["places"]
     owed = min(net, max(0, round_half_even(-corrected_sums(back).owed, places)))
     taxes = [Tax(tax["name"], tax["rate"]) for tax in invoiced["taxes"]]
@@ -134,8 +134,10 @@ def credit_document(invoiced: Document, back: Sequence[Entry], net: int, reason:
 def month_sums(
     connection: Connection, tenant: str, months: Iterable[Span], parties: Parties
 ) -> Sums:
-    """Over these months. Neighbours are read as one span: of a zone that is not UTC, only the days
-    at the ends of a span are read from their charges.
+    """The sums over these months.
+
+    Consecutive months are read as one span, because in a zone other than UTC the days at a span's
+    ends must be read from their charges.
     """
     total = Sums()
     for first, last in _joined(months):
@@ -154,8 +156,8 @@ def _told_elsewhere(
     parties: Parties,
     standing: Standing,
 ) -> Sums:
-    """What credit notes told of that lies in none of these months: in one that is invoiced later,
-    and then once."""
+    """Corrections in credit notes that are in none of these months, but in one to be invoiced
+    later."""
     if not standing.told:
         return Sums()
     zone = parties.seller.zone
@@ -170,7 +172,7 @@ def _told_elsewhere(
 
 
 def corrected_sums(corrections: Iterable[Entry]) -> Sums:
-    """What corrections add to the sums: they are below zero where something was given back."""
+    """The corrections' share of the sums; negative for refunds."""
     total = Sums()
     for entry in corrections:
         moved = entry.amounts
@@ -227,8 +229,10 @@ def _line(line: StatementLine, places: int) -> Document:
 def _adjustments(
     rows: Iterable[tuple[str, str, int]], lines: int, carried: int, net: int, places: int
 ) -> list[Document]:
-    """What stands between the lines and the net. `exact` adds up exactly with what is carried to
-    the next invoice, `amount` with what rounding each row left.
+    """The rows between the lines and the net.
+
+    `exact` sums exactly with the amount carried to the next invoice, `amount` with the rounding
+    differences of the rows.
     """
     shown = [(*row, round_half_even(row[2], places)) for row in rows if row[2]]
     left = net - lines - sum(amount for *_, amount in shown)
@@ -246,7 +250,7 @@ def _adjustments(
 
 
 def _totals(net: int, owed: int, taxes: Iterable[Tax], places: int) -> Document:
-    """`paid_in_advance` is what the charges took from paid money."""
+    """The totals. `paid_in_advance` is the part that the charges took from paid money."""
     lines = [
         {
             "name": tax.name,
@@ -268,8 +272,9 @@ def _totals(net: int, owed: int, taxes: Iterable[Tax], places: int) -> Document:
 
 
 def tax_on(net: int, tax: Tax, places: int) -> int:
-    """The tax on an amount that has no more than `places` decimals, so that it is exact before it
-    is rounded: a rate has four places at most.
+    """The rounded tax on an amount with at most `places` decimals.
+
+    It is exact before rounding, because a rate has at most four places.
     """
     exact, rest = divmod(net * int(tax.percent * TENTHS), TENTHS * 100)
     assert not rest, (net, tax)

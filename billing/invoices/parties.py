@@ -1,4 +1,4 @@
-"""Who invoices are from and to: a TOML file that the operator applies, as with rate cards. Pure.
+"""The seller and buyers of invoices: a TOML file that the operator applies, like rate cards. Pure.
 
 [seller]
 name = "Example Cloud GmbH"
@@ -70,14 +70,14 @@ class Seller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buyer:
-    """`taxes` and `payment_days` are the seller's where they are None."""
+    """A buyer. `taxes` and `payment_days` are the seller's if None."""
 
     tenant: str
     name: str
     address: tuple[str, ...]
     tax_id: str = ""
-    reference: str = ""  # the buyer's own, such as the number of an order
-    external_id: str = ""  # what Stripe or Lago call this buyer
+    reference: str = ""  # the buyer's own, such as an order number
+    external_id: str = ""  # this buyer's id in Stripe or Lago
     note: str = ""
     payment_days: int | None = None
     taxes: tuple[Tax, ...] | None = None
@@ -90,7 +90,7 @@ class Parties:
     text: str
 
     def buyer(self, tenant: str) -> Buyer:
-        """Raises `PartiesError`."""
+        """The buyer of a tenant. Raises `PartiesError` if there is none."""
         found = self.buyers.get(tenant)
         if found is None:
             raise PartiesError(
@@ -104,7 +104,7 @@ class Parties:
 
 
 def parse_parties(text: str) -> Parties:
-    """Raises `PartiesError`, which names the field."""
+    """The parties in a TOML text. Raises `PartiesError`, naming the field."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

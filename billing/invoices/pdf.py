@@ -2,7 +2,7 @@
 bytes.
 
 fpdf2's own fonts have the letters of western Europe. For others a TrueType font of this machine is
-embedded, as far as its glyphs are used.
+embedded, with only the used glyphs.
 """
 
 from datetime import UTC, datetime
@@ -12,7 +12,7 @@ from typing import Any
 from billing.errors import InvoiceError
 from billing.money import grouped
 
-# Where the usual systems keep fonts, plain and bold; the narrowest in scripts first.
+# Common font files, plain and bold, the one with the fewest scripts first.
 FONTS = (
     ("truetype/dejavu/DejaVuSans.ttf", "truetype/dejavu/DejaVuSans-Bold.ttf"),
     ("TTF/DejaVuSans.ttf", "TTF/DejaVuSans-Bold.ttf"),
@@ -31,7 +31,7 @@ Document = dict[str, Any]
 
 
 def invoice_pdf(document: Document, title: str, watermark: str) -> bytes:
-    """Raises `InvoiceError` where fpdf2 or a font is missing."""
+    """The PDF's bytes. Raises `InvoiceError` if fpdf2 or a font is missing."""
     pdf = _new_pdf(title)
     pdf.set_author(document["seller"]["name"])
     day = document.get("issued_on", document["period"]["last"])
@@ -69,7 +69,7 @@ def _new_pdf(title: str) -> Any:
 
 
 def _texts(value: Any) -> str:
-    """All text of a document, to find a font for."""
+    """All text of a document, to choose a font."""
     if isinstance(value, dict):
         return "".join(map(_texts, value.values()))
     return "".join(map(_texts, value)) if isinstance(value, list) else str(value)

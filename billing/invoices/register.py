@@ -38,7 +38,8 @@ from billing.store.trail import add_trail, lock_trail
 
 
 class InvoiceState(StrEnum):
-    """A draft is what the month would come to now; the others are issued and never change."""
+    """A draft shows the month so far. In the other states the document is issued and never
+    changes."""
 
     DRAFT = "draft"
     FINAL = "final"
@@ -51,7 +52,7 @@ MARKS = (InvoiceState.PAID, InvoiceState.VOID)
 
 @dataclass(frozen=True, slots=True)
 class Invoice:
-    """An invoice or a credit note, and where it stands."""
+    """An invoice or a credit note, and its state."""
 
     document: Document
     state: InvoiceState
@@ -79,7 +80,7 @@ class InvoiceRegister:
             return _parties(connection)
 
     def apply_parties(self, text: str, *, by: str, reason: str = "") -> Parties:
-        """Put seller and buyers in force. What was issued keeps the names that it has."""
+        """Sets seller and buyers for new invoices. Issued invoices keep their names."""
         check_text(reason, "reason")
         parties = parse_parties(text)
 
@@ -105,7 +106,7 @@ class InvoiceRegister:
     # -- reading -----------------------------------------------------------------------------------
 
     def month(self, tenant: str, month: str) -> Invoice:
-        """The invoice of a month as it stands, else as it would be: a draft."""
+        """The issued invoice of a month, else a draft."""
         month = _canonical(month)
         with self.store.reading() as connection:
             for found in _documents(connection, tenant):
@@ -117,7 +118,7 @@ class InvoiceRegister:
         return Invoice(draft, InvoiceState.DRAFT)
 
     def find(self, number: str, *, tenant: str | None = None) -> Invoice:
-        """Raises `UnknownInvoice`, also for another tenant's."""
+        """The invoice with this number. Raises `UnknownInvoice`, also for another tenant's."""
         with self.store.reading() as connection:
             return _find(connection, number, tenant)
 
@@ -129,7 +130,7 @@ class InvoiceRegister:
     # -- changes -----------------------------------------------------------------------------------
 
     def finalize(self, tenant: str, month: str, *, by: str, reason: str = "") -> Invoice:
-        """Issue the invoice of a month that is over. Again, it finds the one that stands."""
+        """Issues the invoice of a past month. If it was issued before, returns that one."""
         check_text(reason, "reason")
         month = _canonical(month)
 
@@ -158,7 +159,7 @@ class InvoiceRegister:
         return self.store.retrying(write)
 
     def mark(self, number: str, state: InvoiceState, *, by: str, reason: str) -> Invoice:
-        """Mark an issued invoice as paid, or as void where it is neither paid nor credited."""
+        """Marks an issued invoice as paid, or as void if it is neither paid nor credited."""
         check_text(reason, "reason")
         if state not in MARKS:
             raise InvoiceError(f"an invoice is marked paid or void, not {state}")
@@ -169,7 +170,7 @@ class InvoiceRegister:
             found = _find(connection, number)
             if found.state is state:
                 return found
-            is_settled = parse_units(found.document["due"]) <= 0  # nobody paid anything
+            is_settled = parse_units(found.document["due"]) <= 0  # there was nothing to pay
             if found.state is not InvoiceState.FINAL and not (
                 found.state is InvoiceState.PAID and is_settled
             ):
@@ -185,9 +186,9 @@ class InvoiceRegister:
         return self.store.retrying(write)
 
     def credit(self, number: str, *, by: str, reason: str) -> Invoice:
-        """A credit note over what corrections gave back of an invoice's charges since.
+        """A credit note for the corrections made to an invoice's charges since it was issued.
 
-        It tells of corrections that no invoice or credit note tells of yet, and makes none.
+        It covers corrections in no invoice or credit note yet, and books none itself.
         """
         check_text(reason, "reason")
 
@@ -262,21 +263,22 @@ class InvoiceRegister:
 
 
 def _lock(connection: Connection, tenant: str) -> None:
-    """Nobody else issues, and no charge of the tenant comes between what is read.
+    """Locks the register and the tenant, so that no invoice is issued and no charge booked
+    meanwhile.
 
-    In the order in which the ledger locks, or the two would wait for each other.
+    Locks are taken in the ledger's order, to avoid a deadlock.
     """
     store_accounts.tenant_row(connection, tenant, lock=True)
     lock_trail(connection)
 
 
 def _canonical(month: str) -> str:
-    """2026-11, also where 2026-11 was written otherwise: a month is invoiced once."""
+    """A month in the form 2026-11, however it was written, because a month is invoiced once."""
     return month_days(month)[0].strftime("%Y-%m")
 
 
 def _state(marks: Iterable[str]) -> InvoiceState:
-    """Where an invoice with these marks stands: void is for good."""
+    """The state of an invoice with these marks. Void is final."""
     return next(
         (state for state in (InvoiceState.VOID, InvoiceState.PAID) if state in marks),
         InvoiceState.FINAL,
@@ -316,7 +318,7 @@ def _is_of(document: Document, month: str) -> bool:
 
 
 def _standing(connection: Connection, tenant: str) -> Standing:
-    """What was asked for so far: a void invoice asks for nothing, nor does a credit note of one."""
+    """The totals so far, without void invoices and their credit notes."""
     found = [
         each.document for each in _documents(connection, tenant) if each.state != InvoiceState.VOID
     ]
@@ -339,7 +341,7 @@ def _span(document: Document) -> Span:
 
 
 def _untold(connection: Connection, invoiced: Document) -> Iterable[Entry]:
-    """The corrections of an invoice's charges that no invoice or credit note tells of."""
+    """The corrections of an invoice's charges that are in no invoice or credit note."""
     tenant, period = invoiced["tenant"], invoiced["period"]
     found = [
         each.document for each in _documents(connection, tenant) if each.state != InvoiceState.VOID

@@ -1,4 +1,4 @@
-"""An invoice as JSON, CSV, a page to print, or PDF: one function for commands and routes. Pure."""
+"""An invoice as JSON, CSV, a printable page or PDF, for commands and routes. Pure."""
 
 import io
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ CSV_COLUMNS = (
 
 
 def render(invoice: Invoice, form: Form) -> bytes:
-    """Raises `InvoiceError` where a PDF cannot be made here."""
+    """The invoice's bytes. Raises `InvoiceError` if no PDF can be made here."""
     match form:
         case Form.JSON:
             return orjson.dumps(invoice.as_json())
@@ -52,7 +52,7 @@ def title_of(invoice: Invoice) -> str:
 
 
 def _watermark(invoice: Invoice) -> str:
-    """What a reader must not overlook."""
+    """The large text across a draft or void invoice."""
     return {InvoiceState.DRAFT: "DRAFT", InvoiceState.VOID: "VOID"}.get(invoice.state, "")
 
 
@@ -70,7 +70,7 @@ def summary(invoice: Invoice) -> Document:
 
 def invoice_html(invoice: Invoice) -> str:
     """A page to print."""
-    from jinja2 import Environment, PackageLoader, select_autoescape  # commands wait for it
+    from jinja2 import Environment, PackageLoader, select_autoescape  # slow to import for commands
 
     environment = Environment(
         loader=PackageLoader("billing"),
@@ -88,7 +88,7 @@ def invoice_html(invoice: Invoice) -> str:
 
 
 def invoices_csv(invoices: Sequence[Invoice]) -> str:
-    """A row for each line, adjustment and tax: `amount` of an invoice adds up to its total."""
+    """A row for each line, adjustment and tax. An invoice's `amount` column sums to its total."""
     out = io.StringIO()
     write = safe_writer(out)
     write(CSV_COLUMNS)

@@ -1,4 +1,5 @@
-"""Money in and out of a tenant's balance. A reference is booked once, however often it is sent."""
+"""Money in and out of a tenant's balance. Each reference is booked once, however often it is
+sent."""
 
 import secrets
 import time
@@ -16,12 +17,12 @@ from billing.reports.plans import standing
 
 
 class Booking(StrEnum):
-    """What a booking is."""
+    """The kind of a booking."""
 
-    GRANT = "grant"  # promotional money; it is spent before paid money
-    TOPUP = "topup"  # money that was paid; what is owed is settled first
-    WITHDRAW = "withdraw"  # paid money that was paid out again
-    CHARGEBACK = "chargeback"  # a payment that the payer's bank took back
+    GRANT = "grant"  # promotional money, spent before paid money
+    TOPUP = "topup"  # a payment, which settles debt first
+    WITHDRAW = "withdraw"  # a payout of paid money
+    CHARGEBACK = "chargeback"  # a payment reversed by the payer's bank
 
 
 _BOOK: dict[Booking, Any] = {
@@ -33,7 +34,7 @@ _BOOK: dict[Booking, Any] = {
 
 
 def show_balance(books: Books, *, tenant: str) -> Document:
-    """What a tenant has, owes and has on hold, and what is left of its grants and plan."""
+    """A tenant's balance, debt and holds, and what is left of its grants and plan."""
     found = tenant_document(books.accounts.tenant(tenant))
     return found | standing(books.store, tenant, time.time_ns())
 
@@ -54,11 +55,11 @@ def book_deposit(
     by: str,
     why: str,
 ) -> Document:
-    """Book an amount; gives the tenant afterwards. What is left of a grant after its last day,
-    `expires`, is taken back; with a `scope` only requests at these prices spend it.
+    """Books an amount. Returns the tenant afterwards.
 
-    In another `currency` it goes into or out of the tenant's wallet; with a `rate`, a top-up
-    converts so much of the wallet into the balance.
+    What is left of a grant after its last day, `expires`, is removed. With a `scope`, only requests
+    at these prices spend it. In another `currency` it goes into or out of the tenant's wallet. With
+    a `rate`, a top-up converts this much of the wallet into the balance.
     """
     units = parse_positive(amount)
     name = reference or f"{kind}_{secrets.token_hex(8)}"
@@ -96,7 +97,7 @@ def adjust_deposit(
     by: str,
     why: str,
 ) -> Document:
-    """Correct a mistyped top-up or grant by an entry of the difference; 0 undoes it."""
+    """Corrects a mistyped top-up or grant with an entry for the difference; 0 undoes it."""
     units = parse_not_negative(amount)
     name = reference or f"adjust_{secrets.token_hex(8)}"
     books.ledger.adjust(tenant, deposit, units, reference=name, by=by, reason=why).result()

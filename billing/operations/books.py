@@ -1,7 +1,7 @@
-"""Where operations work: an open ledger with its accounts and its key for receipts.
+"""The books that operations work on: a ledger with its accounts and its receipt key.
 
-A server has all of it open (`OpenBooks`). A command without a server opens each part when an
-operation asks for it (`FolderBooks`), since most operations need the accounts alone.
+A server has all parts open (`OpenBooks`). A command without a server opens each part on demand
+(`FolderBooks`), because most operations need only the accounts.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Books(Protocol):
-    """What operations read and change. Every call may block."""
+    """The parts that operations use. Every call may block."""
 
     @property
     def store(self) -> "LedgerStore": ...
@@ -44,7 +44,7 @@ class OpenBooks:
 
 
 class FolderBooks:
-    """The books of a data directory that no server runs on. Used by one thread."""
+    """The books of a data directory without a running server. Used by one thread."""
 
     def __init__(self, store: "LedgerStore", data_dir: Path) -> None:
         from billing.accounts import Accounts
@@ -57,7 +57,7 @@ class FolderBooks:
 
     @property
     def ledger(self) -> "Ledger":
-        """A ledger of our own; its thread runs until `close`."""
+        """A ledger of this process. Its thread runs until `close`."""
         if self._ledger is None:
             from billing.ledger import Ledger
 

@@ -30,9 +30,9 @@ def set_budget(
     by: str,
     why: str,
 ) -> Document:
-    """Make a budget, or change the one of that name.
+    """Creates a budget, or changes the one of that name.
 
-    One per top-up asks for `ask` when the balance falls below, `most` times a day (3).
+    A top-up budget requests `ask` when the balance falls below it, at most `most` times a day (3).
     """
     budget = Budget(
         name=name,
@@ -49,7 +49,7 @@ def set_budget(
 
 
 def remove_budget(books: Books, *, name: str, by: str, why: str) -> list[Document]:
-    """Remove a budget; gives those that are left."""
+    """Removes a budget. Returns the remaining ones."""
     alerts.remove_budget(books.store, name, by=by, now_ns=time.time_ns(), reason=why)
     return list_budgets(books)
 

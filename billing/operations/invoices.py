@@ -1,4 +1,4 @@
-"""Invoices: drafts, what was issued and what became of it, and whom they are from and to."""
+"""Invoices: drafts, issued invoices and their states, seller and buyers."""
 
 from billing.invoices.register import InvoiceRegister, InvoiceState
 from billing.invoices.render import Form, render, summary
@@ -31,27 +31,27 @@ def show_month(
 
 
 def finalize_invoice(books: Books, *, tenant: str, month: str, by: str, why: str) -> Document:
-    """Issue the invoice of a month that is over. Again, it gives the one that stands."""
+    """Issues the invoice of a past month. If it was issued before, returns that one."""
     books.accounts.tenant(tenant)
     return InvoiceRegister(books.store).finalize(tenant, month, by=by, reason=why).as_json()
 
 
 def mark_invoice(books: Books, *, number: str, state: InvoiceState, by: str, why: str) -> Document:
-    """Say that an invoice was paid, or that it was wrong and is void. Books no money."""
+    """Marks an invoice as paid or void. Books no money."""
     return InvoiceRegister(books.store).mark(number, state, by=by, reason=why).as_json()
 
 
 def credit_invoice(books: Books, *, number: str, by: str, why: str) -> Document:
-    """A credit note over what corrections gave back of an invoice's charges since."""
+    """A credit note for the corrections made to an invoice's charges since it was issued."""
     return InvoiceRegister(books.store).credit(number, by=by, reason=why).as_json()
 
 
 def show_parties(books: Books) -> Document:
-    """Whom invoices are from and to, as TOML."""
+    """Seller and buyers, as TOML."""
     return {"toml": InvoiceRegister(books.store).parties().text}
 
 
 def apply_parties(books: Books, *, toml: str, by: str, why: str) -> Document:
-    """Put seller and buyers in force. What was issued keeps the names that it has."""
+    """Sets seller and buyers for new invoices. Issued invoices keep their names."""
     applied = InvoiceRegister(books.store).apply_parties(toml, by=by, reason=why)
     return {"seller": applied.seller.name, "buyers": sorted(applied.buyers)}

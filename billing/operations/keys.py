@@ -13,7 +13,7 @@ USUAL_SCOPES = tuple(scope.value for scope in Scope if scope in DEFAULT_SCOPES)
 
 
 def list_keys(books: Books, *, tenant: str | None = None) -> list[Document]:
-    """Keys by their prefix, never the keys."""
+    """Keys, shown by their prefixes only."""
     books.accounts.expect(tenant)
     now_ns = time.time_ns()
     return [key_document(info, now_ns) for info in books.accounts.keys(tenant)]
@@ -30,7 +30,7 @@ def create_key(
     by: str,
     why: str,
 ) -> Document:
-    """A new key. `key` is in this answer only: it is not kept and cannot be shown again."""
+    """A new key. `key` is in this answer only: it is not stored and cannot be shown again."""
     now_ns = time.time_ns()
     key, info = books.accounts.create_key(
         tenant,
@@ -45,13 +45,13 @@ def create_key(
 
 
 def revoke_key(books: Books, *, key_id: str, by: str, why: str) -> Document:
-    """End a key at once, by its id or its shown prefix."""
+    """Revokes a key at once, by its id or its prefix."""
     info = books.accounts.revoke_key(key_id, by=by, reason=why)
     return key_document(info, time.time_ns())
 
 
 def known_scopes(names: Sequence[str]) -> list[str]:
-    """These scopes, if all are known and there is one. Raises `InvalidName`."""
+    """These scopes, checked: all known and at least one. Raises `InvalidName`."""
     known = ", ".join(Scope)
     unknown = [name for name in names if name not in list(Scope)]
     if unknown:

@@ -1,4 +1,4 @@
-"""Entries, holds and the admin trail; what history would cost now; corrections."""
+"""Entries, holds and the admin trail; re-rating of history; corrections."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ from billing.reports.documents import (
 )
 from billing.store import reports as store_reports
 
-AT_ONCE = 256  # corrections that wait for the ledger together
+AT_ONCE = 256  # corrections submitted to the ledger together
 
 
 def list_holds(books: Books, *, tenant: str | None = None) -> list[Document]:
-    """What running requests have on hold, the oldest first."""
+    """Holds of running requests, oldest first."""
     books.accounts.expect(tenant)
     with books.store.reading() as connection:
         stored = store_reports.hold_list(connection, tenant)
@@ -42,7 +42,7 @@ def list_entries(
     before: int | None = None,
     limit: int = 50,
 ) -> list[Document]:
-    """Entries of a tenant, newest first; or a request's charge and what corrected it."""
+    """Entries of a tenant, newest first; or a request's charge and its corrections."""
     books.accounts.tenant(tenant)
     with books.store.reading() as connection:
         if request_id is not None:
@@ -53,12 +53,12 @@ def list_entries(
 
 
 def admin_trail(books: Books, *, limit: int = 50) -> list[Document]:
-    """What administrators changed: who, what, before, after and why; the newest first."""
+    """Changes by administrators: who, what, before, after and why; newest first."""
     return [trail_document(row) for row in books.accounts.trail.newest(limit)]
 
 
 def rerate_history(books: Books, *, tenant: str | None = None, days: int = 31) -> Document:
-    """What past requests would cost under the cards as they stand now. Changes nothing."""
+    """What past requests would cost under the current cards. Changes nothing."""
     books.accounts.expect(tenant)
     pricing = rerate.under_book(books.accounts.book)
     since_ns = _since_ns(days)
@@ -66,7 +66,7 @@ def rerate_history(books: Books, *, tenant: str | None = None, days: int = 31) -
 
 
 def make_refunds(books: Books, *, tenant: str | None = None, days: int = 31, by: str) -> Document:
-    """A batch of what was charged beyond the cards as they stand now. Books nothing."""
+    """A batch of refunds for charges above the current cards. Books nothing."""
     books.accounts.expect(tenant)
     pricing = rerate.under_book(books.accounts.book)
     since_ns = _since_ns(days)
@@ -84,7 +84,7 @@ def correct_charge(
     by: str,
     why: str,
 ) -> Document:
-    """Give back a charge, or a part of it, by a new entry that names it."""
+    """Refunds a charge or a part of it, with a new entry that refers to it."""
     books.accounts.tenant(tenant)
     asked = _correction(books, tenant, request_id, amount, reference, by, why)
     return entry_document(asked.result())
@@ -93,7 +93,7 @@ def correct_charge(
 def correct_charges(
     books: Books, *, corrections: Sequence[Mapping[str, Any]], by: str, why: str
 ) -> list[str]:
-    """Book many corrections; gives what was refused, and why. Each is booked once."""
+    """Books many corrections, each once. Returns the refused ones with reasons."""
     refused: list[str] = []
     for start in range(0, len(corrections), AT_ONCE):
         chunk = corrections[start : start + AT_ONCE]

@@ -1,7 +1,7 @@
 """Rate cards: shown, linted, tried on real usage, and put in force.
 
-A card is given as `{"toml": TEXT}` or as `{"name": NAME}`, with `version` for one that was applied.
-It is never a path, for these calls come over the network too.
+A card is given as `{"toml": TEXT}` or `{"name": NAME}`, with `version` for an applied one. It is
+never a path, because these calls also come over the network.
 """
 
 import time
@@ -24,7 +24,7 @@ CardSource = Mapping[str, Any]
 
 
 def applied_cards(books: Books) -> list[Document]:
-    """The cards that were applied, oldest first."""
+    """Applied cards, oldest first."""
     return [card_document(card) for card in books.accounts.book.cards]
 
 
@@ -35,7 +35,7 @@ def show_card(books: Books, *, card: CardSource) -> Document:
 
 
 def lint_card(books: Books, *, card: CardSource) -> list[Document]:
-    """What of a card can be gamed, loses money, or is unclear."""
+    """Warnings on a card: what can be gamed, loses money or is unclear."""
     return [finding_document(finding) for finding in lint(_card(books, card))]
 
 
@@ -44,7 +44,7 @@ def plan_card(
 ) -> Document:
     """What the last days' real usage would have cost under a card. Changes nothing."""
     books.accounts.expect(tenant)
-    from billing.proof import rerate  # it reads the database
+    from billing.proof import rerate  # imports the database
 
     pricing = rerate.under_card(_card(books, card))
     since_ns = max(0, time.time_ns() - days * 86_400 * NS)
@@ -52,9 +52,9 @@ def plan_card(
 
 
 def apply_card(books: Books, *, card: CardSource, by: str, why: str) -> Document:
-    """Put a card in force from its `valid_from` on. It never changes afterwards.
+    """Puts a card in force from its `valid_from` on. An applied card never changes.
 
-    `is_new` is false where the same card was applied before.
+    `is_new` is false if the same card was applied before.
     """
     new = _card(books, card)
     findings = lint(new)

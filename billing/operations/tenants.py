@@ -9,13 +9,13 @@ from billing.reports.documents import Document, tenant_document
 
 
 def list_tenants(books: Books) -> list[Document]:
-    """Every tenant and what it has."""
+    """Every tenant with its balance."""
     return [tenant_document(tenant) for tenant in books.accounts.tenants()]
 
 
 def show_tenant(books: Books, *, tenant: str) -> Document:
     """One tenant, with its projects, what is left of its grants, and its plan."""
-    from billing.reports.plans import standing  # it reads the database
+    from billing.reports.plans import standing  # imports the database
 
     found = tenant_document(books.accounts.tenant(tenant))
     found["rate_limits"] = dict(books.accounts.rate_limits(tenant))
@@ -50,7 +50,7 @@ def create_tenant(
 def set_credit_limit(
     books: Books, *, tenant: str, credit_limit: str | None, by: str, why: str
 ) -> Document:
-    """Set how far below zero a tenant may go; None is unlimited."""
+    """Sets how far below zero a tenant may go; None is unlimited."""
     limit = _units(credit_limit)
     return tenant_document(books.accounts.set_credit_limit(tenant, limit, by=by, reason=why))
 
@@ -58,9 +58,9 @@ def set_credit_limit(
 def set_rate_limits(
     books: Books, *, tenant: str, limits: Mapping[str, int | None], by: str, why: str
 ) -> Document:
-    """Change limits of a tenant: requests, miss_tokens or output_tokens a minute, concurrency.
+    """Changes a tenant's limits: requests, miss_tokens or output_tokens a minute, concurrency.
 
-    0 is no limit, None is again as the settings say; those that are not named stay.
+    0 is no limit, None returns to the settings' limit. Limits that are not named stay.
     """
     return dict(books.accounts.set_rate_limits(tenant, limits, by=by, reason=why))
 
@@ -71,12 +71,12 @@ def suspend_tenant(books: Books, *, tenant: str, by: str, why: str) -> Document:
 
 
 def resume_tenant(books: Books, *, tenant: str, by: str, why: str) -> Document:
-    """Serve a suspended tenant again."""
+    """Resumes a suspended tenant."""
     return tenant_document(books.accounts.set_suspended(tenant, False, by=by, reason=why))
 
 
 def create_project(books: Books, *, tenant: str, project: str, by: str, why: str) -> list[str]:
-    """A new project, to split a tenant's usage by; gives all of the tenant's projects."""
+    """A new project, to split a tenant's usage by. Returns all projects of the tenant."""
     books.accounts.create_project(tenant, project, by=by, reason=why)
     return books.accounts.projects(tenant)
 

@@ -1,4 +1,4 @@
-"""What was used and what it cost: by tenant, day, month and session, and as a statement."""
+"""Usage and cost by tenant, day, month and session, and as a statement."""
 
 from datetime import tzinfo
 from enum import StrEnum
@@ -20,7 +20,7 @@ def period_usage(
     timezone: str = "UTC",
     breakdown: str | None = None,
 ) -> list[Document]:
-    """Usage by tenant and by day or month, oldest first. Days go back a month without `since`."""
+    """Usage by tenant and by day or month, oldest first. Without `since`, days go back a month."""
     first = since or ("30d" if unit is Unit.DAY else None)
     zone = _zone(timezone)
     query = parse_query(tenant=tenant, since=first, until=until, zone=zone, split=breakdown)
@@ -36,13 +36,13 @@ def session_usage(
     timezone: str = "UTC",
     limit: int = 50,
 ) -> list[Document]:
-    """Usage by the session that requests name, the latest first."""
+    """Usage by session, latest first."""
     query = parse_query(tenant=tenant, since=since, until=until, zone=_zone(timezone))
     return _documents(reports.by_session(books.store, query, limit=limit))
 
 
 class StatementForm(StrEnum):
-    """How a statement is written."""
+    """The format of a statement."""
 
     JSON = "json"
     CSV = "csv"
@@ -58,8 +58,8 @@ def make_statement(
     breakdown: str | None = None,
     format: StatementForm = StatementForm.JSON,  # noqa: A002  as the wire calls it
 ) -> Document | str:
-    """A tenant's month such as 2026-11, as a document, as CSV, or as a page for a printer."""
-    from billing.reports import statement as statements  # it brings the templates of pages
+    """A tenant's month such as 2026-11, as a document, as CSV or as a printable page."""
+    from billing.reports import statement as statements  # imports page templates
 
     found = statements.statement(books.store, tenant, month, _zone(timezone), breakdown)
     match format:
@@ -73,14 +73,14 @@ def make_statement(
 
 def sign_receipt(books: Books, *, tenant: str, request_id: str) -> Document:
     """The signed receipt of one request."""
-    from billing.reports.receipts import receipt_for  # it brings cryptography
+    from billing.reports.receipts import receipt_for  # imports cryptography
 
     books.accounts.tenant(tenant)
     return receipt_for(books.store, books.accounts.book, books.signer, tenant, request_id)
 
 
 def _zone(name: str) -> tzinfo:
-    """`local` is the zone of the machine that answers."""
+    """The zone of this name; `local` is this machine's."""
     return LocalZone() if name == "local" else find_zone(name)
 
 

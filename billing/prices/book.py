@@ -1,8 +1,8 @@
-"""Rate cards and the book of them: which price a model has at an instant. Pure values, any thread.
+"""Rate cards and the price book: a model's price at an instant. Pure values, any thread.
 
-A card is read by `billing.prices.cards`, kept forever once applied, and found again by name and
-version. A `PinnedRate` is what a request carries from its admission to its entry: the price does
-not change under a running request, and any entry can be rated again from its reference alone.
+A card is read by `billing.prices.cards`, kept forever once applied, and found by name and version.
+A request carries a `PinnedRate` from its admission to its entry. So the price of a running request
+does not change, and any entry can be rated again from its reference alone.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,9 +17,9 @@ from zoneinfo import ZoneInfo
 from billing.errors import CardConflict, NoPrice
 
 NS = 10**9
-_STEP_NS = 1800 * NS  # clocks change at whole or half hours of UTC
+_STEP_NS = 1800 * NS  # clocks change at full or half hours of UTC
 STANDARD = "standard"  # the window outside all named windows
-MONTHLY = "monthly minimum"  # in a window's place: what a month was short of the card's minimum
+MONTHLY = "monthly minimum"  # instead of a window: a month's shortfall against the card's minimum
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 
@@ -28,8 +28,8 @@ class Rates:
     """Units per token of each usage class; storage per token and started hour or minute, None if
     not sold.
 
-    `explicit_hit` is what an explicit hit costs more than another, and mostly less than nothing.
-    `request` is the fee of each request, and `minimum` the least that one costs.
+    `explicit_hit` is the surcharge of an explicit hit, usually negative. `request` is the fee per
+    request, and `minimum` the minimum price of a request.
     """
 
     hit_device: int
@@ -48,7 +48,7 @@ class Rates:
     minimum: int = 0
 
     def times(self, factor: Fraction) -> "Rates":
-        """Every rate times `factor`. Raises `ValueError` where one would not be whole."""
+        """Every rate times `factor`. Raises `ValueError` if one would not be whole."""
         scaled: dict[str, int | None] = {}
         for name in RATE_NAMES:
             units = getattr(self, name)
@@ -59,18 +59,18 @@ class Rates:
         return Rates(**scaled)  # type: ignore[arg-type]
 
     def of(self, usage_class: str) -> int:
-        """What one token of a class costs."""
+        """The price of one token of a class."""
         found: int | None = getattr(self, RATE_OF.get(usage_class, usage_class))
         return found or 0
 
 
-# Where a class and its rate have two names.
+# Classes whose rate has another name.
 RATE_OF = {"storage_token_hours": "storage", "storage_token_minutes": "storage_minute"}
 RATE_NAMES = tuple(field.name for field in fields(Rates))
 
 
 class Holidays(StrEnum):
-    """What a window does on the card's holidays."""
+    """How a window treats the card's holidays."""
 
     AS_USUAL = "as_usual"
     CLOSED = "closed"
@@ -79,8 +79,8 @@ class Holidays(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A time of day with its own rates. `start > end` crosses midnight and belongs to its first
-    day.
+    """A time of day with its own rates. With `start > end` it crosses midnight and counts for its
+    first day.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Window:
         )
 
     def spans(self, day: date, holidays: frozenset[date]) -> Iterable[tuple[datetime, datetime]]:
-        """The naive local spans opened on `day` or the day before it."""
+        """The naive local time spans that open on `day` or the day before."""
         for opened in (day - timedelta(days=1), day):
             is_holiday = opened in holidays
             if is_holiday and self.holidays is Holidays.CLOSED:
@@ -113,31 +113,31 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPrice:
-    """Rates of the models a pattern matches: a name, a prefix with a final `*`, or `*`."""
+    """Rates of the models that match a pattern: a name, a prefix with a final `*`, or `*`."""
 
     pattern: str
     rates: Mapping[str, Rates]  # by window name; always has `standard`
-    above: Mapping[int, Rates] = field(default_factory=dict)  # of prompts of more tokens
+    above: Mapping[int, Rates] = field(default_factory=dict)  # by prompt length, for longer prompts
 
     def matches(self, model: str) -> bool:
         return fits(self.pattern, model)
 
     @property
     def weight(self) -> tuple[bool, int]:
-        """Greater is more specific: an exact name first, then the longest prefix."""
+        """Specificity: an exact name is above all prefixes, and a longer prefix above a shorter."""
         return not self.pattern.endswith("*"), len(self.pattern)
 
 
 def most_specific(prices: Iterable[ModelPrice], model: str) -> ModelPrice | None:
-    """The price whose pattern says most about `model`, of those that match it."""
+    """The price with the most specific pattern that matches `model`."""
     matching = [price for price in prices if price.matches(model)]
     return max(matching, key=lambda price: price.weight, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Included:
-    """Tokens of each month that cost nothing: of the models that a pattern matches, in the classes
-    named, which are covered in that order.
+    """Free tokens of each month, for models that match a pattern. They cover the named classes in
+    order.
     """
 
     name: str
@@ -147,15 +147,15 @@ class Included:
 
 
 def fits(pattern: str, model: str) -> bool:
-    """Whether a name, or a beginning with a final `*`, says this model."""
+    """Whether a pattern, a name or a prefix with a final `*`, matches this model."""
     return model.startswith(pattern[:-1]) if pattern.endswith("*") else model == pattern
 
 
 class RateRef(NamedTuple):
-    """What an entry stores of its price; enough to find the same rates again.
+    """An entry's reference to its price, enough to find the same rates again.
 
-    `window` names the window, or the length that the prompt is above, and then the group and the
-    service tier whose factors apply: `off_peak`, `above 200000`, `standard | partners | flex`.
+    `window` names the window or the prompt length exceeded, then the group and the service tier
+    whose factors apply: `off_peak`, `above 200000`, `standard | partners | flex`.
     """
 
     card: str
@@ -170,7 +170,7 @@ AND = " | "  # between the terms of a price
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceGroup:
-    """Tenants whose rates are multiplied, until an instant if there is one."""
+    """Tenants whose rates are multiplied by a factor, optionally until an instant."""
 
     name: str
     tenants: frozenset[str]
@@ -180,11 +180,11 @@ class PriceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What of a request its price depends on, beside model and instant."""
+    """The properties of a request that determine its price, besides model and instant."""
 
     tenant: str = ""
     prompt_tokens: int = 0
-    service: str = ""  # a service tier that was asked for; one that the card lacks is no other
+    service: str = ""  # the requested service tier; ignored if the card lacks it
 
 
 NO_TERMS = Terms()
@@ -192,7 +192,7 @@ NO_TERMS = Terms()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedRate:
-    """The price of one request, fixed when it was admitted."""
+    """The price of one request, fixed at its admission."""
 
     ref: RateRef
     currency: str
@@ -212,7 +212,7 @@ class PinnedRate:
 
 @dataclass(frozen=True, kw_only=True)
 class RateCard:
-    """One version of a price list. `text` is its TOML, kept as it was applied."""
+    """One version of a price list. `text` is its TOML as applied."""
 
     name: str
     version: str
@@ -223,23 +223,24 @@ class RateCard:
     zone: ZoneInfo = field(default_factory=lambda: ZoneInfo("UTC"))
     holidays: frozenset[date] = frozenset()
     minimum_cached_tokens: int = 0
-    costs: Mapping[str, Rates] = field(default_factory=dict)  # by pattern; what the operator pays
-    tenants: frozenset[str] = frozenset()  # whose card it is; empty: everybody's
+    costs: Mapping[str, Rates] = field(default_factory=dict)  # the operator's costs, by pattern
+    tenants: frozenset[str] = frozenset()  # tenants of the card; empty: all
     valid_until_ns: int | None = None
     groups: tuple[PriceGroup, ...] = ()
     services: Mapping[str, Fraction] = field(default_factory=dict)  # factors, by service tier
-    included: tuple[Included, ...] = ()  # each month, to each of its tenants
-    monthly_minimum: int = 0  # the least that a month's charges come to, of each of its tenants
+    included: tuple[Included, ...] = ()  # per month and tenant
+    monthly_minimum: int = 0  # minimum charges per month and tenant
     text: str = ""
 
     def window_at(self, instant_ns: int) -> str:
-        """The name of the window open at this instant; the first listed that covers it."""
+        """The window open at this instant: the first listed that covers it."""
         local = datetime.fromtimestamp(instant_ns // NS, UTC).astimezone(self.zone)
         open_now = (w.name for w in self.windows if w.covers(local, self.holidays))
         return next(open_now, STANDARD)
 
     def next_window(self, instant_ns: int) -> tuple[int, str] | None:
-        """When the open window changes next and to which, within nine days; None: it does not."""
+        """The next change of window within nine days, as instant and window; None if there is
+        none."""
         local = datetime.fromtimestamp(instant_ns // NS, UTC).astimezone(self.zone)
         edges = {
             int(edge.replace(tzinfo=self.zone, fold=fold).timestamp()) * NS
@@ -250,7 +251,7 @@ class RateCard:
             for fold in (0, 1)
         }
         begun_ns = instant_ns // _STEP_NS * _STEP_NS
-        steps = range(begun_ns, begun_ns + 9 * 86_400 * NS, _STEP_NS)  # where clocks are changed
+        steps = range(begun_ns, begun_ns + 9 * 86_400 * NS, _STEP_NS)  # steps of clock changes
         now = self.window_at(instant_ns)
         for at_ns in sorted({*edges, *steps} if edges else ()):
             if at_ns > instant_ns and self.window_at(at_ns) != now:
@@ -280,7 +281,7 @@ class RateCard:
         )
 
     def _rates(self, price: ModelPrice, window: str) -> Rates | None:
-        """The rates that `window`, as a `RateRef` has it, names; None where it names none."""
+        """The rates named by a `RateRef`'s `window`, or None."""
         if window == MONTHLY:
             return price.rates[STANDARD] if self.monthly_minimum else None
         first, *factors = window.split(AND)
@@ -299,7 +300,7 @@ class RateCard:
         return self.pin(model, self.window_for(model, instant_ns, terms))
 
     def window_for(self, model: str, instant_ns: int, terms: Terms = NO_TERMS) -> str:
-        """What a `RateRef` of this request names: window or length, then group, then service."""
+        """The `window` of this request's `RateRef`: window or length, then group, then service."""
         price = self.price_of(model)
         first = self.window_at(instant_ns)
         above = price.above if price else ()
@@ -350,8 +351,10 @@ class PriceBook:
     def in_force(
         self, instant_ns: int, currency: str | None = None, tenant: str = ""
     ) -> RateCard | None:
-        """The card valid at this instant, of a tenant or of everybody: of those that have begun and
-        have not ended, the one that began last."""
+        """The card in force at this instant, of a tenant or of everybody.
+
+        Of the valid cards it is the one that began last.
+        """
         fits = [
             card
             for card in self.cards
@@ -364,7 +367,7 @@ class PriceBook:
     def card_for(
         self, model: str, instant_ns: int, currency: str | None = None, tenant: str = ""
     ) -> RateCard | None:
-        """The card that prices a tenant's request: its own where that has the model, else
+        """The card for a tenant's request: the tenant's own if it has the model, else
         everybody's."""
         own = self.in_force(instant_ns, currency, tenant) if tenant else None
         if own is not None and own.price_of(model) is not None:
@@ -390,13 +393,13 @@ class PriceBook:
         return card.at(model, instant_ns, terms)
 
     def pinned(self, ref: RateRef) -> PinnedRate:
-        """The rate an entry was charged at, found again from its reference."""
+        """The rate of an entry, found from its reference."""
         return self.card(ref.card, ref.version).pin(ref.model, ref.window)
 
     def with_card(self, card: RateCard) -> "PriceBook":
-        """This book and one more card; this very book when it has that card, word for word.
+        """This book with one more card, or this book itself if it has the identical card.
 
-        Raises `CardConflict` when the card's version or instant is taken.
+        Raises `CardConflict` if the card's version or instant is taken.
         """
         for other in self.cards:
             if other.text == card.text:

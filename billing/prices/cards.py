@@ -46,7 +46,7 @@ _PER_TOKEN = {
     *(*HIT_CLASSES, "explicit_hit", "miss", "output"),
     *("cache_write", "explicit_write", "cache_write_1h", "storage", "storage_minute"),
 }
-_PER_REQUEST = {"request", "minimum"}  # amounts, and not per million tokens
+_PER_REQUEST = {"request", "minimum"}  # amounts, not rates per million tokens
 _RATE_FIELDS = {"hit", *_PER_TOKEN, *_PER_REQUEST}
 _MOST_FEE = 10**6
 _MOST_INCLUDED = 10**15
@@ -54,7 +54,7 @@ _INCLUDABLE = (*HIT_CLASSES, "miss", "output", "cache_write", "explicit_write", 
 _MOST_FACTOR = 1000
 _WINDOW_FIELDS = {"name", "start", "end", "days", "holidays"}
 _INSTANTS_NS = range(-(2**63), 2**63)  # what the ledger can store
-_MOST_RATE = 10**9  # per million tokens; a day's charges beyond it would not fit the rollups
+_MOST_RATE = 10**9  # per million tokens, so that a day's charges fit the rollups
 _HEADER = re.compile(r"\s*(\[{1,2})([^\[\]]+)\]")
 _FIELD = re.compile(r"""\s*["']?([^"'=\s]+)["']?\s*=""")
 
@@ -97,10 +97,10 @@ def card_digest(card: RateCard) -> str:
 
 
 def parse_card(text: str, origin: str = "rate card") -> RateCard:
-    """A card from TOML text. Raises `PriceError`; `origin` and the line are named in it."""
+    """A card from TOML text. Raises `PriceError`, naming `origin` and the line."""
     try:
         data = tomllib.loads(text, parse_float=Decimal)
-    except ValueError as error:  # of the syntax, or a number of thousands of digits
+    except ValueError as error:  # invalid syntax, or a number with thousands of digits
         raise PriceError(f"{origin}: not TOML: {error}") from error
     return _Reader(origin, _field_lines(text)).card(data, text)
 
@@ -123,7 +123,7 @@ def _field_lines(text: str) -> dict[str, int]:
 
 
 class _Reader:
-    """Turns tables into values. Complaints begin with `origin` and the line of the path `at`."""
+    """Turns tables into values. Errors begin with `origin` and the line of the path `at`."""
 
     def __init__(self, origin: str, lines: Mapping[str, int]) -> None:
         self.origin = origin
@@ -272,7 +272,7 @@ class _Reader:
         groups: tuple[PriceGroup, ...],
         services: Mapping[str, Any],
     ) -> None:
-        """Every name says one thing within the terms of a price."""
+        """Raises if a name is used for two terms of a price."""
         names = [*(w.name for w in windows), *(g.name for g in groups), *services]
         for name in names:
             if "|" in name or name.startswith(ABOVE) or name == MONTHLY:
@@ -285,7 +285,7 @@ class _Reader:
                 self.fail(f"tenant {tenant!r} is in {count} groups; one factor applies")
 
     def check_factors(self, card: RateCard) -> None:
-        """Every price that factors make is a whole number of units, so that nothing rounds."""
+        """Raises if a factor makes a price that is not a whole number of units."""
         groups = [None, *card.groups]
         services = [None, *card.services.items()]
         for price in card.models:
@@ -418,7 +418,7 @@ class _Reader:
         return ModelPrice(pattern=pattern, rates=rates, above=above)
 
     def above(self, tables: object, standard: dict[str, Any], at: str) -> dict[int, Rates]:
-        """Rates of longer prompts; what a length does not say is as for short ones."""
+        """Rates of longer prompts; missing rates are those of short prompts."""
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
             self.fail("write [[model.above]] with two brackets: there can be several", at)
         found: dict[int, Rates] = {}

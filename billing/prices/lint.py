@@ -1,8 +1,8 @@
-"""Finds rate cards that can be gamed, that lose money, or that do not say what they seem to. Pure.
+"""Finds rate cards that can be gamed, lose money or are misleading. Pure.
 
-An error stops `prices apply`; a warning is shown. A rule compares prices within one model and
-window, because that is what a request is pinned to; an hour of a pin, though, lasts into the window
-after the one that priced it.
+An error stops `prices apply`; a warning is only shown. A rule compares prices within one model and
+window, because a request is pinned to these. An hour of a pin is an exception: it lasts into the
+window after the one that priced it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,7 +33,7 @@ class CardFinding:
 
 
 WRITES = ("cache_write", "explicit_write", "cache_write_1h")
-MOST_MINIMUM = 4096  # tokens; the public price lists ask for 64 to 4,096
+MOST_MINIMUM = 4096  # tokens; public price lists have 64 to 4,096
 
 
 def lint(card: RateCard) -> list[CardFinding]:
@@ -56,7 +56,7 @@ def _cheapest_hit(rates: Rates) -> int:
 
 
 def _hits(where: str, rates: Rates) -> Iterator[CardFinding]:
-    hits = [(name, getattr(rates, name)) for name in HIT_CLASSES]  # from the hottest tier down
+    hits = [(name, getattr(rates, name)) for name in HIT_CLASSES]  # hottest tier first
     for name, price in hits:
         if price > rates.miss:
             yield CardFinding(
@@ -114,7 +114,7 @@ def _write(where: str, rates: Rates) -> Iterator[CardFinding]:
 
 
 def _hour(rates: Rates) -> int | None:
-    """What a token costs that is pinned for an hour; None where pins are not sold."""
+    """The price of pinning a token for an hour; None if pins are not sold."""
     return rates.storage if rates.storage_minute is None else 60 * rates.storage_minute
 
 
@@ -141,11 +141,11 @@ def _pins(where: str, window: str, price: ModelPrice) -> Iterator[CardFinding]:
 
 
 def _costs(card: RateCard) -> Iterator[CardFinding]:
-    """Prices below the card's own costs, for every kind of model that the patterns tell apart."""
+    """Prices below the card's own costs, for each kind of model the patterns distinguish."""
     costs = [ModelPrice(pattern=p, rates={STANDARD: r}) for p, r in card.costs.items()]
     seen: set[tuple[str, str]] = set()
     for pattern in [price.pattern for price in (*card.models, *costs)]:
-        model = pattern.replace("*", "\0")  # a name that only prefixes match
+        model = pattern.replace("*", "\0")  # a name that matches only prefixes
         price, cost = card.price_of(model), most_specific(costs, model)
         if price and cost and (price.pattern, cost.pattern) not in seen:
             seen.add((price.pattern, cost.pattern))
@@ -167,7 +167,7 @@ def _below(where: str, rates: Rates, cost: Rates) -> Iterator[CardFinding]:
 
 
 def _lengths(price: ModelPrice) -> Iterator[CardFinding]:
-    """A longer prompt that costs less in all would be padded."""
+    """Longer prompts that cost less in total, which clients would reach by padding."""
     before = price.rates[STANDARD]
     for length, rates in sorted(price.above.items()):
         if rates.miss < before.miss or _cheapest_hit(rates) < _cheapest_hit(before):
@@ -179,7 +179,7 @@ def _lengths(price: ModelPrice) -> Iterator[CardFinding]:
 
 
 def _factors(card: RateCard) -> Iterator[CardFinding]:
-    """Groups and service tiers that are free, or sold below what the card says that they cost."""
+    """Groups and service tiers that are free or sold below the card's stated cost."""
     for group in card.groups:
         where = f"group {group.name!r}"
         if group.factor == 0 and group.until_ns is None:
@@ -227,7 +227,7 @@ def _patterns(card: RateCard) -> Iterator[CardFinding]:
 
 
 def _windows(card: RateCard) -> Iterator[CardFinding]:
-    """Windows that overlap: the first listed wins, which a reader of the card may not see."""
+    """Overlapping windows. The first listed wins, which a reader may overlook."""
     monday = date(2024, 1, 1)
     week = [monday + timedelta(days=number) for number in range(8)]
     around = {day + timedelta(days=off) for day in card.holidays for off in (-1, 0, 1)}

@@ -1,7 +1,6 @@
-"""Usage times price: the one place where a charge is computed. Pure; any thread, any time again.
+"""Usage times price: the one place where a charge is computed. Pure; any thread.
 
-`rate` is used at settlement, at audit and in a plan, so a charge that differs is never a matter of
-two implementations.
+Settlement, audit and plans all use `rate`, so charges cannot differ between implementations.
 """
 
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from billing.prices.book import PinnedRate, Rates
 from billing.usage import CLASSES, HIT_CLASSES, Usage
 
-INCLUDED = "included_"  # before a class: its tokens that cost nothing, below zero
+INCLUDED = "included_"  # prefix of a class: its included tokens, as a negative amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +24,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a usage costs. `saved` is the price of its tokens without any cache less this one.
+    """The cost of a usage. `saved` is the price of its tokens without a cache minus this cost.
 
-    `fees` is what of the amount is no token's: the request's fee, and what a minimum adds.
-    `included` is what its included tokens would have cost, `taken` how many of each item they are.
+    `fees` is the part of the amount not for tokens: the request's fee and the addition up to a
+    minimum. `included` is the price of its included tokens, `taken` their number by item.
     """
 
     lines: tuple[Line, ...]
@@ -43,7 +42,8 @@ class Charge:
 def rate(usage: Usage, pinned: PinnedRate, left: Mapping[str, int] | None = None) -> Charge:
     """The charge for `usage`. Hits below the card's minimum cached size are priced as misses.
 
-    `left` is how many included tokens there are, by item; those that a charge took give it again.
+    `left` is the number of remaining included tokens by item. Passing a charge's `taken` gives the
+    same charge again.
     """
     rates = pinned.rates
     counts_as_hit = usage.hit >= pinned.minimum_cached_tokens
@@ -52,7 +52,7 @@ def rate(usage: Usage, pinned: PinnedRate, left: Mapping[str, int] | None = None
         if not (tokens := getattr(usage, name)):
             continue
         if name == "explicit_hit" and not (counts_as_hit and rates.explicit_hit):
-            continue  # it costs what other hits cost
+            continue  # priced like other hits
         is_short = name in HIT_CLASSES and not counts_as_hit
         _add(lines, name, tokens, rates.miss if is_short else rates.of(name))
     of_tokens = sum(line.amount for line in lines)
@@ -67,7 +67,7 @@ def rate(usage: Usage, pinned: PinnedRate, left: Mapping[str, int] | None = None
 
 
 def _include(lines: list[Line], pinned: PinnedRate, left: Mapping[str, int]) -> dict[str, int]:
-    """Take the included tokens off again, item by item; gives how many of each."""
+    """Subtracts the included tokens, item by item. Returns the number of each."""
     priced = {line.name: line for line in lines}
     open_tokens = {name: line.tokens for name, line in priced.items()}
     taken: dict[str, int] = {}
@@ -85,7 +85,7 @@ def _include(lines: list[Line], pinned: PinnedRate, left: Mapping[str, int]) -> 
 
 
 def _fees(lines: list[Line], of_tokens: int, rates: Rates) -> int:
-    """Add the request's fee, and what is missing to the least that a request costs."""
+    """Adds the request's fee and the difference to the minimum price of a request."""
     fee = rates.request
     if fee:
         lines.append(Line("request", 1, fee, fee))
@@ -101,10 +101,10 @@ def _add(lines: list[Line], name: str, tokens: int, per_token: int) -> None:
 
 
 def hold_amount(pinned: PinnedRate, *, prompt_tokens: int, output_tokens: int) -> int:
-    """What must be held so that this prompt and this much output is surely covered.
+    """The amount to hold so that this prompt and this much output is certainly covered.
 
-    The prompt is held at the dearest a prompt token can be (a miss, with its cache write), with the
-    fee and the minimum of a request. Without a prompt it is a further slice of output.
+    The prompt is held at the highest price of a prompt token (a miss with its cache write), plus
+    the fee and up to the minimum of a request. Without a prompt it is a further slice of output.
     """
     rates = pinned.rates
     hit = max(rates.hit_device, rates.hit_host, rates.hit_disk, rates.hit_remote)

@@ -18,12 +18,13 @@ def find_zone(name: str) -> ZoneInfo:
 
 
 def zone_name(zone: tzinfo) -> str:
-    """What a report says of its zone."""
+    """The zone's name in reports."""
     return getattr(zone, "key", None) or str(zone)
 
 
 class LocalZone(tzinfo):
-    """The machine's own time, summer and winter; an offset taken now would shift half the year."""
+    """The machine's local time with its clock changes. A fixed offset would be wrong for half the
+    year."""
 
     def utcoffset(self, moment: datetime | None) -> timedelta:
         assert moment is not None
