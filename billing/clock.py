@@ -7,6 +7,7 @@ Thread-safe: values are replaced, never changed.
 
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 from billing.errors import ClockJumped
 
@@ -18,6 +19,18 @@ def boot_timer_ns() -> int:
     """Nanoseconds since the machine started, including sleep if the system counts it."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime_ns(clock)
+
+
+def said_behind(newest_ns: int, now_ns: int) -> str:
+    """That the ledger knows of a later moment than this host's, in words; empty where not."""
+    if newest_ns - now_ns <= TOLERANCE_NS:
+        return ""
+    newest = datetime.fromtimestamp(newest_ns // NS, UTC)
+    return (
+        f"the ledger has entries of {newest:%Y-%m-%d %H:%M:%SZ}, and the clock of this host is "
+        f"{(newest_ns - now_ns) // NS:,} s behind that: it is wrong now, or one was ahead then; "
+        "set it right before charges get the wrong day"
+    )
 
 
 class ClockWatch:

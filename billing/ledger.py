@@ -16,7 +16,7 @@ from typing import Any
 
 from billing.accounts import Accounts
 from billing.advances import Advances
-from billing.clock import ClockWatch
+from billing.clock import ClockWatch, said_behind
 from billing.errors import BillingError, ClockJumped, DuplicateRequest, LedgerUnavailable
 from billing.gate.commands import (
     Adjust,
@@ -36,6 +36,7 @@ from billing.gate.work import Settled
 from billing.group_commit import GroupCommit, LedgerStats
 from billing.names import check_text
 from billing.prices.book import NS, PinnedRate, PriceBook, RateCard
+from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
 from billing.sweeper import Sweeper
 from billing.tenants import Tenant
@@ -107,6 +108,10 @@ class Ledger:
         """
         if self._first_card is not None:
             self.accounts.prepare(self._first_card)
+        with self.store.reading() as connection:
+            newest_ns = store_reports.newest_ns(connection)
+        if self._is_timed and (behind := said_behind(newest_ns, self._clock_ns())):
+            log.warning(behind)
         self._commits.count(recovered=self._sweeper.recover())
         self._commits.start()
 

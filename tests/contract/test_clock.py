@@ -46,6 +46,24 @@ def test_one_charge_of_a_clock_that_was_ahead_leaves_the_others_in_their_month(
     assert [(p.period, p.requests) for p in days] == [("2025-01-01", 6), ("2025-02-10", 1)]
 
 
+@pytest.mark.parametrize("days_behind", [0, 1])
+def test_a_start_says_that_the_ledger_is_of_a_later_day(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, days_behind: int
+) -> None:
+    clock = ManualClock()
+    for _ in range(2):
+        store = open_store(database_url(tmp_path))
+        accounts = Accounts(store, clock_ns=clock)
+        ledger = Ledger(store, accounts, clock_ns=clock, timer_ns=ManualClock(0))
+        ledger.start()
+        if not accounts.find_tenant("acme"):
+            accounts.create_tenant("acme", "CNY", by="test")
+        ledger.close()
+        store.close()
+        clock.advance(-days_behind * DAY_S)
+    assert days_behind == sum("86,400 s behind that" in text for text in caplog.messages)
+
+
 def test_a_request_is_billed_in_the_month_of_its_admission(house: TestLedger) -> None:
     house.fund(UNITS)
     house.clock.advance(31 * DAY_S - 1)
