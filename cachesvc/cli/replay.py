@@ -13,7 +13,8 @@ from cachesvc.cli.replay_fleet import fleet_json, fleet_table, fleets
 from cachesvc.cli.replay_report import Prices, as_json, as_table
 from tiers.errors import ConfigurationError
 from tiers.policy.admission import WritePolicy
-from tiers.policy.registry import PolicyName, policy_in, unknown_policy
+from tiers.policy.names import PolicyName, unknown_policy
+from tiers.policy.registry import policy_in
 from tiers.replay.replay import MIN, ReplayResult, TierPlan, check_plans
 from tiers.replay.replay import replay as run_replay
 from tiers.replay.trace import MOONCAKE_BLOCK_TOKENS, Trace, TraceError, read_trace

@@ -17,6 +17,7 @@ from pydantic import (
 
 from cachesvc.config.places import default_data_dir
 from cachesvc.config.quantities import format_size, parse_duration, parse_size
+from tiers.policy.names import PolicyName, unknown_policy
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
@@ -32,6 +33,12 @@ def _with_its_unit(num_bytes: int) -> int:
             f"write it with its unit, like 8GiB"
         )
     return num_bytes
+
+
+def _known(policy: str) -> str:
+    if policy not in list(PolicyName):
+        raise ValueError(unknown_policy(policy, PolicyName))
+    return policy
 
 
 TierSize = Annotated[Size, AfterValidator(_with_its_unit)]
@@ -135,7 +142,9 @@ class CacheSection(Section):
             "disk_bytes"
         ),
     )
-    policy: str = Field("lru", description="What to evict from memory: lru, arc or adaptive")
+    policy: Annotated[str, AfterValidator(_known)] = Field(
+        "lru", description="What to evict from memory: lru, arc or adaptive"
+    )
     write_policy: Literal["on_evict", "write_through", "on_second_hit"] = Field(
         "on_evict", description="When a block is copied to the tier below"
     )

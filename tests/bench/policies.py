@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.bench.provenance import commit, machine
-from tiers.policy.registry import PolicyName
+from tiers.policy.names import PolicyName
 from tiers.replay.replay import MIN, TierPlan, replay
 from tiers.replay.trace import Trace, read_trace
 from tiers.testing.workloads import Agents, ChatLoad, Documents, Scan, Workload, make_trace

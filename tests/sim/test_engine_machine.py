@@ -18,7 +18,7 @@ from tiers.blocks.contents import Content
 from tiers.errors import MissReason
 from tiers.memory.tails import MAX_CANDIDATES
 from tiers.policy.admission import WritePolicy
-from tiers.policy.registry import PolicyName
+from tiers.policy.names import PolicyName
 from tiers.tier import TierName
 
 

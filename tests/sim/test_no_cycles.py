@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.sim.world import World
-from tiers.policy.registry import PolicyName
+from tiers.policy.names import PolicyName
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tiers.blocks.chain import Chain
 from tiers.policy.admission import WritePolicy
-from tiers.policy.registry import PolicyName
+from tiers.policy.names import PolicyName
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
 

@@ -133,6 +133,8 @@ def test_the_data_directory_follows_the_environment(
         ),
         ("[cache]\ndevice_bytes = '12 bananas'\n", r"cache\.device_bytes = '12 bananas' \(from /"),
         ("[server]\nport = 70000\n", r"server\.port = 70000 .* less than or equal to 65535"),
+        ("[cache]\npolicy = 'lfu'\n", r"cache\.policy = 'lfu' .*no policy 'lfu'.* lru, arc, adap"),
+        ("[cache]\npolicy = 'sieve'\n", r"the policy sieve was removed: .* use lru"),
         ("[server\n", "is not valid TOML"),
     ],
 )

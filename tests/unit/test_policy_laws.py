@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiers.errors import ConfigurationError
+from tiers.policy.names import PolicyName
 from tiers.policy.policy import Policy, Use
-from tiers.policy.registry import PolicyName, make_policy
+from tiers.policy.registry import make_policy
 
 NAMES = list(PolicyName)
 

@@ -8,9 +8,10 @@ from collections.abc import Hashable
 
 from tiers.memory.block import Block
 from tiers.memory.lru import DeviceLru, HostLru
+from tiers.policy.names import PolicyName
 from tiers.policy.policy import Policy, Use
 from tiers.policy.quota import FairPolicy, Quotas
-from tiers.policy.registry import PolicyName, make_policy, policy_in
+from tiers.policy.registry import make_policy, policy_in
 from tiers.tier import TierName
 
 
