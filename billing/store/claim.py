@@ -87,12 +87,11 @@ class _SessionClaim:
 
     engine: Engine
     number: int  # the second half of the lock's, an int4
-    session: Connection
+    session: Connection | None = None  # None while the database cannot be reached
 
     @classmethod
     def take(cls, engine: Engine, owner: str, wait_s: float) -> "_SessionClaim | None":
-        number = zlib.crc32(owner.encode()) - 2**31
-        held = cls(engine, number, _session(engine))
+        held = cls(engine, zlib.crc32(owner.encode()) - 2**31)
         deadline = time.monotonic() + wait_s
         while not held._locks():
             if time.monotonic() >= deadline:
@@ -104,21 +103,27 @@ class _SessionClaim:
 
     def is_lost(self) -> bool:
         """The name is taken again where the session has ended and nobody else has it."""
-        try:
-            self.session.scalar(text("SELECT 1"))
-        except DBAPIError:
-            self.release()
-            self.session = _session(self.engine)
-            if not self._locks():
-                return True
-            log.warning("the database ended the session that held this server's name; taken again")
+        if self.session is not None:
+            try:
+                self.session.scalar(text("SELECT 1"))
+            except DBAPIError:
+                self.release()
+            else:
+                return False
+        if not self._locks():
+            return True
+        log.warning("the database ended the session that held this server's name; taken again")
         return False
 
     def release(self) -> None:
-        self.session.invalidate()  # ends the session, and the lock with it
-        self.session.close()
+        session, self.session = self.session, None
+        if session is not None:
+            session.invalidate()  # ends the session, and the lock with it
+            session.close()
 
     def _locks(self) -> bool:
+        if self.session is None:
+            self.session = _session(self.engine)
         ours = text(f"SELECT pg_try_advisory_lock({CLAIMS}, {self.number})")
         return bool(self.session.scalar(ours))
 

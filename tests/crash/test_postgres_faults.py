@@ -164,6 +164,23 @@ def test_a_server_takes_its_name_again_after_the_database_restarted(
     assert not house.ledger.settle(hold, USED, Outcome.FINISHED).result().repeated
 
 
+def test_a_server_waits_for_its_database_to_take_its_name_again(url: str, postgres: str) -> None:
+    name = url.rpartition("/")[2]
+    with closing(open_store(url)) as first, closing(open_store(url)) as second:
+        first.claim("server", wait_s=0)
+        with administrator(postgres) as ask_postgres:
+            ask_postgres(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+            ask_postgres(END_ALL)
+            for _ in range(2):
+                with pytest.raises(LedgerUnavailable):
+                    first.check_claim()
+            ask_postgres(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
+        first.check_claim()
+        assert first.failed == ""
+        with pytest.raises(StoreError, match="another server"):
+            second.claim("server", wait_s=0)
+
+
 def test_a_server_whose_name_was_taken_meanwhile_writes_no_more(url: str, postgres: str) -> None:
     with closing(open_store(url)) as first, closing(open_store(url)) as second:
         first.claim("server", wait_s=0)
@@ -184,6 +201,11 @@ def administrator(postgres: str) -> Iterator[Callable[[str], int]]:
     engine = create_engine(postgres, isolation_level="AUTOCOMMIT")
     try:
         with engine.connect() as connection:
-            yield lambda statement: int(connection.scalar(text(statement)) or 0)
+
+            def ask_postgres(statement: str) -> int:
+                found = connection.execute(text(statement))
+                return int(found.scalar() or 0) if found.returns_rows else 0
+
+            yield ask_postgres
     finally:
         engine.dispose()
