@@ -4,13 +4,14 @@ Called once by a server or a command. A schema that is older than `REVISION` is 
 lock; a newer one is refused.
 """
 
+import os
 import sqlite3
 from glob import escape
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from billing.errors import StoreError
@@ -58,7 +59,8 @@ def open_store(url: str, *, create: bool = True) -> LedgerStore:
         raise StoreError('PostgreSQL needs a driver: pip install "cachesvc[postgres]"') from error
     except SQLAlchemyError as error:
         where = parsed.render_as_string(hide_password=True)
-        raise StoreError(f"cannot open the ledger at {where}: {cause_of(error)}") from error
+        said = f"cannot open the ledger at {where}: {cause_of(error)}"
+        raise StoreError(said + _hint(parsed)) from error
     return LedgerStore(engine, REVISION)
 
 
@@ -76,6 +78,14 @@ def _check_sqlite_path(path: str | None, create: bool) -> None:
             "Restore it from a copy; or remove the file, and a new ledger begins, in which there "
             "are no tenants, keys or balances"
         )
+
+
+def _hint(url: URL) -> str:
+    """What SQLite does not say of a snapshot, or of another user's folder."""
+    folder = Path(url.database or "").parent
+    if url.get_backend_name() != "sqlite" or os.access(folder, os.W_OK):
+        return ""
+    return f"; SQLite writes beside the ledger, also to read it, and {folder} cannot be written"
 
 
 def _engine(url: Any) -> Engine:

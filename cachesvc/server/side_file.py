@@ -104,8 +104,8 @@ class SideFile:
                     self._give_up(error)
                     return
                 logger.warning(f"{path} cannot be read and is replaced: {error}")
-                for each in path.parent.glob(f"{path.name}*"):
-                    each.unlink(missing_ok=True)
+                for suffix in ("", "-wal", "-shm", "-journal"):  # what is beside it may be a copy
+                    path.with_name(path.name + suffix).unlink(missing_ok=True)
 
     def _connect(self, path: Path) -> sqlite3.Connection:
         path.touch(mode=0o600)

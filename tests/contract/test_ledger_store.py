@@ -1,5 +1,6 @@
 """What every ledger database must do: the same suite on SQLite and on PostgreSQL."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -511,6 +512,16 @@ def test_a_connection_keeps_few_of_the_pages_that_it_read(tmp_path: Path) -> Non
 def test_a_database_that_cannot_be_says_so(bad: str) -> None:
     with pytest.raises((StoreError, OSError)):
         open_store(bad)
+
+
+def test_a_ledger_in_a_folder_that_cannot_be_written_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a snapshot that is mounted read-only; SQLite says `unable to open database file`."""
+    (tmp_path / "ledger.sqlite3-wal").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(StoreError, match=f"also to read it, and {tmp_path} cannot be written"):
+        open_store(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
 
 
 def test_a_ledger_that_lost_its_contents_is_not_begun_anew(tmp_path: Path) -> None:

@@ -86,7 +86,10 @@ def test_prompts_are_never_written(tmp_path: Path) -> None:
 def test_a_damaged_file_is_begun_anew(tmp_path: Path, held: bytes) -> None:
     path = tmp_path / FILE_NAME
     path.write_bytes(held)
+    copy = path.with_name(f"{FILE_NAME}.monday")
+    copy.touch()
     assert [record(1)] == kept(path, record(1))
+    assert copy.exists(), "what an operator has kept beside it stays"
 
 
 def test_another_versions_file_is_begun_anew(tmp_path: Path) -> None:
