@@ -9,8 +9,8 @@ import orjson
 from billing.invoices.document import CREDIT_NOTE, INVOICE, Document
 from billing.invoices.pdf import invoice_pdf
 from billing.invoices.register import Invoice, InvoiceState
-from billing.money import grouped
 from billing.reports.csv import safe_writer
+from billing.reports.page import page
 
 
 class Form(StrEnum):
@@ -70,16 +70,8 @@ def summary(invoice: Invoice) -> Document:
 
 def invoice_html(invoice: Invoice) -> str:
     """A page to print."""
-    from jinja2 import Environment, PackageLoader, select_autoescape  # slow to import for commands
-
-    environment = Environment(
-        loader=PackageLoader("billing"),
-        autoescape=select_autoescape(),
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["grouped"] = grouped
-    return environment.get_template("invoice.html").render(
+    return page(
+        "invoice.html",
         invoice=invoice.document,
         title=title_of(invoice),
         state=invoice.state.value,

@@ -19,7 +19,6 @@ from billing.gate.rollups import Row
 from billing.gate.work import TenantAccount
 from billing.money import (
     format_units,
-    grouped,
     minor_places,
     rate_per_million,
     round_half_even,
@@ -29,6 +28,7 @@ from billing.prices.cards import parse_card
 from billing.prices.time_zones import zone_name
 from billing.reports.attribution import check_split
 from billing.reports.csv import safe_writer
+from billing.reports.page import page
 from billing.reports.usage import FIRST_DAY, LAST_DAY, Period, Query, Unit, charged, report_of
 from billing.store import accounts as store_accounts
 from billing.store import reports as store_reports
@@ -341,16 +341,5 @@ def statement_csv(statement: Statement) -> str:
 
 def statement_html(statement: Statement) -> str:
     """A page to print."""
-    from jinja2 import Environment, PackageLoader, select_autoescape  # commands wait for it
-
-    environment = Environment(
-        loader=PackageLoader("billing"),
-        autoescape=select_autoescape(),
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["grouped"] = grouped
     made = datetime.now(UTC).date()
-    return environment.get_template("statement.html").render(
-        statement=statement, made=made, kinds=Kind
-    )
+    return page("statement.html", statement=statement, made=made, kinds=Kind)
