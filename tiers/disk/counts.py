@@ -84,29 +84,22 @@ class DiskCounts:
 
     def loaded(self, *, num_loaded: int, num_missed: int, read_bytes: int) -> None:
         with self._lock:
-            old = self._counted
-            self._counted = replace(
-                old,
-                hits=old.hits + num_loaded,
-                misses=old.misses + num_missed,
-                read_bytes=old.read_bytes + read_bytes,
-            )
+            self._add(hits=num_loaded, misses=num_missed, read_bytes=read_bytes)
 
     def wrote(self, num_blocks: int, written_bytes: int, evicted: list[PrefixKey]) -> None:
         with self._lock:
-            old = self._counted
-            self._counted = replace(
-                old,
-                stored=old.stored + num_blocks,
-                written_bytes=old.written_bytes + written_bytes,
-                evicted=old.evicted + len(evicted),
-            )
+            self._add(stored=num_blocks, written_bytes=written_bytes, evicted=len(evicted))
             self._dropped += evicted
 
     def over_budget(self, num_blocks: int) -> None:
         with self._lock:
-            total = self._counted.over_budget + num_blocks
-            self._counted = replace(self._counted, over_budget=total)
+            self._add(over_budget=num_blocks)
+
+    def _add(self, **more: int) -> None:
+        """With the lock held."""
+        old = self._counted
+        totals = {name: getattr(old, name) + count for name, count in more.items()}
+        self._counted = replace(old, **totals)
 
     def refused(self, keys: Iterable[PrefixKey]) -> None:
         """These were to be written, and are not there."""

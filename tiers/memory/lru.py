@@ -31,15 +31,12 @@ class DeviceLru:
         key.older, key.newer = newest, _ = ring.older, ring
         newest.newer = ring.older = key
 
+    release = insert
+
     def hold(self, key: Block) -> None:
         older, newer = key.older, key.newer
         older.newer, newer.older = newer, older
         key.older = key.newer = NO_BLOCK
-
-    def release(self, key: Block, use: Use) -> None:
-        ring = self._ring
-        key.older, key.newer = newest, _ = ring.older, ring
-        newest.newer = ring.older = key
 
     def touch(self, key: Block, use: Use) -> None:
         self.hold(key)
@@ -77,13 +74,12 @@ class HostLru:
         key.host_older, key.host_newer = newest, _ = ring.host_older, ring
         newest.host_newer = ring.host_older = key
 
+    release = insert
+
     def hold(self, key: Block) -> None:
         older, newer = key.host_older, key.host_newer
         older.host_newer, newer.host_older = newer, older
         key.host_older = key.host_newer = NO_BLOCK
-
-    def release(self, key: Block, use: Use) -> None:
-        self.insert(key, use)
 
     def touch(self, key: Block, use: Use) -> None:
         self.hold(key)
