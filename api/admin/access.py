@@ -19,7 +19,7 @@ from api.admin.parts import AdminParts, books_of, found, parts_of
 from api.context import request_log_of
 from api.errors import CsrfFailed, InvalidRequest, LoginNeeded, MissingScope
 from api.headers import FIT_NAME, single_header
-from billing.keys import Scope
+from billing.keys import Principal, Scope
 from billing.operations.books import OpenBooks
 
 __all__ = ["Admin", "Books", "MayChange", "MayRead", "Role", "admin", "reader"]
@@ -100,7 +100,13 @@ async def _by_bearer(request: Request, token: str) -> Admin:
             "This API key lacks the scope 'admin'; use one made with "
             f"`cachesvc keys create --tenant {principal.tenant} --scope admin`."
         )
-    return Admin(principal.key_id or principal.tenant)
+    return admin_of(principal)
+
+
+def admin_of(principal: Principal) -> Admin:
+    """The admin that an API key with the admin scope stands for."""
+    name = principal.key_id or principal.tenant
+    return Admin(name, key_id=name)
 
 
 async def _by_cookie(request: Request) -> Admin:
@@ -117,7 +123,8 @@ async def _by_cookie(request: Request) -> Admin:
 
 async def _may_stay(parts: AdminParts, session: Session) -> bool:
     """Whether the key that opened the session is still valid; if not, ends all of its sessions."""
-    if not session.key_id or await asyncio.to_thread(parts.keys.is_live, session.key_id):
+    key_id = session.admin.key_id
+    if not key_id or await asyncio.to_thread(parts.keys.is_live, key_id):
         return True
     parts.sessions.close_all(session.admin.name)
     return False

@@ -186,8 +186,10 @@ def test_sessions_are_bounded_and_end_by_name() -> None:
         last, _ = sessions.open(Admin("eve"))
     assert MAX_SESSIONS == len(sessions)
     assert sessions.find(first) is None
+    link, other = (sessions.make_link(Admin(name), ttl_s=60) for name in ("eve", "ada"))
     assert MAX_SESSIONS == sessions.close_all("eve")
     assert sessions.find(last) is None
+    assert (None, Admin("ada")) == (sessions.use_link(link), sessions.use_link(other))
 
 
 def test_a_link_logs_in_once_and_in_time() -> None:

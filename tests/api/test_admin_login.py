@@ -233,6 +233,27 @@ async def test_a_link_logs_in_once(parts: AdminParts, client: httpx.AsyncClient)
     assert ["admin.link", "admin.login"] == [action for action, _ in actions(parts)]
 
 
+async def test_a_login_by_a_link_that_a_key_made_ends_with_the_key(
+    parts: AdminParts, client: httpx.AsyncClient
+) -> None:
+    """Whoever held the key made a link, and from that login the next one, before it was revoked."""
+    made = await client.post("/admin/api/links", headers={"Authorization": "Bearer sk-admin"})
+    await client.get(made.json()["path"])
+    headers = {"X-CSRF-Token": await csrf_of(client)}
+    made = await client.post("/admin/api/links", headers=headers)
+    await client.get(made.json()["path"])
+    kept = (
+        await client.post(
+            "/admin/api/links", headers=headers | {"X-CSRF-Token": await csrf_of(client)}
+        )
+    ).json()["path"]
+    assert 200 == (await client.get("/admin/api/whoami")).status_code
+    parts.keys.revoked.add("id-of-sk-admin")  # type: ignore[attr-defined]
+    assert (401, "login_needed") == code_of(await client.get("/admin/api/whoami"))
+    await client.get(kept)
+    assert (401, "login_needed") == code_of(await client.get("/admin/api/whoami"))
+
+
 async def test_a_reader_makes_no_links(client: httpx.AsyncClient) -> None:
     await log_in(client, "bob", "battery staple")
     headers = {"X-CSRF-Token": await csrf_of(client)}

@@ -160,7 +160,7 @@ def test_states_are_kept_by_name_and_the_last_one_counts(tmp_path: Path) -> None
 
 def test_a_login_outlives_a_restart_and_no_longer_than_it_would_have() -> None:
     before = Sessions(lifetime_s=100, idle_s=30, clock_s=lambda: 5_000.0)
-    token, session = before.open(Admin("ada", Role.READER), key_id="k1")
+    token, session = before.open(Admin("ada", Role.READER, key_id="k1"))
     now = [7.0]  # a clock that began anew
     for wall_s, found in ((1_010.0, True), (1_029.0, True), (1_031.0, False), (1_101.0, False)):
         after = Sessions(lifetime_s=100, idle_s=30, clock_s=lambda: now[0])

@@ -28,23 +28,23 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Admin:
-    """The person or program acting; the audit log records `name`."""
+    """The person or program acting; the audit log records `name`.
+
+    `key_id` is the API key that proved it, if any. All logins that follow from it end with the key.
+    """
 
     name: str
     role: Role = Role.ADMIN
+    key_id: str = ""
 
 
 @dataclass(slots=True)
 class Session:
-    """A login. Every request but GET must carry `csrf_token`.
-
-    `key_id` names the API key that opened it, if one did; the session ends with that key.
-    """
+    """A login. Every request but GET must carry `csrf_token`."""
 
     admin: Admin
     ends_s: float
     used_s: float
-    key_id: str = ""
     csrf_token: str = field(default_factory=lambda: secrets.token_urlsafe(TOKEN_BYTES))
 
 
@@ -71,11 +71,11 @@ class Sessions:
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()  # least recently used first
         self._links: OrderedDict[bytes, _Link] = OrderedDict()
 
-    def open(self, admin: Admin, *, key_id: str = "") -> tuple[str, Session]:
+    def open(self, admin: Admin) -> tuple[str, Session]:
         """A new session and its id, which only the browser keeps."""
         token = secrets.token_urlsafe(TOKEN_BYTES)
         now = self._clock_s()
-        session = Session(admin, now + self.lifetime_s, now, key_id)
+        session = Session(admin, now + self.lifetime_s, now)
         self._sessions[_digest(token)] = session
         while len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
@@ -99,7 +99,10 @@ class Sessions:
             self.on_end()
 
     def close_all(self, name: str) -> int:
-        """End every session of an admin, after a new password. Returns how many there were."""
+        """End every session of an admin, after a new password, and every link that is not used
+        yet. Returns how many sessions there were."""
+        for digest in [digest for digest, link in self._links.items() if link.admin.name == name]:
+            del self._links[digest]
         ended = [digest for digest, each in self._sessions.items() if each.admin.name == name]
         for digest in ended:
             del self._sessions[digest]
@@ -118,7 +121,7 @@ class Sessions:
                 "digest": digest.hex(),
                 "name": each.admin.name,
                 "role": each.admin.role,
-                "key_id": each.key_id,
+                "key_id": each.admin.key_id,
                 "csrf_token": each.csrf_token,
                 "ends_s": wall_s + each.ends_s - now,
                 "used_s": wall_s + each.used_s - now,
@@ -136,10 +139,10 @@ class Sessions:
         now = self._clock_s()
         try:
             for each in json.loads(body):
-                admin = Admin(str(each["name"]), Role(each["role"]))
+                admin = Admin(str(each["name"]), Role(each["role"]), each["key_id"])
                 ends_s = now + min(self.lifetime_s, each["ends_s"] - wall_s)
                 used_s = now + min(0.0, each["used_s"] - wall_s)
-                session = Session(admin, ends_s, used_s, each["key_id"], each["csrf_token"])
+                session = Session(admin, ends_s, used_s, each["csrf_token"])
                 self._sessions[bytes.fromhex(each["digest"])] = session
         except (KeyError, TypeError) as error:
             raise ValueError(f"no sessions: {error}") from error

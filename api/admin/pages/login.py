@@ -8,12 +8,13 @@ login, failed login and logout leaves an audit entry.
 import asyncio
 import re
 import secrets
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Form, Request
 from starlette.responses import RedirectResponse, Response
 
-from api.admin.access import MayChange, MayRead, cookie_name, is_secure, session_of
+from api.admin.access import MayChange, MayRead, admin_of, cookie_name, is_secure, session_of
 from api.admin.login.sessions import Admin, Role
 from api.admin.pages.base import render
 from api.admin.parts import parts_of
@@ -83,7 +84,7 @@ async def log_out(request: Request, found: MayRead) -> Response:
 @router.post("/api/links")
 async def make_link(request: Request, found: MayChange, role: Role = Role.ADMIN) -> dict[str, Any]:
     """A one-time login link, for someone who cannot or need not type a password."""
-    token = parts_of(request).sessions.make_link(Admin(found.name, role), LINK_TTL_S)
+    token = parts_of(request).sessions.make_link(replace(found, role=role), LINK_TTL_S)
     await _audit(request, "admin.link", found.name, found.name, role=role)
     return {"path": f"/admin/login?token={token}", "ttl_s": LINK_TTL_S}
 
@@ -106,8 +107,7 @@ async def _identify(request: Request, name: str, secret: str) -> tuple[Admin | N
         principal = await asyncio.to_thread(parts.keys.authenticate, secret)
     except BillingError:
         return None, "key"
-    may = principal.may(Scope.ADMIN)
-    return Admin(principal.key_id or principal.tenant) if may else None, "key"
+    return admin_of(principal) if principal.may(Scope.ADMIN) else None, "key"
 
 
 async def _enter(request: Request, found: Admin, how: str, answer: Response) -> Response:
@@ -115,7 +115,7 @@ async def _enter(request: Request, found: Admin, how: str, answer: Response) -> 
     sessions, cookie = parts_of(request).sessions, cookie_name(request)
     sessions.close(request.cookies.get(cookie, ""))
     await _audit(request, "admin.login", found.name, found.name, how=how, role=found.role)
-    token, _ = sessions.open(found, key_id=found.name if how == "key" else "")
+    token, _ = sessions.open(found)
     answer.set_cookie(
         cookie,
         token,
