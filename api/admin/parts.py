@@ -21,7 +21,6 @@ from billing.keys import Principal
 from billing.operations.books import OpenBooks
 from tiers.blocks.keys import PrefixKey
 from tiers.policy.retention import Pin
-from tiers.telemetry.working_set import TrafficReport
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -120,8 +119,6 @@ class CacheAdmin(Protocol):
     async def receipt(self, finished_ns: int) -> Mapping[str, Any] | None:
         """The receipt of the purge that ended at this time, if it is stored."""
         ...
-
-    async def working_set(self) -> TrafficReport: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,6 @@ from cachesvc.operator.storage_meter import StorageCharges
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
 from tiers.policy.retention import Pin, PinError
-from tiers.telemetry.working_set import TrafficReport
 
 T = TypeVar("T")
 
@@ -97,9 +96,6 @@ class CacheOperator:
         """Blocks removed, by tier."""
         removed = await self._done(lambda cache: cache.evict(keys))
         return {str(tier): count for tier, count in removed.items()}
-
-    async def working_set(self) -> TrafficReport:
-        return await self._call(lambda cache: cache.working_set())
 
     async def purge(self, kind: str, name: str, *, by: str, why: str) -> dict[str, Any]:
         """Purges a tenant or group from every tier. Returns the signed receipt, also stored as a

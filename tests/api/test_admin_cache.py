@@ -247,15 +247,6 @@ async def test_a_purge_by_the_page_has_its_receipt_to_download(
     assert (await client.get("/admin/explorer-receipts/1.json")).status_code == 404
 
 
-async def test_the_working_set_is_told(client: httpx.AsyncClient, running: Running) -> None:
-    for number in range(3):
-        running.serve(f"r{number}", list(range(18)))
-    told = (await client.get("/admin/api/cache/working-set")).json()
-    assert told["num_uses"] == 12 and told["working_set_blocks"] == 4
-    assert [point["tier"] for point in told["tiers"]] == ["device", "host", "disk"]
-    assert told["tiers"][0]["hit_rate"] == pytest.approx(2 / 3)
-
-
 @pytest.mark.parametrize(
     ("route", "body"),
     [

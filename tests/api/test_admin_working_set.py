@@ -48,7 +48,7 @@ async def test_advice_is_priced_by_the_card_and_the_measured_traffic() -> None:
         stats=lambda: STATS, working_set=report, books=books, gib_month={"disk": 10**11}
     )
     async with admin_client(parts) as client:
-        told = (await client.get("/admin/api/working-set", headers=OPERATOR)).json()
+        told = (await client.get("/admin/api/cache/working-set", headers=OPERATOR)).json()
     month = 2.0 * 30 * 86_400  # the fake history says two tokens a second
     host, disk = told["advice"]
     assert told["ready"]
@@ -71,8 +71,8 @@ async def test_advice_is_priced_by_the_card_and_the_measured_traffic() -> None:
 async def test_without_a_card_it_is_worth_nothing_and_without_samples_refused() -> None:
     parts = fake_parts(stats=lambda: STATS, working_set=report)
     async with admin_client(parts) as client:
-        told = (await client.get("/admin/api/working-set", headers=OPERATOR)).json()
+        told = (await client.get("/admin/api/cache/working-set", headers=OPERATOR)).json()
         assert {"0.00"} == {each["worth"] for each in told["advice"]}
     async with admin_client(fake_parts()) as client:
-        answer = await client.get("/admin/api/working-set", headers=OPERATOR)
+        answer = await client.get("/admin/api/cache/working-set", headers=OPERATOR)
         assert (400, "unsupported_parameter") == code_of(answer)

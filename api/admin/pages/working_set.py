@@ -24,14 +24,14 @@ from billing.prices.book import Rates
 from tiers.telemetry.working_set import TrafficReport
 from tiers.tier import TierName
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(tags=["admin: cache"])
 
 WINDOW_S = 86_400.0  # of traffic, scaled to a month; a day has busy and quiet hours
 MIN_USES = 100  # blocks requested; a curve from fewer says little
 NO_RATES = Rates(hit_device=0, hit_host=0, hit_disk=0, hit_remote=0, miss=0, output=0)
 
 
-@router.get("/admin/working-set")
+@router.get("/admin/working-set", include_in_schema=False)
 async def working_set(request: Request, found: MayRead) -> Response:
     return render(
         request,
@@ -44,7 +44,7 @@ async def working_set(request: Request, found: MayRead) -> Response:
     )
 
 
-@router.get("/admin/api/working-set")
+@router.get("/admin/api/cache/working-set")
 async def report(request: Request, _: MayRead) -> Response:
     """The curve in bytes of KV, the tiers on it, and advice for one more GiB of each.
 
@@ -69,6 +69,8 @@ def _told(parts: AdminParts, found: TrafficReport) -> dict[str, Any]:
         "num_uses": found.num_uses,
         "num_dropped": found.num_dropped,
         "sampled": found.sampled,
+        "block_tokens": found.block_tokens,
+        "block_bytes": found.block_bytes,
         "working_set_bytes": found.curve.working_set_blocks * found.block_bytes,
         "capacities": [blocks * found.block_bytes for blocks in found.curve.capacities],
         "hit_rates": list(found.curve.hit_rates),

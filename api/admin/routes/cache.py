@@ -1,4 +1,4 @@
-"""/admin/api/cache: pins, evictions, purges and the working set.
+"""/admin/api/cache: pins, evictions and purges.
 
 Every change leaves an audit entry. A change is complete, on disk as well, before its answer.
 """
@@ -66,30 +66,6 @@ class Purging(AdminBody):
 async def pins(request: Request, _: MayRead) -> list[dict[str, Any]]:
     """Every pin in force."""
     return [pin_json(pin) for pin in await cache_admin_of(request).pins()]
-
-
-@router.get("/working-set")
-async def working_set(request: Request, _: MayRead) -> dict[str, Any]:
-    """Hit rate by capacity, estimated from the requests' lookups."""
-    report = await cache_admin_of(request).working_set()
-    return {
-        "capacity_blocks": report.curve.capacities,
-        "hit_rate": report.curve.hit_rates,
-        "working_set_blocks": report.curve.working_set_blocks,
-        "tiers": [
-            {
-                "tier": point.tier,
-                "capacity_blocks": point.capacity_blocks,
-                "hit_rate": point.hit_rate,
-            }
-            for point in report.tiers
-        ],
-        "num_uses": report.num_uses,
-        "num_dropped": report.num_dropped,
-        "sampled": report.sampled,
-        "block_tokens": report.block_tokens,
-        "block_bytes": report.block_bytes,
-    }
 
 
 @router.post("/pin")

@@ -98,7 +98,7 @@
     clearTimeout(timer);
     try {
       if (document.hidden) return;
-      const response = await fetch("/admin/api/working-set", { headers: { Accept: "application/json" } });
+      const response = await fetch("/admin/api/cache/working-set", { headers: { Accept: "application/json" } });
       if (response.status === 401) location.assign(`/admin/login?next=${encodeURIComponent(location.pathname + location.search)}`);
       if (!response.ok) throw new Error(`the server answered ${response.status}`);
       draw(await response.json());
