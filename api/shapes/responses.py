@@ -30,6 +30,10 @@ _UNSERVED = {
 _INCLUDES = frozenset({"reasoning.encrypted_content"})  # accepted; reasoning is never encrypted
 _TEXTS = frozenset({"input_text", "output_text", "text", "refusal", "reasoning_text"})
 
+# OpenAI's bounds. The response repeats these fields, and is stored with them.
+Label = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
+
 
 class Item(Body):
     """One item of the input, of any type."""
@@ -112,11 +116,11 @@ class ResponsesBody(InputBody):
     store: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    metadata: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
+    metadata: Metadata | None = None
+    prompt_cache_key: Label | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    service_tier: str | None = None
-    user: str | None = None
+    service_tier: Label | None = None
+    user: Label | None = None
     cachesvc: Extension | None = None
 
     def generation(self, history: Sequence[Plain]) -> ChatBody:

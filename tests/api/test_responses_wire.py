@@ -132,6 +132,10 @@ async def test_codexs_request_is_a_chat(client: httpx.AsyncClient, house: FakeHo
         ({"tools": [SPAWN, SPAWN]}, "tools"),
         ({"tools": [{**SPAWN, "tools": 5}]}, "tools[0].tools"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
+        ({"metadata": {"a": "x" * 513}}, "metadata.a"),
+        ({"metadata": {f"key{n}": "x" for n in range(17)}}, "metadata"),
+        ({"user": "x" * 513}, "user"),
+        ({"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
     ],
 )
 async def test_what_is_not_served_is_refused_by_its_field(
