@@ -1,7 +1,7 @@
 """`serve`: runs a server from settings until a signal stops it. Main thread.
 
-First it rejects what cannot work: a data directory in use, a missing model, a foreign address. Then
-the port answers. Slow imports and loading come last.
+First it rejects what cannot work: a data directory in use, a missing model, a foreign address, a
+remote tier that cannot be opened. Then the port answers. Slow imports and loading come last.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from cachesvc.importing import importing
 from cachesvc.observability.kv_events import published
 from cachesvc.server.listen import bind, check_address, make_data_dir, url_of
 from cachesvc.server.money import open_money
+from cachesvc.server.remote import check_remote
 from cachesvc.server.startup import Startup, answering
 from cachesvc.server.supervisor import notify
 from engine.models.files import check
@@ -39,6 +40,7 @@ def serve(
     server, startup = settings.server, startup or Startup()
     make_data_dir(server.data_dir)
     check(settings.model.name, settings.model.adapters)
+    check_remote(settings.cache)
     with contextlib.closing(open_money(settings)) as money:
         check_address(server, requires_keys=money.requires_keys)
         stream, over_vllm = EventStream(), settings.engine.backend == "vllm"

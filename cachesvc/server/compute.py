@@ -26,7 +26,6 @@ from tiers.disk.directory import note_elsewhere
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
 from tiers.disk.tier import DiskTier
-from tiers.errors import ConfigurationError
 from tiers.policy.admission import WritePolicy, keeps_copies
 from tiers.policy.quota import QuotaShares
 from tiers.remote.stacked import StackedTier, stack
@@ -134,15 +133,9 @@ def _open_disk(
     stream: EventStream,
     shares: QuotaShares | None,
 ) -> DiskTier | DiskArray | StackedTier | None:
-    if not cache.disk_bytes or not cache.host_bytes:
-        if cache.remote_url:
-            raise ConfigurationError(
-                "cache.remote_url needs the host and disk tiers, because its blocks pass "
-                "through them; "
-                "set cache.host_bytes and cache.disk_bytes, or leave cache.remote_url empty"
-            )
-        return None
     remote = remote_settings(cache)
+    if not cache.disk_bytes or not cache.host_bytes:
+        return None
     opened = remote.open() if remote is not None else None
     above = cache.device_bytes + cache.host_bytes
     behaviour = DiskSettings(

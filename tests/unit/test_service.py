@@ -96,6 +96,21 @@ def test_a_model_that_is_not_there_is_refused_before_torch_is_imported(tmp_path:
     assert "False AdapterError" == refused_without_torch(data, *adapter)
 
 
+def test_tiers_that_cannot_be_are_refused_before_torch_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHESVC_CACHE__POLICY", "sieve")
+    assert "False ConfigError" == refused_without_torch(tmp_path, "--port", "0")
+    monkeypatch.delenv("CACHESVC_CACHE__POLICY")
+    monkeypatch.setenv("CACHESVC_CACHE__REMOTE_URL", "ftp://127.0.0.1/blocks")
+    assert "False ConfigurationError" == refused_without_torch(tmp_path, "--port", "0")
+    no_disk = refused_without_torch(tmp_path, "--port", "0", "--disk-cache", "0")
+    assert "False ConfigError" == no_disk
+    monkeypatch.setenv("CACHESVC_CACHE__REMOTE_URL", "redis://127.0.0.1:1")
+    monkeypatch.setenv("CACHESVC_CACHE__REMOTE_KEY_FILE", str(tmp_path / "nothing"))
+    assert "False ConfigurationError" == refused_without_torch(tmp_path, "--port", "0")
+
+
 def test_the_secret_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
     secret = read_secret(tmp_path)
     assert 32 == len(secret)

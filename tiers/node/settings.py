@@ -43,5 +43,4 @@ class NodeSettings:
                 "with "
                 "--disk-cache-dir, or leave --remote-url out"
             )
-        objects, _ = self.remote.open()
-        objects.close()
+        self.remote.check()

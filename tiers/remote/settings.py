@@ -29,6 +29,11 @@ class RemoteSettings:
     def shown_url(self) -> str:
         return shown_url(self.url)
 
+    def check(self) -> None:
+        """Raises ConfigurationError for what cannot be opened later; asks no store."""
+        objects, _ = self.open()
+        objects.close()
+
     def open(self) -> tuple[ObjectStore, Seal | None]:
         """The store, not asked yet, and the seal. Raises ConfigurationError."""
         seal = read_seal(self.key_file) if self.key_file is not None else None

@@ -212,11 +212,6 @@ def _node(settings: Settings) -> Path | None:
     """The socket of the engine's node; None to run without one."""
     cache, data_dir = settings.cache, settings.server.data_dir
     remote = remote_settings(cache)
-    if remote is not None and not (cache.host_bytes and cache.disk_bytes):
-        raise ConfigError(
-            "cache.remote_url needs the host and disk tiers, because its blocks pass through them; "
-            "set cache.host_bytes and cache.disk_bytes, or leave cache.remote_url empty"
-        )
     if not cache.host_bytes:
         return None
     socket = settings.engine.node or data_dir / NODE_SOCKET
