@@ -1,7 +1,7 @@
-"""Secrets of the data directory: made once, whole, and for their owner's eyes only.
+"""Secrets of the data directory: created once, atomically, readable by their owner only.
 
-The signing key of `receipts` and the secret behind the tenants' salts (`cachesvc.server.money`) are
-such files. Server and command line may ask for one at the same time, from any thread.
+The signing key of `receipts` and the secret behind the tenants' salts (`cachesvc.operator.secret`)
+are such files. Server and command line may request one at the same time, from any thread.
 """
 
 import os
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 def read_or_make(path: Path, fresh: Callable[[], bytes]) -> bytes:
-    """What `path` holds; where there is no such file, `fresh()`, which it holds from then on.
+    """The content of `path`. If the file does not exist, it is created with `fresh()`.
 
-    Written and synced beside it and then linked into place: a crash leaves all of it or none, and
-    of two that make one at once, both return the winner's.
+    The file is written and synced beside it and then linked into place. A crash leaves all of it or
+    none, and of two concurrent callers both return the winner's.
     """
     try:
         return path.read_bytes()

@@ -1,6 +1,6 @@
-"""Ends what is over: holds of an earlier run, holds whose lease ended, grants that expired.
+"""Ends holds of earlier runs, holds with expired leases, and expired grants.
 
-Used by the ledger, on its thread between batches; each end is a command like any other.
+Used by the ledger, on its thread between batches. It uses ordinary commands.
 """
 
 import logging
@@ -25,7 +25,7 @@ BATCH_LIMIT = 512  # of commands in one transaction
 
 
 class Sweeper:
-    """Knows one server's holds: `leases` says when each ends, by the monotonic clock."""
+    """Sweeps one server's holds. `leases` has the end of each, by the monotonic clock."""
 
     def __init__(
         self,
@@ -48,8 +48,10 @@ class Sweeper:
         self._closed: set[tuple[str, str]] = set()  # tenants and months
 
     def recover(self) -> int:
-        """Settle the holds of this server's earlier runs from their journaled progress; gives how
-        many."""
+        """Settles the holds of this server's earlier runs from their recorded progress.
+
+        Returns their number.
+        """
         stale = [
             Reap(hold.tenant, hold.request_id, Outcome.CRASHED, None)
             for hold in self._store.all_holds()
@@ -63,8 +65,11 @@ class Sweeper:
         return done
 
     def sweep(self) -> int:
-        """End the holds whose lease is over; gives how many. Our own are timed by the monotonic
-        clock, so a jump of the wall clock does not end the hold of a running request."""
+        """Ends holds with expired leases and returns their number.
+
+        Our own holds are timed by the monotonic clock, so a jump of the wall clock does not end the
+        hold of a running request.
+        """
         now_ns, now = self._clock_ns(), time.monotonic()
         ended = [
             Reap(hold.tenant, hold.request_id, Outcome.LAPSED, None if mine else now_ns)
@@ -72,14 +77,14 @@ class Sweeper:
             for mine in [hold.boot == self._boot]
             if (self._leases.get(hold.key, 0.0) <= now if mine else hold.expires_ns <= now_ns)
         ]
-        for key, ends in list(self._leases.items()):  # of what was never held, too
+        for key, ends in list(self._leases.items()):  # including those never held
             if ends <= now:
                 self._leases.pop(key, None)
         self._reclaim(lambda advance: advance.expires_ns <= now_ns, now_ns)
         return self._reap(ended) if ended else 0
 
     def _reclaim(self, is_over: Callable[[Advance], bool], now_ns: int | None) -> None:
-        """Give back what servers that are dead held in advance."""
+        """Returns the advances of dead servers."""
         left: list[Command] = [
             Allot(advance.tenant, advance.owner, advance.boot, 0, if_expired_ns=now_ns)
             for advance in self._store.all_advances()
@@ -89,7 +94,7 @@ class Sweeper:
             self._store.apply(left, self._book(), self._clock_ns)
 
     def expire(self) -> int:
-        """End the grants whose time is over; gives how many."""
+        """Ends expired grants and returns their number."""
         now_ns = self._clock_ns()
         with self._store.reading() as connection:
             due = store_expiring.due_grants(connection, now_ns, BATCH_LIMIT)
@@ -105,8 +110,11 @@ class Sweeper:
         return len(entries)
 
     def close_months(self) -> int:
-        """Book what last month was short of its minimum, for each tenant whose card asks one; gives
-        how many. Each is asked once in a run, and booked once however often."""
+        """Books last month's shortfall for each tenant whose card has a minimum; returns their
+        number.
+
+        Each is tried once in a run, and is booked only once.
+        """
         now_ns = self._clock_ns()
         month = month_of(month_ns(month_of(now_ns))[0] - 1)
         bound = {t for card in self._book().cards if card.monthly_minimum for t in card.tenants}
@@ -124,7 +132,7 @@ class Sweeper:
         return len(entries)
 
     def _reap(self, commands: list[Reap]) -> int:
-        """Settles these holds; one that cannot be read keeps no other from its end."""
+        """Settles these holds. One that cannot be read does not stop the others."""
         try:
             results, entries = self._store.apply(
                 cast(list[Command], commands), self._book(), self._clock_ns

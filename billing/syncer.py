@@ -1,10 +1,10 @@
-"""Makes what the ledger's threads wrote durable, and keeps the WAL short.
+"""Makes the ledger's commits durable, and keeps the WAL short.
 
-A thread of the ledger commits without waiting for the disk, leaves word `later` of what moved
-money, and then syncs the log itself: `sync_waiting`. One sync serves all that waits; who comes
-while another thread syncs leaves it to that one. So holds never wait for the disk, nor does the
-next batch; they reach it with the next sync, within a second. Where the store's own commit is
-durable nothing comes here.
+A ledger thread commits without waiting for the disk, registers commands that moved money with
+`later`, and then syncs the log itself (`sync_waiting`). One sync serves all waiting commands. If
+another thread is syncing, it takes over the rest. So neither holds nor the next batch wait for the
+disk; they reach it with the next sync, within a second. If the store's own commits are durable,
+this class is not used.
 
 Copying the log into the database (a checkpoint) is slow and happens on a thread of its own.
 """
@@ -19,14 +19,14 @@ from billing.store.store import LedgerStore
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT_S = 0.5  # how often the log is looked at
-UNSYNCED_S = 0.5  # the longest that holds and progress wait for a sync where no money moves
+CHECKPOINT_S = 0.5  # interval of checks on the log
+UNSYNCED_S = 0.5  # longest wait of holds and progress for a sync while no money moves
 
-Done = Callable[[Exception | None], None]  # told None once durable, else what went wrong
+Done = Callable[[Exception | None], None]  # called with None once durable, else with the error
 
 
 class Syncer:
-    """`start` before use, `close` after, when nobody calls the others any more."""
+    """Call `start` before use, and `close` after the last other call."""
 
     def __init__(self, store: LedgerStore) -> None:
         self._store = store
@@ -43,19 +43,21 @@ class Syncer:
             thread.start()
 
     def close(self) -> None:
-        """After what waits has been made durable."""
+        """Stops after all waiting commits are durable."""
         self._closing.set()
         for thread in self._threads:
             thread.join()
         self._sync()
 
     def later(self, done: Done) -> None:
-        """Call `done` after the next sync, in order. `sync_waiting` is to follow."""
+        """Calls `done` after the next sync, in order. Call `sync_waiting` next."""
         self._waiting.append(done)
 
     def sync_waiting(self) -> None:
-        """Sync what waits and tell it, where no other thread is about it. That one looks again
-        when it is done, so nothing stays behind."""
+        """Syncs and answers what waits, unless another thread is doing so.
+
+        That thread checks again when it is done, so nothing is left behind.
+        """
         while self._waiting and self._syncing.acquire(blocking=False):
             try:
                 self._sync()
@@ -73,7 +75,7 @@ class Syncer:
     def _sync_once(self) -> Exception | None:
         try:
             self._store.sync()
-        except Exception as error:  # told to all that wait
+        except Exception as error:  # passed to all that wait
             log.exception("the ledger's log cannot be synced")
             if isinstance(error, LedgerUnavailable):
                 return error
@@ -81,7 +83,7 @@ class Syncer:
         return None
 
     def _sync_rest(self) -> None:
-        """What no settlement brought to the disk."""
+        """Syncs commits that no settlement has synced."""
         while not self._closing.wait(UNSYNCED_S):
             if self._store.unsynced:
                 with self._syncing:
@@ -92,5 +94,5 @@ class Syncer:
         while not self._closing.wait(CHECKPOINT_S):
             try:
                 self._store.checkpoint()
-            except Exception:  # the top of the thread; the log grows, and nothing is lost
+            except Exception:  # the top of the thread: the log grows, but nothing is lost
                 log.exception("the ledger's log could not be copied into its database")

@@ -4,15 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-# What an admin may limit of a tenant: three counts a minute, and requests running at once.
+# A tenant's limits that admins can set: three counts per minute, and concurrent requests.
 RATE_LIMITS: Final = ("requests", "miss_tokens", "output_tokens", "concurrency")
 MAX_RATE_LIMIT: Final = 10**12
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An account as admins see it. Amounts in units; `available` is what any request may take, None
-    is unlimited."""
+    """An account as admins see it. Amounts are in units.
+
+    `available` is the money available to any request; None is unlimited.
+    """
 
     tenant: str
     currency: str
@@ -46,7 +48,7 @@ class Tenant:
 
 
 def tenant_of(row: Mapping[Any, Any]) -> Tenant:
-    """The tenant of a row of accounts."""
+    """The tenant in a row of accounts."""
     return Tenant(
         tenant=row["tenant"],
         currency=row["currency"],

@@ -18,7 +18,7 @@ START_NS = 1_735_689_600 * NS  # 2025-01-01T00:00:00Z, a Wednesday
 
 
 class ManualClock:
-    """A clock that stands still until told."""
+    """A clock that changes only when set."""
 
     def __init__(self, now_ns: int = START_NS) -> None:
         self.now_ns = now_ns
@@ -32,7 +32,7 @@ class ManualClock:
 
 @dataclass(slots=True)
 class TestLedger:
-    """A running ledger with a tenant `acme` that pays in CNY, and shorthands that wait."""
+    """A running ledger with a tenant `acme` that pays in CNY, and blocking shorthands."""
 
     __test__ = False
 
@@ -53,7 +53,7 @@ class TestLedger:
         return future.result()
 
     def charge(self, request_id: str, usage: Usage, tenant: str = "acme", **context: Any) -> Hold:
-        """Reserve nothing and settle as finished."""
+        """Reserves nothing and settles as finished."""
         hold = self.reserve(request_id, 0, tenant, **context)
         self.ledger.settle(hold, usage, Outcome.FINISHED).result()
         return hold

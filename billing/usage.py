@@ -1,4 +1,4 @@
-"""What a request used, in disjoint classes. Pure values; made by `api.requests.metering`, kept by
+"""A request's usage in disjoint classes. Pure values, made by `api.requests.metering` and stored by
 the ledger.
 """
 
@@ -10,8 +10,9 @@ from billing.errors import InvalidUsage
 
 
 class Counts(Protocol):
-    """The engine's counts, by shape: `engine.request.TokenCounts` fits, and billing imports no
-    engine.
+    """The interface of the engine's counts.
+
+    `engine.request.TokenCounts` implements it, so billing does not import the engine.
     """
 
     @property
@@ -32,11 +33,11 @@ class Counts(Protocol):
 class Usage:
     """Tokens by class. `hit_* + miss` is the prompt, each token in exactly one of them.
 
-    `cache_write` counts computed tokens of the prompt whose blocks were kept for reuse,
-    `explicit_write` those that a request marked to be kept, `cache_write_1h` those marked for an
-    hour or longer. `explicit_hit` says how many of the hits lie in what the request marked. They
-    change a price and are not part of the prompt sum. `storage_token_hours` and
-    `storage_token_minutes` count started hours, or minutes, of each token of a pinned prefix.
+    `cache_write` counts computed prompt tokens whose blocks were committed, `explicit_write` those
+    that the request marked to keep, and `cache_write_1h` those marked for an hour or longer.
+    `explicit_hit` counts the hits within the marked part. They change the price and are not part of
+    the prompt sum. `storage_token_hours` and `storage_token_minutes` count started hours or minutes
+    of each token in a pinned prefix.
     """
 
     hit_device: int = 0
@@ -87,9 +88,10 @@ class Usage:
         written_1h: int = 0,
         marked: int = 0,
     ) -> Self:
-        """Usage of the engine's counts; refuses counts whose hits exceed the prompt.
+        """Usage from the engine's counts. Raises if the hits exceed the prompt.
 
-        `marked` are the leading tokens that the request marked to be kept; hits are leading too.
+        `marked` is the number of leading tokens that the request marked to keep; hits are leading
+        too.
         """
         hit = counts.hit_device + counts.hit_host + counts.hit_disk + counts.hit_remote
         if hit > counts.prompt:
@@ -109,14 +111,14 @@ class Usage:
 
     @classmethod
     def from_record(cls, record: Mapping[str, int]) -> Self:
-        """Usage of a stored record; unknown classes are refused rather than dropped."""
+        """Usage from a stored record. Raises for unknown classes rather than dropping them."""
         unknown = sorted(set(record) - set(CLASSES))
         if unknown:
             raise InvalidUsage(f"unknown usage classes {', '.join(unknown)}")
         return cls(**record)
 
     def record(self) -> dict[str, int]:
-        """The classes that are not zero, as stored and hashed."""
+        """The nonzero classes, as stored and hashed."""
         return {name: count for name in CLASSES if (count := getattr(self, name))}
 
     def __add__(self, other: "Usage") -> "Usage":

@@ -1,4 +1,4 @@
-"""Proof that the ledger is right: named invariants, the audit trail, and re-rating of history.
+"""Proof that the ledger is correct: named invariants, the audit trail, and re-rating of history.
 
 Reads only.
 """

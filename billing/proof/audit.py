@@ -1,9 +1,7 @@
-"""Proves a ledger from nothing but its entries and rate cards, and rebuilds what is derived from
-them.
+"""Proves a ledger from its entries and rate cards alone, and rebuilds derived tables.
 
-Offline and read-only (`verify`); a server may go on beside it. Every named invariant below is
-checked for every entry; a tenant's proof ends at its first entry that differs, for what follows
-hangs on it.
+`verify` is offline and read-only; a server may run meanwhile. Every invariant below is checked for
+every entry. A tenant's proof ends at its first entry that differs, because later ones depend on it.
 
     gapless     numbers run 1, 2, 3, ... and times never go back
     chained     the hash is that of the entry after the one before it
@@ -49,7 +47,7 @@ from billing.store import scoped as store_scoped
 from billing.store import wallets as store_wallets
 from billing.store.store import Connection, LedgerStore
 
-Heads = dict[str, Head]  # by tenant, and of the admin trail
+Heads = dict[str, Head]  # by tenant, and the admin trail's
 Progress = Callable[[int], None]  # called with the number of entries checked
 
 
@@ -59,8 +57,11 @@ def verify(
     heads: Heads | Sequence[Heads] = (),
     progress: Progress | None = None,
 ) -> Proof:
-    """Recompute every hash, charge, balance and rollup. `heads` kept elsewhere, one state of them
-    or several, prove that no tail was cut off or rewritten."""
+    """Recomputes every hash, charge, balance and rollup.
+
+    `heads` stored elsewhere, of one or several states of the ledger, prove that no tail was cut off
+    or rewritten.
+    """
     kept = _by_number(heads)
     with store.reading() as connection:
         proof = Proof()
@@ -100,9 +101,9 @@ def verify(
 
 
 def rebuild(store: LedgerStore) -> Proof:
-    """Derive balances, holds' sums and rollups again from entries and holds. Changes no entry.
+    """Rebuilds balances, holds' sums and rollups from entries and holds. Changes no entry.
 
-    Raises `BillingError` when the entries themselves do not prove.
+    Raises `BillingError` if the entries themselves cannot be proved.
     """
 
     def operation(connection: Connection) -> None:
@@ -131,7 +132,7 @@ def rebuild(store: LedgerStore) -> Proof:
 
 
 def _book(connection: Connection, proof: Proof) -> PriceBook:
-    """The applied cards; a card whose text is not what was applied is a problem of its own."""
+    """The applied cards. A card whose text has changed since is a problem of its own."""
     cards: list[RateCard] = []
     for row in store_accounts.card_rows(connection):
         name = f"rate card {row['name']} {row['version']}"

@@ -1,4 +1,4 @@
-"""An entry as the checks of `billing.proof` see it, and how they say what is wrong with it."""
+"""An entry as the checks of `billing.proof` see it, and the error they raise."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ class Differs(Exception):
 
 
 class Booked(NamedTuple):
-    """An entry, read; `account` is as it was before the entry."""
+    """A decoded entry. `account` is the account before it."""
 
     entry: Entry
     account: TenantAccount
@@ -25,7 +25,7 @@ class Booked(NamedTuple):
 
 
 def same(invariant: str, found: dict[str, int], expected: dict[str, int]) -> None:
-    """Raise where postings are not what they should be."""
+    """Raises `Differs` if postings are not as expected."""
     for name in ACCOUNTS:
         if found.get(name, 0) != expected.get(name, 0):
             raise Differs(

@@ -1,4 +1,4 @@
-"""Checks charges and their corrections: each is its usage times the card that was in force.
+"""Checks charges and their corrections: each is its usage times the card in force.
 
 Used by `billing.proof.replay`, in the order of the entries.
 """
@@ -31,7 +31,7 @@ from billing.usage import Usage
 
 
 class ChargeChecks:
-    """`corrected` names the entries, by tenant and number, that a later entry corrects."""
+    """`corrected` are the entries, by tenant and number, that later entries correct."""
 
     def __init__(
         self, book: PriceBook, history: CardHistory, corrected: set[tuple[str, int]]
@@ -39,7 +39,7 @@ class ChargeChecks:
         self._book = book
         self._history = history
         self._corrected = corrected
-        self._charges: dict[tuple[str, int], dict[str, int]] = {}  # what is left of corrected ones
+        self._charges: dict[tuple[str, int], dict[str, int]] = {}  # the rest of corrected ones
         self._amounts: dict[tuple[str, int], int] = {}
         self._scoped: dict[tuple[str, int], dict[int, int]] = {}  # by the grant's number
         self._taken: dict[
@@ -130,7 +130,8 @@ class ChargeChecks:
     def _check_commitment(
         self, entry: Entry, details: dict[str, Any], pinned: PinnedRate
     ) -> Charge:
-        """A month's minimum: asked by the card, once the month was over, and what it lacks."""
+        """Checks a month's minimum: the card has one, the month was over, and the amount is the
+        shortfall."""
         month = details["commitment"]
         card = committing_card(self._book, entry.tenant, entry.currency, month)
         if card is None or pinned.ref != commitment_ref(card):
@@ -157,7 +158,8 @@ class ChargeChecks:
     def _check_terms(
         self, entry: Entry, details: dict[str, Any], ref: RateRef, admitted_ns: int
     ) -> None:
-        """Window, group and length are the request's; a service tier is what it asked for."""
+        """Checks that window, group and length are the request's. A service tier is as
+        requested."""
         card = self._book.card(ref.card, ref.version)
         first, *factors = ref.window.split(AND)
         service = next((name for name in factors if name in card.services), "")
@@ -171,7 +173,7 @@ class ChargeChecks:
             raise Differs("rated", f"it was admitted in window {window!r}, not {ref.window!r}")
 
     def _check_card(self, entry: Entry, ref: RateRef, admitted_ns: int) -> None:
-        """The card is the one that was in force, and known, at the admission."""
+        """Checks that the card was in force, and known, at the admission."""
         seen = self._history.at(ref.model, admitted_ns, entry.currency, entry.tenant)
         if (ref.card, ref.version) not in seen:
             named = " or ".join(f"{name} {version}" for name, version in sorted(seen)) or "none"

@@ -1,5 +1,7 @@
-"""Proves what persons booked: each deposit, withdrawal and correction has its decision in the admin
-trail, and each decision its entry. Either alone is somebody's work on the database.
+"""Proves decisions by persons: each deposit, withdrawal and correction has its decision in the
+admin trail, and each decision its entry.
+
+If one of the two is missing, somebody has changed the database.
 """
 
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ _Decision = tuple[str, str, str, int, int, str, tuple[str, ...]]
 
 
 class Decisions:
-    """What the entries say that persons decided, by `tenant/number`."""
+    """The persons' decisions recorded in entries, by `tenant/number`."""
 
     def __init__(self) -> None:
         self.booked: dict[str, _Decision] = {}
@@ -40,7 +42,7 @@ class Decisions:
 
 
 def check_decisions(connection: Connection, decisions: Decisions) -> Iterator[Problem]:
-    """What was booked and decided by nobody, was decided otherwise, or never booked."""
+    """Entries without a decision or with another one, and decisions that were never booked."""
     left = dict(decisions.booked)
     for row in store_trail.trail_rows(connection):
         if not row["action"].startswith(_PREFIX):

@@ -1,4 +1,4 @@
-"""Checks the entries that bring or take money: deposits, adjustments of them and ended grants.
+"""Checks the entries that bring or take money: deposits, their adjustments and expired grants.
 
 Used by `billing.proof.replay`, in the order of the entries.
 """
@@ -18,11 +18,11 @@ DEPOSITS = (*INCOMING, Kind.WITHDRAWAL, Kind.CHARGEBACK)
 
 
 class DepositChecks:
-    """`corrected` names the entries, by tenant and number, that a later entry corrects."""
+    """`corrected` are the entries, by tenant and number, that later entries correct."""
 
     def __init__(self, corrected: set[tuple[str, int]]) -> None:
         self._corrected = corrected
-        self._deposits: dict[tuple[str, int], tuple[Kind, int]] = {}  # of those put right
+        self._deposits: dict[tuple[str, int], tuple[Kind, int]] = {}  # of corrected ones
         self._grants: dict[str, dict[int, Grant]] = {}  # by tenant and number
         self.wallets: dict[tuple[str, str], int] = {}  # by tenant and currency
 
@@ -82,7 +82,8 @@ class DepositChecks:
         grant.is_over = True
 
     def check_wallet(self, booked: Booked) -> None:
-        """A wallet never goes below zero, and a conversion is its amount times its rate."""
+        """Checks that a wallet never goes below zero and a conversion is its amount times its
+        rate."""
         entry, account, _, details = booked
         key, moves = (entry.tenant, details["wallet"]), int(details["moves"])
         left = self.wallets.get(key, 0) + moves
@@ -100,7 +101,7 @@ class DepositChecks:
         self.wallets[key] = left
 
     def expiring(self) -> set[tuple[str, int, str, int]]:
-        """The grants that expire and have not."""
+        """The grants that have yet to expire."""
         return {
             (tenant, grant.seq, grant.reference, grant.expires_ns)
             for tenant, grants in self._grants.items()
@@ -110,7 +111,7 @@ class DepositChecks:
 
 
 def _check_moves(booked: Booked, seq: int) -> None:
-    """What an entry moves on scoped grants is what it moves on the one that it names."""
+    """Checks that an entry moves only the scoped grant it names."""
     units = booked.postings.get("scoped", 0)
     if moved_by(booked.details) != ({seq: units} if units else {}):
         raise Differs("corrected", f"it moves {units} units of grant {seq}, and says otherwise")

@@ -1,9 +1,9 @@
-"""Which rate card was in force at an instant, as far as servers could know it then. Pure."""
+"""The rate cards in force at an instant, as far as servers could know them then. Pure."""
 
 from billing.prices.book import NS, PriceBook, RateCard
 
-# A server sees a new card within a second. Clocks of hosts differ, and are set: beyond two minutes
-# the server takes no requests.
+# A server sees a new card within a second. Clocks of hosts differ and are set; beyond two minutes a
+# server takes no requests.
 LAG_NS = 600 * NS
 
 Ref = tuple[str, str]  # a card's name and version
@@ -17,16 +17,16 @@ class CardHistory:
         self._cards = sorted(dated, key=lambda pair: pair[0])
 
     def at(self, model: str, admitted_ns: int, currency: str, tenant: str) -> set[Ref]:
-        """The cards that a request admitted then may have been priced by.
+        """The cards that may have priced a request admitted at that instant.
 
-        A card that was applied well before cannot have been passed over. One that is dated later
-        may have been known all the same: by a clock that was set back since, or, for the hour of a
-        pin, because none priced it when it began.
+        A card applied well before cannot have been missed. A card with a later date may still have
+        been known: if the clock was set back since, or, for an hour of a pin, if no card priced it
+        when it began.
         """
         seen: set[Ref] = set()
         known = [card for at_ns, card in self._cards if at_ns < admitted_ns - LAG_NS]
         others = [card for at_ns, card in self._cards if at_ns >= admitted_ns - LAG_NS]
-        for more in ([], *([card] for card in others)):  # in any order: a clock dated them
+        for more in ([], *([card] for card in others)):  # in any order, because clocks dated them
             _add(seen, [*known, *more], model, admitted_ns, currency, tenant)
         return seen
 

@@ -1,6 +1,4 @@
-"""Proves the invoices: numbers without a gap, and every row as the admin trail says it was issued,
-marked or applied, no more and no fewer.
-"""
+"""Proves the invoices: numbers have no gaps, and rows match the admin trail exactly."""
 
 from collections.abc import Iterator
 
@@ -12,7 +10,7 @@ from billing.store import trail as store_trail
 from billing.store.store import Connection
 
 _PREFIX = "invoice."
-_Name = tuple[str, str]  # what was done, to which number
+_Name = tuple[str, str]  # action and number
 
 
 def check_invoices(connection: Connection) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
-"""Compares what is derived from entries, as stored, with what the entries sum to.
+"""Compares the stored derived tables with the sums of the entries.
 
-Accounts, rollups and the list of grants that expire; and holds, which say what will be charged.
+These are accounts, rollups and the list of expiring grants. Holds are checked too.
 """
 
 from collections.abc import Iterable, Iterator
@@ -46,7 +46,7 @@ def compare_accounts(replay: ProofRun, connection: Connection) -> Iterator[Probl
 
 
 def check_holds(book: PriceBook, connection: Connection) -> Iterator[Problem]:
-    """Each says enough to be settled by."""
+    """Checks that every hold can be settled."""
     for hold in store_reports.hold_list(connection):
         name = f"hold {hold.request_id!r} of tenant {hold.tenant!r}"
         yield from readable(name, partial(_check_hold, hold, book))

@@ -1,7 +1,7 @@
-"""The running server's proof of its ledger: made one at a time, the last one kept.
+"""The running server's proofs of its ledger: one at a time, with the last result kept.
 
-Called off the event loop, by the hourly check and by the admin route. A proof reads every entry: a
-million take 18 s, beside a server that goes on.
+Called off the event loop, by the hourly check and by the admin route. A proof reads every entry: 18
+s for a million, while the server runs.
 """
 
 import threading
@@ -15,7 +15,7 @@ from billing.store.store import LedgerStore
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """A proof, when it was begun, and what it took."""
+    """A proof, its start and its duration."""
 
     proof: Proof
     at_ns: int
@@ -23,7 +23,7 @@ class Proved:
 
 
 class Prover:
-    """Proves one store. Thread-safe: a caller waits for a running proof, then makes its own."""
+    """Proves one store. Thread-safe: a caller waits for a running proof, then runs its own."""
 
     def __init__(self, store: LedgerStore) -> None:
         self._store = store

@@ -1,8 +1,8 @@
-"""A batch of corrections out of a re-rating: what was charged beyond what the cards now say.
+"""A batch of corrections from a re-rating: the amounts charged above the current cards.
 
-A batch is made by one person, written down, and applied by another who names its digest: what was
-looked at is what is booked. Charges that would cost more now stay as they are; entries never take
-money without anyone's consent.
+One person makes a batch and writes it to a file. Another applies it by its digest, so exactly what
+was reviewed is booked. Charges that would cost more now stay as they are: no money is taken without
+consent.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from billing.store.store import LedgerStore
 
 @dataclass(frozen=True, slots=True)
 class Refund:
-    """What one request is given back, a decimal text."""
+    """The refund of one request, as a decimal text."""
 
     tenant: str
     request_id: str
@@ -47,7 +47,7 @@ class RefundBatch:
 
     @property
     def digest(self) -> str:
-        """Names exactly these refunds."""
+        """A digest of exactly these refunds."""
         lines = orjson.dumps([asdict(refund) for refund in self.refunds])
         return hashlib.sha256(b"cachesvc.refunds.v1\0" + lines).hexdigest()[:16]
 
@@ -69,7 +69,7 @@ class RefundBatch:
 
 
 def read_batch(text: bytes) -> RefundBatch:
-    """The batch that a document says. Raises `BillingError` where its digest is another."""
+    """The batch in a document. Raises `BillingError` if the digest differs."""
     try:
         data = orjson.loads(text)
         refunds = tuple(Refund(**refund) for refund in data["refunds"])
@@ -94,7 +94,7 @@ def make_batch(
     since_ns: int = 0,
     tenant: str | None = None,
 ) -> RefundBatch:
-    """What every charge since an instant cost beyond its price under `pricing`; books nothing."""
+    """The excess of every charge since an instant over its price under `pricing`. Books nothing."""
     refunds: list[Refund] = []
     dearer = 0
     with store.reading() as connection:
@@ -116,8 +116,10 @@ def make_batch(
 
 
 def _excess(entry: Entry, pricing: Pricing, corrections: Collection[Entry]) -> int:
-    """What is left of a charge beyond its price now; zero where it has none, or was settled late
-    by another usage."""
+    """The rest of a charge above its current price.
+
+    Zero if it has no price, or was settled late with another usage.
+    """
     details = entry.details
     moment_ns = details.get("admitted_ns", entry.moment_ns)
     try:

@@ -1,4 +1,4 @@
-"""Walks a ledger's entries in order, checks each and keeps what they sum to.
+"""Walks a ledger's entries in order, checks each, and keeps their sums.
 
 Used by `billing.proof.audit`, which names the invariants.
 """
@@ -22,7 +22,7 @@ KeptHeads = dict[
 
 
 class ProofRun:
-    """Walks entries in order and keeps what they sum to."""
+    """Walks entries in order and keeps their sums."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ProofRun:
         return found
 
     def take(self, entry: Entry) -> None:
-        """Check one entry and add it; ignores the rest of a chain that has differed."""
+        """Checks an entry and adds it. Ignores the rest of a chain after a difference."""
         if entry.tenant in self.problems:
             return
         try:
@@ -77,7 +77,8 @@ class ProofRun:
         account.take(entry, booked.details)
 
     def _chained(self, entry: Entry, account: TenantAccount) -> bytes:
-        """The entry's hash, once it follows the entry before it and what was written down."""
+        """The entry's hash, after checking that it follows the previous entry and matches the given
+        heads."""
         if entry.seq != account.seq + 1:
             raise Differs("gapless", f"it follows entry {account.seq}")
         if entry.at_ns < account.at_ns:
@@ -120,7 +121,7 @@ class ProofRun:
             raise Differs("readable", f"{entry.kind!r} is not a kind of entry")
 
     def _check_found_by(self, entry: Entry, details: dict[str, Any]) -> None:
-        """The columns that an entry is found by say what its body says."""
+        """Checks that the indexed columns match the body."""
         copy = self._corrections.get((entry.tenant, entry.seq))
         if copy != (details["corrects"] if entry.kind in CORRECTING else None):
             raise Differs("corrected", f"it is found by {copy} as what it corrects")
@@ -130,13 +131,13 @@ class ProofRun:
             raise Differs("billed", "it is billed after it was made")
 
     def used(self) -> dict[Used, int]:
-        """The included tokens that were spent."""
+        """The spent included tokens."""
         return {key: tokens for key, tokens in self._charges.used.items() if tokens}
 
     def wallets(self) -> dict[tuple[str, str], int]:
-        """What is in tenants' wallets, by tenant and currency."""
+        """Wallet balances by tenant and currency."""
         return {key: amount for key, amount in self._deposits.wallets.items() if amount}
 
     def expiring(self) -> set[tuple[str, int, str, int]]:
-        """The grants that expire and have not."""
+        """The grants that have yet to expire."""
         return self._deposits.expiring()

@@ -1,7 +1,6 @@
-"""Rates real history again: under a card that is not applied yet, or under the book as it stands.
+"""Re-rates real history under a card not yet applied, or under the current book.
 
-Read-only. A plan keeps each request's usage and admission instant, and asks what it would have
-cost.
+Read-only. A plan keeps each request's usage and admission and computes what it would have cost.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ Pricing = Callable[[str, int, str, Terms], PinnedRate | None]
 
 @dataclass(slots=True)
 class Difference:
-    """One tenant's model: what was charged and what would have been, in units."""
+    """Per tenant and model: the amounts charged and under the plan, in units."""
 
     tenant: str
     model: str
@@ -38,9 +37,10 @@ class Difference:
 
 @dataclass(slots=True)
 class Plan:
-    """Differences by tenant and model, and the first few requests that would cost otherwise.
+    """Differences by tenant and model, and the first few requests with another price.
 
-    `unpriced` are those that have no price now; charges in other currencies stay as they are.
+    `unpriced` are requests without a price under the plan. Charges in other currencies do not
+    change.
     """
 
     rows: list[Difference] = field(default_factory=list)
@@ -54,7 +54,7 @@ SHOWN = 20
 
 
 def under_card(card: RateCard) -> Pricing:
-    """What requests would cost if this card had been in force; None in other currencies.
+    """Prices requests as if this card had been in force; None in other currencies.
 
     Raises `NoPrice`.
     """
@@ -68,17 +68,17 @@ def under_card(card: RateCard) -> Pricing:
 
 
 def under_book(book: PriceBook) -> Pricing:
-    """What the book as it stands says of each request's admission instant."""
+    """Prices requests by the current book at their admission instant."""
     return book.at
 
 
 def is_priced(entry: Entry) -> bool:
-    """Whether it is a charge of tokens, and not the minimum of a month."""
+    """Whether it is a charge for tokens, not the minimum of a month."""
     return entry.kind is Kind.CHARGE and "commitment" not in entry.details
 
 
 def terms_of(entry: Entry) -> Terms:
-    """Those of a charge, as far as it says them: a service tier that its card had."""
+    """The terms of a charge. A service tier is included only if its card had it."""
     details = entry.details
     _, *factors = details["window"].split(AND)
     prompt = Usage.from_record(details.get("usage", {})).prompt
@@ -88,7 +88,7 @@ def terms_of(entry: Entry) -> Terms:
 def rerate(
     store: LedgerStore, pricing: Pricing, *, since_ns: int = 0, tenant: str | None = None
 ) -> Plan:
-    """Rate every charge since an instant under `pricing`; changes nothing."""
+    """Rates every charge since an instant under `pricing`. Changes nothing."""
     plan = Plan()
     rows: dict[tuple[str, str], Difference] = {}
     unpriced: dict[tuple[str, str], Difference] = {}

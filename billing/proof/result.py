@@ -1,5 +1,4 @@
-"""What a proof of the ledger found. Values; made by `billing.proof.audit` and
-`billing.proof.trail`."""
+"""The findings of a proof. Values, made by `billing.proof.audit` and `billing.proof.trail`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -8,13 +7,13 @@ from billing.errors import BillingError
 
 Head = tuple[int, str]  # number and hash of the last entry of a chain
 
-# What reading a row raises that somebody wrote by hand.
+# Errors from reading a row that somebody changed by hand.
 UNREADABLE = (BillingError, ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The first thing that differs in a tenant's chain, or in a projection (`seq` 0)."""
+    """The first difference in a tenant's chain, or in a projection (`seq` 0)."""
 
     tenant: str
     seq: int
@@ -30,8 +29,10 @@ class Problem:
 
 @dataclass(slots=True)
 class Proof:
-    """What `verify` found. `heads` are those of the tenants' chains and of the admin trail, to keep
-    elsewhere and compare."""
+    """The result of `verify`.
+
+    `heads` are those of the tenants' chains and of the admin trail, to store elsewhere and compare.
+    """
 
     num_entries: int = 0
     num_tenants: int = 0
@@ -45,7 +46,7 @@ class Proof:
 
 
 def readable(what: str, check: Callable[[], Iterable[Problem]]) -> list[Problem]:
-    """The problems that a check finds; that it cannot read what it checks is one, too."""
+    """The problems that a check finds. Unreadable data is a problem too."""
     found: list[Problem] = []
     try:
         found.extend(check())

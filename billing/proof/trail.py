@@ -1,10 +1,10 @@
-"""Proves what admins decided: the trail is one chain, and what stands is what it says.
+"""Proves admins' decisions: the trail is one chain, and the tables match it.
 
     trailed     the admin trail is chained without a gap
     decided     credit and rate limits, suspensions, projects, keys and rate cards are those of the
                 trail, no more and no fewer
 
-A key's secret is not in the trail, nor when a tenant or project was made but the trail's own time.
+Key secrets are not in the trail. The creation time of a tenant or project is the trail's own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,12 +18,12 @@ from billing.store import accounts as store_accounts
 from billing.store import trail as store_trail
 from billing.store.store import Connection
 
-TRAIL = "admin trail"  # among heads; no tenant's name has a space
+TRAIL = "admin trail"  # its name among heads; tenants' names have no space
 
-ABOUT = "about "  # an instant that an earlier version did not write into the trail
+ABOUT = "about "  # marks an instant that an earlier version did not record
 
 Row = Mapping[Any, Any]
-_Name = tuple[str, str]  # kind of thing, name
+_Name = tuple[str, str]  # kind and name
 _Facts = dict[_Name, dict[str, str | None]]
 _CARD_FACTS = ("name", "version", "valid_from_ns", "applied_ns", "digest")
 _MADE_BY = {
@@ -38,7 +38,7 @@ _MADE_BY = {
 
 
 def check_trail(connection: Connection, written_down: Mapping[int, set[str]]) -> Iterator[Problem]:
-    """The first row that differs, else the first thing that is not as the trail has it."""
+    """The first row that differs, else the first fact that does not match the trail."""
     rows = store_trail.trail_rows(connection)
     broken = [*_check_chain(rows, written_down)]
     yield from broken or _differences(_standing(connection), _decided(rows))
@@ -68,11 +68,11 @@ def _check_chain(rows: Sequence[Row], written_down: Mapping[int, set[str]]) -> I
 
 
 def _decided(rows: Iterable[Row]) -> _Facts:
-    """What the trail says of everything that it made."""
+    """The facts that result from the trail."""
     facts: _Facts = {}
     for row in rows:
         kind = _MADE_BY.get(row["action"])
-        if row["action"] == "tenant.rates":  # tells all limits that are left
+        if row["action"] == "tenant.rates":  # has all remaining limits
             facts.pop(("limits of tenant", row["subject"]), None)
             if limits := _texts(orjson.loads(row["after"])):
                 facts["limits of tenant", row["subject"]] = limits
@@ -85,7 +85,7 @@ def _decided(rows: Iterable[Row]) -> _Facts:
 
 
 def _standing(connection: Connection) -> _Facts:
-    """The same of what stands, by its tables."""
+    """The same facts from the tables."""
     facts: _Facts = {}
     for row in store_accounts.tenant_rows(connection):
         facts["tenant", row["tenant"]] = _texts(
@@ -105,7 +105,7 @@ def _standing(connection: Connection) -> _Facts:
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str | None]:
-    """As the trail writes amounts and switches: texts, also of what it wrote as numbers."""
+    """Amounts and switches as texts, including those the trail once wrote as numbers."""
     return {name: None if value is None else str(value) for name, value in values.items()}
 
 

@@ -1,5 +1,5 @@
-"""Entries of the ledger at a metering service: CloudEvents (OpenMeter), Stripe meters, Lago.
+"""Sends ledger entries to a metering service: CloudEvents (OpenMeter), Stripe meters, Lago.
 
-Each format says how an entry is told and what an answer means; `delivery` sends and keeps what was
-refused; `reconcile` compares with what the service has. Knows no HTTP server, only a client.
+A format defines an entry's events and the meaning of answers. `delivery` sends them and keeps
+refused ones; `reconcile` compares with the service's data. HTTP client only.
 """

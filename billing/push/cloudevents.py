@@ -1,4 +1,4 @@
-"""Batches of CloudEvents 1.0 over HTTP, as OpenMeter takes them: every entry, deposits too."""
+"""Batches of CloudEvents 1.0 over HTTP, as for OpenMeter: every entry, including deposits."""
 
 from collections.abc import Mapping, Sequence
 

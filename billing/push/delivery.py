@@ -1,8 +1,8 @@
-"""Sends what is new to a metering service, and keeps what it refused to try it again.
+"""Sends new entries to a metering service, and keeps refused events for another try.
 
-The chains are the outbox and an export's position is how far it was emptied. An event that the
-service refuses for what it says would be refused for ever: it is kept aside with the reason, told,
-and tried again by each later export. Called off the event loop, by one thread.
+The chains are the outbox, and an export's position says how far it has been sent. An event that is
+refused for its content must not block the rest: it is stored with the reason, reported, and retried
+by each later export. Called off the event loop, by one thread.
 """
 
 import time
@@ -24,15 +24,15 @@ from billing.store import push as rows
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
 
-ALL_REFUSED = 20  # refused in a row and none taken: the service is set up wrongly, not the events
-TRIED_AGAIN = 1_000  # refused events that one export tries again
+ALL_REFUSED = 20  # refused in a row and none accepted: the service's setup is wrong, not the events
+TRIED_AGAIN = 1_000  # refused events that one export retries
 SHOWN = 20
 Refused = dict[str, tuple[PushEvent, str]]  # by id, with the reason
 
 
 @dataclass(slots=True)
 class Delivery:
-    """What came of an export. `refused` says why by event; `unknown` are tenants left out."""
+    """The result of an export. `refused` has the reason by event; `unknown` are skipped tenants."""
 
     sent: int = 0
     refused: dict[str, str] = field(default_factory=dict)
@@ -51,8 +51,10 @@ class Delivery:
 def deliver(
     store: LedgerStore, name: str, to: Format, clock_ns: Callable[[], int] = time.time_ns
 ) -> Delivery:
-    """Send every entry after the position of the export `name`. Raises `ExportError`; what was
-    taken until then is noted."""
+    """Sends every entry after the position of the export `name`.
+
+    Raises `ExportError`; entries accepted until then are recorded.
+    """
     sender = Sender(store, name, to, clock_ns)
     sender.try_again()
     with store.reading() as connection:
@@ -80,7 +82,7 @@ class Sender:
         self.done = Delivery()
 
     def take(self, entries: Iterable[Entry]) -> None:
-        """Returns once each event of theirs was taken or is kept as refused."""
+        """Sends the entries' events. Returns once each was accepted or stored as refused."""
         events = (event for entry in entries for event in self._to.events(entry))
         for batch in batches(events, self._to.batch):
             refused = self._send(batch)
@@ -97,7 +99,7 @@ class Sender:
         )
 
     def try_again(self) -> None:
-        """Send what earlier exports had refused."""
+        """Retries events refused by earlier exports."""
         with self._store.reading() as connection:
             kept = rows.refused_rows(connection, self._name, TRIED_AGAIN)
             found = [event for row in kept for event in self._again(connection, row)]
@@ -110,7 +112,8 @@ class Sender:
             self._note(refused)
 
     def alarm(self) -> None:
-        """Tell of what was refused, once a day; a server with `billing.alerts_to` delivers it."""
+        """Reports refused events once a day; a server with `billing.alerts_to` delivers the
+        alert."""
         if not self.done.refused:
             return
         now_ns = self._clock_ns()
@@ -152,7 +155,7 @@ class Sender:
         self._store.retrying(lambda open_: rows.put_refused(self._store, open_, kept))
 
     def _send(self, events: Sequence[PushEvent]) -> Refused:
-        """Those that were refused, by id, with the reason."""
+        """Sends events. Returns the refused ones by id, with the reason."""
         answer = self._ask(events)
         if answer.status < 300:
             self._any_taken = True
@@ -160,7 +163,7 @@ class Sender:
         faults = self._to.faults(answer, events)
         if faults is None and len(events) == 1:
             faults = {0: answer.said}
-        if faults is None:  # it may be any of them
+        if faults is None:  # unknown which
             return {name: each for event in events for name, each in self._send([event]).items()}
         if HAS_IT in faults.values():
             self._any_taken = True
@@ -177,7 +180,7 @@ class Sender:
         except post.Unauthorised:
             if session is None or not self._token:
                 raise
-            self._token = self._new_token(session)  # the one that was, ended
+            self._token = self._new_token(session)  # the previous one has expired
             return post.ask(self._to.call(events, self._token))
 
     def _new_token(self, session: Call) -> str:

@@ -1,4 +1,4 @@
-"""What a format of a metering service tells: events, calls, and the meaning of answers. Pure."""
+"""The interface of a metering service's format: events, calls and the meaning of answers. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from billing.gate.entries import Entry
 
 @dataclass(frozen=True, slots=True)
 class PushEvent:
-    """A part of an entry as a service takes it; the service drops an `id` that it has."""
+    """A part of an entry as a service's event. The service drops repeated `id`s."""
 
     id: str
     tenant: str
@@ -29,7 +29,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`said` is the body as text, cut short."""
+    """`said` is the body as text, truncated."""
 
     status: int
     body: bytes
@@ -39,11 +39,11 @@ class Answer:
         return f"{self.status} {self.body[:200].decode(errors='replace').strip()}".strip()
 
 
-HAS_IT = ""  # why an event was refused: the service has it already
+HAS_IT = ""  # reason of a refusal: the service already has the event
 
 
 class Format(Protocol):
-    """How a service wants events. No thread, no clock, no socket."""
+    """A service's event format. No thread, no clock, no socket."""
 
     url: str
     batch: int  # events in a call
@@ -53,17 +53,19 @@ class Format(Protocol):
         ...
 
     def events(self, entry: Entry) -> list[PushEvent]:
-        """None for an entry that the service has no word for, such as a deposit."""
+        """The events of an entry; empty if the service has none for it, such as for a deposit."""
         ...
 
     def call(self, events: Sequence[PushEvent], token: str) -> Call: ...
 
     def session(self) -> Call | None:
-        """A call whose answer has the token for `call`; None: the secret key itself is it."""
+        """A call whose answer contains the token for `call`; None if the secret key itself is the
+        token."""
         ...
 
     def faults(self, answer: Answer, events: Sequence[PushEvent]) -> Mapping[int, str] | None:
-        """Why events were refused, by their place; `HAS_IT` is no fault. None: it does not say."""
+        """Reasons of refused events by index; `HAS_IT` is no fault. None if the answer does not
+        say."""
         ...
 
 

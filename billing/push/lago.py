@@ -1,9 +1,10 @@
 """Lago's usage events: one for each charge and correction, its tokens and amount as properties.
 
-`lago+https://api.getlago.com?code=NAME` names the code of the billable metrics; a tenant's external
-subscription id is its name, where no buyer says another. Facts: getlago/lago-api, events_controller
-and services/events, read in 2026: a batch of up to 100 is saved whole or not at all, refused with
-422 and `error_details` by place; a `transaction_id` that stands is `value_already_exist`.
+`lago+https://api.getlago.com?code=NAME` names the code of the billable metrics. A tenant's external
+subscription id is its name, unless its buyer has another. Facts: getlago/lago-api,
+events_controller and services/events, read in 2026: a batch of up to 100 is saved whole or not at
+all, refused with 422 and `error_details` by place; a `transaction_id` that stands is
+`value_already_exist`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,7 @@ class LagoEvents:
         return Call(self.url, data, self._headers())
 
     def page(self, number: int) -> Call:
-        """A page of the events that Lago has."""
+        """The call for a page of Lago's events."""
         query = urlencode({"code": self._code, "page": number, "per_page": 100})
         return Call(f"{self._events}?{query}", None, self._headers())
 
@@ -81,7 +82,7 @@ class LagoEvents:
 
 
 def tells(entry: Entry) -> bool:
-    """Whether Lago gets an entry: usage does, deposits do not."""
+    """Whether an entry is sent to Lago: usage is, deposits are not."""
     return entry.kind in (Kind.CHARGE, Kind.CORRECTION)
 
 

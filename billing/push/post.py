@@ -1,4 +1,4 @@
-"""HTTP to a metering service: what passes is tried again, as the service asks. No event loop."""
+"""HTTP to a metering service, with retries as the service asks. Blocks."""
 
 import time
 import urllib.request
@@ -16,17 +16,17 @@ LONGEST_WAIT_S = 60.0
 MOST_BYTES = 64 << 20  # of an answer
 PASSING = (408, 409, 425, 429, 500, 502, 503, 504)
 UNAUTHORISED = 401
-OF_EVENTS = (400, 413, 422)  # something is wrong with what was sent; other refusals are of all
+OF_EVENTS = (400, 413, 422)  # the content was refused; other statuses concern every call
 
 
 class Unauthorised(ExportError):
-    """The key or the token is not, or no longer, taken."""
+    """The key or the token is not accepted, or no longer."""
 
 
 def ask(call: Call) -> Answer:
-    """The answer to a call: taken (2xx), or refused for what it sends (`OF_EVENTS`).
+    """The answer to a call: accepted (2xx), or refused for its content (`OF_EVENTS`).
 
-    Raises `ExportError` if the service is away or refuses our credentials.
+    Raises `ExportError` if the service is unreachable or refuses our credentials.
     """
     wait_s = FIRST_WAIT_S
     for left in reversed(range(TRIES)):
@@ -57,7 +57,7 @@ def _once(call: Call) -> outgoing.Reply:
 
 
 def _asks_for_retry(status: int, headers: Message) -> bool:
-    """Stripe says it in a header of its own; the others by the status."""
+    """Stripe has its own header for this; the others use the status."""
     said = headers.get("stripe-should-retry", "")
     return said == "true" or (said != "false" and status in PASSING)
 

@@ -1,4 +1,4 @@
-"""Which format a URL asks for: `https://` CloudEvents, `stripe+https://`, `lago+https://`."""
+"""The format for a URL: `https://` CloudEvents, `stripe+https://`, `lago+https://`."""
 
 from collections.abc import Mapping
 from urllib.parse import parse_qsl, urlsplit
@@ -13,21 +13,21 @@ from billing.store import invoices as rows
 from billing.store.store import LedgerStore
 
 SCHEMES = ("https://", "http://")
-KINDS = {"stripe": {"tokens", "amount"}, "lago": {"code"}}  # and what their URLs may say
+KINDS = {"stripe": {"tokens", "amount"}, "lago": {"code"}}  # with the parameters of their URLs
 
 
 def is_receiver(to: str) -> bool:
-    """Whether this names a service, and not a file."""
+    """Whether this names a service rather than a file."""
     return _split(to)[1].startswith(SCHEMES)
 
 
 def kind_of(to: str) -> str:
-    """`stripe`, `lago`, or nothing for CloudEvents."""
+    """`stripe`, `lago`, or empty for CloudEvents."""
     return _split(to)[0]
 
 
 def find_format(to: str, token: str, source: str, store: LedgerStore) -> Format:
-    """Raises `ExportError` for a URL that says what its service does not know."""
+    """The format. Raises `ExportError` for a URL with unknown parameters."""
     kind, url = _split(to)
     if not kind:
         return CloudEvents(url, token, source)
@@ -53,7 +53,7 @@ def _split(to: str) -> tuple[str, str]:
 
 
 def _customers(store: LedgerStore) -> Mapping[str, str]:
-    """What the services call tenants: `external_id` of the buyers of invoices."""
+    """The services' ids of tenants: `external_id` of the invoices' buyers."""
     with store.reading() as connection:
         applied = rows.parties_rows(connection)
     buyers = parse_parties(applied[-1]["text"]).buyers if applied else {}

@@ -1,7 +1,7 @@
-"""What was sent against what a metering service has.
+"""Compares what was sent with a metering service's data.
 
-CloudEvents and Lago tell their events one by one, and each is compared by id and hash. Stripe tells
-sums, and each day of a customer is compared.
+CloudEvents and Lago return single events, compared by id and hash. Stripe returns sums, compared by
+customer and day.
 """
 
 import json
@@ -29,17 +29,17 @@ from billing.store.store import LedgerStore
 
 SHOWN = 20  # ids of each kind in a report
 DAY_S = 86_400
-NEAR = Decimal("1e-9")  # of a sum that Stripe tells as a float
+NEAR = Decimal("1e-9")  # tolerance for a sum that Stripe returns as a float
 
 
 @dataclass(slots=True)
 class Reconciliation:
-    """The events that were sent against those that a service has; or days, where it tells sums."""
+    """Counts of compared events, or of days if the service returns sums."""
 
     sent: int = 0
     found: int = 0
-    repeated: int = 0  # harmless where the service drops what it has
-    refused: int = 0  # kept aside, and tried again by the next export
+    repeated: int = 0  # harmless if the service drops repeated ids
+    refused: int = 0  # stored, and retried by the next export
     missing: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -66,9 +66,9 @@ def reconcile(
     events: Iterable[Any],
     tells: Callable[[Entry], bool] = lambda _: True,
 ) -> Reconciliation:
-    """Compare what the export `name` sent with `events`, in any order. Raises `ExportError`.
+    """Compares the entries sent by export `name` with `events`, in any order. Raises `ExportError`.
 
-    `tells` says which entries the service gets.
+    `tells` selects the entries that the service gets.
     """
     report, has = Reconciliation(), dict[str, str]()
     for event in events:
@@ -90,7 +90,7 @@ def reconcile(
 
 
 def sent_entries(store: LedgerStore, name: str) -> Iterator[Entry]:
-    """What the export `name` came past."""
+    """The entries before the position of export `name`."""
     with store.reading() as connection:
         for tenant, last in sorted(store_reports.cursors(connection, name).items()):
             yield from store_reports.stream_entries(connection, tenant, until=last)
@@ -102,12 +102,12 @@ def _num_refused(store: LedgerStore, name: str) -> int:
 
 
 def _known(event: Any, source: str) -> tuple[str, str] | None:
-    """The id of an entry and its hash as a service tells them; None: another ledger's."""
+    """An entry's id and hash in a service's event; None for another ledger's event."""
     try:
         if "transaction_id" in event:
             mine, _, key = str(event["transaction_id"]).partition("/")
             return (key, str(event["properties"]["hash"])) if mine == source else None
-        event = event.get("event", event)  # OpenMeter wraps each in what it knows of it
+        event = event.get("event", event)  # OpenMeter wraps events in its own data
         if event["source"] != source:
             return None
         return str(event["id"]), str(event["data"]["hash"])
@@ -214,7 +214,7 @@ def _stripe_list(
 
 
 def lago_events(to: LagoEvents) -> Iterator[Any]:
-    """Every event that Lago has under the code, page by page."""
+    """Every event in Lago with the code, page by page."""
     number: int | None = 1
     while number:
         answer = post.ask(to.page(number))
@@ -229,7 +229,7 @@ def lago_events(to: LagoEvents) -> Iterator[Any]:
 
 
 def read_events(where: str, to: Format | None = None, token: str = "") -> list[Any]:
-    """The events that a service has: a JSON list, or a document a line, at a URL or in a file.
+    """A service's events: a JSON list or JSON lines, from a URL or a file.
 
     Raises `ExportError`.
     """

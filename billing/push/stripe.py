@@ -21,7 +21,7 @@ from billing.money import format_units
 from billing.push.events import HAS_IT, Answer, Call, PushEvent
 from billing.reports.export import entry_id
 
-TOKENS = "cachesvc_tokens"  # the meter, where the URL names none
+TOKENS = "cachesvc_tokens"  # the meter if the URL names none
 LONGEST_ID = 100
 VERSION = "2024-09-30.acacia"  # the first with the stream
 STREAM_HOSTS = {"api.stripe.com": "meter-events.stripe.com"}
@@ -58,7 +58,7 @@ class StripeMeters:
         return [self._event(entry, *each) for each in self.values(entry)]
 
     def values(self, entry: Entry) -> Iterator[tuple[str, str, str]]:
-        """Of an entry: a meter's event name, what is counted, and the value."""
+        """For each meter of an entry: event name, counted class and value."""
         if entry.kind is Kind.CHARGE and "tokens" in self.meters:
             for name, count in entry.details.get("usage", {}).items():
                 yield self.meters["tokens"], name, str(count)

@@ -1,4 +1,4 @@
-"""What people take away: usage, statements, revenue, receipts and exports.
+"""Reports: usage, statements, revenue, receipts and exports.
 
 Reads only; amounts come from the ledger.
 """

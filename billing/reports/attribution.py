@@ -1,7 +1,7 @@
-"""Who asked: the user, session or tag of a charge, and which of them a report lists. Pure.
+"""Attribution of charges to users, sessions and tags, and which of them a report lists. Pure.
 
-Callers name users and tags, so there can be a new one in every request. A report lists the dearest
-and sums the rest: the memory for it does not depend on how many there are, and no sum is estimated.
+Callers name users and tags, so every request can have a new one. A report lists the most expensive
+and sums the rest. Its memory does not depend on their number, and no sum is estimated.
 """
 
 from billing.errors import InvalidName
@@ -9,10 +9,10 @@ from billing.gate.entries import Entry
 from billing.names import check_text
 
 LISTED = 100  # parts of a tenant in a report
-TRACKED = 1_000  # while it looks for the dearest
+TRACKED = 1_000  # candidates for the most expensive
 OTHERS = "(others)"
 NOBODY = "-"
-OF_ROLLUPS = {"model": "model", "project": "project", "key": "key_id"}  # and the column
+OF_ROLLUPS = {"model": "model", "project": "project", "key": "key_id"}  # word and column
 OF_REQUESTS = ("session", "user")
 TAG = "tag:"
 SPLITS = (*OF_ROLLUPS, *OF_REQUESTS, f"{TAG}NAME")
@@ -20,7 +20,7 @@ LONGEST = 80
 
 
 def check_split(text: str) -> str:
-    """Raises `InvalidName` for a word that usage cannot be split by."""
+    """The split. Raises `InvalidName` if usage cannot be split by this word."""
     is_tag = text.startswith(TAG) and text != TAG and len(text) <= LONGEST
     if is_tag:
         return check_text(text, "breakdown")
@@ -30,7 +30,7 @@ def check_split(text: str) -> str:
 
 
 def part_of(split: str, entry: Entry) -> str:
-    """Whose a charge is, where it is split by what a request says of itself."""
+    """The part of a charge, for splits by a request's own labels."""
     details = entry.details
     if split.startswith(TAG):
         found = details.get("tags", {}).get(split.removeprefix(TAG))
@@ -40,9 +40,9 @@ def part_of(split: str, entry: Entry) -> str:
 
 
 class HeavyParts:
-    """Finds the dearest parts among any number of them, in bounded memory (Misra and Gries, 1982).
+    """Finds the most expensive of any number of parts, in bounded memory (Misra and Gries, 1982).
 
-    Whatever costs more than a thousandth of the whole is among those that are left at the end.
+    Every part that costs more than a thousandth of the total is among the result.
     """
 
     def __init__(self, most: int = TRACKED) -> None:

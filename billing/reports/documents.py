@@ -58,7 +58,7 @@ def tenant_document(tenant: Tenant) -> Document:
 
 
 def key_document(info: KeyInfo, now_ns: int) -> Document:
-    """Everything about a key but the key."""
+    """A key's data without the key itself."""
     return {
         "id": info.key_id,
         "prefix": info.prefix,
@@ -81,7 +81,7 @@ def key_state(info: KeyInfo, now_ns: int) -> str:
 
 
 def card_document(card: RateCard) -> Document:
-    """A card; prices are per million tokens, and `-` where the card prices no such class."""
+    """A card. Prices are per million tokens; `-` means that the card has no such price."""
     return {
         "name": card.name,
         "version": card.version,
@@ -136,19 +136,19 @@ def card_document(card: RateCard) -> Document:
 
 
 def _priced(price: ModelPrice) -> list[tuple[str, Rates]]:
-    """A model's rates by window, and by the lengths that prompts are above."""
+    """A model's rates by window and by exceeded prompt length."""
     by_length = [(f"{ABOVE}{length}", rates) for length, rates in sorted(price.above.items())]
     return [*price.rates.items(), *by_length]
 
 
 def _decimal(factor: Fraction) -> str:
-    """A factor as a decimal; it was read from one, so that it has one."""
+    """A factor as a decimal, which is exact because it was read from one."""
     return str(_CONTEXT.divide(Decimal(factor.numerator), Decimal(factor.denominator)))
 
 
 def price_text(rates: Rates, name: str) -> str:
     units = getattr(rates, name)
-    if name == "explicit_hit":  # said as on the card, and kept as the difference
+    if name == "explicit_hit":  # shown as on the card; stored as the difference
         units = rates.hit_device + units if units else None
     return "-" if units is None else rate_per_million(units)
 
@@ -227,7 +227,7 @@ def finding_document(finding: CardFinding) -> Document:
 
 
 def plan_document(plan: "Plan") -> Document:
-    """A plan; `unpriced` has no price any more, charges in other currencies are only counted."""
+    """A plan. `unpriced` requests have no price; charges in other currencies are only counted."""
     return {
         "requests_that_differ": plan.num_differing,
         "examples": plan.differing,
@@ -270,7 +270,7 @@ def proof_document(proof: Proof, took_s: float) -> Document:
 
 
 def hold_document(hold: StoredHold, now_ns: int) -> Document:
-    """An open hold: how old its request is, and what the client had been sent when last told."""
+    """An open hold: its request's age, and the progress last reported."""
     ref, context = decode_request(hold.body)
     return {
         "tenant": hold.tenant,
@@ -287,7 +287,7 @@ def hold_document(hold: StoredHold, now_ns: int) -> Document:
 
 
 def entry_document(entry: Entry) -> Document:
-    """A ledger entry; `amount` is what the tenant gained, `postings` sum to zero."""
+    """A ledger entry. `amount` is the tenant's gain; `postings` sum to zero."""
     return {
         "tenant": entry.tenant,
         "entry": entry.seq,
@@ -303,7 +303,7 @@ def entry_document(entry: Entry) -> Document:
 
 
 def trail_document(row: dict[str, Any]) -> Document:
-    """A row of the admin trail, with what was and what is as values; amounts are decimals here."""
+    """A row of the admin trail, with values before and after; amounts are decimals here."""
     values = {name: orjson.loads(row[name]) for name in ("before", "after")}
     for value in values.values():
         if value and value.get("credit_limit") is not None:

@@ -1,8 +1,9 @@
 """Entries for other systems: CloudEvents 1.0 as JSON lines, and FOCUS 1.0 cost rows as CSV.
 
-An export has a name and remembers how far it has come in each tenant's chain; the chains are the
-outbox. It advances after its sink has taken a chunk, so a crash sends a chunk again and never skips
-one: at least once. Ids are stable (`tenant/number`), and the receiver drops what it has.
+An export has a name and stores its position in each tenant's chain; the chains are the outbox. It
+advances after its sink has accepted a chunk, so after a crash a chunk may be sent again but is
+never skipped (at least once). Ids are stable (`tenant/number`), and the receiver drops repeated
+ones.
 """
 
 import fcntl
@@ -52,9 +53,9 @@ def drain(
     chunk: int | None = None,
     skipped: Collection[str] = (),
 ) -> int:
-    """Hand every entry after this export's position to `sink`, in chunks; gives how many.
+    """Passes every entry after this export's position to `sink`, in chunks. Returns their number.
 
-    `sink` returns when the chunk is safe; if it raises, the position stays before that chunk.
+    `sink` returns once the chunk is stored. If it raises, the position stays before that chunk.
     Tenants in `skipped` keep their position.
     """
     with store.reading() as connection:
@@ -80,9 +81,9 @@ def _chunk(store: LedgerStore, tenant: str, after: int, size: int) -> list[Entry
 
 @contextmanager
 def appending(path: Path) -> Iterator[BinaryIO]:
-    """A file to append whole lines to, ours alone; a line that a crash tore is cut off first.
+    """Opens a file exclusively, to append whole lines. A line torn by a crash is cut off first.
 
-    Raises `ExportError` when it cannot be written, or another export writes it.
+    Raises `ExportError` if it cannot be written or another export is writing it.
     """
     try:
         with path.open("a+b") as file:
@@ -110,7 +111,7 @@ def _whole_lines(file: BinaryIO) -> int:
 
 
 def write_durably(file: BinaryIO, data: bytes) -> None:
-    """Append; returns when the bytes are on the disk."""
+    """Appends the bytes; returns once they are on the disk."""
     file.write(data)
     file.flush()
     os.fsync(file.fileno())
@@ -139,7 +140,7 @@ def cloud_event(entry: Entry, source: str = "cachesvc") -> dict[str, Any]:
 
 
 def entry_id(entry: Entry) -> str:
-    """The same for ever: the tenant and the number in its chain."""
+    """A permanent id: the tenant and the number in its chain."""
     return f"{entry.tenant}/{entry.seq}"
 
 
@@ -171,7 +172,7 @@ FOCUS_COLUMNS = (
 
 
 def corrected_instants(store: LedgerStore, entries: Iterable[Entry]) -> dict[str, int]:
-    """When the charges were made that the corrections among these entries name, by correction."""
+    """The times of the charges corrected by these entries, by correction."""
     corrections = [entry for entry in entries if entry.kind is Kind.CORRECTION]
     with store.reading() as connection:
         return {
@@ -185,10 +186,10 @@ def corrected_instants(store: LedgerStore, entries: Iterable[Entry]) -> dict[str
 def focus_rows(
     entries: Iterable[Entry], book: PriceBook, corrected: Mapping[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """FOCUS rows: one for each line of a charge, one for each correction. Deposits are no cost.
+    """FOCUS rows: one per line of a charge and one per correction. Deposits are not costs.
 
-    `ListCost` is what the tokens would have cost without a cache; the rest is the price paid.
-    `corrected` is what `corrected_instants` says of these entries.
+    `ListCost` is the price of the tokens without a cache; the other costs are the price paid.
+    `corrected` is the result of `corrected_instants` for these entries.
     """
     for entry in entries:
         if entry.kind is Kind.CHARGE:
@@ -200,7 +201,7 @@ def focus_rows(
                 is_fee = name in PER_REQUEST
                 per_token = line.per_token if is_fee else pinned.rates.of(name)
                 uncached = pinned.rates.miss if name.startswith("hit_") else line.per_token
-                if name == "explicit_hit":  # without a cache there is no such line
+                if name == "explicit_hit":  # does not exist without a cache
                     uncached = 0
                 sku = f"{ref.model}:{line.name}"
                 yield _focus_base(entry) | _focus_line(line, uncached, sku, price_id, per_token)
@@ -209,7 +210,7 @@ def focus_rows(
 
 
 def _focus_correction(entry: Entry, corrected_ns: int) -> dict[str, Any]:
-    """A `Correction` is of an earlier billing period; within the period it is an `Adjustment`."""
+    """A `Correction` for an earlier billing period; within the period it is an `Adjustment`."""
     cost = format_units(-entry.amount)
     is_earlier = _billing_period(corrected_ns) != _billing_period(entry.moment_ns)
     return {
@@ -225,7 +226,7 @@ def _focus_correction(entry: Entry, corrected_ns: int) -> dict[str, Any]:
 
 
 def _billing_period(at_ns: int) -> tuple[datetime, datetime]:
-    """The month of UTC that an instant lies in; the end is not in it."""
+    """The UTC month of an instant; the end is exclusive."""
     moment = datetime.fromtimestamp(at_ns // 10**9, UTC)
     start = moment.replace(day=1, hour=0, minute=0, second=0)
     return start, start.replace(year=start.year + start.month // 12, month=start.month % 12 + 1)
@@ -265,7 +266,7 @@ def _focus_line(
     line: Line, uncached: int, sku: str, price_id: str, per_token: int
 ) -> dict[str, Any]:
     cost, unit_price = format_units(line.amount), format_units(line.per_token)
-    # Hits of a prompt below the card's minimum are sold at another price, which has its own id.
+    # Hits of a prompt below the card's minimum have another price, with its own id.
     short = "" if line.per_token == per_token else ":below_minimum"
     if line.name in PER_REQUEST:
         short = ""
@@ -290,7 +291,7 @@ def _focus_line(
 
 
 def focus_csv(rows: Iterable[Mapping[str, Any]], *, header: bool = True) -> bytes:
-    """FOCUS rows as CSV bytes; what is empty is null."""
+    """FOCUS rows as CSV bytes; empty is null."""
     out = io.StringIO()
     write = safe_writer(out)
     if header:

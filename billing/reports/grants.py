@@ -1,4 +1,4 @@
-"""Grants and what is left of each, as documents; and the last day of one in people's words."""
+"""Grants and what is left of each, as documents; and parsing of a grant's last day."""
 
 from datetime import UTC, date, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -11,12 +11,12 @@ from billing.prices.book import NS
 from billing.reports.documents import Document
 from billing.reports.usage import LAST_DAY, midnight_ns
 
-if TYPE_CHECKING:  # a command that asks a server does without the database
+if TYPE_CHECKING:  # commands that call a server need no database
     from billing.store.store import LedgerStore
 
 
 def grant_documents(store: "LedgerStore", tenant: str) -> list[Document]:
-    """The grants of which something is left, in the order in which they are spent."""
+    """The unspent grants, in the order in which they are spent."""
     from billing.store import expiring as store_expiring
     from billing.store import reports as store_reports
     from billing.store import scoped as store_scoped
@@ -51,7 +51,7 @@ def grant_documents(store: "LedgerStore", tenant: str) -> list[Document]:
 
 
 def end_of(text: str, now_ns: int) -> int:
-    """The end (UTC) of a day such as 2027-01-31, or of the day so many days from now, as in 90d."""
+    """The end (UTC) of a day such as 2027-01-31, or of a day relative to now such as 90d."""
     today = datetime.fromtimestamp(now_ns // NS, UTC).date()
     try:
         if text.endswith("d") and text[:-1].isdecimal():

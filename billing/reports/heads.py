@@ -1,4 +1,4 @@
-"""Signed heads, kept elsewhere, so that the ledger's past cannot be rewritten unnoticed.
+"""Signed heads, stored elsewhere, which make any rewriting of the ledger's past detectable.
 
 A head is the number and hash of the last entry of a chain, and that hash covers every entry before
 it. Lines of signed heads are appended to a file or posted to a receiver; called off the event loop.
@@ -39,13 +39,13 @@ def heads_document(heads: dict[str, Head]) -> Line:
 
 
 def signed_heads(store: LedgerStore, signer: ReceiptSigner, now_ns: int) -> Line:
-    """The heads of now, signed with the key that signs receipts."""
+    """The current heads, signed with the receipt key."""
     line = {"at_ns": now_ns, "heads": heads_document(heads_of(store))}
     return signer.sign(line, Purpose.HEADS)
 
 
 def send_heads(line: Line, to: str) -> None:
-    """Append the line to a file, durably, or POST it to a URL. Raises `ExportError`."""
+    """Appends the line to a file, durably, or POSTs it to a URL. Raises `ExportError`."""
     data = orjson.dumps(line) + b"\n"
     try:
         if to.startswith(("http://", "https://")):
@@ -70,8 +70,8 @@ def parse_heads(
 ) -> list[dict[str, Head]]:
     """The heads of `ledger verify --print-heads`, or lines that a server wrote.
 
-    `public_key` finds a published key by its id. Raises `BillingError` for what is none, and for a
-    line that was not signed so.
+    `public_key` returns a published key by its id. Raises `BillingError` for malformed heads and
+    for a line with a wrong signature.
     """
     try:
         return [_read(document, public_key, where) for document in _documents(text)]
@@ -80,7 +80,7 @@ def parse_heads(
 
 
 def read_receipt_head(path: Path, public_key: Callable[[str], bytes | None]) -> dict[str, Head]:
-    """The head that a receipt tells: its entry's number and hash. Raises `BillingError`."""
+    """The head in a receipt: its entry's number and hash. Raises `BillingError`."""
     try:
         receipt = orjson.loads(path.read_bytes())
         key = public_key(str(receipt["key_id"]))

@@ -1,4 +1,4 @@
-"""What of a month's plan is used: included tokens, and how far the charges are from the minimum."""
+"""The state of a month's plan: used included tokens, and the charges against the minimum."""
 
 from billing.gate.plans import committing_card, month_of
 from billing.money import format_units
@@ -14,7 +14,7 @@ from billing.store.store import LedgerStore
 
 
 def standing(store: LedgerStore, tenant: str, now_ns: int) -> Document:
-    """What a tenant has beside its balance: what is left of grants, its plan, its wallets."""
+    """A tenant's assets besides its balance: the rest of its grants, its plan, its wallets."""
     with store.reading() as connection:
         wallets = store_wallets.wallet_rows(connection, [tenant])
     return {
@@ -25,7 +25,7 @@ def standing(store: LedgerStore, tenant: str, now_ns: int) -> Document:
 
 
 def plan_document(store: LedgerStore, tenant: str, now_ns: int) -> Document:
-    """Of the month (UTC) that runs, by the card in force; empty where that has no plan."""
+    """The plan of the current month (UTC) by the card in force; empty if that has none."""
     month = month_of(now_ns)
     with store.reading() as connection:
         rows = store_accounts.card_rows(connection)

@@ -1,11 +1,11 @@
-"""The public keys that receipts are checked with, as a data directory publishes them.
+"""The public keys for receipts, as published by a data directory.
 
-Apart from signing, so that reading the file needs no cryptography library.
+Separate from signing, so that reading the file needs no cryptography library.
 """
 
 from pathlib import Path
 
-PUBLIC_FILE = "receipt_keys"  # one line a key: its id, and the key in hex
+PUBLIC_FILE = "receipt_keys"  # one line per key: its id, and the key in hex
 
 
 def published_keys(data_dir: Path) -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""Signed receipts: what one request used and cost, provable to anyone who has the public key.
+"""Signed receipts of one request's usage and cost, verifiable with the public key.
 
-Ed25519, because a customer must be able to check a receipt without holding anything that could
-forge one, which a keyed hash cannot give. The private key is a file of the data directory, mode
-0600. Every public key that ever signed there is a line of another file and published; each receipt
-names its own by a short id, so that a new private key leaves earlier receipts provable.
+Signatures are Ed25519: unlike with a keyed hash, a customer can check a receipt without being able
+to forge one. The private key is a file of the data directory, mode 0600. Every public key that ever
+signed there is a line in another file and published. A receipt names its key by a short id, so
+earlier receipts stay verifiable after a new key.
 """
 
 import base64
@@ -32,7 +32,7 @@ KEY_FILE = "receipt_key"
 
 
 class Purpose(StrEnum):
-    """What a signature is for; that of one is none of the other."""
+    """The purpose of a signature. A signature for one purpose is not valid for another."""
 
     RECEIPT = "receipt"
     HEADS = "heads"
@@ -48,7 +48,8 @@ class ReceiptSigner:
 
     @classmethod
     def open(cls, data_dir: Path) -> "ReceiptSigner":
-        """The key of a data directory; made on first use. Raises `ReceiptKeyError`."""
+        """The signer of a data directory, whose key is created on first use. Raises
+        `ReceiptKeyError`."""
         path = data_dir / KEY_FILE
         held = secret_file.read_or_make(
             path, lambda: Ed25519PrivateKey.generate().private_bytes_raw()
@@ -72,19 +73,19 @@ class ReceiptSigner:
         return key_id(self.public_key)
 
     def sign(self, receipt: dict[str, Any], purpose: Purpose = Purpose.RECEIPT) -> dict[str, Any]:
-        """The document with its signature, which holds for its purpose alone."""
+        """The document with its signature, valid only for this purpose."""
         named = receipt | {"key_id": self.key_id}
         signature = self._key.sign(_canonical(named, purpose))
         return named | {"signature": base64.b64encode(signature).decode()}
 
 
 def verify_receipt(receipt: dict[str, Any], public_key: bytes) -> bool:
-    """Whether `receipt` is word for word what the holder of the key signed."""
+    """Whether `receipt` is exactly what the holder of the key signed."""
     return verify_signed(receipt, public_key, Purpose.RECEIPT)
 
 
 def verify_signed(receipt: dict[str, Any], public_key: bytes, purpose: Purpose) -> bool:
-    """Whether the holder of the key signed this document, word for word, for this purpose."""
+    """Whether the holder of the key signed exactly this document for this purpose."""
     unsigned = {name: value for name, value in receipt.items() if name != "signature"}
     try:
         signature = base64.b64decode(receipt["signature"], validate=True)
@@ -98,7 +99,7 @@ def verify_signed(receipt: dict[str, Any], public_key: bytes, purpose: Purpose) 
 def receipt_for(
     store: LedgerStore, book: PriceBook, signer: ReceiptSigner, tenant: str, request_id: str
 ) -> dict[str, Any]:
-    """The signed receipt of a request. Raises `UnknownRequest` when it was never settled."""
+    """The signed receipt of a request. Raises `UnknownRequest` if it was never settled."""
     with store.reading() as connection:
         entry = store_reports.find_request(connection, tenant, request_id)
     if entry is None:

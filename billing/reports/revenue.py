@@ -1,8 +1,7 @@
-"""What was earned by class of tokens, day by day, and who it came from. Read-only, from rollups.
+"""Revenue by token class and day, and by tenant. Read-only, from rollups.
 
-A day's classes are its rolled-up tokens at the rates they were charged at; hits below a card's
-minimum cached size were charged as misses and stand in a class of their own, so that the classes
-always sum to what was charged.
+A day's classes are its rolled-up tokens at their charged rates. Hits below a card's minimum cached
+size were charged as misses and have a class of their own, so the classes always sum to the charges.
 """
 
 from collections.abc import Iterable
@@ -16,9 +15,9 @@ from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
 from billing.usage import CLASSES
 
-FEES = "fees"  # of requests, and what minimum charges of requests and months added
-INCLUDED = "included"  # below zero: tokens that plans include
-BELOW_MINIMUM = "below_minimum"  # hits too short to be priced as such
+FEES = "fees"  # of requests, plus additions up to minimums of requests and months
+INCLUDED = "included"  # negative: tokens included in plans
+BELOW_MINIMUM = "below_minimum"  # hits of prompts too short for the hit price
 REVENUE_CLASSES = (*CLASSES, FEES, INCLUDED, BELOW_MINIMUM)
 _EPOCH = date(1970, 1, 1)
 
@@ -51,7 +50,8 @@ class Revenue:
 
 
 def revenue(store: LedgerStore, book: PriceBook, *, days: int = 31) -> list[Revenue]:
-    """One for each of the last `days` days and each currency, oldest first, empty days included."""
+    """Revenue for each of the last `days` days and each currency, oldest first, including empty
+    days."""
     today = datetime.now(UTC).date()
     first = today - timedelta(days=days - 1)
     with store.reading() as connection:
@@ -73,5 +73,5 @@ def revenue(store: LedgerStore, book: PriceBook, *, days: int = 31) -> list[Reve
 
 
 def ranked(periods: Iterable[Period]) -> list[Period]:
-    """Tenants by what they were charged, the highest first."""
+    """Tenants by charges, highest first."""
     return sorted(periods, key=lambda period: (-period.amount, period.tenant))

@@ -1,9 +1,9 @@
-"""A tenant's month as a statement: JSON, CSV, and a page to print. Read-only.
+"""A tenant's month as a statement: JSON, CSV or a printable page. Read-only.
 
-Read from the rollups, the few entries that are no charge, and, where the month begins in another
-zone than UTC, the charges of the two UTC days that its borders cut; a statement over a million
-charges reads some hundred rows. Lines are rounded half-even to the currency's places, and what the
-rounding left is shown, so that every column adds up to the last unit.
+It reads the rollups and the few entries that are not charges. In a zone other than UTC it also
+reads the charges of the two UTC days cut by the month's ends. A statement over a million charges
+reads about a hundred rows. Lines are rounded half-even to the currency's places, and the rounding
+difference is shown, so every column sums exactly.
 """
 
 import io
@@ -79,8 +79,10 @@ class Movement:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A tenant's month. The rounded lines, `residue`, less `corrected`, and `rounding` sum to
-    `total`; `exact` is the sum of the exact lines, of which `total` is what is asked for.
+    """A tenant's month.
+
+    `total`, the amount due, is the sum of the rounded lines, `residue` and `rounding`, less
+    `corrected`. `exact` is the sum of the exact lines.
     """
 
     tenant: str
@@ -88,7 +90,7 @@ class Statement:
     zone: str
     first: date
     last: date
-    is_over: bool  # whether the month has ended; until then more may come
+    is_over: bool  # whether the month has ended, so that no charges follow
     currency: str
     places: int
     lines: tuple[StatementLine, ...]
@@ -99,7 +101,7 @@ class Statement:
     corrected: int
     opening: int
     breakdown: str = ""
-    parts: tuple[Period, ...] = ()  # what `exact` is the sum of, by who asked
+    parts: tuple[Period, ...] = ()  # the parts of `exact` by attribution
 
     @property
     def rounded(self) -> int:
@@ -122,7 +124,7 @@ class Statement:
         return self.opening + sum(movement.amount for movement in self.movements) - self.exact
 
     def moved(self, kind: str) -> int:
-        """What the movements of a kind sum to."""
+        """The sum of the movements of a kind."""
         return sum(movement.amount for movement in self.movements if movement.kind == kind)
 
     def money(self, units: int) -> str:
@@ -160,7 +162,8 @@ def statement(
 def statement_of(
     connection: Connection, account: TenantAccount, span: tuple[date, date], zone: tzinfo
 ) -> Statement:
-    """The same within a transaction, of the month from the first to the last day of `span`."""
+    """The statement within a transaction, for the month from the first to the last day of
+    `span`."""
     (first, last), tenant = span, account.tenant
     query = Query(tenant=tenant, since=first, until=last, zone=zone)
     earlier = Query(tenant=tenant, until=first - timedelta(days=1), zone=zone)
@@ -249,7 +252,7 @@ def _movement(entry: Entry, zone: tzinfo) -> Movement:
 
 
 def statement_json(statement: Statement) -> dict[str, Any]:
-    """The statement as JSON values; every amount a decimal text."""
+    """The statement as JSON values. Amounts are decimal texts."""
     money = statement.money
     return {
         "tenant": statement.tenant,
@@ -309,10 +312,10 @@ CSV_COLUMNS = (
 
 
 def statement_csv(statement: Statement) -> str:
-    """The statement as CSV. `amount` adds up to what is exact, corrections included.
+    """The statement as CSV. The `amount` column sums to the exact total, including corrections.
 
-    `rounded`, with the rows of what rounding left, adds up to the total. With a breakdown there is
-    one row for each part instead, and `amount` adds up to what was charged.
+    `rounded`, with the rows of rounding differences, sums to the total. With a breakdown there is
+    one row per part instead, and `amount` sums to the charges.
     """
     money = statement.money
     out = io.StringIO()

@@ -1,9 +1,9 @@
-"""Usage by period: over a span of days, in a time zone, split by who or what was served. Read-only.
+"""Usage by period: over a span of days, in a time zone, with an optional split. Read-only.
 
-The rollups are by UTC day. A UTC day that lies within one period and the span is read from them, a
-row or a few; one that a border cuts, as every day is cut by the midnights of another zone, is read
-from its charges: about 70,000 of them a second. So are all days where usage is split by what only
-requests say: session, user or tag.
+Rollups are by UTC day. A UTC day within one period and the span is read from them, in a few rows. A
+UTC day cut by a border, as every day is by midnights of another zone, is read from its charges, at
+about 70,000 a second. So are all days if usage is split by session, user or tag, which only
+requests contain.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,15 +28,15 @@ from billing.reports.attribution import (
 )
 from billing.usage import CLASSES, HIT_CLASSES
 
-if TYPE_CHECKING:  # a command that asks a server does without the database
+if TYPE_CHECKING:  # commands that call a server need no database
     from billing.store.store import Connection, LedgerStore
 
 FIRST_DAY, LAST_DAY = date(1970, 1, 1), date(2261, 12, 31)  # of instants that the ledger can store
-_COUNTED = {"storage_token_hours", "storage_token_minutes"}  # which are no tokens
+_COUNTED = {"storage_token_hours", "storage_token_minutes"}  # not tokens
 
 
 class Unit(StrEnum):
-    """How long a period is."""
+    """The length of a period."""
 
     DAY = "day"
     MONTH = "month"
@@ -58,8 +58,8 @@ class Period:
     amount: int = 0
     saved: int = 0
     fees: int = 0
-    included: int = 0  # what included tokens would have cost
-    part: str = ""  # the model, key, user ..., where periods are split by one
+    included: int = 0  # the price of included tokens
+    part: str = ""  # the model, key, user ..., if periods are split
 
     def add(self, row: Row) -> None:
         self.requests += row["requests"]
@@ -101,7 +101,7 @@ class Period:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """Which charges: of one tenant or all, on the days `since` to `until`, both included."""
+    """Selects charges: of one tenant or all, from day `since` to `until`, both inclusive."""
 
     tenant: str | None = None
     since: date | None = None
@@ -110,7 +110,7 @@ class Query:
     split: str | None = None  # one of `attribution.SPLITS`
 
     def bounds_ns(self) -> tuple[int, int]:
-        """The span in Unix nanoseconds; the end is not in it."""
+        """The span in Unix nanoseconds; the end is exclusive."""
         first = 0 if self.since is None else midnight_ns(self.since, self.zone)
         end = 2**63 - 1
         if self.until is not None:
@@ -126,7 +126,7 @@ def parse_query(
     zone: tzinfo | str = UTC,
     split: str | None = None,
 ) -> Query:
-    """A query in people's words: days such as 2026-11-01, today, yesterday, or 7d for a week back.
+    """Parses a query. Days are like 2026-11-01, today, yesterday, or 7d for a week back.
 
     Raises `InvalidSpan`, and `InvalidName` for an unknown zone or split.
     """
@@ -163,18 +163,18 @@ def midnight_ns(day: date, zone: tzinfo) -> int:
 
 
 def report(store: "LedgerStore", query: Query, unit: Unit) -> list[Period]:
-    """One period for each tenant, day or month, and part; by tenant and time. Raises UnknownTenant.
+    """One period per tenant, day or month, and part; by tenant and time. Raises UnknownTenant.
 
-    `Period.part` is the model, project, key, session, user or value of a tag where the query splits
-    by one. What only requests say has no end: of it each tenant's dearest are listed, and the
-    rest is one part, `attribution.OTHERS`.
+    If the query splits, `Period.part` is the model, project, key, session, user or tag value. The
+    number of sessions, users and tags is unbounded, so only each tenant's most expensive ones are
+    listed. The rest is one part, `attribution.OTHERS`.
     """
     with store.reading() as connection:
         return report_of(connection, query, unit)
 
 
 def report_of(connection: "Connection", query: Query, unit: Unit) -> list[Period]:
-    """The same within a transaction."""
+    """The report within a transaction."""
     currencies = _currencies(connection, query.tenant)
     if query.split is None or query.split in OF_ROLLUPS:
         column = OF_ROLLUPS.get(query.split or "", "")
@@ -205,7 +205,7 @@ def _summed(parts: Iterable[_Part], currencies: Mapping[str, str]) -> list[Perio
 
 
 def _by_request(connection: "Connection", tenant: str, query: Query, unit: Unit) -> Iterator[_Part]:
-    """The charges of a tenant, each with its part, or with `OTHERS`; read twice."""
+    """A tenant's charges, each with its part or `OTHERS`. Reads them twice."""
     from billing.store import reports as store_reports
 
     split, span = query.split or "", query.bounds_ns()
@@ -220,12 +220,12 @@ def _by_request(connection: "Connection", tenant: str, query: Query, unit: Unit)
 
 
 def total(store: "LedgerStore", tenant: str | None = None) -> list[Period]:
-    """One period for each tenant, of all time."""
+    """One period per tenant, over all time."""
     return report(store, Query(tenant=tenant), Unit.ALL)
 
 
 def by_session(store: "LedgerStore", query: Query, *, limit: int = 100) -> list[Period]:
-    """One period for each named session that was used last within the span, the latest first."""
+    """One period per named session last used within the span, latest first."""
     from billing.store import reports as store_reports
 
     with store.reading() as connection:
@@ -240,7 +240,7 @@ def by_session(store: "LedgerStore", query: Query, *, limit: int = 100) -> list[
 
 
 def charged(connection: "Connection", query: Query, unit: Unit) -> Iterator[tuple[str, Row]]:
-    """Rows as `billing.gate.rollups` makes them, each with the name of its period; in no order."""
+    """Rollup rows (see `billing.gate.rollups`), each with the name of its period, in any order."""
     from billing.store import reports as store_reports
 
     name_of = partial(_period_name, unit, query.zone)

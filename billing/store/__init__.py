@@ -1,4 +1,4 @@
 """The database: schema, migrations, and every statement that reads or writes it.
 
-Only this folder knows sqlalchemy and alembic. It decides nothing about money.
+Only this folder imports sqlalchemy and alembic. It decides nothing about money.
 """

@@ -1,7 +1,6 @@
 """Tenants, projects, keys and rate cards, as rows. Called by `billing.accounts`.
 
-Every write here takes the open transaction, so that its trail entry is written with it or not at
-all.
+Every write takes the open transaction, so that it is atomic with its trail entry.
 """
 
 import secrets
@@ -18,7 +17,7 @@ from billing.store.store import LedgerStore
 
 
 def key_secret(store: LedgerStore) -> bytes:
-    """The secret that key digests are made with; made once, kept in the database."""
+    """The secret for key digests, created once and stored in the database."""
     with store.reading() as connection:
         found: bytes | None = connection.scalar(_meta("key_secret"))
     if found is not None:
@@ -33,7 +32,7 @@ def key_secret(store: LedgerStore) -> bytes:
 
 
 def version(connection: Connection) -> int:
-    """Grows with every change of tenants, keys or cards, in any process."""
+    """A number that grows with every change of tenants, keys or cards by any process."""
     found: bytes | None = connection.scalar(_meta("version"))
     return int(found) if found else 0
 
@@ -53,7 +52,7 @@ def _meta(name: str) -> Any:
 def insert_tenant(
     connection: Connection, tenant: str, currency: str, credit_limit: int | None, now_ns: int
 ) -> bool:
-    """False if it stands already."""
+    """Inserts a tenant. Returns False if it exists already."""
     values = {
         "tenant": tenant,
         "currency": currency,
@@ -132,8 +131,9 @@ def key_rows(connection: Connection, tenant: str | None = None) -> list[RowMappi
 
 
 def live_keys(connection: Connection) -> list[Row[Any]]:
-    """Every key with its tenant's currency; revoked and expired ones too, to say so to their
-    users.
+    """Every key with its tenant's currency.
+
+    Revoked and expired keys are included, so that users get the right error.
     """
     query = select(
         keys.c.digest,

@@ -31,7 +31,7 @@ def budget_rows(connection: Connection) -> list[RowMapping]:
 
 
 def add_messages(store: LedgerStore, connection: Connection, rows: Iterable[Row]) -> list[str]:
-    """The ids of those that are new; one that goes on is reported only once."""
+    """Stores new messages and returns their ids. A continuing condition is reported only once."""
     statement = store.insert(outbox)
     made = statement.on_conflict_do_nothing().returning(outbox.c.id)
     return [found.id for row in rows if (found := connection.execute(made, row).first())]
@@ -47,13 +47,13 @@ def change_message(connection: Connection, name: str, **values: Any) -> None:
 
 
 def message_ids(connection: Connection, prefix: str, *, since_ns: int) -> set[str]:
-    """Of messages that were kept since, those whose ids begin so."""
+    """The ids with this prefix among messages stored since."""
     begins = outbox.c.id.startswith(prefix, autoescape=True)
     query = select(outbox.c.id).where(begins & (outbox.c.at_ns >= since_ns))
     return set(connection.scalars(query))
 
 
 def forget_messages(connection: Connection, before_ns: int) -> None:
-    """Those that were delivered long ago; what they told of is told by then."""
+    """Removes messages delivered before this time."""
     old = outbox.c.delivered_ns.is_not(None) & (outbox.c.at_ns < before_ns)
     connection.execute(delete(outbox).where(old))

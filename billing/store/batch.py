@@ -1,7 +1,7 @@
-"""What a batch of ledger commands reads before it is applied, and what it writes afterwards.
+"""The reads before and the writes after a batch of ledger commands.
 
-Both run inside the one transaction of `LedgerStore.apply`. A batch reads as much as its commands
-can change: what none of them touches is neither locked nor read.
+Both run inside the one transaction of `LedgerStore.apply`. A batch locks and reads only what its
+commands can change.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,14 +56,14 @@ def load_work(
     book: PriceBook,
     clock_ns: Callable[[], int],
 ) -> Work:
-    """Lock the accounts that the commands touch and read what they need."""
+    """Locks the accounts that the commands touch and reads what they need."""
     keys = sorted({key for command in commands for key in keys_of(command)})
     tenants = sorted({tenant for tenant, _ in keys})
     locked = map(read_account, hot.find_accounts(connection, tenants))
     work = Work(book, clock_ns(), {account.tenant: account for account in locked})
     held = map(read_hold, hot.find_holds.by_tenant(connection, keys))
     work.holds = {hold.key: hold for hold in held}
-    unheld = [key for key in keys if key not in work.holds]  # what is held was not charged
+    unheld = [key for key in keys if key not in work.holds]  # a held request was not charged
     for entry in map(read_entry, hot.find_entries.by_tenant(connection, unheld)):
         work.entries.setdefault((entry.tenant, entry.request_id), []).append(entry)
     drawing = sorted({tenant for each in commands if (tenant := advance_of(each))})
@@ -99,8 +99,10 @@ def load_work(
 def _load_scoped(
     hot: HotStatements, connection: Connection, commands: Sequence[Command], work: Work
 ) -> None:
-    """Of tenants that have scoped grants, or that may get some back, each grant; and all that they
-    hold, since holds of several prices may wait for one grant."""
+    """Reads the scoped grants, and all holds, of tenants that have some or may get some back.
+
+    Holds of several prices may need one grant.
+    """
     having = {a.tenant for a in work.accounts.values() if a.balances["scoped"]}
     requests = (Reserve, TopUp, Settle)
     others = {tenant for c in commands if not isinstance(c, requests) for tenant, _ in keys_of(c)}
@@ -117,7 +119,7 @@ def _load_scoped(
 
 
 def write_work(hot: HotStatements, connection: Connection, work: Work) -> None:
-    """Write what a batch changed."""
+    """Writes the changes of a batch."""
     if work.new_entries:
         hot.add_entries.run(connection, map(entry_row, work.new_entries))
         store_expiring.note_grants(connection, work.new_entries)
@@ -154,7 +156,7 @@ def write_work(hot: HotStatements, connection: Connection, work: Work) -> None:
 
 
 def find_corrections(connection: Connection, charged: Entry) -> list[Entry]:
-    """The entries that correct a charge or put a deposit right."""
+    """The entries that correct a charge or a deposit."""
     query = select(entries).where(
         (entries.c.tenant == charged.tenant) & (entries.c.corrects == charged.seq)
     )
@@ -162,7 +164,7 @@ def find_corrections(connection: Connection, charged: Entry) -> list[Entry]:
 
 
 def _write_decision(connection: Connection, entry: Entry, worth: int) -> None:
-    """The trail of a deposit, grant or correction that a person decided."""
+    """Adds the trail entry of a deposit, grant or correction that a person decided."""
     details = entry.details
     wallet = {"wallet": told(details)} if told(details) else {}
     scope = {"scope": list(scope_of(details))} if scope_of(details) else {}

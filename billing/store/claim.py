@@ -1,9 +1,9 @@
-"""A server's name on a ledger, held while it runs: no two servers settle each other's holds.
+"""A server's exclusive name on a ledger, so that no two servers settle each other's holds.
 
-On SQLite a locked file beside the database, on PostgreSQL an advisory lock of a session of its own:
-both end with the process that holds them. A host that vanished is noticed by the database within
-half a minute, which is how long a start waits for its name. A restart of PostgreSQL ends the
-session too, so a server looks each second whether its name is still its own.
+On SQLite it is a locked file beside the database, on PostgreSQL an advisory lock of a separate
+session. Both end with their process. The database notices a vanished host within half a minute, and
+a start waits that long for its name. A restart of PostgreSQL ends the session too, so a server
+looks each second whether its name is still its own.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from billing.errors import StoreError
 
 log = logging.getLogger(__name__)
 
-CLAIMS = 4_715_015  # the first half of the advisory lock's number; the same in every process
+CLAIMS = 4_715_015  # first half of the advisory lock's number, the same in every process
 WAIT_S = 40.0
 _NOTICE = (("tcp_keepalives_idle", 10), ("tcp_keepalives_interval", 5), ("tcp_keepalives_count", 3))
 

@@ -1,6 +1,6 @@
-"""What SQLite and PostgreSQL have and SQLAlchemy's Core does not: inserts that know of conflicts.
+"""Inserts with conflict handling, which SQLite and PostgreSQL have and SQLAlchemy Core lacks.
 
-PostgreSQL's dialect is imported where a database is one, since it costs 60 ms of every command.
+PostgreSQL's dialect is imported only for such a database, because the import takes 60 ms.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def insert_into(table: Any, dialect: str) -> Any:
 
 
 def driver_dialect(dialect: str) -> Any:
-    """What compiles statements for the driver's own cursor."""
+    """The dialect that compiles statements for the driver's own cursor."""
     if dialect == POSTGRESQL:
         from sqlalchemy.dialects.postgresql import psycopg
 

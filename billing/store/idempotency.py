@@ -21,7 +21,7 @@ def insert(
     owner: str,
     boot: str,
 ) -> bool:
-    """False if the key stands already."""
+    """Inserts a claim. Returns False if the key exists already."""
     statement = store.insert(idempotency).values(
         tenant=tenant,
         key=key,

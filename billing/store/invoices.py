@@ -16,13 +16,13 @@ Row = dict[str, Any]
 
 
 def row_digest(row: Mapping[Any, Any]) -> str:
-    """What the admin trail keeps of a row, so that it proves it."""
+    """The digest of a row in the admin trail, which proves the row."""
     values = [row[name] for name in sorted(row)]
     return hashlib.sha256(orjson.dumps(values)).hexdigest()
 
 
 def add_parties(connection: Connection, text: str, at_ns: int) -> Row:
-    """Gives the row of this version."""
+    """Adds a version of the parties and returns its row."""
     seq = (connection.scalar(select(func.max(parties.c.seq))) or 0) + 1
     row = {"seq": seq, "at_ns": at_ns, "text": text}
     connection.execute(parties.insert().values(row))
@@ -45,7 +45,7 @@ def add_invoice(connection: Connection, values: Row) -> None:
 
 
 def add_mark(connection: Connection, number: str, state: str, at_ns: int) -> Row:
-    """Gives the row."""
+    """Adds a mark and returns its row."""
     row = {"number": number, "state": state, "at_ns": at_ns}
     connection.execute(invoice_marks.insert().values(row))
     return row
@@ -58,7 +58,7 @@ def find_invoice(connection: Connection, number: str) -> RowMapping | None:
 def invoice_rows(
     connection: Connection, tenant: str | None = None, limit: int | None = None
 ) -> list[RowMapping]:
-    """The newest first."""
+    """Invoices and credit notes, newest first."""
     query = _invoices().order_by(invoices.c.at_ns.desc(), invoices.c.series, invoices.c.seq.desc())
     if tenant is not None:
         query = query.where(invoices.c.tenant == tenant)
@@ -70,7 +70,7 @@ def mark_rows(connection: Connection) -> list[RowMapping]:
 
 
 def marks_of(connection: Connection, number: str) -> dict[str, int]:
-    """When an invoice was marked, by state."""
+    """The times of an invoice's marks, by state."""
     query = select(invoice_marks).where(invoice_marks.c.number == number)
     return {row.state: row.at_ns for row in connection.execute(query)}
 

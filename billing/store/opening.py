@@ -1,7 +1,7 @@
 """Opening the ledger's database by its URL: its dialect, its pragmas, its schema.
 
-Called once by a server or a command. A schema that is older than `REVISION` is migrated under a
-lock; a newer one is refused.
+Called once by a server or a command. A schema older than `REVISION` is migrated under a lock. A
+newer one is refused.
 """
 
 import os
@@ -21,8 +21,8 @@ from billing.store.store import LedgerStore, cause_of
 REVISION = "0015"
 MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_TIMEOUT_S = 10
-# Of the database's pages, for each of up to 15 connections of a server. SQLite keeps what it has
-# read until this is full: with 64 MiB the memory grew with the ledger. The system caches it too.
+# Page cache of each of a server's up to 15 connections. SQLite keeps pages until it is full: with
+# 64 MiB the memory grew with the ledger. The operating system caches them too.
 CACHE_KIB = 4 << 10
 
 
@@ -32,9 +32,9 @@ def database_url(data_dir: Path) -> str:
 
 
 def open_store(url: str, *, create: bool = True) -> LedgerStore:
-    """Open a database and bring its schema up to date. Raises `StoreError`.
+    """Opens a database and migrates its schema. Raises `StoreError`.
 
-    `create=False` refuses a SQLite file that does not exist, as reading commands want.
+    `create=False`, for reading commands, refuses a SQLite file that does not exist.
     """
     try:
         parsed = make_url(url)
@@ -99,7 +99,7 @@ def _engine(url: Any) -> Engine:
 
 
 def _configure_sqlite(connection: sqlite3.Connection, _: object) -> None:
-    connection.isolation_level = None  # we say BEGIN ourselves
+    connection.isolation_level = None  # we send BEGIN ourselves
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA foreign_keys=ON")
     connection.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
@@ -107,15 +107,13 @@ def _configure_sqlite(connection: sqlite3.Connection, _: object) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    """Straight to the driver: this runs for every batch, and Core would take longer than the
-    batch.
-    """
+    """Begins a transaction on the driver directly, because Core would take longer than a batch."""
     driver: Any = connection.connection.driver_connection
     durable = connection.get_execution_options().get("durable", connection.info.get("durable"))
     if durable is None:
         driver.execute("BEGIN")
         return
-    # Entries survive a power cut. Holds need not: neither do the requests they belong to.
+    # Entries survive a power cut. Holds need not, because their requests do not either.
     level = "FULL" if durable else "NORMAL"
     if connection.info.get("synchronous") != level:
         driver.execute(f"PRAGMA synchronous={level}")
@@ -124,8 +122,9 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 def _migrate(engine: Engine) -> None:
-    """Bring the schema to `REVISION`; a newer one is refused, an older one upgraded under a
-    lock.
+    """Brings the schema to `REVISION`.
+
+    An older one is upgraded under a lock; a newer one is refused.
     """
     with engine.connect() as connection:
         current = _revision(connection)

@@ -1,4 +1,4 @@
-"""Rows of included tokens that were spent, and what a month's charges came to."""
+"""Rows of spent included tokens, and the sums of a month's charges."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -11,7 +11,7 @@ from billing.store.schema import included_used, usage_daily
 
 
 def used_by(connection: Connection, tenants: Sequence[str] | None = None) -> dict[Used, int]:
-    """Tokens by tenant, month, card and item; of all tenants where none are named."""
+    """Tokens by tenant, month, card and item; of all tenants if none are named."""
     query = select(included_used)
     if tenants is not None:
         query = query.where(included_used.c.tenant.in_(tenants))
@@ -27,7 +27,7 @@ def write_used(connection: Connection, changed: Mapping[Used, int]) -> None:
 
 
 def rewrite_used(connection: Connection, used: Mapping[Used, int]) -> None:
-    """Replace all rows by those that the proof derived from the entries."""
+    """Replaces all rows by those that the proof derived from the entries."""
     connection.execute(delete(included_used))
     write_used(connection, used)
 
@@ -35,7 +35,7 @@ def rewrite_used(connection: Connection, used: Mapping[Used, int]) -> None:
 def spent_in(
     connection: Connection, months: Iterable[tuple[str, str]]
 ) -> dict[tuple[str, str], int]:
-    """What the charges of each (tenant, month) came to."""
+    """The sum of the charges of each (tenant, month)."""
     found = {}
     for tenant, month in months:
         first, after = (at_ns // DAY_NS for at_ns in month_ns(month))

@@ -1,8 +1,8 @@
 """Statements of the hot path: built with SQLAlchemy Core, compiled once, run on the driver's
 cursor.
 
-Core spends some 50 us on each execution, the database 5, and a hold and a settlement run a dozen.
-What is compiled here is the same SQL in the same transaction; errors are the driver's own.
+Core takes about 50 us per execution and the database 5, and a hold with its settlement runs a
+dozen. The compiled SQL is the same and runs in the same transaction. Errors are the driver's own.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ class Prepared:
         ]
 
     def run(self, connection: Connection, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Execute once for each row of parameters."""
+        """Executes once per row of parameters."""
         cursor = connection.connection.cursor()
         try:
             for row in rows:
@@ -53,7 +53,7 @@ class Prepared:
             cursor.close()
 
     def find(self, connection: Connection, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The rows found, by column; wide numbers as the driver gives them."""
+        """The rows found, by column, with wide numbers as the driver returns them."""
         cursor = connection.connection.cursor()
         try:
             self.execute(cursor, values)
@@ -72,17 +72,17 @@ class Prepared:
 
 
 def _reader(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    """Takes the named values of a row, in order."""
-    if len(names) == 1:  # itemgetter would give the bare value
+    """A function that returns the named values of a row, in order."""
+    if len(names) == 1:  # itemgetter would return the bare value
         return lambda row: (row[names[0]],)
     return itemgetter(*names) if names else lambda row: ()
 
 
 class Finder:
-    """A select by a list of names, within one tenant or not, compiled for 1, 2, 4, 8, ... names.
+    """A select by a list of names, optionally of one tenant, compiled for 1, 2, 4, 8, ... names.
 
-    Pairs of (tenant, request id) are asked for tenant by tenant: SQLite answers a long list
-    of pairs with a walk through the table.
+    Pairs of (tenant, request id) are queried tenant by tenant, because SQLite would scan the table
+    for a long list of pairs.
     """
 
     def __init__(self, make: Callable[[Sequence[Any]], Any], dialect: str) -> None:
@@ -141,7 +141,7 @@ class HotStatements:
 
 
 def _accounts_for_update(keys: Sequence[Any]) -> Any:
-    """Locked in the order of their names, so that no two transactions wait for each other."""
+    """Locks accounts in the order of their names, to avoid deadlocks."""
     query = select(accounts).where(accounts.c.tenant.in_(keys))
     return query.order_by(accounts.c.tenant).with_for_update()
 
@@ -156,7 +156,7 @@ def _advances_of(keys: Sequence[Any]) -> Any:
 
 
 def _scoped_left(keys: Sequence[Any]) -> Any:
-    """What is spent is left out: a tenant may have had many."""
+    """Selects unspent grants only, because a tenant may have had many."""
     some = scoped_grants.c.remains != literal_column("'0'")
     return select(scoped_grants).where(scoped_grants.c.tenant.in_(keys) & some)
 
@@ -182,7 +182,7 @@ def _insert(dialect: str, table: Any) -> Any:
 
 
 def _adding(dialect: str, table: Any, key: Sequence[str], last: str = "") -> Any:
-    """An upsert that adds the counters of a rollup row to those that stand."""
+    """An upsert that adds a rollup row's counters to the stored ones."""
     statement = _insert(dialect, table)
     new = statement.excluded
     changes: dict[str, Any] = {name: table.c[name] + new[name] for name in COUNTERS}

@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def refused_rows(connection: Connection, name: str, limit: int) -> list[RowMapping]:
-    """Of an export, the oldest first."""
+    """The refused events of an export, oldest first."""
     mine = select(refused_events).where(refused_events.c.name == name)
     order = (refused_events.c.at_ns, refused_events.c.tenant, refused_events.c.seq)
     return list(connection.execute(mine.order_by(*order).limit(limit)).mappings())
@@ -27,7 +27,7 @@ def num_refused(connection: Connection, name: str | None = None) -> int:
 
 
 def put_refused(store: LedgerStore, connection: Connection, rows: Iterable[Row]) -> None:
-    """Keep the last reason and the first instant of each."""
+    """Stores refused events, each with its last reason and first instant."""
     statement = store.insert(refused_events)
     statement = statement.on_conflict_do_update(
         index_elements=["name", "event"], set_={"error": statement.excluded.error}

@@ -1,4 +1,4 @@
-"""Reads for reports, audit and export, and the two writes of theirs. Rows out, no judgement."""
+"""Reads for reports, audit and export, and their two writes. Returns plain rows."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -36,9 +36,9 @@ def stream_entries(
     until: int = 2**63 - 1,
     since_ns: int = 0,
 ) -> Iterator[Entry]:
-    """Entries by tenant and number, those with `after < number <= until`, in bounded memory.
+    """Entries with `after < number <= until`, by tenant and number, in bounded memory.
 
-    Read it to its end: PostgreSQL holds a cursor for it.
+    Read it to the end, because PostgreSQL holds a cursor for it.
     """
     wanted = (entries.c.seq > after) & (entries.c.seq <= until)
     if tenant is not None:
@@ -60,7 +60,7 @@ def _stream(connection: Connection, wanted: ColumnElement[bool]) -> Iterator[Ent
 def charges_between(
     connection: Connection, tenant: str, from_ns: int, to_ns: int
 ) -> Iterator[Entry]:
-    """The charges of a tenant that are billed in `from_ns <= moment < to_ns`; reads no others."""
+    """A tenant's charges billed in `from_ns <= moment < to_ns`; reads no others."""
     charges = (entries.c.tenant == tenant) & (entries.c.kind == Kind.CHARGE.value)
     billed = (entries.c.billed_ns >= from_ns) & (entries.c.billed_ns < to_ns)
     yield from _stream(connection, charges & billed)
@@ -70,8 +70,9 @@ def charges_between(
 
 
 def first_seq(connection: Connection, tenant: str, at_ns: int) -> int:
-    """The number of a tenant's first entry at or after an instant: a chain's times never go back,
-    so it is found by halving.
+    """The number of a tenant's first entry at or after an instant.
+
+    Found by bisection, because a chain's times never go back.
     """
     mine = entries.c.tenant == tenant
     low, high = 1, (connection.scalar(select(func.max(entries.c.seq)).where(mine)) or 0) + 1
@@ -84,14 +85,14 @@ def first_seq(connection: Connection, tenant: str, at_ns: int) -> int:
 
 
 def correction_rows(connection: Connection) -> dict[tuple[str, int], int]:
-    """By tenant and number of a correction, the number of the charge that it is found by."""
+    """The indexed number of the corrected charge, by tenant and number of the correction."""
     query = select(entries.c.tenant, entries.c.seq, entries.c.corrects)
     found = connection.execute(query.where(entries.c.corrects.is_not(None)))
     return {(tenant, seq): corrects for tenant, seq, corrects in found}
 
 
 def find_request(connection: Connection, tenant: str, request_id: str) -> Entry | None:
-    """The charge of a request, by its id or by that of its answer."""
+    """The charge of a request, by its id or its answer's id."""
     bare = bare_id(request_id)
     found = _charge_of(connection, tenant, request_id)
     return found if found or bare == request_id else _charge_of(connection, tenant, bare)
@@ -108,7 +109,7 @@ def _charge_of(connection: Connection, tenant: str, request_id: str) -> Entry | 
 
 
 def instant_of(connection: Connection, tenant: str, seq: int) -> int:
-    """The instant that an entry is billed by."""
+    """The billing instant of an entry."""
     moment = func.coalesce(entries.c.billed_ns, entries.c.at_ns)
     query = select(moment).where((entries.c.tenant == tenant) & (entries.c.seq == seq))
     at_ns: int = connection.execute(query).scalar_one()
@@ -116,7 +117,7 @@ def instant_of(connection: Connection, tenant: str, seq: int) -> int:
 
 
 def request_entries(connection: Connection, tenant: str, request_id: str) -> list[Entry]:
-    """The charge of a request, then the corrections that name it."""
+    """The charge of a request, then its corrections."""
     charged = find_request(connection, tenant, request_id)
     return [] if charged is None else [charged, *find_corrections(connection, charged)]
 
@@ -124,7 +125,7 @@ def request_entries(connection: Connection, tenant: str, request_id: str) -> lis
 def last_entries(
     connection: Connection, tenant: str, limit: int, before: int | None = None
 ) -> list[Entry]:
-    """The newest entries of a tenant, newest first; those older than number `before`."""
+    """A tenant's newest entries, newest first, optionally only those before number `before`."""
     query = select(entries).where(entries.c.tenant == tenant).order_by(entries.c.seq.desc())
     if before is not None:
         query = query.where(entries.c.seq < before)
@@ -153,7 +154,7 @@ def all_accounts(connection: Connection, *, lock: bool = False) -> dict[str, Ten
 
 
 def held_by_tenant(connection: Connection) -> dict[str, int]:
-    """What the holds of each tenant sum to, with what servers hold in advance."""
+    """The sum of each tenant's holds, including servers' advances."""
     sums: dict[str, int] = {}
     ahead = map(read_advance, connection.execute(select(advances)).mappings())
     parts = [(hold.tenant, hold.amount) for hold in hold_list(connection)]
@@ -184,7 +185,7 @@ def daily(
 def sessions(
     connection: Connection, tenant: str | None, limit: int, from_ns: int = 0, to_ns: int = 2**63 - 1
 ) -> list[Row]:
-    """Rollups by session, the latest first; those whose last request is in a span of time."""
+    """Rollups by session, latest first, whose last request is in a span of time."""
     last_ns = usage_sessions.c.last_ns
     query = select(usage_sessions).order_by(last_ns.desc()).limit(limit)
     query = query.where((last_ns >= from_ns) & (last_ns < to_ns))
@@ -200,8 +201,11 @@ def all_sessions(connection: Connection) -> list[Row]:
 
 
 def newest_ns(connection: Connection) -> int:
-    """The latest instant of any entry, running request or decision. A card is never dated before
-    it, whatever the clock says, or a proof would ask for it in requests that came earlier."""
+    """The latest instant of any entry, running request or decision.
+
+    A card is never dated before it, whatever the clock says. Otherwise a proof would expect the
+    card in earlier requests.
+    """
     made: int = connection.scalar(select(func.coalesce(func.max(accounts.c.at_ns), 0))) or 0
     decided: int = connection.scalar(select(func.coalesce(func.max(trail.c.at_ns), 0))) or 0
     running = (decode_request(hold.body)[1].admitted_ns for hold in hold_list(connection))
@@ -218,7 +222,8 @@ def replace_projections(
     daily_rows: Sequence[Row],
     session_rows: Sequence[Row],
 ) -> None:
-    """Write balances and rollups anew, as `billing.proof.audit` found them from the entries."""
+    """Replaces balances and rollups by those that `billing.proof.audit` derived from the
+    entries."""
     for account in projected:
         values: dict[str, Any] = {name: account.balances[name] for name in ACCOUNTS}
         values |= {"held": account.held, "seq": account.seq, "head": account.head}
@@ -233,7 +238,7 @@ def replace_projections(
 
 
 def cursors(connection: Connection, name: str) -> dict[str, int]:
-    """How far an export has come in each tenant's chain."""
+    """An export's position in each tenant's chain."""
     query = select(export_cursors.c.tenant, export_cursors.c.seq).where(
         export_cursors.c.name == name
     )
@@ -241,7 +246,7 @@ def cursors(connection: Connection, name: str) -> dict[str, int]:
 
 
 def advance(store: LedgerStore, name: str, positions: dict[str, int]) -> None:
-    """Remember how far an export has come."""
+    """Stores an export's positions."""
     statement = store.insert(export_cursors)
     statement = statement.on_conflict_do_update(
         index_elements=["name", "tenant"], set_={"seq": statement.excluded.seq}

@@ -1,6 +1,6 @@
 """Rows of the ledger's hot tables as values and back. Pure; for statements of either kind.
 
-Reads take what the driver gives: a wide number is text on SQLite and a decimal on PostgreSQL.
+Reads accept the driver's values: a wide number is text on SQLite and a decimal on PostgreSQL.
 """
 
 from collections.abc import Mapping

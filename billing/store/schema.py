@@ -78,8 +78,8 @@ accounts = Table(
     Column("head", LargeBinary(32), nullable=False),
 )
 
-# With rowids on purpose: without them SQLite, knowing no statistics, answers a look-up by request
-# id with a walk through the tenant's primary key.
+# Has rowids on purpose: without them and without statistics, SQLite would look up a request id by
+# scanning the tenant's primary key.
 entries = Table(
     "entries",
     metadata,
@@ -139,7 +139,7 @@ included_used = Table(
     Column("tokens", BigInteger, nullable=False),
 )
 
-# What tenants have in other currencies than their own.
+# Tenants' money in other currencies than their own.
 wallets = Table(
     "wallets",
     metadata,
@@ -148,7 +148,7 @@ wallets = Table(
     Column("amount", Wide, nullable=False),
 )
 
-# Limits of a tenant that an admin set; those that are not here are as the settings say. 0 is none.
+# Limits of a tenant set by an admin; others are the settings'. 0 is no limit.
 rate_limits = Table(
     "rate_limits",
     metadata,
@@ -156,7 +156,7 @@ rate_limits = Table(
     Column("value", BigInteger, nullable=False),
 )
 
-# What servers hold of a tenant's balance in advance.
+# Servers' advances on a tenant's balance.
 advances = Table(
     "advances",
     metadata,
@@ -269,7 +269,7 @@ export_cursors = Table(
     Column("seq", BigInteger, nullable=False),
 )
 
-# Events that a metering service refused for what they say; each export tries them again.
+# Events that a metering service refused for their content; each export retries them.
 refused_events = Table(
     "refused_events",
     metadata,
@@ -294,7 +294,7 @@ budgets = Table(
     Column("most", Integer, nullable=False, server_default="0"),
 )
 
-# Grants that expire and have not: what the sweeper looks for.
+# Grants that have yet to expire, for the sweeper.
 expiring = Table(
     "expiring",
     metadata,
@@ -304,7 +304,7 @@ expiring = Table(
     Column("expires_ns", BigInteger, nullable=False, index=True),
 )
 
-# What is left of grants for some prices only.
+# What is left of scoped grants.
 scoped_grants = Table(
     "scoped_grants",
     metadata,
@@ -316,7 +316,7 @@ scoped_grants = Table(
     Column("remains", Wide, nullable=False),
 )
 
-# What the seller and the buyers are called on invoices; the last row is in force.
+# Seller and buyers on invoices; the last row is in force.
 parties = Table(
     "parties",
     metadata,
@@ -325,7 +325,7 @@ parties = Table(
     Column("text", Text, nullable=False),
 )
 
-# Invoices and credit notes as they were issued; `number` is `series` and the `seq` within it.
+# Invoices and credit notes as issued; `number` is `series` and the `seq` within it.
 invoices = Table(
     "invoices",
     metadata,
@@ -334,7 +334,7 @@ invoices = Table(
     Column("seq", Integer, nullable=False),
     Column("tenant", String, nullable=False, index=True),
     Column("kind", String, nullable=False),
-    Column("about", String, nullable=False),  # the month, or the number that a credit note credits
+    Column("about", String, nullable=False),  # the month, or the number of the credited invoice
     Column("at_ns", BigInteger, nullable=False),
     Column("text", Text, nullable=False),
 )
@@ -364,7 +364,7 @@ APPEND_ONLY = ("entries", "trail", *INVOICE_TABLES)
 
 
 def append_only_statements(dialect: str, tables: Sequence[str] = APPEND_ONLY) -> list[str]:
-    """DDL that makes the database itself refuse to change or remove what was written."""
+    """DDL that makes the database itself refuse updates and deletes of written rows."""
     if dialect == "sqlite":
         return [
             f"CREATE TRIGGER {table}_no_{verb.lower()} BEFORE {verb} ON {table} BEGIN "
@@ -387,9 +387,9 @@ def append_only_statements(dialect: str, tables: Sequence[str] = APPEND_ONLY) ->
 
 
 def use_postgresql() -> None:
-    """Make indexes partial on PostgreSQL too, before its tables are created or compared.
+    """Makes indexes partial on PostgreSQL too, before its tables are created or compared.
 
-    Said with the index, `postgresql_where` would import that dialect into every command.
+    Set in the index itself, `postgresql_where` would import that dialect in every command.
     """
     for table in metadata.tables.values():
         for index in table.indexes:

@@ -1,4 +1,4 @@
-"""Rows of grants for some prices only: what is left of each."""
+"""Rows of scoped grants: what is left of each."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,13 +9,13 @@ from billing.gate.scoped import ScopedGrant
 from billing.gate.work import TenantAccount
 from billing.store.schema import scoped_grants
 
-BETWEEN = "\n"  # names in a scope are of one line
+BETWEEN = "\n"  # separator; names in a scope are one line
 
 Row = dict[str, Any]
 
 
 def scoped_rows(connection: Connection, tenants: Sequence[str] | None = None) -> list[Row]:
-    """Of all tenants where none are named."""
+    """The rows of these tenants; of all tenants if none are named."""
     query = select(scoped_grants)
     if tenants is not None:
         query = query.where(scoped_grants.c.tenant.in_(tenants))
@@ -23,7 +23,7 @@ def scoped_rows(connection: Connection, tenants: Sequence[str] | None = None) ->
 
 
 def read_scoped(rows: Iterable[Row], accounts: Mapping[str, TenantAccount]) -> None:
-    """Fill in what is left of scoped grants."""
+    """Sets what is left of scoped grants in the accounts."""
     for row in rows:
         scope = tuple(row["scope"].split(BETWEEN))
         seq, left = row["seq"], int(row["remains"])
@@ -43,7 +43,7 @@ def scoped_row(tenant: str, grant: ScopedGrant) -> Row:
 
 
 def rewrite_scoped(connection: Connection, accounts: Iterable[TenantAccount]) -> None:
-    """Replace all rows by those that the proof derived from the entries."""
+    """Replaces all rows by those that the proof derived from the entries."""
     connection.execute(delete(scoped_grants))
     made = [scoped_row(each.tenant, g) for each in accounts for g in each.grants.values()]
     if made:

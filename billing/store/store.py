@@ -1,10 +1,9 @@
 """The ledger's database: its connections, its transactions, and the one that applies a batch.
 
-SQLAlchemy Core on SQLite (WAL) or PostgreSQL. `LedgerStore` is shared: its writer methods are
-called by the ledger thread, by admin operations and by the CLI; each is one transaction. Readers
-take any thread. Several processes may share one database: SQLite admits one writer at a time, on
-PostgreSQL a transaction locks the accounts it touches in order of their names, so balances never
-race.
+SQLAlchemy Core on SQLite (WAL) or PostgreSQL. `LedgerStore` is shared: the ledger thread, admin
+operations and the CLI call its writer methods, each of which is one transaction. Any thread may
+read. Several processes may share one database without races on balances: SQLite admits one writer
+at a time, and on PostgreSQL a transaction locks the accounts it touches in order of their names.
 """
 
 import sqlite3
@@ -37,10 +36,10 @@ __all__ = ["Connection", "LedgerStore", "cause_of"]
 
 T = TypeVar("T")
 
-RETRIES = 8  # of a transaction that another process made fail
-CHECKPOINT_COMMANDS = 1000  # some 5,000 pages, 20 MB of log
+RETRIES = 8  # of a transaction after a conflict with another process
+CHECKPOINT_COMMANDS = 1000  # about 5,000 pages, 20 MB of log
 CHECKPOINT_ROUNDS = 4
-LANE_CHECKPOINT_PAGES = 40_000  # 160 MB: where nobody calls `checkpoint`
+LANE_CHECKPOINT_PAGES = 40_000  # 160 MB, if nobody calls `checkpoint`
 LANE_CACHE_KIB = 16 << 10  # room for the pages of a batch
 
 
@@ -50,7 +49,7 @@ class LedgerStore:
     def __init__(self, engine: Engine, revision: str) -> None:
         self.engine = engine
         self._revision = revision  # of the schema that it was opened with
-        self._closed = ""  # why it must not write, once that is so
+        self._closed = ""  # why it must not write; empty while it may
         self.insert: Callable[..., Any] = partial(insert_into, dialect=engine.dialect.name)
         self._hot = HotStatements(engine.dialect.name)
         self._lane = threading.Lock()
@@ -64,7 +63,7 @@ class LedgerStore:
         self._failures = (DBAPIError, driver.Error)
 
     def claim(self, owner: str, *, wait_s: float = store_claim.WAIT_S) -> None:
-        """Hold a server's name until `close`. Raises `StoreError` where another server has it."""
+        """Holds a server's name until `close`. Raises `StoreError` if another server has it."""
         self._claim = store_claim.claim(self.engine, owner, wait_s=wait_s)
 
     def close(self) -> None:
@@ -77,7 +76,7 @@ class LedgerStore:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A consistent read-only view. Raises `LedgerUnavailable` when the store cannot be read."""
+        """A consistent read-only view. Raises `LedgerUnavailable` if the store cannot be read."""
         try:
             with self.engine.connect() as connection, connection.begin():
                 if self.engine.dialect.name == "postgresql":
@@ -90,7 +89,7 @@ class LedgerStore:
 
     @contextmanager
     def writing(self, *, durable: bool = True) -> Iterator[Connection]:
-        """One write transaction; commits at the end, to disk if `durable`."""
+        """One write transaction. Commits at the end, to disk if `durable`."""
         connection = self.engine.connect().execution_options(durable=durable)
         with connection, connection.begin():
             yield connection
@@ -114,22 +113,22 @@ class LedgerStore:
         connection = self.engine.connect()
         if self._log is not None:
             driver: Any = connection.connection.driver_connection
-            # `checkpoint` does it, on another thread.
+            # `checkpoint` does this on another thread.
             driver.execute(f"PRAGMA wal_autocheckpoint={LANE_CHECKPOINT_PAGES}")
             driver.execute(f"PRAGMA cache_size=-{LANE_CACHE_KIB}")
         return connection
 
     def _leave_lane(self) -> None:
-        """Close the kept connection, which may be broken; the next batch opens another."""
+        """Closes the kept connection, which may be broken. The next batch opens another."""
         connection, self._lane_connection = self._lane_connection, None
         if connection is not None:
             connection.invalidate()
             connection.close()
 
     def retrying(self, operation: Callable[[Connection], T], *, durable: bool = True) -> T:
-        """Run `operation` in a transaction, again when another process made it fail.
+        """Runs `operation` in a transaction, and retries it after conflicts with other processes.
 
-        Raises `LedgerUnavailable` when the store cannot be written.
+        Raises `LedgerUnavailable` if the store cannot be written.
         """
         return self._repeat(operation, partial(self.writing, durable=durable))
 
@@ -157,16 +156,16 @@ class LedgerStore:
 
     @property
     def full_disk(self) -> str:
-        """That the disk is full, in words; empty while it has room."""
+        """A message if the disk is full, else empty."""
         return self._log.full_disk if self._log is not None else ""
 
     def _why(self, error: Exception) -> str:
-        """What the driver said, and what it did not: a full disk is an I/O error to SQLite."""
+        """The driver's message, or that the disk is full, which SQLite reports as an I/O error."""
         said, full = cause_of(error), self.full_disk
         return f"{said} ({full})" if full else said
 
     def clock_ns(self) -> int | None:
-        """The time of the database's own host; None where it is this one."""
+        """The time of the database's host; None if it is this host."""
         if self.engine.dialect.name != "postgresql":
             return None
         with self.engine.connect() as connection:
@@ -181,7 +180,7 @@ class LedgerStore:
         return self._log is not None
 
     def sync(self) -> None:
-        """Make durable what was committed so far. Raises OSError or `LedgerUnavailable`."""
+        """Makes all commits so far durable. Raises OSError or `LedgerUnavailable`."""
         assert self._log is not None
         self._log.sync()
 
@@ -192,7 +191,7 @@ class LedgerStore:
 
     @property
     def failed(self) -> str:
-        """Why nothing can be written until a restart; empty while all is well."""
+        """Why nothing can be written until a restart; empty if it can."""
         return self._closed or (self._log.failed if self._log is not None else "")
 
     def check_claim(self) -> None:
@@ -212,8 +211,9 @@ class LedgerStore:
             )
 
     def check_schema(self) -> None:
-        """Write nothing from now on if a newer version has migrated the database meanwhile: this
-        one would leave out what that one counts.
+        """Stops all writes if a newer version has migrated the database meanwhile.
+
+        This version would omit what the newer one counts.
         """
         with self.reading() as connection:
             found = connection.scalar(text("SELECT version_num FROM alembic_version"))
@@ -230,14 +230,16 @@ class LedgerStore:
             self._log.check()
 
     def renew_log(self) -> None:
-        """For a server, once at its start: see `WriteAheadLog.renew`."""
+        """Renews the log; for a server, once at its start. See `WriteAheadLog.renew`."""
         if self._log is not None:
             with self.writing():  # nobody else writes meanwhile
                 self._log.renew()
 
     def checkpoint(self) -> None:
-        """Copy the log into the database, if much was written, so that the log starts over. Runs
-        beside writers; a tail that they add meanwhile is copied in the next rounds."""
+        """Copies the log into the database, if much was written, so that the log starts over.
+
+        Runs beside writers. What they add meanwhile is copied in further rounds.
+        """
         if (
             self._log is None
             or self._log.failed
@@ -266,9 +268,10 @@ class LedgerStore:
         *,
         sync: bool = True,
     ) -> tuple[list[object], list[Entry]]:
-        """Apply a batch in one transaction: a result or exception for each, and the new entries.
+        """Applies a batch in one transaction. Returns a result or exception for each, and the new
+        entries.
 
-        Durable on return; with `sync=False`, where the store syncs apart, only after `sync`.
+        Durable on return. With `sync=False`, if the store syncs apart, durable only after `sync`.
         """
 
         def operation(connection: Connection) -> tuple[list[object], list[Entry]]:
@@ -285,16 +288,16 @@ class LedgerStore:
         return applied
 
     def all_holds(self) -> list[StoredHold]:
-        """Every hold; there are as many as requests run."""
+        """Every hold, one per running request."""
         with self.reading() as connection:
             return [read_hold(row) for row in connection.execute(select(holds)).mappings()]
 
     def all_advances(self) -> list[Advance]:
-        """What servers hold in advance: of each as much as there are busy tenants."""
+        """Every advance, one per server and busy tenant."""
         with self.reading() as connection:
             return [read_advance(row) for row in connection.execute(select(advances)).mappings()]
 
 
 def cause_of(error: Exception) -> str:
-    """What the driver said, without SQLAlchemy's frame around it."""
+    """The driver's message, without SQLAlchemy's wrapper."""
     return str(getattr(error, "orig", None) or error).strip()

@@ -27,7 +27,8 @@ def add_trail(
     after: Any,
     reason: str,
 ) -> None:
-    """Append to the admin trail: who did what to whom, and how it was and is. Chained by hash."""
+    """Appends to the admin trail, chained by hash: actor, action, subject, values before and
+    after."""
     lock_trail(connection)
     last, head = last_hash(connection)
     values = {
@@ -44,7 +45,7 @@ def add_trail(
 
 
 def last_hash(connection: Connection) -> tuple[int, bytes]:
-    """Number and hash of the last row; 0 where there is none."""
+    """Number and hash of the last row; 0 if there is none."""
     query = select(trail.c.seq, trail.c.hash).order_by(trail.c.seq.desc()).limit(1)
     last = connection.execute(query).first()
     return (last.seq, last.hash) if last else (0, TRAIL_GENESIS)
@@ -70,7 +71,7 @@ def find_trail(
     action: str = "",
     text: str = "",
 ) -> list[RowMapping]:
-    """The newest rows that fit, the newest first; empty texts fit every row."""
+    """The newest matching rows, newest first. Empty texts match every row."""
     query = select(trail).order_by(trail.c.seq.desc()).limit(limit)
     if before is not None:
         query = query.where(trail.c.seq < before)
@@ -85,7 +86,7 @@ def find_trail(
 
 
 def trail_actions(connection: Connection) -> list[str]:
-    """Every action that any row has, by name."""
+    """The names of all actions in the trail."""
     found = select(trail.c.action).distinct().order_by(trail.c.action)
     return [row.action for row in connection.execute(found)]
 
@@ -95,6 +96,6 @@ def _json(value: Any) -> str:
 
 
 def lock_trail(connection: Connection) -> None:
-    """One writer of the trail at a time; on SQLite every writer is the only one anyway."""
+    """Allows one writer of the trail at a time; SQLite has only one writer anyway."""
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(TRAIL_LOCK)))

@@ -1,5 +1,7 @@
-"""Answers that were charged and never arrived, as rows by fingerprint. A retry that arrives within
-a day pays instead of them (`billing.gate.gate`); each function is part of its caller's transaction.
+"""Charges of answers that never arrived, as rows by fingerprint.
+
+A retry that is delivered within a day pays instead of them (`billing.gate.gate`). Each function is
+part of its caller's transaction.
 """
 
 from sqlalchemy import ColumnElement, Connection, select
@@ -12,12 +14,11 @@ from billing.store.dialects import insert_into
 from billing.store.rows import read_entry, read_hold
 from billing.store.schema import entries, holds, undelivered
 
-KEPT_NS = 24 * 3600 * NS  # as long as an answer is kept under its Idempotency-Key
+KEPT_NS = 24 * 3600 * NS  # like an answer under its Idempotency-Key
 
 
 def note(connection: Connection, fingerprint: Key, request_id: str, at_ns: int) -> None:
-    """The answer of this request is lost; noting it twice is noting it once. What is too old to be
-    found is removed."""
+    """Records that this request's answer is lost. Idempotent. Removes expired rows."""
     tenant, text = fingerprint
     row = {"tenant": tenant, "fingerprint": text, "request_id": request_id, "at_ns": at_ns}
     connection.execute(
@@ -31,7 +32,7 @@ def forget(connection: Connection, fingerprint: Key) -> None:
 
 
 def charges(connection: Connection, fingerprint: Key, now_ns: int) -> list[Entry]:
-    """What was charged for answers of this fingerprint that were lost within a day."""
+    """The charges of answers with this fingerprint that were lost within a day."""
     recent = undelivered.c.at_ns > now_ns - KEPT_NS
     lost = select(undelivered.c.request_id).where(_lost(fingerprint) & recent)
     query = select(entries).where(

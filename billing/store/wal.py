@@ -1,9 +1,9 @@
-"""SQLite's write-ahead log as a file: synced apart from the commits that wrote it.
+"""SQLite's write-ahead log as a file, synced separately from its commits.
 
-A disk that fails to write says so once, to those who have the file open, and the kernel then takes
-what it lost for written: the next sync succeeds, and every commit after the gap is lost with it at
-a power cut. So the first failure is the last word: nothing is written from then on, until a server
-starts anew and writes the log again (`renew`). One thread syncs; any thread may tell a failure.
+A failed disk write is reported once, to processes that have the file open. The kernel then treats
+the lost data as written, so the next sync succeeds, and every commit after the gap would be lost at
+a power cut. So the first failure is final: nothing is written until a server restarts and rewrites
+the log (`renew`). One thread syncs; any thread may report a failure.
 """
 
 import errno
@@ -16,15 +16,15 @@ from pathlib import Path
 from billing.errors import LedgerUnavailable
 
 WAL_BYTES = 32 << 20
-INDEX_BYTES = 96 << 10  # of the log's index: 32 KiB for each 4,096 of its 8,144 pages, and more
-ROOM_BYTES = 256 << 10  # a disk with less has none for the ledger
+INDEX_BYTES = 96 << 10  # of the log's index: 32 KiB per 4,096 pages, for 8,144 pages and more
+ROOM_BYTES = 256 << 10  # a disk with less counts as full
 DESCRIPTORS = Path("/dev/fd")  # those of this process, by number
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _SYNC_FAILED = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
 
 
 class WriteAheadLog:
-    """The log of one database file. `failed` says why nothing can be written, once that is so."""
+    """The log of one database file. After a failure `failed` says why nothing can be written."""
 
     def __init__(self, database: Path) -> None:
         self._database = database
@@ -36,7 +36,7 @@ class WriteAheadLog:
         self.failed = ""
 
     def check(self) -> None:
-        """Raises `LedgerUnavailable` where nothing can be written any more."""
+        """Raises `LedgerUnavailable` if nothing can be written any more."""
         if self.failed:
             raise LedgerUnavailable(
                 f"the ledger is closed: {self.failed}; fix it, then restart the server"
@@ -44,7 +44,7 @@ class WriteAheadLog:
 
     @property
     def full_disk(self) -> str:
-        """That the disk is full, in words; empty while a write of a few pages finds room."""
+        """A message if the disk is full, else empty: a write of a few pages has room."""
         folder = self._database.parent
         try:
             free = shutil.disk_usage(folder).free
@@ -53,15 +53,15 @@ class WriteAheadLog:
         return f"the disk of {folder} is full: free some" if free < ROOM_BYTES else ""
 
     def note(self, error: Exception) -> None:
-        """Take in what SQLite says: a sync of its own that failed is as final as one of ours."""
+        """Records an error of SQLite. A failed sync of its own is as final as one of ours."""
         cause = getattr(error, "orig", error)
         if getattr(cause, "sqlite_errorcode", None) in _SYNC_FAILED:
             self.failed = f"the disk failed to write {self._path} ({cause})"
 
     def sync(self) -> None:
-        """Make durable what was committed so far: what SQLite does itself with synchronous=FULL.
+        """Makes all commits so far durable, as SQLite itself does with synchronous=FULL.
 
-        Raises OSError or `LedgerUnavailable`, and so does everything after it.
+        Raises OSError or `LedgerUnavailable`. After that every call does.
         """
         self.check()
         self.unsynced = False
@@ -77,18 +77,20 @@ class WriteAheadLog:
             self.check()
 
     def renew(self) -> None:
-        """Write the log again, at the length it gets between checkpoints; zeros are no frames.
+        """Rewrites the log and extends it with zeros to its length between checkpoints.
 
-        For a server, once at its start, while nobody else writes. What a failing disk lost may
-        still be in memory, and is written now. A sync within a file's length waits for its data
-        alone; one that lengthens it waits for the file system's journal, and so for whoever else
-        writes there: 0.14 against 0.37 ms (ext4), and many times that where others write.
+        For a server, once at its start, while nobody else writes. Data that a failing disk lost may
+        still be in memory and is written again. Zeros are not valid frames. A sync within a file's
+        length waits only for its data. A sync that extends the file also waits for the file
+        system's journal, and so for other writers: 0.14 against 0.37 ms (ext4), and many times more
+        with other writers.
 
-        So does the log's index get its room now. On a full disk it could not grow after a commit
-        was written: SQLite called that failed, and whoever read the log anew found it there. A
-        connection of this process must be open: the index is reached through its descriptor.
+        The log's index is extended here too. On a full disk it could not grow after a commit had
+        been written: SQLite reported a failure, but a later reader of the log found the commit. A
+        connection of this process must be open, because the index is written through its
+        descriptor.
 
-        Raises `LedgerUnavailable` where there is no room for it.
+        Raises `LedgerUnavailable` if the disk has no room.
         """
         try:
             with self._path.open("r+b") as file:
@@ -108,10 +110,12 @@ class WriteAheadLog:
             ) from error
 
     def _lengthen_index(self) -> None:
-        """Through the descriptor that SQLite has open. To open the index and close it again would
-        drop every lock that this process has on it (POSIX): the next process to come would take
-        itself for the only one and cut it to nothing, under the mapping of this one. Where no
-        descriptor can be found, as in a chroot without /proc, it grows when SQLite needs it.
+        """Extends the index through the descriptor that SQLite has open.
+
+        Opening and closing the index separately would drop every lock of this process on it
+        (POSIX). The next process would then believe it is the only one and truncate the index under
+        this one's mapping. If no descriptor is found, as in a chroot without /proc, the index grows
+        only when SQLite needs it.
         """
         index = _descriptor_of(self._index)
         if index is None:
@@ -126,8 +130,11 @@ class WriteAheadLog:
             self._handle = None
 
     def _open(self) -> int | None:
-        """The log's handle, kept open so that it hears of failures. None where there is no log:
-        the last connection was closed, and all is in the database, synced."""
+        """The log's handle, kept open so that it reports write failures.
+
+        None if there is no log: the last connection was closed, and all data is in the database,
+        synced.
+        """
         if self._handle is not None and os.fstat(self._handle).st_nlink == 0:
             self.close()
         if self._handle is None:
@@ -146,7 +153,7 @@ def _descriptor_of(path: Path) -> int | None:
     except OSError:
         return None
     for each in descriptors:
-        with suppress(OSError):  # of those that were closed meanwhile
+        with suppress(OSError):  # descriptors closed meanwhile
             found = os.fstat(int(each.name))
             if (found.st_dev, found.st_ino) == wanted:
                 return int(each.name)

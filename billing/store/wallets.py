@@ -1,4 +1,4 @@
-"""Rows of what is in tenants' wallets; in other currencies than their own."""
+"""Rows of tenants' wallets, in other currencies than their own."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ Key = tuple[str, str]  # tenant, currency
 
 
 def wallet_rows(connection: Connection, tenants: Sequence[str] | None = None) -> dict[Key, int]:
-    """What each holds; of all tenants where none are named."""
+    """The balance of each wallet; of all tenants if none are named."""
     query = select(wallets)
     if tenants is not None:
         query = query.where(wallets.c.tenant.in_(tenants))
@@ -26,6 +26,6 @@ def write_wallets(connection: Connection, changed: Mapping[Key, int]) -> None:
 
 
 def rewrite_wallets(connection: Connection, found: Mapping[Key, int]) -> None:
-    """Replace all rows by those that the proof derived from the entries."""
+    """Replaces all rows by those that the proof derived from the entries."""
     connection.execute(delete(wallets))
     write_wallets(connection, found)

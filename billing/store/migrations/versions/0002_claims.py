@@ -1,4 +1,5 @@
-"""Idempotency keys remember which run of which server took them: a crash frees them at once."""
+"""Idempotency keys record the run of the server that claimed them, so a crash frees them at
+once."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -12,6 +13,6 @@ depends_on = None
 def upgrade() -> None:
     standing = {column["name"] for column in sa.inspect(op.get_bind()).get_columns("idempotency")}
     for name in ("owner", "boot"):
-        if name not in standing:  # 0001 makes the tables of a new database as they are today
+        if name not in standing:  # 0001 creates a new database's tables in today's form
             column = sa.Column(name, sa.String, nullable=False, server_default="")
             op.add_column("idempotency", column)

@@ -1,4 +1,4 @@
-"""Entries say which day and month they are billed in. Those written before keep their date."""
+"""Entries record the day and month they are billed in. Earlier entries keep their date."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -11,7 +11,7 @@ depends_on = None
 
 def upgrade() -> None:
     standing = {column["name"] for column in sa.inspect(op.get_bind()).get_columns("entries")}
-    if "billed_ns" in standing:  # 0001 makes the tables of a new database as they are today
+    if "billed_ns" in standing:  # 0001 creates a new database's tables in today's form
         return
     op.add_column("entries", sa.Column("billed_ns", sa.BigInteger))
     named = sa.text("billed_ns IS NOT NULL")

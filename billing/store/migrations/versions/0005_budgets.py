@@ -1,4 +1,4 @@
-"""Budgets, and the outbox of what is told about them."""
+"""Budgets, and the outbox of their alerts."""
 
 from alembic import op
 

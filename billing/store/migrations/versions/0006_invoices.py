@@ -1,4 +1,4 @@
-"""Invoices; and sums know what of an amount was granted money, and what was left to be owed."""
+"""Invoices; and rollups count the granted and the owed part of an amount."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -23,7 +23,7 @@ NEW = ("granted_hi", "granted_lo", "owed_hi", "owed_lo")
 
 def upgrade() -> None:
     bind = op.get_bind()
-    if sa.inspect(bind).has_table("invoices"):  # 0001 makes a new database as they are today
+    if sa.inspect(bind).has_table("invoices"):  # 0001 creates a new database in today's form
         return
     for table in (usage_daily, usage_sessions):
         for name in NEW:
@@ -37,7 +37,7 @@ def upgrade() -> None:
 
 
 def _sum_again(bind: sa.Connection) -> None:
-    """Without the columns that later revisions add: what was written before has none of them."""
+    """Recomputes the rollups, without columns of later revisions, which earlier entries lack."""
     daily, sessions = rollups(stream_entries(bind)).stored()
     for table, rows in ((usage_daily, daily), (usage_sessions, sessions)):
         standing = [column["name"] for column in sa.inspect(bind).get_columns(table.name)]

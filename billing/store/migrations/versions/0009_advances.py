@@ -1,4 +1,4 @@
-"""What servers hold in advance."""
+"""Servers' advances."""
 
 from alembic import op
 

@@ -1,4 +1,4 @@
-"""Tokens that cards include, and what of each sum they were worth."""
+"""Included tokens, and their worth in each rollup."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -16,6 +16,6 @@ def upgrade() -> None:
     for table in ("usage_daily", "usage_sessions"):
         standing = {column["name"] for column in sa.inspect(op.get_bind()).get_columns(table)}
         for name in ("included_hi", "included_lo"):
-            if name not in standing:  # 0001 makes the tables of a new database as they are today
+            if name not in standing:  # 0001 creates a new database's tables in today's form
                 column = sa.Column(name, sa.BigInteger, nullable=False, server_default="0")
                 op.add_column(table, column)

@@ -1,4 +1,4 @@
-"""Money of tenants in other currencies than their own."""
+"""Tenants' money in other currencies than their own."""
 
 from alembic import op
 

@@ -1,4 +1,4 @@
-"""Limits of a tenant that an admin set, over those of the settings."""
+"""Limits of a tenant set by an admin, which override the settings."""
 
 from alembic import op
 

@@ -1,4 +1,4 @@
-"""What a budget asks for when a balance falls too low, and how often a day."""
+"""A budget's top-up request for a low balance, and its daily maximum."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -13,6 +13,6 @@ depends_on = None
 
 def upgrade() -> None:
     standing = {column["name"] for column in sa.inspect(op.get_bind()).get_columns("budgets")}
-    if "ask" not in standing:  # 0001 makes the tables of a new database as they are today
+    if "ask" not in standing:  # 0001 creates a new database's tables in today's form
         op.add_column("budgets", sa.Column("ask", Wide, nullable=False, server_default="0"))
         op.add_column("budgets", sa.Column("most", sa.Integer, nullable=False, server_default="0"))
