@@ -172,4 +172,4 @@ def _missing_heads(replay: ProofRun, heads: KeptHeads) -> Iterator[Problem]:
         account = replay.accounts.get(tenant)
         ends = account.seq if account else 0
         if tenant not in replay.problems and ends < seq:
-            yield Problem(tenant, seq, "gapless", f"it was written down, and now {ends} is last")
+            yield Problem(tenant, seq, "gapless", f"a recorded head names it, but {ends} is last")

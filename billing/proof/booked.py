@@ -30,6 +30,6 @@ def same(invariant: str, found: dict[str, int], expected: dict[str, int]) -> Non
         if found.get(name, 0) != expected.get(name, 0):
             raise Differs(
                 invariant,
-                f"it moves {format_units(found.get(name, 0))} on {name}, "
-                f"and {format_units(expected.get(name, 0))} is right",
+                f"it moves {format_units(found.get(name, 0))} on {name}; "
+                f"expected {format_units(expected.get(name, 0))}",
             )

@@ -61,17 +61,17 @@ class ChargeChecks:
             charge = rate(Usage.from_record(details.get("usage", {})), pinned, left)
         self._check_included(details, charge)
         if pinned.currency != entry.currency:
-            raise Differs("rated", f"its card is in {pinned.currency}")
+            raise Differs("rated", f"its card is in {pinned.currency}, unlike the account")
         scoped = taken_from(account.grants, pinned.ref, charge.amount)
         _check_scoped("rated", details, scoped, -1)
         same("rated", postings, spend(account, charge.amount, sum(scoped.values())))
         if int(details["saved"]) != charge.saved:
             raise Differs("rated", f"it saved {charge.saved} units, not {details['saved']}")
         if int(details.get("fees", 0)) != charge.fees:
-            raise Differs("rated", f"its fees are {charge.fees} units")
+            raise Differs("rated", f"its fees should be {charge.fees} units")
         admitted_ns = details.get("admitted_ns", 0)
         if entry.billed_ns not in (None, admitted_ns):
-            raise Differs("billed", "it is not billed by its admission")
+            raise Differs("billed", "it is not billed at its admission")
         if admitted_ns:
             self._check_card(entry, pinned.ref, admitted_ns)
         if admitted_ns and "commitment" not in details:
@@ -92,7 +92,7 @@ class ChargeChecks:
         key = (entry.tenant, details["corrects"])
         taken = self._charges.get(key)
         if taken is None:
-            raise Differs("corrected", f"entry {details['corrects']} is not an earlier charge")
+            raise Differs("corrected", f"it corrects {details['corrects']}, not an earlier charge")
         amount = postings.get("revenue", 0)
         if "usage" in details or "card" in details:
             usage = Usage.from_record(details.get("usage", {}))
@@ -110,9 +110,9 @@ class ChargeChecks:
         elif details.get("by") == SYSTEM:
             own = entry.request_id.startswith(OWN_REFERENCES)
             if not own or -amount != sum(taken.values()):
-                raise Differs("corrected", "the server gives back a whole charge, or nothing")
+                raise Differs("corrected", "the server refunds only whole charges")
         if amount < 0 and -amount > sum(taken.values()):
-            raise Differs("corrected", f"it gives back more than the {sum(taken.values())} left")
+            raise Differs("corrected", f"it refunds more than the {sum(taken.values())} left")
         if amount > 0:
             ref = self._pinned(rate_ref(details)).ref
             scoped, sign = taken_from(account.grants, ref, amount), -1
@@ -135,7 +135,7 @@ class ChargeChecks:
         month = details["commitment"]
         card = committing_card(self._book, entry.tenant, entry.currency, month)
         if card is None or pinned.ref != commitment_ref(card):
-            raise Differs("rated", f"no minimum of {month} is asked by card {pinned.ref.card}")
+            raise Differs("rated", f"card {pinned.ref.card} has no minimum for {month}")
         dated = (entry.request_id, entry.moment_ns) == (REFERENCE + month, closing_ns(month))
         if not dated or entry.at_ns < month_ns(month)[1] or details.get("usage"):
             raise Differs("rated", f"it is not the minimum of {month}")
@@ -148,7 +148,7 @@ class ChargeChecks:
     def _check_included(self, details: dict[str, Any], charge: Charge) -> None:
         said = details.get("included", {}), int(details.get("included_amount", 0))
         if said != (charge.taken, charge.included):
-            raise Differs("rated", f"of included tokens it can spend {dict(charge.taken)}")
+            raise Differs("rated", f"its included tokens should be {dict(charge.taken)}")
 
     def _use(self, tenant: str, month: str, card: str, more: Mapping[str, int]) -> None:
         for item, tokens in more.items():
@@ -179,7 +179,7 @@ class ChargeChecks:
             named = " or ".join(f"{name} {version}" for name, version in sorted(seen)) or "none"
             raise Differs(
                 "rated",
-                f"it is rated by card {ref.card} {ref.version}, and {named} was in force when it "
+                f"it is rated by card {ref.card} {ref.version}, but {named} was in force when it "
                 "was admitted",
             )
 
@@ -195,4 +195,4 @@ def _check_scoped(
 ) -> None:
     expected = {seq: sign * units for seq, units in scoped.items() if units}
     if moved_by(details) != expected:
-        raise Differs(invariant, f"of scoped grants it moves {expected}, by their numbers")
+        raise Differs(invariant, f"it should move {expected} of scoped grants, by number")

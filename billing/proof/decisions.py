@@ -50,16 +50,16 @@ def check_decisions(connection: Connection, decisions: Decisions) -> Iterator[Pr
         seq = row["seq"]
         booked = left.pop(row["subject"], None)
         if booked is None:
-            message = f"{row['action']} of {row['subject']} was decided, and no entry books it"
+            message = f"{row['action']} of {row['subject']} was decided, but no entry books it"
             yield Problem(f"trail entry {seq}", 0, "decided", message)
         elif booked != (decided := _decision(row)):
-            names = ("kind", "who", "why", "when", "amount", "wallet", "scope")
+            names = ("kind", "actor", "reason", "time", "amount", "wallet", "scope")
             pairs = zip(names, booked, decided, strict=True)
             differing = next(name for name, found, said in pairs if found != said)
-            message = f"trail entry {seq} says otherwise of its {differing}"
+            message = f"its {differing} differs from trail entry {seq}"
             yield _problem(row["subject"], message)
     for subject in left:
-        yield _problem(subject, "nobody decided it: it is not in the admin trail")
+        yield _problem(subject, "it has no decision in the admin trail")
 
 
 def _decision(row: Any) -> _Decision:

@@ -32,7 +32,7 @@ class DepositChecks:
         if gains != (entry.amount > 0):
             raise Differs("balanced", f"a {entry.kind} cannot be {format_units(entry.amount)}")
         if entry.kind == Kind.WITHDRAWAL and account.balances["topup"] + entry.amount < 0:
-            raise Differs("balanced", "it pays out more than was paid in and is left")
+            raise Differs("balanced", "it pays out more paid money than is left")
         scope, scoped = scope_of(entry.details), None
         if scope:
             scoped = ScopedGrant(entry.seq, entry.request_id, scope, NEVER)
@@ -53,9 +53,9 @@ class DepositChecks:
         key = (entry.tenant, details["corrects"])
         kind, stands = self._deposits.get(key, (None, 0))
         if kind not in INCOMING:
-            raise Differs("corrected", f"entry {details['corrects']} is not an earlier deposit")
+            raise Differs("corrected", f"it corrects {details['corrects']}, not an earlier deposit")
         if stands + entry.amount < 0:
-            raise Differs("corrected", "it takes more from a deposit than there was")
+            raise Differs("corrected", "it reduces a deposit below zero")
         scoped = account.grants.get(details["corrects"])
         same("corrected", postings, deposited(account, kind, entry.amount, scoped))
         _check_moves(booked, details["corrects"])
@@ -68,7 +68,7 @@ class DepositChecks:
         grants = self._grants.get(entry.tenant, {})
         grant = grants.get(details["corrects"])
         if grant is None or grant.is_over:
-            raise Differs("corrected", f"entry {details['corrects']} is not a grant that stands")
+            raise Differs("corrected", f"it ends {details['corrects']}, which is not an open grant")
         if entry.request_id != grant.reference or entry.at_ns < grant.expires_ns:
             raise Differs("corrected", f"grant {grant.reference!r} had not expired")
         if grant.is_scoped:
@@ -88,13 +88,13 @@ class DepositChecks:
         key, moves = (entry.tenant, details["wallet"]), int(details["moves"])
         left = self.wallets.get(key, 0) + moves
         if left < 0 or details["wallet"] == account.currency:
-            raise Differs("balanced", f"its wallet in {details['wallet']} has not so much")
+            raise Differs("balanced", f"its wallet in {details['wallet']} has less than that")
         expected: dict[str, int] = {}
         if entry.kind == Kind.CONVERSION:
             gain = converted(-moves, check_rate(*(details[name] for name in RATE)))
             expected = {**pay_in(account, gain), "cash": -gain}
         elif any(name in details for name in RATE):
-            raise Differs("balanced", "it converts nothing, and has a rate")
+            raise Differs("balanced", "it has a rate but converts nothing")
         if moves == 0 or (entry.kind == Kind.CONVERSION and moves > 0):
             raise Differs("balanced", f"a {entry.kind} cannot move {moves} units")
         same("balanced", booked.postings, expected)
@@ -114,4 +114,4 @@ def _check_moves(booked: Booked, seq: int) -> None:
     """Checks that an entry moves only the scoped grant it names."""
     units = booked.postings.get("scoped", 0)
     if moved_by(booked.details) != ({seq: units} if units else {}):
-        raise Differs("corrected", f"it moves {units} units of grant {seq}, and says otherwise")
+        raise Differs("corrected", f"it moves {units} units of grant {seq}, unlike its body")

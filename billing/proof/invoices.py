@@ -19,9 +19,11 @@ def check_invoices(connection: Connection) -> Iterator[Problem]:
     for name in sorted(standing.keys() | decided.keys()):
         if standing.get(name) != decided.get(name):
             what, number = name
-            said = "there is no such row" if name not in standing else "its row says otherwise"
+            said = (
+                "its row is missing" if name not in standing else "its row differs from the trail"
+            )
             if name not in decided:
-                said = "nobody decided it: it is not in the admin trail"
+                said = "it has no decision in the admin trail"
             yield Problem(f"invoice {number} ({what})", 0, "issued", said)
             return
     yield from _gaps(connection)

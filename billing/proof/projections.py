@@ -26,7 +26,7 @@ def compare_accounts(replay: ProofRun, connection: Connection) -> Iterator[Probl
     stored = store_reports.all_accounts(connection)
     held = store_reports.held_by_tenant(connection)
     for tenant in sorted(replay.accounts.keys() - stored.keys() - broken):
-        yield Problem(tenant, 0, "projected", "it has entries and no account")
+        yield Problem(tenant, 0, "projected", "it has entries but no account")
     for tenant in sorted(stored.keys() - broken):
         row = stored[tenant]
         proven = replay.account(tenant, row.currency)
@@ -40,7 +40,7 @@ def compare_accounts(replay: ProofRun, connection: Connection) -> Iterator[Probl
         ]
         for name, found, expected in facts:
             if found != expected:
-                message = f"{name} is {found}, and the entries and holds make {expected}"
+                message = f"{name} is {found}; by the entries and holds it is {expected}"
                 yield Problem(f"account {tenant!r}", 0, "projected", message)
                 break
 
@@ -71,7 +71,9 @@ def compare_used(replay: ProofRun, connection: Connection) -> Iterator[Problem]:
     found = {key: tokens for key, tokens in store_plans.used_by(connection).items() if tokens}
     for key, _ in sorted(found.items() ^ replay.used().items())[:1]:
         where = "/".join(key)
-        yield Problem(f"included_used {where}", 0, "projected", "it is not what its charges spent")
+        yield Problem(
+            f"included_used {where}", 0, "projected", "it differs from what its charges spent"
+        )
 
 
 def compare_wallets(replay: ProofRun, connection: Connection) -> Iterator[Problem]:
@@ -79,7 +81,7 @@ def compare_wallets(replay: ProofRun, connection: Connection) -> Iterator[Proble
     found = {key: amount for key, amount in rows.items() if amount}
     for key, _ in sorted(found.items() ^ replay.wallets().items())[:1]:
         where = "/".join(key)
-        yield Problem(f"wallet {where}", 0, "projected", "it is not what its entries moved")
+        yield Problem(f"wallet {where}", 0, "projected", "it differs from what its entries moved")
 
 
 def compare_scoped(replay: ProofRun, connection: Connection) -> Iterator[Problem]:
@@ -90,13 +92,15 @@ def compare_scoped(replay: ProofRun, connection: Connection) -> Iterator[Problem
         for grant in account.grants.values()
     }
     for tenant, seq, *_ in sorted(found ^ expected)[:1]:
-        yield Problem(f"grant {tenant}/{seq}", 0, "projected", "it is not what its entries left")
+        yield Problem(
+            f"grant {tenant}/{seq}", 0, "projected", "it differs from what its entries left"
+        )
 
 
 def compare_expiring(replay: ProofRun, connection: Connection) -> Iterator[Problem]:
     found, expected = store_expiring.expiring_rows(connection), replay.expiring()
     for tenant, seq, *_ in sorted(found ^ expected)[:1]:
-        yield Problem(f"expiring {tenant}/{seq}", 0, "projected", "it is not as its grant says")
+        yield Problem(f"expiring {tenant}/{seq}", 0, "projected", "it differs from its grant")
 
 
 def _keyed(rows: Iterable[Row], key: tuple[str, ...]) -> dict[tuple[Any, ...], Row]:

@@ -68,7 +68,7 @@ class ProofRun:
         account = self.account(entry.tenant, entry.currency)
         head = self._chained(entry, account)
         if entry.currency != account.currency:
-            raise Differs("balanced", f"its currency is {entry.currency}")
+            raise Differs("balanced", f"its currency is {entry.currency}, unlike the account's")
         booked = Booked(entry, account, parse_postings(entry.postings), entry.details)
         self._check_kind(booked)
         self._check_found_by(entry, booked.details)
@@ -82,7 +82,7 @@ class ProofRun:
         if entry.seq != account.seq + 1:
             raise Differs("gapless", f"it follows entry {account.seq}")
         if entry.at_ns < account.at_ns:
-            raise Differs("gapless", "it is dated before the entry before it")
+            raise Differs("gapless", "it is dated before the previous entry")
         head = digest(
             account.head,
             entry.tenant,
@@ -99,7 +99,7 @@ class ProofRun:
         others = self._heads.get(entry.tenant, {}).get(entry.seq, set()) - {head.hex()}
         if others:
             said = " and ".join(sorted(others))
-            raise Differs("chained", f"its hash was {said} when that was written down")
+            raise Differs("chained", f"its hash was {said} in a recorded head")
         return head
 
     def _check_kind(self, booked: Booked) -> None:
@@ -124,9 +124,9 @@ class ProofRun:
         """Checks that the indexed columns match the body."""
         copy = self._corrections.get((entry.tenant, entry.seq))
         if copy != (details["corrects"] if entry.kind in CORRECTING else None):
-            raise Differs("corrected", f"it is found by {copy} as what it corrects")
+            raise Differs("corrected", f"its column `corrects` is {copy}, unlike its body")
         if entry.billed_ns != details.get("billed_ns"):
-            raise Differs("billed", f"it is found by {entry.billed_ns} as when it is billed")
+            raise Differs("billed", f"its column `billed_ns` is {entry.billed_ns}, unlike its body")
         if entry.kind != Kind.CHARGE and entry.moment_ns > entry.at_ns:
             raise Differs("billed", "it is billed after it was made")
 

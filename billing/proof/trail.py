@@ -54,16 +54,16 @@ def _check_chain(rows: Sequence[Row], written_down: Mapping[int, set[str]]) -> I
     for row in rows:
         head = store_trail.trail_hash(head, row)
         if row["seq"] != last + 1 or row["hash"] != head:
-            yield Problem(f"trail entry {row['seq']}", 0, "trailed", "it differs from its hash")
+            yield Problem(f"trail entry {row['seq']}", 0, "trailed", "it does not match its hash")
             return
         last = row["seq"]
         if others := written_down.get(last, set()) - {head.hex()}:
             said = " and ".join(sorted(others))
-            message = f"its hash was {said} when that was written down"
+            message = f"its hash was {said} in a recorded head"
             yield Problem(f"trail entry {last}", 0, "trailed", message)
             return
     if written_down and last < max(written_down):
-        message = f"entry {max(written_down)} was written down, and now {last} is last"
+        message = f"a recorded head names entry {max(written_down)}, but {last} is last"
         yield Problem(TRAIL, 0, "trailed", message)
 
 
@@ -119,13 +119,13 @@ def _differences(standing: _Facts, decided: _Facts) -> Iterator[Problem]:
     for kind, name in sorted(standing.keys() | decided.keys()):
         found, said = standing.get((kind, name)), decided.get((kind, name))
         if found is None or said is None:
-            message = "nobody made it" if said is None else "it was made, and is not there"
+            message = "nobody created it" if said is None else "it was created, but is missing"
             yield Problem(f"{kind} {name!r}", 0, "decided", message)
             continue
         if kind == "tenant":
             said.setdefault("suspended", "False")
         for fact in sorted(found.keys() | said.keys()):
             if not _agree(found.get(fact), said.get(fact)):
-                message = f"its {fact} is {found.get(fact)}, and the trail says {said.get(fact)}"
+                message = f"its {fact} is {found.get(fact)}, but the trail says {said.get(fact)}"
                 yield Problem(f"{kind} {name!r}", 0, "decided", message)
                 break

@@ -39,8 +39,8 @@ def forge(path: Path, seq: int, change: str) -> None:
     ("seq", "change", "invariant", "said"),
     [
         (1, "postings = 'granted:1000000000000 cash:-1000000000000'", "balanced", "granted"),
-        (2, "postings = 'topup:-5 revenue:5'", "rated", "is right"),
-        (2, "body = replace(body, '\"output\":7', '\"output\":6')", "rated", "is right"),
+        (2, "postings = 'topup:-5 revenue:5'", "rated", "expected"),
+        (2, "body = replace(body, '\"output\":7', '\"output\":6')", "rated", "expected"),
         (2, 'body = replace(body, \'"saved":"\', \'"saved":"1\')', "rated", "saved"),
         (2, "kind = 'gift'", "readable", "not a kind"),
         (3, "at_ns = at_ns - 2000000000", "gapless", "before"),

@@ -201,4 +201,4 @@ def test_a_tail_that_was_cut_is_found_by_its_head(
 def test_a_trail_written_anew_is_found_by_its_head(prove: Prove, heads: dict[str, Head]) -> None:
     last, _ = heads[TRAIL]
     proof = prove("UPDATE trail SET reason = reason", heads | {TRAIL: (last, "00")})
-    assert "written down" in proof.problems[0].message
+    assert "a recorded head" in proof.problems[0].message
