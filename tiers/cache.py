@@ -1,10 +1,10 @@
-"""The facade of the tiers: the calls the engine makes to the cache, in their order.
+"""The facade of the tiers: the engine's calls to the cache, in their order.
 
     open ─► advance ... ─► tables: plan ─► provide, commit as blocks fill ─► release
     (ticket: match, load, lift)     (the blocks of a running sequence)      (evictable from here on)
 
-Engine thread only, except that `CacheStats` snapshots may be read anywhere. Nothing here waits for
-a disk. A fault below shortens what `advance` finds; it is never an exception.
+Engine thread only, except that any thread may read `CacheStats` snapshots. Nothing here waits for a
+disk. A fault in a lower tier shortens the match found by `advance`; it never raises.
 """
 
 import secrets
@@ -45,10 +45,10 @@ from tiers.transfer.mover import Mover
 from tiers.transfer.promotion import Promoter
 from tiers.transfer.ticket import Progress, Ticket, TicketState
 
-GHOSTS_PER_BLOCK = 4  # keys that second-hit admission remembers, for each block on disk ...
-MAX_GHOSTS = 1 << 18  # ... and in all: 40 MB
+GHOSTS_PER_BLOCK = 4  # keys that second-hit admission remembers per block on disk ...
+MAX_GHOSTS = 1 << 18  # ... and in total, 40 MB
 WARM_BYTES = 256 << 20  # of each memory tier: 0.3 s at start, and prefixes of some 4,000 tokens
-MIN_FRAMES = 16  # a host tier smaller than this could not carry a load and a store at once
+MIN_FRAMES = 16  # a smaller host tier could not hold a load and a store at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,8 @@ class CacheSettings:
     ahead: float = 1 / 16
     num_readers: int = 2
     share_tails: bool = True
-    weigh_loads: bool = True  # load from disk only what loads faster than it is recomputed
-    pinned_share: float = 1 / 4  # of the lowest tier, that pins may take
+    weigh_loads: bool = True  # load from disk only if that is faster than computing
+    pinned_share: float = 1 / 4  # share of the lowest tier for pins
 
 
 class TieredCache:
@@ -82,7 +82,7 @@ class TieredCache:
         pin_folder: Path | None = None,
         wall_clock: Callable[[], float] | None = None,
     ) -> None:
-        """`shares` are the quotas of groups of scopes; pins are kept in `pin_folder`."""
+        """`shares` are the quotas of groups of scopes. Pins are stored in `pin_folder`."""
         self.layout = layout
         self.settings = settings
         self.index = BlockIndex()
@@ -102,7 +102,7 @@ class TieredCache:
         self.residency = self._residency(frames, capacities, quotas, stream)
         self._promoter = Promoter(self.residency, self._mover, self.economy)
         self._demoter = Demoter(self.residency, self._mover, _demotion(settings, capacities))
-        # A state is of where its block ends: nothing can be taken up in the middle of one.
+        # A state belongs to the end of its block, so no prefix can resume in the middle.
         share_tails = settings.share_tails and not layout.has_states
         self._tails = TailSharing(self.residency, enabled=share_tails)
         self.mark_seed = secrets.randbits(64)
@@ -140,41 +140,43 @@ class TieredCache:
             order(TierName.DEVICE),
             order(TierName.HOST),
             stream,
-            # Where windows are left behind, a copy above is no full substitute for the one below.
+            # If windows are omitted, an upper copy cannot replace the lower one.
             host_moves=not keeps and not self.layout.reach,
             quotas=quotas,
         )
 
     @property
     def disk(self) -> ManagedTier | None:
-        """The disk tier, for its own view of what it holds."""
+        """The disk tier, for its own view of its contents."""
         return self._disk
 
     @property
     def stream(self) -> EventStream:
-        """What happens to blocks, for who subscribes."""
+        """Block events for subscribers."""
         return self.residency.counters.stream
 
     def start(self, on_load: Callable[[], None] = lambda: None) -> None:
-        """Start the disk threads; `on_load` wakes an idle engine when one of their jobs is done."""
+        """Starts the disk threads. `on_load` wakes an idle engine when one of their jobs is
+        done."""
         if self._mover is not None:
             self._mover.set_on_done(on_load)
             self._mover.start()
             self._cache_operations.start()
 
     def warm_up(self, max_bytes: int = WARM_BYTES) -> None:
-        """Touch memory before the first request does.
+        """Touches memory before the first request does.
 
-        A virtual machine hands over fresh memory at about 1 GB/s, slower than a prefix is loaded
-        from disk: without this the first hits after a start wait for it, once in the host's frames
-        and once more in the device's blocks.
+        A virtual machine provides fresh memory at about 1 GB/s, slower than a prefix is loaded from
+        disk. Without this the first hits after a start would wait for it twice: in the host's
+        frames and in the device's blocks.
         """
         self.pool.touch(max_bytes)
         if self.residency.frames is not None:
             self.residency.frames.touch(max_bytes)
 
     def close(self, *, flush: bool = True) -> int:
-        """Flush to disk, end the threads and close the disk tier; returns blocks not flushed."""
+        """Flushes to disk, ends the threads and closes the disk tier. Returns the number of blocks
+        not flushed."""
         unsaved = self._demoter.flush() if flush else 0
         if self._mover is not None:
             self._mover.close()
@@ -185,12 +187,14 @@ class TieredCache:
     # A request's prefix: ticket by ticket.
 
     def peek(self, chain: Chain) -> int:
-        """How many leading tokens stand above the disk now; pins nothing."""
+        """The number of leading tokens above the disk now. Pins nothing."""
         return len(self.index.match(chain)) * self.layout.block_size
 
     def sources(self, chain: Chain) -> list[TierName]:
-        """Where its leading blocks stand above the disk; those being computed are as good as on
-        the device. Pins nothing."""
+        """The tiers above the disk of its leading blocks. Pins nothing.
+
+        Blocks being computed count as on the device.
+        """
         if chain.root in self._cache_operations.blocked:
             return []
         host, device = TierName.HOST, TierName.DEVICE
@@ -200,9 +204,9 @@ class TieredCache:
         ]
 
     def open(self, chain: Chain, *, reads: bool = True) -> Ticket:
-        """Claim what stands of the chain's prefix and ask the disk for the rest.
+        """Pins the cached part of the chain's prefix and asks the disk for the rest.
 
-        What is private, or is not to be read, gets a ticket for nothing.
+        A private chain, or one not to be read, gets an empty ticket.
         """
         if chain.root in self._cache_operations.blocked:
             chain.private = True
@@ -216,32 +220,32 @@ class TieredCache:
         return ticket
 
     def advance(self, ticket: Ticket) -> Progress:
-        """Take the ticket one step further; its blocks are all on the device when READY."""
+        """Advances the ticket by one step. When READY, all of its blocks are on the device."""
         return self._promoter.advance(ticket) if ticket.reads else Progress.READY
 
     def close_ticket(self, ticket: Ticket) -> None:
-        """Give up what the ticket holds; its request does not run for now."""
+        """Releases the ticket's blocks; its request does not run for now."""
         chain = ticket.chain
         self._promoter.close(ticket, Use(time.monotonic(), len(chain.keys), chain.root))
 
     @property
     def num_allocatable(self) -> int:
-        """Blocks that `tables.provide` could find slots for now."""
+        """The number of blocks for which `tables.provide` could find slots now."""
         return self.residency.num_allocatable
 
     def find_tail(self, ticket: Ticket) -> Tail | None:
-        """A block that begins as the tokens after the ticket's last block do; see `tails`."""
+        """A block that begins with the tokens after the ticket's last block; see `tails`."""
         if not ticket.reads or len(ticket.blocks) == ticket.chain.num_blocks:
             return None
         return self._tails.find(ticket.chain, len(ticket.blocks))
 
     def explain(self, chain: Chain, number: int, tail: Tail | None) -> Absence:
-        """Why block `number` of the chain was not found; `tail` is what `find_tail` said of it."""
+        """Why block `number` of the chain was not found. `tail` is the result of `find_tail`."""
         wanted = chain.chunks[number] if number < len(chain.chunks) else chain.tail
         key = chain.keys[number] if number < len(chain.keys) else None
         if tail is None and not self.settings.share_tails:
             tail = self._tails.nearest(chain, number)
-        # What is extended has the new prompt's tokens by now, and had no others.
+        # An extended block has the new prompt's tokens by now, and had no others.
         parted = (
             tail is not None
             and tail.case is not TailCase.EXTEND
@@ -260,7 +264,7 @@ class TieredCache:
     # Housekeeping and observation.
 
     def step(self) -> None:
-        """Take in finished loads and do one step's share of copying down and clearing away."""
+        """Takes in finished loads and does one step's share of demotion and cleanup."""
         self._promoter.collect()
         self._demoter.step()
         self._cache_operations.step()
@@ -269,12 +273,13 @@ class TieredCache:
             self._shared.remote.economy.prefill_tokens_per_s = rate
 
     def flush(self, deadline_s: float = 60.0) -> int:
-        """Write every full block to disk, for all to wait; returns how many could not be."""
+        """Writes every full block to disk and waits. Returns the number that could not be
+        written."""
         return self._demoter.flush(deadline_s)
 
     @property
     def is_moving(self) -> bool:
-        """Whether loads or stores are under way, so that an idle engine should look again."""
+        """Whether loads or stores are in progress, so that an idle engine should check again."""
         return (
             self._promoter.num_loads > 0
             or self.pool.is_arriving
@@ -282,7 +287,7 @@ class TieredCache:
             or self._cache_operations.purger.is_active
         )
 
-    # What operators do, through `Engine.call`; see `tiers.operations.operations`.
+    # Operators' calls, through `Engine.call`; see `tiers.operations.operations`.
 
     def pin(
         self,
@@ -294,11 +299,12 @@ class TieredCache:
         scope: PrefixKey | None = None,
         owner: str = "",
     ) -> Pin[PrefixKey]:
-        """Keep a prefix in at least one tier until `until_s` (Unix seconds). Raises PinError."""
+        """Keeps a prefix in at least one tier until `until_s` (Unix seconds). Raises PinError."""
         return self._cache_operations.pin(name, prefix, until_s, why, scope=scope, owner=owner)
 
     def retain(self, name: str, chain: Chain, until_s: float, *, owner: str, kind: PinKind) -> int:
-        """Pin a prefix in passing, as much of it as its owner may: how many blocks."""
+        """Pins as much of a prefix as its owner may, without waiting. Returns the number of
+        blocks."""
         if chain.private or chain.root in self._cache_operations.blocked:
             return 0
         return self._cache_operations.keeper.retain(
@@ -306,34 +312,35 @@ class TieredCache:
         )
 
     def renew(self, name: str, until_s: float) -> None:
-        """Let a pin last until `until_s` at least, if there is one of that name."""
+        """Extends a pin of that name to at least `until_s`, if there is one."""
         self._cache_operations.keeper.renew(name, until_s)
 
     @property
     def now_s(self) -> float:
-        """The clock that pins end by: Unix seconds that run on when a wall clock is set."""
+        """The clock of pins: Unix seconds, unaffected when the wall clock is set."""
         return self._cache_operations.keeper.clock()
 
     def unpin(self, name: str) -> bool:
-        """End a pin; whether there was one of that name."""
+        """Ends a pin. Returns whether there was one of that name."""
         return self._cache_operations.keeper.unpin(name)
 
     def pins(self) -> list[Pin[PrefixKey]]:
         return self._cache_operations.keeper.pins()
 
     def saved(self) -> "Future[None]":
-        """Done once the pins as they are now are on disk; fails where they could not be written."""
+        """Done once the current pins are on disk; fails if they could not be written."""
         return self._cache_operations.saved
 
     @property
     def is_shared(self) -> bool:
-        """Whether a store that servers share is beneath the disk."""
+        """Whether a shared store is below the disk."""
         return self._shared is not None
 
     def publish(self, chain: Chain) -> "Future[int] | None":
-        """Send a prefix to the store that servers share; how many of its blocks are there then.
+        """Sends a prefix to the shared store. The result is the number of its blocks there.
 
-        None while some are still written to the disk, which they are sent from: ask again.
+        None while some blocks are still being written to the disk, from which they are sent: call
+        again.
         """
         done: Future[int] = Future()
         if self._shared is None or chain.private:
@@ -345,15 +352,17 @@ class TieredCache:
         return self._shared.remote.deliver(chain.keys)
 
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
-        """Remove blocks from every tier but where they are in use or pinned; how many were."""
+        """Removes blocks from every tier, unless in use or pinned. The result is their number by
+        tier."""
         return self._cache_operations.evict(keys)
 
     def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
-        """Remove every block of these scopes from every tier; see `tiers.operations.purge`."""
+        """Removes every block of these scopes from every tier; see `tiers.operations.purge`."""
         return self._cache_operations.purger.start(roots)
 
     def on_purge(self, detach: Callable[[Collection[PrefixKey]], None]) -> None:
-        """Who makes the requests that run on some scopes private; for the engine to set."""
+        """Sets the function that makes running requests of some scopes private; called by the
+        engine."""
         self._cache_operations.purger.detach = detach
 
     def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
@@ -361,11 +370,11 @@ class TieredCache:
         return self._cache_operations.prefix_of(key)
 
     def working_set(self) -> TrafficReport:
-        """Hit rate against capacity for the live traffic, and where the tiers are on that curve."""
+        """Hit rate by capacity for the live traffic, and the tiers' points on that curve."""
         return self._cache_operations.working_set()
 
     def quotas(self) -> list[GroupUse]:
-        """What each group has of each tier; empty without quotas."""
+        """Each group's use of each tier; empty without quotas."""
         return self._cache_operations.quotas()
 
     def stats(self) -> CacheStats:
@@ -397,7 +406,8 @@ class TieredCache:
 
 
 def _num_slots(layout: BlockLayout, settings: CacheSettings) -> int:
-    """Blocks that fit the device. Raises ConfigurationError where they are too few to serve."""
+    """The number of blocks that fit on the device. Raises ConfigurationError if they are too
+    few."""
     num_blocks = settings.device_bytes // layout.nbytes
     if num_blocks < 2:
         raise ConfigurationError(
@@ -411,7 +421,7 @@ def _num_slots(layout: BlockLayout, settings: CacheSettings) -> int:
 def _capacities(
     pool: DevicePool, frames: FrameArena | None, disk: ManagedTier | None
 ) -> dict[TierName, int]:
-    """Blocks of each tier there is, hottest first."""
+    """The capacity of each tier in blocks, hottest first."""
     disk_bytes = disk.stats().capacity_bytes if disk is not None else 0
     sizes = {
         TierName.DEVICE: pool.num_blocks,
@@ -424,7 +434,7 @@ def _capacities(
 def _quotas(
     shares: QuotaShares | None, capacities: Mapping[TierName, int], block_bytes: int
 ) -> dict[TierName, Quotas]:
-    """Those of the tiers in memory: the disk has its own."""
+    """The quotas of the memory tiers; the disk has its own."""
     if shares is None:
         return {}
     return {

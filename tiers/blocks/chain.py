@@ -31,12 +31,12 @@ class Chain:
     ) -> None:
         self.root = root
         self.contents = contents
-        self.private = private  # neither served from the cache nor kept in it
+        self.private = private  # neither served from the cache nor stored in it
         self._step = block_size * TOKEN_BYTES
         self._tail = bytearray()
         self.keys: list[PrefixKey] = []
         self.chunks: list[bytes] = []
-        self._packed: list[bytes] = []  # of the first chunks, as far as somebody asked
+        self._packed: list[bytes] = []  # of the first chunks, as far as requested
         self._cut(token_bytes(tokens))
 
     @property
@@ -49,18 +49,18 @@ class Chain:
 
     @property
     def tail(self) -> bytes:
-        """Token bytes after the last full block; empty when the tokens end on a block border."""
+        """Token bytes after the last full block; empty if the tokens end on a block boundary."""
         return bytes(self._tail)
 
     def copy(self) -> "Chain":
-        """The same tokens, to be continued differently."""
+        """A copy of the chain that can be continued differently."""
         twin = Chain(self.root, (), self.block_size, self.contents, private=self.private)
         twin.keys, twin.chunks = list(self.keys), list(self.chunks)
         twin._tail, twin._packed = bytearray(self._tail), list(self._packed)
         return twin
 
     def append(self, token: int) -> None:
-        """Add a generated token; a block that it fills gets its key."""
+        """Appends a generated token. A block that it fills gets its key."""
         self._tail += token.to_bytes(TOKEN_BYTES, "little", signed=True)
         if len(self._tail) == self._step:
             chunk = bytes(self._tail)
@@ -69,7 +69,7 @@ class Chain:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that these tokens touch, the partly filled last one included."""
+        """Number of blocks, including a partly filled last one."""
         return len(self.chunks) + bool(self._tail)
 
     def parent(self, number: int) -> PrefixKey:
@@ -90,7 +90,8 @@ class Chain:
         )
 
     def packed(self) -> list[bytes]:
-        """The ids of each full block as a resident block keeps them; see `tiers.blocks.packing`."""
+        """The packed ids of each full block, as resident blocks store them; see
+        `tiers.blocks.packing`."""
         known = len(self._packed)
         if known < len(self.chunks):
             self._packed += pack_blocks(b"".join(self.chunks[known:]), self.block_size)
@@ -100,7 +101,8 @@ class Chain:
         return [self.block_id(number) for number in range(start, end)]
 
     def _cut(self, data: bytes) -> None:
-        """Cut `data` (which starts on a block border) into keyed chunks; the rest is the tail."""
+        """Cuts `data`, which starts on a block boundary, into keyed chunks; the rest is the
+        tail."""
         step, digest = self._step, xxhash.xxh3_128_digest
         keys = self.keys
         parent = keys[-1] if keys else self.root

@@ -1,8 +1,8 @@
-"""Content beyond tokens: what placeholder tokens stand for, as digests that enter the block keys.
+"""Content behind placeholder tokens, as digests that enter the block keys.
 
-An image or a sound reaches the model as equal placeholder tokens, so tokens alone do not say what
-their KV is. Whoever computes it names the content; two blocks meet only where both tokens and
-content are equal, at the same place. Pure values, any thread.
+An image or a sound reaches the model as identical placeholder tokens, so tokens alone do not
+determine their KV. Whoever computes the KV names the content. Two blocks are equal only if both
+tokens and content are equal at the same position. Pure values, any thread.
 """
 
 import struct
@@ -19,10 +19,10 @@ _PIECE = struct.Struct("<HHIIBB")
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """`length` tokens from `start` on stand for the content that `digest` names.
+    """`length` tokens from `start` on represent the content with this `digest`.
 
-    The digest is of the content's bytes. A native one is the server's own, over content that it
-    computes itself: no client can name it, and it never equals one that a client sent.
+    The digest covers the content's bytes. A native digest is the server's own, over content that it
+    computes itself. No client can name it, and it never equals a client's digest.
     """
 
     start: int
@@ -36,7 +36,7 @@ class Content:
 
 
 def refusal(contents: Sequence[Content], num_tokens: int) -> tuple[int, str] | None:
-    """What is wrong with the contents of a prompt, and with which of them; None where nothing is.
+    """The error in a prompt's contents and the index of the wrong one; None if they are valid.
 
     They must come in order, not overlap, and lie within the prompt.
     """
@@ -59,10 +59,10 @@ def refusal(contents: Sequence[Content], num_tokens: int) -> tuple[int, str] | N
 
 
 def block_contents(contents: Sequence[Content], block_size: int) -> list[bytes]:
-    """What enters the key of each block, up to the last that any content covers.
+    """The bytes that enter the key of each block, up to the last block with content.
 
-    Empty for a block of text alone. The bytes say which rows stand for which part of which
-    content, so that equal bytes over equal tokens mean equal content in every row.
+    Empty for a block of text only. The bytes say which rows represent which part of which content,
+    so equal bytes over equal tokens mean equal content in every row.
     """
     if not contents:
         return []

@@ -1,8 +1,8 @@
 """Host frames: the memory in which every copy between tiers meets.
 
-A `FrameArena` is one allocation of whole-block frames, pinned where blocks go to a GPU. The engine
-thread takes and gives frames back; reader and writer threads only fill or read the frames
-they were handed.
+A `FrameArena` is one allocation of whole-block frames, pinned if blocks go to a GPU. The engine
+thread takes frames and gives them back. Reader and writer threads only fill or read the frames
+passed to them.
 """
 
 import logging
@@ -21,7 +21,7 @@ from tiers.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-PIN_BYTES = 1 << 30  # registered at once
+PIN_BYTES = 1 << 30  # registered in one call
 PAGE_BYTES = 4096
 
 
@@ -36,9 +36,9 @@ class FrameMemory(Protocol):
 class Frame:
     """One block's worth of host memory. The holder of the frame owns its bytes.
 
-    A number and where it counts: a view takes 700 bytes and a microsecond, and there are millions
-    of frames, of which a few at a time are looked into. `part` is what it has of its block, and
-    while that is loaded, is to get.
+    It is a number and its memory. A view takes 700 bytes and a microsecond, and of millions of
+    frames only a few are used at a time. `part` is the part of its block that it holds or, during a
+    load, will hold.
     """
 
     __slots__ = ("_memory", "number", "part")
@@ -55,7 +55,7 @@ class Frame:
 
     @property
     def buffer(self) -> memoryview:
-        """The same memory as writable bytes, for code that knows no torch."""
+        """The same memory as writable bytes, for code without torch."""
         return self._memory.buffer(self.number)
 
 
@@ -76,16 +76,16 @@ class FrameArena:
             cudart: Any = torch.cuda.cudart()
             self.num_pinned_bytes = pin(memory, cudart)
             release = weakref.finalize(self, _unpin, memory, self.num_pinned_bytes, cudart)
-            release.atexit = False  # the driver lets go of a process's memory by itself
+            release.atexit = False  # the driver releases a process's memory by itself
         pool = torch.from_numpy(memory).view(layout.torch_dtype).view(num_frames, *layout.shape)
         self._memory = pool
         self._bytes: memoryview = memory.data
         self._free = array("i", range(num_frames - 1, -1, -1))
 
     def touch(self, max_bytes: int) -> None:
-        """Let the system hand over the memory of the frames that are taken first.
+        """Touches the memory of the frames that will be taken first.
 
-        Before any frame is taken. See `TieredCache.warm_up`.
+        Call before any frame is taken. See `TieredCache.warm_up`.
         """
         assert self.num_free == self.num_frames
         self._memory[: max_bytes // self.layout.nbytes].zero_()
@@ -95,11 +95,11 @@ class FrameArena:
         return len(self._free)
 
     def take(self) -> Frame | None:
-        """A free frame, or None; its bytes are whatever its last holder left."""
+        """A free frame, or None. Its bytes are left over from its last holder."""
         return Frame(self, self._free.pop()) if self._free else None
 
     def give(self, frame: Frame) -> None:
-        """Give a frame back; the caller must not touch it again."""
+        """Gives a frame back. The caller must not use it again."""
         assert len(self._free) < self.num_frames, "a frame was given back twice"
         self._free.append(frame.number)
 
@@ -114,10 +114,10 @@ class FrameArena:
 
 
 def pin(memory: NDArray[np.uint8], cudart: Any) -> int:
-    """Lock memory for the GPU's copies, piece by piece; how many bytes were, from the first on.
+    """Pins memory for GPU copies, piece by piece. Returns the number of leading bytes pinned.
 
-    torch's own pinned memory is rounded up to a power of two: an arena of 80 GiB would lock 128.
-    What the system does not let be locked (`ulimit -l`, a container's limit) is copied more slowly.
+    torch's own pinned memory is rounded up to a power of two: an arena of 80 GiB would pin 128.
+    Memory that the system refuses to pin (`ulimit -l`, a container's limit) is copied more slowly.
     """
     pinned = 0
     for address, num_bytes in _pieces(memory):
@@ -139,7 +139,8 @@ def _unpin(memory: NDArray[np.uint8], num_bytes: int, cudart: Any) -> None:
 
 
 def _pieces(memory: NDArray[np.uint8]) -> Iterator[tuple[int, int]]:
-    """Address and length of pieces that share no page: a page is registered once."""
+    """Address and length of pieces that share no page, because a page can be registered only
+    once."""
     begin, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
     while begin < end:
         border = min(end, (begin + PIN_BYTES) // PAGE_BYTES * PAGE_BYTES)
@@ -148,9 +149,9 @@ def _pieces(memory: NDArray[np.uint8]) -> Iterator[tuple[int, int]]:
 
 
 def _huge_pages(num_bytes: int) -> NDArray[np.uint8]:
-    """Memory of huge pages where the system gives them, as numpy asks and torch does not.
+    """Memory in huge pages, if available. numpy requests them, torch does not.
 
     The first touch of 190 MiB took 0.30 s in pages of 4 KiB and 0.02 s in huge ones (two cores of a
-    virtual machine), which the first hits after a start would wait for.
+    virtual machine). The first hits after a start would wait for it.
     """
     return np.zeros(num_bytes, np.uint8)

@@ -1,9 +1,9 @@
-"""Prefix keys: which block a token span is, given everything before it.
+"""Prefix keys: the identity of a block of tokens, given everything before it.
 
 A key is 16 bytes of xxh3_128 over the parent's key, the block's token ids (int32, little-endian)
 and, where the block covers content beyond tokens, that content's digests. The root of every chain
-is the digest of the `CacheScope`. Keys are the same in every process and on every machine; golden
-values hold them in `tests/unit/test_keys.py`. The hash finds a block, it proves nothing: see
+is the digest of the `CacheScope`. Keys are the same in every process and on every machine;
+`tests/unit/test_keys.py` checks golden values. The hash finds a block but proves nothing: see
 `BlockId`.
 """
 
@@ -23,10 +23,10 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class CacheScope:
-    """Everything besides tokens that decides what KV a token has, and who may see it.
+    """Everything besides tokens that determines a token's KV and who may see it.
 
-    Two requests share blocks only when all of these are equal. Values are opaque bytes; the
-    server fills them from digests it computed itself, never from a request body.
+    Two requests share blocks only if all of these are equal. Values are opaque bytes. The server
+    computes them itself and never takes them from a request body.
     """
 
     weights: bytes = b""
@@ -37,7 +37,8 @@ class CacheScope:
     content: bytes = b""
 
     def root(self) -> PrefixKey:
-        """The root key: xxh3_128 over tagged, length-prefixed fields, so no two scopes meet."""
+        """The root key: xxh3_128 over tagged, length-prefixed fields, so different scopes never
+        encode alike."""
         hasher = xxhash.xxh3_128(b"cachesvc.scope.v1")
         for field in fields(self):
             value = getattr(self, field.name)
@@ -46,17 +47,17 @@ class CacheScope:
 
 
 class BlockId(NamedTuple):
-    """A block's whole identity. A hit needs every field equal, in every tier.
+    """A block's complete identity. A hit in any tier requires every field to be equal.
 
-    Verified from the root on, block by block, equality here is equality of the whole prefix,
-    whatever the hash does; unequal fields under an equal key are a collision, which is a miss.
+    Checked block by block from the root, equality here is equality of the whole prefix, independent
+    of the hash. Different fields under an equal key are a collision, which is a miss.
     """
 
     scope: PrefixKey  # root key of the chain
     parent: PrefixKey  # key of the block before, or the root
     key: PrefixKey
     tokens: bytes  # int32 little-endian ids, exactly block_size of them
-    content: bytes = b""  # digests of the content these tokens stand for
+    content: bytes = b""  # digests of the content behind these tokens
 
 
 def token_bytes(tokens: Iterable[int]) -> bytes:
@@ -77,12 +78,13 @@ def token_ids(tokens: bytes) -> list[int]:
 
 
 def child_key(parent: PrefixKey, tokens: bytes, content: bytes = b"") -> PrefixKey:
-    """The key of the block holding `tokens` after the prefix that `parent` names."""
+    """The key of the block with `tokens` after the prefix `parent`."""
     return PrefixKey(xxhash.xxh3_128_digest(parent + tokens + content))
 
 
 def prefix_keys(root: PrefixKey, tokens: bytes, block_size: int) -> list[PrefixKey]:
-    """Keys of the full blocks of `tokens` (int32 bytes), in order; a partial last one has none."""
+    """Keys of the full blocks of `tokens` (int32 bytes), in order. A partial last block has
+    none."""
     step = block_size * TOKEN_BYTES
     digest = xxhash.xxh3_128_digest
     keys: list[PrefixKey] = []

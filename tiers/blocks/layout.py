@@ -19,26 +19,26 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """What a layer keeps of a token: for each head a key and a value.
+    """What a layer stores per token: a key and a value for each head.
 
-    With `shared`, the value is the first `value_dim` numbers of the key and is not kept a second
-    time. So it is with multi-head latent attention (DeepSeek): the key of its one head is the
-    latent and, beside it, the rotated part; its value is the latent.
+    With `shared`, the value is the first `value_dim` numbers of the key and is not stored
+    separately. An example is multi-head latent attention (DeepSeek): the key of its one head is the
+    latent followed by the rotated part, and its value is the latent.
 
-    A layer with `rows` keeps a state: of a block its last rows alone, which stand for all before
-    them. So it is with short convolutions (LFM2).
+    A layer with `rows` stores a state: only the last rows of a block, which summarise all rows
+    before them. An example is short convolutions (LFM2).
     """
 
     num_heads: int
     key_dim: int
     value_dim: int
     shared: bool = False
-    window: int | None = None  # tokens that a position sees, itself included; None: all before it
-    rows: int | None = None  # kept of a block: position p is row p % rows; None: one for each token
+    window: int | None = None  # tokens a position attends to, including itself; None: all
+    rows: int | None = None  # stored per block: position p is row p % rows; None: one per token
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Numbers a head of each part that is kept: key and value, or the key alone."""
+        """Numbers per head of each stored part: key and value, or only the key."""
         return (self.key_dim,) if self.shared else (self.key_dim, self.value_dim)
 
     @property
@@ -46,7 +46,7 @@ class LayerLayout:
         return self.num_heads * sum(self.parts)
 
     def items(self, block_size: int) -> int:
-        """Numbers of a block."""
+        """Numbers per block."""
         return self.token_items * (self.rows or block_size)
 
 
@@ -54,12 +54,12 @@ class LayerLayout:
 class BlockLayout:
     """Layer after layer, part after part, each `[block_size, num_heads, dim]`; contiguous.
 
-    Layers with a sliding window come last: of a long prefix only its last `reach` blocks are needed
-    whole, and of all before these the first `lasting_nbytes` bytes.
+    Layers with a sliding window come last. So of a long prefix only the last `reach` blocks are
+    needed completely; of the blocks before them, the first `lasting_nbytes` bytes are enough.
 
-    Where all layers keep parts of one shape, `shape` has an axis for each of these, and for most
-    models it is `[num_layers, 2, block_size, num_kv_heads, head_dim]`, axis 1 being (key, value).
-    Elsewhere it is flat. `dtype` is a name from `DTYPES`.
+    If all layers have parts of one shape, `shape` has an axis for each dimension. For most models
+    it is `[num_layers, 2, block_size, num_kv_heads, head_dim]`, with (key, value) on axis 1.
+    Otherwise it is flat. `dtype` is a name from `DTYPES`.
     """
 
     layers: tuple[LayerLayout, ...]
@@ -88,7 +88,7 @@ class BlockLayout:
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes that one token has over all layers, with its part of a block's states."""
+        """Bytes per token over all layers, including its share of a block's states."""
         return self.nbytes // self.block_size
 
     @property
@@ -98,13 +98,15 @@ class BlockLayout:
 
     @property
     def lasting_nbytes(self) -> int:
-        """Bytes of a block, its first, that layers without a window keep; all where none has."""
+        """Leading bytes of a block that belong to layers without a window; all bytes if no layer
+        has one."""
         lasting = [layer for layer in self.layers if layer.window is None]
         return sum(e.items(self.block_size) for e in lasting) * self.torch_dtype.itemsize
 
     @property
     def has_states(self) -> bool:
-        """Whether a layer keeps a state: then a prefix is taken up where a block ends alone."""
+        """Whether a layer stores a state. If so, a prefix can be resumed only at the end of a
+        block."""
         return any(layer.rows for layer in self.layers)
 
     def part_nbytes(self, part: Part) -> int:
@@ -115,12 +117,12 @@ class BlockLayout:
 
     @property
     def reach(self) -> int:
-        """How many blocks before a position hold all that its windows see; 0: there are none."""
+        """The number of blocks before a position that cover all windows; 0 without windows."""
         widest = max((layer.window or 0 for layer in self.layers), default=0)
         return -(-widest // self.block_size)
 
     def digest(self) -> bytes:
-        """16 bytes that differ whenever a block of another layout would be read wrongly."""
+        """A 16-byte digest that differs for any layout whose blocks would be read wrongly."""
         first = self.layers[0]
         if self.reach:
             each = [
@@ -141,8 +143,8 @@ class BlockLayout:
 
 
 def stored_order(layers: Sequence[LayerLayout]) -> list[int]:
-    """The layers in the order in which a block holds them: those with windows last, and after these
-    those with states."""
+    """The layers in the order of a block: first those without windows, then those with, then
+    states."""
 
     def place(number: int) -> tuple[bool, bool]:
         return layers[number].window is not None, layers[number].rows is not None
@@ -151,7 +153,7 @@ def stored_order(layers: Sequence[LayerLayout]) -> list[int]:
 
 
 def block_size_of(num_items: int, layers: Sequence[LayerLayout]) -> int:
-    """How many tokens a block of so many numbers has."""
+    """The number of tokens in a block of `num_items` numbers."""
     states = sum(layer.items(0) for layer in layers if layer.rows)
     return (num_items - states) // sum(layer.token_items for layer in layers if not layer.rows)
 

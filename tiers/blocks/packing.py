@@ -1,14 +1,14 @@
-"""Token ids of a block in as few bytes as they need: what a resident block keeps of them.
+"""Compact token ids, as resident blocks store them.
 
-Ids are hashed, sent and stored as int32. Of a vocabulary below 65,536 half of that is zeros, and
-they would be two fifths of what a block weighs beside its KV. Packed is one byte that says how many
-bytes an id has, then the lower halves of all ids, little-endian, then what is left of them:
+Ids are hashed, sent and stored as int32. With a vocabulary below 65,536, half of that is zeros, and
+ids would be two fifths of a block's memory besides its KV. The packed form is one byte for the
+width of an id, then the lower halves of all ids, little-endian, then their upper parts:
 
     width 2   | 2 | low low low ... |
     width 3   | 3 | low low low ... | high high high ... |    one byte each
     width 4   | 4 | low low low ... | high high high ... |    two bytes each
 
-The width follows from a block's ids alone, so equal ids are equal bytes, and two blocks are still
+The width follows from a block's ids alone, so equal ids have equal bytes, and two blocks are
 compared in one call.
 """
 
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from tiers.blocks.keys import TOKEN_BYTES
 
 LOW_BYTES = 2
-NARROW, MIDDLE = 1 << 16, 1 << 24  # the first ids that need a byte more
+NARROW, MIDDLE = 1 << 16, 1 << 24  # the first ids that need one more byte
 _TWO, _FOUR = np.dtype("<u2"), np.dtype("<u4")
-_HIGH: dict[int, np.dtype[Any]] = {3: np.dtype("u1"), 4: _TWO}  # what is left of an id
+_HIGH: dict[int, np.dtype[Any]] = {3: np.dtype("u1"), 4: _TWO}  # upper part of an id
 
 
 def pack(tokens: bytes) -> bytes:
@@ -37,7 +37,7 @@ def pack_blocks(tokens: bytes, block_size: int) -> Sequence[bytes]:
     ids = np.frombuffer(tokens, _FOUR).reshape(-1, block_size)
     if not ids.size:
         return ()
-    if np.maximum.reduce(ids, axis=None) < NARROW:  # of many models always, and so the short way
+    if np.maximum.reduce(ids, axis=None) < NARROW:  # always so for many models, hence a fast path
         return _packed(ids, LOW_BYTES)
     largest = ids.max(axis=1)
     packed = list(_packed(ids, 3 if largest.max() < MIDDLE else 4))
@@ -60,26 +60,30 @@ def unpack(packed: bytes) -> bytes:
 
 
 def num_packed(packed: bytes) -> int:
-    """How many ids there are."""
+    """The number of ids."""
     return (len(packed) - 1) // packed[0]
 
 
 def may_begin(packed: bytes, tokens: bytes) -> bool:
-    """Whether the first id may be that of these int32 ids: False for most of what is not alike,
-    found before anything is unpacked."""
+    """Whether the first id may equal that of these int32 ids.
+
+    It rejects most differences without unpacking.
+    """
     return packed[1 : 1 + LOW_BYTES] == tokens[:LOW_BYTES]
 
 
 def cut_evenly(data: bytes | bytearray, step: int) -> tuple[bytes, ...]:
-    """The whole pieces of so many bytes, in order. One call: a slice for each takes three times as
-    long."""
+    """The whole pieces of `step` bytes, in order.
+
+    It is one call, because slicing each takes three times as long.
+    """
     return struct.unpack_from(f"{step}s" * (len(data) // step), data)
 
 
 def _packed(ids: NDArray[np.uint32], width: int) -> tuple[bytes, ...]:
     """Rows of ids, all of one width."""
     step = 1 + width * ids.shape[1]
-    data = bytearray((width,)) * (step * len(ids))  # of which each row's first byte stays
+    data = bytearray((width,)) * (step * len(ids))  # each row keeps its first byte
     low = np.ndarray(ids.shape, _TWO, data, 1, (step, LOW_BYTES))
     low[...] = ids
     if width > LOW_BYTES:

@@ -1,11 +1,11 @@
-"""Which part of a block is meant, where its layout has windows. Knows no torch."""
+"""The parts of a block whose layout has windows. Imports no torch."""
 
 from enum import Enum, auto
 
 
 class Part(Enum):
-    """What a frame has of a block, and while it is loaded, is to get."""
+    """The part of a block that a frame holds or, during a load, will hold."""
 
     WHOLE = auto()
-    LASTING = auto()  # the first bytes alone, `BlockLayout.lasting_nbytes`
-    WINDOW = auto()  # the lasting part stands; the rest is on its way
+    LASTING = auto()  # only the first bytes, `BlockLayout.lasting_nbytes`
+    WINDOW = auto()  # the lasting part is there; the rest is being loaded

@@ -1,9 +1,10 @@
-"""Blocks as a tree of prefixes: a chain without a branch is one node.
+"""Blocks as a tree of prefixes, in which a chain without a branch is one node.
 
 `tiers.explore` grows it from all tiers (engine thread, between two steps), `DiskView.tree` from the
-disk's records; `cachesvc cache tree` draws either, and the admin pages show the JSON. What
-is looked at is bounded, so that a large cache does not hold up the step loop: a block takes 1 to 2
-microseconds (100,000 in the index, one core of a virtual machine), so the default at most 10 ms.
+disk's records; `cachesvc cache tree` draws either, and the admin pages show the JSON. The number of
+visited blocks is bounded, so that a large cache does not delay the step loop. A block takes 1 to 2
+microseconds (100,000 in the index, one core of a virtual machine), so the default takes at most 10
+ms.
 """
 
 from array import array
@@ -24,15 +25,18 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeQuery:
-    """What to show, and how much of it. `roots` are scopes' roots or keys of blocks to begin at;
-    empty means every scope. Raises ConfigurationError for bounds that show nothing."""
+    """What to show, within bounds.
+
+    `roots` are scopes' roots or keys of blocks to begin at; empty means every scope. Raises
+    ConfigurationError for bounds that show nothing.
+    """
 
     roots: tuple[PrefixKey, ...] = ()
     depth: int = 8  # levels of nodes below each root
     max_nodes: int = 500
-    max_children: int = 50  # of one node; those of highest rank are shown
-    max_blocks: int = 5_000  # looked at altogether
-    num_tokens: int = 0  # token ids told of each node, from its first on
+    max_children: int = 50  # of one node; those with the highest rank are shown
+    max_blocks: int = 5_000  # visited in total
+    num_tokens: int = 0  # leading token ids returned for each node
 
     def __post_init__(self) -> None:
         if not 1 <= self.depth <= MAX_DEPTH:
@@ -46,12 +50,12 @@ class TreeQuery:
 
 @dataclass(slots=True)
 class TreeNode:
-    """Blocks of which each only continues the one before it. Not changed once the tree is grown.
+    """A run of blocks without a branch. Immutable once the tree is built.
 
-    A root stands for a scope, or the requested prefix, and has no blocks of its own.
+    A root represents a scope or the requested prefix, and has no blocks of its own.
     """
 
-    key: PrefixKey | None  # of the first block; None: it is partly filled
+    key: PrefixKey | None  # of the first block; None if it is partly filled
     last: PrefixKey | None  # of the last
     num_blocks: int = 0
     num_tokens: int = 0
@@ -59,30 +63,30 @@ class TreeNode:
     tiers: list[tuple[str, ...]] = field(default_factory=list)  # likewise: all that hold it
     num_in_use: int = 0
     num_clean: int = 0
-    hits: int = 0  # of its most hit block
+    hits: int = 0  # of its block with the most hits
     hit_tokens: int = 0  # over all its blocks: tokens times hits
     age_s: float = 0.0  # of its oldest block
     idle_s: float = 0.0  # since its last use
     tokens: bytearray = field(default_factory=bytearray)  # the first ones, int32
     children: list["TreeNode"] = field(default_factory=list)
-    left_off: int = 0  # blocks that continue it and are not shown
+    left_off: int = 0  # continuations that are not shown
 
     @property
     def runs(self) -> list[tuple[str, int]]:
-        """(place, number of blocks in a row there), first block first."""
+        """(place, number of consecutive blocks there), first block first."""
         return [(place, len(list(blocks))) for place, blocks in groupby(self.places)]
 
     @property
     def num_in(self) -> dict[str, int]:
-        """How many of the blocks each tier holds; one that several hold counts in each."""
+        """The number of blocks in each tier. A block in several tiers counts in each."""
         return dict(Counter(chain.from_iterable(self.tiers)))
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """`num_seen` of the `num_blocks` that there are stand in the nodes below the roots.
+    """Of `num_blocks` blocks in all, `num_seen` are in nodes below the roots.
 
-    Where no node leaves anything off, the others cannot be reached: a block before them is gone.
+    If no node omits anything, the others are unreachable: a block before them is gone.
     """
 
     roots: list[TreeNode]
@@ -98,18 +102,19 @@ class Forest(Protocol[B]):
         ...
 
     def following(self, key: PrefixKey) -> Sequence[B]:
-        """The blocks that continue the prefix `key`; those used before others come first."""
+        """The blocks that continue the prefix `key`, least recently used first."""
         ...
 
     def rank(self, block: B) -> int:
-        """The higher, the sooner it is shown where not all are."""
+        """Priority for being shown if not all blocks are; higher first."""
         ...
 
     def look(self, block: B) -> BlockView: ...
 
 
 def grow(forest: Forest[B], query: TreeQuery, num_blocks: int) -> Tree:
-    """The tree of a forest of `num_blocks`, level by level, so that its top is there if cut."""
+    """The tree of a forest of `num_blocks`, built level by level, so that its top is there if it is
+    cut."""
     given = query.roots or forest.scopes()
     roots = [TreeNode(key, key) for key in islice(given, query.max_nodes)]
     waiting = deque((root, 1) for root in roots)
@@ -136,14 +141,14 @@ def grow(forest: Forest[B], query: TreeQuery, num_blocks: int) -> Tree:
 
 
 def _foremost(forest: Forest[B], found: Sequence[B], room: int, max_looked: int) -> Sequence[B]:
-    """The `room` of highest rank, of the first `max_looked`: what stood longest is what is used."""
+    """The `room` blocks of highest rank among the first `max_looked`."""
     if len(found) == 1:
         return found[:room]
     return nlargest(room, found[:max_looked], key=forest.rank)
 
 
 def _run(forest: Forest[B], block: B, query: TreeQuery, room: int) -> TreeNode:
-    """The node that begins with `block`: at most `room` blocks, up to where prefixes part."""
+    """The node that begins with `block`: at most `room` blocks, up to the next branch."""
     view = forest.look(block)
     node = TreeNode(view.key, view.key, idle_s=view.idle_s)
     while True:

@@ -1,8 +1,8 @@
 """Several disks as one tier: each has its own folder, capacity, shards and writer.
 
-A block's disk follows from its key (`Spread`). Disks read and write side by side, each on threads
-of its own. A disk that does not open, or fails again and again, is dropped until the next start:
-its blocks are misses, and the other disks take over its part of the keys.
+A block's disk follows from its key (`DiskChoice`). Disks read and write in parallel, each on its
+own threads. A disk that does not open, or fails repeatedly, is dropped until the next start. Its
+blocks are misses, and the other disks take over its keys.
 """
 
 import logging
@@ -31,8 +31,8 @@ SUMMED = (
     *("num_blocks", "used_bytes", "logical_bytes", "capacity_bytes", "hits", "misses"),
     *("stored", "evicted", "read_bytes", "written_bytes"),
 )
-MAX_FAULTS = 8  # reads and writes in a row, after which a disk is dropped
-READERS = 2  # threads of a disk that loads share
+MAX_FAULTS = 8  # consecutive failures, after which a disk is dropped
+READERS = 2  # threads per disk for loads
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class DiskArray:
         opened = [root for root, disk in disks.items() if disk is not None]
         self._spread = DiskChoice({root: _id_of(root) for root in opened})
         self._lock = threading.Lock()
-        self._num_faults: Counter[Path] = Counter()  # in a row
+        self._num_faults: Counter[Path] = Counter()  # consecutive
         self._readers = {
             root: ThreadPoolExecutor(READERS, thread_name_prefix=f"cachesvc-read-{root.name}")
             for root in disks
@@ -58,7 +58,7 @@ class DiskArray:
         }
 
     def disk_of(self, key: PrefixKey) -> Path:
-        """The folder whose blocks `key` belongs to."""
+        """The folder of the disk for `key`."""
         return self._spread.disk_of(key)
 
     def probe(self, ids: Sequence[BlockId]) -> int:
@@ -70,7 +70,7 @@ class DiskArray:
         return min(ends)
 
     def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
-        """Each disk fills its frames; the leading run that all of them filled counts."""
+        """Each disk fills its frames. The leading run of filled frames counts."""
         wanted = ids[: len(into)]
         parts = self._parts(wanted)
 
@@ -109,7 +109,7 @@ class DiskArray:
         return [key for keys in dropped.values() for key in keys]
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
-        """A block may lie on two disks, where one was away for a while: all are asked."""
+        """Asks all disks, because a block may be on two if one was absent for a while."""
         return sum(disk.discard(keys) for disk in self._open())
 
     def keep(self, keys: Collection[PrefixKey]) -> None:
@@ -122,7 +122,7 @@ class DiskArray:
             disk.demoted(mine, [idle[key] for key in mine])
 
     def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
-        """Which of these are held, each for itself. Raises what storage raises."""
+        """Whether each of these is held. Raises storage errors."""
         return [self._disk(self.disk_of(key)).held([key])[0] for key in keys]
 
     def trace(self, key: PrefixKey) -> BlockId | None:
@@ -153,8 +153,11 @@ class DiskArray:
         return merged([disk.sample(max_keys) for disk in self._open()], max_keys)
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
-        """Delete every block of these scopes; raises what storage raises, and ConfigurationError
-        where a disk did not open, whose blocks cannot be reached."""
+        """Deletes every block of these scopes.
+
+        Raises storage errors, and ConfigurationError if a disk did not open, because its blocks
+        cannot be reached.
+        """
         lost = [str(root) for root, disk in self._disks.items() if disk is None]
         if lost:
             raise ConfigurationError(f"blocks in {', '.join(lost)} cannot be reached")
@@ -165,7 +168,7 @@ class DiskArray:
 
     @contextmanager
     def view(self) -> Iterator[DiskView]:
-        """Every disk's shards, as an inspector sees them."""
+        """A view of every disk's shards."""
         with ExitStack() as stack:
             views = [stack.enter_context(disk.view()) for disk in self._open()]
             shards = [shard for view in views for shard in view.shards]
@@ -173,7 +176,8 @@ class DiskArray:
             yield DiskView(next(iter(self._disks)), Meta(FORMAT, len(shards), map_bytes), shards)
 
     def stats(self) -> TierStats:
-        """The sum of the disks. A shard is called by its disk; a disk that is lost, as a shard."""
+        """The sum of the disks. A shard is named by its disk; a lost disk counts as a lost
+        shard."""
         total = TierStats(name=self.name)
         shards: list[ShardStats] = []
         faults: Counter[MissReason] = Counter()
@@ -200,7 +204,7 @@ class DiskArray:
         return disk
 
     def _watch(self, root: Path, *, failed: bool) -> None:
-        """Drop a disk that fails again and again, while there is another."""
+        """Drops a disk that fails repeatedly, unless it is the last one."""
         if not failed and not self._num_faults[root]:
             return
         with self._lock:
@@ -208,7 +212,7 @@ class DiskArray:
             if self._num_faults[root] < MAX_FAULTS or root not in self._spread:
                 return
             if any(shard.checking for shard in self._disk(root).stats().shards):
-                return  # it will be written again once that is done
+                return  # it will be writable again after that
             if len(self._spread) > 1:
                 self._spread = self._spread.without(root)
                 logger.error(
@@ -220,7 +224,7 @@ class DiskArray:
         return [disk for disk in self._disks.values() if disk is not None]
 
     def _parts(self, ids: Sequence[BlockId]) -> dict[Path, list[int]]:
-        """Places in `ids` by disk."""
+        """Indices into `ids` by disk."""
         parts: dict[Path, list[int]] = {}
         for number, block in enumerate(ids):
             parts.setdefault(self.disk_of(block.key), []).append(number)
@@ -253,10 +257,10 @@ def _id_of(root: Path) -> bytes:
 
 
 def open_array(roots: Sequence[Path], open_one: Callable[[Path], DiskTier]) -> DiskArray:
-    """Open a disk in each folder. One that does not open is left out, and said in the log.
+    """Opens a disk in each folder. One that does not open is skipped and logged.
 
-    Raises DirectoryLocked where another server holds one; ConfigurationError where none opens, or
-    a folder is named twice.
+    Raises DirectoryLocked if another server holds one, and ConfigurationError if none opens or a
+    folder is named twice.
     """
     if len({root.resolve() for root in roots}) < len(roots):
         raise ConfigurationError("a directory of the disk cache is named twice")

@@ -1,8 +1,7 @@
-"""What the disk tier counts, and what its readers leave for the next write; under one lock.
+"""The disk tier's counters, and its readers' pending updates for the next write, under one lock.
 
-Readers must not open a write transaction for a hit, so the uses they saw (for the order of
-eviction), the records they found unreadable and the day's hits wait here, in bounded room, until
-one opens.
+Readers must not open a write transaction for a hit. So uses (for the order of eviction), unreadable
+records and the day's hits wait here, bounded, until one opens.
 """
 
 import logging
@@ -18,13 +17,13 @@ from tiers.errors import MissReason
 
 logger = logging.getLogger(__name__)
 
-MAX_USED = 16_384  # per shard; further hits are counted and do not move their blocks in the order
+MAX_USED = 16_384  # per shard; further hits are counted but do not move their blocks in the order
 LOG_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A snapshot; every number only grows while the tier is open."""
+    """A snapshot of counters, monotonic while the tier is open."""
 
     hits: int = 0
     misses: int = 0
@@ -38,9 +37,9 @@ class Counted:
 
 @dataclass(slots=True)
 class Pending:
-    """What one shard's next write transaction settles."""
+    """Updates for one shard's next write transaction."""
 
-    # When they were used, least recent first; those lent are to be the first to leave.
+    # Times of use, least recent first; duplicated blocks are to leave first.
     used: dict[PrefixKey, int] = field(default_factory=dict)
     duplicated: dict[PrefixKey, int] = field(default_factory=dict)
     condemned: set[PrefixKey] = field(default_factory=set)
@@ -51,8 +50,11 @@ class Pending:
         return bool(self.used or self.duplicated or self.condemned or self.num_hits)
 
     def split(self, num_blocks: int) -> "Pending":
-        """Take out what changes `num_blocks` at most: the least recent uses, and of those lent the
-        most recent, so that what is settled in parts comes to the same order."""
+        """Takes out updates of at most `num_blocks`.
+
+        These are the least recent uses, and the most recent of the duplicated blocks, so that
+        several parts give the same order as one.
+        """
         part = Pending(num_hits=self.num_hits, hit_bytes=self.hit_bytes)
         self.num_hits = self.hit_bytes = 0
         while self.condemned and num_blocks > 0:
@@ -102,7 +104,7 @@ class DiskCounts:
         self._counted = replace(old, **totals)
 
     def refused(self, keys: Iterable[PrefixKey]) -> None:
-        """These were to be written, and are not there."""
+        """Records blocks that were to be written and are not stored."""
         with self._lock:
             self._dropped += keys
 
@@ -113,7 +115,7 @@ class DiskCounts:
             return dropped
 
     def fault(self, why: MissReason, num_blocks: int, what: str) -> None:
-        """Count blocks lost to a fault; say so in the log, not more often than LOG_EVERY_S."""
+        """Counts blocks lost to a fault, and logs it at most every LOG_EVERY_S."""
         now = time.monotonic()
         with self._lock:
             self._faults[why] += num_blocks
@@ -125,15 +127,16 @@ class DiskCounts:
             logger.warning(f"disk cache: {what} ({why}, {total} so far)")
 
     def hit(self, number: int, keys: Sequence[PrefixKey], nbytes: int) -> None:
-        """Blocks of `nbytes` each were served from shard `number`."""
+        """Counts blocks of `nbytes` each that were served from shard `number`."""
         with self._lock:
             pending = self._pending[number]
             pending.num_hits += len(keys)
             pending.hit_bytes += len(keys) * nbytes
 
     def use(self, number: int, uses: Iterable[tuple[PrefixKey, int]], *, duplicated: bool) -> None:
-        """Blocks of shard `number`, and when they were used, move in the order of eviction; the
-        last is the most recent. Where `duplicated`, they move to its old end.
+        """Records uses of blocks in shard `number`, which move them in the order of eviction.
+
+        The last is the most recent. If `duplicated`, they move to the old end.
         """
         with self._lock:
             pending = self._pending[number]
@@ -149,7 +152,7 @@ class DiskCounts:
                     to[key] = used_s
 
     def condemn(self, number: int, key: PrefixKey) -> None:
-        """A record that proved unreadable; the next write deletes it."""
+        """Marks an unreadable record, which the next write deletes."""
         with self._lock:
             self._pending[number].condemned.add(key)
 
@@ -159,7 +162,7 @@ class DiskCounts:
             return pending
 
     def give_back(self, number: int, pending: Pending) -> None:
-        """The transaction failed: keep what must not be lost (the order of eviction may be)."""
+        """After a failed transaction, keeps what must not be lost. The order of eviction may be."""
         with self._lock:
             now = self._pending[number]
             now.condemned |= pending.condemned

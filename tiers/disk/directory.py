@@ -4,8 +4,8 @@
     server.lock   held with flock by the one server; names it
     shard-000/    one LMDB environment, and so on
 
-The lock dies with its process, so `kill -9` leaves nothing to clean up. Readers and maintenance
-commands do not need it: LMDB arbitrates between processes.
+The lock ends with its process, so `kill -9` leaves nothing to clean up. Readers and maintenance
+commands do not need it, because LMDB arbitrates between processes.
 """
 
 import fcntl
@@ -31,13 +31,13 @@ LOCK_NAME = "server.lock"
 ELSEWHERE_NAME = "elsewhere.json"
 ID_NAME = "disk.id"
 ID_BYTES = 16
-LOOK_S = 5.0  # the longest that a start waits for those who only look at the lock
+LOOK_S = 5.0  # how long a start waits for commands that only check the lock
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What `disk.json` says."""
+    """The contents of `disk.json`."""
 
     format: int
     num_shards: int
@@ -51,8 +51,11 @@ class DirectoryLock:
     """Holds `server.lock` until `release`."""
 
     def __init__(self, root: Path) -> None:
-        """Raise DirectoryLocked where another process serves this folder, naming it, and
-        ConfigurationError where its file system has no locks."""
+        """Takes the lock.
+
+        Raises DirectoryLocked, naming the process, if another one serves this folder, and
+        ConfigurationError if its file system has no locks.
+        """
         with ExitStack() as opened:
             self._file = opened.enter_context((root / LOCK_NAME).open("a+"))
             if not _take(self._file):
@@ -72,8 +75,11 @@ class DirectoryLock:
 
 
 def _take(file: IO[str]) -> bool:
-    """Whether the lock is ours now. A command that looks (`is_locked`) shares it for a moment, and
-    is waited for: it must not end the start of a server."""
+    """Tries to take the lock.
+
+    A command that checks it (`is_locked`) shares it for a moment. We wait for that, so that it does
+    not fail a server's start.
+    """
     deadline = time.monotonic() + LOOK_S
     while not _locks(file, fcntl.LOCK_EX):
         if not _locks(file, fcntl.LOCK_SH) or time.monotonic() > deadline:
@@ -97,7 +103,7 @@ def _locks(file: IO[str], how: int) -> bool:
 
 
 def read_holder(root: Path) -> str:
-    """Who holds the folder, in words; meaningful only while it is locked."""
+    """A description of the folder's holder; meaningful only while it is locked."""
     try:
         return (root / LOCK_NAME).read_text().strip() or "another process"
     except OSError:
@@ -116,7 +122,7 @@ def is_locked(root: Path) -> bool:
 
 
 def boot_id() -> str:
-    """Differs after every start of the machine; empty where the system does not say."""
+    """An id that changes with every boot; empty if the system has none."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -124,7 +130,7 @@ def boot_id() -> str:
 
 
 def make_root(root: Path) -> None:
-    """Create the folder, or raise ConfigurationError where it cannot be written."""
+    """Creates the folder. Raises ConfigurationError if it cannot be written."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         probe = root / f".write-{os.getpid()}"
@@ -138,7 +144,7 @@ def make_root(root: Path) -> None:
 
 
 def read_meta(root: Path) -> Meta | None:
-    """The folder's description; None if there is none, or none that can be read."""
+    """The folder's description; None if it is missing or unreadable."""
     try:
         stands = json.loads((root / META_NAME).read_text())
         return Meta(**{name: stands[name] for name in Meta.__slots__})
@@ -147,7 +153,7 @@ def read_meta(root: Path) -> Meta | None:
 
 
 def write_meta(root: Path, meta: Meta) -> None:
-    """Replace `disk.json` whole, durably."""
+    """Replaces `disk.json` atomically and durably."""
     temporary = root / f"{META_NAME}.new"
     with temporary.open("w") as file:
         json.dump(asdict(meta), file)
@@ -157,27 +163,27 @@ def write_meta(root: Path, meta: Meta) -> None:
 
 
 def prepare(root: Path, map_bytes: int) -> None:
-    """Make an empty disk tier of one shard, to be filled before a server opens it."""
+    """Creates an empty disk tier of one shard, to be filled before a server opens it."""
     make_root(root)
     write_meta(root, Meta(FORMAT, 1, map_bytes, clean=True, boot=boot_id()))
 
 
 def mark(root: Path, *, clean: bool, num_blocks: int) -> None:
-    """Note whether the folder is at rest."""
+    """Records whether the folder was closed properly."""
     meta = read_meta(root)
     if meta is not None:
         write_meta(root, replace(meta, clean=clean, boot=boot_id(), num_blocks=num_blocks))
 
 
 def shard_of(key: PrefixKey, num_shards: int) -> int:
-    """Which shard holds a key."""
+    """The shard for a key."""
     return int.from_bytes(key[:4], "little") % num_shards
 
 
 def disk_id(root: Path) -> bytes:
-    """What this folder is known by among several, wherever it is mounted; made at the first call.
+    """A permanent id of this folder, independent of its path; created at the first call.
 
-    Raises OSError where it can be neither read nor written.
+    Raises OSError if it can be neither read nor written.
     """
     path = root / ID_NAME
     try:
@@ -189,10 +195,10 @@ def disk_id(root: Path) -> bytes:
 
 
 class DiskChoice:
-    """Which of several disks a block belongs to: the one that ranks highest for its key.
+    """Chooses a block's disk: the one with the highest rank for its key.
 
-    By the ids of the folders (rendezvous hashing), so that a disk that comes takes its part of the
-    keys, one that goes leaves its part to the others, and no other key moves.
+    Ranks come from the folders' ids (rendezvous hashing). A new disk takes its share of the keys, a
+    removed disk leaves its share to the others, and no other key moves.
     """
 
     def __init__(self, ids: Mapping[Path, bytes]) -> None:
@@ -202,7 +208,7 @@ class DiskChoice:
         return max(self._seeds, key=lambda root: xxhash.xxh3_64_intdigest(key, self._seeds[root]))
 
     def without(self, root: Path) -> "DiskChoice":
-        """The same disks but one."""
+        """The same disks without one."""
         rest = DiskChoice({})
         rest._seeds = {other: seed for other, seed in self._seeds.items() if other != root}
         return rest
@@ -215,7 +221,7 @@ class DiskChoice:
 
 
 def note_elsewhere(root: Path, places: Sequence[str]) -> None:
-    """Note where else blocks of this tier are kept, for who purges without its server."""
+    """Records other places of this tier's blocks, for a purge without its server."""
     path = root / ELSEWHERE_NAME
     if places:
         path.write_text(json.dumps(list(places)))
@@ -224,7 +230,7 @@ def note_elsewhere(root: Path, places: Sequence[str]) -> None:
 
 
 def read_elsewhere(root: Path) -> list[str]:
-    """Where else blocks of this tier are kept."""
+    """Other places of this tier's blocks."""
     try:
         return [str(place) for place in json.loads((root / ELSEWHERE_NAME).read_text())]
     except FileNotFoundError:
@@ -232,7 +238,7 @@ def read_elsewhere(root: Path) -> list[str]:
 
 
 def disk_folders(root: Path) -> list[Path]:
-    """The folder of a disk tier, and those that it has on further disks."""
+    """The folder of a disk tier, and its folders on further disks."""
     return [root, *(Path(place) for place in read_elsewhere(root) if "://" not in place)]
 
 

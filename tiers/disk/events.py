@@ -1,7 +1,6 @@
-"""What happened to blocks on disk: their lifetimes, and the events for listeners.
+"""Lifetimes and events of blocks on disk.
 
-Every committed write transaction of this process reports here, and every load.
-Any thread.
+Every committed write transaction of this process and every load is reported here. Any thread.
 """
 
 import threading
@@ -16,7 +15,7 @@ from tiers.tier import LifeStats, TierName
 
 
 class DiskEvents:
-    """One disk tier's lives, and its voice in the stream. Times are whole seconds."""
+    """One disk tier's lifetimes, and its events in the stream. Times are whole seconds."""
 
     def __init__(self, stream: EventStream, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -25,12 +24,12 @@ class DiskEvents:
         self._lives = Lives()
 
     def opened(self, num_blocks: int) -> None:
-        """A shard was opened with so many blocks; an empty one in place of a damaged one too."""
+        """Records an opened shard with this many blocks, also an empty replacement."""
         if num_blocks == 0 and self._stream.listening:
             self._stream.publish(EventKind.CLEARED, TierName.DISK)
 
     def committed(self, writer: Writer) -> None:
-        """A write transaction stands."""
+        """Records a committed write transaction."""
         if writer.gone:
             with self._lock:
                 for _, entry, cause in writer.gone:
@@ -41,7 +40,7 @@ class DiskEvents:
             self._tell(writer)
 
     def served(self, entries: Sequence[IndexEntry]) -> None:
-        """Blocks were read for a request; their last use is as of the last write that told it."""
+        """Records blocks read for a request. Their last use is that of the last write."""
         now_s = self.clock()
         with self._lock:
             for entry in entries:

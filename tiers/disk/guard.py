@@ -1,7 +1,7 @@
-"""Blocks that eviction skips on disk: pinned ones, and those of groups within their share.
+"""Decides which blocks eviction skips on disk: pinned ones, and those of groups within their share.
 
-The order of eviction knows only ages. A block at the old end that must stay is moved to the recent
-end, so that eviction sees it only once in a turnover of the disk.
+The order of eviction is by age only. A block at the old end that must stay is moved to the recent
+end, so eviction meets it only once per turnover of the disk.
 """
 
 import threading
@@ -13,7 +13,7 @@ from tiers.policy.quota import COMMON, Quotas
 
 
 class DiskGuard:
-    """Asked by the writer threads, one a shard; any thread may call any method."""
+    """Called by the writer threads, one per shard. Thread-safe."""
 
     def __init__(self, quotas: Quotas | None = None) -> None:
         self._quotas = quotas
@@ -28,7 +28,7 @@ class DiskGuard:
         return key in self._kept
 
     def spares(self, key: PrefixKey, scope: PrefixKey) -> bool:
-        """Whether this block stays though room is needed."""
+        """Whether this block must stay although room is needed."""
         if key in self._kept:
             return True
         quotas = self._quotas
@@ -43,18 +43,18 @@ class DiskGuard:
             return quotas.is_over(self._victims) or group != self._victims
 
     def is_over(self, scope: PrefixKey) -> bool:
-        """Whether this scope's group has more than it was promised."""
+        """Whether this scope's group uses more than its share."""
         with self._lock:
             return self._quotas is not None and self._quotas.is_over(self._quotas.group(scope))
 
     def moved(self, scope: PrefixKey, stored_bytes: int) -> None:
-        """A block of this scope came, or went (less than 0)."""
+        """Counts a stored block of this scope, or a removed one (negative)."""
         with self._lock:
             if self._quotas is not None:
                 self._quotas.charge(self._quotas.group(scope), stored_bytes)
 
     def recount(self, accounts: Mapping[PrefixKey, Account]) -> None:
-        """Begin again from what the shards say: after a fault, and since commands change them."""
+        """Recounts from the shards' accounts, after a fault or a change by commands."""
         if self._quotas is None:
             return
         used: dict[Hashable, int] = {}
@@ -65,6 +65,6 @@ class DiskGuard:
             self._quotas.reset(used)
 
     def usage(self) -> dict[Hashable, tuple[int, int]]:
-        """Per group: (used, share) in bytes as they lie on disk."""
+        """Per group: (used, share) in stored bytes."""
         with self._lock:
             return self._quotas.usage() if self._quotas is not None else {}

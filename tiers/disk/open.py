@@ -1,8 +1,8 @@
 """Opening a disk tier: lock, format, recovery after a crash, and the size of the maps.
 
-What stands in the folder is kept where it can be: another format version is cleared and counted as
-faults, and each shard is checked before LMDB opens it (`tiers.disk.recovery`), whether the machine
-lost power, the disk changed a bit or somebody cut the file.
+The folder's contents are kept if possible. Another format version is cleared and counted as faults.
+Each shard is checked before LMDB opens it (`tiers.disk.recovery`), because of power cuts, bit
+errors and truncated files.
 """
 
 import logging
@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 OVERHEAD_BYTES = 96 << 10  # lock.mdb of a shard (64 bytes a reader slot), disk.json, folders
 MIN_BLOCKS = 4
-BATCHES_IN_MAP = 32  # a transaction writes at most this part of a shard
-RECORDS = 0.9  # of the pages in use; the rest is the index, some 500 bytes a block
+BATCHES_IN_MAP = 32  # a transaction writes at most this fraction of a shard
+RECORDS = 0.9  # of the pages in use; the rest is the index, about 500 bytes a block
 _PAGE = 4096
 
 
@@ -67,13 +67,13 @@ def open_disk(
     stream: EventStream | None = None,
     check_s: float = CHECK_AT_ONCE_S,
 ) -> DiskTier:
-    """Open or create the disk tier in `root`; its files never take more than `capacity_bytes`.
+    """Opens or creates the disk tier in `root`. Its files never exceed `capacity_bytes`.
 
-    `num_shards` counts for a new folder; one that stands keeps its own. With `shares`, no group
-    within its part of the disk loses a block to another. A shard that cannot be checked within
-    `check_s` is read at once, and written once a child process has checked it. Raises
-    DirectoryLocked where another server holds the folder, ConfigurationError where folder or size
-    cannot work.
+    `num_shards` applies to a new folder; an existing one keeps its number. With `shares`, no group
+    within its share of the disk loses a block to another. A shard that cannot be checked within
+    `check_s` is readable at once, and writable once a child process has checked it. Raises
+    DirectoryLocked if another server holds the folder, and ConfigurationError for an invalid folder
+    or size.
     """
     storage = storage or Storage()
     clock = clock or SteadyClock()
@@ -120,7 +120,7 @@ def open_disk(
 
 @contextmanager
 def _locked(root: Path) -> Iterator[DirectoryLock]:
-    """The lock on the folder, released where opening the tier fails.
+    """The lock on the folder, released if opening the tier fails.
 
     Raises ConfigurationError for an error of LMDB.
     """
@@ -139,7 +139,7 @@ def _locked(root: Path) -> Iterator[DirectoryLock]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShardOpener:
-    """What the shards of one folder have in common. `pinned` blocks survive a lower capacity."""
+    """The common parameters of one folder's shards. `pinned` blocks survive a lower capacity."""
 
     map_bytes: int
     old_map_bytes: int  # at least `map_bytes`
@@ -150,7 +150,8 @@ class _ShardOpener:
     pinned: Sequence[PrefixKey]
 
     def slot(self, path: Path, counts: DiskCounts, check_s: float, num_blocks: int) -> ShardSlot:
-        """The shard's slot. `num_blocks` is how many it held when the folder was last closed."""
+        """The shard's slot. `num_blocks` is its number of blocks when the folder was last
+        closed."""
         lost = partial(counts.fault, MissReason.TORN)
         shard = partial(self._shard, path)
         return ShardSlot(
@@ -174,7 +175,7 @@ class _ShardOpener:
         return shard
 
     def _shrink(self, path: Path) -> None:
-        """Rewrite a shard whose capacity was lowered. Raises ShardDamaged where that fails."""
+        """Rewrites a shard whose capacity was lowered. Raises ShardDamaged if that fails."""
         logger.warning(
             f"disk cache: the capacity was lowered; {path} is rewritten to {self.map_bytes} bytes"
         )
@@ -188,7 +189,7 @@ class _ShardOpener:
 
 
 def shard_map_bytes(capacity_bytes: int, num_shards: int, block_bytes: int) -> int:
-    """The map of each shard, so that all files together stay within the capacity."""
+    """The map size of each shard that keeps all files within the capacity."""
     map_bytes = (capacity_bytes // num_shards - OVERHEAD_BYTES) // _PAGE * _PAGE
     block_pages = bound(block_bytes) // _PAGE + 2
     map_pages = max(0, map_bytes // _PAGE)
@@ -206,7 +207,8 @@ def shard_map_bytes(capacity_bytes: int, num_shards: int, block_bytes: int) -> i
 def _guard(
     shares: QuotaShares | None, num_shards: int, map_bytes: int, batch_bytes: int
 ) -> DiskGuard:
-    """Shares are of what is in use when eviction begins, so that who is within its own is safe."""
+    """The guard for quotas. Shares are of the space in use when eviction begins, so a group within
+    its share is safe."""
     if shares is None:
         return DiskGuard()
     pages, batch = map_bytes // _PAGE, -(-batch_bytes // _PAGE)
@@ -215,7 +217,7 @@ def _guard(
 
 
 def _standing(root: Path, faults: Counter[MissReason]) -> Meta | None:
-    """What the folder holds of this format; anything else is cleared and counted."""
+    """The folder's contents in this format. Anything else is cleared and counted."""
     meta = read_meta(root)
     if meta is not None and meta.format == FORMAT:
         return meta
@@ -231,7 +233,7 @@ def _standing(root: Path, faults: Counter[MissReason]) -> Meta | None:
 
 
 def _clear_leftovers(root: Path) -> None:
-    """Set damaged pins aside, and remove what an unfinished rewriting of a shard left."""
+    """Renames a damaged file of pins, and removes leftovers of an unfinished rewrite."""
     set_damaged_aside(root)
     for leftover in root.glob(f"*{NEW_SUFFIX}"):
         shutil.rmtree(leftover, ignore_errors=True)

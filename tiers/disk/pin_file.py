@@ -1,4 +1,5 @@
-"""Pins beside the disk tier, so that they outlive the server: one small JSON file, replaced whole.
+"""Pins stored beside the disk tier, which survive restarts: one small JSON file, replaced
+atomically.
 
 Written by the mover's writer thread, read at start and by the command line.
 """
@@ -22,7 +23,8 @@ _NOT_IN_FORCE = "cannot be read and are not in force"
 
 
 def save_pins(folder: Path, pins: Sequence[Pin[PrefixKey]]) -> None:
-    """Replace the file, durably: after a crash either the old or the new one stands. OSError."""
+    """Replaces the file durably. After a crash either the old or the new one is there. Raises
+    OSError."""
     payload = {"format": FORMAT, "pins": [pin_fields(pin) for pin in pins]}
     path = folder / PINS_NAME
     temporary = path.with_suffix(".new")
@@ -39,7 +41,7 @@ def save_pins(folder: Path, pins: Sequence[Pin[PrefixKey]]) -> None:
 
 
 def load_pins(folder: Path) -> list[Pin[PrefixKey]]:
-    """The pins in the file. A file that cannot be read has none, and is logged."""
+    """The pins in the file. An unreadable file has none and is logged."""
     try:
         return _read(folder)
     except _UNREADABLE as error:
@@ -48,7 +50,7 @@ def load_pins(folder: Path) -> list[Pin[PrefixKey]]:
 
 
 def set_damaged_aside(folder: Path) -> None:
-    """Rename a file that cannot be read, and log it: else the next pin would replace it for good.
+    """Renames an unreadable file and logs it, because the next pin would overwrite it.
 
     For the holder of the folder's lock, before anyone loads the pins.
     """
@@ -59,12 +61,12 @@ def set_damaged_aside(folder: Path) -> None:
         try:
             path.replace(folder / DAMAGED_NAME)
         except OSError:
-            return  # who loads it says that it cannot be read
+            return  # the loader reports that it is unreadable
         logger.error(f"the pins in {path} {_NOT_IN_FORCE}: {error!r}; kept as {DAMAGED_NAME}")
 
 
 def _read(folder: Path) -> list[Pin[PrefixKey]]:
-    """The pins in the file; raises what `_UNREADABLE` lists."""
+    """The pins in the file. Raises the errors in `_UNREADABLE`."""
     try:
         payload = json.loads((folder / PINS_NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -75,12 +77,12 @@ def _read(folder: Path) -> list[Pin[PrefixKey]]:
 
 
 def pinned_keys(folder: Path) -> frozenset[PrefixKey]:
-    """Every block under a pin on record, also one whose time is over."""
+    """Every block under a recorded pin, including expired ones."""
     return frozenset(key for pin in load_pins(folder) for key in pin.keys)
 
 
 def keys_in_force(folder: Path, now_s: float) -> list[PrefixKey]:
-    """Every block under a pin that is in force, once, a prefix from its first block on."""
+    """Every block under a pin in force, once, each prefix from its first block on."""
     pins = [pin for pin in load_pins(folder) if pin.until_s > now_s]
     return list(dict.fromkeys(key for pin in pins for key in pin.keys))
 

@@ -1,8 +1,8 @@
-"""Looking up and loading blocks: from the index to verified bytes in a frame. Reader threads.
+"""Lookup and loading of blocks: from the index to verified bytes in a frame. Reader threads.
 
-Nothing is served on trust. The index entry must prove its checksum, identity and layout; the record
-found at the entry's offset must begin with the very same header; the payload must have the header's
-checksum; only then is it decoded into the frame.
+Everything is verified. The index entry must have the right checksum, identity and layout. The
+record at the entry's offset must begin with the same header. The payload must match the header's
+checksum. Only then is it decoded into the frame.
 """
 
 import threading
@@ -27,19 +27,19 @@ from tiers.tier import Loaded
 
 
 class Scratch(threading.local):
-    """The codec of each thread, and its memory for one record."""
+    """A thread's codec and its memory for one record."""
 
     def __init__(self, item_bytes: int) -> None:
         self.codec = Codec(item_bytes)
         self._buffer = PageBuffer()
 
     def buffer(self, nbytes: int) -> memoryview:
-        """At least `nbytes`, from a page's start; valid until the next call."""
+        """At least `nbytes`, page-aligned; valid until the next call."""
         return self._buffer.take(nbytes)
 
 
 class Found(NamedTuple):
-    """A block that the index has, proven as far as the index goes."""
+    """A block in the index, verified by its entry."""
 
     number: int  # of the shard
     key: PrefixKey
@@ -48,7 +48,7 @@ class Found(NamedTuple):
 
 
 def trimmed(found: Found, part: Part) -> Found:
-    """The same, its record as long as is needed for the part."""
+    """The same with its record cut to the length needed for the part."""
     if found.header.lasting is None:
         return found
     place = found.entry.place
@@ -70,8 +70,10 @@ class BlockReader:
         self._counts = counts
 
     def num_held(self, ids: Sequence[BlockId]) -> int:
-        """Length of the leading run whose keys are in the index. Proves nothing: `load` does, and
-        once is enough."""
+        """Length of the leading run whose keys are in the index.
+
+        Verifies nothing, because `load` does.
+        """
         keys = self._keys(ids)
         left = [0] * len(self._slots)
         for number, slot in enumerate(self._slots):
@@ -89,7 +91,7 @@ class BlockReader:
         return len(ids)
 
     def find(self, ids: Sequence[BlockId]) -> tuple[list[Found], MissReason | None]:
-        """The leading run that the index proves, and why it ends early (None: it does not)."""
+        """The leading run verified by the index, and why it ends early (None: it does not)."""
         entries, broken = self._entries(ids)
         found: list[Found] = []
         for block in ids:
@@ -104,7 +106,7 @@ class BlockReader:
         return found, None
 
     def refuse(self, block: BlockId, why: MissReason) -> None:
-        """Count that `find` did not take the entry of `block`, and condemn one that is damaged."""
+        """Counts an entry that `find` rejected, and condemns it if it is damaged."""
         if why in (MissReason.ABSENT, MissReason.IO_ERROR):
             return
         self._counts.fault(why, 1, f"the index entry of block {block.key.hex()} is refused")
@@ -112,8 +114,10 @@ class BlockReader:
             self._counts.condemn(shard_of(block.key, len(self._slots)), block.key)
 
     def load(self, found: Sequence[Found], into: Sequence[Frame]) -> Loaded:
-        """Fill `into[i]` with `found[i]`; stop at the first that cannot be served. Of these no more
-        is read than their entries say; see `trimmed`."""
+        """Fills `into[i]` with `found[i]`, and stops at the first that cannot be served.
+
+        Reads no more of each than its entry says; see `trimmed`.
+        """
         self._read_ahead(found)
         for done, (place, frame) in enumerate(zip(found, into, strict=True)):
             why = self._fill(place, frame.buffer, frame.part)
@@ -129,7 +133,7 @@ class BlockReader:
         return keys
 
     def _entries(self, ids: Sequence[BlockId]) -> tuple[list[Iterator[IndexEntry]], set[int]]:
-        """Each shard's run of entries, and the shards that could not be asked."""
+        """Each shard's run of entries, and the shards that failed."""
         keys = self._keys(ids)
         runs: list[Iterator[IndexEntry]] = []
         broken: set[int] = set()
@@ -156,7 +160,8 @@ class BlockReader:
         return header
 
     def _read_ahead(self, found: Sequence[Found]) -> None:
-        """Ask for the whole run at once: the kernel reads it while the first blocks are decoded."""
+        """Requests the whole run at once, so the kernel reads it while the first blocks are
+        decoded."""
         if len(found) < 2:
             return
         for number, slot in enumerate(self._slots):
@@ -165,7 +170,7 @@ class BlockReader:
                 with slot.read() as shard:
                     shard.will_need(entries)
             except (*StorageError, ShardDamaged):
-                return  # only a hint; the read itself will say what is wrong
+                return  # only a hint; the read itself will report errors
 
     def _fill(self, found: Found, into: memoryview, part: Part) -> MissReason | None:
         if len(into) != self._block_bytes:
@@ -200,7 +205,7 @@ class BlockReader:
         return why
 
     def _blame(self, found: Found, why: MissReason) -> MissReason:
-        """ABSENT where the block was evicted while it was read; else count and condemn it."""
+        """ABSENT if the block was evicted while it was read. Otherwise counts and condemns it."""
         if why in (MissReason.IO_ERROR, MissReason.LAYOUT):
             return why
         slot = self._slots[found.number]

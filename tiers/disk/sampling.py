@@ -1,6 +1,7 @@
-"""A sample of the blocks on disk in the order of their uses, by their keys alone.
+"""A sample of the keys of blocks on disk, in order of use.
 
-The writer thread takes one when the server starts; `tiers.telemetry.working_set` goes on from it.
+The writer thread takes one at the server's start, and `tiers.telemetry.working_set` continues from
+it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,7 @@ from tiers.tier import Sample
 WHOLE = 1 << 32
 ROWS = 4096  # of one read transaction
 
-Use = tuple[int, PrefixKey]  # when, and what
+Use = tuple[int, PrefixKey]  # time and key
 
 
 def sample_of(shards: Iterable[Shard], max_keys: int) -> Sample:
@@ -30,14 +31,14 @@ def sample_of(shards: Iterable[Shard], max_keys: int) -> Sample:
 
 
 def in_order(uses: list[Use], max_keys: int, bound: int) -> Sample:
-    """The sample that these make; what was used in the same second keeps its order."""
+    """The sample of these uses. Uses in the same second keep their order."""
     uses, bound = thinned(uses, max_keys, bound)
     uses.sort(key=lambda use: use[0])
     return Sample(tuple(key for _, key in uses), bound)
 
 
 def thinned(uses: list[Use], max_keys: int, bound: int) -> tuple[list[Use], int]:
-    """Those under a lower bound, where there are more than `max_keys`."""
+    """The uses under a lower bound, if there are more than `max_keys`."""
     if len(uses) <= max_keys:
         return uses, bound
     bound = sorted(hash_of(key) for _, key in uses)[max_keys]
@@ -49,8 +50,11 @@ def hash_of(key: PrefixKey) -> int:
 
 
 def merged(samples: Sequence[Sample], max_keys: int) -> Sample:
-    """Samples of several disks as one. A block's place in its own is its place in all: disks get
-    blocks at random, so that each has the same share of old ones."""
+    """Merges samples of several disks.
+
+    A block's relative position on its disk is its position overall, because blocks are spread at
+    random and each disk has the same share of old ones.
+    """
     bound = min((sample.bound for sample in samples), default=WHOLE)
     uses: list[Use] = []
     for sample in samples:

@@ -1,9 +1,9 @@
 """Lossless compression of KV: exponents are compressed, mantissas are stored unchanged.
 
 KV is floating point. Only its high bytes (sign and exponent) have less than 8 bits of entropy,
-and they hold no repeats, so they get zstd's Huffman stage and nothing else; the other bytes are
-noise. Splitting and joining planes is what costs, so they are laid out for whole-word arithmetic:
-a chunk is cut into `lanes` equal runs, and one word carries a byte of each run.
+without repeats, so they get only zstd's Huffman stage. The other bytes are noise. The cost is in
+splitting and joining planes, so they are laid out for whole-word arithmetic: a chunk is cut into
+`lanes` equal runs, and one word holds a byte of each run.
 
     2-byte items, lanes a and b           4-byte items, lanes a to d (highest byte first)
     low   = b.lo << 8 | a.lo              low   = d[0] a[2] a[1] a[0], the same of b with d[1],
@@ -30,13 +30,13 @@ from numpy.typing import NDArray
 
 Words = NDArray[Any]
 
-CHUNK_BYTES = 2 << 20  # logical; a fixed part of the format. Its scratch stays in the L2/L3 caches.
-WORTH = 32  # compress only where it saves at least 1/32 of the block
+CHUNK_BYTES = 2 << 20  # logical; fixed by the format. Its scratch memory fits the L2/L3 caches.
+WORTH = 32  # compress only if it saves at least 1/32 of the block
 _ALIGN = 8
 
 
 class CodecId(IntEnum):
-    """How a payload is coded; written into every record and never renumbered."""
+    """A payload's coding, stored in every record; never renumbered."""
 
     RAW = 0
     PLANES16 = 1
@@ -44,7 +44,7 @@ class CodecId(IntEnum):
 
 
 class DecodeError(ValueError):
-    """The payload is not one that this codec wrote."""
+    """The payload was not written by this codec."""
 
 
 def _padded(nbytes: int) -> int:
@@ -52,7 +52,7 @@ def _padded(nbytes: int) -> int:
 
 
 def bound(logical_nbytes: int) -> int:
-    """The most bytes that `Codec.encode` may write for a block of this size."""
+    """The maximum of bytes that `Codec.encode` writes for a block of this size."""
     num_chunks = -(-logical_nbytes // CHUNK_BYTES)
     high = -(-logical_nbytes // 2)
     return logical_nbytes + high // 128 + num_chunks * (1024 + _ALIGN) + _ALIGN
@@ -75,9 +75,9 @@ class Codec:
         self._scratch: dict[tuple[str, int], tuple[Words, Words]] = {}
 
     def encode(self, block: memoryview, into: memoryview) -> tuple[CodecId, int]:
-        """Write the coded `block` to the start of `into` (8-aligned, at least `bound` bytes).
+        """Writes the coded `block` to the start of `into` (8-aligned, at least `bound` bytes).
 
-        Returns the codec used and the payload's length; RAW where planes do not pay.
+        Returns the codec used and the payload's length. RAW if planes do not pay.
         """
         if self._item_bytes > 1:
             nbytes = self._encode_planes(block, into)
@@ -88,9 +88,9 @@ class Codec:
         return CodecId.RAW, len(block)
 
     def decode(self, codec: int, payload: memoryview, into: memoryview) -> None:
-        """Fill `into`, exactly one block, from an 8-aligned `payload`.
+        """Fills `into`, exactly one block, from an 8-aligned `payload`.
 
-        Raises DecodeError; `into` then holds garbage and must not be served.
+        Raises DecodeError; then the content of `into` is invalid and must not be served.
         """
         if codec == CodecId.RAW:
             if len(payload) != len(into):
@@ -150,7 +150,7 @@ class Codec:
         into[done * item_bytes :] = rest
 
     def _inflate(self, coded: memoryview, into: Words) -> None:
-        """One whole frame straight into `into`, without a buffer of zstd's own between."""
+        """Decompresses a whole frame directly into `into`, without zstd's own buffer."""
         target = into.data.cast("B")
         got = self._decompressor.stream_reader(coded).readinto(target)
         if got != len(target):
@@ -169,7 +169,7 @@ def _word(item_bytes: int) -> tuple[str, int]:
 
 
 def _chunks(nbytes: int, item_bytes: int, lanes: int) -> Iterator[int]:
-    """Items per lane of each chunk of a block; what fills no lane is left over."""
+    """Items per lane in each chunk of a block. Items that fill no lane are left over."""
     lane_items = nbytes // (item_bytes * lanes)
     most = CHUNK_BYTES // (item_bytes * lanes)
     while lane_items > 0:

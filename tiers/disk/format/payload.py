@@ -1,6 +1,6 @@
-"""A record's payload: the coded block in one piece, or in two of which the first can be read alone.
+"""A record's payload: the coded block in one piece, or in two, the first readable alone.
 
-Pure functions over bytes, for the threads of the disk tier and of the tier beneath it.
+Pure functions over bytes, for the threads of the disk tier and the tier below it.
 """
 
 import xxhash
@@ -12,7 +12,7 @@ from tiers.errors import MissReason
 
 
 def payload_bound(logical_nbytes: int, split: int | None) -> int:
-    """The most bytes that `encode` may write for a block of this size."""
+    """The maximum of bytes that `encode` writes for a block of this size."""
     if split is None:
         return bound(logical_nbytes)
     return bound(split) + bound(logical_nbytes - split) + 8
@@ -21,8 +21,11 @@ def payload_bound(logical_nbytes: int, split: int | None) -> int:
 def encode(
     codec: Codec, block: memoryview, into: memoryview, split: int | None
 ) -> tuple[CodecId, int, Lasting | None]:
-    """Write the coded block to the start of `into`; in two pieces where `split` says how many bytes
-    of the block the first has. Returns the codec of the last piece, and the payload's length."""
+    """Writes the coded block to the start of `into`.
+
+    With `split`, writes two pieces, the first with that many bytes of the block. Returns the codec
+    of the last piece and the payload's length.
+    """
     if split is None:
         return *codec.encode(block, into), None
     used, nbytes = codec.encode(block[:split], into) if split else (CodecId.RAW, 0)
@@ -34,15 +37,17 @@ def encode(
 
 
 def needed_nbytes(header: Header, part: Part) -> int:
-    """How much of the payload, from its start, is needed for a part of the block."""
+    """The number of leading payload bytes needed for a part of the block."""
     if part is Part.LASTING and header.lasting is not None:
         return header.lasting.payload_nbytes
     return header.payload_nbytes
 
 
 def check(header: Header, payload: memoryview, part: Part) -> MissReason | None:
-    """Why this is not what was written under `header`; None where it is. `payload` has as much as
-    is needed for the part, and is looked at whole."""
+    """Why the payload does not match `header`; None if it does.
+
+    `payload` has the bytes needed for the part and is checked completely.
+    """
     lasting = header.lasting
     if part is not Part.LASTING or lasting is None:
         return check_payload(header, payload)
@@ -56,7 +61,7 @@ def check(header: Header, payload: memoryview, part: Part) -> MissReason | None:
 def decode(
     codec: Codec, header: Header, payload: memoryview, into: memoryview, part: Part = Part.WHOLE
 ) -> None:
-    """Fill the part of `into`, exactly one block, from an 8-aligned payload that was checked.
+    """Fills the part of `into`, exactly one block, from a checked 8-aligned payload.
 
     Raises DecodeError. A payload of one piece fills all of it.
     """

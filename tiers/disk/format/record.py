@@ -1,8 +1,8 @@
-"""One block on disk: a header that proves its identity, and the coded payload.
+"""One block on disk: a header with its identity, and the coded payload.
 
-All integers are little-endian. Scope, parent and key are neighbours, as are tokens and content, so
-that a reader compares two slices. The header's own checksum is its last field; the payload's is
-inside the header.
+All integers are little-endian. Scope, parent and key are adjacent, as are tokens and content, so a
+reader compares two slices. The header's own checksum is its last field; the payload's is inside the
+header.
 
     offset  bytes  field                        offset  bytes  field
     0       8      magic "cachesvc"             88      4      length of tokens, bytes
@@ -16,9 +16,10 @@ inside the header.
     64      16     key                          ...     8      xxh3_64 of all header bytes before
     80      8      when its KV was computed, 0 for "when written"
 
-Version 2 has two payloads behind each other, coded each for itself, so that the first can be read
-alone: what layers without windows keep, from a multiple of 8 on the rest. Between content and zeros
-its header has, of the first: bytes of KV (8), coded bytes (8), their xxh3_64 (8), codec id (8).
+Version 2 has two consecutive payloads, coded separately, so that the first can be read alone. The
+first is the KV of layers without windows; the second begins at a multiple of 8. Between content and
+zeros the header has, for the first payload: bytes of KV (8), coded bytes (8), their xxh3_64 (8),
+codec id (8).
 
 Pure functions over bytes, for every thread of the disk tier and for the command line.
 """
@@ -42,7 +43,7 @@ assert _FIXED.size == 128
 
 
 class Lasting(NamedTuple):
-    """The first of two payloads: what layers without windows keep of the block."""
+    """The first of two payloads: the KV of layers without windows."""
 
     logical_nbytes: int
     payload_nbytes: int
@@ -56,7 +57,7 @@ class Lasting(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a record says of itself, once its checksum has been found right."""
+    """A record's header whose checksum was verified."""
 
     codec: int
     item_bytes: int
@@ -70,7 +71,7 @@ class Header(NamedTuple):
     payload_nbytes: int
     payload_checksum: int
     written_s: int
-    computed_s: int  # before it was written, where it stood in memory for a while
+    computed_s: int  # may be earlier than written, if the block was in memory first
     lasting: Lasting | None = None
 
     @property
@@ -79,7 +80,7 @@ class Header(NamedTuple):
 
 
 def header_nbytes(block: BlockId, *, parted: bool = False) -> int:
-    """Length of the header that `pack_header` makes for this block; a multiple of 16."""
+    """Length of this block's header by `pack_header`; a multiple of 16."""
     named = len(block.tokens) + len(block.content) + (_LASTING.size if parted else 0)
     return -(-(_FIXED.size + named + 8) // 16) * 16
 
@@ -96,7 +97,7 @@ def pack_header(
     lasting: Lasting | None = None,
     computed_s: int = 0,
 ) -> bytes:
-    """The header of `block` in front of `payload`, which is checksummed here."""
+    """The header of `block` with `payload`, whose checksum it computes."""
     nbytes = header_nbytes(block, parted=lasting is not None)
     fixed = _FIXED.pack(
         MAGIC,
@@ -122,7 +123,7 @@ def pack_header(
 
 
 def unpack_header(data: bytes | memoryview) -> Header | MissReason:
-    """Read the header at the start of `data`, or say why it is none of ours."""
+    """The header at the start of `data`, or the reason why it is not valid."""
     if len(data) < _FIXED.size + 8:
         return MissReason.TORN
     magic, version, _codec, _item, nbytes = _PREFIX.unpack_from(data)
@@ -167,7 +168,7 @@ def unpack_header(data: bytes | memoryview) -> Header | MissReason:
 
 
 def is_block(header: bytes, block: BlockId) -> bool:
-    """Whether these header bytes (checked or not) carry exactly the identity of `block`."""
+    """Whether these header bytes, checked or not, have exactly the identity of `block`."""
     if header[_IDENTITY] != block.scope + block.parent + block.key:
         return False
     num_tokens, num_content = struct.unpack_from("<II", header, 88)
@@ -203,7 +204,7 @@ def written_s_of(header: bytes) -> int:
 
 
 def check_payload(header: Header, payload: memoryview) -> MissReason | None:
-    """Why this payload is not the one that was written under `header`; None where it is."""
+    """Why this payload does not match `header`; None if it does."""
     if len(payload) != header.payload_nbytes:
         return MissReason.TORN
     if xxhash.xxh3_64_intdigest(payload) != header.payload_checksum:

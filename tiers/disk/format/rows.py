@@ -1,4 +1,4 @@
-"""The small values a shard keeps beside its records, and their bytes: fixed, little-endian."""
+"""The small values beside a shard's records, and their encoding: fixed size, little-endian."""
 
 import struct
 from typing import NamedTuple
@@ -10,16 +10,16 @@ DAY_S = 86_400
 
 
 class Place(NamedTuple):
-    """Where a record is, and when it was last used."""
+    """A record's position and its place in the order of eviction."""
 
-    sequence: int  # its entry in the order of eviction
-    offset: int  # of the record in data.mdb; 0 where it has no run of pages of its own
+    sequence: int  # its position in the order of eviction
+    offset: int  # of the record in data.mdb; 0 if it has no run of pages of its own
     nbytes: int
     used_s: int
 
 
 class IndexEntry(NamedTuple):
-    """What the index knows of a block: its place, and a copy of the record's header."""
+    """A block's index entry: its place and a copy of the record's header."""
 
     place: Place
     header: bytes
@@ -41,7 +41,7 @@ class IndexEntry(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """One shard's accounts; the first three are of now, the others only grow."""
+    """One shard's counts. The first three are current; the others only grow."""
 
     num_blocks: int = 0
     stored_bytes: int = 0  # in whole pages
@@ -60,7 +60,7 @@ class Totals(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What one scope has in a shard now."""
+    """One scope's current use of a shard."""
 
     num_blocks: int = 0
     stored_bytes: int = 0
@@ -74,7 +74,8 @@ class Account(NamedTuple):
         return cls(*_ACCOUNT.unpack(data)) if data else cls()
 
     def plus(self, blocks: int, stored_bytes: int, logical_bytes: int) -> "Account":
-        """Never below nothing, so that a damaged header cannot make the accounts unwritable."""
+        """The changed account, never negative, so that a damaged header cannot make it
+        unwritable."""
         return Account(
             max(0, self.num_blocks + blocks),
             max(0, self.stored_bytes + stored_bytes),
@@ -83,7 +84,7 @@ class Account(NamedTuple):
 
 
 class Day(NamedTuple):
-    """One day's wear of the disk, and what was served for it."""
+    """One day's writes to the disk, and the bytes served."""
 
     written_bytes: int = 0
     num_stored: int = 0
@@ -112,7 +113,7 @@ _DAY_KEY = struct.Struct(">I")
 
 
 def pack_sequence(sequence: int) -> bytes:
-    """Big-endian, so that LMDB's order of bytes is the order of eviction."""
+    """Packs a sequence big-endian, so that LMDB's byte order is the order of eviction."""
     return _SEQUENCE.pack(sequence)
 
 

@@ -1,8 +1,8 @@
 """Rewriting a shard: to give space back, or to fit a smaller capacity. Needs the folder's lock.
 
-Pinned blocks are copied first, then the others, newest first, into a new shard beside the old one;
-its file then takes the old one's place by one rename. Until then both lie on the disk. Killed at
-any moment, either the old or the new file stands, whole.
+Copies pinned blocks first, then the others, newest first, into a new shard beside the old one. One
+rename then replaces the old file. Until then both are on the disk. After a kill at any moment,
+either the old or the new file is there, complete.
 """
 
 import shutil
@@ -28,7 +28,7 @@ Row = tuple[PrefixKey, IndexEntry]
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """What a rewrite did to one shard."""
+    """The result of rewriting one shard."""
 
     num_kept: int
     num_dropped: int
@@ -41,7 +41,7 @@ def compact_folder(
 ) -> list[Compacted]:
     """Rewrite every shard of a folder that no server holds.
 
-    Raises DirectoryLocked; ConfigurationError where there is no tier; OSError for lack of room.
+    Raises DirectoryLocked, ConfigurationError if there is no tier, and OSError for lack of room.
     """
     meta = read_meta(root)
     if meta is None:
@@ -65,9 +65,9 @@ def compact(
     storage: Storage,
     pinned: Sequence[PrefixKey] = (),
 ) -> Compacted:
-    """Rewrite the shard in `path` under a map of `map_bytes`, which drops `pinned` blocks last.
+    """Rewrites the shard in `path` for a map of `map_bytes`. `pinned` blocks are dropped last.
 
-    Raises OSError where the disk has no room for the copy.
+    Raises OSError if the disk has no room for the copy.
     """
     new = path.with_name(path.name + NEW_SUFFIX)
     shutil.rmtree(new, ignore_errors=True)
@@ -93,8 +93,11 @@ def compact(
 
 
 def copy_blocks(source: Shard, target: Shard, pinned: Sequence[PrefixKey]) -> int:
-    """Copy blocks until `target` is as full as it may be: those that are pinned, as they are given,
-    then the others, newest first. Returns how many."""
+    """Copies blocks until `target` is full: first the pinned ones in the given order, then the
+    others, newest first.
+
+    Returns the number copied.
+    """
     newest = source.by_age(0, 1, newest_first=True)
     num_copied = 0
     if newest:
@@ -112,7 +115,7 @@ def copy_blocks(source: Shard, target: Shard, pinned: Sequence[PrefixKey]) -> in
 
 
 def _in_order(source: Shard, pinned: Sequence[PrefixKey]) -> Iterator[list[Row]]:
-    """What to copy, up to ROWS at a time, each block once."""
+    """The blocks to copy, up to ROWS at a time, each once."""
     first = dict.fromkeys(pinned)
     held = [(key, entry) for key in first for entry in source.find([key])]
     for start in range(0, len(held), ROWS):
@@ -124,7 +127,7 @@ def _in_order(source: Shard, pinned: Sequence[PrefixKey]) -> Iterator[list[Row]]
 
 
 def _copy(source: Shard, writer: Writer, rows: list[Row]) -> tuple[int, bool]:
-    """Copy what is sound of `rows`: how many, and whether there was no room for one."""
+    """Copies the sound ones of `rows`. Returns their number, and whether one had no room."""
     num_copied = 0
     for key, entry in rows:
         data = read_record(source, key, entry)
@@ -139,10 +142,11 @@ def _copy(source: Shard, writer: Writer, rows: list[Row]) -> tuple[int, bool]:
 
 
 def swap_files(old: Path, new: Path) -> None:
-    """Put `new`'s file in place of `old`'s.
+    """Replaces `old`'s file by `new`'s.
 
-    The lock file goes first: it holds transaction numbers of the file it was made for. It goes
-    again afterwards: a command that opened the shard in between has made one, for the old file.
+    The lock file is removed before, because it has transaction numbers of the old file. It is
+    removed again afterwards, because a command may have opened the old file in between and created
+    one.
     """
     (old / "lock.mdb").unlink(missing_ok=True)
     (new / "data.mdb").replace(old / "data.mdb")

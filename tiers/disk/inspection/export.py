@@ -1,9 +1,9 @@
-"""Moving blocks between machines: an export is one stream of records, an import proves each.
+"""Moves blocks between machines: an export is a stream of records, and an import verifies each.
 
-A stream is "cachesvc-blocks\\n", then per block a u32 length and the record as it lies on disk
-(header and payload), oldest first; a length of 0, the number of blocks (u64) and xxh3_64 of that
-number end it. An importer trusts nothing: every header, payload and key is checked again, and what
-came whole is kept where a stream ends early.
+A stream is "cachesvc-blocks\\n", then per block a u32 length and the record as on disk (header and
+payload), oldest first. A length of 0, the number of blocks (u64) and xxh3_64 of that number end it.
+An importer trusts nothing: every header, payload and key is checked again. If a stream ends early,
+the complete blocks are kept.
 """
 
 import struct
@@ -36,20 +36,20 @@ Rule = Callable[[PrefixKey, IndexEntry], bool]
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What an export or an import did. `complete` is False where a stream ended early."""
+    """The result of an export or import. `complete` is False if a stream ended early."""
 
     num_blocks: int = 0
     nbytes: int = 0
-    num_held: int = 0  # blocks that were there already
-    num_refused: int = 0  # blocks for which no room could be made
+    num_held: int = 0  # blocks already present
+    num_refused: int = 0  # blocks without room
     bad: Mapping[MissReason, int] = field(default_factory=dict)
     complete: bool = True
 
 
 def chain_rule(shards: Sequence[Shard], keys: Collection[PrefixKey]) -> Rule:
-    """The blocks `keys`, all that follow them, and all that lead to them: whole prefixes.
+    """A rule for whole prefixes: the blocks `keys`, their continuations and their predecessors.
 
-    Reads every index entry once, and holds the keys of all blocks while it decides.
+    Reads every index entry once, and holds the keys of all blocks meanwhile.
     """
     parents: dict[PrefixKey, PrefixKey] = {}
     children: dict[PrefixKey, list[PrefixKey]] = {}
@@ -72,7 +72,8 @@ def chain_rule(shards: Sequence[Shard], keys: Collection[PrefixKey]) -> Rule:
 
 
 def export(shards: Sequence[Shard], to: BinaryIO, rule: Rule) -> Moved:
-    """Write the blocks that `rule` names to a stream, each checked; safe beside a live server."""
+    """Writes the blocks selected by `rule` to a stream, each checked. Safe beside a running
+    server."""
     to.write(MAGIC)
     num_blocks = nbytes = 0
     bad: Counter[MissReason] = Counter()
@@ -94,9 +95,9 @@ def export(shards: Sequence[Shard], to: BinaryIO, rule: Rule) -> Moved:
 def import_blocks(
     shards: Sequence[Shard], source: BinaryIO, shard_of: Callable[[PrefixKey, int], int]
 ) -> Moved:
-    """Store the blocks of a stream, evicting as a server would; safe beside a live one.
+    """Stores the blocks of a stream, evicting like a server. Safe beside a running one.
 
-    Raises ValueError where the stream is none of ours.
+    Raises ValueError for a stream that is not an export.
     """
     if source.read(len(MAGIC)) != MAGIC:
         raise ValueError("this is not an export of cachesvc blocks")
@@ -115,7 +116,7 @@ def import_blocks(
 
 
 class _Importer:
-    """Collects proven records into batches, one transaction each."""
+    """Collects verified records into batches, one transaction each."""
 
     def __init__(self, shards: Sequence[Shard], shard_of: Callable[[PrefixKey, int], int]) -> None:
         self._shards = shards
@@ -192,7 +193,7 @@ def read_record(shard: Shard, key: PrefixKey, entry: IndexEntry) -> memoryview:
 
 
 def proven(record: memoryview, key: PrefixKey | None) -> Header | MissReason:
-    """The record's header, where header, payload and key are all right."""
+    """The record's header if header, payload and key are valid, else the reason."""
     header = unpack_header(record)
     if isinstance(header, MissReason):
         return header

@@ -1,8 +1,8 @@
-"""Maintenance of shards: evict by rule, purge scopes. Safe beside a live server.
+"""Maintenance of shards: evict by rule, purge scopes. Safe beside a running server.
 
-Each works in pages of PAGE_BLOCKS blocks with a short transaction for each, so that neither the
-server's writes nor the reuse of its freed pages waits long. Called by the command line from a
-process of its own, and by `DiskTier` from the server's.
+Each works in pages of PAGE_BLOCKS blocks with a short transaction per page, so that neither the
+server's writes nor the reuse of freed pages waits long. Called by the command line from its own
+process, and by `DiskTier` in the server.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -18,7 +18,7 @@ Rule = Callable[[PrefixKey, IndexEntry], bool]
 
 
 def pages(shard: Shard) -> Iterator[list[tuple[PrefixKey, IndexEntry]]]:
-    """Every block, in order of keys; a block stored meanwhile may be missed, none comes twice."""
+    """Every block, in order of keys. A block stored meanwhile may be missed; none comes twice."""
     after: PrefixKey | None = None
     while rows := shard.entries(after, PAGE_BLOCKS):
         yield rows
@@ -34,7 +34,7 @@ def pages_by_age(shard: Shard) -> Iterator[list[tuple[PrefixKey, IndexEntry]]]:
 
 
 def remove(shard: Shard, rule: Rule, *, at_most_bytes: int | None = None) -> Removed:
-    """Delete the blocks that `rule` names, oldest first, until `at_most_bytes` have gone."""
+    """Deletes the blocks selected by `rule`, oldest first, up to `at_most_bytes`."""
     total = Removed()
     for rows in pages_by_age(shard):
         to_delete = []
@@ -49,7 +49,7 @@ def remove(shard: Shard, rule: Rule, *, at_most_bytes: int | None = None) -> Rem
 
 
 def delete(shard: Shard, keys: list[PrefixKey]) -> int:
-    """Forget these blocks, in as many transactions as it takes; how many were held."""
+    """Deletes these blocks, in as many transactions as needed. Returns the number held."""
     num_held = 0
     while keys:
         with shard.writing() as writer:
@@ -58,7 +58,7 @@ def delete(shard: Shard, keys: list[PrefixKey]) -> int:
 
 
 def purge(shards: Iterable[Shard], roots: Collection[PrefixKey]) -> Removed:
-    """Delete every block of these scopes, also those stored while it runs, as far as it can see."""
+    """Deletes every block of these scopes, including those stored meanwhile, as far as visible."""
     wanted = frozenset(roots)
     total = Removed()
     for shard in shards:
@@ -69,6 +69,6 @@ def purge(shards: Iterable[Shard], roots: Collection[PrefixKey]) -> Removed:
 
 
 def count(shards: Iterable[Shard], roots: Collection[PrefixKey]) -> int:
-    """How many blocks of these scopes are held, by their own headers."""
+    """The number of blocks of these scopes, by their own headers."""
     wanted = frozenset(roots)
     return sum(e.scope in wanted for shard in shards for rows in pages(shard) for _, e in rows)

@@ -1,6 +1,6 @@
-"""Opening the folders of a disk tier beside their server, and repairing those without one.
+"""Opens the folders of a disk tier beside their server, and repairs those without one.
 
-The command line calls; a server opens its own by `tiers.disk.open`.
+Used by the command line. A server opens its own with `tiers.disk.open`.
 """
 
 import logging
@@ -39,9 +39,9 @@ READ_CHECK_S = 5.0  # a command that only reads checks a shard no longer than th
 
 
 def refuse_damaged(folder: Path, map_bytes: int, within_s: float) -> None:
-    """Raise ConfigurationError where LMDB could die of a shard; not if the check takes longer.
+    """Raises ConfigurationError for a shard that could crash LMDB, unless the check takes longer.
 
-    What somebody writes meanwhile is a server's, which checked it.
+    A shard that changes meanwhile belongs to a server, which has checked it.
     """
     if not (folder / "data.mdb").exists():
         return
@@ -59,11 +59,10 @@ def refuse_damaged(folder: Path, map_bytes: int, within_s: float) -> None:
 
 
 def repair_folder(path: Path) -> list[str]:
-    """Mend every shard that can be, on every disk, and replace the others by empty ones; says what
-    was done.
+    """Repairs every shard on every disk, or replaces it by an empty one. Returns what was done.
 
-    Does nothing where a server holds the folder: it does this itself. Raises ConfigurationError
-    where there is no disk tier.
+    Does nothing if a server holds the folder, because the server does this itself. Raises
+    ConfigurationError if there is no disk tier.
     """
     done = _repair(path)
     for folder in disk_folders(path)[1:]:
@@ -109,10 +108,10 @@ def _open_shard(folder: Path, map_bytes: int) -> Shard:
 
 @contextmanager
 def open_shards(path: Path, *, readonly: bool) -> Iterator[tuple[Meta, list[Shard]]]:
-    """The shards of a disk tier on all its disks, opened beside whoever serves it; what is pinned
-    does not make room. A further disk that cannot be read is left out, and said in the log.
+    """Opens a disk tier's shards on all disks, beside any server.
 
-    Raises ConfigurationError where there is no disk tier, or none that this version reads.
+    Pinned blocks are not evicted. A further disk that cannot be read is skipped and logged. Raises
+    ConfigurationError if there is no disk tier that this version can read.
     """
     with open_disks(path, readonly=readonly) as disks:
         shards = [shard for disk in disks for shard in disk.shards]
@@ -130,7 +129,7 @@ class OpenDisk(NamedTuple):
 
 @contextmanager
 def open_disks(path: Path, *, readonly: bool) -> Iterator[list[OpenDisk]]:
-    """The same, disk by disk."""
+    """The same by disk."""
     guard = DiskGuard()
     guard.keep(pinned_keys(path))
     with ExitStack() as stack:
@@ -162,7 +161,7 @@ def _open_disk(path: Path, guard: DiskGuard, *, readonly: bool) -> Iterator[Open
                 Shard(folder, meta.map_bytes, storage=Storage(), readonly=readonly, guard=guard)
             )
         yield OpenDisk(path, meta, shards)
-    except BrokenPipeError:  # the reader of our output has gone; the shards are sound
+    except BrokenPipeError:  # the reader of our output closed the pipe; the shards are sound
         raise
     except (*StorageError, ShardDamaged) as error:
         raise ConfigurationError(f"the disk cache in {path} cannot be read: {error}") from error
@@ -172,7 +171,7 @@ def _open_disk(path: Path, guard: DiskGuard, *, readonly: bool) -> Iterator[Open
 
 
 def placed(disks: Sequence[OpenDisk]) -> Callable[[PrefixKey, int], int]:
-    """Which of all the shards of these disks a block goes to, as a server would choose."""
+    """A function that returns a block's shard on these disks, as a server would choose it."""
     spread = DiskChoice({disk.path: disk_id(disk.path) for disk in disks} if disks[1:] else {})
     counts = {disk.path: len(disk.shards) for disk in disks}
     starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))

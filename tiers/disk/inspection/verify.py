@@ -1,6 +1,6 @@
-"""Reads every block of a shard as a hit would, and says what is wrong. Safe beside a live server.
+"""Reads every block of a shard like a hit and reports errors. Safe beside a running server.
 
-Called by `cachesvc cache verify`, in pages as `inspection.maintenance` has them.
+Called by `cachesvc cache verify`, in the pages of `inspection.maintenance`.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from tiers.errors import MissReason
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a verification found; `structure` says how the databases disagree, if they do."""
+    """The result of a verification. `structure` says how the databases disagree, if they do."""
 
     num_blocks: int = 0
     logical_bytes: int = 0
@@ -48,7 +48,7 @@ def verify_all(
     repair: bool = False,
     advance: Callable[[int], None] = lambda num_blocks: None,
 ) -> Verified:
-    """What a verification of each of them found, in all."""
+    """The combined result of verifying each shard."""
     total = Verified()
     for shard in shards:
         total = total.plus(verify(shard, repair=repair, advance=advance))
@@ -58,7 +58,7 @@ def verify_all(
 def verify(
     shard: Shard, *, repair: bool = False, advance: Callable[[int], None] = lambda num_blocks: None
 ) -> Verified:
-    """Read every block as a hit would, and recompute its key; `repair` deletes what is bad.
+    """Reads every block like a hit, and recomputes its key. `repair` deletes bad blocks.
 
     `advance` is called with the number of blocks checked since its last call.
 

@@ -1,8 +1,8 @@
-"""A disk tier from outside: its contents, for the command line, with or without a live server.
+"""A disk tier's contents, for the command line, with or without a running server.
 
-`DiskView` only reads, in short transactions; it needs no lock, loads no torch, and keeps no block's
-bytes. `open_view` may not be used in the server's own process, where LMDB admits one opener; there
-`DiskTier.view` gives the same thing over the open shards.
+`DiskView` only reads, in short transactions. It needs no lock and no torch, and keeps no payloads.
+`open_view` must not be used in the server's own process, because LMDB admits one opener per
+process. `DiskTier.view` gives the same over the open shards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ _NO_KEY = PrefixKey(b"")
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
-    """One block's record. `why` is set where its header cannot be read."""
+    """One block's record. `why` is set if its header is unreadable."""
 
     key: PrefixKey
     shard: int
@@ -45,13 +45,13 @@ class BlockInfo:
     codec: int = 0
     layout: bytes = b""
     written_s: int = 0
-    computed_s: int = 0  # its KV, before it was written
+    computed_s: int = 0  # when its KV was computed, before it was written
     checksum: int = 0  # xxh3_64 of the payload
     tokens: bytes = b""
     why: MissReason | None = None
 
     def view(self, unix_s: float, *, hits: int = 0) -> BlockView:
-        """The block as operators see it. A record keeps no count of its hits."""
+        """The block as operators see it. Records do not count hits."""
         return BlockView(
             key=self.key,
             parent=self.parent,
@@ -72,7 +72,7 @@ class DiskSummary:
     path: Path
     format: int
     num_shards: int
-    map_bytes: int  # what the files may grow to
+    map_bytes: int  # maximum size of the files
     file_bytes: int
     num_blocks: int
     stored_bytes: int
@@ -82,7 +82,7 @@ class DiskSummary:
     written_bytes: int
     num_scopes: int
     clean: bool
-    server: str | None  # who holds the folder now
+    server: str | None  # the server that holds the folder
 
     @property
     def ratio(self) -> float:
@@ -157,14 +157,14 @@ class DiskView:
         return trail[::-1]
 
     def children(self) -> Mapping[PrefixKey, list[BlockInfo]]:
-        """Blocks by their parent; those of a scope's root begin the prompts."""
+        """Blocks by parent. Children of a scope's root begin prompts."""
         children: dict[PrefixKey, list[BlockInfo]] = {}
         for block in self.blocks():
             children.setdefault(block.parent, []).append(block)
         return children
 
     def tree(self, query: TreeQuery, now_s: float) -> Tree:
-        """The whole tier's blocks are read, and as many shown as the query bounds."""
+        """The tree of the tier. Reads all of its blocks, and shows as many as the query allows."""
         children = self.children()
         return grow(_DiskForest(children, now_s), query, sum(map(len, children.values())))
 
@@ -177,7 +177,7 @@ class DiskView:
         return total
 
     def days(self) -> dict[int, Day]:
-        """Wear by day since 1970 (UTC)."""
+        """Writes by day since 1970 (UTC)."""
         total: dict[int, Day] = {}
         for shard in self.shards:
             for number, day in shard.days().items():
@@ -207,7 +207,7 @@ class _DiskForest:
 
 @contextmanager
 def open_view(path: Path) -> Iterator[DiskView]:
-    """A view of the folder of a disk tier; from any process but its server's."""
+    """A view of a disk tier's folder, from any process except its server's."""
     with open_shards(path, readonly=True) as (meta, shards):
         yield DiskView(path, meta, shards)
 

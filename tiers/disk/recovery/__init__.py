@@ -1,3 +1,4 @@
-"""Checks that a shard is what LMDB wrote, and repairs it if not. Knows no LMDB: its pages are
-read as bytes, because LMDB may die of damaged ones.
+"""Checks that a shard is what LMDB wrote, and repairs it if not.
+
+Pages are read as bytes without LMDB, because LMDB may crash on damaged ones.
 """

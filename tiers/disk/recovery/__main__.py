@@ -1,5 +1,6 @@
-"""`python -m tiers.disk.recovery SHARD MAP_BYTES`: check a shard, and write the report to standard
-output, pickled for `ShardCheck`, which is its one caller.
+"""`python -m tiers.disk.recovery SHARD MAP_BYTES`: checks a shard.
+
+Writes the report, pickled, to standard output for `ShardCheck`, its only caller.
 """
 
 import os

@@ -1,14 +1,13 @@
-"""Checks that a shard is what LMDB wrote, before LMDB opens it: LMDB may die of damage.
+"""Checks a shard before LMDB opens it, because LMDB may crash on damage.
 
-`check_shard` walks every page that holds structure, through `recovery.pages`, and compares the
-databases with each other. Payloads are not read: they have their own checksums. There are three
-answers. The shard is sound. Or some entries contradict each other: they are named, and `Shard.fix`
-takes them out. Or the structure is broken: then the state before the last commit is tried, which
-LMDB keeps until two commits later, and where that is broken too the shard is given up.
+`check_shard` walks every structural page, through `recovery.pages`, and compares the databases with
+each other. Payloads are not read; they have their own checksums. There are three results. The shard
+is sound. Or some entries contradict each other: they are listed, and `Shard.fix` removes them. Or
+the structure is broken: then the state before the last commit is tried, which LMDB keeps for two
+more commits. If that is broken too, the shard is given up.
 
-A shard that takes longer than a moment is walked by a child process (`ShardCheck`), so that the
-server starts at once and its threads do not wait for a walk:
-`python -m tiers.disk.recovery SHARD MAP_BYTES`.
+If a check takes longer than a moment, a child process continues it (`ShardCheck`), so the server
+starts at once and its threads do not wait: `python -m tiers.disk.recovery SHARD MAP_BYTES`.
 """
 
 import math
@@ -35,28 +34,28 @@ from tiers.disk.recovery.pages import (
     Walked,
 )
 
-CHECK_AT_ONCE_S = 0.25  # a shard that takes longer is checked by a child, and is read meanwhile
+CHECK_AT_ONCE_S = 0.25  # beyond this a child checks the shard, which is readable meanwhile
 NAMES = ("data", "index", "order", "scopes", "days", "state")
-_LOOK_EVERY = 64  # entries between two looks at the clock
+_LOOK_EVERY = 64  # entries between two checks of the clock
 
 
 class TooLong(Exception):
-    """The walk is not done in the time it was given."""
+    """The walk did not finish in time."""
 
 
 @dataclass(slots=True)
 class ShardReport:
-    """What a check found. `problem` is set where the shard must be given up."""
+    """The result of a check. `problem` is set if the shard must be given up."""
 
     problem: str | None = None
-    rolled_back: str | None = None  # why the last commit was given up, where the one before stands
-    slot: int = 0  # of the state that stands
+    rolled_back: str | None = None  # why the last commit was given up, if the one before is sound
+    slot: int = 0  # of the sound state
     transaction: int = 0
     fixes: Fixes = field(default_factory=Fixes)
 
 
 def check_shard(path: Path, map_bytes: int, within_s: float = math.inf) -> ShardReport:
-    """Check the shard in `path`, which nobody writes meanwhile. Raises TooLong and OSError."""
+    """Checks the shard in `path`, which nobody may write meanwhile. Raises TooLong and OSError."""
     deadline = time.monotonic() + within_s
     fd = os.open(path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -80,18 +79,18 @@ def check_shard(path: Path, map_bytes: int, within_s: float = math.inf) -> Shard
 
 
 def roll_back(path: Path, slot: int) -> None:
-    """Let the state in `slot` be the only one: its page is copied over the other's."""
+    """Makes the state in `slot` the only one: copies its page over the other's."""
     other = 1 - slot
     with (path / "data.mdb").open("r+b") as file:
         page = bytearray(os.pread(file.fileno(), PAGE, slot * PAGE))
         page[:8] = other.to_bytes(8, "little")
         os.pwrite(file.fileno(), page, other * PAGE)
         os.fsync(file.fileno())
-    (path / "lock.mdb").unlink(missing_ok=True)  # it holds numbers of the state that is gone
+    (path / "lock.mdb").unlink(missing_ok=True)  # it has numbers of the removed state
 
 
 def last_transaction(path: Path, map_bytes: int) -> int:
-    """The number of the last commit that stands; 0 where none can be read."""
+    """The number of the last valid commit; 0 if none can be read."""
     fd = os.open(path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return max((head.transaction for head in PageFile(fd, map_bytes).heads()), default=0)
@@ -100,7 +99,7 @@ def last_transaction(path: Path, map_bytes: int) -> int:
 
 
 def _is_another_format(fd: int) -> bool:
-    """Whether both states say that another LMDB wrote them."""
+    """Whether both states were written by another version of LMDB."""
     versions = set()
     for slot in (0, 1):
         page = os.pread(fd, 32, slot * PAGE)
@@ -121,7 +120,7 @@ class _Check:
         self._free = array("Q")
 
     def run(self) -> Fixes:
-        """Raises Torn where the structure is broken, TooLong."""
+        """The fixes needed. Raises Torn for a broken structure, and TooLong."""
         self._walk_free()
         trees = self._file.trees(self._head)
         for _ in self._file.nodes(self._head.main, self._walked):
@@ -150,7 +149,7 @@ class _Check:
             yield node
 
     def _walk_free(self) -> None:
-        """The pages that are free, by the transaction that freed them."""
+        """Walks the free pages, listed by the transaction that freed them."""
         import numpy as np  # here, since a command that only counts blocks needs none
 
         for node in self._timed(self._file.nodes(self._head.free, self._walked)):
@@ -169,7 +168,7 @@ class _Check:
             self._free.frombytes(pages.tobytes())
 
     def _check_pages(self) -> None:
-        """No page is in two places, and none is beyond the last."""
+        """Checks that no page is used twice and none is beyond the last."""
         import numpy as np  # here, since a command that only counts blocks needs none
 
         walked = self._walked
@@ -192,18 +191,18 @@ class _Check:
 
 
 class ShardCheck:
-    """A check that may take long: first here, for a moment, then in a child process."""
+    """A check that may take long: first in this process for a moment, then in a child process."""
 
     def __init__(self, path: Path, map_bytes: int) -> None:
         self._path = path
         self._map_bytes = map_bytes
         self._child: subprocess.Popen[bytes] | None = None
-        self._reader: threading.Thread | None = None  # or the child would wait: a pipe has 64 KiB
-        self._told = (b"", b"")  # what the child wrote and what went wrong, once it has ended
+        self._reader: threading.Thread | None = None  # drains the pipe, which holds only 64 KiB
+        self._told = (b"", b"")  # the child's output and errors, once it has ended
         self._began = 0
 
     def begin(self, within_s: float) -> ShardReport | None:
-        """Check here; None where it takes longer, and a child goes on."""
+        """Checks in this process. Returns None if it takes longer and a child continues."""
         try:
             return check_shard(self._path, self._map_bytes, within_s)
         except TooLong:
@@ -213,7 +212,7 @@ class ShardCheck:
             return ShardReport(problem=str(error))
 
     def poll(self) -> ShardReport | None:
-        """What the child found, once it has; begun again where somebody wrote meanwhile."""
+        """The child's report, once it is done. Starts again if the shard was written meanwhile."""
         child, reader = self._child, self._reader
         if child is None or reader is None or reader.is_alive():
             return None

@@ -1,7 +1,7 @@
-"""Whether the databases of a shard agree about its blocks, and what to change if not.
+"""Checks whether a shard's databases agree about its blocks, and finds what to change if not.
 
-`Books` adds up, in one pass and without memory, what a walk comes by: equal sums are agreement.
-`Repair` is for the seldom other case; it holds every key. Pure but for the pages it reads.
+`ShardSums` adds up entries in one pass with constant memory: equal sums mean agreement. `Repair` is
+for the rare other case and holds every key. Pure except for the pages it reads.
 """
 
 import struct
@@ -15,19 +15,19 @@ from tiers.disk.format.record import Header, unpack_header
 from tiers.disk.format.rows import Account, Day, IndexEntry, Totals, unpack_order, unpack_sequence
 from tiers.disk.recovery.pages import HEADER, PAGE, LmdbTree, Node, PageFile, run_pages
 
-DAMAGED = (ValueError, struct.error)  # what reading a row of the wrong length or content raises
+DAMAGED = (ValueError, struct.error)  # errors from rows of the wrong length or content
 _MASK = (1 << 128) - 1
-_MOST = 1 << 62  # no counter gets there
+_MOST = 1 << 62  # no counter gets that high
 
 
 @dataclass(slots=True)
 class Fixes:
-    """What to change so that the databases agree; empty where they do."""
+    """The changes that make the databases agree; empty if they do."""
 
-    # blocks to forget, each with the first page of its record (0: it has none) and its length
+    # blocks to delete, each with the first page of its record (0: none) and its length
     keys: list[tuple[PrefixKey, int, int]] = field(default_factory=list)
-    sequences: list[int] = field(default_factory=list)  # places in the order that no block has
-    places: list[tuple[int, PrefixKey, int]] = field(default_factory=list)  # ... that it lacks
+    sequences: list[int] = field(default_factory=list)  # sequences in the order without a block
+    places: list[tuple[int, PrefixKey, int]] = field(default_factory=list)  # missing from the order
     totals: Totals | None = None
     accounts: dict[PrefixKey, Account] | None = None
     days: list[bytes] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Fixes:
 
 
 class ShardSums:
-    """Adds up what the databases say of the same blocks; the sums agree, or something is amiss."""
+    """Sums over the databases' entries for the same blocks. Different sums mean damage."""
 
     def __init__(self, file: PageFile) -> None:
         self._file = file
@@ -103,7 +103,7 @@ class ShardSums:
 
 
 class Repair:
-    """Finds, entry by entry, what to change so that the databases agree. Holds every key."""
+    """Finds, entry by entry, the changes that make the databases agree. Holds every key."""
 
     def __init__(self, file: PageFile, trees: dict[str, LmdbTree]) -> None:
         self._file = file
@@ -185,7 +185,7 @@ def _plus(totals: Totals, gain: tuple[int, int, int]) -> Totals:
 
 
 def proven_entry(key: bytes, value: bytes) -> tuple[IndexEntry, Header]:
-    """An index entry whose header is whole and is this key's. ValueError."""
+    """The index entry, if its header is valid and belongs to this key. Raises ValueError."""
     entry = IndexEntry.unpack(value)
     header = unpack_header(entry.header)
     if not isinstance(header, Header) or header.key != key:
@@ -201,7 +201,7 @@ def proven_entry(key: bytes, value: bytes) -> tuple[IndexEntry, Header]:
 
 
 def check_day(node: Node, value: bytes) -> None:
-    """Raise ValueError where a day's numbers cannot be."""
+    """Raises ValueError for impossible numbers of a day."""
     day = Day.unpack(value)
     if len(node.key) != 4 or max(day) >= _MOST:
         raise ValueError(f"the day {node.key.hex()} has {day}")

@@ -1,8 +1,8 @@
-"""LMDB's file, read without LMDB: its pages are bytes from outside, and each is checked.
+"""Reads LMDB's file without LMDB, and checks every page as untrusted bytes.
 
-LMDB trusts its pages: a damaged one ends the process with an abort or a signal. This reader never
-follows a number that it has not compared with its bounds, so that damage is a `Torn` and no more.
-It serves lookups in a shard that is not checked yet, and is the eyes of `tiers.disk.recovery`.
+LMDB trusts its pages, so a damaged one ends the process with an abort or a signal. This reader
+checks every number against its bounds before it follows it, so damage only raises `Torn`. It serves
+lookups in an unchecked shard and the checks of `tiers.disk.recovery`.
 
 Format: LMDB 0.9, data version 1, little-endian, pages of 4 KiB; `struct MDB_page`, `MDB_node`,
 `MDB_db` and `MDB_meta` of mdb.c. Any thread, each call on its own.
@@ -23,7 +23,7 @@ DATA_VERSION = 1
 MAX_DEPTH = 32  # CURSOR_STACK
 NO_PAGE = 0xFFFFFFFFFFFFFFFF
 INTEGER_KEYS = 0x08
-_BIG, _SUB = 0x01, 0x02  # flags of a node: the value is a run of pages; it is a tree
+_BIG, _SUB = 0x01, 0x02  # node flags: the value is a run of pages; the value is a tree
 _NODE = 8
 _PAGE_HEAD = struct.Struct("<QHHHH")  # number, pad, flags, lower, upper
 _RUN_HEAD = struct.Struct("<QHHI")  # number, pad, flags, pages
@@ -34,7 +34,7 @@ _LAST = struct.Struct("<QQ")
 
 
 class Torn(Exception):
-    """A page is not what LMDB wrote."""
+    """A page was not written by LMDB."""
 
 
 class LmdbTree(NamedTuple):
@@ -51,7 +51,7 @@ class LmdbTree(NamedTuple):
 
 
 class Head(NamedTuple):
-    """`MDB_meta`: one of the two states that the file begins with."""
+    """`MDB_meta`: one of the two states at the beginning of the file."""
 
     slot: int
     transaction: int
@@ -61,7 +61,7 @@ class Head(NamedTuple):
 
 
 class Node(NamedTuple):
-    """An entry of a leaf. `run` is the first page of a value that has pages of its own, or 0."""
+    """An entry of a leaf. `run` is the first page of a value with its own pages, or 0."""
 
     key: bytes
     value: bytes
@@ -72,7 +72,7 @@ class Node(NamedTuple):
 
 @dataclass(slots=True)
 class Walked:
-    """The pages that a walk came by; runs are (first page, number of pages)."""
+    """The pages visited by a walk. Runs are (first page, number of pages)."""
 
     branch: list[int] = field(default_factory=list)
     leaf: list[int] = field(default_factory=list)
@@ -80,17 +80,17 @@ class Walked:
 
 
 def run_pages(nbytes: int) -> int:
-    """Pages of a run that holds a value of this length."""
+    """The number of pages for a value of this length."""
     return -(-(nbytes + HEADER) // PAGE)
 
 
 def run_head(first: int, nbytes: int) -> bytes:
-    """What stands before a value in its run, of HEADER bytes."""
+    """The HEADER bytes before a value in its run."""
     return _RUN_HEAD.pack(first, 0, OVERFLOW, run_pages(nbytes))
 
 
 def is_run_head(head: bytes, first: int, nbytes: int) -> bool:
-    """Whether these bytes before a value are what LMDB goes by when it frees the run."""
+    """Whether these bytes before a value are what LMDB needs to free the run."""
     if len(head) < HEADER:
         return False
     number, _, flags, pages = _RUN_HEAD.unpack(head)
@@ -98,7 +98,7 @@ def is_run_head(head: bytes, first: int, nbytes: int) -> bool:
 
 
 class PageFile:
-    """An open `data.mdb`. No page at or beyond `num_pages` is ever asked for."""
+    """An open `data.mdb`. Pages at or beyond `num_pages` are never read."""
 
     def __init__(self, fd: int, map_bytes: int) -> None:
         self._fd = fd
@@ -106,7 +106,7 @@ class PageFile:
         self._map_pages = map_bytes // PAGE
 
     def heads(self) -> list[Head]:
-        """The states that stand, newest first; none where neither can be read."""
+        """The valid states, newest first; empty if neither can be read."""
         found = []
         for slot in (0, 1):
             head = self._head(slot, os.pread(self._fd, PAGE, slot * PAGE))
@@ -157,9 +157,9 @@ class PageFile:
         raise Torn("the tree is deeper than any")
 
     def nodes(self, tree: LmdbTree, walked: Walked | None = None) -> Iterator[Node]:
-        """Every entry in order, of a tree in which all that LMDB relies on is right. Raises Torn.
+        """Every entry of a tree in order, checked as far as LMDB relies on it. Raises Torn.
 
-        The pages are noted in `walked`; the caller sees to it that no page is in two places.
+        Visited pages are recorded in `walked`. The caller checks that no page is used twice.
         """
         walked = walked if walked is not None else Walked()
         numbers = (len(walked.branch), len(walked.leaf), len(walked.runs))
@@ -178,7 +178,7 @@ class PageFile:
             raise Torn(f"a tree of {tree[3:7]} pages and entries has {(*seen, num_entries)}")
 
     def value(self, node: Node) -> bytes:
-        """A value, wherever it lies. Raises Torn."""
+        """A value, in its leaf or in its own pages. Raises Torn."""
         if not node.run:
             return node.value
         data = os.pread(self._fd, node.nbytes, node.run * PAGE + HEADER)
@@ -239,7 +239,7 @@ class PageFile:
         return page
 
     def _branch(self, page: bytes, number: int, tree: LmdbTree) -> list[tuple[bytes, int]]:
-        """(first key, page) of each child; the first child's key says nothing."""
+        """(first key, page) of each child. The first child's key is meaningless."""
         children: list[tuple[bytes, int]] = []
         spans: list[tuple[int, int]] = []
         for at in _pointers(page, number):
@@ -283,7 +283,7 @@ class PageFile:
 
 
 def _order(key: bytes, tree: LmdbTree) -> bytes:
-    """What keys are sorted by: an integer's first byte is its least."""
+    """The sort key of a key. Integers are little-endian."""
     return key[::-1] if tree.flags & INTEGER_KEYS else key
 
 
@@ -305,7 +305,7 @@ def _pointers(page: bytes, number: int) -> tuple[int, ...]:
 
 
 def _check_spans(page: bytes, number: int, spans: list[tuple[int, int]]) -> None:
-    """Nodes lie side by side, from the upper end of the free room to the end of the page."""
+    """Checks that nodes are contiguous, from the end of the free space to the end of the page."""
     at = _PAGE_HEAD.unpack_from(page)[4]
     for start, nbytes in sorted(spans):
         if start != at:

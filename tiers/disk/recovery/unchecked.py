@@ -1,7 +1,7 @@
-"""A shard that is still being checked, as far as a reader needs one.
+"""A shard that is still being checked, for readers.
 
-Nothing here goes through LMDB, and nothing is believed: a page that contradicts itself is a block
-that is not found, and what is found is proven by the reader as always. Reader threads.
+It does not use LMDB and trusts nothing: an inconsistent page is a block that is not found, and the
+reader verifies found blocks as always. Reader threads.
 """
 
 import struct
@@ -16,7 +16,7 @@ from tiers.disk.storage import Storage
 
 
 class UncheckedShard:
-    """Lookups and reads of the newest state that stands. Nobody writes the file meanwhile."""
+    """Lookups and reads of the newest valid state. Nobody writes the file meanwhile."""
 
     def __init__(self, path: Path, map_bytes: int, storage: Storage) -> None:
         self.path = path
@@ -37,7 +37,7 @@ class UncheckedShard:
 
     @property
     def totals(self) -> Totals:
-        """What its accounts say, believed as far as a number on a page can be."""
+        """The shard's totals, as plausible as an unchecked page can be."""
         try:
             node = self._pages.find(self._trees["state"], b"totals")
             return Totals.unpack(self._pages.value(node)) if node else Totals()
@@ -48,11 +48,11 @@ class UncheckedShard:
         return self._storage.stat(self._file).st_blocks * 512
 
     def num_held(self, keys: Sequence[PrefixKey]) -> int:
-        """Length of the leading run of keys that are held, as far as can be told."""
+        """Length of the leading run of keys found."""
         return len(self.find(keys))
 
     def find(self, keys: Sequence[PrefixKey]) -> list[IndexEntry]:
-        """Index entries of the leading run of keys that are held, as far as can be told."""
+        """Index entries of the leading run of keys found."""
         found: list[IndexEntry] = []
         for key in keys:
             entry = self._entry(key)
@@ -69,7 +69,7 @@ class UncheckedShard:
         return run_pages(entry.place.nbytes) * PAGE
 
     def read(self, key: PrefixKey, entry: IndexEntry, into: memoryview) -> memoryview:
-        """As `Shard.read`."""
+        """Like `Shard.read`."""
         nbytes, offset = entry.place.nbytes, entry.place.offset
         count = self._storage.read(self._file, into[: self.room_for(entry)], offset - HEADER)
         return into[HEADER : max(HEADER, min(count, HEADER + nbytes))]
