@@ -102,7 +102,7 @@ class Forest(Protocol[B]):
         ...
 
     def following(self, key: PrefixKey) -> Sequence[B]:
-        """The blocks that continue the prefix `key`, least recently used first."""
+        """The blocks that continue the prefix `key`, those known longest first."""
         ...
 
     def rank(self, block: B) -> int:
