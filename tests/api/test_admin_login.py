@@ -7,10 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from api.admin.login.guard import PER_ADDRESS
+from api.admin.login.guard import PER_ADDRESS, LoginLimits, network_of
 from api.admin.pages.base import PAGES
 from api.admin.parts import AdminParts
 from api.admin.testing import OPERATOR_TOKEN, fake_parts
+from api.errors import RateLimited
 from api.page_headers import POLICY
 from tests.api.test_admin_access import admin_client, code_of
 
@@ -175,6 +176,31 @@ async def test_a_login_by_key_ends_with_the_key(
     parts.keys.revoked.add("id-of-sk-admin")  # type: ignore[attr-defined]
     assert (401, "login_needed") == code_of(await client.get("/admin/api/whoami"))
     assert 0 == len(parts.sessions)
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff::1", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("unknown", "unknown"),
+    ],
+)
+def test_attempts_are_counted_by_what_one_client_has(address: str, network: str) -> None:
+    assert network == network_of(address)
+
+
+async def test_all_addresses_of_an_ipv6_network_guess_as_one() -> None:
+    """From six of them, all attempts of the server could be used up each minute."""
+    limits = LoginLimits(per_address=2)
+    for number in range(2):
+        await limits.attempt(f"2001:db8::{number}")
+    with pytest.raises(RateLimited):
+        await limits.attempt("2001:db8::3")
+    await limits.attempt("2001:db8:0:1::3")
 
 
 async def test_guessing_is_stopped_before_the_password_is_looked_at(

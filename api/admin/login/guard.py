@@ -1,6 +1,7 @@
 """The guards of a login: a limit on attempts, and proof that the form is ours. Event loop only."""
 
 import hmac
+import ipaddress
 import secrets
 
 from limits import RateLimitItem, RateLimitItemPerMinute
@@ -23,10 +24,23 @@ class LoginLimits:
 
     async def attempt(self, address: str) -> None:
         """Counts an attempt. Raises RateLimited."""
-        if not await self._limiter.hit(self._address, address):
+        if not await self._limiter.hit(self._address, network_of(address)):
             raise _too_often(self._address)
         if not await self._limiter.hit(self._server):
             raise _too_often(self._server)
+
+
+def network_of(address: str) -> str:
+    """The addresses of one client: an IPv4 address, or an IPv6 network of 64 bits."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed, 64), strict=False))
 
 
 def _too_often(item: RateLimitItem) -> RateLimited:
