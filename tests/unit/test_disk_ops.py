@@ -24,7 +24,16 @@ from tiers.disk.settings import DiskSettings
 from tiers.disk.storage import Storage
 from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, MissReason
-from tiers.testing.faulty_storage import SCOPE, chain, fill, holds, take, wipe
+from tiers.testing.faulty_storage import (
+    SCOPE,
+    FaultyStorage,
+    chain,
+    fill,
+    holds,
+    map_full,
+    take,
+    wipe,
+)
 from tiers.tier import Loaded
 
 LAYOUT = BlockLayout.uniform(
@@ -341,6 +350,29 @@ def test_an_import_trusts_nothing(tmp_path: Path) -> None:
     with there.view() as view:
         harmed = import_blocks(view.shards, io.BytesIO(data), shard_of)
     assert (harmed.num_blocks, sum(harmed.bad.values())) == (3, 1)
+    here.close()
+    there.close()
+
+
+@pytest.mark.parametrize(("operation", "first"), [("put", 3), ("commit", 1)])
+def test_an_import_waits_for_room_that_a_reader_keeps(
+    tmp_path: Path, operation: str, first: int
+) -> None:
+    storage = FaultyStorage(error=map_full)
+    here = opened(tmp_path / "a")
+    there = open_disk(tmp_path / "b", LAYOUT, CAPACITY, storage=storage, check_s=60)
+    store(here, blocks(0))
+    stream = io.BytesIO()
+    with here.view() as view:
+        export(view.shards, stream, lambda *_: True)
+    for count, counted in ((1000, (0, 4)), (1, (4, 0))):
+        stream.seek(0)
+        storage.arm(first, count=count, operations=[operation])
+        with there.view() as view:
+            came = import_blocks(view.shards, stream, shard_of)
+        assert (came.num_blocks, came.num_refused) == counted
+        storage.arm(0)
+    assert load(there, blocks(0)) == 4
     here.close()
     there.close()
 

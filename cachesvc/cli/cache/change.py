@@ -191,7 +191,8 @@ def import_(
     if moved.bad:
         note(f"{_bad(moved)} refused")
     if moved.num_refused:
-        note(f"{number_of(moved.num_refused, 'block')} found no room; is too much pinned?")
+        refused = number_of(moved.num_refused, "block")
+        note(f"{refused} found no room; is too much pinned, or read by another command?")
     if not moved.complete:
         fail(f"{_name(file, 'input')} ends early; complete blocks were kept. Export it again")
     if moved.bad:

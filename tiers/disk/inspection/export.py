@@ -20,14 +20,16 @@ from tiers.disk.format.record import Header, check_payload, parent_of, unpack_he
 from tiers.disk.format.rows import IndexEntry
 from tiers.disk.inspection.maintenance import pages_by_age
 from tiers.disk.shard import Shard
-from tiers.disk.storage import PageBuffer
-from tiers.disk.transaction import MIN_RECORD, Record, Writer
+from tiers.disk.storage import MapFull, PageBuffer
+from tiers.disk.transaction import MIN_RECORD, Record
 from tiers.errors import MissReason
 
 MAGIC = b"cachesvc-blocks\n"
 BATCH_BYTES = 8 << 20
 MAX_RECORD = 1 << 30
 MAX_ROUNDS = 512  # transactions of one batch
+MAX_FULL = 8  # of them that found the map full
+READERS_WAIT_S = 1.0
 _LENGTH = struct.Struct("<I")
 _END = struct.Struct("<QQ")
 
@@ -156,28 +158,39 @@ class _Importer:
 
     def _write(self, number: int) -> None:
         batch, self._batches[number] = self._batches[number], []
+        shard = self._shards[number]
+        num_full = 0
         for _ in range(MAX_ROUNDS):
-            if not batch:
-                return
-            with self._shards[number].writing() as writer:
-                part = batch[: max(1, writer.limit // 2)]
-                fresh = [record for record in part if writer.find(record.key) is None]
-                room = writer.make_room(sum(len(record.data) for record in fresh))
-                if not room and writer.spent:
-                    continue
-                del batch[: len(part)]
-                self._num_held += len(part) - len(fresh)
-                if room:
-                    self._put(writer, fresh)
-                else:
-                    self._num_refused += len(fresh)
+            if not batch or num_full == MAX_FULL:
+                break
+            try:
+                self._write_part(shard, batch)
+            except MapFull:  # a reader keeps pages that were freed since it began
+                num_full += 1
+                shard.forget_dead_readers()
+                shard.wait_for_readers(READERS_WAIT_S)
+                shard.learn_slack(self._batch_bytes(number))
         self._num_refused += len(batch)
 
-    def _put(self, writer: Writer, fresh: Sequence[Record]) -> None:
-        for sequence, record in enumerate(fresh, start=writer.take_sequences(len(fresh))):
-            writer.put(record, sequence, writer.now_s)
-        self._num_stored += len(fresh)
-        self._nbytes += sum(len(record.data) for record in fresh)
+    def _write_part(self, shard: Shard, batch: list[Record]) -> None:
+        """One transaction; takes from the batch what it stored, found or had no room for."""
+        with shard.writing() as writer:
+            part = batch[: max(1, writer.limit // 2)]
+            fresh = [record for record in part if writer.find(record.key) is None]
+            room = writer.make_room(sum(len(record.data) for record in fresh))
+            again = not room and writer.spent
+            if room:
+                for sequence, record in enumerate(fresh, start=writer.take_sequences(len(fresh))):
+                    writer.put(record, sequence, writer.now_s)
+        if again:
+            return
+        del batch[: len(part)]
+        self._num_held += len(part) - len(fresh)
+        if room:
+            self._num_stored += len(fresh)
+            self._nbytes += sum(len(record.data) for record in fresh)
+        else:
+            self._num_refused += len(fresh)
 
 
 def _records(shard: Shard, rule: Rule) -> Iterator[tuple[PrefixKey, memoryview]]:
