@@ -25,7 +25,8 @@ class StartupBar:
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24))
+            drawn = "dots" if self._console.encoding.startswith("utf") else "line"
+            columns = (SpinnerColumn(drawn), TextColumn("{task.description}"), BarColumn(24))
             self._bar = Progress(*columns, TimeElapsedColumn(), console=self._console)
             self._bar.live.transient = True
             self._task = self._bar.add_task("starting", total=None)
